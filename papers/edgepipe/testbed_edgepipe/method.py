@@ -20,10 +20,11 @@ from testbed_edgepipe.planner import INFORMING, EdgePipeOptions
 
 
 def _update_share(record: RunView) -> float | None:
-    """Return the fraction of possible updates made: a device may update each layer once a batch."""
+    """Return the number of updates divided by the number of possible updates."""
     layers = sum(
         assignment.stop - assignment.start for assignment in record.plan.assignments
     )
+    # A device makes one update of each layer in each batch if all gradients arrive.
     batches = len(record.of("step")) * details_of(record).micro_batches
     due = batches * layers
     made = sum(event.fields["span"] == "backward" for event in record.of("compute"))
@@ -49,7 +50,7 @@ METRICS = (
     Metric(
         "model_partition_bytes",
         "bytes",
-        "bytes that the coordinator sends to announce the assignment of neurons",
+        "bytes that the device coordinator sends to distribute the model partition",
         _model_partition_bytes,
     ),
 )

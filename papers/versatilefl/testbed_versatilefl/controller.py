@@ -170,7 +170,7 @@ class ArrangementController:
             self._maintenance.stop_maintaining()
 
     def _announce_leaving(self) -> None:
-        """Announce once the departure of this device. The coordinator scores the tests and cannot leave."""
+        """Announce once that this device leaves. The coordinator scores the tests and cannot leave."""
         me = self._device.name
         if not self._device.leaving or me == self._rules.coordinator:
             return
@@ -191,7 +191,7 @@ class ArrangementController:
             self._maintenance.record_counts(self._device, step)
 
     def _judge_devices(self, step: int) -> int | None:
-        """Close a window at its end; return the last window once its records have reached all devices."""
+        """Close a window that is over; return the last window once all devices have its records."""
         self._records.close_window(step, self.assignment)
         for name, joined in self._newcomers.items():
             if joined == math.inf:

@@ -88,7 +88,7 @@ class Handover:
         return replace(self._first, layers=tuple(layers), version=message.version)
 
     def _receive_until(self, assignment: NeuronAssignment) -> None:
-        """Add the neurons moved by this assignment or an earlier one."""
+        """Add neurons that were moved by an assignment or by an earlier one."""
         due: list[Moved] = []
         later: list[Moved] = []
         for moved in self._moved_messages:
@@ -148,7 +148,7 @@ class Handover:
                 self._sends.append(sent)
 
     def _receive(self, assignment: NeuronAssignment, moved: Moved) -> None:
-        """Add received neurons of this device, and pass on neurons of other devices."""
+        """Add received neurons of this device, and send all others to their present devices."""
         assigned = assignment.neurons_of(self._device.name, moved.layer)
         own = as_channels(set(moved.neurons) & set(assigned))
         if own:

@@ -26,7 +26,7 @@ class GroupLostError(TestbedError):
 
 @dataclass(frozen=True)
 class Decision:
-    """A placement of neurons and the cause of its change."""
+    """A new assignment of neurons, with the cause of the change."""
 
     assignment: NeuronAssignment
     cause: Cause
@@ -112,7 +112,7 @@ def decide_join(
     averages: Mapping[str, float],
     rules: DecisionRules,
 ) -> Decision:
-    """Return the decision about a device without neurons, after a boot or when its casts arrive again.
+    """Return the decision about a device without neurons, which has booted or whose casts arrive again.
 
     The coordinator returns to its own place.
     """
@@ -302,7 +302,7 @@ def _next_assignment(
     proportions: Sequence[Mapping[str, float]],
     seed: int,
 ) -> NeuronAssignment:
-    """Return the next assignment, in which devices share each layer of a group in the proportions of that layer."""
+    """Return the next assignment: devices share each layer of a group in the given proportions."""
     version = assignment.version + 1
     layers = list(assignment.layers)
     for layer, of_layer in zip(assignment.groups[group], proportions, strict=True):

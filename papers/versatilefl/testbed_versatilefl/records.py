@@ -93,7 +93,7 @@ class ReceptionRecords:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether no cast of any device arrives: rather this device has lost its links than all others failed."""
+        """Whether no cast of any device arrives: most likely this device has lost all links, not all others failed."""
         return self._lost_in_a_row >= SERIES
 
     def note_cast(self, sender: str, *, received: bool) -> None:

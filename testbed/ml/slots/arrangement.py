@@ -19,10 +19,14 @@ Holders = Mapping[str, Channels]
 
 @dataclass(frozen=True)
 class NeuronAssignment:
-    """The devices of all neurons. The paper's super neuron SN[w, h] consists of the neurons of the h-th device of group
-    w.
+    """The device of every neuron.
 
-    The number of groups is the paper's P.
+    The paper's super neuron SN[w, h] is the set of all neurons on the h-th device of group w; the number of groups is
+    the paper's P.
+
+    >>> assignment = partition_neurons([4, 4, 2, 2], ["a", "b", "c", "d"])
+    >>> assignment.members(0), assignment.neurons_of("b", 1), assignment.group_of("d")
+    (('a', 'b'), range(2, 4), 1)
     """
 
     groups: tuple[range, ...]
@@ -153,6 +157,7 @@ def _split_layer(layer: int, size: int, members: Sequence[str]) -> Holders:
             f"layer {layer} has {size} neurons for {count} devices: use fewer devices"
         )
         raise InputError(text, ("method", "allocation"))
+    # Rounded bounds: ranges differ by one neuron at most.
     bounds = [size * place // count for place in range(count + 1)]
     holders = {}
     for name, (start, end) in zip(members, pairwise(bounds), strict=True):
@@ -176,6 +181,7 @@ def layer_groups(
     """
     groups: list[range] = []
     if isinstance(allocation, int):
+        # Line 4 fills groups from the output layer backwards.
         for end in reversed(range(layers, 0, -allocation)):
             groups.append(range(max(0, end - allocation), end))
         return groups
@@ -197,7 +203,7 @@ def layer_groups(
 
 
 def group_device_counts(groups: Sequence[range], devices: int) -> list[int]:
-    """Return the number of devices of each group: proportional to its layers, at least one, and using all devices.
+    """Divide all devices among groups in proportion to the layers of a group, at least one device for each.
 
     Rounding follows line 6 if the result uses all devices; otherwise the remaining devices go to the groups with the
     largest deficit, starting at the input.

@@ -119,7 +119,7 @@ class Acknowledged:
         del self._missing[cast]
 
     async def _wait_for_acknowledgements(self, missing: set[str]) -> None:
-        """Wait for all acknowledgements, at most as long as they normally take."""
+        """Wait for all acknowledgements, at most for the time that these normally take."""
         # All of them may have arrived while the cast was leaving.
         if not missing:
             return
@@ -149,7 +149,7 @@ class Notes(Protocol):
     """Hook: annotations added to casts and received from other devices."""
 
     def annotate(self, message: Sent) -> Sent:
-        """Return a message with its annotation."""
+        """Return a message with an added annotation."""
 
     def read_note(self, message: Values) -> Channels | None:
         """Process the annotation of a message in time; return the sender's neurons in the message's layer.
@@ -163,7 +163,7 @@ class Notes(Protocol):
 
 @dataclass
 class Tally:
-    """Counts of expected and received parts."""
+    """Counts of expected and received parts of other devices."""
 
     expected: int = 0
     received: float = 0
@@ -171,7 +171,7 @@ class Tally:
 
 
 class CastExchange:
-    """The casts of one device and the casts it receives."""
+    """The casts that one device sends and receives."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class CastExchange:
                 del self._arrived[key]
 
     async def cast(self, layer: int, message: Sent) -> None:
-        """Transmit to all devices with a layer receiving from this device; the local part is free."""
+        """Transmit to all devices of a layer; the part of this device needs no transmission."""
         if self._notes is not None:
             message = self._notes.annotate(message)
         receivers = self._assignment().holders(layer)

@@ -147,7 +147,7 @@ def _are_alike(ratios: Matrix) -> bool:
 
 
 def climbed_order(connectivity: Matrix, ratios: Matrix, seed: int) -> Order:
-    """Return the best order that exchanges of two devices reach from Algorithm 2's order and from random ones."""
+    """Return the best order of hill climbs, by exchanges of two devices, from Algorithm 2's order and random orders."""
     score = _make_scorer(connectivity, ratios)
     first = genetic_order(connectivity, ratios, seed)
     draws = random.Random(derive(seed, "mapping", "climbing"))

@@ -50,7 +50,7 @@ def _received_share(purpose: str, record: RunView) -> float | None:
 
 
 def _test_intervals(record: RunView) -> list[Interval]:
-    """A test begins with its event and ends with an evaluation, while no training is under way."""
+    """Return the intervals of tests, from the event `test_start` to an evaluation; training pauses meanwhile."""
     starts = [event.time for event in record.of("test_start")]
     ends = [event.time for event in record.of("evaluate")]
     # A run that failed during tests has no evaluation at its end.
@@ -119,7 +119,7 @@ def _count_transmissions(record: RunView) -> int:
 
 
 def _training_rate(count: Callable[[RunView], int], record: RunView) -> float | None:
-    """Divide a count by the seconds of training, without those of tests, and by the devices."""
+    """Divide a count by the seconds of training, excluding tests, and by the number of devices."""
     last = record.cached(_last_backward)
     test_seconds = 0.0
     for start, end in _test_intervals(record):
@@ -133,7 +133,7 @@ def _training_rate(count: Callable[[RunView], int], record: RunView) -> float | 
 
 
 def _received_metric(name: str, purpose: str, parts: str) -> Metric:
-    """Return the metric of the parts that arrived in time for one purpose."""
+    """Return a metric: the share of parts received in time for one purpose."""
     meaning = f"share of {parts} that arrived in time"
     return Metric(name, "share", meaning, partial(_received_share, purpose))
 

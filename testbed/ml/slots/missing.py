@@ -45,7 +45,13 @@ ArrivalPattern = tuple[tuple[Channels, bool], ...]
 
 @dataclass(frozen=True)
 class ReceivedParts:
-    """A device's received outputs of one layer, or losses sent back to a layer, for one batch."""
+    """A device's received outputs of one layer, or losses sent back to a layer, for one batch.
+
+    >>> parts = (SenderPart("a", range(2), torch.ones(1, 2)), SenderPart("b", range(2, 4), None))
+    >>> received = ReceivedParts(layer=1, batch=0, samples=1, neurons=4, parts=parts)
+    >>> received.is_complete, received.success_rate
+    (False, 0.5)
+    """
 
     layer: int
     """Index of the senders' layer."""
@@ -70,7 +76,7 @@ class ReceivedParts:
 
     @cached_property
     def arrival_pattern(self) -> ArrivalPattern | None:
-        """The neurons of each part and whether they have arrived; None for a partially received part."""
+        """The neurons of each part and whether the part has arrived; None if a part has arrived in part only."""
         pattern = []
         for part in self.parts:
             if part.missing is not None:
@@ -82,6 +88,10 @@ class ReceivedParts:
         """Return the mask of missing outputs of the whole layer, (samples or 1, values); None if all have arrived.
 
         The mask has one row if whole messages are missing, so all samples are equal. Callers must not modify the mask.
+
+        >>> parts = (SenderPart("a", range(1), torch.ones(1, 1)), SenderPart("b", range(1, 2), None))
+        >>> ReceivedParts(layer=1, batch=0, samples=1, neurons=2, parts=parts).missing_mask()
+        tensor([[False,  True]])
         """
         if self.is_complete:
             return None
@@ -129,7 +139,7 @@ class ReceivedParts:
         return part.tensor
 
     def _is_in_order(self) -> bool:
-        """Return whether the concatenated parts are the layer. Neurons that have moved are no ranges any more."""
+        """Return whether the concatenation of all parts is the layer: false once neurons have moved."""
         end = 0
         for part in self.parts:
             if not isinstance(part.neurons, range) or part.neurons.start != end:
@@ -138,7 +148,14 @@ class ReceivedParts:
         return end == self.neurons
 
     def summed_losses(self) -> torch.Tensor:
-        """Return the sum of the received losses, (samples, own values). Raises ValueError if none has arrived."""
+        """Return the sum of the received losses, (samples, own values). Raises ValueError if none has arrived.
+
+        Each device of the next layer contributes the losses by its own neurons (VersatileFL's equation 2).
+
+        >>> parts = (SenderPart("a", range(2), torch.ones(1, 3)), SenderPart("b", range(2, 4), torch.ones(1, 3)))
+        >>> ReceivedParts(layer=2, batch=0, samples=1, neurons=4, parts=parts).summed_losses()
+        tensor([[2., 2., 2.]])
+        """
         received = [part.tensor for part in self.parts if part.tensor is not None]
         if not received:
             raise ValueError(

@@ -39,7 +39,7 @@ class Neurons:
         problem: PlanningProblem[SlotOptions],
         initial_weights: State | None = None,
     ) -> None:
-        """``initial_weights`` is the initial weights of the whole network; None draws them from the seed."""
+        """``initial_weights``: the weights of the whole network at the start; None draws weights from the seed."""
         self._initial_weights = initial_weights
         self._device = device
         self._problem = problem
@@ -132,7 +132,7 @@ class Neurons:
         return input_gradient
 
     def forget_before(self, layer: int, batch: int) -> None:
-        """Drop the forwards of batches before this one, whose losses will not arrive."""
+        """Drop forward passes of batches before a given one, since losses for these will not arrive."""
         for key in list(self._forwarded):
             if key[0] == layer and key[1] < batch:
                 del self._forwarded[key]
@@ -147,7 +147,7 @@ class Neurons:
         return self.shards.pop(layer).state()
 
     def add(self, layer: int, neurons: Channels, state: State | None = None) -> None:
-        """Add neurons of a layer with their state; None gives them initial weights."""
+        """Add neurons of a layer with a given state; without a state, neurons have initial weights."""
         self._drop_computations(layer)
         whole = self._layers[layer - 1]
         part = slice_of(whole, neurons)

@@ -146,7 +146,7 @@ def layer_sizes(problem: PlanningProblem[SlotOptions]) -> tuple[int, ...]:
 
 
 def layers_of(problem: PlanningProblem[SlotOptions]) -> tuple[GraphLayer, ...]:
-    """Return the layers with weights, dense or convolutional, each with its following pools; the l-th is layer l.
+    """Return the dense and convolutional layers, pools included; the l-th element is layer l.
 
     Raises `InputError` for other kinds of layers.
     """
@@ -178,7 +178,7 @@ def values_per_neuron(problem: PlanningProblem[SlotOptions]) -> tuple[int, ...]:
 
 
 def slice_of(layer: GraphLayer, neurons: Channels) -> Slice:
-    """Return the slice of some neurons of a layer, with all weights entering them."""
+    """Return the slice of some neurons of a layer, including all incoming weights."""
     return Slice(neurons, range(layer.input_channels), neurons)
 
 
@@ -279,7 +279,7 @@ def plan(
 
 
 def _weights_seconds(problem: PlanningProblem[SlotOptions], coordinator: str) -> float:
-    """Return the seconds to distribute given initial weights; 0 if every device draws its own from the seed."""
+    """Return the seconds to distribute given initial weights; 0 if weights are drawn from the seed."""
     if problem.workload.model.weights is None:
         return 0.0
     parameters = sum(unit.parameters for unit in problem.model.units)
@@ -305,7 +305,7 @@ def _map_neurons(
     assignment: NeuronAssignment,
     ratios: mapping.Matrix,
 ) -> tuple[mapping.Order, float]:
-    """Return the order of devices by the option `mapping`, with its score."""
+    """Return the order of devices by the option `mapping`, and the score of this order."""
     options, seed, count = problem.options, problem.seed, len(problem.devices)
     connectivity = mapping.connectivity_matrix(assignment)
     match options.mapping:
@@ -330,6 +330,7 @@ def _check_links(
     """Raise `InputError` for missing links between communicating super neurons, or for their acknowledgements."""
     for receiver in assignment.devices:
         for sender in assignment.senders(receiver):
+            # Acknowledgements return over the opposite link.
             if acknowledged and ratios.get((receiver, sender), 0) <= 0:
                 text = f"ack needs a return path, but {sender} receives nothing from {receiver}: use r-tx, or add a "
                 raise InputError(text + "link", ("method", "recovery"))
@@ -514,6 +515,7 @@ def _make_placement(
     costs.check_memory(problem.device(name), memory)
     return Assignment(
         device=name,
+        # Units of a plan exclude the input layer, which is layer 0 here.
         start=max(0, own.start - 1),
         stop=own.stop - 1,
         memory=memory,
@@ -535,6 +537,7 @@ class SlotMethod(Method[SlotMethodOptions, SlotMethodDetails]):
     labels.
     """
 
+    # Devices of the input layer read samples, and those of the output layer labels.
     supports = frozenset({"all_samples", "initial_weights"})
     refuses: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("optimizer", "schedule", "loss", "clip", "ema", "metrics"),

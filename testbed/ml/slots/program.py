@@ -62,7 +62,7 @@ class MissedTestsError(TestbedError):
 
 
 class AssignmentPolicy(Protocol):
-    """Hook: the assignment of neurons, and its changes between slots."""
+    """Hook: the assignment of neurons, which may change between slots."""
 
     @property
     def assignment(self) -> NeuronAssignment:
@@ -104,7 +104,7 @@ class FixedAssignment:
 
 
 def answering_time(mailbox: Mailbox, details: SlotDetails) -> float:
-    """Return the seconds a device waits for acknowledgements of its casts."""
+    """Return the seconds from the end of a cast until all acknowledgements have normally arrived."""
     return details.acknowledgement_seconds[details.devices.index(mailbox.device.name)]
 
 
@@ -130,6 +130,7 @@ def gradient_of_cross_entropy(
     >>> gradient_of_cross_entropy(logarithms, torch.tensor([0]), 1.0)
     tensor([[-0.5000,  0.5000]])
     """
+    # The derivative of the negative log-likelihood: -weight at the right class of each sample.
     added = torch.zeros_like(logarithms).scatter_(1, labels[:, None], -weight)
     gradient: torch.Tensor = torch.ops.aten._log_softmax_backward_data(
         added, logarithms, 1, logarithms.dtype
@@ -137,8 +138,21 @@ def gradient_of_cross_entropy(
     return gradient
 
 
+def _make_test_runs(context: SlotContext) -> TestRuns:
+    problem = context.problem
+    assert context.dataset is not None
+    return TestRuns(
+        context.dataset, samples_per_test_batch(problem), problem.options.test_runs
+    )
+
+
 class SlotProgram:
-    """The work of one device in each slot, parameterised by hooks."""
+    """The work of one device in each slot, with a method's hooks.
+
+    In each slot a device does the work of one batch in one layer, as the timetable says: it takes the parts that have
+    arrived, computes, and casts its values to the devices of the next layer. The hook `AssignmentPolicy` moves neurons,
+    `MissingDataPolicy` treats incomplete batches, `Transmit` repeats casts, and `Notes` annotates them.
+    """
 
     def __init__(
         self,
@@ -157,13 +171,11 @@ class SlotProgram:
         self._device = mailbox.device
         self._table = table
         self._is_coordinator = context.plan.coordinator == mailbox.device.name
-        self._training = MicroBatches(
-            Training(context.dataset, problem.workload, problem.seed), table.micro
-        )
-        self._tests = TestRuns(
-            context.dataset, samples_per_test_batch(problem), problem.options.test_runs
-        )
-        steps = min(self._training.steps, context.plan.steps or self._training.steps)
+        training = Training(context.dataset, problem.workload, problem.seed)
+        self._training = MicroBatches(training, table.micro)
+        self._tests = _make_test_runs(context)
+        # The option `training_time` may allow fewer steps than the workload.
+        steps = min(training.steps, context.plan.steps or training.steps)
         self._context = context
         self._segments = partial(
             make_segments,
@@ -194,11 +206,7 @@ class SlotProgram:
         self._gathering: Gathering | None = None
         if problem.options.test_results == "gathered":
             # Received and gathered results are scored apart.
-            scores = TestRuns(
-                context.dataset,
-                samples_per_test_batch(problem),
-                problem.options.test_runs,
-            )
+            scores = _make_test_runs(context)
             self._gathering = Gathering(mailbox, context.plan.coordinator, scores)
         self._evaluations: list[asyncio.Task[None]] = []
 
@@ -207,7 +215,7 @@ class SlotProgram:
 
         Raises `MissedTestsError` on the coordinator if it was off until the end of the last slot.
         """
-        # The end of the last segment bounds every wait: nobody waits for a device without an end.
+        # The end of the last segment bounds every wait, so that a lost device cannot make the others wait forever.
         *_, last = self._segments()
         is_over = False
         group = await self._assignments.wait_for_group(last.end)
@@ -244,15 +252,21 @@ class SlotProgram:
                 self._exchange.until = segment.next_start(self._device.now())
                 if action is None:
                     self._end_segment(segment)
-                elif segment.is_test:
-                    await self._test_segment(segment, action)
+                    continue
+                number = segment.batch_number(action.batch)
+                if segment.is_test:
+                    await self._test_batch(segment, action, number)
                 else:
-                    await self._train_segment(
-                        action, segment.batch_number(action.batch)
-                    )
+                    await self._train_batch(action, number)
         return True
 
-    async def _train_segment(self, action: LayerAction, number: int) -> None:
+    @property
+    def _assignment(self) -> NeuronAssignment:
+        """The current assignment; neurons move between slots only."""
+        return self._assignments.assignment
+
+    async def _train_batch(self, action: LayerAction, number: int) -> None:
+        """Train a batch in one layer; ``number`` counts the batches of training and tests."""
         layer, batch = action.layer, action.batch
         if action.kind == "backward":
             await self._backward_layer(layer, batch, number)
@@ -279,10 +293,11 @@ class SlotProgram:
             return None
         return await self._neurons.forward(layer, batch, inputs, missing_inputs)
 
-    async def _test_segment(self, segment: SlotSegment, action: LayerAction) -> None:
+    async def _test_batch(
+        self, segment: SlotSegment, action: LayerAction, number: int
+    ) -> None:
         layer, batch = action.layer, action.batch
-        number = segment.batch_number(batch)
-        is_output = layer == self._assignments.assignment.output_layer
+        is_output = layer == self._assignment.output_layer
         if is_output:
             # The slot in which the previous batch's results were shared is over.
             self._score_tests(segment, batch)
@@ -299,18 +314,18 @@ class SlotProgram:
     ) -> torch.Tensor | None:
         samples = self._tests.samples(batch)
         received = self._exchange.take_outputs(layer - 1, number, samples)
-        entering = self._missing_data.test_values(received)
-        if entering is None:
+        usable = self._missing_data.test_values(received)
+        if usable is None:
             return None
         cache_key = None
         # The input layer casts the samples themselves, in each run the same: equal gaps give equal outputs.
         pattern = received.arrival_pattern if layer == 1 else None
-        if pattern and entering is received:
+        if pattern and usable is received:
             cache_key = (self._tests.index_in_run(batch), pattern)
-        return await self._neurons.infer(layer, batch, entering, cache_key)
+        return await self._neurons.infer(layer, batch, usable, cache_key)
 
     def _own_neurons(self, layer: int) -> Channels:
-        return self._assignments.assignment.neurons_of(self._device.name, layer)
+        return self._assignment.neurons_of(self._device.name, layer)
 
     async def _cast_outputs(
         self, layer: int, number: int, values: torch.Tensor | None
@@ -321,14 +336,15 @@ class SlotProgram:
         """
         if values is None and not self._missing_data.casts_empty_messages:
             return
-        receiver = min(layer + 1, self._assignments.assignment.output_layer)
+        # Result sharing: each device of the output layer needs all outputs for the cross-entropy.
+        receiver = min(layer + 1, self._assignment.output_layer)
         message = Outputs(number, layer, values, sender=self._device.name)
         await self._exchange.cast(receiver, message)
 
     async def _backward_layer(self, layer: int, batch: int, number: int) -> None:
         """Learn, and cast the own neurons' contribution to the losses of the previous layer."""
         samples = self._training.samples(batch)
-        if layer == self._assignments.assignment.output_layer:
+        if layer == self._assignment.output_layer:
             usable = await self._result_gradient(layer, batch, number)
         else:
             received = self._exchange.take_losses(layer, number, samples)
@@ -341,34 +357,37 @@ class SlotProgram:
             layer, batch, samples, usable.values, learn
         )
         # The input layer learns nothing and needs no losses.
-        if layer > 1 and (
-            losses is not None or self._missing_data.casts_empty_messages
-        ):
+        if layer == 1:
+            return
+        if losses is not None or self._missing_data.casts_empty_messages:
             message = Losses(number, layer, losses, sender=self._device.name)
             await self._exchange.cast(layer - 1, message)
 
     async def _result_gradient(self, layer: int, batch: int, number: int) -> Usable:
         """Return the gradient of a batch's cross-entropy by the own outputs, if the results are usable."""
-        received = self._exchange.take_outputs(
-            layer, number, self._training.samples(batch)
-        )
+        samples = self._training.samples(batch)
+        received = self._exchange.take_outputs(layer, number, samples)
         usable = await self._missing_data.usable_results(received)
-        if usable.values is None and not self._is_coordinator:
+        is_usable = usable.values is not None
+        if not is_usable and not self._is_coordinator:
             return usable
-        values, whole = usable.values, self._training.whole
-        results = received.joined_values() if values is None else values
+        results = usable.values
+        if results is None:
+            # The coordinator records a loss of every step, also of one without learning.
+            results = received.joined_values()
+        batch_size = self._training.whole
         logarithms = torch.log_softmax(results, dim=1)
         labels = self._training.labels(batch)
         if self._is_coordinator:
-            loss = functional.nll_loss(logarithms, labels, reduction="sum") / whole
-            self._note_loss(batch, float(loss), is_exact=values is not None)
-        if values is None:
+            summed_loss = functional.nll_loss(logarithms, labels, reduction="sum")
+            self._note_loss(batch, float(summed_loss / batch_size), is_exact=is_usable)
+        if not is_usable:
             return usable
-        gradient = gradient_of_cross_entropy(logarithms, labels, 1 / whole)
+        gradient = gradient_of_cross_entropy(logarithms, labels, 1 / batch_size)
         return usable._replace(values=pick(gradient, 1, self._own_neurons(layer)))
 
     def _note_loss(self, batch: int, loss: float, *, is_exact: bool) -> None:
-        """Record the loss of a step after its last micro-batch, on the coordinator.
+        """Record the loss of a step after the last micro-batch, on the coordinator.
 
         The loss is this device's view: missing results count as zeros, even if they are excluded from learning.
         """
@@ -386,7 +405,7 @@ class SlotProgram:
         """Score the test batches before this one by the results received here, as in `_note_loss`."""
         if not self._is_coordinator and self._gathering is None:
             return
-        output = self._assignments.assignment.output_layer
+        output = self._assignment.output_layer
         for test in self._tests.unscored_batches(before):
             number, samples = segment.batch_number(test), self._tests.samples(test)
             received = self._exchange.take_outputs(output, number, samples)
@@ -413,10 +432,9 @@ class SlotProgram:
 
     def _evaluate_tests(self, segment: SlotSegment) -> None:
         """Score the last test batches on the coordinator and, if results are gathered, on its peers."""
-        assignment, gathering = self._assignments.assignment, self._gathering
-        is_peer = gathering is not None and self._device.name in assignment.holders(
-            assignment.output_layer
-        )
+        gathering = self._gathering
+        holders = self._assignment.holders(self._assignment.output_layer)
+        is_peer = gathering is not None and self._device.name in holders
         if not self._is_coordinator and not is_peer:
             return
         self._score_tests(segment, len(self._tests))
@@ -428,9 +446,7 @@ class SlotProgram:
             self._device.record("evaluate", step=segment.trained_steps, **scores)
             return
         # A task: the next training segment begins while results are still arriving.
-        gather = self._gather(
-            segment, gathering, assignment.holders(assignment.output_layer), scores
-        )
+        gather = self._gather(segment, gathering, holders, scores)
         self._evaluations.append(self._mailbox.start(gather))
 
     async def _gather(

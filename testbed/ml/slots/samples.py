@@ -26,7 +26,7 @@ RESULT_WAIT_SLOTS = 10
 
 
 class MicroBatches:
-    """Each step's batch in nearly equal parts, numbered through all steps; a single part except with GPipe."""
+    """Each step's batch in nearly equal micro-batches, numbered through all steps; a single one except with GPipe."""
 
     def __init__(self, training: Training, parts: int) -> None:
         self.parts = parts
@@ -42,7 +42,7 @@ class MicroBatches:
         return int(cut.stop - cut.start)
 
     def images(self, number: int, own: Channels) -> torch.Tensor:
-        """Return the selected values of its samples, (samples, own values)."""
+        """Return the selected values of a micro-batch's samples, (samples, own values)."""
         step, part = divmod(number, self.parts)
         cut = self._cuts[part]
         if isinstance(own, range):
@@ -51,7 +51,7 @@ class MicroBatches:
         return pick(self._training.images(step)[cut].flatten(1), 1, own)
 
     def labels(self, number: int) -> torch.Tensor:
-        """Return the labels of its samples, (samples,)."""
+        """Return the labels of a micro-batch, (samples,)."""
         step, part = divmod(number, self.parts)
         return self._training.labels(step)[self._cuts[part]]
 
@@ -75,7 +75,7 @@ class TestRuns:
         return len(self._scores) * len(self._requests)
 
     def index_in_run(self, test: int) -> int:
-        """Return the index of a test batch within its run, from 0."""
+        """Return the index of a test batch within a run, from 0."""
         return test % len(self._requests)
 
     def images(self, test: int, own: Channels) -> torch.Tensor:
@@ -155,7 +155,10 @@ class Gathering:
         self._computed[test] = own, outputs
 
     def send_results(self, step: int, test: int, results: torch.Tensor) -> None:
-        """Send the outputs of a test batch after its results, (samples, classes), were received here."""
+        """Send the own outputs of a test batch, together with the score of ``results`` as received here.
+
+        ``results`` is (samples, classes).
+        """
         right = results.argmax(dim=1) == torch.from_numpy(self._scores.labels(test))
         computed = torch.zeros_like(results)
         if test in self._computed:

@@ -32,7 +32,7 @@ class LayerAction(NamedTuple):
 
 
 class _FirstAction(NamedTuple):
-    """The work of a layer on batch 0, and its slot."""
+    """The work of a layer on batch 0, and the slot of this work."""
 
     kind: Literal["forward", "backward"]
     layer: int
@@ -84,7 +84,7 @@ class Timetable:
         return tuple(map(self._group_rhythm, self.groups))
 
     def _group_rhythm(self, group: range) -> tuple[tuple[_FirstAction, ...], ...]:
-        """Return for each slot of a period the actions that may fall into it, by the slot of batch 0."""
+        """Return the possible actions of each slot of a period, with their slots for batch 0."""
         rhythm: list[list[_FirstAction]] = [[] for _ in range(self.period)]
         for layer in group:
             first_actions = [_FirstAction("forward", layer, self.forward[layer])]
@@ -98,7 +98,7 @@ class Timetable:
         return tuple(map(tuple, rhythm))
 
     def actions(self, group: int, batches: int) -> Iterator[LayerAction | None]:
-        """Yield the actions of a group's device slot by slot, until all groups have finished that number of batches."""
+        """Yield a group's action in each slot until all groups have finished a number of batches."""
         for slot in range(self.slot_count(batches)):
             action = self.action(group, slot)
             # A group that has finished its last batch stalls until the other groups have.
@@ -173,7 +173,7 @@ class SlotSegment:
 
     @property
     def end(self) -> float:
-        """End of its last slot in seconds."""
+        """End of the last slot in seconds."""
         return self.start_of(self.table.slot_count(len(self.batches)))
 
     def start_of(self, slot: int) -> float:
@@ -187,7 +187,7 @@ class SlotSegment:
         return self.start_of(current + 1)
 
     def batch_number(self, batch: int) -> int:
-        """Return the number of one of its batches among all batches."""
+        """Return the number of a batch among all batches of training and tests."""
         return self.first_number + batch - self.batches.start
 
     def scheduled_work(self, group: int) -> Iterator[tuple[int, LayerAction]]:
