@@ -1,4 +1,4 @@
-"""The bench's comparison with torch's pipelining over gloo, as far as it needs no containers."""
+"""Comparison of the bench with pipelines of torch over gloo, without containers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.bench import gloo, gloo_program
 
 
 @pytest.mark.parametrize("schedule", gloo.SCHEDULES)
-def test_its_stages_are_the_plans(schedule: str) -> None:
+def test_stages_of_the_comparison_are_those_of_the_plan(schedule: str) -> None:
     prepared = prepare(trials(gloo.make_scenario(schedule))[0])
     jobs = gloo.stage_arguments(prepared.plan, schedule)
     assert [(job["rank"], job["first"], job["last"]) for job in jobs.values()] == [
@@ -39,14 +39,14 @@ def test_its_stages_are_the_plans(schedule: str) -> None:
     assert parameters == sum(unit.parameters for unit in prepared.problem.model.units)
 
 
-def test_only_the_models_last_layer_has_no_relu() -> None:
+def test_last_layer_alone_has_no_relu() -> None:
     kinds = [
         type(layer).__name__ for layer in gloo_program.make_layers([4, 3, 2], 0, 2)
     ]
     assert kinds == ["Linear", "ReLU", "Linear"]
 
 
-def test_our_steps_are_whole_and_warm() -> None:
+def test_warm_up_and_disturbed_steps_are_not_measured() -> None:
     def step(number: int, seconds: float, steady: bool = True) -> Step:
         return Step(
             "device1", number, 1.0 * number, seconds, 0.1, 256, True, True, steady
@@ -66,7 +66,9 @@ def test_our_steps_are_whole_and_warm() -> None:
         (0.2, [True, False]),
     ],
 )
-def test_the_goals(ours: float, expected: list[bool]) -> None:
+def test_goal_is_reached_by_a_step_as_fast_as_torchs_and_as_planned(
+    ours: float, expected: list[bool]
+) -> None:
     figures = list(
         gloo.compare_step_times("1f1b", ours, 0.5, 0.3, HostTime(1.0, 0.02, 0.01))
     )
@@ -75,7 +77,7 @@ def test_the_goals(ours: float, expected: list[bool]) -> None:
     ] == expected
 
 
-def test_what_the_host_added_is_told_beside() -> None:
+def test_time_added_by_the_host_is_a_measurement_of_its_own() -> None:
     figures = {
         figure.name: figure
         for figure in gloo.compare_step_times(
@@ -93,7 +95,7 @@ def test_what_the_host_added_is_told_beside() -> None:
     )
 
 
-def test_what_ours_takes_beside_computing_is_a_share_of_what_torchs_takes() -> None:
+def test_overhead_is_a_share_of_torchs_overhead() -> None:
     taken = {"computing": 7.0, "agents": 0.5, "shaper": 0.25, "controller": 0.25}
     *_, share = gloo.compare_processor_time("gpipe", taken, 5.0)
     assert (share.value, share.reached) == (0.2, True)

@@ -1,4 +1,4 @@
-"""Figures of the bench kept by revision."""
+"""Measurements of the bench, stored by revision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.bench import kept
 from tools.bench.figure import Measurement
 
 
-def test_figures_are_found_by_the_beginning_of_their_revision_and_the_newest_counts(
+def test_newest_measurement_of_an_abbreviated_revision_is_read(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "results/bench.json"
@@ -20,8 +20,8 @@ def test_figures_are_found_by_the_beginning_of_their_revision_and_the_newest_cou
         [Measurement("start-up", 9.0, "s"), Measurement("rate", 50.0, "1/s")], file
     )
     kept.store_figures([Measurement("start-up", 8.0, "s")], file)
-    found = kept.figures_of_revision((revision() or "unknown")[:7], file)
-    assert found == {"start-up": 8.0, "rate": 50.0}
+    measurements = kept.figures_of_revision((revision() or "unknown")[:7], file)
+    assert measurements == {"start-up": 8.0, "rate": 50.0}
     with pytest.raises(click.UsageError, match="0 revisions 'nothing'"):
         kept.figures_of_revision("nothing", file)
 
@@ -35,7 +35,7 @@ def test_figures_are_found_by_the_beginning_of_their_revision_and_the_newest_cou
         (9.0, False, ("1.12×", False)),
     ],
 )
-def test_what_is_a_tenth_worse_is_marked(
+def test_value_more_than_a_tenth_worse_is_marked(
     value: float, at_most: bool, expected: tuple[str, bool]
 ) -> None:
     assert (
@@ -44,5 +44,5 @@ def test_what_is_a_tenth_worse_is_marked(
     )
 
 
-def test_a_figure_that_the_other_revision_lacks_has_no_ratio() -> None:
+def test_measurement_without_a_counterpart_has_no_ratio() -> None:
     assert kept.compare_figure(Measurement("new", 1.0, "s"), {"x": 8.0}) == ("", False)

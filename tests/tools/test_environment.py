@@ -1,4 +1,4 @@
-"""Which Pythons the environment is made with."""
+"""Installation of the Python environment: accepted interpreters and builds of torch."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from tests.helpers import ROOT
         ("releaselevel", "release candidate"),
     ],
 )
-def test_a_python_that_does_not_do_is_refused_before_anything_is_made(
+def test_unsupported_python_is_refused_before_anything_is_installed(
     question: str, answer: str, tmp_path: Path
 ) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\ncase "$2" in *"{question}"*) exit 1;; esac\n')
     python.chmod(0o755)
-    made = [python, tmp_path / "venv", tmp_path / "stamp"]
-    found = subprocess.run(
-        [ROOT / "images" / "environment", *made],
+    paths = [python, tmp_path / "venv", tmp_path / "stamp"]
+    outcome = subprocess.run(
+        [ROOT / "images" / "environment", *paths],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert found.returncode == 3
-    assert answer in found.stderr
+    assert outcome.returncode == 3
+    assert answer in outcome.stderr
     assert not (tmp_path / "venv").exists()
 
 
 @pytest.mark.parametrize(
-    ("wish", "installs"),
+    ("build", "installs"),
     [
         ("", ["torch==2.13.0+cpu", "-r requirements.lock"]),
         ("cuda", ["-r requirements.lock"]),
     ],
 )
-def test_the_environment_gets_the_cpu_build_of_torch_unless_cuda_is_asked_for(
-    wish: str, installs: list[str], tmp_path: Path
+def test_cpu_build_of_torch_is_installed_unless_cuda_is_requested(
+    build: str, installs: list[str], tmp_path: Path
 ) -> None:
     python = tmp_path / "an environment" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\necho "$@" >>"{tmp_path}/calls"\n')
     python.chmod(0o755)
-    made = [sys.executable, tmp_path / "an environment", tmp_path / "stamp"]
-    environment = {**os.environ, "TESTBED_TORCH": wish}
+    paths = [sys.executable, tmp_path / "an environment", tmp_path / "stamp"]
+    environment = {**os.environ, "TESTBED_TORCH": build}
     done = subprocess.run(
-        [ROOT / "images" / "environment", *made], cwd=ROOT, env=environment, timeout=60
+        [ROOT / "images" / "environment", *paths], cwd=ROOT, env=environment, timeout=60
     )
     assert done.returncode == 0
     calls = [

@@ -111,7 +111,7 @@ def to_yaml(tree: Tree) -> bytes:
 
 @dataclass(frozen=True)
 class Target:
-    """A part of the testbed, with the attack on this part and the evidence of a violation."""
+    """A part of the testbed with its attack, and with the evidence of a violation."""
 
     attack: Attack
     evidence: Callable[[int, str], bytes]
@@ -155,7 +155,7 @@ TARGET_HELP = {
 
 
 class Progress:
-    """The lowest seed that was not tried, stored in a file.
+    """The lowest untried seed, stored in a file.
 
     Parallel attacks finish in any order. A seed is passed only when all lower seeds have finished, so that an attack
     that is killed later repeats a few seeds and omits none.
@@ -171,7 +171,7 @@ class Progress:
         self.next_seed = 0
 
     def finish(self, seed: int) -> None:
-        """Count a seed as tried and store the lowest seed that was not."""
+        """Count a seed as tried and store the lowest untried seed."""
         self._finished.add(seed)
         while self.next_seed in self._finished:
             self._finished.remove(self.next_seed)
@@ -180,7 +180,7 @@ class Progress:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the command line. Exits with status 2 for options that cannot be combined."""
+    """Parse the command line. Exits with status 2 for a combination of options without meaning."""
     parser = argparse.ArgumentParser(
         prog="stress",
         description=__doc__,
@@ -245,6 +245,7 @@ def main() -> int:
     for report in run_attacks(target.attack, seeds, given.jobs, until):
         last = max(last, report.seed)
         attack_counts[report.label] += 1
+        # Several violations of a kind have one reduced scenario.
         kinds = set()
         for violation in report.violations:
             kind = violation_kind(violation)
@@ -276,7 +277,7 @@ def write_evidence(name: str, seed: int, kinds: Sequence[str]) -> None:
 
 
 def select_seeds(first: int, count: int | None, method: str | None) -> Iterator[int]:
-    """Return seeds from ``first`` on, at most ``count``; with a method, those whose scenario has this method.
+    """Return seeds from ``first`` on, at most ``count``; with a method, only seeds of scenarios with the method.
 
     >>> list(select_seeds(5, 3, None))
     [5, 6, 7]

@@ -45,11 +45,11 @@ GAVE_UP = (
 
 
 class HangError(Exception):
-    """Raised when a run takes longer than its limit."""
+    """Raised when a run takes longer than the limit."""
 
 
 def find_violations(tree: Tree, *, repeat: bool = False) -> list[str]:
-    """Run a scenario on the virtual clock and return its violations; ``["refused: ..."]`` for an invalid scenario.
+    """Simulate a scenario and return the violations; ``["refused: ..."]`` for an invalid scenario.
 
     With ``repeat``, the scenario is run twice, and compared with training of the undivided model.
     """
@@ -60,7 +60,7 @@ def find_violations(tree: Tree, *, repeat: bool = False) -> list[str]:
 def apply_oracles(
     tree: Tree, oracles: Callable[[Prepared], Iterable[str]], longest: int
 ) -> list[str]:
-    """Prepare a scenario and return the violations, one of them a hang if the oracles take ``longest`` seconds."""
+    """Prepare a scenario and return the violations; oracles that take ``longest`` seconds count as a hang."""
     previous = signal.signal(signal.SIGALRM, _raise_hang)
     signal.alarm(longest)
     try:
@@ -104,12 +104,12 @@ def check_run(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
 
 
 def simulate_trial(prepared: Prepared) -> Outcome:
-    """Simulate a trial with its data."""
+    """Load the data of a trial and simulate the trial."""
     return simulate(prepared, load(workload_section(prepared.scenario).data))
 
 
 def check_end(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
-    """Yield a violation for a run that crashed, hung, or failed without a good reason."""
+    """Yield a violation if a run crashed, hung, or failed without a good reason."""
     error = outcome.error or ""
     if "Traceback" in error:
         yield "traceback: " + one_line(error)
@@ -122,7 +122,7 @@ def check_end(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
 
 
 def expected_steps(prepared: Prepared) -> int | None:
-    """Return the number of steps that a finished run records; None for a method that may omit steps."""
+    """Return the number of steps in the events of a finished run; None for methods with optional steps."""
     workload = workload_section(prepared.scenario)
     if workload.method.name not in LOSSLESS or workload.steps is None:
         return None
@@ -134,7 +134,7 @@ def expected_steps(prepared: Prepared) -> int | None:
 
 
 def check_steps(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
-    """Yield the steps and requests that a finished run lacks or has recorded too often."""
+    """Yield missing and repeated steps and requests of a finished run."""
     if outcome.status != "finished":
         return
     expected = expected_steps(prepared)
@@ -181,7 +181,7 @@ def _has_event(outcome: Outcome, kind: str) -> bool:
 
 
 def check_metrics(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
-    """Yield metrics that differ from those recomputed here from the event lines."""
+    """Recompute metrics from the event lines, and yield differences from the testbed's metrics."""
     declared = find_method(prepared.scenario).declared
     figures = metrics(outcome, prepared.experiment, prepared.plan, declared)
     lines = [json.loads(event.to_json()) for event in outcome.events]
@@ -232,7 +232,7 @@ def check_repetition(first: Outcome, second: Outcome) -> Iterator[str]:
 
 
 def compare_with_undivided(tree: Tree, outcome: Outcome) -> Iterator[str]:
-    """Yield weights of a synchronous method that differ from those of the undivided model."""
+    """Train the undivided model, and yield differences from the weights of a synchronous method."""
     work = tree["workload"]
     if work["method"]["name"] not in SYNCHRONOUS or outcome.status != "finished":
         return
@@ -243,7 +243,7 @@ def compare_with_undivided(tree: Tree, outcome: Outcome) -> Iterator[str]:
 
 
 def compare_weights(expected: Outcome, actual: Outcome, origin: str) -> Iterator[str]:
-    """Yield the first tensor of two runs' final weights that differs by more than rounding."""
+    """Yield the first tensor whose final values differ between two runs by more than rounding."""
     actual_weights = final_weights(actual)
     for name, tensor in final_weights(expected).items():
         other = actual_weights[name]

@@ -75,7 +75,7 @@ def _check_containers(prepared: Prepared) -> Iterator[str]:
 def compare_with_virtual(
     prepared: Prepared, real: Outcome, virtual: Outcome
 ) -> Iterator[str]:
-    """Yield differences between both clocks in values that do not depend on timing."""
+    """Yield differences between both clocks in values independent of timing."""
     if real.status != "finished" or virtual.status != "finished":
         return
     method = prepared.scenario.workload.method.name

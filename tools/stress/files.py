@@ -109,7 +109,7 @@ def _tree(original: Path) -> Any:
 
 
 def damaged_file(seed: int) -> tuple[Path, bytes]:
-    """Return the original scenario file of a seed, and its damaged content."""
+    """Return the original scenario file of a seed, and the damaged content."""
     draw = random.Random(seed)
     original = draw.choice(_originals())
     if draw.random() < 0.4:
@@ -224,6 +224,6 @@ def check_reading(path: Path) -> Iterator[str]:
 
 
 def peak_memory() -> int:
-    """Return the peak resident memory of this process in bytes."""
+    """Return the peak resident memory of the process in bytes."""
     # Linux reports kilobytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

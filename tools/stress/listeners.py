@@ -73,7 +73,7 @@ INBOX = 1 << 20
 
 
 def listeners(stack: ExitStack) -> dict[str, Target]:
-    """Return the targets of a run that begins; the listeners exist until the stack is closed."""
+    """Start the listeners of a new run and return the targets; closing the stack stops the listeners."""
     settings = Settings(run="r", device="source", token=TOKEN, data=("127.0.0.1", 0))
     data = DataServer(settings)
     ready = _make_runner(settings)
@@ -209,7 +209,7 @@ def _page_requests() -> list[Request]:
 
 
 class _Planner:
-    """A shaper that checks and plans links without applying them."""
+    """A shaper without effect: links are checked and planned, and the kernel is left alone."""
 
     seed = 0
 
@@ -252,7 +252,7 @@ def _parse_fault(fault: Mapping[str, object]) -> str:
 
 @cache
 def _run_folder() -> Path:
-    """Return the folder of a run that begins."""
+    """Return the folder of a new run."""
     folder = Path(tempfile.mkdtemp(), "run")
     run = prepared_run()
     Recorder(folder, run.trial, run.plan, "simulate")
@@ -271,7 +271,7 @@ def _serve(stack: ExitStack, application: Application) -> tuple[str, int]:
 
 
 class _Casts:
-    """Datagrams to a device that receives casts."""
+    """Datagrams to a device with an open port for casts."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._link = stack.enter_context(

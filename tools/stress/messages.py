@@ -61,7 +61,7 @@ class Request:
         return json.dumps(self.body).encode()
 
     def damaged(self, draw: random.Random) -> Request:
-        """Return this request with one random change, or unchanged."""
+        """Return the request with at most one random change."""
         match draw.randrange(10):
             case 0:
                 return self
@@ -134,7 +134,7 @@ def attack(
 
 
 def call_target(application: Application, requests: Sequence[Request]) -> Target:
-    """Return a target that calls an application directly, as a server would."""
+    """Return a target for an application, which is called directly, as by a server."""
 
     def call(draw: random.Random) -> Iterator[str]:
         request = draw.choice(requests).damaged(draw)
@@ -188,7 +188,7 @@ def _call_application(application: Application, request: Request) -> tuple[int, 
 
 
 def port_target(address: tuple[str, int], requests: Sequence[Request]) -> Target:
-    """Return a target that sends damaged HTTP to a port and soon closes the connection."""
+    """Return a target for a port, which receives damaged HTTP over a connection of short duration."""
 
     def send(draw: random.Random) -> Iterator[str]:
         content = draw.choice(requests).damaged(draw).to_http()

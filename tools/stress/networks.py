@@ -85,7 +85,7 @@ ACTIVATIONS = {
 def layer_kinds(
     width: int, next_width: int, *, has_positions: bool
 ) -> dict[str, tuple[str, int]]:
-    """Return the expression that makes a layer of each kind, and the width of its output."""
+    """Return constructor expression and output width of each kind of layer."""
     layers = {
         "linear": (f"nn.Linear({width}, {next_width})", next_width),
         "tied": (f"nn.Linear({width}, {width})", width),
@@ -107,7 +107,7 @@ def layer_kinds(
 def draw_layers(
     draws: random.Random, width: int, *, has_positions: bool
 ) -> tuple[list[str], list[str], int]:
-    """Return the lines that make and call some layers, and the width of their output."""
+    """Draw some layers; return the lines of the constructor, the lines of ``forward``, and the output width."""
     made = []
     called = []
     for index in range(draws.randint(1, 4)):
@@ -134,7 +134,7 @@ def draw_layers(
 
 
 def draw_network(draws: random.Random) -> str:
-    """Return the text of a file with a network and its data."""
+    """Return the text of a Python file with a network and data."""
     kind = draws.choice(("vector", "vector", "tokens", "image"))
     has_positions = draws.random() < 0.5 and kind == "tokens"
     made, called, width = _draw_input(draws, kind, has_positions=has_positions)
@@ -163,7 +163,7 @@ def draw_network(draws: random.Random) -> str:
 def _draw_input(
     draws: random.Random, kind: str, *, has_positions: bool
 ) -> tuple[list[str], list[str], int]:
-    """Return the lines that make and call the first layers for a kind of sample, and the width of their output."""
+    """Draw the first layers for a kind of sample; return the same values as `draw_layers`."""
     if kind == "vector":
         return [], [], 16
     width = draws.choice(WIDTHS)
@@ -180,7 +180,7 @@ def _draw_input(
 
 
 def try_network(draws: random.Random, folder: Path) -> str:
-    """Return the result for one network: "refused", "ran", or "ACCEPTED" with the failure of its run."""
+    """Validate and run a random network; return "refused", "ran", or "ACCEPTED" with the failure of the run."""
     method = draws.choice(METHODS)
     split = ", split: iid" if any(name in method for name in OWNERS) else ""
     keys = {
@@ -207,7 +207,7 @@ def try_network(draws: random.Random, folder: Path) -> str:
 
 
 def main(count: int = 200, seed: int = 1) -> int:
-    """Try random networks; print the accepted ones that did not run, and the number of networks by result."""
+    """Try random networks; print accepted networks with a failed run, and the number of networks by result."""
     results: Counter[str] = Counter()
     for number in range(count):
         with tempfile.TemporaryDirectory() as folder:

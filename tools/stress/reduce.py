@@ -20,6 +20,7 @@ def reduce_scenario(tree: Tree, violates: Callable[[Tree], bool]) -> Tree:
     """
     tried = 0
     while True:
+        # From the first variant again after each success: a part may be removable only without another one.
         for smaller in _smaller_variants(tree):
             tried += 1
             if tried > MOST:
@@ -32,7 +33,7 @@ def reduce_scenario(tree: Tree, violates: Callable[[Tree], bool]) -> Tree:
 
 
 def _smaller_variants(tree: Tree) -> Iterator[Tree]:
-    """Yield variants of a scenario without one of its parts, the largest parts first."""
+    """Yield variants of a scenario, each without one part, the largest parts first."""
     parts = [*_removable_faults(tree), *_removable_devices(tree)]
     for key in [*parts, *_optional_keys(tree)]:
         yield _change_value(tree, key)
@@ -44,7 +45,7 @@ def _smaller_variants(tree: Tree) -> Iterator[Tree]:
 
 
 def _removable_faults(tree: Tree) -> Iterator[Key]:
-    """Yield the faults without a following fault whose time counts from them."""
+    """Yield removable faults; a fault stays if the next fault is scheduled relative to the first one."""
     faults = tree["faults"]
     for number in range(len(faults)):
         following = faults[number + 1 : number + 2]
@@ -53,8 +54,9 @@ def _removable_faults(tree: Tree) -> Iterator[Key]:
 
 
 def _removable_devices(tree: Tree) -> Iterator[Key]:
-    """Yield the devices that no fault or link names, while more than two remain."""
+    """Yield the devices without a fault or a link of their own, as long as more than two remain."""
     named = f"{tree['faults']} {tree['network'].get('links')}"
+    # The first device is the coordinator, which every method needs.
     for name in list(tree["devices"])[1:]:
         if len(tree["devices"]) > 2 and f"'{name}'" not in named:
             yield ("devices", name)
@@ -83,6 +85,7 @@ def _optional_keys(tree: Tree) -> Iterator[Key]:
 
 def _change_value(tree: Tree, key: Key, value: object = None) -> Tree:
     """Return a copy with another value at a key, or without the key for None."""
+    # A deep copy, as the scenario may still be tried without another part.
     other = copy.deepcopy(tree)
     place: Any = other
     for part in key[:-1]:

@@ -49,7 +49,10 @@ WAYS: dict[str, Sequence[signal.Signals]] = {
 
 
 def draw_interruption(seed: int) -> tuple[str, float, float]:
-    """Return the kind of interruption, the seconds before it, and the seconds between signals or without engine."""
+    """Draw an interruption of a run.
+
+    Returns the kind, the seconds until the interruption, and the seconds between signals or without engine.
+    """
     draw = random.Random(seed)
     way = draw.choice(list(WAYS))
     after = draw.uniform(0.5, LONGEST)
@@ -83,7 +86,7 @@ def find_violations(way: str, after: float, gap: float) -> list[str]:
 def _interrupt_run(
     proxy: EngineProxy, folder: Path, way: str, after: float, gap: float
 ) -> tuple[int, str, list[str]]:
-    """Start a run and interrupt it; return its exit status, its output, and the remains of all runs."""
+    """Interrupt a new run; return exit status and output of the command, and the remains of all runs."""
     command = [*TESTBED, "run", str(SCENARIO), "--accept-links"]
     command += ["--out", str(folder / "results")]
     environment = None
@@ -117,7 +120,7 @@ def _interrupt_run(
 
 
 def _has_ended_well(status: int, output: str, summary: str) -> bool:
-    """Return whether a run that lost its engine for a while ended as it should."""
+    """Return whether a run with a temporary loss of the engine ended correctly."""
     if status == 0:
         return True
     # Before the run has started, the command can only report the missing engine.
@@ -129,7 +132,7 @@ def _has_ended_well(status: int, output: str, summary: str) -> bool:
 
 
 def _send_signals(run: subprocess.Popen[bytes], way: str, gap: float) -> None:
-    """Send the signals to a run in progress, and for "SIGKILL of both" to its reaper as well."""
+    """Send the signals to a run in progress, and for "SIGKILL of both" to the reaper as well."""
     if way == "SIGKILL of both":
         for path in Path(f"/proc/{run.pid}/task").glob("*/children"):
             for child in path.read_text().split():
