@@ -218,7 +218,7 @@ def _base_unit(units: Mapping[str, float]) -> str:
 
 
 def _format_quantity(value: float, units: Mapping[str, float]) -> str:
-    """Return the shortest text that parses to the same float, preferring numbers of at least 1.
+    """Return the shortest text parsing to the same float, preferring numbers of at least 1.
 
     A percentage with more than 15 digits may parse to a neighbouring float.
     """

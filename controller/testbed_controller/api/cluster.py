@@ -192,7 +192,7 @@ class _Batch:
     def _handle_loss(
         self, number: int, ended: Future[Files]
     ) -> Literal["again", "given up"] | None:
-        """Return what becomes of a run whose task has ended; None unless workers died in the run."""
+        """Return the decision about a run whose task has ended; None unless workers died in the run."""
         from distributed import KilledWorker, Queue
 
         if not isinstance(ended.exception(), KilledWorker):
@@ -296,7 +296,7 @@ def _limited_deaths(client: Client) -> Iterator[None]:
 
 
 def _limit_failures(dask_scheduler: Any, at_most: int) -> int:
-    """Limit the deaths that a task may survive; return the former limit."""
+    """Limit the number of deaths a task may survive; return the former limit."""
     before: int = dask_scheduler.allowed_failures
     dask_scheduler.allowed_failures = min(before, at_most)
     return before

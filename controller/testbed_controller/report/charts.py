@@ -70,7 +70,7 @@ class Line:
         return self.mark_points or not self.joined or len(self.points) == 1
 
     def with_finite_points(self) -> Line:
-        """Return the line without the points that have no place on an axis, such as NaN."""
+        """Return the line without NaN and infinite values."""
         kept = [index for index, (_, y) in enumerate(self.points) if math.isfinite(y)]
         points = [self.points[index] for index in kept]
         half_widths: Sequence[float | None] = ()
@@ -94,7 +94,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Axis:
-    """Title of an axis, and the kind of its values, which determines the unit."""
+    """Title and kind of values of an axis; the kind determines the unit."""
 
     title: str
     kind: MetricKind = "number"
@@ -210,7 +210,7 @@ Plot = LinePlot | StackedPlot | BarPlot | DeviceMap | Ownership
 
 
 class Chart(NamedTuple):
-    """A plot with its words on a page."""
+    """A plot with title and note."""
 
     title: str
     note: str
@@ -219,7 +219,7 @@ class Chart(NamedTuple):
 
 
 def thin(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Return at most ``max_points`` (4 or more): the ends, and the extremes of each stretch of points between them.
+    """Return at most ``max_points`` (4 or more): the ends, and the extremes of each stretch of inner points.
 
     All stretches have equally many points. Values that are not finite are omitted.
 

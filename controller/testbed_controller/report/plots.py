@@ -181,7 +181,7 @@ def _draw_line(
     *,
     several_unmarked: bool,
 ) -> None:
-    """Draw one line; several unmarked lines get a few marks each to distinguish them."""
+    """Draw one line; several unmarked lines get a few distinguishing marks each."""
     # Each half width belongs to a point, so lines with intervals keep all points.
     points = line.points if line.half_widths else thin(line.points)
     xs, ys = (np.array(part) for part in zip(*points, strict=True))
@@ -338,7 +338,7 @@ def _draw_kind(
     *,
     is_labelled: bool,
 ) -> None:
-    """Draw the bars of one series; ``centre`` is the middle of its bar in the first group."""
+    """Draw the bars of one series; ``centre`` is the middle of the bar in the first group."""
     groups, values, half_widths = _present_bars(kind)
     at = centre + np.array(groups)
     heights = np.array(values, float)
