@@ -87,10 +87,7 @@ def connect_to_run(run: str) -> docker.DockerClient:
 
     Runs of other users are expected on the chosen engine. Raises HostError as `connect` does.
     """
-    engine = None
-    if run in runstate.runs():
-        engine = runstate.read(run).engine
-    return connect(engine)
+    return connect(runstate.engine_of(run))
 
 
 def connect_to_all() -> dict[EngineAddress, docker.DockerClient]:
@@ -99,8 +96,7 @@ def connect_to_all() -> dict[EngineAddress, docker.DockerClient]:
     Unresponsive engines are skipped; raises HostError if none responds.
     """
     engines = [chosen_engine()]
-    for run in runstate.runs():
-        state = runstate.read(run)
+    for state in runstate.readable():
         if state.engine is not None and not state.hosts:
             engines.append(state.engine)
     clients: dict[EngineAddress, docker.DockerClient] = {}

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,27 +95,61 @@ def _write_private(target: Path, content: object) -> None:
 def read(run: str) -> RunState:
     """Return the state of a run.
 
-    Raises InputError for an unknown run of this user.
+    Raises InputError for an unknown run of this user, and for a state that this version cannot read.
     """
+    path = path_of(run)
     try:
-        document = json.loads(path_of(run).read_text())
+        document = json.loads(path.read_text())
+        if document.get("engine") is not None:
+            document["engine"] = EngineAddress(**document["engine"])
+        return RunState(**document)
     except FileNotFoundError:
         known = ", ".join(runs()) or "none"
         raise InputError(f"unknown run '{run}' (runs: {known})") from None
-    if document.get("engine") is not None:
-        document["engine"] = EngineAddress(**document["engine"])
-    return RunState(**document)
+    # AttributeError: a list instead of a mapping.
+    except (ValueError, TypeError, AttributeError):
+        raise InputError(
+            f"{path}: was written by another version of the testbed, or is damaged: remove the run with "
+            f"'testbed down {run}'"
+        ) from None
+
+
+def readable() -> list[RunState]:
+    """Return the states of all runs that this version can read, oldest first.
+
+    A damaged file must not hinder commands about all other runs.
+    """
+    states = []
+    for run in runs():
+        with suppress(InputError):
+            states.append(read(run))
+    return states
+
+
+def _find(run: str) -> RunState | None:
+    return next((state for state in readable() if state.run == run), None)
 
 
 def hosts_of(run: str) -> dict[str, list[str]]:
-    """Return the devices on each host of a distributed run; empty for other and unknown runs."""
-    return read(run).hosts if run in runs() else {}
+    """Return the devices on each host of a distributed run; empty for other, unknown and unreadable runs."""
+    state = _find(run)
+    return {} if state is None else state.hosts
+
+
+def engine_of(run: str) -> EngineAddress | None:
+    """Return the engine of a run; None for runs on several hosts, and for unknown and unreadable runs."""
+    state = _find(run)
+    return None if state is None else state.engine
 
 
 def runs() -> list[str]:
     """Return the IDs of all runs with a state file, oldest first."""
-    files = sorted(state_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
-    return [path.stem for path in files]
+    ages = []
+    for path in state_folder().glob("*.json"):
+        # Another command may remove a run meanwhile.
+        with suppress(FileNotFoundError):
+            ages.append((path.stat().st_mtime, path.stem))
+    return [run for _, run in sorted(ages)]
 
 
 def choose(run: str | None) -> str:
@@ -142,13 +177,13 @@ def forget(run: str) -> None:
 
 def writing(results: Path) -> str:
     """Return the run that writes to a results folder; raises InputError if none does."""
-    for run in runs():
-        if read(run).results == str(results):
-            return run
+    for state in readable():
+        if state.results == str(results):
+            return state.run
     raise InputError(f"{results}: no active run writes to this folder")
 
 
 def results_of(run: str) -> Path | None:
     """Return the results folder of a run; None for a lab without a run, or a run of another user."""
-    results = read(run).results if run in runs() else None
-    return None if results is None else Path(results)
+    state = _find(run)
+    return None if state is None or state.results is None else Path(state.results)

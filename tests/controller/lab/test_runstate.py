@@ -1,4 +1,5 @@
 import stat
+from dataclasses import replace
 
 import pytest
 
@@ -46,3 +47,33 @@ def test_the_only_run_need_not_be_named():
     with pytest.raises(InputError, match=r"choose one of .*(x-1, x-2|x-2, x-1)"):
         runstate.choose(None)
     assert runstate.choose("x-2") == "x-2"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"run": "x-2", "token": "t", "new_field": 1}',
+        '{"token": "t"}',
+        '{"run": "x-2", "token": "t", "engine": "unix"}',
+    ],
+)
+def test_state_of_another_version_hinders_no_other_run(content, tmp_path):
+    runstate.write(replace(a_run("x-1"), results=str(tmp_path / "results")))
+    runstate.path_of("x-2").write_text(content)
+    with pytest.raises(InputError, match="remove the run with 'testbed down x-2'"):
+        runstate.read("x-2")
+    assert set(runstate.runs()) == {"x-1", "x-2"}
+    assert [state.run for state in runstate.readable()] == ["x-1"]
+    assert runstate.writing(tmp_path / "results") == "x-1"
+    assert (runstate.hosts_of("x-2"), runstate.results_of("x-2")) == ({}, None)
+
+
+def test_run_that_is_removed_meanwhile_is_left_out(monkeypatch):
+    runstate.write(a_run("x-1"))
+    missing = runstate.path_of("x-2")
+    folder = runstate.path_of("x-1").parent
+    found = [runstate.path_of("x-1"), missing]
+    monkeypatch.setattr(type(folder), "glob", lambda *_: iter(found))
+    assert runstate.runs() == ["x-1"]
