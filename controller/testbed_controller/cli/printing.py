@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from testbed.trace.events import finite
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from rich.console import Console
@@ -23,8 +25,14 @@ def make_console(**options: Any) -> Console:
 
 
 def dump(value: object) -> None:
-    """Print JSON."""
-    click.echo(json.dumps(value, indent=2, default=str))
+    """Print JSON, with null for numbers that are not finite, which JSON does not have.
+
+    >>> dump({"loss": float("nan")})
+    {
+      "loss": null
+    }
+    """
+    click.echo(json.dumps(finite(value), indent=2, default=str))
 
 
 def say(text: str) -> None:
