@@ -172,6 +172,7 @@ class GatherSource:
         self._caches: dict[int, list[Cache]] = {}
         if source is not None:
             for layer in range(rows.model.architecture.layers):
+                # Workers multiply alone: the source normalises, attends and adds.
                 names = ("input_layernorm", "post_attention_layernorm")
                 first, second = (source.read(full_name(layer, name)) for name in names)
                 self._norms.append((first, second))
@@ -267,6 +268,7 @@ class GatherSource:
         for part, name in enumerate(self._workers, start=1):
             sent = values
             if product == "down" and values is not None:
+                # A worker has its own part of the hidden values already.
                 chunks = list(values.chunk(rows.parts, dim=1))
                 sent = torch.cat(chunks[:part] + chunks[part + 1 :], dim=1)
             padding = (

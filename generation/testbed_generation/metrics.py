@@ -175,6 +175,7 @@ def _waiting_seconds(record: RunView, device: str) -> float:
     waiting = 0.0
     busy_until = min(arrivals)
     busy = [*record.spans(device, "compute"), *record.spans(device, "send")]
+    # A device computes and sends at once, so a gap begins at the latest end so far.
     for start, end in sorted((float(start), float(end)) for start, end in busy):
         waiting += max(0.0, min(start, max(tokens)) - busy_until)
         busy_until = max(busy_until, end)

@@ -90,6 +90,7 @@ def travel_seconds(
         link = problem.links.get((one, other))
         if link is None:
             return math.inf
+        # Rates are those of Ethernet frames, so headers count.
         return link.transmission_time(size_around(size)) + link.delay
 
     return seconds
@@ -109,6 +110,7 @@ def row_over(problem: GenerateProblem[Any], names: Sequence[str]) -> Row:
         },
         capacity={device.name: layer_capacity(problem, device) for device in devices},
         send=travel_seconds(problem, model.message_bytes(1)),
+        # The last device chooses the token, and sends its number instead of values.
         answer=travel_seconds(problem, CHOSEN_BYTES),
         last_seconds={
             device.name: device.seconds(model.output_cost(1)) for device in devices

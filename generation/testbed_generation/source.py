@@ -111,6 +111,7 @@ class StageCalls:
         self._mailbox.post(device, replace(step, padding=padding))
         last = step.way[-1][1] if step.way else step.assignment
         key = (step.request, step.attempt, step.position + step.tokens, last)
+        # A lost stage never answers, so each wait is short.
         while is_current():
             result = await self._mailbox.take(
                 Result, key, deadline=self._mailbox.device.now() + self._heartbeat

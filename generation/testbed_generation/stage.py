@@ -89,6 +89,7 @@ class LayerRange:
     def step_cost(self, step: Step) -> Cost:
         """Return the cost of a step; the output matrix is applied to the last token only."""
         cost = self.model.layers_cost(self.layer_count, step.tokens, step.position)
+        # Logits after the earlier tokens of a prompt are not needed.
         return cost + self.model.output_cost(step.scored) if self.assign.final else cost
 
     def compute_step(self, step: Step) -> Tensor | None:

@@ -96,6 +96,7 @@ class Seeded:
         generator = torch.Generator().manual_seed(
             derive(self._seed, "generation", name)
         )
+        # Products then have the variance of their inputs, and sums over all layers do not grow with their number.
         deviation = 1 / math.sqrt(shape[1])
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             deviation /= math.sqrt(2 * self._architecture.layers)
@@ -238,8 +239,10 @@ class Gguf:
             hidden=int(number("feed_forward_length")),
             vocabulary=len(self.strings("tokenizer.ggml.tokens")),
             context=int(number("context_length")),
+            # Files of the first Llama models lack these keys.
             rope_base=number("rope.freq_base", 10_000.0),
             epsilon=number("attention.layer_norm_rms_epsilon", 1e-5),
+            # llama.cpp leaves the output matrix out of a file where it is the embedding.
             tied="output.weight" not in self._tensors,
         )
 
