@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_serving import GREEDY, LINK, MODEL, REQUESTS, SPEED, TINY, alone
+from test_serving import (
+    GREEDY,
+    LINK,
+    MODEL,
+    REQUESTS,
+    SPEED,
+    TINY,
+    generate_in_one_process,
+)
 
 import testbed
 from testbed.common.errors import InputError
@@ -55,7 +63,9 @@ def serve(
 @pytest.mark.parametrize("names", ["a", "ab", "abcd"])
 def test_texts_are_those_of_one_process(names: str) -> None:
     _, texts = serve(names, Transport("f32"))
-    assert texts == {request.number: alone(request, GREEDY) for request in REQUESTS}
+    assert texts == {
+        request.number: generate_in_one_process(request, GREEDY) for request in REQUESTS
+    }
 
 
 def test_bytes_without_numerics_are_those_with_them() -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_serving import GREEDY, LINK, MODEL, REQUESTS, SPEED, TINY, alone
+from test_serving import (
+    GREEDY,
+    LINK,
+    MODEL,
+    REQUESTS,
+    SPEED,
+    TINY,
+    generate_in_one_process,
+)
 
 from testbed.messaging.mailbox import Mailbox
 from testbed_generation.architecture import Architecture
@@ -67,7 +75,9 @@ def serve(
 @pytest.mark.parametrize("names", ["a", "ab"])
 def test_texts_are_those_of_one_process(reduce: Any, names: str) -> None:
     _, texts = serve(names, reduce)
-    assert texts == {request.number: alone(request, GREEDY) for request in REQUESTS}
+    assert texts == {
+        request.number: generate_in_one_process(request, GREEDY) for request in REQUESTS
+    }
 
 
 @pytest.mark.parametrize("reduce", [Star, Ring, exchange])
