@@ -133,7 +133,7 @@ def run_scenario(
     runtime: str,
     *options: str,
 ) -> None:
-    """Run a scenario in a process of its own, or resume its runs in a folder; raises `InputError` if that fails."""
+    """Run a scenario in a new process, or resume the runs in a folder; raises `InputError` if the command fails."""
     start = "from testbed_controller.cli.main import main; main()"
     _, *arguments = compose_command(str(file), changes, runtime)
     place = ["--resume" if runs.exists() else "--out", str(runs)]
@@ -179,7 +179,7 @@ def _value_key(value: Value) -> str:
 
 
 def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any]:
-    """Return the values and the provenance of a scenario's runs; raises `InputError` for runs that do not count."""
+    """Return values and provenance of a scenario's runs; raises `InputError` for unfinished or untrusted runs."""
     for result in results:
         _check_run(result)
     runs = [result.run for result in results]
@@ -277,7 +277,7 @@ def metric_of(result: Result, name: str) -> float | None:
 
 
 def _child(tree: Any, key: str) -> Any:
-    """Return an element of a mapping or a list; None where it is missing."""
+    """Return an element of a mapping or a list; None for a missing element."""
     if isinstance(tree, Mapping):
         return tree.get(key)
     if isinstance(tree, list) and int(key) < len(tree):

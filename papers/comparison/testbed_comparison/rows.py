@@ -170,14 +170,14 @@ class Row(_Part):
 
 
 class Condition(_Part):
-    """A choice that holds for all rows of a paper, made before the runs."""
+    """A default condition of all rows of a paper, chosen before the runs."""
 
     condition: str
     reason: str = ""
 
 
 class Trial(_Part):
-    """One value of a parameter, and the expression that gives the row's figure there."""
+    """One value of a parameter, and the expression for the row's figure with this value."""
 
     value: str
     scenario: str
@@ -229,7 +229,7 @@ class Plot(_Part):
 
 
 class Containers(_Part):
-    """A short figure that is run in containers too, to compare both clocks."""
+    """A short figure for the comparison of both clocks, run in containers and simulated."""
 
     figure: str
     """The figure of the paper, and the part of it that is run."""
@@ -277,7 +277,7 @@ class Figures(_Part):
         return names
 
     def row(self, name: str) -> Row:
-        """Return the row of that name."""
+        """Return a row by name."""
         return next(row for row in self.rows if row.name == name)
 
     def values(self) -> Iterator[tuple[str, Value]]:

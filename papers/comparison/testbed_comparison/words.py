@@ -130,7 +130,7 @@ def word_for(row: Row, ours: Ours | None) -> Word:
 
 
 def _best_word(row: Row, ours: Ours) -> tuple[Word, bool]:
-    """Return the best word that a row can get, and whether our value gets it."""
+    """Return the best possible word of a row, and whether our value deserves this word."""
     if row.kind == "ranking":
         return "same ranking", _has_ranking(row, ours)
     if row.kind == "arithmetic":

@@ -107,6 +107,12 @@ def fewest_trainable_samples(units: Sequence[Unit]) -> int:
     """Return the fewest samples of a mini-batch that the units can train with.
 
     Batch normalisation of maps of one pixel needs two samples, because one sample has no deviation.
+
+    >>> from testbed.ml.models import create
+    >>> perceptron = create("mlp", {"hidden": [8]}, (1, 8, 8), 10)
+    >>> resnet = create("resnet18", {}, (3, 32, 32), 10)
+    >>> fewest_trainable_samples(perceptron.units), fewest_trainable_samples(resnet.units)
+    (1, 2)
     """
     for unit in units:
         if unit.cost.of(["normalisation"]).accessed > 0:
