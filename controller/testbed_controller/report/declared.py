@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from testbed.common import formats
 from testbed.common.formats import MetricKind
-from testbed.scenario.expect import look_up
 from testbed.trace import metrics_spec
 from testbed.trace.metrics_spec import Metric, Row
 from testbed.trace.registry import metric_kind, rows_of, tables_of
 from testbed_controller.report.tables import Cell, Column, Section
+from testbed_controller.results.available import metric_value
 from testbed_controller.results.run import Run
 
 _NAMED = re.compile(r"\{([\w.-]+)\}")
@@ -50,7 +50,8 @@ def format_metric(name: str, value: Any, metrics: Mapping[str, Metric]) -> str:
 
 def fill(template: str, run: Run) -> str | None:
     """Fill in a template of `testbed.trace.metrics_spec.Row`; None if a metric is missing."""
-    values = {name: look_up(run.metrics, name) for name in _NAMED.findall(template)}
+    names = _NAMED.findall(template)
+    values = {name: metric_value(run.metrics, name) for name in names}
     if any(value is None for value in values.values()):
         return None
     return _NAMED.sub(

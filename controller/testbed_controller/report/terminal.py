@@ -19,6 +19,7 @@ from testbed_controller.report import declared
 from testbed_controller.report.grouping import group_links
 from testbed_controller.report.sections import expected, sections
 from testbed_controller.report.tables import Cell, Column, Section, draw
+from testbed_controller.results.available import metric_value
 from testbed_controller.results.run import Run
 
 VERDICTS = {
@@ -37,7 +38,7 @@ def show_briefly(console: Console, run: Run) -> None:
     """Print one of many runs in a line."""
     parts = []
     for metric in run.metric_definitions.values():
-        value = run.metrics.get(metric.name)
+        value = metric_value(run.metrics, metric.name)
         if metric.brief and value is not None:
             text = formats.of_kind(metric.kind, value)
             parts.append(f"{_metric_heading(metric.name)} {text}")

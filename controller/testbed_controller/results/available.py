@@ -44,4 +44,6 @@ def metric_value(metrics: Mapping[str, Any], name: str) -> Any:
     >>> metric_value({"loss": 0.5, "metrics": {"f1": 0.9}}, "metrics.f1")
     0.9
     """
-    return metrics[name] if name in metrics else look_up(metrics, name)
+    value = metrics[name] if name in metrics else look_up(metrics, name)
+    # A group is not one value: its members have names of their own.
+    return None if isinstance(value, Mapping) else value

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from rich.console import Console
 from testbed.plan import Assignment, Plan
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
+from testbed.trace.metrics_spec import Metric, MetricsSpec, Row
 from testbed_controller.report import html, sweep, terminal
 from testbed_controller.report.grouping import group_links
 from testbed_controller.results import files
+from testbed_controller.results.comparison import compare
 from testbed_controller.results.run import Run
 from testbed_controller.results.summary import summary_of
 from testbed_controller.running.live import LiveProgress
@@ -302,3 +305,24 @@ def test_programs_have_no_figures_that_nobody_knows(tmp_path: Path) -> None:
     assert "Latency" in text
     for word in ("Weights", "Path", "Carried"):
         assert word not in text.split()
+
+
+def test_metric_with_a_value_for_each_device_has_no_cell_of_its_own(
+    tmp_path: Path,
+) -> None:
+    laps = Metric("laps", "number", "laps", lambda _: None, brief=True, compared=True)
+    spec = MetricsSpec((laps,), rows=(Row("Laps", "{laps}"),))
+    run = files.load(
+        recorded.write(
+            tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+        )
+    )
+    values = {**run.metrics, "laps": {"a": 1, "b": 2}}
+    grouped = replace(run, metrics=values, declared=spec)
+    console = Console(file=io.StringIO(), width=100)
+    terminal.show_briefly(console, grouped)
+    terminal.show(console, grouped)
+    assert "laps" not in console.file.getvalue().lower()  # type: ignore[attr-defined]
+    assert "laps" not in summary_of([grouped])["points"][0]["metrics"]
+    compared = compare({"one": [grouped], "other": [grouped]})
+    assert "laps" not in [row["name"] for row in compared["metrics"]]
