@@ -22,9 +22,12 @@ class EdgePipeOptions(SlotOptions):
     """Options of `EdgePipe`."""
 
     baselines: ClassVar[Baselines] = {
+        # Section VI's Model: model parallelism without a pipeline of batches.
         "model": {"pipelined": False},
+        # GPipe and PipeDream place whole layers on devices, as Vertical does.
         "gpipe": {"allocation": "vertical", "micro_batches": "devices"},
         "pipedream": {"allocation": "vertical"},
+        # Figure 8's Random: super neurons on devices in a random order.
         "random": {"mapping": "random"},
     }
     former_keys: ClassVar[Mapping[str, str]] = {

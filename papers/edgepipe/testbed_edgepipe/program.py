@@ -51,6 +51,7 @@ class TreatedAsNull:
     False
     """
 
+    # Receivers count parts that are missing at the start of a slot as zero, so that an empty cast adds nothing.
     casts_empty_messages = False
 
     def __init__(
@@ -79,6 +80,7 @@ class TreatedAsNull:
 
     async def usable_results(self, received: ReceivedParts) -> Usable:
         """Return the results, with zeros for missing values if the output layer may learn from such results."""
+        # Section V-B requires all losses of the next layer; the output layer has no next layer.
         suffices = received.is_complete or self._update_condition == "all_losses"
         values = received.joined_values() if suffices else None
         return self._usable(received.layer, received, values)
@@ -123,6 +125,7 @@ class TreatedAsNull:
             input_gradient = None
             if gradient is not None:
                 input_gradient = backpropagate(shard, layer, batch, gradient)
+            # GPipe adds up the gradients of all micro-batches before the weights change.
             if is_last:
                 shard.update()
             return input_gradient

@@ -26,21 +26,21 @@ from tests.helpers.runs import events, of, plain, problem_of, run, scenario
 SIX = {"workers": 5, "workload": {"training": {"optimizer": {"learning_rate": 0.1}}}}
 
 
-def six(method=(), model=None, **keys):
+def six_devices(method=(), model=None, **keys):
     workload = SIX["workload"] | ({} if model is None else {"model": model})
     return scenario(
         5, workload=workload, method={"name": "edgepipe", **dict(method)}, **keys
     )
 
 
-def planned(scenario):
+def plan_scenario(scenario):
     problem, _ = problem_of(scenario)
     return problem, EdgePipe().plan(problem)
 
 
-def reference(scenario):
+def train_reference(scenario):
     """Train the undivided network with the delay that equation (3) gives each layer."""
-    problem, chosen = planned(scenario)
+    problem, chosen = plan_scenario(scenario)
     table = timetable_of(chosen.details)
     units = range(len(problem.model.units))
     spans = {unit: table.staleness(unit + 1) for unit in units}
@@ -70,8 +70,8 @@ CNN = {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}
 def test_without_losses_it_is_delayed_gradient_descent_on_the_undivided_network(
     method, model, spans
 ):
-    written = six(method, model=model)
-    expected, delays = reference(written)
+    written = six_devices(method, model=model)
+    expected, delays = train_reference(written)
     assert list(delays.values()) == spans
     outcome = run(written)
     steps = of(outcome, "step")
@@ -87,8 +87,8 @@ def test_without_losses_it_is_delayed_gradient_descent_on_the_undivided_network(
 
 
 def test_a_pipeline_that_drains_for_tests_fills_again_with_the_newest_weights():
-    written = six({"evaluate_every": 5, "test_runs": 2})
-    table = timetable_of(planned(written)[1].details)
+    written = six_devices({"evaluate_every": 5, "test_runs": 2})
+    table = timetable_of(plan_scenario(written)[1].details)
     expected, losses = Reference(written), []
     spans = {unit: table.staleness(unit + 1) for unit in range(5)}
     data = expected.data
@@ -115,8 +115,8 @@ def test_a_pipeline_that_drains_for_tests_fills_again_with_the_newest_weights():
 
 
 def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_says():
-    written = six()
-    _, chosen = planned(written)
+    written = six_devices()
+    _, chosen = plan_scenario(written)
     slot, table = chosen.details.timeslot, timetable_of(chosen.details)
     assert table.slot_count(12) == 2 * 6 + 2 * 2 * 11 - 1
     outcome = run(written)
@@ -131,20 +131,21 @@ def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_s
 
 
 def test_as_many_steps_are_trained_as_fit_into_the_time():
-    slot = planned(six())[1].details.timeslot
+    slot = plan_scenario(six_devices())[1].details.timeslot
     for time, steps in (
         (27.001 * slot, 5),
         (26.9 * slot, 4),
         (1000 * slot, 12),
     ):  # 11 slots and 4 for each but the first
         assert (
-            len(of(run(six({"training_time": f"{1e6 * time:f}us"})), "step")) == steps
+            len(of(run(six_devices({"training_time": f"{1e6 * time:f}us"})), "step"))
+            == steps
         )
 
 
 def test_one_device_in_slots_is_the_papers_naive_and_plain_gradient_descent():
     written = scenario(0, workload=SIX["workload"], method={"name": "edgepipe"})
-    table = timetable_of(planned(written)[1].details)
+    table = timetable_of(plan_scenario(written)[1].details)
     assert table.slot_count(12) == 11 * 12
     outcome = run(written)
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
@@ -158,8 +159,8 @@ GPIPE = {"allocation": "vertical", "micro_batches": 6}
 
 def test_gpipe_is_plain_gradient_descent_and_casts_each_micro_batch():
     # 16 samples in six parts of two or three.
-    written = six(GPIPE)
-    _, chosen = planned(written)
+    written = six_devices(GPIPE)
+    _, chosen = plan_scenario(written)
     table = timetable_of(chosen.details)
     assert table.period == 2 * 6 + 2 * 6 - 3
     assert table.slot_count(12 * 6) == 12 * table.period
@@ -168,7 +169,7 @@ def test_gpipe_is_plain_gradient_descent_and_casts_each_micro_batch():
         plain(written)[1], rel=1e-5
     )
     (trial,) = trials(written)
-    whole = run(six({"allocation": "vertical"}))
+    whole = run(six_devices({"allocation": "vertical"}))
     cut, one = (
         metrics(each, trial.experiment, chosen, EdgePipe.declared)["training_casts"]
         for each in (outcome, whole)
@@ -182,14 +183,14 @@ def test_gpipe_is_plain_gradient_descent_and_casts_each_micro_batch():
 
 def test_gpipe_updates_with_the_micro_batches_that_came():
     network = {"link": {"message_loss": "10%"}}
-    outcome = run(six(GPIPE, network=network))
+    outcome = run(six_devices(GPIPE, network=network))
     learned = sum(each["span"] == "backward" for each in of(outcome, "compute"))
     assert 12 * 6 < learned < 12 * 6 * 5
     assert len(of(outcome, "step")) == 12
 
 
 def test_without_a_pipeline_batches_take_as_many_slots_as_passes():
-    _, chosen = planned(six({"pipelined": False}))
+    _, chosen = plan_scenario(six_devices({"pipelined": False}))
     assert timetable_of(chosen.details).slot_count(12) == 11 * 12
 
 
@@ -198,7 +199,7 @@ def test_repetition_increases_casts_and_receptions():
     casts, learned = [], []
     for times in (1, 2, 6):
         outcome = run(
-            six(
+            six_devices(
                 {"recovery": "r-tx", "transmissions": times, "allocation": "vertical"},
                 network=network,
             )
@@ -212,18 +213,19 @@ def test_repetition_increases_casts_and_receptions():
     assert casts[0] < casts[1] < casts[2]
 
 
-def casts_of(outcome):
+def cast_counts(outcome):
     return [each["message"] for each in of(outcome, "cast")]
 
 
 def test_acknowledged_casts_are_repeated_until_nothing_is_lost():
     network = {"link": {"message_loss": "30%"}}
     acknowledged, lost = (
-        run(six({"recovery": name}, network=network)) for name in ("ack", "none")
+        run(six_devices({"recovery": name}, network=network))
+        for name in ("ack", "none")
     )
-    kinds = casts_of(acknowledged)
-    sent = sum(kind != "heard" for kind in kinds)
-    assert sent > 1.5 * len(casts_of(lost))
+    kinds = cast_counts(acknowledged)
+    value_casts = sum(kind != "heard" for kind in kinds)
+    assert value_casts > 1.5 * len(cast_counts(lost))
     assert kinds.count("heard") == sum(
         each["message"] != "heard" for each in of(acknowledged, "receive")
     )
@@ -233,13 +235,16 @@ def test_acknowledged_casts_are_repeated_until_nothing_is_lost():
         if each["message"] != "heard"
     ]
     assert min(peers) == 1
-    losses = [step["loss"] for step in of(run(six()), "step")]
+    losses = [step["loss"] for step in of(run(six_devices()), "step")]
     assert [step["loss"] for step in of(acknowledged, "step")] == pytest.approx(
         losses, rel=1e-5
     )
-    (trial,) = trials(six())
+    (trial,) = trials(six_devices())
     figures = metrics(
-        acknowledged, trial.experiment, planned(six())[1], EdgePipe.declared
+        acknowledged,
+        trial.experiment,
+        plan_scenario(six_devices())[1],
+        EdgePipe.declared,
     )
     assert (
         figures["update_share"]
@@ -251,24 +256,27 @@ def test_acknowledged_casts_are_repeated_until_nothing_is_lost():
 
 
 def test_a_cast_without_acknowledgement_ends_with_its_slot():
-    devices = planned(six({"mapping": "random"}))[1].details.devices
+    devices = plan_scenario(six_devices({"mapping": "random"}))[1].details.devices
     written = lossy({"recovery": "ack"}, (devices[2], devices[0]))
-    _, chosen = planned(written)
+    _, chosen = plan_scenario(written)
     outcome = run(written)
     steps = [event.time for event in outcome.events if event.event == "step"]
     assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx(
         [4 * chosen.details.timeslot] * 11
     )
     assert (
-        sum(named(event, "cast", devices[2]) for event in outcome.events) > 12 * 4 * 2
+        sum(is_event(event, "cast", devices[2]) for event in outcome.events)
+        > 12 * 4 * 2
     )
 
 
 def test_metrics_count_received_parts_in_training_and_tests_apart():
-    written = six({"test_runs": 2, "evaluate_every": 6})
+    written = six_devices({"test_runs": 2, "evaluate_every": 6})
     outcome = run(written)
     (trial,) = trials(written)
-    figures = metrics(outcome, trial.experiment, planned(written)[1], EdgePipe.declared)
+    figures = metrics(
+        outcome, trial.experiment, plan_scenario(written)[1], EdgePipe.declared
+    )
     assert [
         figures[f"{each}_received"] for each in ("outputs", "losses", "results")
     ] == [1, 1, 1]
@@ -285,36 +293,41 @@ def test_metrics_count_received_parts_in_training_and_tests_apart():
 
 
 def test_the_coordinator_sends_the_arrangement_before_the_first_timeslot():
-    written, usual = six({"send_model_partition": True}), six()
-    _, chosen = planned(written)
+    written, usual = six_devices({"send_model_partition": True}), six_devices()
+    _, chosen = plan_scenario(written)
     outcome, same = run(written), run(usual)
     assert [step["loss"] for step in of(outcome, "step")] == [
         step["loss"] for step in of(same, "step")
     ]
-    informed = {each["peer"]: event for event, each in sent(outcome, "arrangement")}
-    assert informed.keys() == {*chosen.details.devices} - {
+    partition_sends = {
+        each["peer"]: event for event, each in sent_messages(outcome, "arrangement")
+    }
+    assert partition_sends.keys() == {*chosen.details.devices} - {
         chosen.details.device_coordinator
     }
-    assert {event.device for event in informed.values()} == {
+    assert {event.device for event in partition_sends.values()} == {
         chosen.details.device_coordinator
     }
-    assert max(event.time for event in informed.values()) < chosen.details.start_time
+    assert (
+        max(event.time for event in partition_sends.values())
+        < chosen.details.start_time
+    )
     (trial,) = trials(written)
     figures = metrics(outcome, trial.experiment, chosen, EdgePipe.declared)
-    told = [
+    message_sizes = [
         each["bytes"]
         for kind in ("arrangement", "needs_arrangement")
-        for _, each in sent(outcome, kind)
+        for _, each in sent_messages(outcome, kind)
     ]
-    assert figures["model_partition_bytes"] == sum(told)
+    assert figures["model_partition_bytes"] == sum(message_sizes)
     assert (
         figures["bytes_sent"]
-        == sum(told)
+        == sum(message_sizes)
         + metrics(same, trial.experiment, chosen, EdgePipe.declared)["bytes_sent"]
     )
 
 
-def sent(outcome, kind):
+def sent_messages(outcome, kind):
     return [
         (each, each.fields)
         for each in outcome.events
@@ -328,18 +341,26 @@ def test_a_restarted_device_receives_the_arrangement_again():
         "when": {"device": "worker1", "begins": "backward", "batch": 3},
         "for": "100ms",
     }
-    outcome = run(six({"send_model_partition": True}, faults=[kill]))
+    outcome = run(six_devices({"send_model_partition": True}, faults=[kill]))
     assert outcome.status == "finished"
     assert (
-        sum(each["peer"] == "worker1" for _, each in sent(outcome, "arrangement")) == 2
+        sum(
+            each["peer"] == "worker1"
+            for _, each in sent_messages(outcome, "arrangement")
+        )
+        == 2
     )
 
 
 def test_large_test_batches_get_longer_slots():
-    written = six({"test_batch_size": 40, "test_runs": 3, "timeslot_margin": "0s"})
-    _, chosen = planned(written)
+    written = six_devices(
+        {"test_batch_size": 40, "test_runs": 3, "timeslot_margin": "0s"}
+    )
+    _, chosen = plan_scenario(written)
     assert chosen.details.test_timeslot > chosen.details.timeslot
-    (all_at_once,), (usual,) = (of(run(each), "evaluate") for each in (written, six()))
+    (all_at_once,), (usual,) = (
+        of(run(each), "evaluate") for each in (written, six_devices())
+    )
     assert all_at_once["accuracy"] == usual["accuracy"]
     assert all_at_once["loss"] == pytest.approx(usual["loss"], rel=1e-5)
 
@@ -353,11 +374,13 @@ def test_each_test_run_has_losses_of_its_own():
     (tested,) = of(outcome, "evaluate")
     assert tested["deviation"] > 0
     (trial,) = trials(written)
-    figures = metrics(outcome, trial.experiment, planned(written)[1], EdgePipe.declared)
+    figures = metrics(
+        outcome, trial.experiment, plan_scenario(written)[1], EdgePipe.declared
+    )
     assert figures["accuracy_deviation"] == tested["deviation"]
     assert figures["accuracy"] == tested["accuracy"]
-    (same,) = of(run(six({"test_runs": 3})), "evaluate")
-    (once,) = of(run(six()), "evaluate")
+    (same,) = of(run(six_devices({"test_runs": 3})), "evaluate")
+    (once,) = of(run(six_devices()), "evaluate")
     assert same["deviation"] == once["deviation"] == 0
     assert same["accuracy"] == pytest.approx(once["accuracy"])
     assert same["loss"] == pytest.approx(once["loss"])
@@ -370,17 +393,17 @@ def lossy(method, *pairs, loss="99.9999999%", frame=None, **keys):
         "links": links,
         "frame": frame and f"{frame}B",
     }
-    return six({"mapping": "random", **method}, network=network, **keys)
+    return six_devices({"mapping": "random", **method}, network=network, **keys)
 
 
 @pytest.mark.parametrize("model", [MLP, CNN])
 def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before(model):
     # Whatever the first device of layers 2 and 3 casts, one device of layers 0 and 1 never hears.
-    _, chosen = planned(lossy({}, model=model))
+    _, chosen = plan_scenario(lossy({}, model=model))
     devices = chosen.details.devices
     deaf = (devices[2], devices[0])
     written = lossy({}, deaf, model=model)
-    problem, chosen = planned(written)
+    problem, chosen = plan_scenario(written)
     assert chosen.details.devices == devices
     held = planned_assignment(problem, chosen)
     outcome = run(written)
@@ -388,7 +411,7 @@ def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before(
         name: sum(
             event.fields["span"] == "backward"
             for event in outcome.events
-            if named(event, "compute", name)
+            if is_event(event, "compute", name)
         )
         for name in devices
     }
@@ -406,7 +429,7 @@ def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before(
     )
 
 
-def named(event, kind, device):
+def is_event(event, kind, device):
     return event.event == kind and event.device == device
 
 
@@ -415,7 +438,7 @@ def frozen(written, own):
     expected = Reference(written)
     first = {name: value.clone() for name, value in expected.newest.items()}
     history = [expected.newest]
-    spans = reference(written)[1]
+    spans = train_reference(written)[1]
     rate = written.workload.training.optimizer.learning_rate
     for step in range(written.workload.steps):
         used = {
@@ -441,12 +464,12 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradien
 ):
     # One device of layers 2 and 3 never hears one of layers 0 and 1, or half of its frames.
     method = {"pipelined": False}
-    devices = planned(lossy(method, model=model))[1].details.devices
+    devices = plan_scenario(lossy(method, model=model))[1].details.devices
     loss = "99.9999999%" if frame is None else "50%"
     written = lossy(
         method, (devices[0], devices[2]), loss=loss, frame=frame, model=model
     )
-    problem, chosen = planned(written)
+    problem, chosen = plan_scenario(written)
     assert chosen.details.devices == devices
     held = planned_assignment(problem, chosen)
     lost, deaf = held.neurons_of(devices[0], 1), held.neurons_of(devices[2], 2)
@@ -528,7 +551,9 @@ def test_a_repeated_cast_fills_missing_frames():
     }
     passed = [
         metrics_of(each, run(each))
-        for each in (six({"recovery": each}, network=network) for each in RECOVERIES)
+        for each in (
+            six_devices({"recovery": each}, network=network) for each in RECOVERIES
+        )
     ]
     shares = [each["outputs_received"] for each in passed]
     assert 0.6 < shares[0] < 0.8 < shares[1] < 0.96 < shares[2]
@@ -541,7 +566,7 @@ RECOVERIES = ("none", "r-tx", "ack")
 def metrics_of(written, outcome):
     """Return the figures as they are computed from a run that is read again, with its details as plain values."""
     (trial,) = trials(written)
-    plan = planned(written)[1]
+    plan = plan_scenario(written)[1]
     plain = plan.model_copy(
         update={
             "details": PlanDetails.model_validate(plan.details.model_dump(mode="json"))
@@ -552,7 +577,7 @@ def metrics_of(written, outcome):
 
 @pytest.mark.parametrize("method", [{}, {"evaluate_every": 5, "test_runs": 2}])
 def test_metrics_distinguish_training_from_tests(method):
-    written = six(method)
+    written = six_devices(method)
     outcome = run(written)
     found = metrics_of(written, outcome)
     # Two devices a layer: six casts forward, the results, four layers' losses, and who is a receiver of each.
@@ -560,8 +585,8 @@ def test_metrics_distinguish_training_from_tests(method):
     assert "time_to_80" not in found
     if not method:
         table, slot = (
-            timetable_of(planned(written)[1].details),
-            planned(written)[1].details.timeslot,
+            timetable_of(plan_scenario(written)[1].details),
+            plan_scenario(written)[1].details.timeslot,
         )
         assert found["timeslots"] == table.slot_count(12)
         assert found["transmissions_rate"] == pytest.approx(
@@ -586,7 +611,7 @@ def test_the_time_to_80_percent_excludes_tests():
     )
     assert step is not None
     assert metrics_of(written, outcome)["time_to_80"] == pytest.approx(
-        step * 5 * planned(written)[1].details.timeslot
+        step * 5 * plan_scenario(written)[1].details.timeslot
     )
 
 
@@ -595,17 +620,19 @@ def test_the_same_seed_loses_the_same_casts():
         "link": {"rate": "20mbit", "delay": "2ms"},
         "radio": {"area": [50, 50], "packets": 50},
     }
-    one, same = (of(run(six(network=network)), "step") for _ in range(2))
+    one, same = (of(run(six_devices(network=network)), "step") for _ in range(2))
     assert one == same
-    assert one != of(run(six()), "step")
+    assert one != of(run(six_devices()), "step")
 
 
 def test_a_partitioned_device_is_missing_until_the_partition_heals():
     # One of the two devices of layers 2 and 3: without its losses, layer 1 does not learn meanwhile.
-    _, chosen = planned(six())
+    _, chosen = plan_scenario(six_devices())
     apart, before = chosen.details.devices[2], chosen.details.devices[0]
     slot = chosen.details.timeslot
-    outcome = run(six(faults=[{"partition": [[apart]], "at": "1.5s", "for": "1.2s"}]))
+    outcome = run(
+        six_devices(faults=[{"partition": [[apart]], "at": "1.5s", "for": "1.2s"}])
+    )
     steps = [event.time for event in outcome.events if event.event == "step"]
     assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx(
         [4 * slot] * 11
@@ -613,7 +640,7 @@ def test_a_partitioned_device_is_missing_until_the_partition_heals():
     learnt = [
         event.time
         for event in outcome.events
-        if named(event, "compute", before) and is_backward(event)
+        if is_event(event, "compute", before) and is_backward(event)
     ]
     assert not [time for time in learnt if 1.5 + slot < time < 2.7]
     assert [time for time in learnt if time < 1.5]
@@ -622,7 +649,7 @@ def test_a_partitioned_device_is_missing_until_the_partition_heals():
     cast = [
         event.time
         for event in outcome.events
-        if named(event, "cast", apart) and 1.5 < event.time < 2.7
+        if is_event(event, "cast", apart) and 1.5 < event.time < 2.7
     ]
     heard = [
         event
@@ -639,18 +666,18 @@ def is_backward(event):
 
 
 def test_training_continues_while_a_device_is_off_and_after_its_restart():
-    written = six()
-    _, chosen = planned(written)
+    written = six_devices()
+    _, chosen = plan_scenario(written)
     victim = chosen.details.devices[0]
     faults = [{"kill": victim, "at": "0.5s", "for": "0.5s"}]
-    outcome = run(six(faults=faults))
+    outcome = run(six_devices(faults=faults))
     slot = chosen.details.timeslot
     steps = [event.time for event in outcome.events if event.event == "step"]
     assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx(
         [4 * slot] * 11
     )
     assert len(of(outcome, "evaluate")) == 1
-    begun = [event.time for event in outcome.events if named(event, "begin", victim)]
+    begun = [event.time for event in outcome.events if is_event(event, "begin", victim)]
     assert not [time for time in begun if 0.5 < time < 1]
     assert min(begun) < 0.5
     assert max(begun) > 1
@@ -729,7 +756,7 @@ def test_impossible_plans_are_refused_with_their_key(keys, key, said):
 def test_acknowledgements_need_a_way_back():
     # What holds the input layer alone has to hear nothing but acknowledgements.
     method = {"allocation": "vertical", "mapping": "random"}
-    deaf = planned(six(method))[1].details.devices[0]
+    deaf = plan_scenario(six_devices(method))[1].details.devices[0]
     others = [
         name
         for name in ("source", *(f"worker{number}" for number in range(1, 6)))
@@ -738,16 +765,18 @@ def test_acknowledgements_need_a_way_back():
     network = {
         "links": [{"from": name, "to": deaf, "message_loss": "100%"} for name in others]
     }
-    assert planned(six(method, network=network))
+    assert plan_scenario(six_devices(method, network=network))
     with pytest.raises(InputError, match="ack needs a return path") as caught:
-        planned(six({**method, "recovery": "ack"}, network=network))
+        plan_scenario(six_devices({**method, "recovery": "ack"}, network=network))
     assert caught.value.key == ("method", "recovery")
 
 
 def test_acknowledgements_are_awaited_as_long_as_the_slowest_link_takes():
     slow = {"from": "worker2", "to": "worker3", "rate": "10kbit"}
-    problem, chosen = planned(
-        six({"recovery": "ack"}, network={"link": {"rate": "20mbit"}, "links": [slow]})
+    problem, chosen = plan_scenario(
+        six_devices(
+            {"recovery": "ack"}, network={"link": {"rate": "20mbit"}, "links": [slow]}
+        )
     )
     known, plan = EdgePipe().facts(problem, chosen, "worker1")
     assert ("worker2", "worker3") not in known.links
@@ -761,7 +790,7 @@ def test_acknowledgements_are_awaited_as_long_as_the_slowest_link_takes():
 def test_losses_of_outputs_that_nobody_received_are_masked_by_default():
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "30%"}}
     outcomes = [
-        run(six({"allocation": "hybrid", **masks}, network=network))
+        run(six_devices({"allocation": "hybrid", **masks}, network=network))
         for masks in ({}, {"mask_missing_outputs": False})
     ]
     masked, unmasked = (
@@ -770,6 +799,8 @@ def test_losses_of_outputs_that_nobody_received_are_masked_by_default():
     assert masked[0] == unmasked[0]
     assert masked != unmasked
     explicit = run(
-        six({"allocation": "hybrid", "mask_missing_outputs": True}, network=network)
+        six_devices(
+            {"allocation": "hybrid", "mask_missing_outputs": True}, network=network
+        )
     )
     assert [each["loss"] for each in of(explicit, "step")] == masked

@@ -22,7 +22,7 @@ LOSSY = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "25%"}}
 CNN = {"model": {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}}
 
 
-def six(method=(), name="versatile", workload=(), **keys):
+def six_devices(method=(), name="versatile", workload=(), **keys):
     own = {"management_window": 12} if name == "versatile" else {}
     return scenario(
         5,
@@ -32,8 +32,8 @@ def six(method=(), name="versatile", workload=(), **keys):
     )
 
 
-def devices_of(written):
-    return plan(problem_of(written)[0])
+def plan_scenario(scenario_file):
+    return plan(problem_of(scenario_file)[0])
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_without_losses_versatilefl_equals_edgepipe(allocation, keys):
         "steps": 12,
         "model": keys.pop("model", {"name": "mlp", "hidden": [12, 10, 8, 8]}),
     }
-    versatile = run(six({"allocation": allocation, **keys}, workload=short))
-    edgepipe = run(six({"allocation": allocation}, "edgepipe", short))
+    versatile = run(six_devices({"allocation": allocation, **keys}, workload=short))
+    edgepipe = run(six_devices({"allocation": allocation}, "edgepipe", short))
     for event in ("step", "evaluate"):
         ours, theirs = of(versatile, event), of(edgepipe, event)
         assert [each["loss"] for each in ours] == pytest.approx(
@@ -63,8 +63,10 @@ def test_without_losses_versatilefl_equals_edgepipe(allocation, keys):
 @pytest.mark.parametrize("model", [{}, CNN])
 def test_scattered_neurons_learn_the_same(model):
     short = {"steps": 12, **model}
-    scattered = of(run(six({"allocation": "random"}, workload=short)), "step")
-    together = of(run(six({"allocation": "horizontal"}, workload=short)), "step")
+    scattered = of(run(six_devices({"allocation": "random"}, workload=short)), "step")
+    together = of(
+        run(six_devices({"allocation": "horizontal"}, workload=short)), "step"
+    )
     assert [each["loss"] for each in scattered] == pytest.approx(
         [each["loss"] for each in together], rel=1e-5
     )
@@ -91,7 +93,7 @@ def test_each_kind_of_maintenance_can_be_switched_off():
     )
     for kept in ("substitution", "reuse_gradients", "rearrangement", None):
         outcome = run(
-            six(
+            six_devices(
                 {"allocation": "horizontal", **{key: key == kept for key in off}},
                 network=LOSSY,
             )
@@ -114,14 +116,14 @@ def test_each_kind_of_maintenance_can_be_switched_off():
 
 
 def test_metrics_report_losses_by_layer_and_neurons_by_device():
-    written = six(
+    scenario_file = six_devices(
         {"allocation": "horizontal", "management_window": 12, "thres_fw": "60%"},
         network=LOSSY,
         workload={"steps": 20},
     )
-    (trial,) = trials(written)
-    outcome = run(written)
-    found = metrics(outcome, trial.experiment, devices_of(written), DECLARED)
+    (trial,) = trials(scenario_file)
+    outcome = run(scenario_file)
+    found = metrics(outcome, trial.experiment, plan_scenario(scenario_file), DECLARED)
     sums = {}
     for each in of(outcome, "maintenance"):
         sums.setdefault(str(each["layer"]), Counter()).update(each)
@@ -144,7 +146,7 @@ def test_metrics_report_losses_by_layer_and_neurons_by_device():
     )
     held = [
         found["devices"][name]["neurons"]
-        for name in devices_of(written).details.devices
+        for name in plan_scenario(scenario_file).details.devices
     ]
     assert sum(held) == 64 + 12 + 10 + 8 + 8 + 10
     assert (
@@ -155,14 +157,16 @@ def test_metrics_report_losses_by_layer_and_neurons_by_device():
 
 
 def test_a_killed_device_is_detected_and_its_neurons_begin_anew_elsewhere():
-    written = six({"allocation": "horizontal"})
-    planned = devices_of(written)
+    scenario_file = six_devices({"allocation": "horizontal"})
+    planned = plan_scenario(scenario_file)
     victim = next(
         name for name in planned.details.devices if name != planned.coordinator
     )
     at = 5 * 11 * planned.details.timeslot
     outcome = run(
-        six({"allocation": "horizontal"}, faults=[{"kill": victim, "at": f"{at}s"}])
+        six_devices(
+            {"allocation": "horizontal"}, faults=[{"kill": victim, "at": f"{at}s"}]
+        )
     )
     assert outcome.status == "finished"
     # It was heard for five steps of the first window, and no more at its end.
@@ -189,7 +193,7 @@ def test_nothing_is_maintained_after_the_steps_of_naive_after():
         "naive_after": 15,
         "naive_baseline": "naive-zeros",
     }
-    planned = devices_of(six(method))
+    planned = plan_scenario(six_devices(method))
     victim = next(
         name for name in planned.details.devices if name != planned.coordinator
     )
@@ -197,7 +201,8 @@ def test_nothing_is_maintained_after_the_steps_of_naive_after():
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "5%"}}
     keys = {"faults": faults, "network": network, "workload": {"steps": 60}}
     naive, maintained = (
-        run(six({**method, "naive_after": steps}, **keys)) for steps in (15, None)
+        run(six_devices({**method, "naive_after": steps}, **keys))
+        for steps in (15, None)
     )
     before, still = (
         [each["loss"] for each in of(outcome, "step")][:15]
@@ -213,7 +218,7 @@ def test_nothing_is_maintained_after_the_steps_of_naive_after():
     ]
     assert not reused, "saved gradients are not used any more"
     dropped, blocked = (
-        run(six({**method, "naive_baseline": how}, **keys))
+        run(six_devices({**method, "naive_baseline": how}, **keys))
         for how in ("naive", "naive-blocked")
     )
     for outcome, learns in ((naive, True), (dropped, False), (blocked, False)):
@@ -229,7 +234,7 @@ def test_nothing_is_maintained_after_the_steps_of_naive_after():
 
 def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share():
     method = {"allocation": "horizontal"}
-    planned = devices_of(six(method))
+    planned = plan_scenario(six_devices(method))
     victim = next(
         name for name in planned.details.devices if name != planned.coordinator
     )
@@ -238,7 +243,7 @@ def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share
         {"retire": victim, "at": f"{5 * step}s"},
         {"join": victim, "at": f"{20 * step}s"},
     ]
-    outcome = run(six(method, faults=faults))
+    outcome = run(six_devices(method, faults=faults))
     assert outcome.error is None
     retired, joined = of(outcome, "rearrangement")[:2]
     assert (retired["cause"], retired["devices"], retired["reset"]) == (
@@ -262,7 +267,7 @@ def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share
     assert held[1] == 0
     assert held[-1] == pytest.approx(held[0], abs=6)  # as it is rounded in each layer
     # Nothing is learnt anew: it goes on where the run without them is, but for a batch that was under way.
-    still = [each["loss"] for each in of(run(six(method)), "step")]
+    still = [each["loss"] for each in of(run(six_devices(method)), "step")]
     losses = [each["loss"] for each in of(outcome, "step")]
     assert losses[:5] == pytest.approx(still[:5], rel=1e-5)
     assert losses[-1] == pytest.approx(still[-1], rel=0.05)
@@ -271,7 +276,7 @@ def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share
 @pytest.mark.parametrize("scored", ["cast", "gathered"])
 def test_a_killed_device_that_restarts_joins_again(scored):
     method = {"allocation": "hybrid", "test_results": scored}
-    planned = devices_of(six(method))
+    planned = plan_scenario(six_devices(method))
     victim = next(
         name for name in planned.details.devices if name != planned.coordinator
     )
@@ -280,7 +285,7 @@ def test_a_killed_device_that_restarts_joins_again(scored):
         {"kill": victim, "at": f"{10 * step}s"},
         {"restart": victim, "at": f"{12 * step}s"},
     ]
-    outcome = run(six(method, faults=faults, workload={"steps": 40}))
+    outcome = run(six_devices(method, faults=faults, workload={"steps": 40}))
     assert outcome.error is None
     changes = of(outcome, "rearrangement")
     assert (changes[0]["cause"], changes[0]["devices"]) == ("join", [victim])
@@ -294,13 +299,13 @@ def test_a_killed_device_that_restarts_joins_again(scored):
 
 def test_a_restarted_coordinator_does_not_decide_beside_the_acting_one():
     method = {"allocation": "horizontal"}
-    planned = devices_of(six(method))
+    planned = plan_scenario(six_devices(method))
     step = 11 * planned.details.timeslot
     faults = [
         {"kill": planned.coordinator, "at": f"{11.6 * step}s"},
         {"restart": planned.coordinator, "at": f"{30.5 * step}s"},
     ]
-    outcome = run(six(method, faults=faults, workload={"steps": 42}))
+    outcome = run(six_devices(method, faults=faults, workload={"steps": 42}))
     assert outcome.error is None
     changes = of(outcome, "rearrangement")
     assert ("join", [planned.coordinator]) in [
@@ -312,7 +317,7 @@ def test_a_restarted_coordinator_does_not_decide_beside_the_acting_one():
 
 def test_a_device_is_not_judged_by_the_window_in_which_it_joined():
     method = {"allocation": "hybrid"}
-    planned = devices_of(six(method))
+    planned = plan_scenario(six_devices(method))
     victim = planned.details.devices[0]
     step = 4 * planned.details.timeslot
     # Up again in the third step of the window from 36 to 48, before records of the last window have arrived.
@@ -320,7 +325,7 @@ def test_a_device_is_not_judged_by_the_window_in_which_it_joined():
         {"kill": victim, "at": f"{11.6 * step}s"},
         {"join": victim, "at": f"{33 * step}s"},
     ]
-    outcome = run(six(method, faults=faults, workload={"steps": 70}))
+    outcome = run(six_devices(method, faults=faults, workload={"steps": 70}))
     (join,) = [
         event.time
         for event in outcome.events
@@ -335,7 +340,7 @@ def test_a_device_is_not_judged_by_the_window_in_which_it_joined():
 
 def test_a_silent_device_rejoins_once_its_casts_arrive_again():
     method = {"allocation": "hybrid"}
-    planned = devices_of(six(method))
+    planned = plan_scenario(six_devices(method))
     victim = planned.details.devices[2]
     window = 12 * planned.details.timeslot * 4
     others = [name for name in planned.details.devices if name != victim]
@@ -348,7 +353,7 @@ def test_a_silent_device_rejoins_once_its_casts_arrive_again():
         ]
 
     faults = [*lossy("100%", 0.5 * window), *lossy("0%", 4.25 * window)]
-    outcome = run(six(method, faults=faults, workload={"steps": 84}))
+    outcome = run(six_devices(method, faults=faults, workload={"steps": 84}))
     assert outcome.error is None
     changes = [
         (event.time, event.fields)
@@ -391,7 +396,7 @@ def test_a_device_without_receptions_does_not_declare_all_others_failed(
 ):
     # In tests there are no losses: those that it heard before are the last ones of a window.
     method = {"allocation": "hybrid", "evaluate_every": 12, "test_runs": 10}
-    planned = devices_of(six(method))
+    planned = plan_scenario(six_devices(method))
     victim = planned.details.devices[2]
     others = [name for name in planned.details.devices if name != victim]
     if "when" in when:
@@ -400,7 +405,7 @@ def test_a_device_without_receptions_does_not_declare_all_others_failed(
         {"degrade": {"from": name, "to": victim, "message_loss": "100%"}, **when}
         for name in others
     ]
-    outcome = run(six(method, faults=lost))
+    outcome = run(six_devices(method, faults=lost))
     assert outcome.error is None
     assert not [
         event
@@ -411,11 +416,13 @@ def test_a_device_without_receptions_does_not_declare_all_others_failed(
 
 
 def test_a_group_left_with_no_device_fails_the_run_and_is_named():
-    planned = devices_of(six({"allocation": "vertical", "management_window": 20}))
+    planned = plan_scenario(
+        six_devices({"allocation": "vertical", "management_window": 20})
+    )
     victim = planned.details.devices[2]
     faults = [{"kill": victim, "at": "0.1s"}]
     outcome = run(
-        six(
+        six_devices(
             {"allocation": "vertical", "management_window": 20},
             faults=faults,
             workload={"steps": 80},
@@ -430,7 +437,7 @@ def test_a_group_left_with_no_device_fails_the_run_and_is_named():
 def test_neurons_of_a_poorly_received_device_move_within_its_group():
     method = {"allocation": "hybrid"}
     method["mapping"] = "random"
-    planned = devices_of(six(method))
+    planned = plan_scenario(six_devices(method))
     poor = planned.details.devices[2]
     links = [
         {"from": a, "to": b, "message_loss": "90%"}
@@ -439,7 +446,7 @@ def test_neurons_of_a_poorly_received_device_move_within_its_group():
         for a, b in ((poor, other), (other, poor))
     ]
     network = {"link": {"rate": "20mbit", "delay": "2ms"}, "links": links}
-    outcome = run(six(method, network=network))
+    outcome = run(six_devices(method, network=network))
     last = {
         event.device: event.fields["neurons"]
         for event in outcome.events
@@ -452,7 +459,9 @@ def test_neurons_of_a_poorly_received_device_move_within_its_group():
 
 def test_the_same_seed_loses_and_rearranges_the_same():
     one, same = (
-        run(six({"allocation": "random"}, network=LOSSY, workload={"steps": 20}))
+        run(
+            six_devices({"allocation": "random"}, network=LOSSY, workload={"steps": 20})
+        )
         for _ in range(2)
     )
     assert of(one, "step") == of(same, "step")
@@ -460,7 +469,7 @@ def test_the_same_seed_loses_and_rearranges_the_same():
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "said"),
+    ("name", "device", "message"),
     [
         (
             "edgepipe",
@@ -470,17 +479,20 @@ def test_the_same_seed_loses_and_rearranges_the_same():
         ("versatile", "worker4", "'worker4' leads the run, which would end"),
     ],
 )
-def test_devices_that_cannot_retire_are_refused(name, device, said):
-    written = six(
+def test_devices_that_cannot_retire_are_refused(name, device, message):
+    scenario_file = six_devices(
         {"allocation": "hybrid"}, name, faults=[{"retire": device, "at": "1s"}]
     )
-    assert plan(problem_of(six({"allocation": "hybrid"}))[0]).coordinator == "worker4"
-    with pytest.raises(InputError, match=said):
-        prepare(trials(written)[0])
+    assert (
+        plan(problem_of(six_devices({"allocation": "hybrid"}))[0]).coordinator
+        == "worker4"
+    )
+    with pytest.raises(InputError, match=message):
+        prepare(trials(scenario_file)[0])
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "message"),
     [
         (
             {"management_window": 3},
@@ -488,14 +500,14 @@ def test_devices_that_cannot_retire_are_refused(name, device, said):
         ),
     ],
 )
-def test_impossible_plans_are_refused_with_their_key(method, said):
-    with pytest.raises(InputError, match=said) as caught:
-        devices_of(six(method))
+def test_impossible_plans_are_refused_with_their_key(method, message):
+    with pytest.raises(InputError, match=message) as caught:
+        plan_scenario(six_devices(method))
     assert caught.value.key == ("method", *method)
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "message"),
     [
         ({"micro_batches": 2}, "micro_batches"),
         (
@@ -508,6 +520,6 @@ def test_impossible_plans_are_refused_with_their_key(method, said):
         ({"grad_reuse_bw": -1}, "grad_reuse_bw: "),
     ],
 )
-def test_impossible_options_are_refused_with_their_key(method, said):
-    with pytest.raises(InputError, match=said):
-        prepare(trials(six(method))[0])
+def test_impossible_options_are_refused_with_their_key(method, message):
+    with pytest.raises(InputError, match=message):
+        prepare(trials(six_devices(method))[0])
