@@ -105,7 +105,11 @@ class Section:
 
 
 def plain(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Section:
-    """Return a table of texts without a title."""
+    """Return a table of texts without a title.
+
+    >>> plain([Column("Device", "name")], [["a"], ["b"]]).rows[1][0].text
+    'b'
+    """
     cells = [[Cell(text) for text in row] for row in rows]
     return Section("", "", "", tuple(columns), cells)
 

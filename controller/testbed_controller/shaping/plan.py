@@ -258,7 +258,11 @@ def queue_limit(link: Link) -> int:
 
 
 def line_limit(link: Link) -> int:
-    """Return the capacity of the delay line in packets: the line represents the wire and must never overflow."""
+    """Return the capacity of the delay line in packets: the line represents the wire and must never overflow.
+
+    >>> line_limit(Link(rate=8e6, delay=0.01))
+    10000
+    """
     smallest_frame = 60
     most_bytes = 1.2 * class_rate(link.rate) / 8 * longest_delay(link)
     packets = math.ceil(most_bytes / smallest_frame)

@@ -58,6 +58,9 @@ def loss_interval(link: Link, packets: int) -> tuple[int, int]:
     """Return the minimum and maximum number of lost or damaged packets of a link.
 
     The binomial interval is widened for bursts, whose losses scatter more than independent ones.
+
+    >>> loss_interval(Link(loss=0.1), packets=1000)
+    (76, 125)
     """
     loss = expected_loss(link)
     lowest, highest = binomial_interval(packets, loss)
