@@ -71,8 +71,7 @@ class Window:
         self.threshold, self._credit = float(self.size), 0
 
     def restart(self) -> None:
-        """Shrink to the minimum after a time-out; the window then grows fast up to half of its former size."""
-        self.halve()
+        """Shrink to the minimum after a time-out; the window then grows fast up to the threshold."""
         # Not one: the repeated packet is acknowledged by then.
         self.size = _MIN_WINDOW
 
@@ -92,6 +91,7 @@ class Transmission:
         "_recovering",
         "_round_trip",
         "_spacing",
+        "_timed_out",
         "_unheard",
         "_unsent",
         "_window",
@@ -131,6 +131,8 @@ class Transmission:
         self._unheard = unheard
         self._now = 0.0
         self._recovering = False
+        self._timed_out = False
+        """Whether the current recovery has had a time-out."""
         self._budget = 0
         """Number of packets per round during recovery."""
         self._new_before_halving = 0
@@ -248,12 +250,18 @@ class Transmission:
     def _prepare_round(self, budget: int) -> None:
         """Set the number of packets of the next round, which belongs to a recovery while lost packets are missing."""
         self._recovering = self._missing > 0
+        self._timed_out = self._timed_out and self._recovering
         self._budget = budget
         self._new_before_halving = 0
 
     def _time_out(self, since: float) -> None:
         """Repeat one packet until acknowledged, after silence since ``since``."""
+        # Linux halves the threshold once for a window (`tcp_enter_loss`): a recovery has done so, and a time-out that
+        # repeats without an acknowledgement does not do so again.
+        if not self._recovering or self._timed_out:
+            self._window.halve()
         self._window.restart()
+        self._timed_out = True
         wait = self._round_trip + RETRANSMISSION_TIMEOUT
         self._now = since + wait
         self.sent += 1
@@ -261,7 +269,6 @@ class Transmission:
             wait = min(2 * wait, self._round_trip + LONGEST_TIMEOUT)
             self._now += wait
             self.sent += 1
-            self._window.restart()
         self._now += self._round_trip
         self._missing = max(0, self._missing - 1)
 

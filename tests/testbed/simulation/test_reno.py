@@ -79,6 +79,20 @@ def test_lost_repetition_without_anything_behind_it_waits_for_the_time_out():
     assert window.size <= 2
 
 
+def test_time_out_that_repeats_halves_the_threshold_once():
+    window = Window()
+    window.size = 40
+    assert course(1, fates([0, 1, 2]), window=window).sent == 4
+    assert (window.size, window.threshold) == (2, 20)
+
+
+def test_time_out_of_a_recovery_keeps_the_threshold():
+    window = Window()
+    window.size = 40
+    course(40, fates([0, 40]), window=window)
+    assert (window.size, window.threshold) == (2, 20)
+
+
 def test_link_that_loses_nearly_everything_delays_nobody_for_ever():
     assert course(3, lambda: True).sent > 1000
 
