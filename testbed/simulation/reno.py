@@ -25,8 +25,8 @@ _TICK = 0.005
 """Delay of short timers in seconds: the kernel adds 2 ms and rounds up to its tick of 4 ms."""
 _DUPLICATE_THRESHOLD = 3
 """Number of packets after a lost one whose arrival reveals the loss at once; with fewer, a timer decides."""
-_REORDERING_SHARE = 1 / 8
-"""Share of a round trip for which RACK waits, since a missing packet may only be late."""
+_REORDERING_SHARE = 1 / 4
+"""Share of a round trip for which RACK waits, since a missing packet may only be late (RFC 8985, 6.2)."""
 _QUEUED_PACKETS = 2
 """TCP small queues: beyond the packets on the way, at most this number of packets waits before the link, ..."""
 _QUEUED_SECONDS = 0.001

@@ -52,6 +52,11 @@ def test_loss_that_later_packets_show_halves_the_window_and_costs_a_round_trip()
     )
 
 
+def test_loss_that_few_later_packets_show_waits_a_quarter_of_a_round_trip():
+    # Linux: a quarter of the smallest round trip (`tcp_rack_reo_wnd`), and some milliseconds of the kernel's timer.
+    assert course(8, fates([5])).over == pytest.approx(1.25 * TRIP, abs=0.006)
+
+
 def test_several_losses_of_one_round_halve_the_window_once():
     window = Window()
     window.size = 40
