@@ -160,10 +160,10 @@ class Transmission:
             window = min(self._window.size, self._largest_round)
         # Lost packets go first, as in Linux.
         repeated = min(self._missing, window)
-        count = min(self._unsent, window - repeated)
+        new = min(self._unsent, window - repeated)
+        count = repeated + new
         self._missing -= repeated
-        self._unsent -= count
-        count += repeated
+        self._unsent -= new
         fates = self._draw_fates(count)
         lost = sum(fates)
         self.sent += count
@@ -171,7 +171,7 @@ class Transmission:
         # The instant at which the last packet of the round has left.
         gone = self._now + count * self._spacing
         more = self._unsent > 0 or self._missing > 0
-        if not self._unsent and not self.busy:
+        if new and not self._unsent:
             self.busy = gone
         if not lost and not more:
             self._now = gone + self._round_trip

@@ -57,6 +57,12 @@ def test_loss_that_few_later_packets_show_waits_a_quarter_of_a_round_trip():
     assert course(8, fates([5])).over == pytest.approx(1.25 * TRIP, abs=0.006)
 
 
+def test_repeated_packets_do_not_keep_a_link_without_rate_busy():
+    made = course(8, fates([5]))
+    assert made.busy == 0, "all packets left at once"
+    assert made.over > TRIP
+
+
 def test_several_losses_of_one_round_halve_the_window_once():
     window = Window()
     window.size = 40
