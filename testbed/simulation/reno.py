@@ -307,6 +307,8 @@ class Transmission:
                 if not self._unsent:
                     self.busy = due
             if self._draw_failure():
+                if renews:
+                    self._missing += 1
                 self._time_out(due)
                 return
             if not renews:

@@ -83,6 +83,12 @@ def test_lost_end_of_a_message_waits_for_a_probe():
     )
 
 
+def test_new_packet_that_is_lost_as_a_probe_is_repeated():
+    window = Window()
+    window.size = 2
+    assert course(3, fates([0, 1, 2]), window=window).sent == 6
+
+
 def test_lost_repetition_without_anything_behind_it_waits_for_the_time_out():
     window = Window()
     made = course(4, fates([0, 4]), window=window)
