@@ -43,13 +43,12 @@ Chance = Callable[[], bool]
 class Window:
     """Congestion window in packets, kept from one message to the next."""
 
-    __slots__ = ("_credit", "size", "threshold")
+    __slots__ = ("size", "threshold")
 
     def __init__(self) -> None:
         self.size: int = FIRST_WINDOW
         self.threshold: float = math.inf
         """The size from which a round adds one packet only."""
-        self._credit = 0
 
     def grow(self, sent: int) -> None:
         """Grow after a round without loss that used the window.
@@ -60,15 +59,12 @@ class Window:
             if self.size < 2 * sent:
                 self.size = int(min(self.size + sent, self.threshold))
         elif sent >= self.size:
-            self._credit += sent
-            if self._credit >= self.size:
-                self._credit -= self.size
-                self.size += 1
+            self.size += 1
 
     def halve(self) -> None:
         """Shrink after a loss revealed by later packets."""
         self.size = max(self.size // 2, _MIN_WINDOW)
-        self.threshold, self._credit = float(self.size), 0
+        self.threshold = float(self.size)
 
     def restart(self) -> None:
         """Shrink to the minimum after a time-out; the window then grows fast up to the threshold."""
