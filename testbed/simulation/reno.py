@@ -89,6 +89,7 @@ class Transmission:
         "_spacing",
         "_timed_out",
         "_unheard",
+        "_unnoticed",
         "_unsent",
         "_window",
         "busy",
@@ -121,6 +122,8 @@ class Transmission:
         """Number of unsent packets."""
         self._missing = 0
         """Packets known to be lost."""
+        self._unnoticed = 0
+        """Lost packets at the end of the last round: the sender learns of them only from packets of the next round."""
         self._spacing = spacing
         self._round_trip = round_trip
         self._lost = lost
@@ -151,16 +154,19 @@ class Transmission:
         self.over = max(self._now - self._round_trip, self.busy)
 
     def _send_round(self) -> None:
+        unnoticed = self._unnoticed
+        self._unnoticed = 0
         window = self._budget
         if not self._recovering:
-            window = min(self._window.size, self._largest_round)
+            # Unnoticed losses still count as packets on the way.
+            window = min(self._window.size, self._largest_round) - unnoticed
         # Lost packets go first, as in Linux.
         repeated = min(self._missing, window)
         new = min(self._unsent, window - repeated)
         count = repeated + new
         self._missing -= repeated
         self._unsent -= new
-        fates = self._draw_fates(count)
+        fates = [True] * unnoticed + self._draw_fates(count)
         lost = sum(fates)
         self.sent += count
         self.last = count
@@ -177,7 +183,10 @@ class Transmission:
         self._learn_fates(fates, repeated, gone)
 
     def _learn_fates(self, fates: list[bool], repeated: int, gone: float) -> None:
-        """Process the fates of a round with losses, or of a round followed by others."""
+        """Process the fates of a round with losses, or of a round followed by others.
+
+        Unnoticed losses of the round before come first in ``fates``.
+        """
         count, lost = len(fates), sum(fates)
         arrived = count - lost
         first = fates.index(True) if lost else count
@@ -191,7 +200,13 @@ class Transmission:
             self._await_timer(gone, count, arrived, heard, in_order)
             return
         self._now = max(self._now + self._round_trip + self._spacing, gone)
-        if lost and not self._recovering:
+        if lost and in_order and not self._recovering:
+            # Nothing behind the lost packets has arrived, and the others let new packets leave.
+            self._missing -= lost
+            self._unnoticed = lost
+            self._window.grow(arrived)
+            self._prepare_round(self._window.size)
+        elif lost and not self._recovering:
             self._begin_recovery(first, arrived - first)
         else:
             self._continue_sending(fates, repeated)

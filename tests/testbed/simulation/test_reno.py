@@ -63,6 +63,14 @@ def test_repeated_packets_do_not_keep_a_link_without_rate_busy():
     assert made.over > TRIP
 
 
+def test_loss_at_the_end_of_a_round_shows_with_the_packets_of_the_next_round():
+    window = Window()
+    window.size = 40
+    # Packet 39 ends the first round; 20 more leave in the second one, and show the loss.
+    assert course(60, fates([39]), window=window).over == pytest.approx(2 * TRIP)
+    assert window.size == 39, "half of 40 + 39"
+
+
 def test_several_losses_of_one_round_halve_the_window_once():
     window = Window()
     window.size = 40
