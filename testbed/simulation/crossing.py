@@ -12,11 +12,11 @@ import math
 from testbed.network import impairments
 from testbed.network.link import Link
 from testbed.simulation.reno import (
-    LONGEST_TIMEOUT,
     RETRANSMISSION_TIMEOUT,
     Chance,
     Transmission,
     Window,
+    double_timeout,
 )
 from testbed.wire.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS
 
@@ -77,12 +77,13 @@ class Crossing:
     def answer(self, round_trip: float) -> float:
         """Draw the lateness, relative to the link's delay, of an answer of one packet in a connection's other
         direction."""
-        lag, timeout = 0.0, RETRANSMISSION_TIMEOUT
+        lag = 0.0
+        timeout = round_trip + RETRANSMISSION_TIMEOUT
         for _ in range(_ATTEMPTS):
             if not self.lost():
                 break
-            lag += round_trip + timeout
-            timeout = min(2 * timeout, LONGEST_TIMEOUT)
+            lag += timeout
+            timeout = double_timeout(timeout, round_trip)
         return lag + self._latest_arrival(1, 0.0)
 
     def _latest_arrival(self, packets: int, spacing: float) -> float:

@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable
 
 RETRANSMISSION_TIMEOUT = 0.2
-"""Seconds beyond the round trip before TCP sends unanswered bytes again (Linux's minimum); doubles each time."""
-LONGEST_TIMEOUT = 2.0
-"""Maximum retransmission time-out: the agent reconnects after this silence."""
+"""Seconds beyond the round trip before TCP sends unanswered bytes again (Linux's minimum)."""
+_LONGEST_TIMEOUT = 2.0
+"""Maximum seconds of a time-out beyond the round trip: the agent reconnects after this silence."""
 FIRST_WINDOW = 10
 """Initial window in packets."""
 _MIN_WINDOW = 2
@@ -38,6 +38,11 @@ _ATTEMPTS = 10_000
 """Maximum number of rounds and time-outs beyond one per packet, after which the message gets through."""
 
 Chance = Callable[[], bool]
+
+
+def double_timeout(seconds: float, round_trip: float) -> float:
+    """Return the retransmission time-out after one of so many seconds without an answer (RFC 6298, 5.5)."""
+    return min(2 * seconds, round_trip + _LONGEST_TIMEOUT)
 
 
 class Window:
@@ -73,7 +78,7 @@ class Window:
 
 
 class Transmission:
-    """The packets of one message. `run` fills in ``sent``, ``busy`` and ``over``."""
+    """The packets of one message. `run` fills in ``sent``, ``busy``, ``over`` and ``last``."""
 
     __slots__ = (
         "_attempt_limit",
@@ -277,7 +282,7 @@ class Transmission:
         self._now = since + wait
         self.sent += 1
         while self._draw_failure():
-            wait = min(2 * wait, self._round_trip + LONGEST_TIMEOUT)
+            wait = double_timeout(wait, self._round_trip)
             self._now += wait
             self.sent += 1
         self._now += self._round_trip

@@ -130,3 +130,11 @@ def test_chance_depends_on_the_seed_and_on_how_often_the_link_has_changed():
     run.run()
     drawn = [event["time"] - event["start"] for event in events(run, "receive")]
     assert len(drawn) == 40
+
+
+def test_time_out_of_a_lost_answer_doubles_with_its_round_trip(monkeypatch):
+    way = Crossing(Link(loss=0.5), "0")
+    fates = iter([True, True, False])
+    monkeypatch.setattr(way, "lost", lambda: next(fates))
+    first = 0.1 + RETRANSMISSION_TIMEOUT
+    assert way.answer(0.1) == pytest.approx(first + 2 * first)
