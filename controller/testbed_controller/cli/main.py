@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from typing import Any
 
 import click
 
@@ -112,6 +113,9 @@ RENAMED = {
 GROUP = "testbed.commands"
 """Entry point group of commands in installed packages: ``name = "module:command"``, with click commands."""
 
+_SIGPIPE_STATUS = 128 + signal.SIGPIPE
+"""Exit status of programs whose output nobody reads, as shells report it."""
+
 
 def _command_of(candidate: object) -> click.Command:
     if not isinstance(candidate, click.Command):
@@ -123,6 +127,16 @@ class _LazyGroup(CommandGroup):
     """A command group whose subcommands are imported on use."""
 
     renamed = RENAMED
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # The reader of the output has closed the pipe, as in `testbed ps | head`. Click's `main` would exit with
+            # status 1. Python flushes standard output at exit and would print the same error again, unless the stream
+            # leads elsewhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(_SIGPIPE_STATUS)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list({**COMMANDS, **plugins.installed(GROUP)})
@@ -226,11 +240,6 @@ def main() -> None:
     except TestbedError as error:
         click.echo(f"testbed: {escape_control(str(error))}", err=True)
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The reader of the output has closed the pipe, as in `testbed ps | head`. Python flushes standard output at
-        # exit and would print the same error again, unless the stream leads elsewhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except Exception as error:
         text, status = _explain_error(error)
         if text is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -137,6 +139,10 @@ class VisibleConsole(Console):
                 # An escape has at most 8 characters, so nothing is cut.
                 text = escape_control(text, max_characters=8 * len(text))
             yield Segment(text, style, control)
+
+    def on_broken_pipe(self) -> None:
+        """Leave the error to the command line; rich would exit with status 1, the status of a failed run."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def draw(section: Section, width: int) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -21,3 +22,19 @@ def test_nothing_is_left_to_the_garbage_collector_at_the_end() -> None:
     kept, left = map(int, ended.stdout.splitlines()[-1].split())
     assert kept > 1000
     assert left < kept / 100
+
+
+def test_command_whose_output_nobody_reads_ends_like_other_programs() -> None:
+    program = """
+import sys
+from testbed_controller.cli.main import main
+sys.argv = ["testbed", "show", "methods"]
+main()
+"""
+    unread, output = os.pipe()
+    os.close(unread)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], stdout=output, stderr=subprocess.PIPE
+    )
+    os.close(output)
+    assert (ended.returncode, ended.stderr) == (141, b"")
