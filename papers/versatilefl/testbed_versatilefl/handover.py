@@ -156,8 +156,9 @@ class Handover:
             self._neurons.release(moved.layer, own)
             self._neurons.add(moved.layer, own, _select_neurons(moved, own).state)
             self._changed(moved.layer)
-        # Newer assignments may have moved some neurons again while they were on their way.
-        self._send(assignment, moved)
+        # This device may know a newer assignment than the sender: neurons that it no longer holds go to their present
+        # holder. They carry the newer version, so that a holder that does not know it waits instead of returning them.
+        self._send(assignment, replace(moved, version=assignment.version))
 
 
 def _select_neurons(moved: Moved, neurons: Channels) -> Moved:

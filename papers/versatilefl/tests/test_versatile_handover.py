@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from testbed.messaging.mailbox import Mailbox
+from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.planner import values_per_neuron
-from testbed_versatilefl.handover import Arrange, Handover
+from testbed_versatilefl.handover import Arrange, Handover, Moved
 from testbed_versatilefl.planner import initial_assignment, plan
 from testbed_versatilefl.program import KINDS
 from testbed_versatilefl.rearrangement import (
@@ -110,3 +113,30 @@ def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
             assert all(
                 torch.equal(tensor, expected[name]) for name, tensor in tensors.items()
             )
+
+
+def test_neurons_passed_on_wait_for_the_assignment_that_moved_them():
+    posted = []
+
+    class Recording:
+        device = SimpleNamespace(name="b", record=lambda *event, **fields: None)
+
+        def on(self, kind, handler):
+            pass
+
+        def post(self, peer, message):
+            posted.append((peer, message.version, message.neurons))
+
+    assignment = NeuronAssignment(
+        groups=(range(2),),
+        sizes=(1, 2),
+        layers=({"c": [0]}, {"c": [0, 1]}),
+        version=5,
+    )
+    handover = Handover(
+        Recording(), SimpleNamespace(shards={}), assignment, lambda layer: None
+    )
+    handover.apply(assignment)
+    handover._moved_messages.append(Moved(4, 1, [1], {}))
+    handover.apply_messages()
+    assert posted == [("c", 5, [1])], "with version 4, c would return them to b"
