@@ -125,7 +125,7 @@ class ArrangementController:
         next_cast = device.now() + self._seconds
         while self._group is None:
             if device.leaving:
-                await self._handover.wait_until_sent()
+                await self._handover.wait_until_delivered()
                 return None
             if device.now() >= until:
                 return None

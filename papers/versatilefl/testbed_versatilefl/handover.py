@@ -16,7 +16,7 @@ from testbed.ml.slots.neurons import Neurons
 
 @dataclass(frozen=True)
 class Arrange(TypedMessage, kind="arrange"):
-    """From the coordinator: the new placement of neurons."""
+    """From the coordinator: the new assignment of neurons."""
 
     version: int
     layers: list[dict[str, list[int]]]
@@ -25,7 +25,7 @@ class Arrange(TypedMessage, kind="arrange"):
 
 @dataclass(frozen=True)
 class Moved(TypedMessage, kind="moved"):
-    """Neurons with their weights, for the holder by the given version or a newer one."""
+    """Neurons with their weights, sent to the device that holds them under assignment ``version``."""
 
     version: int
     layer: int
@@ -36,8 +36,8 @@ class Moved(TypedMessage, kind="moved"):
 class Handover:
     """The neurons of one device as assignments change.
 
-    A device always holds the neurons of its assignment. Neurons that are on their way have initial weights until they
-    arrive, and keep these if the previous holder has failed.
+    From its first assignment on, a device holds the neurons of the newest one that it knows. Neurons that are on their
+    way have initial weights until they arrive, and keep these if the previous holder has failed.
     """
 
     def __init__(
@@ -47,11 +47,14 @@ class Handover:
         first: NeuronAssignment,
         changed: Callable[[int], None],
     ) -> None:
-        """``first`` is the plan's assignment, which is not applied; ``changed`` is called with a changed layer."""
+        """``first`` is the plan's assignment; it is not applied, and received ones copy its sizes and groups.
+
+        ``changed`` is called with the index of a layer whose neurons have changed.
+        """
         self.known: NeuronAssignment | None = None
         """The newest assignment; None after a boot, until the first one arrives."""
         self.past: dict[int, NeuronAssignment] = {}
-        """Assignments by version, for casts that were sent under an earlier one."""
+        """All assignments by version, since casts sent under an earlier one still arrive."""
         self._mailbox = mailbox
         self._device = mailbox.device
         self._neurons = neurons
@@ -98,6 +101,7 @@ class Handover:
                 later.append(moved)
         # In place: the mailbox appends to this list.
         self._moved_messages[:] = later
+        # In the order of arrival: the initial weights of a neuron may have been sent on before its trained ones.
         for moved in due:
             self._receive(assignment, moved)
 
@@ -106,6 +110,7 @@ class Handover:
         if self.known is not None and assignment.version <= self.known.version:
             return
         self.known = self.past[assignment.version] = assignment
+        # Layer 0 is the input, whose neurons have no weights.
         for layer in range(1, len(assignment.sizes)):
             self._apply_layer(assignment, layer)
         me = self._device.name
@@ -135,12 +140,12 @@ class Handover:
         if released or added:
             self._changed(layer)
 
-    async def wait_until_sent(self) -> None:
-        """Wait until all neurons sent have arrived."""
+    async def wait_until_delivered(self) -> None:
+        """Wait until all neurons that left this device have arrived."""
         await asyncio.gather(*self._sends)
 
     def _send(self, assignment: NeuronAssignment, moved: Moved) -> None:
-        """Send neurons to their holders by an assignment."""
+        """Send neurons to the other devices that hold them under an assignment."""
         for owner, neurons in assignment.layers[moved.layer].items():
             part = as_channels(set(moved.neurons) & set(neurons))
             if part and owner != self._device.name:
