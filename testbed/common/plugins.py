@@ -42,6 +42,17 @@ def load(point: EntryPoint, key: Key, convert: Callable[[Any], Loaded]) -> Loade
         raise InputError(text, key) from error
 
 
+def summarize(extension: object) -> str:
+    """Return the first paragraph of an extension's docstring as one line; empty without a docstring of its own.
+
+    >>> summarize(Registry)
+    "The objects of one extension point by name: the testbed's own, then those of installed packages."
+    """
+    # Not `inspect.getdoc`, which returns the docstring of torch.nn.Module for a model without one.
+    text = extension.__doc__ or ""
+    return " ".join(text.strip().partition("\n\n")[0].split())
+
+
 class Registry(Generic[Loaded]):
     """The objects of one extension point by name: the testbed's own, then those of installed packages.
 

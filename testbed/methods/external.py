@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from testbed.common import usercode
+from testbed.common import plugins, usercode
 from testbed.common.errors import InputError
 from testbed.common.usercode import Code
 from testbed.method import Method
@@ -81,9 +81,9 @@ def _make_instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
 
 
 def make(method_class: type[Method]) -> Method:
-    """Instantiate a method class; the class docstring is the default summary."""
+    """Instantiate a method class; the first paragraph of the class docstring is the default summary."""
     if not hasattr(method_class, "summary"):
-        method_class.summary = inspect.getdoc(method_class) or ""
+        method_class.summary = plugins.summarize(method_class)
     return method_class()
 
 

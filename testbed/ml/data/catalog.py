@@ -5,7 +5,6 @@ Nothing here downloads files: `testbed.ml.data.fetch` does so for the command `t
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -354,7 +353,7 @@ def describe(name: str) -> DataSource:
         return replace(packaged, name=name)
     if callable(packaged):
         # Shape and classes are known after a call: see `describe_part`.
-        return DataSource(name, inspect.getdoc(packaged) or "", (), 0)
+        return DataSource(name, plugins.summarize(packaged), (), 0)
     if packaged is not None:
         raise InputError(
             f"the package's data set '{name}' must be a DataSource or a function",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +124,7 @@ def summary_of(name: str) -> str:
     if name in CATALOG:
         return CATALOG[name].summary
     try:
-        return inspect.getdoc(plugins.find(GROUP, name, _NAME)) or ""
+        return plugins.summarize(plugins.find(GROUP, name, _NAME))
     except InputError as error:
         return error.text
 

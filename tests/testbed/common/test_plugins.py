@@ -7,7 +7,7 @@ import collections
 import pytest
 
 from testbed.common.errors import InputError
-from testbed.common.plugins import Registry, subclass_of
+from testbed.common.plugins import Registry, subclass_of, summarize
 
 REGISTRY = Registry(
     "testbed.none",
@@ -32,3 +32,18 @@ def test_an_unknown_name_and_an_unsuitable_object_are_refused() -> None:
         TypeError, match=r"deque.* must be a subclass of builtins\.dict"
     ):
         REGISTRY.find("deque")
+
+
+def test_summary_is_the_first_paragraph_of_a_docstring_of_its_own() -> None:
+    class Documented:
+        """A network
+        of one layer.
+
+        Its weights are drawn.
+        """
+
+    class Undocumented(Documented):
+        pass
+
+    assert summarize(Documented) == "A network of one layer."
+    assert summarize(Undocumented) == "", "not the one of its base class"
