@@ -50,6 +50,8 @@ _TAIL_BYTES = 1 << 18
 """Bytes read from the end of the events: some thousand lines, which contain the last step of every device."""
 _AT_ONCE = 4096
 """Number of lines parsed together, which takes half the time of parsing them one by one."""
+_EVENT_TYPES = {(float, str, str), (int, str, str)}
+"""Types of time, device and name of an event."""
 _DAMAGED = (ValueError, KeyError, AttributeError, TypeError)
 """Exceptions raised by an invalid event line."""
 
@@ -325,8 +327,13 @@ def _parse_together(lines: Sequence[str]) -> list[dict[str, Any]]:
             restore_loss(fields)
     # All events have few different sets of keys, so the check of the sets is fast.
     leading_keys = {keys[:3] for keys in set(map(tuple, parsed))}
-    event_types = {type(fields["event"]) for fields in parsed}
-    if leading_keys != {LEADING} or event_types != {str}:
+    if leading_keys != {LEADING}:
+        raise ValueError("not events")
+    kinds = {
+        (type(fields["time"]), type(fields["device"]), type(fields["event"]))
+        for fields in parsed
+    }
+    if not kinds <= _EVENT_TYPES:
         raise ValueError("not events")
     return parsed
 
@@ -352,7 +359,14 @@ def _parse_one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Even
     events = []
     for number, line in enumerate(lines, first):
         try:
-            events.append(Event.from_json(line))
+            event = Event.from_json(line)
+            if (
+                type(event.time),
+                type(event.device),
+                type(event.event),
+            ) not in _EVENT_TYPES:
+                raise ValueError("not an event")
+            events.append(event)
         except _DAMAGED:
             if line.endswith("\n"):
                 raise InputError(

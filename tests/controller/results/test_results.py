@@ -407,6 +407,28 @@ def test_value_of_another_type_is_named(
             read(place)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"time": "1.0", "device": "a", "event": "step"},
+        {"time": 1.0, "device": ["a"], "event": "step"},
+        {"time": True, "device": "a", "event": "step"},
+        {"time": 1.0, "device": "a", "event": None},
+    ],
+)
+def test_event_with_a_value_of_another_type_is_named(
+    fields: dict[str, object], tmp_path: Path
+) -> None:
+    place = recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
+    file = place / "events.jsonl"
+    first, *rest = file.read_text().splitlines()
+    file.write_text("\n".join([first, json.dumps(fields), *rest]) + "\n")
+    with pytest.raises(InputError, match=r"events\.jsonl:2: is not an event"):
+        files.load(place)
+
+
 def test_names_of_the_runs_of_a_sweep() -> None:
     point = {"network.link.rate": "10mbit", "workload.method.options": "a/b c"}
     assert (
