@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +18,8 @@ import pytest
 from testbed.common.errors import InputError, TestbedError
 from testbed.device import Device
 from testbed.methods import program
-from testbed.methods.program import LineSplitter, execute
+from testbed.methods.program import LineSplitter, execute, processes
+from testbed.methods.program.processes import ProcessTree
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -54,6 +58,32 @@ def run(code: str, seconds: float = 20.0) -> Recording:
         asyncio.wait_for(execute(cast(Device, device), changed, names), seconds)
     )
     return device
+
+
+def start_process(script: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ask_for_number(process: subprocess.Popen[str]) -> str:
+    """Let a process that reads a line continue, and return the line that it prints."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+@contextlib.contextmanager
+def ended_afterwards(process: subprocess.Popen[str]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
 
 
 def is_running(pid: int) -> bool:
@@ -166,3 +196,39 @@ def test_a_kill_by_somebody_else_is_not_taken_for_want_of_memory() -> None:
 def test_names_of_a_containers_own_addresses_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"devices.{name}: this name is reserved"):
         prepare(trials(load(EXAMPLE, [f"devices.{name}={{}}"]))[0])
+
+
+def test_children_of_earlier_processes_outlive_the_program() -> None:
+    with (
+        start_process("read line; sleep 60 & echo $!; wait") as earlier,
+        ended_afterwards(earlier),
+    ):
+        tree = ProcessTree()
+        helper = int(ask_for_number(earlier))
+        with start_process("exec sleep 60") as started:
+            tree.kill(started.pid)
+            assert started.wait() == -signal.SIGKILL
+        assert is_running(helper)
+        os.kill(helper, signal.SIGKILL)
+
+
+def test_numbers_of_ended_earlier_processes_are_forgotten() -> None:
+    with start_process("read line") as earlier:
+        tree = ProcessTree()
+        ask_for_number(earlier)
+        earlier.wait()
+    tree.collect_orphans(0)
+    assert earlier.pid not in tree._earlier
+
+
+def test_process_that_survives_its_kill_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processes, "_END_SECONDS", 0.0)
+    tree = ProcessTree()
+    with start_process("exec sleep 60") as started:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "kill", lambda pid, number: None)
+            tree.kill(started.pid)
+        started.kill()
+    assert f"processes {started.pid} of the program survive SIGKILL" in caplog.text
