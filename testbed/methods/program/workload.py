@@ -158,7 +158,7 @@ class ProgramsProblem(PlanningProblem[Options]):
 
     workload: ProgramWorkloadPart
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Files in the program's folder by their names in the scenario."""
+    """Files by their names in the scenario: of all programs, and on a device of its own program (`Method.facts`)."""
 
 
 class Programs(Workload):
@@ -174,7 +174,7 @@ class Programs(Workload):
         return _with_files(given, _read_files(scenario))
 
     def own_facts(self, problem: PlanningProblem) -> Mapping[str, Any]:
-        """Return the files of a device's program."""
+        """Return the files of a device's program, to which the method's `facts` has reduced the problem."""
         assert isinstance(problem, ProgramsProblem)
         encoded: Mapping[str, Any] = TypeAdapter(dict[str, Base64Bytes]).dump_python(
             dict(problem.files), mode="json"
@@ -208,17 +208,23 @@ def _read_files(scenario: Scenario) -> dict[str, bytes]:
     """Return the files of all programs by name. Raises `InputError`."""
     assert isinstance(scenario.workload, ProgramWorkloadPart)
     contents: dict[str, bytes] = {}
+    left = MOST_BYTES
     for device, part in scenario.workload.programs.items():
         for name in part.files:
+            if name in contents:
+                continue
             file = scenario.source.folder / name
             try:
-                contents[name] = file.read_bytes()
+                with file.open("rb") as opened:
+                    # One byte more shows that the file is too large, without all of it in memory.
+                    contents[name] = opened.read(left + 1)
             except OSError as error:
                 text = f"{file} cannot be read ({error.strerror}): name a file, relative to the scenario"
                 raise InputError(text, ("programs", device, "files")) from None
-    if sum(map(len, contents.values())) > MOST_BYTES:
-        raise InputError(
-            f"the files of all programs are more than {formats.size(MOST_BYTES)}",
-            ("programs",),
-        )
+            left -= len(contents[name])
+            if left < 0:
+                raise InputError(
+                    f"the files of all programs are more than {formats.size(MOST_BYTES)}: use an image with them",
+                    ("programs",),
+                )
     return contents

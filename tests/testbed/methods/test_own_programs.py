@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from testbed.common.errors import InputError
 from testbed.methods.program import environment, parse_event
-from testbed.methods.program.workload import by_device
+from testbed.methods.program.workload import MOST_BYTES, by_device
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -93,6 +95,14 @@ def test_files_travel_and_the_device_needs_none() -> None:
 def test_mistakes_are_reported(change: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         prepared(change)
+
+
+def test_large_files_are_refused_before_others_are_read(tmp_path: Path) -> None:
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(InputError, match="more than 20 MB: use an image"):
+        prepared(f"workload.programs.stage.files=[{large}, none.py]")
 
 
 def test_programs_are_not_simulated() -> None:
