@@ -49,10 +49,20 @@ LATEX = str.maketrans(
         "≤": r"$\leq$",
         "\u00a0": "~",
         "…": r"\ldots{}",
+        "−": "$-$",
+        "°": r"\textdegree{}",
+        "²": r"\textsuperscript{2}",
+        "³": r"\textsuperscript{3}",
     }
+    # A mark before the state of a run, which needs no sign of its own.
+    | {"◌": ""}
+    # Letters without a glyph in T1 fonts.
+    | dict(zip("ĦħĸŦŧ", "HhkTt", strict=True))
 )
 LAST_LATIN = "\u017f"
-"""Last character with a glyph in pdflatex's T1 fonts; later ones would fail."""
+"""Last character with a glyph in pdflatex's T1 fonts; later ones would fail.
+
+Letters from U+0100 on need ``\\usepackage[T1]{fontenc}``."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,7 @@ class VisibleConsole(Console):
 def draw(section: Section, width: int) -> Group:
     """Render a section for a terminal of this width.
 
-    In a table too wide for the terminal, notes move below their cells, and cells are wrapped.
+    In a table too wide for the terminal, notes of numbers move below their numbers, and cells are wrapped.
     """
     rows = section.rows[: section.most]
     before = ""
@@ -231,7 +241,7 @@ def _cell_text(cell: Cell, column: Column, separator: str) -> Text:
     text = Text(cell.text, style=TONES[cell.tone])
     if cell.shares is not None:
         text = _time_bar(cell.shares)
-    # Optional columns are the least important: their notes are only on the page.
+    # Optional columns are the least important: the terminal leaves out their notes.
     if cell.note and not column.where:
         before = separator if column.kind == "number" else "\n"
         text.append(before + cell.note, style="dim")
@@ -288,10 +298,10 @@ def _latex_row(texts: Sequence[str]) -> str:
 
 
 def _latex_text(text: str) -> str:
-    """Escape a text for LaTeX, without characters unknown to pdflatex."""
-    kept = ""
+    """Escape a text for LaTeX, with a question mark for a character unknown to pdflatex."""
+    escaped = ""
     for sign in text.translate(LATEX):
         is_latin = sign.isalpha() and sign <= LAST_LATIN
-        if sign.isascii() or is_latin:
-            kept += sign
-    return kept.strip()
+        # Not left out, which could change a value or make two labels equal.
+        escaped += sign if sign.isascii() or is_latin else "?"
+    return escaped.strip()
