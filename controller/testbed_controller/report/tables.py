@@ -161,6 +161,7 @@ def draw(section: Section, width: int) -> Group:
     In a table too wide for the terminal, notes of numbers move below their numbers, and cells are wrapped.
     """
     rows = section.rows[: section.most]
+    # Where the last rows are shown, those left out everywhere are earlier ones as well (`thinning.shortened`).
     before = ""
     if section.most < 0:
         rows = section.rows[section.most :]
