@@ -13,8 +13,9 @@ from typing import Any
 
 import click
 
-from testbed.common.errors import InputError
+from testbed.common.errors import InputError, TestbedError
 from testbed.common.formats import escape_control
+from testbed.common.usercode import describe_error
 from testbed.prepare import Prepared, prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.finding import SHIPPED
@@ -41,7 +42,12 @@ def init(folder: Path) -> None:
       testbed run my-study.yaml --runtime simulate
       pytest
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        is_taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"{folder}: cannot be read: {reason}") from None
+    if is_taken:
         raise InputError(f"{folder}: already exists: name a new folder")
     name = _scenario_name(folder.resolve().name)
     scenario_file = f"{name}.yaml"
@@ -129,14 +135,25 @@ def _validate_scenario(name: str, overrides: Sequence[str]) -> dict[str, Any]:
             raise_refused(refused)
         # Runs of a sweep share most of their advice: each text is shown once, in order.
         advice = [*dict.fromkeys(_advice_for(prepared.values(), runs))]
-    except InputError as error:
-        return {"file": file, "ok": False, "errors": str(error).split("\n")}
-    first = runs[0].experiment
+    except Exception as error:
+        # An error of one file, also in a user's method, must not end the check of the others.
+        text = str(error) if isinstance(error, TestbedError) else describe_error(error)
+        if text is None:
+            raise
+        return {
+            "file": file,
+            "ok": False,
+            "runs": 0,
+            "summary": "",
+            "errors": text.split("\n"),
+            "advice": [],
+        }
+    experiments = [each.experiment for each in runs]
     counts = [
-        _count_text(len(first.devices), "device"),
-        _count_text(len(first.links), "directed link"),
-        _count_text(len(scenario.faults), "fault"),
-        _count_text(len(runs), "run"),
+        _count_text([len(each.devices) for each in experiments], "device"),
+        _count_text([len(each.links) for each in experiments], "directed link"),
+        _count_text([len(scenario.faults)], "fault"),
+        _count_text([len(runs)], "run"),
     ]
     summary = ", ".join(counts)
     if in_results(scenario):
@@ -164,5 +181,8 @@ def _advice_for(prepared: Collection[Prepared], runs: Sequence[Trial]) -> Iterat
             yield f"not in the model of the virtual clock: {text}"
 
 
-def _count_text(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+def _count_text(counts: Sequence[int], noun: str) -> str:
+    """Return the count with its noun; a range if the runs of a sweep differ."""
+    lowest, highest = min(counts), max(counts)
+    number = str(highest) if lowest == highest else f"{lowest} to {highest}"
+    return f"{number} {noun}{'' if highest == 1 else 's'}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load
-from testbed_controller.cli.validate import init
+from testbed_controller.cli.validate import init, validate
 
 
 def made(folder: Path) -> str:
@@ -57,3 +60,58 @@ def test_any_folder_name_gives_a_valid_scenario_name(
 ) -> None:
     made(tmp_path / folder)
     assert load(tmp_path / folder / f"{name}.yaml").name == name
+
+
+def test_unreadable_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(InputError, match="cannot be read: Permission denied"):
+        made(tmp_path)
+
+
+IDLE = """
+name: idle
+devices: {a: {profile: laptop, count: 2}}
+workload:
+  task: infer
+  model: {name: mlp}
+  data: {name: digits}
+  method: {name: single}
+  requests: 1
+"""
+
+
+def validated(*files: Path) -> list[dict[str, Any]]:
+    shown = CliRunner().invoke(validate, [*map(str, files), "--json"])
+    results: list[dict[str, Any]] = json.loads(shown.stdout)
+    return results
+
+
+def test_error_in_the_advice_of_a_method_leaves_other_files_checked(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from testbed.ml.methods.single import Single\n"
+        "class Mine(Single):\n"
+        "    name = 'mine'\n"
+        "    def advice(self, problem, plan):\n"
+        "        return [1 / 0]\n"
+    )
+    broken, good = tmp_path / "broken.yaml", tmp_path / "good.yaml"
+    broken.write_text(IDLE.replace("{name: single}", "{name: mine, file: mine.py}"))
+    good.write_text(IDLE)
+    refused, accepted = validated(broken, good)
+    assert "mine.py:5: ZeroDivisionError" in refused["errors"][0]
+    assert accepted["ok"]
+    assert refused.keys() == accepted.keys()
+
+
+def test_summary_of_a_sweep_over_devices_has_their_range(tmp_path: Path) -> None:
+    file = tmp_path / "idle.yaml"
+    file.write_text(IDLE + "sweep: {devices.a.count: [2, 4]}\n")
+    (result,) = validated(file)
+    assert result["summary"].startswith("2 to 4 devices, 2 to 12 directed links, ")
