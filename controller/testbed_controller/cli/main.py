@@ -177,9 +177,12 @@ class _LazyGroup(CommandGroup):
     show_envvar=True,
     help="Lowest level logged to standard error. Logs in results folders contain info and above, with `debug` all.",
 )
-def testbed(log_level: str) -> None:
+@click.pass_context
+def testbed(context: click.Context, log_level: str) -> None:
     """Emulate edge devices and their links on one machine and run split neural networks on them."""
     log_to_terminal(log_level)
+    if context.invoked_subcommand != "down":
+        _suggest_removal()
 
 
 class _TerminalHandler(logging.Handler):
@@ -206,8 +209,6 @@ def log_to_terminal(level: str) -> None:
 
 def _suggest_removal() -> None:
     """Suggest the removal of abandoned runs."""
-    if sys.argv[1:2] == ["down"]:
-        return
     for run in orphaned_runs():
         text = "was killed, and its containers remain: remove them with"
         click.echo(f"testbed: the run {run} {text} 'testbed down {run}'", err=True)
@@ -220,7 +221,7 @@ def _drop_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def main() -> None:
-    """Run the command line; print a `TestbedError` as one line and exit with its status."""
+    """Run the command line; print a `TestbedError`, a line for each problem, and exit with its status."""
     collect_garbage_rarely()
     atexit.register(skip_garbage_at_exit)
     # Handled like Ctrl-C, so that the partial results of a run are written.
@@ -228,7 +229,6 @@ def main() -> None:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     sys.unraisablehook = _drop_interrupt
-    _suggest_removal()
     try:
         sys.exit(testbed.main(standalone_mode=False))
     except click.Abort:
@@ -251,7 +251,7 @@ def main() -> None:
 def _explain_error(error: Exception) -> tuple[str | None, int]:
     """Return message and exit status for an error of a library or of the user's code; None shows the traceback."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        text = "the disk is full; written results are kept, and `testbed report` rebuilds the page from them"
+        text = "the disk is full; written results of a run are kept, and `testbed report` rebuilds its page from them"
         return text, HostError.exit_code
     # The engine's client is imported only by commands that need it; whatever it raises is about this host.
     if type(error).__module__.startswith(("docker.", "requests.", "urllib3.")):

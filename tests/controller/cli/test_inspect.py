@@ -241,7 +241,7 @@ def test_a_full_disk_is_no_traceback(monkeypatch, capsys):
         main()
     assert ended.value.code == 3
     assert capsys.readouterr().err.startswith(
-        "testbed: the disk is full; written results are kept"
+        "testbed: the disk is full; written results of a run are kept"
     )
 
 
