@@ -82,11 +82,11 @@ def _suggest_unit(
 ) -> str:
     """Return a suggestion for an unknown unit."""
     if kind == "rate":
-        # `bps` are bytes to tc and bits to most people, so neither is assumed.
+        # `bps` are bytes to tc and bits to most people, so it is refused with both meanings.
         if match := _TC_BYTE_RATE.fullmatch(unit):
             return f"tc reads '{unit}' as bytes a second, most people mean bits: write '{match[1].lower()}bit'"
         if match := _BYTE_RATE.fullmatch(unit):
-            return f"a link's rate is in bits a second: write '{8 * number:g}{match[1].lower()}bit'"
+            return f"a link's rate is in bits a second: write '{8 * number:.15g}{match[1].lower()}bit'"
         if match := _BIT_RATE.fullmatch(unit):
             return f"write '{match[1].lower()}bit', which means bits a second"
     if unit in _LIKELY_UNITS.get(kind, {}):
@@ -111,7 +111,7 @@ def _parse_quantity(
     example: str,
     largest: float = LARGEST,
 ) -> float:
-    """Return a quantity in SI units. Raises ValueError, with ``kind`` and ``example`` in the message."""
+    """Return a quantity in SI units. Raises ValueError, which names the ``kind`` and may show an ``example``."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"a {kind} is text with a unit, such as '{example}'")
     text = " ".join(str(value).split())

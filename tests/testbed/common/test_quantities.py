@@ -55,6 +55,7 @@ def test_reads_a_number_and_a_unit(parse, text, value):
         (q.parse_rate, "100MB/s", "write '800mbit'"),
         (q.parse_rate, "100MB", "write '800mbit'"),
         (q.parse_rate, "100mB/s", "write '800mbit'"),
+        (q.parse_rate, "1234567MB/s", "write '9876536mbit'"),
         (q.parse_rate, "50mbps", "tc reads 'mbps' as bytes a second"),
         (q.parse_rate, "1gbps", "write 'gbit'"),
         (q.parse_rate, "1GBPS", "write 'gbit'"),
