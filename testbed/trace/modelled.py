@@ -16,7 +16,7 @@ MOST_JITTER = 0.3
 """Jitter, as a share of the delay, up to which the same holds; beyond, TCP takes overtaken packets for lost."""
 
 
-def left_out(experiment: Experiment) -> list[str]:
+def unmodelled_effects(experiment: Experiment) -> list[str]:
     """Return a text for each link property that the virtual clock does not model."""
     # By identity: a mesh of a thousand devices has a million links, but few values.
     links = list({id(link): link for link in experiment.links.values()}.values())

@@ -18,7 +18,7 @@ from testbed.trace.disturbances import Strike
 from testbed.trace.events import Event
 from testbed.trace.host import HostTime, added_time
 from testbed.trace.log import EventLog
-from testbed.trace.modelled import left_out
+from testbed.trace.modelled import unmodelled_effects
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import RunView
 from testbed.trace.recovery import recovery_list
@@ -157,7 +157,7 @@ def _bounded_check(
 
 def _check_model(experiment: Experiment) -> list[Check]:
     """Name the requested link properties not modelled by the simulation (see `testbed.trace.modelled`)."""
-    unmodelled = left_out(experiment)
+    unmodelled = unmodelled_effects(experiment)
     if not unmodelled:
         return []
     return [Check("model", None, f"not in the model: {' and '.join(unmodelled)}")]

@@ -21,10 +21,10 @@ from testbed.scenario.expand import trials
 from testbed.scenario.finding import SHIPPED
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Trial
-from testbed.trace.modelled import left_out
+from testbed.trace.modelled import unmodelled_effects
 from testbed_controller.cli.options import as_json, in_results, overrides
 from testbed_controller.cli.printing import dump
-from testbed_controller.lab.memory import too_small
+from testbed_controller.lab.memory import describe_small_memory
 
 LONGEST_NAME = 31
 """Maximum number of characters in a scenario's name."""
@@ -128,13 +128,12 @@ def _validate_scenario(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         scenario = load(name, overrides)
         file = scenario.source.file
         runs = trials(scenario)
-        # By index of the run.
-        prepared: dict[int, Prepared] = {}
+        prepared_by_run: dict[int, Prepared] = {}
         if not in_results(scenario):
-            prepared, refused = prepare_all(runs)
+            prepared_by_run, refused = prepare_all(runs)
             raise_refused(refused)
         # Runs of a sweep share most of their advice: each text is shown once, in order.
-        advice = [*dict.fromkeys(_advice_for(prepared.values(), runs))]
+        advice = [*dict.fromkeys(_advice_for(prepared_by_run.values(), runs))]
     except Exception as error:
         # An error of one file, also in a user's method, must not end the check of the others.
         text = str(error) if isinstance(error, TestbedError) else describe_error(error)
@@ -173,11 +172,13 @@ def _advice_for(prepared: Collection[Prepared], runs: Sequence[Trial]) -> Iterat
     for each in prepared:
         yield from each.method.advice(each.problem, each.plan)
     for each in prepared:
-        text = too_small(each.experiment.devices, torch=each.method.needs_torch)
+        text = describe_small_memory(
+            each.experiment.devices, torch=each.method.needs_torch
+        )
         if text:
             yield text
-    for trial in runs:
-        for text in left_out(trial.experiment):
+    for run in runs:
+        for text in unmodelled_effects(run.experiment):
             yield f"not in the model of the virtual clock: {text}"
 
 

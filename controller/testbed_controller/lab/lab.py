@@ -48,7 +48,7 @@ from testbed_controller.lab.engine import connect, ensure_engine, facts, refuse_
 from testbed_controller.lab.engineaddress import EngineAddress, chosen_engine
 from testbed_controller.lab.health import Health
 from testbed_controller.lab.images import ensure_images
-from testbed_controller.lab.memory import check_memory, too_small
+from testbed_controller.lab.memory import check_memory, describe_small_memory
 from testbed_controller.lab.networks import (
     data_subnet,
     device_addresses,
@@ -507,7 +507,7 @@ def _check_machine(client: docker.DockerClient, trial: Trial, say: Progress) -> 
     devices = trial.experiment.devices
     needs_torch = find_method(trial.scenario).needs_torch
     machine = facts(client)
-    problem = too_small(devices, torch=needs_torch)
+    problem = describe_small_memory(devices, torch=needs_torch)
     if problem:
         raise HostError(problem)
     check_memory(devices, machine["memory"], torch=needs_torch)

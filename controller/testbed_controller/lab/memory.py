@@ -25,7 +25,7 @@ def device_memory(device: DeviceSpec, *, torch: bool = True) -> float:
     return min(device.memory, TORCH_AGENT if torch else AGENT)
 
 
-def too_small(devices: Iterable[DeviceSpec], *, torch: bool) -> str | None:
+def describe_small_memory(devices: Iterable[DeviceSpec], *, torch: bool) -> str | None:
     """Return an error that names the devices with too little memory for an agent; None if all have enough."""
     needed = TORCH_AGENT if torch else AGENT
     small = []

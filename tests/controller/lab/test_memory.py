@@ -2,7 +2,7 @@ import pytest
 
 from testbed.common.errors import HostError
 from testbed.hardware import DeviceSpec
-from testbed_controller.lab.memory import check_memory, too_small
+from testbed_controller.lab.memory import check_memory, describe_small_memory
 
 GB = 1 << 30
 
@@ -28,7 +28,9 @@ def test_devices_that_fit_pass_and_those_without_torch_or_with_a_small_limit_tak
 
 
 def test_devices_that_cannot_hold_their_agent_are_named() -> None:
-    text = too_small([*devices(1), *devices(1, memory=64 << 20)], torch=True)
+    text = describe_small_memory(
+        [*devices(1), *devices(1, memory=64 << 20)], torch=True
+    )
     assert text is not None
     assert "an agent with torch takes 172 MB" in text
-    assert too_small(devices(1, memory=64 << 20), torch=False) is None
+    assert describe_small_memory(devices(1, memory=64 << 20), torch=False) is None

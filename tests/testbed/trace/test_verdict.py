@@ -11,7 +11,7 @@ from testbed.methods.program.workload import ProgramPart, ProgramWorkloadPart
 from testbed.network.link import Link
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
-from testbed.trace.modelled import left_out
+from testbed.trace.modelled import unmodelled_effects
 from testbed.trace.outcome import LinkMeasurement
 from testbed.trace.verdict import verdict
 from tests.helpers import recorded
@@ -224,7 +224,7 @@ def test_losses_and_jitter_beyond_those_that_the_clocks_agree_on_are_named(
     link: dict[str, Any], named: bool
 ) -> None:
     trial = recorded.trial(network={"link": {"rate": "8mbit", **link}})
-    assert any("TCP" in text for text in left_out(trial.experiment)) is named
+    assert any("TCP" in text for text in unmodelled_effects(trial.experiment)) is named
 
 
 def test_a_simulation_says_what_of_the_links_it_leaves_out() -> None:
