@@ -148,28 +148,6 @@ def _of_structure(text: str) -> Formatter:
 FORMER_KEYS = {
     "patience": "stall_timeout",
     "return_window": "rejoin_timeout",
-    # FTPipeHD, PipeDream and ResPipe
-    "aggregate": "aggregation_interval",
-    "chain_every": "chain_replication_interval",
-    "global_every": "global_replication_interval",
-    "copies": "replicas",
-    "fetch": "redistribution",
-    "least_gain": "min_improvement",
-    "objective": "partition_objective",
-    "selection": "join_timeout",
-    # PipeLearn, split learning and split-federated learning
-    "candidates": "parallel_batch_candidates",
-    "least": "min_mini_batch_size",
-    "parallel": "parallel_batches",
-    "split": "split_point",
-    # Fully distributed inference
-    "early": "tiled_layers",
-    "fused": "fused_pairs",
-    "grid": "tile_grid",
-    "least_chunk": "min_chunk_bytes",
-    "overlap": "tile_overlap",
-    "reuse": "communication_formula",
-    "stealing": "tile_stealing",
 }
 """Former names of keys with the present ones, beside those that a method declares as `Options.former_keys`."""
 

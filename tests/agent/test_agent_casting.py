@@ -13,7 +13,7 @@ from testbed.network.broadcast import is_received, received_part
 from testbed.wire.cast import CastForm
 from testbed.wire.framing import CAST_CHUNK
 from testbed.wire.message import Message
-from testbed_agent.casting import Addresses, Caster, run_mark
+from testbed_agent.casting import Addresses, Caster, ReceiveFilter, run_mark
 from testbed_agent.receiving import Arrival, Inbox
 
 
@@ -22,6 +22,18 @@ def everything(message: Message, header: int, number: int) -> Message:
 
 
 FORMS = {name: CastForm(name, "abc") for name in "abc"}
+
+
+def make_receiver(
+    address: tuple[str, int], sources: dict[str, str], receive_filter: ReceiveFilter
+) -> Caster:
+    addresses = Addresses(address, None, "0.0.0.0", sources)
+    return Caster(FORMS["b"], addresses, "run", 1 << 20, receive_filter)
+
+
+def make_sender(address: tuple[str, int]) -> Caster:
+    addresses = Addresses(("0.0.0.0", 0), address, "127.0.0.1", {})
+    return Caster(FORMS["a"], addresses, "run", 1 << 20, everything)
 
 
 @pytest.fixture
@@ -48,17 +60,9 @@ def pair(judged: list[int]):
         return found
 
     sources = {"a": "127.0.0.1", "c": "127.0.0.3"}
-    receiver = Caster(
-        FORMS["b"], Addresses(address, None, "0.0.0.0", sources), "run", 1 << 20, hears
-    )
+    receiver = make_receiver(address, sources, hears)
     receiver.start(inbox)
-    sender = Caster(
-        FORMS["a"],
-        Addresses(("0.0.0.0", 0), address, "127.0.0.1", {}),
-        "run",
-        1 << 20,
-        everything,
-    )
+    sender = make_sender(address)
     yield sender, arrivals, fraction
     sender.close()
     receiver.close()
@@ -105,20 +109,8 @@ def test_a_large_cast_waits_in_the_kernel_until_the_receiver_reads(pair) -> None
     """
     _, arrivals, _ = pair
     address = ("127.0.0.1", _free_port())
-    late = Caster(
-        FORMS["b"],
-        Addresses(address, None, "0.0.0.0", {"a": "127.0.0.1"}),
-        "run",
-        1 << 20,
-        everything,
-    )
-    sender = Caster(
-        FORMS["a"],
-        Addresses(("0.0.0.0", 0), address, "127.0.0.1", {}),
-        "run",
-        1 << 20,
-        everything,
-    )
+    late = make_receiver(address, {"a": "127.0.0.1"}, everything)
+    sender = make_sender(address)
     try:
         cast(sender, 0, padding=156_800)
         late.start(Inbox({"a": "token"}, 1 << 20, arrivals.append))

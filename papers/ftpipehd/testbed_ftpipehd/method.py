@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -38,6 +38,10 @@ from testbed.network.link import Link, Pair
 class FTPipeHDOptions(AsynchronousOptions):
     """Options of FTPipeHD; the defaults are those of Section IV-B of the paper."""
 
+    former_keys: ClassVar[Mapping[str, str]] = {
+        **AsynchronousOptions.former_keys,
+        "least_gain": "min_improvement",
+    }
     aggregation_interval: int = Field(
         1,
         ge=0,

@@ -8,9 +8,9 @@ choice of P and N.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,12 @@ Candidates = Literal["equation-14", "all-sizes"]
 class PipeLearnOptions(GroupOptions):
     """Options of PipeLearn; the defaults are Phase 3 of the paper as printed."""
 
+    former_keys: ClassVar[Mapping[str, str]] = {
+        "candidates": "parallel_batch_candidates",
+        "least": "min_mini_batch_size",
+        "parallel": "parallel_batches",
+        "split": "split_point",
+    }
     split_point: SplitPoints = Field("best", description=SPLIT)
     parallel_batches: Literal["best"] | int | dict[str, int] = Field(
         "best",

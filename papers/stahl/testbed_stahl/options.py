@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,6 +26,15 @@ SCHEMES: tuple[SchemeName, ...] = (
 class DistributedOptions(Options):
     """Options of `testbed_stahl.Distributed`."""
 
+    former_keys: ClassVar[Mapping[str, str]] = {
+        "early": "tiled_layers",
+        "fused": "fused_pairs",
+        "grid": "tile_grid",
+        "least_chunk": "min_chunk_bytes",
+        "overlap": "tile_overlap",
+        "reuse": "communication_formula",
+        "stealing": "tile_stealing",
+    }
     scheme: SchemeName = Field(
         "optimal",
         description="division of the layers. lop, lip: all by output or all by input; fuse: by output, with fused "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from pydantic import Field
 
 from testbed.ml.method import PlanningProblem
@@ -30,6 +33,7 @@ class Federated(RoundMethod[FederatedOptions]):
 class SplitLearningOptions(TransferOptions):
     """Options of `SplitLearning`."""
 
+    former_keys: ClassVar[Mapping[str, str]] = {"split": "split_point"}
     split_point: SplitPoints = Field("best", description=SPLIT)
 
 
@@ -64,6 +68,7 @@ class SplitLearning(SplitMethod[SplitLearningOptions]):
 class SplitFederatedOptions(GroupOptions):
     """Options of `SplitFederated`."""
 
+    former_keys: ClassVar[Mapping[str, str]] = {"split": "split_point"}
     split_point: SplitPoints = Field("best", description=SPLIT)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal
+from typing import ClassVar, Generic, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from typing_extensions import TypeVar
@@ -212,6 +212,15 @@ RESUME = (
 class AsynchronousOptions(StagesOptions):
     """Options of every asynchronous training method."""
 
+    former_keys: ClassVar[Mapping[str, str]] = {
+        "aggregate": "aggregation_interval",
+        "chain_every": "chain_replication_interval",
+        "copies": "replicas",
+        "fetch": "redistribution",
+        "global_every": "global_replication_interval",
+        "objective": "partition_objective",
+        "selection": "join_timeout",
+    }
     in_flight: int | None = Field(
         None,
         ge=1,

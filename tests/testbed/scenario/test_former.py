@@ -16,52 +16,6 @@ def test_former_key_is_refused_with_its_present_name():
         prepare(trial)
 
 
-FTPIPEHD = {
-    "aggregate": "aggregation_interval",
-    "chain_every": "chain_replication_interval",
-    "copies": "replicas",
-    "fetch": "redistribution",
-    "global_every": "global_replication_interval",
-    "least_gain": "min_improvement",
-    "objective": "partition_objective",
-    "return_window": "rejoin_timeout",
-    "selection": "join_timeout",
-}
-PIPELEARN = {
-    "candidates": "parallel_batch_candidates",
-    "least": "min_mini_batch_size",
-    "parallel": "parallel_batches",
-    "split": "split_point",
-}
-DISTRIBUTED = {
-    "early": "tiled_layers",
-    "fused": "fused_pairs",
-    "grid": "tile_grid",
-    "least_chunk": "min_chunk_bytes",
-    "overlap": "tile_overlap",
-    "reuse": "communication_formula",
-    "stealing": "tile_stealing",
-}
-
-
-@pytest.mark.parametrize(
-    ("scenario", "renamed"),
-    [
-        ("papers/ftpipehd-figure-6", FTPIPEHD),
-        ("papers/pipelearn-speeds", PIPELEARN),
-        ("papers/stahl-table-1", DISTRIBUTED),
-    ],
-)
-def test_former_keys_of_published_methods_name_the_present_ones(
-    scenario: str, renamed: dict[str, str]
-) -> None:
-    for former, present in renamed.items():
-        changes = ["sweep={}", "points=[]", f"workload.method.{former}=1"]
-        (trial,) = trials(load(scenario, changes))
-        with pytest.raises(InputError, match=f"renamed: write '{present}'"):
-            prepare(trial)
-
-
 @pytest.mark.parametrize(
     ("former", "present"), [("outage", "outage_time"), ("rest", "remaining_time")]
 )
@@ -89,11 +43,22 @@ def test_former_metric_of_one_method_is_refused_with_its_present_name(
         prepare(trial)
 
 
+EXAMPLES = {
+    "distributed": "papers/stahl-table-1",
+    "edgepipe": "smoke/edgepipe",
+    "ftpipehd": "papers/ftpipehd-figure-6",
+    "pipelearn": "papers/pipelearn-speeds",
+    "split-federated": "papers/pipelearn-killed",
+    "versatile": "smoke/versatile",
+}
+"""A scenario of each method with former keys."""
+
+
 @pytest.mark.parametrize(
     ("method", "former", "present"),
     [
         (name, former, present)
-        for name in ("edgepipe", "versatile")
+        for name in EXAMPLES
         for former, present in METHODS[name].Options.former_keys.items()
     ],
 )
@@ -101,9 +66,9 @@ def test_former_key_of_one_method_is_refused_with_its_present_name(
     method, former, present
 ):
     assert present in METHODS[method].Options.model_fields
-    (trial,) = trials(load(f"smoke/{method}", [f"workload.method.{former}=1"]))
-    expected = (
-        f"workload.method.{former}: '{former}' has been renamed: write '{present}'"
-    )
+    changes = ["sweep={}", "points=[]", f"workload.method.name={method}"]
+    changes.append(f"workload.method.{former}=1")
+    (trial,) = trials(load(EXAMPLES[method], changes))
+    expected = f"method.{former}: '{former}' has been renamed: write '{present}'"
     with pytest.raises(InputError, match=expected):
         prepare(trial)
