@@ -55,7 +55,7 @@ def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
     for part in (schema, *schema.get("$defs", {}).values()):
         if "description" in part:
             # Examples in docstrings are Python, whereas a schema describes YAML.
-            part["description"] = part["description"].partition("\n\n>>> ")[0]
+            part["description"] = part["description"].partition("\n\n>>>")[0]
     return schema
 
 

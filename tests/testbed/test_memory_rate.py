@@ -166,11 +166,13 @@ def test_edgepipe_plans_slots_by_kind() -> None:
         return prepare(trial).plan
 
     by_kind, plain = planned(BY_KIND), planned(PLAIN)
-    assert max(by_kind.details.backward) > 2 * max(plain.details.backward)
+    assert max(by_kind.details.backward_seconds) > 2 * max(
+        plain.details.backward_seconds
+    )
     # All layers lie on all devices: one that has the most of each takes as long as all of them together.
     assert max(
         assignment.seconds for assignment in by_kind.assignments
-    ) == pytest.approx(sum(by_kind.details.forward), rel=0.01)
+    ) == pytest.approx(sum(by_kind.details.forward_seconds), rel=0.01)
 
 
 @pytest.mark.parametrize(

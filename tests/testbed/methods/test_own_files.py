@@ -72,7 +72,7 @@ def test_an_error_of_a_program_is_located_in_the_users_files_alone(
 def test_an_error_of_a_planner_is_located_in_the_users_files_alone(
     tmp_path: Path,
 ) -> None:
-    scenario = lay(tmp_path, "return Plan(method=self.name,", "return Plan(self.name,")
+    scenario = lay(tmp_path, "method=self.name, coordinator", "self.name, coordinator")
     with pytest.raises(
         InputError, match=r"method.file: \S+/ring.py:\d+: TypeError: "
     ) as raised:
