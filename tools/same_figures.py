@@ -26,7 +26,7 @@ COMMAND = "from testbed_controller.cli.main import main; main()"
 HERE = Path(__file__).resolve().parents[1]
 LONGEST = {"steps": 24, "epochs": 1, "requests": 3}
 """Maximum amounts of work of a shortened scenario."""
-LONGEST_METHOD = {"time": "60s", "test_runs": 4}
+LONGEST_METHOD = {"training_time": "60s", "test_runs": 4}
 """Values of method options in a shortened scenario."""
 
 
