@@ -10,6 +10,7 @@ with nothing else to do: the verdict says whether the emulation can be trusted.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,17 +154,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--out", type=Path, default=Path("results/clocks"), help="folder of the results"
     )
     options = parser.parse_args(arguments)
-    rows = []
+    print(HEADER)
     for label, changes in points().items():
         if options.words and not any(word in label for word in options.words):
             continue
         comparison = compare_clocks(label, changes, options.out)
-        rows.append(comparison.row())
-        print(rows[-1], flush=True)
+        print(comparison.row(), flush=True)
         if not comparison.has_fault:
             for difference in comparison.different_messages():
-                print(f"  {difference}", flush=True)
-    print("\n".join((HEADER, *rows)))
+                print(f"  {difference}", file=sys.stderr)
 
 
 if __name__ == "__main__":

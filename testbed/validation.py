@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Network
 
 from pydantic import ValidationError
@@ -18,7 +18,6 @@ from testbed.scenario.explaining import explain
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.metrics_spec import Metric, MetricsSpec
 from testbed.trace.registry import (
-    FORMER_METRICS,
     OF_DEVICES,
     metric_kind,
     metrics_of,
@@ -31,7 +30,7 @@ def problems(trial: Trial) -> Iterator[Diagnostic]:
     """Yield all problems of a trial's method, model, data, names and expectations."""
     yield from _workload_problems(trial.scenario)
     yield from _name_problems(trial)
-    yield from _expect_problems(trial, _available_metrics(trial.scenario))
+    yield from _expect_problems(trial, _metrics_specs(trial.scenario))
 
 
 def find_method(scenario: Scenario) -> Method:
@@ -80,15 +79,12 @@ def metrics_spec_of(method: Method, workload: WorkloadPart) -> MetricsSpec:
     return workload_of(workload).declared.joined(method.declared)
 
 
-def _available_metrics(scenario: Scenario) -> dict[str, Metric]:
-    """Return the metrics available to a run; for an unknown method, those of all methods."""
+def _metrics_specs(scenario: Scenario) -> list[MetricsSpec]:
+    """Return the definitions of a run's metrics; for an unknown method, those of all methods."""
     method = _method_or_problem(scenario)
     # The unknown method is reported; its metrics must not be reported as unknown, too.
     known = methods.METHODS.values() if isinstance(method, Diagnostic) else [method]
-    available: dict[str, Metric] = {}
-    for candidate in known:
-        available |= metrics_of(metrics_spec_of(candidate, scenario.workload))
-    return available
+    return [metrics_spec_of(candidate, scenario.workload) for candidate in known]
 
 
 def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
@@ -108,8 +104,13 @@ def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
 
 
 def _expect_problems(
-    trial: Trial, metrics: Mapping[str, Metric]
+    trial: Trial, specs: Sequence[MetricsSpec]
 ) -> Iterator[Diagnostic]:
+    metrics: dict[str, Metric] = {}
+    former: dict[str, str] = {}
+    for spec in specs:
+        metrics |= metrics_of(spec)
+        former |= spec.former_metrics
     names = [device.name for device in trial.experiment.devices]
     for name, text in trial.scenario.expect.items():
         key: Key = ("expect", name)
@@ -125,9 +126,9 @@ def _expect_problems(
             if of_device:
                 unknown = f"unknown metric of a device '{parts[-1]}'"
                 suggestion = nearest(parts[-1], OF_DEVICES)
-            elif FORMER_METRICS.get(name) in metrics:
+            elif name in former:
                 unknown = f"'{name}' has been renamed"
-                suggestion = f"write '{FORMER_METRICS[name]}'"
+                suggestion = f"write '{former[name]}'"
             else:
                 unknown = f"unknown metric '{name}'"
                 suggestion = nearest(parts[-1], metrics)

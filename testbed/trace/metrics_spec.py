@@ -7,7 +7,7 @@ The metrics of all runs are defined in this package, those of a method beside it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from testbed.common.formats import MetricKind
@@ -132,6 +132,8 @@ class MetricsSpec:
     rows: tuple[Row, ...] = ()
     tables: tuple[Table, ...] = ()
     curves: tuple[TimeSeries, ...] = ()
+    former_metrics: Mapping[str, str] = field(default_factory=dict)
+    """Former names of metrics with the present ones: a former name in ``expect`` is refused with the present one."""
 
     def joined(self, other: MetricsSpec) -> MetricsSpec:
         """Return both definitions combined, these first; at most one may define ``recovery``."""
@@ -146,6 +148,7 @@ class MetricsSpec:
             self.rows + other.rows,
             self.tables + other.tables,
             self.curves + other.curves,
+            {**self.former_metrics, **other.former_metrics},
         )
 
 

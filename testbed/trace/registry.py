@@ -138,28 +138,6 @@ def tables_of(declared: MetricsSpec) -> tuple[Table, ...]:
     return (phases.TABLE, *declared.tables)
 
 
-FORMER_METRICS = {
-    # Pipelines
-    "outage": "outage_time",
-    "rest": "remaining_time",
-    # EdgePipe and VersatileFL
-    "accuracy_any": "accuracy_at_any_device",
-    "accuracy_one": "accuracy_at_coordinator",
-    "accuracy_risen": "accuracy_gain",
-    "backward_passed": "losses_received",
-    "dropped": "dropped_batches",
-    "failures_found": "failures_detected",
-    "forward_passed": "outputs_received",
-    "informing_bytes": "model_partition_bytes",
-    "learned": "update_share",
-    "least_credibility": "lowest_credibility",
-    "neurons_anew": "neurons_reset",
-    "sharing_passed": "results_received",
-    "substituted": "substituted_inputs",
-}
-"""Former names of metrics, with the present ones."""
-
-
 def metric_kind(name: str, metrics: Mapping[str, Metric]) -> MetricKind:
     """Return the kind of a metric of a run, device or layer. Raises KeyError for an unknown name.
 

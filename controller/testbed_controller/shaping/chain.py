@@ -69,7 +69,8 @@ class RuleChain:
 def receiving_chain(plan: InterfacePlan) -> RuleChain:
     """Return the chain of the receiving side for backend `userspace`.
 
-    A link that is down drops packets, an impaired one queues them to the user space, and others have no rule."""
+    A link that is down drops packets, an impaired one queues them to the user space, and others have no rule.
+    """
     rules = []
     for incoming in plan.receivers:
         # The address is that of the sender, as at the sending side it is that of the receiver.

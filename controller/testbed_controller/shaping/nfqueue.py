@@ -23,8 +23,8 @@ ACCEPT = 1
 DROP = 0
 
 _NETLINK_NETFILTER = 12
-"""Constants of linux/netlink.h, linux/netfilter.h and linux/netfilter/nfnetlink_queue.h, and below of asm-
-generic/socket.h."""
+"""Constants of linux/netlink.h, linux/netfilter.h and linux/netfilter/nfnetlink_queue.h, and below of
+asm-generic/socket.h."""
 _SO_RCVBUFFORCE = 33
 _SO_SNDBUFFORCE = 32
 _NLM_F_REQUEST, _NLM_F_ACK = 1, 4

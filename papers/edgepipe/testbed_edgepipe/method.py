@@ -55,6 +55,12 @@ METRICS = (
     ),
 )
 
+FORMER_METRICS = {
+    "informing_bytes": "model_partition_bytes",
+    "learned": "update_share",
+}
+"""Former names of metrics with the present ones."""
+
 
 class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
     """Super neurons trained in fixed timeslots over lossy casts; missing values count as zero.
@@ -66,7 +72,11 @@ class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
     summary = "neurons of several layers on each device, trained in timeslots over lossy casts"
     Options = EdgePipeOptions
     Details = SlotDetails
-    declared = replace(DECLARED, metrics=(*METRICS, *DECLARED.metrics))
+    declared = replace(
+        DECLARED,
+        metrics=(*METRICS, *DECLARED.metrics),
+        former_metrics={**DECLARED.former_metrics, **FORMER_METRICS},
+    )
 
     def plan(self, problem: PlanningProblem[EdgePipeOptions]) -> Plan[SlotDetails]:
         """Divide the layers, map the super neurons and time the slots. Raises `InputError` for an impossible plan."""

@@ -189,6 +189,15 @@ def _share_curve(title: str, note: str, value: str, by: str) -> TimeSeries:
 
 
 DECLARED = MetricsSpec(
+    former_metrics={
+        **SLOTS.former_metrics,
+        "accuracy_risen": "accuracy_gain",
+        "dropped": "dropped_batches",
+        "failures_found": "failures_detected",
+        "least_credibility": "lowest_credibility",
+        "neurons_anew": "neurons_reset",
+        "substituted": "substituted_inputs",
+    },
     metrics=(
         *SLOTS.metrics,
         *_share_metrics(),

@@ -368,6 +368,7 @@ def _pause_note(metrics: Metrics) -> str:
 
 
 DECLARED = MetricsSpec(
+    former_metrics={"outage": "outage_time", "rest": "remaining_time"},
     metrics=(*RECOVERY, *CHANGES, REPLICATING, VERSIONS_KEPT),
     lists={
         "version_list": lambda record: [

@@ -144,6 +144,13 @@ def _accuracy_metric(name: str, field: str, meaning: str) -> Metric:
 
 
 DECLARED = MetricsSpec(
+    former_metrics={
+        "accuracy_any": "accuracy_at_any_device",
+        "accuracy_one": "accuracy_at_coordinator",
+        "backward_passed": "losses_received",
+        "forward_passed": "outputs_received",
+        "sharing_passed": "results_received",
+    },
     metrics=(
         _received_metric(
             "outputs_received", "forward", "the outputs needed from other devices"
