@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -123,20 +125,40 @@ def _command_of(candidate: object) -> click.Command:
     return candidate
 
 
+@contextmanager
+def _ending_with_the_reader() -> Iterator[None]:
+    """Exit quietly once the reader of the output has closed the pipe, as in `testbed ps | head`.
+
+    Click's `main` would exit with status 1, the status of a failed run.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        # Python flushes standard output at exit, and would report the same error again for the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_SIGPIPE_STATUS)
+
+
 class _LazyGroup(CommandGroup):
     """A command group whose subcommands are imported on use."""
 
     renamed = RENAMED
 
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """Parse the options of the group; `--help` and `--version` print their text here, before `invoke`."""
+        with _ending_with_the_reader():
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        """Run the chosen subcommand, whose own options are parsed here."""
+        with _ending_with_the_reader():
             return super().invoke(ctx)
-        except BrokenPipeError:
-            # The reader of the output has closed the pipe, as in `testbed ps | head`. Click's `main` would exit with
-            # status 1. Python flushes standard output at exit and would print the same error again, unless the stream
-            # leads elsewhere.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(_SIGPIPE_STATUS)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list({**COMMANDS, **plugins.installed(GROUP)})

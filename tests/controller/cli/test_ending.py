@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import atexit, gc, sys
 atexit.register(lambda: print(gc.get_freeze_count(), len(gc.get_objects())))  # called after what main registers
@@ -24,11 +26,23 @@ def test_nothing_is_left_to_the_garbage_collector_at_the_end() -> None:
     assert left < kept / 100
 
 
-def test_command_whose_output_nobody_reads_ends_like_other_programs() -> None:
-    program = """
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "methods"],
+        ["show", "--help"],
+        # Options of the group itself are parsed before any subcommand is invoked.
+        ["--help"],
+        ["--version"],
+    ],
+)
+def test_command_whose_output_nobody_reads_ends_like_other_programs(
+    arguments: list[str],
+) -> None:
+    program = f"""
 import sys
 from testbed_controller.cli.main import main
-sys.argv = ["testbed", "show", "methods"]
+sys.argv = ["testbed", *{arguments}]
 main()
 """
     unread, output = os.pipe()
