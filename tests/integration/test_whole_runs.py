@@ -33,6 +33,13 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
 
 TESTBED = Path(sys.executable).with_name("testbed")
 
+RUNTIMES = {
+    # A shared host may not keep the links within their tolerance.
+    "emulate": ["--accept-links"],
+    "simulate": ["--runtime", "simulate"],
+}
+"""Arguments of `testbed run` by runtime."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -139,17 +146,8 @@ def test_both_clocks_have_the_same_fixed_kernels_and_an_expectation_that_both_mi
     kernels = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     path = scenario(tmp_path, "run-same", expect={"accuracy": ">= 0.999"})
     cnn = ["--set", "workload.model={name: cnn}", "--set", "workload.reproducible=true"]
-    for runtime in ("emulate", "simulate"):
-        arguments = [
-            "run",
-            path,
-            "--runtime",
-            runtime,
-            "--out",
-            tmp_path / runtime,
-            "--accept-links",
-            *cnn,
-        ]
+    for runtime, options in RUNTIMES.items():
+        arguments = ["run", path, "--out", tmp_path / runtime, *options, *cnn]
         # A process of its own, since it starts itself again where torch has been imported.
         done = subprocess.run(
             [TESTBED, *arguments],
@@ -192,12 +190,10 @@ def test_a_tensor_parallel_perceptron_answers_with_the_given_weights_on_both_clo
             outputs, torch.from_numpy(data.test_labels[:80])
         )
     )
-    for runtime in ("emulate", "simulate"):
+    for runtime, options in RUNTIMES.items():
         out = tmp_path / runtime
         given = ["--weights", tmp_path / "given.safetensors"]
-        done = command(
-            "run", example, "--runtime", runtime, "--out", out, "--accept-links", *given
-        )
+        done = command("run", example, "--out", out, *options, *given)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "read from this file" in done.stdout
         (evaluation,) = json.loads((out / "metrics.json").read_text())["series"][
@@ -214,17 +210,9 @@ def test_tokens_are_learnt_in_containers_as_on_the_virtual_clock(
         (ROOT / "tests" / "helpers" / "own_tokens.py").read_text()
     )
     losses = {}
-    for runtime in ("emulate", "simulate"):
+    for runtime, options in RUNTIMES.items():
         out = tmp_path / runtime
-        done = command(
-            "run",
-            tmp_path / "tokens.yaml",
-            "--runtime",
-            runtime,
-            "--out",
-            out,
-            "--accept-links",
-        )
+        done = command("run", tmp_path / "tokens.yaml", "--out", out, *options)
         assert done.returncode == 0, done.stdout + done.stderr
         steps = json.loads((out / "metrics.json").read_text())["series"]["steps"]
         losses[runtime] = [step["loss"] for step in steps]
@@ -244,15 +232,10 @@ def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(
         "workload.method.timeslot=450ms",
         "network.link.delay=20ms",
     ]
-    shorter = [
-        *(part for change in changes for part in ("--set", change)),
-        "--accept-links",
-    ]
+    shorter = [part for change in changes for part in ("--set", change)]
     runs = {}
-    for runtime in ("emulate", "simulate"):
-        done = command(
-            "run", smoke, "--runtime", runtime, "--out", tmp_path / runtime, *shorter
-        )
+    for runtime, options in RUNTIMES.items():
+        done = command("run", smoke, "--out", tmp_path / runtime, *options, *shorter)
         assert done.returncode == 0, done.stderr
         runs[runtime] = [
             json.loads(line)
@@ -494,16 +477,8 @@ def test_a_distributed_inference_is_the_same_on_both_clocks(tmp_path: Path) -> N
     }
     path = scenario(tmp_path, "run-distributed", workload=workload)
     found: dict[str, list[dict[str, Any]]] = {}
-    for runtime in ("emulate", "simulate"):
-        done = command(
-            "run",
-            path,
-            "--runtime",
-            runtime,
-            "--out",
-            tmp_path / runtime,
-            "--accept-links",
-        )
+    for runtime, options in RUNTIMES.items():
+        done = command("run", path, "--out", tmp_path / runtime, *options)
         assert done.returncode == 0, done.stderr + done.stdout
         found[runtime] = [
             json.loads(line)
@@ -555,16 +530,14 @@ def test_methods_of_one_file_learn_in_containers_as_on_the_virtual_clock(
     try:
         for name, (_, same) in methods.items():
             accuracy = {}
-            for runtime, how in {
-                "emulate": ["--on"],
-                "simulate": ["--runtime", "simulate"],
-            }.items():
+            for runtime, options in RUNTIMES.items():
                 out = tmp_path / name / runtime
+                standing = ["--on"] if runtime == "emulate" else []
                 done = command(
                     "run",
                     examples[name],
-                    *how,
-                    "--accept-links",
+                    *options,
+                    *standing,
                     "--out",
                     out,
                     *changes[name],

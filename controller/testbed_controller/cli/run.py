@@ -347,6 +347,8 @@ def run(**given: Any) -> None:
 
 
 CONTAINER_OPTIONS = {
+    "links": "--links",
+    "accept_links": "--accept-links",
     "keep": "--keep",
     "hosts": "--hosts",
     "place": "--place",

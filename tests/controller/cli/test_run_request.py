@@ -41,6 +41,14 @@ RING = ("examples/ring", "--runtime", "simulate", "--repetitions", "3", "--no-ev
             ("--runtime", "simulate", "--hosts", "one,two"),
             "--hosts cannot be combined with --runtime simulate",
         ),
+        (
+            ("--runtime", "simulate", "--links", "userspace"),
+            "--links cannot be combined with --runtime simulate",
+        ),
+        (
+            ("--runtime", "simulate", "--accept-links"),
+            "--accept-links cannot be combined with --runtime simulate",
+        ),
         (("--place", "a=one"), "--place: name the hosts with --hosts"),
     ],
 )
@@ -51,10 +59,11 @@ def test_options_that_cannot_be_combined_are_refused_before_anything_is_planned(
         run.main(["no-such-scenario", *options], standalone_mode=False)
 
 
-def test_hosts_of_the_environment_do_not_concern_a_simulation(
+def test_container_options_of_the_environment_do_not_concern_a_simulation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TESTBED_HOSTS", "one,two")
+    monkeypatch.setenv("TESTBED_LINKS", "userspace")
     with pytest.raises(InputError, match="no such scenario"):
         run.main(["no-such-scenario", "--runtime", "simulate"], standalone_mode=False)
 
