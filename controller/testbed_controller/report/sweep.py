@@ -42,12 +42,17 @@ def write(folder: Path, summary: Mapping[str, Any], runs: Sequence[Run]) -> None
 
 
 def show(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print a sweep or a repeated run: one line per point, means with their confidence intervals."""
-    console.print(
-        Text(),
-        tables.draw(section(summary), console.width),
-        where(folder, "sweep.html"),
-    )
+    """Print a sweep or a repeated run: one line per point, means with their confidence intervals.
+
+    A table of many swept keys and metrics does not fit a terminal. It is divided into a table of the keys at each
+    numbered point, and a table of the metrics by point.
+    """
+    console.print(Text())
+    for part in tables.split_wide(section(summary), "Point", console.width):
+        console.print(tables.draw(part, console.width))
+        if not part.title:
+            console.print(Text())
+    console.print(where(folder, "sweep.html"))
 
 
 def render(summary: Mapping[str, Any], runs: Sequence[Run]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich import box
@@ -166,9 +166,7 @@ def draw(section: Section, width: int) -> Group:
     if section.most < 0:
         rows = section.rows[section.most :]
         before = " before them"
-    table = _make_table(section, rows, width)
-    if _RULER.measure(table).maximum > width:
-        table = _make_table(section, rows, width, is_narrow=True)
+    table = _fitted_table(section, rows, width)
     parts: list[RenderableType] = [table]
     hidden = {
         "the report": len(section.rows) - len(rows),
@@ -191,7 +189,75 @@ def draw(section: Section, width: int) -> Group:
 
 
 _RULER = Console(width=100_000)
-"""Measures how wide tables are without wrapping."""
+"""A console that prints nothing: it measures how wide tables are without wrapping, and lays them out at a width."""
+
+
+def split_wide(section: Section, row_heading: str, width: int) -> list[Section]:
+    """Divide a table too wide for the terminal into several tables, in which no word is torn.
+
+    The tables have the same rows, numbered under ``row_heading``: first the columns of kind ``name``, as a legend of
+    the numbers, then the other columns. A table that fits is returned as it is.
+    """
+    if _fits(section, width):
+        return [section]
+    names = []
+    others = []
+    for place, column in enumerate(section.columns):
+        if column.kind == "name":
+            names.append(place)
+        else:
+            others.append(place)
+    parts = []
+    for places in (names, others):
+        if places:
+            parts += _split_columns(section, places, row_heading, width)
+    # The title stands above the first table, and belongs to all of them.
+    untitled = [replace(part, title="", brief="") for part in parts[1:]]
+    return [parts[0], *untitled]
+
+
+def _split_columns(
+    section: Section, places: Sequence[int], row_heading: str, width: int
+) -> list[Section]:
+    """Return the columns at these places as one table with numbered rows, or as several if one is too wide."""
+    rows = []
+    for number, row in enumerate(section.rows, 1):
+        rows.append([Cell(str(number)), *(row[place] for place in places)])
+    columns = [Column(row_heading, "name")]
+    columns += [section.columns[place] for place in places]
+    part = replace(section, columns=tuple(columns), rows=rows)
+    if len(places) == 1 or _fits(part, width):
+        return [part]
+    half = (len(places) + 1) // 2
+    first = _split_columns(section, places[:half], row_heading, width)
+    return first + _split_columns(section, places[half:], row_heading, width)
+
+
+def _fits(section: Section, width: int) -> bool:
+    """Whether a section can be drawn at this width without a torn word.
+
+    Rich tears words rather than refuse a table, and says nothing, so the drawn words are compared with those of the
+    cells.
+    """
+    table = _fitted_table(section, section.rows[: section.most], width)
+    expected: set[str] = set()
+    for column in table.columns:
+        for text in (column.header, *column.cells):
+            expected.update(str(text).split())
+    drawn: set[str] = set()
+    for line in _RULER.render_lines(table, _RULER.options.update(width=width)):
+        drawn.update("".join(segment.text for segment in line).split())
+    return expected <= drawn
+
+
+def _fitted_table(
+    section: Section, rows: Sequence[Sequence[Cell]], width: int
+) -> Table:
+    """Return the rows as a table, which is narrow if the usual form is wider than the terminal."""
+    table = _make_table(section, rows, width)
+    if _RULER.measure(table).maximum > width:
+        table = _make_table(section, rows, width, is_narrow=True)
+    return table
 
 
 def _make_table(

@@ -14,6 +14,7 @@ from testbed.trace.metrics import metrics
 from testbed.trace.metrics_spec import Metric, MetricsSpec, Row
 from testbed_controller.report import html, sweep, terminal
 from testbed_controller.report.grouping import group_links
+from testbed_controller.report.tables import Cell, Section, number_columns, split_wide
 from testbed_controller.results import files
 from testbed_controller.results.comparison import compare
 from testbed_controller.results.run import Run
@@ -215,6 +216,51 @@ def test_a_summary_with_many_figures_wraps_them(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 80
     assert sum(line.count("12.3") for line in lines) == 5, "all digits of all figures"
     assert "…" not in console.file.getvalue()
+
+
+def test_a_summary_of_many_swept_keys_has_a_legend_of_numbered_points(
+    tmp_path: Path,
+) -> None:
+    summary = summary_of([run(tmp_path / "a")])
+    swept = {
+        "workload.method.name": ("pipelearn", "split-federated"),
+        "network.link.rate": ("10mbit", "100mbit"),
+        "network.link.delay": ("5ms", "20ms"),
+        "network.link.loss": ("0.1%", "1%"),
+        "workload.batch_size": (64, 128),
+        "devices.phone.speed": ("4gflops", "40gflops"),
+        "workload.training.optimizer.learning_rate": (0.01, 0.001),
+    }
+    points = []
+    for place in range(2):
+        point = {key: values[place] for key, values in swept.items()}
+        points.append({**summary["points"][0], "point": point})
+    console = Console(file=io.StringIO(), width=80)
+    sweep.show(console, {**summary, "points": points}, tmp_path)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    legend = [" ".join(line.split()) for line in lines]
+    assert "2 split-federated 100mbit 20ms 1% 128 40gflops 0.001" in legend
+    [metrics] = [line for line in lines if "Accuracy" in line]
+    assert "Step time (s)" in metrics
+    assert "Duration (s)" in metrics
+
+
+def test_tables_of_more_metrics_than_a_terminal_holds_are_divided() -> None:
+    headings = [f"metric{number}" for number in range(20)]
+    section = Section(
+        "many", "", "", number_columns(*headings), [[Cell("12345678")] * 20]
+    )
+    parts = split_wide(section, "Point", 80)
+    assert [part.title for part in parts] == ["many", *[""] * (len(parts) - 1)]
+    shown = []
+    for part in parts:
+        first, *others = part.columns
+        assert first.heading == "Point"
+        shown += [column.heading for column in others]
+    assert shown == headings
+    assert split_wide(section, "Point", 300) == [section]
 
 
 def test_an_inference_says_what_it_waited_for_and_what_failed(tmp_path: Path) -> None:
