@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,10 +49,10 @@ class _Part(BaseModel):
 class Value(_Part):
     """A metric of the runs at one point of a sweep."""
 
-    metric: str
-    """A metric as in `expect`, or ``plan.`` and a dotted key of the plan's details."""
+    metric: str = ""
+    """A metric as in `expect`, or ``plan.`` and a dotted key of the plan's details. Default: the metric of the row."""
     at: dict[str, Any] = {}
-    """Swept key, or a key inside a swept value -> value."""
+    """Swept key, or a key inside a swept value -> value, besides those of the row."""
     scenario: str = ""
     """Default: the scenario of the row."""
     minimum: bool = False
@@ -93,6 +94,20 @@ def terms(expression: Expression) -> tuple[Value, ...]:
             return (expression,)
 
 
+def complete(expression: Expression, metric: str, at: dict[str, Any]) -> Expression:
+    """Return an expression whose values also have the metric and the point of the sweep that their row states once.
+
+    >>> complete(Value(at={"devices": 2}), "duration", {"seed": 1})
+    Value(metric='duration', at={'seed': 1, 'devices': 2}, scenario='', minimum=False)
+    """
+    if isinstance(expression, Value):
+        update = {"metric": expression.metric or metric, "at": {**at, **expression.at}}
+        return expression.model_copy(update=update)
+    first, second = (complete(value, metric, at) for value in terms(expression))
+    (form,) = type(expression).model_fields
+    return expression.model_copy(update={form: (first, second)})
+
+
 class Row(_Part):
     """One figure or claim of a paper."""
 
@@ -108,7 +123,13 @@ class Row(_Part):
     unit: str = ""
     """A key of `UNITS`."""
     scenario: str
-    ours: Expression | tuple[Expression, ...]
+    metric: str = ""
+    """The metric of all values of `ours` that name none."""
+    at: dict[str, Any] = {}
+    """Keys of the sweep, and the values that all values of `ours` share."""
+    each: dict[str, tuple[Any, ...]] = {}
+    """Keys of the sweep, and the values that give one expression each: ours is a range of all combinations."""
+    ours: Expression | tuple[Expression, ...] = Value()
     """The expression that gives ours; several give a range from the least to the largest."""
     fitted: str = ""
     """The parameter that was set from this figure or a neighbouring one."""
@@ -125,8 +146,14 @@ class Row(_Part):
 
     @property
     def expressions(self) -> tuple[Expression, ...]:
-        """All expressions of the row."""
-        return self.ours if isinstance(self.ours, tuple) else (self.ours,)
+        """All expressions of the row, complete with its metric and its points of the sweep."""
+        patterns = self.ours if isinstance(self.ours, tuple) else (self.ours,)
+        expressions = []
+        for values in product(*self.each.values()):
+            at = {**self.at, **dict(zip(self.each, values, strict=True))}
+            for pattern in patterns:
+                expressions.append(complete(pattern, self.metric, at))
+        return tuple(expressions)
 
     @field_validator("unit")
     @classmethod
@@ -154,6 +181,7 @@ class Row(_Part):
             self._check_ranking()
         else:
             self._check_numbers()
+        _check_metrics(self.expressions)
         return self
 
     def _check_ranking(self) -> None:
@@ -169,6 +197,15 @@ class Row(_Part):
             float(end)
 
 
+def _check_metrics(expressions: tuple[Expression, ...]) -> None:
+    for expression in expressions:
+        for value in terms(expression):
+            if not value.metric:
+                raise ValueError(
+                    "a value needs a metric; name it in the value or its row"
+                )
+
+
 class Condition(_Part):
     """A default condition of all rows of a paper, chosen before the runs."""
 
@@ -181,9 +218,22 @@ class Trial(_Part):
 
     value: str
     scenario: str
-    ours: Expression
+    at: dict[str, Any] = {}
+    """Keys of the sweep, and the values that all values of the expression share."""
+    ours: Expression | None = None
+    """Default: the expression of the row."""
     unit: str = ""
     """Default: the unit of the row."""
+
+    def expressions(self, row: Row) -> tuple[Expression, ...]:
+        """Return the complete expressions for the figure of a row.
+
+        >>> row = Row(item="", name="", kind="measured", paper="1", scenario="", metric="duration")
+        >>> Trial(value="two", scenario="", at={"devices": 2}).expressions(row)
+        (Value(metric='duration', at={'devices': 2}, scenario='', minimum=False),)
+        """
+        patterns = (self.ours,) if self.ours else row.expressions
+        return tuple(complete(each, row.metric, self.at) for each in patterns)
 
 
 class Sensitivity(_Part):
@@ -262,6 +312,9 @@ class Figures(_Part):
         unknown = sorted(self._used_rows() - counts.keys())
         if unknown:
             raise ValueError(f"unknown rows: {', '.join(unknown)}")
+        for each in self.sensitivity:
+            for trial in each.values:
+                _check_metrics(trial.expressions(self.row(each.row)))
         return self
 
     def _used_rows(self) -> set[str]:
@@ -287,7 +340,8 @@ class Figures(_Part):
                 yield from _terms_with_scenario(expression, row.scenario)
         for each in self.sensitivity:
             for trial in each.values:
-                yield from _terms_with_scenario(trial.ours, trial.scenario)
+                for expression in trial.expressions(self.row(each.row)):
+                    yield from _terms_with_scenario(expression, trial.scenario)
 
 
 def _terms_with_scenario(

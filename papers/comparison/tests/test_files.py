@@ -91,12 +91,52 @@ def write(folder, figures):
             "each row needs a name of its own: fast above slow",
         ),
         ({"name": "renamed"}, "unknown rows: run time"),
+        ({"ours": {"at": {"seed": 1}}}, "a value needs a metric"),
     ],
 )
 def test_mistakes_are_refused(folder, keys, reason):
     write(folder, with_row(**keys))
     with pytest.raises(InputError, match=reason):
         load(folder)
+
+
+def test_row_states_once_what_its_values_share(folder):
+    row = {
+        **FIGURES["rows"][1],
+        "metric": "accuracy",
+        "at": {"workload.model.name": "mlp"},
+        "each": {"network.link.preset": ["4g", "wifi"]},
+        "ours": {
+            "difference": [
+                {"at": {"workload.method.name": "fast"}},
+                {"metric": "loss", "at": {"workload.method.name": "slow"}},
+            ]
+        },
+    }
+    write(folder, FIGURES | {"rows": [FIGURES["rows"][0], row]})
+    terms = []
+    for expression in load(folder).row("fast above slow").expressions:
+        terms.extend(
+            (value.metric, *value.at.values()) for value in expression.difference
+        )
+    assert terms == [
+        ("accuracy", "mlp", "4g", "fast"),
+        ("loss", "mlp", "4g", "slow"),
+        ("accuracy", "mlp", "wifi", "fast"),
+        ("loss", "mlp", "wifi", "slow"),
+    ]
+
+
+def test_trial_without_an_expression_has_that_of_its_row(folder):
+    trial = {"value": "8", "scenario": "one", "at": {"workload.batch_size": 8}}
+    parameter = {"row": "run time", "parameter": "batch size", "values": [trial]}
+    write(folder, FIGURES | {"sensitivity": [parameter]})
+    figures = load(folder)
+    (expression,) = (
+        figures.sensitivity[0].values[0].expressions(figures.row("run time"))
+    )
+    assert expression.metric == "duration"
+    assert expression.at == {"workload.batch_size": 8, "workload.method.name": "fast"}
 
 
 def test_a_note_may_refer_to_a_figure_of_the_paper(folder):
