@@ -60,10 +60,14 @@ class Window:
 
         Below the threshold a round uses the window with more than half of it, above only with all of it.
         """
+        if self.size >= self.threshold or self.size < 2 * sent:
+            self.raise_by(sent)
+
+    def raise_by(self, acknowledged: int) -> None:
+        """Grow by the acknowledged packets of a round: slow start up to the threshold, then one packet for a window."""
         if self.size < self.threshold:
-            if self.size < 2 * sent:
-                self.size = int(min(self.size + sent, self.threshold))
-        elif sent >= self.size:
+            self.size = int(min(self.size + acknowledged, self.threshold))
+        elif acknowledged >= self.size:
             self.size += 1
 
     def halve(self) -> None:
@@ -182,7 +186,9 @@ class Transmission:
             self.busy = gone
         if not lost and not more:
             self._now = gone + self._round_trip
-            if not self._recovering:
+            if self._timed_out:
+                self._window.raise_by(count)
+            elif not self._recovering:
                 self._window.grow(count)
             return
         self._learn_fates(fates, repeated, gone)
@@ -199,6 +205,11 @@ class Transmission:
         in_order = first == arrived
         answers = arrived // 2 if in_order and not self._recovering else arrived
         heard = self._is_heard(answers)
+        if self._timed_out and heard:
+            # After a time-out, slow start begins while packets are still missing (RFC 5681, 3.1): Linux withholds it
+            # in the states CWR and Recovery alone (`tcp_cong_control`). Packets behind a gap do not raise the window
+            # (`tcp_may_raise_cwnd`). New packets that Linux sends before repeated ones (F-RTO) are left out.
+            self._window.raise_by(first)
         ends = not self._unsent and not self._missing
         self._missing += lost
         if not heard or (lost and in_order and ends):
@@ -226,6 +237,13 @@ class Transmission:
         """Begin the next round of a recovery, or of sending without losses."""
         if not self._recovering:
             self._window.grow(len(fates))
+        elif self._timed_out:
+            # Any loss ends this slow start with a recovery, which halves the window: Linux leaves the state Loss when a
+            # repeated packet is lost again (`FLAG_LOST_RETRANS` in `tcp_fastretrans_alert`), and when all repeated ones
+            # have arrived and a new one has not.
+            if any(fates):
+                self._window.halve()
+                self._timed_out = False
         # A repeated packet that is lost again belongs to the loss that halved the window.
         elif any(fates[repeated + self._new_before_halving :]):
             self._window.halve()
@@ -298,7 +316,11 @@ class Transmission:
             self._prepare_round(self._window.size)
         else:
             self._send_probe(since, gone, count, arrived, heard)
-            self._prepare_round(self._window.size if heard else 1)
+            budget = self._window.size
+            # If only the probe is acknowledged, recovery begins with one packet, as in Linux (`tcp_cwnd_reduction`).
+            if not heard and not self._timed_out:
+                budget = 1
+            self._prepare_round(budget)
 
     def _send_probe(
         self, since: float, gone: float, count: int, arrived: int, heard: bool

@@ -118,6 +118,35 @@ def test_time_out_of_a_recovery_keeps_the_threshold():
     assert (window.size, window.threshold) == (2, 20)
 
 
+def test_window_grows_after_a_time_out_while_packets_are_missing():
+    window = Window()
+    window.size = 20
+    # The last packet reveals 19 lost ones; all ten that are repeated first are lost again, so the timer expires.
+    made = course(20, fates([*range(19), *range(20, 30)]), window=window)
+    # 1 packet at the time-out, then rounds of 2, 4, 8 and the remaining 4: RFC 5681, 3.1.
+    silence = 1.25 * TRIP + TRIP + RETRANSMISSION_TIMEOUT
+    assert made.over == pytest.approx(silence + 4 * TRIP, abs=0.006)
+    assert (window.size, window.threshold) == (10, 10)
+
+
+def test_packet_lost_again_after_a_time_out_halves_the_window():
+    window = Window()
+    window.size = 20
+    # The fourth of the round of 8 is lost again, when the window has grown to its threshold of 10.
+    lost = fates([*range(19), *range(20, 30), 40])
+    assert course(20, lost, window=window).sent == 20 + 10 + 19 + 1
+    assert (window.size, window.threshold) == (5, 5)
+
+
+def test_two_packets_follow_a_time_out_of_a_lost_probe():
+    window = Window()
+    made = course(8, fates(range(9)), window=window)
+    # Probe, time-out, then rounds of 2, 4 and 1.
+    silence = 2 * TRIP + TRIP + RETRANSMISSION_TIMEOUT
+    assert made.over == pytest.approx(silence + 3 * TRIP, abs=0.006)
+    assert (window.size, window.threshold) == (5, 5)
+
+
 def test_link_that_loses_nearly_everything_delays_nobody_for_ever():
     assert course(3, lambda: True).sent > 1000
 
