@@ -150,8 +150,10 @@ async def _train_iteration(
         weight += layers.training.weight(labels)
     # The message has no field for the usual case, in which each sample counts as one.
     whole = None if weight == samples else weight
+    begin = 0
     for micro, (images, labels) in enumerate(mini_batches):
-        outputs = await layers.forward(step, micro, images, samples)
+        outputs = await layers.forward(step, micro, images, samples, begin=begin)
+        begin += len(labels)
         activation = DeviceActivation(
             mailbox.configuration, step, micro, samples, outputs, labels, whole
         )

@@ -82,10 +82,20 @@ class Layers:
         await self._device.compute(load, cost, Span("load", number))
 
     async def forward(
-        self, step: int, micro: int, inputs: torch.Tensor, samples: int
+        self,
+        step: int,
+        micro: int,
+        inputs: torch.Tensor,
+        samples: int,
+        *,
+        begin: int = 0,
     ) -> torch.Tensor:
-        """Return the outputs of a mini-batch, (samples, ...), like its inputs; the iteration has ``samples``."""
-        rows = (micro * len(inputs), samples)
+        """Return the outputs of a mini-batch, (samples of the mini-batch, ...), like its inputs.
+
+        ``samples`` is the number of samples of the whole iteration; ``begin`` is the place of the mini-batch's first
+        sample among them, which decides the random numbers of dropout.
+        """
+        rows = (begin, samples)
         work = partial(self._shard.forward, (step, micro), inputs, rows=rows)
         cost = costs.forward_cost(self._units, len(inputs))
         return await self._device.compute(work, cost, Span("forward", step, micro))
@@ -97,15 +107,23 @@ class Layers:
         inputs: torch.Tensor,
         labels: torch.Tensor,
         samples: int,
-        whole: float,
+        total_weight: float,
+        *,
+        begin: int = 0,
     ) -> float:
-        """Forward a mini-batch through the end of the model; return its part of the mean loss of ``samples`` samples.
+        """Forward a mini-batch through the end of the model; return its part of the iteration's mean loss.
 
-        ``inputs`` are (samples, ...), ``labels`` (samples,); ``whole`` is the `TrainingConfig.weight` of all labels.
+        ``inputs`` are (samples of the mini-batch, ...), ``labels`` (samples of the mini-batch,). ``samples`` and
+        ``begin`` are as in `forward`. ``total_weight`` is the `TrainingConfig.weight` of all labels of the iteration.
         """
-        rows = (micro * len(inputs), samples)
+        rows = (begin, samples)
         work = partial(
-            self._shard.forward_loss, (step, micro), inputs, labels, whole, rows=rows
+            self._shard.forward_loss,
+            (step, micro),
+            inputs,
+            labels,
+            total_weight,
+            rows=rows,
         )
         cost = costs.forward_cost(self._units, len(inputs))
         return await self._device.compute(work, cost, Span("forward", step, micro))

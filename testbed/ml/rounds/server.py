@@ -349,7 +349,7 @@ class ServerSide:
             samples = activation.samples
             whole = samples if activation.whole is None else activation.whole
             loss = await layers.forward_loss(
-                step, micro, activation.tensor, labels, samples, whole
+                step, micro, activation.tensor, labels, samples, whole, begin=done
             )
             losses.append(loss)
             gradient = await layers.backward(step, micro, len(labels))

@@ -234,6 +234,41 @@ def test_without_drop_last_mini_batches_of_the_last_iteration_have_the_rest_of_a
     ]
 
 
+DROPOUT_NETWORK = """
+from torch import nn
+
+def network(shape, classes):
+    first = nn.Sequential(nn.Linear(64, 24), nn.Dropout(0.5), nn.Tanh())
+    return nn.Sequential(nn.Flatten(), first, nn.Linear(24, 16), nn.Dropout(0.5), nn.Linear(16, classes))
+"""
+
+
+def test_dropout_in_a_smaller_last_iteration_ignores_its_division_into_mini_batches(
+    tmp_path,
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(DROPOUT_NETWORK)
+    work = {
+        "model": {"name": "network", "file": str(file)},
+        "data": {"name": "digits", "train": 33, "test": 10, "split": "iid"},
+        # 33 samples are two mini-batches of 10, and one of 10 and one of 3.
+        "batch_size": 20,
+        "epochs": 1,
+        "drop_last": False,
+    }
+
+    def trained(parallel_batches: int) -> dict[str, torch.Tensor]:
+        options = {"split_point": 2, "parallel_batches": parallel_batches}
+        weights = run(scenario("pipelearn", 1, workload=work, options=options)).weights
+        assert weights is not None
+        return dict(weights)
+
+    whole = trained(1)
+    divided = trained(2)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(divided[name], tensor, rtol=0, atol=2e-6)
+
+
 def test_the_moving_average_is_that_of_the_rounds() -> None:
     def left(steps: int, **training: object) -> dict[str, torch.Tensor]:
         work = {
