@@ -217,7 +217,7 @@ class MissingDataPolicy(Protocol):
     """Hook: a method's treatment of incomplete batches."""
 
     casts_empty_messages: bool
-    """Whether a device with nothing to send casts_empty_messages this by a cast without values."""
+    """Whether a device without values for a batch sends a cast without values, so that others still hear the device."""
     masks_missing_outputs: bool
     """Whether outputs not received get no losses for their batch."""
 
@@ -228,10 +228,11 @@ class MissingDataPolicy(Protocol):
         """
 
     def test_values(self, received: ReceivedParts) -> ReceivedParts | None:
-        """Return the values a layer's inputs, or a shared result, are computed from in tests; None stops the batch.
+        """Return the parts from which a test computes a layer's inputs or its results; None stops the batch here.
 
-        The default returns the received values without substituting missing ones.
+        By default these are the received parts: missing values count as zero.
         """
+        return received
 
     async def usable_results(self, received: ReceivedParts) -> Usable:
         """Return the usability of a batch's shared results."""

@@ -10,7 +10,12 @@ from testbed.ml.models import create
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.sliced import cut_tensors
 from testbed.ml.models.slices import Slice
-from testbed.ml.slots.missing import ReceivedParts, SenderPart, Usable
+from testbed.ml.slots.missing import (
+    MissingDataPolicy,
+    ReceivedParts,
+    SenderPart,
+    Usable,
+)
 from testbed.ml.training.schema import OptimizerPart
 from testbed_edgepipe.program import TreatedAsNull
 
@@ -75,3 +80,11 @@ def test_learning_is_an_update_at_once_or_nothing():
     assert learning() is None, (
         "the first layer's inputs are the samples, to which nobody passes a loss"
     )
+
+
+def test_tests_of_a_policy_use_received_parts_by_default():
+    class Policy(MissingDataPolicy):
+        pass
+
+    received = arrived((range(2), torch.ones(2, 2)), (range(2, 5), None))
+    assert Policy().test_values(received) is received
