@@ -44,7 +44,7 @@ Points = list[tuple[float, float]]
 HEAD = 24
 """Characters per line of a column heading."""
 AROUND = 20
-"""Number of steps drawn after the resumption; half as many before."""
+"""Number of steps drawn after the first one resumed by any run; half as many before."""
 
 
 def show(console: Console, compared: Mapping[str, Any]) -> None:
@@ -92,12 +92,14 @@ def _cell_note(row: Mapping[str, Any], number: int, scale: Scale) -> str:
 
 
 def _table_columns(first: str, compared: Mapping[str, Any]) -> tuple[Column, ...]:
+    """Return the column ``first`` and one for each run, headed by its label, runtime, verdict and repetitions."""
     headings = []
     for run in compared["runs"]:
         lines = []
         for part in run["label"].split(","):
             lines += textwrap.wrap(part, HEAD) or [""]
         sign, _ = VERDICTS[run["verdict"]]
+        # Spaces that do not break keep the sign and the count in the line of the runtime.
         last = f"{run['runtime']}d\u00a0{sign}"
         if run["count"] > 1:
             last += f"\u00a0×\u00a0{run['count']}"
@@ -109,14 +111,16 @@ def _other_sections(compared: Mapping[str, Any]) -> Iterator[Section]:
     """Yield the sections of the page besides the metrics."""
     rows = []
     for name, shares in compared["devices"].items():
-        rows.append([Cell(name), *(_share_cell(share) for share in shares)])
+        rows.append([Cell(name), *map(_share_cell, shares)])
     note = "Share of the run in which a device computes / communicates without computing; red: down."
     yield Section("Devices", note, "", _table_columns("Device", compared), rows)
     if compared["differences"]:
         rows = []
         for key, values in compared["differences"].items():
-            texts = ["–" if value is None else str(value) for value in values]
-            rows.append([Cell(text) for text in (key, *texts)])
+            row = [Cell(key)]
+            for value in values:
+                row.append(Cell("–" if value is None else str(value)))
+            rows.append(row)
         columns = _table_columns("Key", compared)
         yield Section("Differences between the scenarios", "", "", columns, rows)
 
@@ -183,12 +187,15 @@ def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
         has_curve = any(len(line.points) > 1 for line in lines)
         if lines and (has_curve or name != "accuracy"):
             yield Chart(title, note, LinePlot(lines, x_range=(0.0, end), y=y))
-    recoveries = chain.from_iterable(run.metrics["recovery_list"] for run in runs)
-    steps = [item["step"] for item in recoveries if item["step"] is not None]
-    if steps:
+    resumed_steps = []
+    for run in runs:
+        for recovery in run.metrics["recovery_list"]:
+            if recovery["step"] is not None:
+                resumed_steps.append(recovery["step"])
+    if resumed_steps:
         # Around the first step that any run had to resume with.
-        first = max(0, min(steps) - AROUND // 2)
-        last = min(steps) + AROUND
+        first = max(0, min(resumed_steps) - AROUND // 2)
+        last = min(resumed_steps) + AROUND
         lines = _mean_lines(grouped, "steps", begin=first, end=last)
         y = Axis("time per step", "seconds")
         plot = LinePlot(lines, x_range=(first, last), x="step", y=y)
@@ -229,11 +236,16 @@ def curve(
     for row in run.metrics["series"][table]:
         if row.get(key) is None or (steady and not row["steady"]):
             continue
+        # Rows without a step, such as requests, are all different.
         last_rows[row.get("step", number)] = row
         number += 1
-    x = "step" if x_axis == "steps" else "time"
-    points = [(row[x], row[key]) for row in last_rows.values()]
-    return sorted(point for point in points if begin <= point[0] <= end)
+    x_key = "step" if x_axis == "steps" else "time"
+    points = []
+    for row in last_rows.values():
+        x = row[x_key]
+        if begin <= x <= end:
+            points.append((x, row[key]))
+    return sorted(points)
 
 
 _SERIES_OF = {
@@ -263,17 +275,21 @@ def mean_line(
         return Line(
             name, points, colour, dash, mark_points=len(points) <= MAX_MARKED_POINTS
         )
+    # (points, 2) for each curve: x and value.
     arrays = [np.array(points) for points in present]
     low = max(each[0, 0] for each in arrays)
     high = min(each[-1, 0] for each in arrays)
-    places = arrays[0][:, 0]
-    places = places[(places >= low) & (places <= high)]
-    places = places[:: math.ceil(len(places) / MOST_PLACES) or 1]
-    columns = [np.interp(places, each[:, 0], each[:, 1]) for each in arrays]
+    xs = arrays[0][:, 0]
+    xs = xs[(xs >= low) & (xs <= high)]
+    # At least every point, also if the curves have no common range.
+    stride = math.ceil(len(xs) / MOST_PLACES) or 1
+    xs = xs[::stride]
+    # (curves, points)
+    sampled = [np.interp(xs, each[:, 0], each[:, 1]).tolist() for each in arrays]
     points = []
     half_widths = []
-    for place, values in zip(places.tolist(), zip(*columns, strict=True), strict=True):
-        mean, half_width = interval([float(value) for value in values])
-        points.append((place, mean))
+    for x, values in zip(xs.tolist(), zip(*sampled, strict=True), strict=True):
+        mean, half_width = interval(list(values))
+        points.append((x, mean))
         half_widths.append(half_width)
     return Line(name, points, colour, dash, half_widths=half_widths)

@@ -50,14 +50,14 @@ def format_metric(name: str, value: Any, metrics: Mapping[str, Metric]) -> str:
 
 def fill(template: str, run: Run) -> str | None:
     """Fill in a template of `testbed.trace.metrics_spec.Row`; None if a metric is missing."""
-    names = _NAMED.findall(template)
-    values = {name: metric_value(run.metrics, name) for name in names}
-    if any(value is None for value in values.values()):
-        return None
-    return _NAMED.sub(
-        lambda match: format_metric(match[1], values[match[1]], run.metric_definitions),
-        template,
-    )
+    texts: dict[str, str] = {}
+    for name in _NAMED.findall(template):
+        value = metric_value(run.metrics, name)
+        if value is None:
+            return None
+        texts[name] = format_metric(name, value, run.metric_definitions)
+    # Not by `str.format`, which would read a name such as `layers.conv1` as an attribute.
+    return _NAMED.sub(lambda match: texts[match[1]], template)
 
 
 def tables(run: Run) -> Iterator[Section]:
@@ -102,21 +102,25 @@ class Drawn:
 def curves(run: Run) -> Iterator[Drawn]:
     """Yield the non-empty charts defined by the run's method."""
     for curve in run.declared.curves:
+        # One line for each value of the key `by`, such as the device; without the key, a single unnamed line.
         points: dict[str, list[tuple[float, float]]] = {}
         for item in run.metrics.get(curve.items, ()):
-            if item.get(curve.value) is not None:
-                name = "" if curve.by is None else str(item.get(curve.by))
-                points.setdefault(name, []).append((item["time"], item[curve.value]))
-        if points:
-            marked_items = run.metrics.get(curve.marks or "", ())
-            yield Drawn(
-                curve.title,
-                curve.note,
-                curve.kind,
-                list(points.items()),
-                curve.stacked,
-                tuple(item["time"] for item in marked_items),
-            )
+            value = item.get(curve.value)
+            if value is None:
+                continue
+            name = "" if curve.by is None else str(item.get(curve.by))
+            points.setdefault(name, []).append((item["time"], value))
+        if not points:
+            continue
+        marked_items = run.metrics.get(curve.marks or "", ())
+        yield Drawn(
+            curve.title,
+            curve.note,
+            curve.kind,
+            list(points.items()),
+            curve.stacked,
+            tuple(item["time"] for item in marked_items),
+        )
 
 
 def _cell_text(column: metrics_spec.Column, item: Mapping[str, Any]) -> str:

@@ -89,7 +89,10 @@ def group_links(rows: Sequence[Mapping[str, Any]]) -> list[LinkGroup]:
     """Group the rows of ``metrics()["links"]``; links with a problem are groups of their own, and come first."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
-        own_name = f"{row['source']} {row['destination']}" if row["problem"] else ""
+        # The name in the key keeps a link with a problem apart; all others share the empty name.
+        own_name = ""
+        if row["problem"]:
+            own_name = f"{row['source']} {row['destination']}"
         groups.setdefault((own_name, _describe_request(row)), []).append(row)
     link_groups = [_make_group(members) for members in groups.values()]
     return sorted(link_groups, key=lambda group: group.problem is None)
@@ -108,6 +111,7 @@ def together(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
 def _describe_request(row: Mapping[str, Any]) -> str:
     """Format the requested properties of a link, with the rate limit of its devices' access or cell."""
     link = row["requested"]
+    # Without the limit, a link behind a slow access would be shown as "unlimited".
     limit = row.get("rate_at_best")
     if link is not None and link["rate"] is None and limit is not None:
         link = {**link, "rate": limit}
@@ -115,13 +119,22 @@ def _describe_request(row: Mapping[str, Any]) -> str:
 
 
 def _make_group(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
-    used = [row["used_share"] for row in rows if row["used_share"] is not None]
+    used_shares = []
+    measurements = []
+    traffic = 0
+    for row in rows:
+        traffic += row["bytes"]
+        # A link without a rate has no capacity to be used.
+        if row["used_share"] is not None:
+            used_shares.append(row["used_share"])
+        if row["measured"]:
+            measurements.append(row["measured"])
     return LinkGroup(
         name=name_of(rows),
         requested=_describe_request(rows[0]),
-        measured=measured([row["measured"] for row in rows if row["measured"]]),
-        traffic=formats.size(sum(row["bytes"] for row in rows)),
-        used=formats.whole_share(max(used)) if used else formats.NONE,
+        measured=measured(measurements),
+        traffic=formats.size(traffic),
+        used=formats.whole_share(max(used_shares)) if used_shares else formats.NONE,
         problem=rows[0]["problem"],
     )
 
@@ -133,12 +146,14 @@ def name_of(rows: Sequence[Mapping[str, Any]]) -> str:
     if len(arrows) <= MOST_NAMED:
         return ", ".join(arrows)
     names = list(dict.fromkeys(chain.from_iterable(pairs)))
+    # A full mesh: every device has a link to every other one.
     if len(pairs) == len(names) * (len(names) - 1):
         return f"all {len(pairs)} among {_abbreviate_names(names)}"
     # A star: one of the first link's devices is an end of all links.
     for hub in pairs[0]:
         if all(hub in pair for pair in pairs):
             others = [name for name in names if name != hub]
+            # A dash, unless both directions of every link are in the group.
             arrow = "↔" if len(pairs) == 2 * len(others) else "–"
             return f"{hub} {arrow} {_abbreviate_names(others)}"
     first = ", ".join(arrows[: MOST_NAMED - 1])

@@ -85,6 +85,7 @@ def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
     columns = [Column(head, "name") for head in short_keys(keys).values()]
     columns += tables.number_columns("Runs", *(metric.heading for metric in metrics))
     sort_keys = {key: _sort_keys(points, key) for key in keys}
+    # A row has the cells of the keys, of the runs, and of the metrics, as the columns above.
     rows = []
     for number, point in enumerate(points):
         row = []
@@ -105,7 +106,10 @@ def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
 
 
 def _sort_keys(points: Sequence[Point], key: str) -> Sequence[float | str]:
-    """Return what a page sorts the points by: the values of a key as numbers, or else as text."""
+    """Return the sort key of each point on a page: the value of a key as a number, or else as text.
+
+    As texts, ``100mbit`` would come before ``5mbit``.
+    """
     numbers = _numeric_places(points, key)
     return numbers or [_value_label(point, key) for point in points]
 
@@ -190,7 +194,8 @@ def charts(
 
 
 def _varying_keys(points: Sequence[Point]) -> list[str]:
-    """Return the keys with varying values."""
+    """Return the swept keys with more than one value among the points."""
+    # The points may have different keys, as the entries of a list of points.
     keys: dict[str, None] = {}
     for point in points:
         keys |= dict.fromkeys(point["point"])
@@ -215,11 +220,13 @@ def _chart_over(
     numeric = [key for key in keys if _numeric_places(points, key)]
     chosen = max(numeric or keys, key=lambda key: len(_values_of(points, key)))
     dependent = _dependent_keys(points, keys, chosen)
+    # A key that changes with the chosen one would give each line a single point.
     others = [key for key in keys if key not in (chosen, *dependent)]
     series: dict[str, list[Point]] = {}
     for point in points:
-        label = point_text({key: point["point"].get(key) for key in others})
-        series.setdefault(label or title, []).append(point)
+        own_values = {key: point["point"].get(key) for key in others}
+        label = point_text(own_values) or title
+        series.setdefault(label, []).append(point)
     # A title chosen by the user is kept as written.
     axis_name = title
     if title == _metric_heading(name):
@@ -266,26 +273,31 @@ def _line_chart(
     series: Mapping[str, list[Point]],
     y: Axis,
 ) -> LinePlot:
-    scaled = on_one_scale([point["point"].get(key) for point in points])
-    values, unit = scaled or ([], "")
+    """Draw a line for each series over the values of a numeric key, in one unit."""
+    values, unit = _on_one_scale(points, key) or ([], "")
     labels = [_value_label(point, key) for point in points]
-    place = dict(zip(labels, values, strict=True))
+    x_of_label = dict(zip(labels, values, strict=True))
     lines = []
     for (label, members), style in zip(series.items(), STYLES, strict=False):
         marks = []
         for point in members:
             metric = point["metrics"].get(name)
             if metric is not None:
-                x = place[_value_label(point, key)]
+                x = x_of_label[_value_label(point, key)]
                 marks.append((x, metric["mean"], metric["ci95"]))
+        # The points have the order of the scenario, and a line needs that of x.
         marks.sort()
-        half_widths = [half_width for *_, half_width in marks]
+        means = []
+        half_widths = []
+        for x, mean, half_width in marks:
+            means.append((x, mean))
+            half_widths.append(half_width)
         if not any(half_widths):
             half_widths = []
-        means = [(x, mean) for x, mean, _ in marks]
         lines.append(
             Line(label, means, *style, mark_points=True, half_widths=half_widths)
         )
+    # A scenario writes a rate as `10mbit`, and an axis needs the unit of a rate.
     if unit in RATE_UNITS:
         unit += "/s"
     title = f"{_short_key(key)} ({unit})" if unit else _short_key(key)
@@ -299,15 +311,20 @@ def _bar_chart(
     series: Mapping[str, list[Point]],
     y: Axis,
 ) -> BarPlot:
+    """Draw a group of bars for each value of a key, with a bar for each series."""
     groups = list(dict.fromkeys(_value_label(point, key) for point in points))
     kinds = []
     for (label, members), style in zip(series.items(), STYLES, strict=False):
         statistics = {}
         for point in members:
             statistics[_value_label(point, key)] = point["metrics"].get(name, {})
-        rows = [statistics.get(group, {}) for group in groups]
-        values = [row.get("mean") for row in rows]
-        half_widths = [row.get("ci95") for row in rows]
+        # A series may lack a group, whose place then stays empty.
+        values = []
+        half_widths = []
+        for group in groups:
+            row = statistics.get(group, {})
+            values.append(row.get("mean"))
+            half_widths.append(row.get("ci95"))
         colour, dash = style
         kinds.append(Bars(label, values, colour, half_widths, dash))
     return BarPlot(groups, kinds, x=_short_key(key), y=y)
@@ -315,8 +332,13 @@ def _bar_chart(
 
 def _numeric_places(points: Sequence[Point], key: str) -> list[float] | None:
     """Return the values of a key as numbers; None if not numeric."""
-    scaled = on_one_scale([point["point"].get(key) for point in points])
+    scaled = _on_one_scale(points, key)
     return None if scaled is None else scaled[0]
+
+
+def _on_one_scale(points: Sequence[Point], key: str) -> tuple[list[float], str] | None:
+    """Return the values of a key as numbers in one unit, and the unit; None if not numeric."""
+    return on_one_scale([point["point"].get(key) for point in points])
 
 
 def _value_label(point: Point, key: str) -> str:

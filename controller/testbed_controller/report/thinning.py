@@ -1,4 +1,7 @@
-"""Selection of notable devices, links or rows for pages of large runs."""
+"""Selection of notable devices, links or rows for pages of large runs.
+
+A page shows those that stand out by some measure, with the reason, and names the file with all of them.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,16 @@ def standing_out(
     if len(items) <= MOST:
         return [(item, "") for item in items]
     reasons: dict[int, list[str]] = {}
-    for words, measure in by.items():
+    for reason, measure in by.items():
         values = [measure(item) for item in items]
         for place in nlargest(EACH, range(len(items)), key=values.__getitem__):
+            # With a value of 0, an item is one of many: most devices are never down.
             if values[place] > 0:
-                reasons.setdefault(place, []).append(words)
-    return [(items[place], ", ".join(words)) for place, words in reasons.items()]
+                reasons.setdefault(place, []).append(reason)
+    selected = []
+    for place, own_reasons in reasons.items():
+        selected.append((items[place], ", ".join(own_reasons)))
+    return selected
 
 
 def devices_shown(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -92,6 +99,10 @@ def abridged(value: Any, file: str) -> Any:
         entries = {}
         for key, each in islice(value.items(), count):
             entries[key] = abridged(each, file)
-        return {**entries, "...": more} if is_long else entries
+        if is_long:
+            entries["..."] = more
+        return entries
     items = [abridged(each, file) for each in islice(value, count)]
-    return [*items, f"... {more}"] if is_long else items
+    if is_long:
+        items.append(f"... {more}")
+    return items

@@ -46,12 +46,18 @@ def timeline(run: Run) -> dict[str, Any]:
         # The first view is the whole run.
         details = [(view["start"], view["end"]) for view in views[1:]]
         all_bars = _joined_bars(log, end, details, drawn)
-    charted = [bar for bar in all_bars if bar.device in drawn and bar.start <= end]
-    charted.sort(key=lambda bar: (bar.start, bar.end))
+    charted = []
     # Each word once and by its number in the bars: a page has up to 40,000 bars.
-    labels = {bar.label for bar in charted}
-    peers = {bar.peer for bar in charted if bar.peer}
-    words = sorted(labels | peers)
+    used_words = set()
+    for bar in all_bars:
+        if bar.device not in drawn or bar.start > end:
+            continue
+        charted.append(bar)
+        used_words.add(bar.label)
+        if bar.peer:
+            used_words.add(bar.peer)
+    charted.sort(key=lambda bar: (bar.start, bar.end))
+    words = sorted(used_words)
     number = {word: index for index, word in enumerate(words)}
     return {
         "end": end,
@@ -105,7 +111,10 @@ def _merge_windows(windows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, A
 
 
 def interesting(run: Run) -> list[dict[str, Any]]:
-    """Return the views: the whole run, two undisturbed steps, a request, and the surroundings of pauses and faults."""
+    """Return the views: the whole run, two undisturbed steps, a request, and the surroundings of pauses and faults.
+
+    Each is a button of the chart; in the view of the whole run, single steps are too short to be distinguished.
+    """
     metrics = run.metrics
     end = metrics["duration"]
     windows = [("whole run", 0.0, end)]
@@ -116,6 +125,7 @@ def interesting(run: Run) -> list[dict[str, Any]]:
         if fault["mends"]:
             continue
         struck = fault["struck"]
+        # Until the end of the fault or of the recovery, whichever is later; a fault may have neither.
         last = max(struck, fault["undone"] or struck, fault["recovered"] or struck)
         name = f"{fault['action']} {fault['target']}"
         windows.append((name, struck - AROUND, last + AROUND))
@@ -165,7 +175,7 @@ def _joined_bars(
 
 
 def _outside(own: Intervals, end: float, keep: Sequence[Interval]) -> Intervals:
-    """Return the intervals that begin before ``end`` and overlap none of ``keep``."""
+    """Return the intervals (n, 2) that begin before ``end`` and overlap none of ``keep``."""
     excluded = own[:, 0] > end
     for since, until in keep:
         excluded |= (own[:, 0] < until) & (since < own[:, 1])
@@ -175,9 +185,11 @@ def _outside(own: Intervals, end: float, keep: Sequence[Interval]) -> Intervals:
 def _compact_bar(
     bar: Bar, devices: Sequence[str], number: Mapping[str, int]
 ) -> list[Any]:
+    """Return a bar as the list that `timeline` describes, without the unknown values at its end."""
     row: list[Any] = [
         devices.index(bar.device),
         KINDS.index(bar.kind),
+        # Rounded to microseconds: more digits of up to 40,000 bars would only lengthen the page.
         round(bar.start, 6),
         round(bar.end - bar.start, 6),
         number[bar.label],

@@ -33,9 +33,13 @@ def _member_metrics(metric: Metric, metrics: Mapping[str, Any]) -> dict[str, Met
     members = metrics.get(group)
     if not isinstance(members, Mapping):
         return {metric.name: metric}
-    _, dot, last = last.partition(".")
-    names = [f"{group}.{member}{dot}{last}" for member in members]
-    return {name: replace(metric, name=name) for name in names}
+    # After the placeholder, such as `<metric>`: a field of each member, or nothing.
+    _, dot, field = last.partition(".")
+    definitions = {}
+    for member in members:
+        name = f"{group}.{member}{dot}{field}"
+        definitions[name] = replace(metric, name=name)
+    return definitions
 
 
 def metric_value(metrics: Mapping[str, Any], name: str) -> Any:

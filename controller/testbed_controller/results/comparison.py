@@ -5,7 +5,7 @@ The repetitions of one point on one clock form a group, which is compared as one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 from statistics import fmean
@@ -31,7 +31,7 @@ UNIMPORTANT = (
 )
 """Scenario keys without effect on metrics."""
 TWO_CLOCKS = 0.10
-"""Maximum relative difference of step times between an emulated and a simulated run of one scenario."""
+"""Maximum relative difference between an emulated and a simulated run of one scenario, in step time or latency."""
 
 
 def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     """
     groups = list(grouped.values())
     # The repetitions of a group differ only in their seed.
-    firsts = [group[0] for group in groups]
-    differences = _scenario_differences([_scenario_values(run) for run in firsts])
+    firsts = _first_runs(groups)
+    differences = _scenario_differences(firsts)
     compared = _Compared(grouped, differences)
     warnings: list[str] = []
     for check in _CHECKS:
@@ -60,14 +60,32 @@ def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     }
 
 
+def _first_runs(groups: Iterable[Sequence[Run]]) -> list[Run]:
+    return [group[0] for group in groups]
+
+
 def _describe_group(label: str, group: Sequence[Run]) -> dict[str, Any]:
+    # The column of a group shows the worst of its runs, since a mean hides an unfinished or untrusted one.
+    worst = _worst_run(group)
     return {
         "path": str(group[0].path),
         "label": label,
         "runtime": group[0].outcome.runtime,
         "count": len(group),
-        **_worst_status(group),
+        "status": worst.outcome.status,
+        "verdict": worst.metrics["verdict"]["kind"],
     }
+
+
+def _worst_run(group: Sequence[Run]) -> Run:
+    """Return the first unfinished run of a group, else the first untrusted one, else the first."""
+    for run in group:
+        if run.outcome.status != "finished":
+            return run
+    for run in group:
+        if not run.metrics["trusted"]:
+            return run
+    return group[0]
 
 
 def side_by_side(
@@ -79,7 +97,7 @@ def side_by_side(
     for an unknown name.
     """
     groups = _group_repetitions(runs)
-    labels = _run_labels([group[0] for group in groups])
+    labels = _run_labels(_first_runs(groups))
     groups_by_label = dict(zip(labels, groups, strict=True))
     chosen = {}
     for text in series:
@@ -96,6 +114,7 @@ def _group_repetitions(runs: Sequence[Run]) -> list[list[Run]]:
     """Return the runs of each point and clock, in the order of the first run of each group."""
     same_point: dict[str, list[Run]] = {}
     for run in runs:
+        # With the folder: the same point of two sweeps is compared, not averaged.
         key = f"{run.outcome.runtime} {run.path.parent} {run.point}"
         same_point.setdefault(key, []).append(run)
     groups: list[list[Run]] = []
@@ -105,17 +124,10 @@ def _group_repetitions(runs: Sequence[Run]) -> list[list[Run]]:
         if len(numbers) == len(group):
             groups.append(group)
         else:
-            groups += [[run] for run in group]
+            for run in group:
+                groups.append([run])
     groups.sort(key=lambda group: min(map(runs.index, group)))
     return groups
-
-
-def _worst_status(group: Sequence[Run]) -> dict[str, str]:
-    """Return status and verdict of the first unfinished run of a group, else of the first untrusted one."""
-    unfinished = [run for run in group if run.outcome.status != "finished"]
-    untrusted = [run for run in group if not run.metrics["trusted"]]
-    worst = (*unfinished, *untrusted, group[0])[0]
-    return {"status": worst.outcome.status, "verdict": worst.metrics["verdict"]["kind"]}
 
 
 def _run_labels(runs: Sequence[Run]) -> list[str]:
@@ -125,10 +137,13 @@ def _run_labels(runs: Sequence[Run]) -> list[str]:
     lengths = {len(each) for each in parts}
     # Names with the same number of parts are points of one sweep: the parts common to all say nothing.
     if len(lengths) == 1 and lengths != {1} and len(set(names)) > 1:
-        differ = [len(set(values)) > 1 for values in zip(*parts, strict=True)]
-        names = [",".join(compress(each, differ)) for each in parts]
+        is_different = []
+        for values in zip(*parts, strict=True):
+            is_different.append(len(set(values)) > 1)
+        names = [",".join(compress(each, is_different)) for each in parts]
     if len(set(names)) == len(names):
         return names
+    # Labels are the keys of the groups, so equal ones would hide a run.
     return [f"{number} {name}" for number, name in enumerate(names, 1)]
 
 
@@ -145,11 +160,8 @@ def _name_parts(run: Run) -> list[str]:
 def _scenario_values(run: Run) -> dict[str, Any]:
     """Return the plain values of a run's scenario by dotted key."""
     scenario = run.trial.scenario
-    return dict(
-        _flatten_keys(
-            scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
-        )
-    )
+    tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return dict(_flatten_keys(tree))
 
 
 def _flatten_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -164,17 +176,20 @@ def _flatten_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flatten_keys(item, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _scenario_differences(plain: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _scenario_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Return the values of each key in which the scenarios of the runs differ, None where a scenario lacks the key."""
+    scenarios = [_scenario_values(run) for run in runs]
+    # A dictionary rather than a set, to list the keys in the order of the first scenario.
     keys: dict[str, None] = {}
-    for scenario in plain:
+    for scenario in scenarios:
         keys |= dict.fromkeys(scenario)
     differences = {}
     for key in keys:
-        if any(is_below(key, other) for other in UNIMPORTANT):
+        if _is_below_any(key, UNIMPORTANT):
             continue
-        values = [scenario.get(key) for scenario in plain]
+        values = [scenario.get(key) for scenario in scenarios]
         # As text, since 1 and true are equal in Python but differ in a scenario.
-        if len({repr(value) for value in values}) > 1:
+        if len(set(map(repr, values))) > 1:
             differences[key] = values
     return differences
 
@@ -188,7 +203,12 @@ def is_below(key: str, other: str) -> bool:
     return key == other or key.startswith(f"{other}.")
 
 
+def _is_below_any(key: str, others: Iterable[str]) -> bool:
+    return any(is_below(key, other) for other in others)
+
+
 def _metric_rows(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each compared metric that any group has, with a value for each group."""
     for name, metric in all_metrics([*chain.from_iterable(grouped)]).items():
         if not metric.compared:
             continue
@@ -214,7 +234,9 @@ def _metric_rows(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
 def _mean_interval(values: Sequence[Any]) -> tuple[Any, float | None]:
     """Return mean and interval half width of numbers; for other values, the first one."""
     numbers = [value for value in values if is_number(value)]
-    return interval(numbers) if numbers else (values[0], None)
+    if not numbers:
+        return values[0], None
+    return interval(numbers)
 
 
 def _ratio_to_first(value: Any, first: Any) -> float | None:
@@ -227,10 +249,14 @@ def _ratio_to_first(value: Any, first: Any) -> float | None:
 def _device_shares(
     grouped: Sequence[Sequence[Run]],
 ) -> dict[str, list[dict[str, float] | None]]:
+    """Return the activity shares of each device by name, with an entry for each group."""
     names: dict[str, None] = {}
     for run in chain.from_iterable(grouped):
         names |= dict.fromkeys(run.metrics["devices"])
-    return {name: [_mean_shares(name, group) for group in grouped] for name in names}
+    shares = {}
+    for name in names:
+        shares[name] = [_mean_shares(name, group) for group in grouped]
+    return shares
 
 
 def _mean_shares(device: str, runs: Sequence[Run]) -> dict[str, float] | None:
@@ -241,8 +267,10 @@ def _mean_shares(device: str, runs: Sequence[Run]) -> dict[str, float] | None:
             rows.append(run.metrics["devices"][device])
     if not rows:
         return None
-    parts = ("compute", "communicate", "down", "idle")
-    return {part: fmean(row[f"{part}_share"] for row in rows) for part in parts}
+    shares = {}
+    for activity in ("compute", "communicate", "down", "idle"):
+        shares[activity] = fmean(row[f"{activity}_share"] for row in rows)
+    return shares
 
 
 @dataclass(frozen=True)
@@ -282,12 +310,14 @@ class _Compared:
         # Without the first repetition, the scenario's own seed is unknown.
         if 0 not in seeds:
             return True
-        expected = {each: repetition_seed(seeds[0], each) for each in seeds}
+        expected = {}
+        for repetition in seeds:
+            expected[repetition] = repetition_seed(seeds[0], repetition)
         return seeds == expected
 
     def _is_swept(self, key: str) -> bool:
-        swept = chain.from_iterable(run.trial.point for run in self.runs)
-        return any(is_below(key, other) for other in swept)
+        # A swept section, such as a method with its options, changes all keys below.
+        return any(_is_below_any(key, run.trial.point) for run in self.runs)
 
 
 def _check_tasks(compared: _Compared) -> Iterator[str]:
@@ -297,9 +327,10 @@ def _check_tasks(compared: _Compared) -> Iterator[str]:
 
 def _check_scenarios(compared: _Compared) -> Iterator[str]:
     for key, values in compared.differences.items():
-        if not compared.is_intended(key):
-            texts = ["–" if value is None else str(value) for value in values]
-            yield f"the scenarios differ in {key}: {' | '.join(texts)}"
+        if compared.is_intended(key):
+            continue
+        texts = ["–" if value is None else str(value) for value in values]
+        yield f"the scenarios differ in {key}: {' | '.join(texts)}"
 
 
 def _check_verdicts(compared: _Compared) -> Iterator[str]:
@@ -366,12 +397,16 @@ def _describe_processors(run: Run) -> str:
 def _compare_clocks(
     runs: Sequence[Run], differences: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Compare the first emulated with the first simulated run of one scenario."""
+    """Compare the first emulated with the first simulated run of one scenario.
+
+    Returns None for runs of different scenarios, or on one clock only. A run of training has a step time, a run of
+    inference a latency.
+    """
     first_runs: dict[str, Run] = {}
     for run in runs:
         if run.metrics.get("step_time", run.metrics.get("latency")) is not None:
             first_runs.setdefault(run.outcome.runtime, run)
-    if len(first_runs) < 2 or any(key != "name" for key in differences):
+    if len(first_runs) < 2 or differences.keys() - {"name"}:
         return None
     metric = "step_time" if "step_time" in first_runs["emulate"].metrics else "latency"
     emulated = first_runs["emulate"].metrics.get(metric)

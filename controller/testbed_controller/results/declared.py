@@ -54,6 +54,7 @@ def keep(
     folder: Path, trial: Trial, declared: MetricsSpec, metrics: Mapping[str, Any]
 ) -> None:
     """Write the definitions of a user's method into the results folder; ``metrics`` are empty at the start."""
+    # Other methods are found again by name when the results are read.
     if trial.scenario.workload.method.file is not None:
         text = json.dumps(finite(_as_data(declared, metrics)), indent=2, default=str)
         (folder / FILE).write_text(text + "\n", encoding="utf-8")
@@ -144,8 +145,10 @@ def _restore(stored: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSp
     """Return definitions whose functions return the stored values, whatever record they are given."""
     added_fields = []
     for item in metrics.get("recovery_list", ()):
-        names = item.keys() - _COMMON_FIELDS
-        added_fields.append({name: item[name] for name in names})
+        own_fields = {}
+        for name in item.keys() - _COMMON_FIELDS:
+            own_fields[name] = item[name]
+        added_fields.append(own_fields)
 
     def recovery(item: Recovery, record: RunView) -> dict[str, Any]:
         # By position: two devices may detect or end their recoveries at the same time.
@@ -179,7 +182,8 @@ def _restore_table(stored: Mapping[str, Any]) -> Table:
         columns.append(Column(heading, kind, str(number), wide))
     items = []
     for item in stored["items"]:
-        items.append({str(number): value for number, value in enumerate(item)})
+        names = map(str, range(len(item)))
+        items.append(dict(zip(names, item, strict=True)))
     return Table(
         stored["title"], stored["note"], _constant_function(items), tuple(columns)
     )
@@ -202,4 +206,5 @@ def _metric_value(metrics: Mapping[str, Any], name: str) -> Any:
 
 
 def _constant_function(value: Any) -> Any:
+    """Return a function of one argument, such as a run's record, that always returns ``value``."""
     return lambda _: value

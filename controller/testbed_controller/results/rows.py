@@ -51,7 +51,8 @@ def _link_rows(run: Run) -> list[Row]:
         columns: Row = {}
         for key, value in row.items():
             if isinstance(value, dict):
-                columns |= {f"{key}.{name}": each for name, each in value.items()}
+                for name, each in value.items():
+                    columns[f"{key}.{name}"] = each
             else:
                 columns[key] = value
         table.append(columns)
@@ -59,7 +60,17 @@ def _link_rows(run: Run) -> list[Row]:
 
 
 def _series_rows(name: str) -> Callable[[Run], list[Row]]:
-    return lambda run: [dict(row) for row in run.metrics["series"][name]]
+    """Return a function that returns a series of a run's metrics as rows."""
+    return lambda run: _copy_rows(run.metrics["series"][name])
+
+
+def _fault_rows(run: Run) -> list[Row]:
+    return _copy_rows(run.metrics["fault_list"])
+
+
+def _copy_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return copies, which a caller may change without changing the metrics of the run."""
+    return [dict(row) for row in rows]
 
 
 TABLES: Mapping[str, Callable[[Run], list[Row]]] = {
@@ -70,7 +81,7 @@ TABLES: Mapping[str, Callable[[Run], list[Row]]] = {
     "steps": _series_rows("steps"),
     "evaluations": _series_rows("evaluations"),
     "requests": _series_rows("requests"),
-    "faults": lambda run: [dict(row) for row in run.metrics["fault_list"]],
+    "faults": _fault_rows,
 }
 """Tables of a run, with functions that compute them. Times and durations are in seconds."""
 _FORMER_TABLES = {"figures": "metrics"}
@@ -109,7 +120,8 @@ def points(runs: Sequence[Run]) -> list[Row]:
             row[key] = value_text(value) if value_label(value) else value
         row["repetition"] = run.trial.repetition
         row["verdict"] = run.metrics["verdict"]["kind"]
-        row |= {each["metric"]: each["value"] for each in _metric_rows(run)}
+        for metric in _metric_rows(run):
+            row[metric["metric"]] = metric["value"]
         # The verdict says more: a simulation is neither trusted nor untrusted.
         row.pop("trusted", None)
         table.append(row)
@@ -132,21 +144,23 @@ def write_parquet(path: Path, table_rows: Sequence[Row]) -> None:
     for name, kind in table.dtypes.items():
         # A column of Parquet has one type, and `object` stands for mixed ones.
         if str(kind) == "object":
+            texts = []
             missing = table[name].isna()
-            table[name] = [
-                None if is_missing else _json_text(value)
-                for value, is_missing in zip(table[name], missing, strict=True)
-            ]
+            for value, is_missing in zip(table[name], missing, strict=True):
+                texts.append(None if is_missing else _json_text(value))
+            table[name] = texts
     table.to_parquet(path)
 
 
 def _json_text(value: object) -> str:
+    # A text stays as written: as JSON, it would be in quotes.
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def write_csv(path: Path, table_rows: Iterable[Row]) -> None:
     """Write rows as CSV with a column for each key; composite values are written as JSON."""
     table_rows = list(table_rows)
+    # Rows may have different keys: events of other kinds have other fields.
     columns: dict[str, None] = {}
     for row in table_rows:
         columns |= dict.fromkeys(row)
@@ -154,7 +168,8 @@ def write_csv(path: Path, table_rows: Iterable[Row]) -> None:
         writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
         for row in table_rows:
-            writer.writerow({key: _csv_cell(value) for key, value in row.items()})
+            cells = map(_csv_cell, row.values())
+            writer.writerow(dict(zip(row, cells, strict=True)))
 
 
 def _csv_cell(value: object) -> object:

@@ -48,6 +48,7 @@ class Csv(Callback):
     """Writer of ``stream.csv``, with one row per event."""
 
     def __init__(self, folder: Path) -> None:
+        # Buffered by line, so that a program that follows the file sees whole rows at once.
         self._file = (folder / "stream.csv").open(
             "w", newline="", encoding="utf-8", buffering=1
         )
@@ -97,6 +98,7 @@ class MlFlow(Logger):
 
     def __init__(self, folder: Path) -> None:
         library = require_extra("mlflow", "mlflow", "--stream mlflow")
+        # An absolute path: three slashes are part of an SQLite address, and the fourth begins the path.
         address = f"sqlite:///{folder.resolve()}/mlflow.db"
         if library.is_tracking_uri_set():
             address = library.get_tracking_uri()
@@ -170,4 +172,5 @@ class Following:
 
 
 def _step_of_event(event: Event) -> int:
+    """Return the number of an event's step, or of its request in inference."""
     return int(event.fields.get("step", event.fields.get("request", 0)))

@@ -35,6 +35,7 @@ def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
     for run in runs:
         groups.setdefault(run.point, []).append(run)
     points = [_summarize_point(group) for group in groups.values()]
+    # Only metrics with a number: a text, such as a verdict, has no mean.
     present: set[str] = set()
     for point in points:
         present |= point["metrics"].keys()
@@ -62,8 +63,11 @@ def _summarize_point(group: Sequence[Run]) -> dict[str, Any]:
 def _summarize_metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     table = {}
     for name in all_metrics(runs):
-        values = [metric_value(run.metrics, name) for run in runs]
-        numbers = [value for value in values if is_number(value)]
+        numbers = []
+        for run in runs:
+            value = metric_value(run.metrics, name)
+            if is_number(value):
+                numbers.append(value)
         if numbers:
             mean, half_width = interval(numbers)
             table[name] = {"mean": mean, "ci95": half_width, "n": len(numbers)}
@@ -86,9 +90,13 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     for point in points:
         keys |= dict.fromkeys(point["point"])
     for point in points:
-        values = {key: point["point"].get(key) for key in keys}
-        row = {key: value_label(value) or value for key, value in values.items()}
-        row |= {"runs": len(point["runs"]), "trusted": point["trusted"]}
+        row: Row = {}
+        for key in keys:
+            value = point["point"].get(key)
+            row[key] = value_label(value) or value
+        row["runs"] = len(point["runs"])
+        row["trusted"] = point["trusted"]
         for name, metric in point["metrics"].items():
-            row |= {name: metric["mean"], f"{name}_ci95": metric["ci95"]}
+            row[name] = metric["mean"]
+            row[f"{name}_ci95"] = metric["ci95"]
         yield row
