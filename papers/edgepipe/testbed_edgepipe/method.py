@@ -20,15 +20,26 @@ from testbed_edgepipe.planner import INFORMING, EdgePipeOptions
 
 
 def _update_share(record: RunView) -> float | None:
-    """Return the number of updates divided by the number of possible updates."""
-    layers = sum(
-        assignment.stop - assignment.start for assignment in record.plan.assignments
-    )
-    # A device makes one update of each layer in each batch if all gradients arrive.
-    batches = len(record.of("step")) * details_of(record).micro_batches
-    due = batches * layers
-    made = sum(event.fields["span"] == "backward" for event in record.of("compute"))
-    return made / due if due else None
+    """Return the number of updates divided by the number of possible updates; None for a run without steps.
+
+    A device can update each of its layers once a step, after the last micro-batch. The update takes place if the device
+    has a gradient of at least one micro-batch, whichever it is; without micro-batches this is the gradient of the batch.
+    """
+    layer_parts = 0
+    for assignment in record.plan.assignments:
+        layer_parts += assignment.stop - assignment.start
+    possible = len(record.of("step")) * layer_parts
+    if not possible:
+        return None
+    micro_batches = details_of(record).micro_batches
+    updates = 0
+    for event in record.of("compute"):
+        if event.fields["span"] != "backward":
+            continue
+        # Backwards of earlier micro-batches only add up gradients.
+        if (event.fields["batch"] + 1) % micro_batches == 0:
+            updates += 1
+    return updates / possible
 
 
 def _model_partition_bytes(record: RunView) -> int | None:
@@ -43,7 +54,7 @@ METRICS = (
     Metric(
         "update_share",
         "share",
-        "fraction of layer updates performed (all gradients received)",
+        "fraction of layer updates performed; each needs all losses of a batch, or of one of its micro-batches",
         _update_share,
         brief=True,
     ),

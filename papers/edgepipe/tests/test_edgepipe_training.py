@@ -183,10 +183,19 @@ def test_gpipe_is_plain_gradient_descent_and_casts_each_micro_batch():
 
 def test_gpipe_updates_with_the_micro_batches_that_came():
     network = {"link": {"message_loss": "10%"}}
-    outcome = run(six_devices(GPIPE, network=network))
-    learned = sum(each["span"] == "backward" for each in of(outcome, "compute"))
-    assert 12 * 6 < learned < 12 * 6 * 5
+    written = six_devices(GPIPE, network=network)
+    outcome = run(written)
+    backwards = [each for each in of(outcome, "compute") if each["span"] == "backward"]
+    assert 12 * 6 < len(backwards) < 12 * 6 * 5
     assert len(of(outcome, "step")) == 12
+    # Backwards of the first five micro-batches add up gradients, and the sixth updates the weights.
+    updates = sum(each["batch"] % 6 == 5 for each in backwards)
+    (trial,) = trials(written)
+    _, chosen = plan_scenario(written)
+    values = metrics(outcome, trial.experiment, chosen, EdgePipe.declared)
+    assert values["update_share"] == pytest.approx(updates / (12 * 5))
+    # A layer without a gradient of its last micro-batch updates by the earlier ones.
+    assert updates / (12 * 5) > len(backwards) / (12 * 6 * 5)
 
 
 def test_without_a_pipeline_batches_take_as_many_slots_as_passes():
