@@ -43,7 +43,33 @@ def test_importing_testbed_imports_nothing_else() -> None:
     )
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert "testbed" in loaded
-    assert not loaded & {"controller", "torch", "numpy", "docker", "pydantic"}
+    assert not loaded & {"testbed_controller", "torch", "numpy", "docker", "pydantic"}
+
+
+def test_the_interface_is_absent_where_the_controller_is_not_installed() -> None:
+    # None in `sys.modules` is a package that cannot be found, as on a device.
+    program = (
+        "import sys; sys.modules['testbed_controller'] = None; import testbed\n"
+        "assert not hasattr(testbed, 'run')\n"
+        "testbed.run"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert "AttributeError: testbed.run needs the package testbed_controller" in (
+        done.stderr
+    )
+
+
+def test_a_missing_library_of_the_interface_is_named() -> None:
+    program = (
+        "import sys; sys.modules['pydantic'] = None; import testbed\n"
+        "hasattr(testbed, 'run')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert "ModuleNotFoundError: import of pydantic halted" in done.stderr
 
 
 def test_loading_a_scenario_imports_no_torch() -> None:
