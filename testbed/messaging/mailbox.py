@@ -89,8 +89,12 @@ class Outbox:
 
     def due(self, peer: str) -> float:
         """Return the instant by which all messages to a peer should be acknowledged, at the speed of the link."""
-        unacknowledged = self._by_peer[peer]
-        return max((send.due for send in unacknowledged), default=self._device.now())
+        dues = []
+        for send in self._by_peer[peer]:
+            # The task of a cancelled message ends a turn of the loop later, but the link is free already.
+            if not send.task.cancelling():
+                dues.append(send.due)
+        return max(dues, default=self._device.now())
 
     def is_busy(self) -> bool:
         """Return whether a message is in transit and not overdue."""

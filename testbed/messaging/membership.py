@@ -140,7 +140,8 @@ class Membership:
         """Devices that must not receive a role again, even if they reply."""
         self.refusal: str | None = None
         """Reason why no device may join, or None if devices may join."""
-        self._refused: set[str] = set()
+        self._logged_refusals: dict[str, str] = {}
+        """Device -> the reason logged last, since a device replies to every probe."""
         self._device = mailbox.device
         self._mailbox = mailbox
         self._probes: dict[str, asyncio.Future[None]] = {}
@@ -246,10 +247,9 @@ class Membership:
             return
         if self.refusal is None:
             self.joiners.add(name)
-        elif name not in self._refused:
-            # Once for each device: it replies to every probe.
+        elif self._logged_refusals.get(name) != self.refusal:
             self._device.record("log", text=f"{name} cannot join: {self.refusal}")
-            self._refused.add(name)
+            self._logged_refusals[name] = self.refusal
 
     def _handle_answer(self, answer: Alive) -> None:
         self.answered += 1

@@ -94,6 +94,38 @@ def test_restart_is_distinguished_from_a_slow_answer():
     led(lead, faults=[{"kill": "one", "at": "1000ms", "for": "1000ms"}])
 
 
+def test_a_cancelled_probe_takes_no_time_of_the_next_one():
+    async def coordinate(device):
+        links = {("lead", "one"): LINK, ("one", "lead"): LINK}
+        async with Mailbox(device, links, MEMBERSHIP_KINDS) as mailbox:
+            members = Membership(mailbox, ("lead", "one"))
+            members.ask(["one"])
+            due = mailbox.sends.due("one")
+            members.ask(["one"])
+            assert due > device.now()
+            assert mailbox.sends.due("one") == due
+
+    async def be_silent(device):
+        await asyncio.get_running_loop().create_future()
+
+    simulate({"lead": coordinate, "one": be_silent})
+
+
+def test_each_reason_against_joining_is_logged_once():
+    async def lead(mailbox, members):
+        for reason in ("a recovery is under way", "its units are another's"):
+            members.refusal = reason
+            for _ in range(2):
+                await members.ping_all({"two": 1.0})
+
+    world = led(lead)
+    texts = [event.fields["text"] for event in world.events if event.event == "log"]
+    assert [text for text in texts if text.startswith("two ")] == [
+        "two cannot join: a recovery is under way",
+        "two cannot join: its units are another's",
+    ]
+
+
 def test_gathering_waits_for_each_as_long_as_it_may_take():
     async def lead(mailbox, members):
         await mailbox.device.sleep(0.5)
