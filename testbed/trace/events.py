@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple
 
 from testbed.network.link import Link
@@ -168,6 +169,73 @@ EVENTS = (
     EventType("trace", "change by a link trace", None, ("what", "value", "intended")),
 )
 """Event types with a meaning independent of the method. The last ones are the testbed's own."""
+_FIELDS_BY_TYPE: Mapping[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
+    "a number": (
+        (int, float),
+        (
+            *("start", "duration", "queued", "encode", "decode", "latency"),
+            *("bytes", "number", "flops", "busy", "deficit", "late"),
+            *("waited", "interval", "processor", "computing"),
+            *("intended", "began", "factor", "delay", "of"),
+            *("weights", "activations"),
+        ),
+    ),
+    # A line has null for a number that is not finite, and a link without a limit has the rate null.
+    "a number or null": (
+        (int, float, NoneType),
+        (
+            *("step", "request", "batch", "micro", "sample", "samples", "cast"),
+            *("loss", "accuracy", "rate", "speed", "after"),
+        ),
+    ),
+    "a text": (
+        (str,),
+        (
+            *("span", "message", "peer", "source", "destination", "target"),
+            *("state", "phase", "action", "what"),
+        ),
+    ),
+    "true or false": ((bool,), ("up",)),
+    "a list": ((list,), ("peers", "boxes")),
+}
+"""Kind of value in a file -> its types, and the fields of `EVENTS` with such values; other fields hold any value."""
+
+
+def _field_types() -> dict[str, dict[str, tuple[str, tuple[type, ...]]]]:
+    """Return, for each event of `EVENTS`, the fields with a known kind of value: the kind and its types."""
+    kinds: dict[str, tuple[str, tuple[type, ...]]] = {}
+    for kind, (types, names) in _FIELDS_BY_TYPE.items():
+        for name in names:
+            kinds[name] = (kind, types)
+    by_event = {}
+    for event in EVENTS:
+        by_event[event.name] = {
+            name: kinds[name] for name in event.fields if name in kinds
+        }
+    return by_event
+
+
+_FIELD_TYPES = _field_types()
+
+
+def find_invalid_field(
+    event: str, names: Iterable[str], types: Iterable[type]
+) -> str | None:
+    """Return which field of an event in a file has a value of another type than the testbed writes; None if none has.
+
+    Fields of methods' own events hold any value.
+
+    >>> find_invalid_field("step", ["step", "loss"], [int, str])
+    "field 'loss' must be a number or null"
+    """
+    known = _FIELD_TYPES.get(event, {})
+    for name, found in zip(names, types, strict=True):
+        if name not in known:
+            continue
+        kind, expected = known[name]
+        if not issubclass(found, expected):
+            return f"field '{name}' must be {kind}"
+    return None
 
 
 def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:

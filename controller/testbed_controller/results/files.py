@@ -26,7 +26,7 @@ from testbed.plan import Plan
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.scenario.schema import Scenario, Trial
-from testbed.trace.events import LEADING, Event, restore_loss
+from testbed.trace.events import LEADING, Event, find_invalid_field, restore_loss
 from testbed.trace.log import EventLog, Form
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome
@@ -89,7 +89,7 @@ class _HostTypes(TypedDict, total=False):
 
 
 class _FidelityTypes(TypedDict, total=False):
-    figures: dict[str, Any]
+    measurements: dict[str, Any]
     links: list[dict[str, Any]]
 
 
@@ -205,7 +205,14 @@ def _load_run(folder: Path, events: EventLog, stored: dict[str, Any] | None) -> 
         ) from None
     declared = declared_in(folder, trial)
     if stored is None:
-        stored = metrics(outcome, trial.experiment, plan, declared)
+        try:
+            stored = metrics(outcome, trial.experiment, plan, declared)
+        except _DAMAGED as error:
+            # A method's own events hold any value, and older ones may lack a field.
+            raise InputError(
+                f"{folder / 'events.jsonl'}: no metrics follow from these events "
+                f"({type(error).__name__}: {error}): the file is damaged, or of another version of the testbed"
+            ) from error
     return Run(folder, trial, plan, outcome, facts, stored, declared)
 
 
@@ -325,16 +332,17 @@ def _parse_together(lines: Sequence[str]) -> list[dict[str, Any]]:
     if '"loss": null' in text:
         for fields in parsed:
             restore_loss(fields)
-    # All events have few different sets of keys, so the check of the sets is fast.
-    leading_keys = {keys[:3] for keys in set(map(tuple, parsed))}
-    if leading_keys != {LEADING}:
-        raise ValueError("not events")
-    kinds = {
-        (type(fields["time"]), type(fields["device"]), type(fields["event"]))
-        for fields in parsed
-    }
-    if not kinds <= _EVENT_TYPES:
-        raise ValueError("not events")
+    # All events have few different forms, so the check of the forms is fast.
+    forms = set()
+    for fields in parsed:
+        types = tuple(map(type, fields.values()))
+        forms.add((fields["event"], tuple(fields), types))
+    for event, keys, types in forms:
+        if keys[:3] != LEADING or types[:3] not in _EVENT_TYPES:
+            raise ValueError("not events")
+        problem = find_invalid_field(event, keys[3:], types[3:])
+        if problem is not None:
+            raise ValueError(problem)
     return parsed
 
 
@@ -359,20 +367,35 @@ def _parse_one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Even
     events = []
     for number, line in enumerate(lines, first):
         try:
-            event = Event.from_json(line)
-            if (
-                type(event.time),
-                type(event.device),
-                type(event.event),
-            ) not in _EVENT_TYPES:
-                raise ValueError("not an event")
-            events.append(event)
+            event = _parse_line(line)
         except _DAMAGED:
             if line.endswith("\n"):
                 raise InputError(
                     f"{path}:{number}: is not an event: the file is damaged"
                 ) from None
+            continue
+        problem = _find_invalid_field(event)
+        if problem is not None:
+            raise InputError(
+                f"{path}:{number}: {event.event}: {problem}: the file is damaged"
+            )
+        events.append(event)
     return events
+
+
+def _parse_line(line: str) -> Event:
+    """Parse the line of one event. Raises one of `_DAMAGED` if time, device or name is missing or of another type."""
+    event = Event.from_json(line)
+    types = (type(event.time), type(event.device), type(event.event))
+    if types not in _EVENT_TYPES:
+        raise ValueError("not an event")
+    return event
+
+
+def _find_invalid_field(event: Event) -> str | None:
+    return find_invalid_field(
+        event.event, event.fields, map(type, event.fields.values())
+    )
 
 
 @dataclass
@@ -409,7 +432,13 @@ def progress(folder: Path) -> Progress:
     # Reading begins within a line, and the run may be writing the last one.
     first = 0 if size <= _TAIL_BYTES else text.find(b"\n") + 1
     for line in text[first : text.rfind(b"\n") + 1].splitlines():
-        event = Event.from_json(line.decode())
+        # `ps` shows all other runs as well, so a damaged line must not end it.
+        try:
+            event = _parse_line(line.decode())
+        except _DAMAGED:
+            continue
+        if _find_invalid_field(event) is not None:
+            continue
         state.time = max(state.time, event.time)
         if event.event in ("step", "request"):
             state.step = event.fields.get(event.event)

@@ -390,7 +390,7 @@ def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
         ("manifest.json", "host", {"computing": [{"torch": "2.13"}]}),
         ("manifest.json", "revision", ["a"]),
         ("manifest.json", "point", None),
-        ("fidelity.json", "figures", 3),
+        ("fidelity.json", "measurements", 3),
         ("fidelity.json", "links", [None]),
     ],
 )
@@ -427,6 +427,61 @@ def test_event_with_a_value_of_another_type_is_named(
     file.write_text("\n".join([first, json.dumps(fields), *rest]) + "\n")
     with pytest.raises(InputError, match=r"events\.jsonl:2: is not an event"):
         files.load(place)
+
+
+@pytest.mark.parametrize(
+    ("event", "field", "value", "kind"),
+    [
+        ("step", "loss", "low", "a number or null"),
+        ("compute", "start", None, "a number"),
+        ("compute", "duration", "0.2", "a number"),
+        ("send", "bytes", [1], "a number"),
+        ("send", "peer", 3, "a text"),
+        ("fault", "intended", {}, "a number"),
+        ("evaluate", "accuracy", "high", "a number or null"),
+        ("state", "state", 1, "a text"),
+    ],
+)
+def test_event_field_of_another_type_is_named(
+    event: str, field: str, value: object, kind: str, tmp_path: Path
+) -> None:
+    place = recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
+    file = place / "events.jsonl"
+    lines = file.read_text().splitlines()
+    number = next(
+        place for place, line in enumerate(lines) if f'"event": "{event}"' in line
+    )
+    lines[number] = json.dumps({**json.loads(lines[number]), field: value})
+    file.write_text("\n".join(lines) + "\n")
+    problem = rf"events\.jsonl:{number + 1}: {event}: field '{field}' must be {kind}"
+    with pytest.raises(InputError, match=f"{problem}: the file is damaged"):
+        files.load(place)
+
+
+def test_event_without_a_field_that_metrics_need_is_damage(tmp_path: Path) -> None:
+    place = recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
+    with (place / "events.jsonl").open("a") as file:
+        file.write('{"time": 8.55, "device": "a", "event": "request", "request": 0}\n')
+    with pytest.raises(InputError, match=r"events\.jsonl: no metrics follow"):
+        files.load(place)
+
+
+def test_progress_ignores_damaged_lines(tmp_path: Path) -> None:
+    begun = recorder.Recorder(
+        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+    )
+    for event in recorded.events()[:20]:
+        begun.event(event)
+    known = str(progress(begun.path))
+    with (begun.path / "events.jsonl").open("a") as file:
+        file.write("damaged\n")
+        file.write('{"time": "late", "device": "a", "event": "step"}\n')
+        file.write('{"time": 99, "device": "a", "event": "step", "loss": "low"}\n')
+    assert str(progress(begun.path)) == known
 
 
 def test_names_of_the_runs_of_a_sweep() -> None:
