@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -210,6 +213,39 @@ def test_report_only_writes_no_evidence(stress: Command) -> None:
     stress.violations = {1: ["steps: 1 of 2"]}
     assert stress.run("--first", "0", "--count", "2", "--report-only") == 1
     assert list(stress.folder.iterdir()) == []
+
+
+def kill_process(seed: int) -> Report:
+    """Attack that seed 2 does not survive."""
+    if seed == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Report(seed, "examples", [])
+
+
+def test_killed_process_is_a_violation_with_its_seed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reports = list(command.run_attacks(kill_process, iter(range(5)), 2, math.inf))
+    assert sorted(report.seed for report in reports) == list(range(5))
+    violations = {each.seed: each.violations for each in reports if each.violations}
+    assert violations == {
+        2: ["killed: the process of the attack ended without a report"]
+    }
+    assert "a process was killed during seeds" in capsys.readouterr().out
+
+
+def test_scenario_of_a_killed_process_is_not_reduced(
+    stress: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stress.violations = {1: ["killed: the process of the attack ended"]}
+
+    def reduce_kind(seed: int, kind: str) -> dict[str, int]:
+        pytest.fail("would kill this process")
+
+    monkeypatch.setattr(command, "smallest_scenario", reduce_kind)
+    assert stress.run("--count", "2") == 1
+    written = (stress.folder / "simulation-1-killed.yaml").read_bytes()
+    assert written == command.to_yaml(random_scenario(1))
 
 
 @pytest.mark.parametrize("seed", range(3))

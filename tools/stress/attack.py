@@ -4,9 +4,9 @@
         [--first SEED | --fresh] [--count N] [--only METHOD] [--report-only]
 
 A seed determines an attack. Without --first or --fresh, seeds continue where the previous command ended. Each violation
-is printed with the seed. The first violation of each kind and seed is also written to .build/stress: as the smallest
-scenario with the violation if the scenario was simulated, else as the input of the attack. The exit status is 1 after
-any violation.
+is printed with the seed; an attack whose process is killed is a violation too. The first violation of each kind and
+seed is also written to .build/stress: as the smallest scenario with the violation if the scenario was simulated, else
+as the input of the attack. The exit status is 1 after any violation.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,6 +34,9 @@ from tools.stress.reduce import reduce_scenario
 FOLDER = Path(".build/stress")
 REPEATED = 4
 """One simulated scenario in this many is run twice, and compared with the undivided model."""
+
+KILLED = "killed"
+"""Kind of violation of an attack whose process ended without a report, killed by a signal or for its memory."""
 
 
 class Report(NamedTuple):
@@ -103,6 +107,14 @@ def smallest_scenario(seed: int, kind: str) -> Tree:
     return reduce_scenario(random_scenario(seed), violates)
 
 
+def simulation_evidence(seed: int, kind: str) -> bytes:
+    """Return the smallest scenario with a violation; the whole one of a killed process."""
+    # Reducing it would repeat in this process what killed the other one.
+    if kind == KILLED:
+        return to_yaml(random_scenario(seed))
+    return to_yaml(smallest_scenario(seed, kind))
+
+
 def to_yaml(tree: Tree) -> bytes:
     """Return a scenario as the content of a file."""
     # Through JSON, as YAML would write shared lists as aliases.
@@ -123,11 +135,7 @@ class Target:
 
 
 TARGETS = {
-    "simulation": Target(
-        attack_simulation,
-        lambda seed, kind: to_yaml(smallest_scenario(seed, kind)),
-        has_method=True,
-    ),
+    "simulation": Target(attack_simulation, simulation_evidence, has_method=True),
     "containers": Target(
         attack_containers,
         lambda seed, _: to_yaml(random_scenario(seed)),
@@ -293,22 +301,66 @@ def select_seeds(first: int, count: int | None, method: str | None) -> Iterator[
 def run_attacks(
     attack: Attack, seeds: Iterator[int], jobs: int, until: float
 ) -> Iterator[Report]:
-    """Attack with several processes; start no attack after ``until``, a time of the monotonic clock."""
+    """Attack with several processes; start no attack after ``until``, a time of the monotonic clock.
+
+    If a process is killed, each seed under way is tried again in a process of its own, since a pool does not know
+    which of its processes ended. The seed that kills its process again is reported as a violation.
+    """
+    while True:
+        lost = yield from _attack_until_killed(attack, seeds, jobs, until)
+        if not lost:
+            return
+        names = ", ".join(map(str, lost))
+        print(
+            f"a process was killed during seeds {names}: trying each alone", flush=True
+        )
+        for seed in lost:
+            yield _attack_alone(attack, seed)
+
+
+def _attack_until_killed(
+    attack: Attack, seeds: Iterator[int], jobs: int, until: float
+) -> Generator[Report, None, list[int]]:
+    """Yield the reports of attacks until a process is killed; return the seeds without a report."""
+    under_way: dict[Future[Report], int] = {}
+    lost: list[int] = []
+    with _make_pool(jobs) as pool:
+
+        def start_attacks(count: int) -> None:
+            for seed in itertools.islice(seeds, count):
+                try:
+                    under_way[pool.submit(attack, seed)] = seed
+                except BrokenProcessPool:
+                    lost.append(seed)
+                    return
+
+        start_attacks(jobs)
+        while under_way:
+            done, _ = wait(under_way, return_when=FIRST_COMPLETED)
+            for future in done:
+                seed = under_way.pop(future)
+                try:
+                    report = future.result()
+                except BrokenProcessPool:
+                    lost.append(seed)
+                else:
+                    yield report
+            if not lost and time.monotonic() <= until:
+                start_attacks(jobs - len(under_way))
+    return sorted(lost)
+
+
+def _attack_alone(attack: Attack, seed: int) -> Report:
+    with _make_pool(1) as pool:
+        try:
+            return pool.submit(attack, seed).result()
+        except BrokenProcessPool:
+            violation = f"{KILLED}: the process of the attack ended without a report"
+            return Report(seed, KILLED, [violation])
+
+
+def _make_pool(jobs: int) -> ProcessPoolExecutor:
     context = get_context("forkserver")
     # Importing these in each process would take longer than many attacks.
     context.set_forkserver_preload(["torch", "testbed_controller.api", __name__])
-    with ProcessPoolExecutor(
-        jobs, mp_context=context, max_tasks_per_child=1000
-    ) as pool:
-
-        def submit(count: int) -> set[Future[Report]]:
-            chosen = itertools.islice(seeds, count)
-            return {pool.submit(attack, seed) for seed in chosen}
-
-        pending = submit(jobs)
-        while pending:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for each in done:
-                yield each.result()
-            if time.monotonic() <= until:
-                pending |= submit(jobs - len(pending))
+    return ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1000)
