@@ -175,6 +175,8 @@ def _value_key(value: Value) -> str:
     """Return the key of a value in ``results.json``."""
     at = json.dumps(value.at, sort_keys=True)
     key = f"{value.metric} at {at}"
+    if value.key:
+        return f"{value.key} of minimum {key}"
     return f"minimum {key}" if value.minimum else key
 
 
@@ -228,8 +230,7 @@ def _values_at(results: Sequence[Result], value: Value) -> list[float | None]:
             # A place for each repetition, since both values of a ratio must come from the same repetition.
             numbers.append(metric_of(result, value.metric))
     if value.minimum:
-        with_numbers = [numbers for numbers in points.values() if _numbers_in(numbers)]
-        return min(with_numbers, key=_mean_of, default=[])
+        return _values_at_minimum(points, value.key)
     if len(points) != 1:
         raise InputError(
             f"{value.metric} at {value.at}: {len(points)} points of the sweep match; name exactly one"
@@ -237,12 +238,27 @@ def _values_at(results: Sequence[Result], value: Value) -> list[float | None]:
     return next(iter(points.values()))
 
 
+def _values_at_minimum(
+    points: Mapping[str, list[float | None]], key: str
+) -> list[float | None]:
+    """Return the numbers of the point with the least mean, or with a key the value of this key at that point.
+
+    ``points`` has the numbers of each repetition by point, as JSON.
+    """
+    means: dict[str, float] = {}
+    for point, numbers in points.items():
+        if _numbers_in(numbers):
+            means[point] = fmean(_numbers_in(numbers))
+    if not means:
+        return []
+    best = min(means, key=means.__getitem__)
+    if not key:
+        return points[best]
+    return [float(_swept_value(json.loads(best), key))]
+
+
 def _numbers_in(values: Sequence[float | None]) -> list[float]:
     return [number for number in values if number is not None]
-
-
-def _mean_of(values: Sequence[float | None]) -> float:
-    return fmean(_numbers_in(values))
 
 
 def _is_at(result: Result, value: Value) -> bool:

@@ -57,6 +57,8 @@ class Value(_Part):
     """Default: the scenario of the row."""
     minimum: bool = False
     """Whether to take the minimum of several points of the sweep, instead of the value at one point."""
+    key: str = ""
+    """With `minimum`: a swept key, whose value at the point with the minimum is taken instead of the metric."""
 
 
 class Ratio(_Part):
@@ -98,7 +100,7 @@ def complete(expression: Expression, metric: str, at: dict[str, Any]) -> Express
     """Return an expression whose values also have the metric and the point of the sweep that their row states once.
 
     >>> complete(Value(at={"devices": 2}), "duration", {"seed": 1})
-    Value(metric='duration', at={'seed': 1, 'devices': 2}, scenario='', minimum=False)
+    Value(metric='duration', at={'seed': 1, 'devices': 2}, scenario='', minimum=False, key='')
     """
     if isinstance(expression, Value):
         update = {"metric": expression.metric or metric, "at": {**at, **expression.at}}
@@ -131,6 +133,8 @@ class Row(_Part):
     """Keys of the sweep, and the values that give one expression each: ours is a range of all combinations."""
     ours: Expression | tuple[Expression, ...] = Value()
     """The expression that gives ours; several give a range from the least to the largest."""
+    largest: bool = False
+    """Whether the paper states a maximum ("up to"), so that ours is the largest of the range alone."""
     fitted: str = ""
     """The parameter that was set from this figure or a neighbouring one."""
     data: str = ""
@@ -230,7 +234,7 @@ class Trial(_Part):
 
         >>> row = Row(item="", name="", kind="measured", paper="1", scenario="", metric="duration")
         >>> Trial(value="two", scenario="", at={"devices": 2}).expressions(row)
-        (Value(metric='duration', at={'devices': 2}, scenario='', minimum=False),)
+        (Value(metric='duration', at={'devices': 2}, scenario='', minimum=False, key=''),)
         """
         patterns = (self.ours,) if self.ours else row.expressions
         return tuple(complete(each, row.metric, self.at) for each in patterns)

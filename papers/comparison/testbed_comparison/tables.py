@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,8 @@ LONG_TABLE = 15
 """Number of lines from which a table is folded."""
 VALUES_A_LINE = 3
 """Number of other values of a parameter in one line of the sensitivity table."""
+CONDITION = "open or other condition"
+"""Heading of the conditions that a paper leaves open or in which ours differ; they explain no value."""
 TOO_WIDE = "our interval contains the paper's value, but is too wide"
 T = TypeVar("T")
 Line = Sequence[str]
@@ -48,7 +50,10 @@ class System:
 
     def ours(self, row: Row) -> Ours | None:
         """Return our value of a row."""
-        return self.results.ours(row.scenario, row.expressions, row.unit)
+        ours = self.results.ours(row.scenario, row.expressions, row.unit)
+        if ours is not None and row.largest:
+            return replace(ours, low=ours.high)
+        return ours
 
     def word(self, row: Row) -> Word:
         """Return the word of a row."""
@@ -98,16 +103,17 @@ def headline_page(systems: Mapping[str, System]) -> str:
         for headline in system.figures.headlines:
             lines.append([link, *_headline_cells(system, headline)])
             link = ""
-    return _table(["", "claim", "paper", "ours", "what differs", "word"], lines)
+    return _table(["", "claim", "paper", "ours", CONDITION, "word"], lines)
 
 
 def clocks_page(systems: Mapping[str, System]) -> str:
-    """Return the ratio of both clocks for the first metric of each paper as Markdown."""
+    """Return the ratio of both clocks for each metric of the short figure of each paper as Markdown."""
     lines = []
     for system in systems.values():
-        cells = next(_clock_cells(system), None)
-        if cells is not None:
-            lines.append([system.figures.paper, _short_figure(system), *cells])
+        head = [system.figures.paper, _short_figure(system)]
+        for cells in _clock_cells(system):
+            lines.append([*head, *cells])
+            head = ["", ""]
     heading = ["", "figure", "metric", "containers", "simulated", "ratio", "verdict"]
     text = (
         "One short figure of each paper was also run in containers (`testbed papers --containers`); a ratio of 1\n"
@@ -123,7 +129,7 @@ def _summary_section(system: System) -> str:
     for headline in system.figures.headlines:
         headlines.append(list(_headline_cells(system, headline)))
     if headlines:
-        heading = ["claim", "paper", "ours", "what differs", "word"]
+        heading = ["claim", "paper", "ours", CONDITION, "word"]
         blocks.append(_table(heading, headlines))
     rows = system.figures.rows
     blocks.append(f"{len(rows)} rows: {_count_words(system, rows)}. {LEGEND}")
@@ -287,7 +293,8 @@ def _sensitivity_section(system: System) -> str:
     return "\n\n".join(
         [
             "## Sensitivity",
-            "One parameter is changed at a time, unless several are named.",
+            "One parameter is changed at a time, unless several are named. A value without an interval is that of one\n"
+            "seed, or a time.",
             _fold("All parameters", content, len(lines)),
         ]
     )

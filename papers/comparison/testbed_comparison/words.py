@@ -21,6 +21,8 @@ from testbed_comparison.rows import (
 
 WITHIN = 0.1
 """Maximum half width of an interval that agrees, and maximum deviation of a calibrated value, as a share."""
+SIMILAR = 0.05
+"""Maximum distance of an interval from equality for `similar`: five points, or 5 % of a ratio."""
 ROUNDING = 1e-9
 """Relative error of floats that is ignored in a comparison with printed digits."""
 NEGLIGIBLE = 0.001
@@ -188,15 +190,17 @@ def _rounding_error(text: str) -> float:
 
 
 def _has_ranking(row: Row, ours: Ours) -> bool:
-    """Return whether our interval lies on the claimed side of equality, or for ``similar`` around and near it."""
+    """Return whether our interval lies on the claimed side of equality, or for ``similar`` near it.
+
+    A test of equivalence for ``similar``: a wide interval, such as that of few runs, is no evidence for it.
+    """
     # One run that trains has no interval, so its difference may be chance.
     if not ours.is_timing and ours.runs < 2:
         return False
     unit = UNITS[row.unit]
     even = 1.0 / unit if isinstance(row.expressions[0], Ratio) else 0.0
     if row.paper == "similar":
-        near = WITHIN / unit
-        is_near = even - near <= ours.minimum and ours.maximum <= even + near
-        return is_near and ours.minimum <= even <= ours.maximum
+        near = SIMILAR / unit
+        return even - near <= ours.minimum and ours.maximum <= even + near
     margin = NEGLIGIBLE / unit if ours.is_timing else 0.0
     return ours.minimum > even + margin

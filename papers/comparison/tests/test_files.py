@@ -21,6 +21,7 @@ from testbed_comparison.tables import (
     headline_page,
     system_page,
 )
+from testbed_comparison.words import Ours
 
 FIGURES = {
     "paper": "Somebody (2020), a system",
@@ -125,6 +126,17 @@ def test_row_states_once_what_its_values_share(folder):
         ("accuracy", "mlp", "wifi", "fast"),
         ("loss", "mlp", "wifi", "slow"),
     ]
+
+
+def test_largest_of_a_range_is_compared_with_a_stated_maximum(folder, monkeypatch):
+    values = {"each": {"workload.epochs": [1, 2]}, "ours": {"metric": "duration"}}
+    write(folder, with_row(**values, largest=True))
+    system = open_system(folder)
+    monkeypatch.setattr(
+        system.results, "ours", lambda *arguments: Ours(1.0, 3.0, None, runs=1)
+    )
+    ours = system.ours(system.figures.row("run time"))
+    assert (ours.low, ours.high) == (3.0, 3.0)
 
 
 def test_trial_without_an_expression_has_that_of_its_row(folder):

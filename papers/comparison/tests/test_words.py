@@ -117,13 +117,10 @@ def test_other_data_are_not_comparable_and_missing_runs_are_not_run():
         ("larger", 3.0, 3.1, "differs"),
         ("larger", -3.0, 1.0, "differs"),
         ("similar", 1.0, 2.0, "same ranking"),
-        ("similar", 3.0, 2.0, "differs"),
-        (
-            "similar",
-            1.0,
-            20.0,
-            "differs",
-        ),  # such an interval would contain nearly every difference
+        ("similar", 3.0, 1.0, "same ranking"),
+        ("similar", 3.0, 2.5, "differs"),
+        # Such an interval would contain nearly every difference.
+        ("similar", 1.0, 20.0, "differs"),
     ],
 )
 def test_a_ranking_needs_a_significant_difference(paper, mean, half_width, word):
@@ -131,6 +128,12 @@ def test_a_ranking_needs_a_significant_difference(paper, mean, half_width, word)
         paper, "ranking", Difference(difference=(ACCURACY, OTHER)), unit="points"
     )
     assert word_for(ranking, trained(mean, half_width)) == word
+
+
+def test_times_of_one_run_are_similar_within_five_percent():
+    ranking = row("similar", "ranking", Ratio(ratio=(ACCURACY, OTHER)), unit="x")
+    assert word_for(ranking, timed(1.026)) == "same ranking"
+    assert word_for(ranking, timed(1.06)) == "differs"
 
 
 def test_a_ranking_by_a_ratio_is_about_one_and_one_seed_of_a_training_ranks_nothing():
