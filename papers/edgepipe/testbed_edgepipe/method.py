@@ -23,7 +23,7 @@ def _update_share(record: RunView) -> float | None:
     """Return the number of updates divided by the number of possible updates; None for a run without steps.
 
     A device can update each of its layers once a step, after the last micro-batch. The update takes place if the device
-    has a gradient of at least one micro-batch, whichever it is; without micro-batches this is the gradient of the batch.
+    has a gradient of at least one micro-batch; without micro-batches this is the gradient of the batch.
     """
     layer_parts = 0
     for assignment in record.plan.assignments:

@@ -213,7 +213,8 @@ def group_device_counts(groups: Sequence[range], devices: int) -> list[int]:
     """
     layers = sum(map(len, groups))
     exact = [devices * len(group) / layers for group in groups]
-    # Line 6 rounds down; a group without a device could not compute its layers.
+    # Shares are rounded down first, and the largest remainders up below: line 6, if its result uses all devices.
+    # A group without a device could not compute its layers.
     counts = [max(1, int(share)) for share in exact]
 
     def deficit(group: int) -> float:
