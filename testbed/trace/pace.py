@@ -46,6 +46,26 @@ def _step_time_after(record: RunView) -> float | None:
     return _median_seconds(steps_after(record.steps, record.last_change))
 
 
+def _mean_seconds(steps: Sequence[Step]) -> float | None:
+    return fmean(step.seconds for step in steps) if steps else None
+
+
+def _step_time_mean_before(record: RunView) -> float | None:
+    struck = [item.struck for item in record.recoveries if item.struck is not None]
+    if not struck:
+        return None
+    first = min(struck)
+    # Steps before a pause, such as a change of the partition, belong to another arrangement of the work.
+    pauses = [pause.end for pause in record.pauses if pause.end <= first]
+    begin = max(pauses, default=0.0)
+    steps = steps_after(record.steps, begin)
+    return _mean_seconds([step for step in steps if step.time <= first])
+
+
+def _step_time_mean_after(record: RunView) -> float | None:
+    return _mean_seconds(steps_after(record.steps, record.last_change))
+
+
 def _step_time_during(record: RunView) -> float | None:
     spans = union(interval for _, interval in record.disturbances)
     steps = []
@@ -185,6 +205,26 @@ METRICS = (
             "all steps without any"
         ),
         _step_time_after,
+        compared=True,
+    ),
+    Metric(
+        "step_time_mean_before",
+        "seconds",
+        (
+            "mean of the undisturbed steps between the last pause and the first "
+            "detected fault"
+        ),
+        _step_time_mean_before,
+        compared=True,
+    ),
+    Metric(
+        "step_time_mean_after",
+        "seconds",
+        (
+            "mean of the undisturbed steps after the last recovery or pause; of all "
+            "steps without any"
+        ),
+        _step_time_mean_after,
         compared=True,
     ),
     Metric(

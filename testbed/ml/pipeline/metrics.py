@@ -312,6 +312,64 @@ def _replicating(record: RunView) -> float | None:
     return fmean(seconds) if seconds else None
 
 
+STEPS_BEFORE_REPLICATION = 9
+"""FTPipeHD's Figure 6 begins with batch 190, nine batches before the replication that follows batch 199."""
+STEPS_OF_REPLICATION = 4
+"""The batch that ends with the replication and three later ones, which are under way meanwhile on three stages."""
+
+
+def _last_replication(record: RunView) -> int | None:
+    """Return the position, in the order of steps, of the step that ended with the last regular replication."""
+    steps = record.steps
+    if len(steps) < 2:
+        return None
+    device = steps[-1].device
+    ends = [float(end) for _, end in record.spans(device, "compute", "replicate")]
+    # The replication of the final state belongs to no interval.
+    regular = [end for end in ends if end <= steps[-2].time]
+    if not regular:
+        return None
+    return bisect_left([step.time for step in steps], max(regular))
+
+
+def _mean_of_steps(record: RunView, first: int, count: int) -> float | None:
+    """Return the mean seconds of some successive steps; None without all of them."""
+    chosen = record.steps[max(first, 0) : first + count]
+    if len(chosen) < count:
+        return None
+    return fmean(step.seconds for step in chosen)
+
+
+def _replication_step_time(record: RunView) -> float | None:
+    last = record.cached(_last_replication)
+    if last is None:
+        return None
+    return _mean_of_steps(record, last, STEPS_OF_REPLICATION)
+
+
+def _step_time_before_replication(record: RunView) -> float | None:
+    last = record.cached(_last_replication)
+    if last is None:
+        return None
+    first = last - STEPS_BEFORE_REPLICATION
+    return _mean_of_steps(record, first, STEPS_BEFORE_REPLICATION)
+
+
+REPLICATION_STEPS = (
+    Metric(
+        "replication_step_time",
+        "seconds",
+        "mean of the batch that ends with the last regular replication and of the three next ones",
+        _replication_step_time,
+    ),
+    Metric(
+        "step_time_before_replication",
+        "seconds",
+        "mean of the nine batches before these",
+        _step_time_before_replication,
+    ),
+)
+
 REPLICATING = Metric(
     "step_time_replicating",
     "seconds",
@@ -369,7 +427,7 @@ def _pause_note(metrics: Metrics) -> str:
 
 DECLARED = MetricsSpec(
     former_metrics={"outage": "outage_time", "rest": "remaining_time"},
-    metrics=(*RECOVERY, *CHANGES, REPLICATING, VERSIONS_KEPT),
+    metrics=(*RECOVERY, *CHANGES, REPLICATING, *REPLICATION_STEPS, VERSIONS_KEPT),
     lists={
         "version_list": lambda record: [
             {"device": each.device, **each.fields} for each in record.of("versions")

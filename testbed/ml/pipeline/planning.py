@@ -274,6 +274,13 @@ class AsynchronousOptions(StagesOptions):
             "and thus of neighbours that can be lost"
         ),
     )
+    replication: Literal["background", "blocking"] = Field(
+        "background",
+        description=(
+            "sending of replicas. background: while training continues; blocking: a stage continues after all of its "
+            "replicas have arrived"
+        ),
+    )
     partition_objective: Literal["equation-5", "link-traffic"] = Field(
         "equation-5",
         description=(

@@ -306,7 +306,8 @@ class AsynchronousUpdates:
         position = self._stage.position
         seconds, later, loss = self._last
         self._spent.append(seconds + await self._advance_version(batch))
-        if self._replica_targets(batch + 1):
+        replicates = bool(self._replica_targets(batch + 1))
+        if replicates:
             await self._replicate_state(batch + 1)
         if position.before is None:
             # No replica of this state has left yet, so the coordinator records a batch before training can resume from
@@ -314,6 +315,9 @@ class AsynchronousUpdates:
             times = [self._mean_seconds(), *later]
             updated = Updated(position.configuration, batch, times, loss)
             self._stage.mailbox.post(position.coordinator, updated)
+        if replicates and self._options.replication == "blocking":
+            # After the report, which a coordinator needs before the replicas.
+            await self._store.finish_sending()
 
     async def _advance_version(self, batch: int) -> float:
         """Make the next version; return the seconds taken."""
@@ -359,7 +363,7 @@ class AsynchronousUpdates:
         return targets
 
     async def _replicate_state(self, done: int) -> None:
-        """Copy the state after this step, and send the copy to its keepers while training continues.
+        """Copy the state after this step, and start to send the copy to its keepers.
 
         Replicas of an earlier step still being sent are awaited first: links too slow for the replicas slow training
         down instead of filling the memory.
