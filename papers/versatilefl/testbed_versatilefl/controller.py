@@ -98,7 +98,7 @@ class ArrangementController:
         return self._handover.assignment
 
     def _on_join(self, message: Join) -> None:
-        known = self._handover.known
+        known = self._handover.newest
         self._joining[message.sender] = -1 if known is None else known.version
         self._newcomers[message.sender] = math.inf
         self._leaving.pop(message.sender, None)
@@ -108,7 +108,7 @@ class ArrangementController:
 
     @property
     def _group(self) -> int | None:
-        known = self._handover.known
+        known = self._handover.newest
         return None if known is None else known.group_of(self._device.name)
 
     async def wait_for_group(self, until: float) -> int | None:
@@ -119,7 +119,7 @@ class ArrangementController:
         arrives when the device can be heard again.
         """
         device = self._device
-        if self._handover.known is None:
+        if self._handover.newest is None:
             self._newcomers[device.name] = math.inf
             self._post_to_all(Join())
         next_cast = device.now() + self._seconds

@@ -16,9 +16,10 @@ from testbed.ml.slots.neurons import Neurons
 
 @dataclass(frozen=True)
 class Arrange(TypedMessage, kind="arrange"):
-    """From the coordinator: the new assignment of neurons."""
+    """Message from the acting coordinator to all devices: a new assignment of neurons."""
 
     version: int
+    """Number of the assignment; the coordinator increases it with each decision."""
     layers: list[dict[str, list[int]]]
     """By layer, the neurons of each device."""
 
@@ -36,30 +37,33 @@ class Moved(TypedMessage, kind="moved"):
 class Handover:
     """The neurons of one device as assignments change.
 
-    From its first assignment on, a device holds the neurons of the newest one that it knows. Neurons that are on their
-    way have initial weights until they arrive, and keep these if the previous holder has failed.
+    A device holds the neurons that the newest received assignment gives to it. A neuron that has not arrived yet has its
+    initial weights until then, and keeps them if its previous holder has failed.
     """
 
     def __init__(
         self,
         mailbox: Mailbox,
         neurons: Neurons,
-        first: NeuronAssignment,
-        changed: Callable[[int], None],
+        planned: NeuronAssignment,
+        on_layer_changed: Callable[[int], None],
     ) -> None:
-        """``first`` is the plan's assignment; it is not applied, and received ones copy its sizes and groups.
+        """``planned`` is the plan's assignment, from which all later ones take their layer sizes and groups.
 
-        ``changed`` is called with the index of a layer whose neurons have changed.
+        The constructor does not apply ``planned``: a restarted device has lost its neurons, and waits for an assignment.
+        ``on_layer_changed`` is called with the index of each layer in which neurons of this device were added, removed
+        or replaced.
         """
-        self.known: NeuronAssignment | None = None
-        """The newest assignment; None after a boot, until the first one arrives."""
-        self.past: dict[int, NeuronAssignment] = {}
-        """All assignments by version, since casts sent under an earlier one still arrive."""
+        self.newest: NeuronAssignment | None = None
+        """The assignment with the highest version that was applied here; None from the start of the program until then.
+        """
+        self.by_version: dict[int, NeuronAssignment] = {}
+        """All received assignments, applied or not: a cast sent under any of them may still arrive."""
         self._mailbox = mailbox
         self._device = mailbox.device
         self._neurons = neurons
-        self._first = first
-        self._changed = changed
+        self._planned = planned
+        self._on_layer_changed = on_layer_changed
         self._arrange_messages: list[Arrange] = []
         self._moved_messages: list[Moved] = []
         self._sends: list[asyncio.Future[None]] = []
@@ -68,30 +72,35 @@ class Handover:
 
     @property
     def assignment(self) -> NeuronAssignment:
-        """The newest assignment. Raises ValueError without one."""
-        if self.known is None:
+        """The newest assignment, for callers that run only with one. Raises ValueError without one."""
+        if self.newest is None:
             raise ValueError(
-                f"{self._device.name} has received no assignment since it booted"
+                f"{self._device.name} has received no assignment since its program started"
             )
-        return self.known
+        return self.newest
 
     def apply_messages(self) -> None:
-        """Apply the changes requested by messages since the last call."""
-        if self._arrange_messages:
-            newest = max(self._arrange_messages, key=lambda message: message.version)
-            self._arrange_messages.clear()
-            self.apply(self._assignment_of(newest))
-        if self.known is not None:
-            self._receive_until(self.known)
+        """Apply the newest assignment received since the last call, and add the neurons that have arrived for it."""
+        received = []
+        for message in self._arrange_messages:
+            assignment = self._assignment_of(message)
+            # Also of assignments that a newer one has overtaken: another device may have cast under them.
+            self.by_version[message.version] = assignment
+            received.append(assignment)
+        self._arrange_messages.clear()
+        if received:
+            self.apply(max(received, key=lambda assignment: assignment.version))
+        if self.newest is not None:
+            self._receive_due_neurons(self.newest)
 
     def _assignment_of(self, message: Arrange) -> NeuronAssignment:
         layers = []
         for holders in message.layers:
             layers.append({name: as_channels(own) for name, own in holders.items()})
-        return replace(self._first, layers=tuple(layers), version=message.version)
+        return replace(self._planned, layers=tuple(layers), version=message.version)
 
-    def _receive_until(self, assignment: NeuronAssignment) -> None:
-        """Add neurons that were moved by an assignment or by an earlier one."""
+    def _receive_due_neurons(self, assignment: NeuronAssignment) -> None:
+        """Add the received neurons that an assignment or an earlier one moved; keep those of later ones."""
         due: list[Moved] = []
         later: list[Moved] = []
         for moved in self._moved_messages:
@@ -101,19 +110,25 @@ class Handover:
                 later.append(moved)
         # In place: the mailbox appends to this list.
         self._moved_messages[:] = later
-        # In the order of arrival: the initial weights of a neuron may have been sent on before its trained ones.
+        # In the order of arrival. If a neuron moves on before its trained weights have arrived, its holder first sends
+        # initial weights, and later the trained ones, which have to replace them.
         for moved in due:
             self._receive(assignment, moved)
 
     def apply(self, assignment: NeuronAssignment) -> None:
-        """Release and add own neurons as an assignment requires; older assignments change nothing."""
-        if self.known is not None and assignment.version <= self.known.version:
+        """Send neurons that an assignment takes from this device, and add those that it gives to the device.
+
+        An assignment that is not newer than the current one changes nothing.
+        """
+        if self.newest is not None and assignment.version <= self.newest.version:
             return
-        self.known = self.past[assignment.version] = assignment
+        self.newest = assignment
+        self.by_version[assignment.version] = assignment
         # Layer 0 is the input, whose neurons have no weights.
         for layer in range(1, len(assignment.sizes)):
             self._apply_layer(assignment, layer)
         me = self._device.name
+        # The event counts the neurons of the input layer, too, whose values the device casts.
         counts = {}
         for layer in range(len(assignment.sizes)):
             counts[str(layer)] = len(assignment.neurons_of(me, layer))
@@ -126,19 +141,20 @@ class Handover:
 
     def _apply_layer(self, assignment: NeuronAssignment, layer: int) -> None:
         shard = self._neurons.shards.get(layer)
+        # The rows of a layer's weights are its neurons.
         present = set(shard.part.rows if shard else ())
         assigned = set(assignment.neurons_of(self._device.name, layer))
         released = as_channels(present - assigned)
         added = as_channels(assigned - present)
-        # The new holder works with initial weights until these arrive.
         if released:
             state = self._neurons.release(layer, released)
             moved = Moved(assignment.version, layer, list(released), state)
+            # The new holder works with initial weights until this message arrives.
             self._send(assignment, moved)
         if added:
             self._neurons.add(layer, added)
         if released or added:
-            self._changed(layer)
+            self._on_layer_changed(layer)
 
     async def wait_until_delivered(self) -> None:
         """Wait until all neurons that left this device have arrived."""
@@ -150,6 +166,8 @@ class Handover:
             part = as_channels(set(moved.neurons) & set(neurons))
             if part and owner != self._device.name:
                 sent = self._mailbox.post(owner, _select_neurons(moved, part))
+                # Without the delivered ones, which would accumulate over a long run.
+                self._sends = [each for each in self._sends if not each.done()]
                 self._sends.append(sent)
 
     def _receive(self, assignment: NeuronAssignment, moved: Moved) -> None:
@@ -157,12 +175,13 @@ class Handover:
         assigned = assignment.neurons_of(self._device.name, moved.layer)
         own = as_channels(set(moved.neurons) & set(assigned))
         if own:
-            # They have had initial weights since the assignment was applied.
+            # `apply` has added these neurons with initial weights, which the received ones replace.
             self._neurons.release(moved.layer, own)
             self._neurons.add(moved.layer, own, _select_neurons(moved, own).state)
-            self._changed(moved.layer)
-        # This device may know a newer assignment than the sender: neurons that it no longer holds go to their present
-        # holder. They carry the newer version, so that a holder that does not know it waits instead of returning them.
+            self._on_layer_changed(moved.layer)
+        # This device may know a newer assignment than the sender of the neurons, and passes the neurons of other devices
+        # on. The message carries the newer version: a holder that has not received this assignment keeps the neurons
+        # until it has, instead of returning them.
         self._send(assignment, replace(moved, version=assignment.version))
 
 

@@ -69,7 +69,7 @@ class VersatileNotes:
         self.records.merge_records(note["records"])
         # Casts of a stage may arrive after those of the next one.
         self.update.stage = max(self.update.stage, note["stage"])
-        sent_under = self.handover.past.get(note["version"])
+        sent_under = self.handover.by_version.get(note["version"])
         if sent_under is None:
             return None
         return sent_under.neurons_of(message.sender, message.layer)

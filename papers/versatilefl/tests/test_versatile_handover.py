@@ -140,3 +140,49 @@ def test_neurons_passed_on_wait_for_the_assignment_that_moved_them():
     handover._moved_messages.append(Moved(4, 1, [1], {}))
     handover.apply_messages()
     assert posted == [("c", 5, [1])], "with version 4, c would return them to b"
+
+
+def test_assignments_that_arrive_together_are_all_known_and_the_newest_is_applied():
+    class Silent:
+        device = SimpleNamespace(name="b", record=lambda *event, **fields: None)
+
+        def on(self, kind, handler):
+            setattr(self, kind.__name__, handler)
+
+    planned = NeuronAssignment(
+        groups=(range(2),), sizes=(1, 2), layers=({"c": [0]}, {"c": [0, 1]})
+    )
+    mailbox = Silent()
+    handover = Handover(
+        mailbox, SimpleNamespace(shards={}), planned, lambda layer: None
+    )
+    mailbox.Arrange(Arrange(2, [{"c": [0]}, {"c": [0], "d": [1]}]))
+    mailbox.Arrange(Arrange(1, [{"c": [0]}, {"d": [0, 1]}]))
+    handover.apply_messages()
+    assert handover.assignment.version == 2
+    # A device that had not received version 2 yet cast under version 1.
+    assert list(handover.by_version[1].neurons_of("d", 1)) == [0, 1]
+
+
+def test_delivered_messages_are_not_kept():
+    class Delivered:
+        device = SimpleNamespace(name="b", record=lambda *event, **fields: None)
+
+        def on(self, kind, handler):
+            pass
+
+        def post(self, peer, message):
+            return SimpleNamespace(done=lambda: True)
+
+    layers = ({"c": [0]}, {"c": [0, 1]})
+    assignment = NeuronAssignment(
+        groups=(range(2),), sizes=(1, 2), layers=layers, version=5
+    )
+    handover = Handover(
+        Delivered(), SimpleNamespace(shards={}), assignment, lambda layer: None
+    )
+    handover.apply(assignment)
+    for _ in range(3):
+        handover._moved_messages.append(Moved(4, 1, [1], {}))
+        handover.apply_messages()
+    assert len(handover._sends) == 1
