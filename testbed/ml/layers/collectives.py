@@ -1,4 +1,8 @@
-"""Collective operations among several devices, as in MPI and ``torch.distributed``."""
+"""Collective operations among several devices, as in MPI and ``torch.distributed``.
+
+Every member calls the same operation, and each receives its part of the result: for example, after an all-reduce all
+members have the sum of their tensors.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,17 @@ class Contribution(
     """Message from one group member to another for one step of an operation."""
 
     group: int
+    """Number of the group."""
     operation: int
+    """Number of the operation among those of the group, from 0."""
     step: int
+    """Number of the message within the operation, from 0; only `Group.all_reduce` has several."""
     tensors: State
+    """The payload by name; a single tensor has the name ``""``."""
+
+
+_ONLY = ""
+"""Name of the tensor in a message with a single one."""
 
 
 class Group:
@@ -45,7 +57,7 @@ class Group:
     def __init__(
         self, mailbox: Mailbox, members: Sequence[str], number: int = 0
     ) -> None:
-        """``members`` are device names including this device, in the same order on every member."""
+        """``members`` are the names of all members, this device included, in the same order on every member."""
         self.members = tuple(members)
         self.device = mailbox.device
         self.rank = self.members.index(self.device.name)
@@ -56,11 +68,14 @@ class Group:
 
     async def broadcast(self, tensor: torch.Tensor | None, root: str) -> torch.Tensor:
         """Return the root's tensor, of any shape, on every member; other members pass None."""
-        sent = None if tensor is None else [{"": tensor}] * len(self.members)
-        return (await self.scatter(sent, root))[""]
+        states = None
+        if tensor is not None:
+            states = [{_ONLY: tensor}] * len(self.members)
+        received = await self.scatter(states, root)
+        return received[_ONLY]
 
     async def scatter(self, states: Sequence[State] | None, root: str) -> State:
-        """Return on each member the named tensors the root passes for this member; other members pass None."""
+        """Return on each member one of the root's ``states``: the root passes one for each member, others pass None."""
         operation = next(self._operations)
         if states is None:
             return await self._receive_part(operation, root)
@@ -74,7 +89,7 @@ class Group:
         """Return on the root the tensors of all members, of any shapes, in member order; None elsewhere."""
         operation = next(self._operations)
         if self.device.name != root:
-            self._send_part(operation, root, {"": tensor})
+            self._send_part(operation, root, {_ONLY: tensor})
             return None
         return await self._collect_parts(operation, tensor)
 
@@ -82,19 +97,20 @@ class Group:
         """Return on every member the tensors of all members, of any shapes, in member order."""
         operation = next(self._operations)
         for member in self.members:
-            self._send_part(operation, member, {"": tensor})
+            self._send_part(operation, member, {_ONLY: tensor})
         return await self._collect_parts(operation, tensor)
 
     async def _collect_parts(
         self, operation: int, own: torch.Tensor
     ) -> list[torch.Tensor]:
+        """Return the parts of all members in member order, ``own`` among them."""
         parts = []
         for member in self.members:
             if member == self.device.name:
                 parts.append(own)
             else:
                 state = await self._receive_part(operation, member)
-                parts.append(state[""])
+                parts.append(state[_ONLY])
         return parts
 
     async def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -112,15 +128,20 @@ class Group:
             # First each part becomes a sum on its way round, then each sum goes round once more. Each part is summed
             # by one chain of members, which is why all receive the same bits.
             is_summing = step < size - 1
-            sent = self.rank - step if is_summing else self.rank + size - step
-            self._send_part(operation, following, {"": parts[sent % size]}, step)
+            # In the first step a member sends the part of its own rank, and later the part it has just received. The
+            # second time round begins with the part that the member has completed, the one after its rank.
+            sent = (self.rank - step) % size
+            if not is_summing:
+                sent = (self.rank + size - step) % size
+            self._send_part(operation, following, {_ONLY: parts[sent]}, step)
             state = await self._receive_part(operation, before, step)
-            received = state[""]
+            received = state[_ONLY]
             place = (sent - 1) % size
             if is_summing:
-                span = Span("all-reduce", self._number, operation)
                 add = partial(torch.add, received, parts[place])
-                received = await self.device.compute(add, Cost(received.numel()), span)
+                cost = Cost(received.numel())
+                span = Span("all-reduce", self._number, operation)
+                received = await self.device.compute(add, cost, span)
             parts[place] = received
         return torch.cat(parts).reshape(tensor.shape)
 
@@ -130,7 +151,11 @@ class Group:
         if member == self.device.name:
             return
         part = Contribution(
-            self._mailbox.configuration, self._number, operation, step, state
+            configuration=self._mailbox.configuration,
+            group=self._number,
+            operation=operation,
+            step=step,
+            tensors=state,
         )
         self._mailbox.post(member, part)
 

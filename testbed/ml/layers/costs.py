@@ -1,8 +1,10 @@
 """Costs and memory of a stage: FLOPs and accessed bytes of each operation, bytes of memory.
 
 Forward and backward costs are the units' formulas times the samples. `TrainingConfig.update_flops` gives the cost of
-updates. Copying weights (a checkpoint, a new shard, building one) costs 1 FLOP for each parameter and for each value of
-the optimizer's state, such as momentum. The loss costs nothing.
+updates. Copying weights (for a checkpoint, or to load or build a shard) costs 1 FLOP for each parameter and for each
+value of the optimizer's state, such as momentum. The loss costs nothing.
+
+The planners use the same functions as the programs, so predicted and charged times agree.
 """
 
 from __future__ import annotations
@@ -56,19 +58,23 @@ def backward_cost(units: Sequence[Unit], samples: int) -> Cost:
 
 def update_cost(units: Sequence[Unit], training: TrainingConfig) -> Cost:
     """Return the cost of an optimizer step."""
-    return Cost(training.update_flops * count_parameters(units))
+    flops = training.update_flops * count_parameters(units)
+    return Cost(flops)
 
 
 def copy_cost(units: Sequence[Unit], training: TrainingConfig) -> Cost:
     """Return the cost of copying the transmitted weights and the optimizer's state, an operation for each value."""
     optimizer_values = training.state_values * count_parameters(units)
-    return Cost(optimizer_values + weight_bytes(units, training) / BYTES_PER_VALUE)
+    weights = weight_bytes(units, training) / BYTES_PER_VALUE
+    return Cost(optimizer_values + weights)
 
 
 def weight_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
     """Return the bytes of the transmitted weights."""
-    fixed = sum(unit.frozen for unit in units) if training.frozen_travels else 0
-    return BYTES_PER_VALUE * (count_parameters(units) + fixed)
+    values = count_parameters(units)
+    if training.frozen_travels:
+        values += sum(unit.frozen for unit in units)
+    return BYTES_PER_VALUE * values
 
 
 def state_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
@@ -93,12 +99,16 @@ def whole_memory(problem: PlanningProblem[Any], device: DeviceSpec) -> float:
     if problem.workload.task == "infer":
         return inference_bytes(model, units, samples, device.precision)
     return training_bytes(
-        model, units, samples, problem.training.state_values, precision=device.precision
+        model,
+        units,
+        samples,
+        problem.training.state_values,
+        precision=device.precision,
     )
 
 
 def whole_seconds(problem: PlanningProblem[Any], device: DeviceSpec) -> float:
-    """Return the seconds one device alone takes for a step or a request."""
+    """Return the seconds one device alone takes for a step, or for a request of an inference workload."""
     units = problem.model.units
     samples = problem.workload.batch_size
     seconds = device.seconds(forward_cost(units, samples))
@@ -110,7 +120,7 @@ def whole_seconds(problem: PlanningProblem[Any], device: DeviceSpec) -> float:
 
 
 def check_memory(device: DeviceSpec, memory: float) -> None:
-    """Raise `InputError` if a device's part exceeds its memory."""
+    """Raise `InputError` if ``memory``, the bytes of a device's part, exceeds the memory of the device."""
     if memory > device.memory:
         raise InputError(
             f"{device.name} has {formats.size(device.memory)} of memory, its part of the model needs "

@@ -1,4 +1,8 @@
-"""Random numbers for some rows of a batch, equal to those of the whole batch, so dropout ignores splitting."""
+"""Random numbers for some rows of a batch, equal to those of the whole batch.
+
+With these, dropout drops the same values however a batch is cut into micro-batches. A pipeline therefore computes the
+same gradients as one device with the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,20 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+aten = torch.ops.aten
+"""Torch's operations as a dispatch mode receives them: each with the name of its overload."""
+
 _IN_PLACE = (
-    torch.ops.aten.bernoulli_.float,
-    torch.ops.aten.normal_.default,
-    torch.ops.aten.uniform_.default,
+    aten.bernoulli_.float,
+    aten.normal_.default,
+    aten.uniform_.default,
 )
+"""Functions that fill a tensor with random numbers."""
+_STANDARD = (0.0, 1.0)
+"""Arguments of the functions of `_LIKE`: mean and standard deviation, or lower and upper bound."""
 _LIKE = {
-    torch.ops.aten.randn_like.default: (torch.ops.aten.normal_.default, (0.0, 1.0)),
-    torch.ops.aten.rand_like.default: (torch.ops.aten.uniform_.default, (0.0, 1.0)),
+    aten.randn_like.default: aten.normal_.default,
+    aten.rand_like.default: aten.uniform_.default,
 }
 """Functions creating a random tensor, and the in-place functions drawing their values."""
 
@@ -40,22 +50,26 @@ class RowsOfBatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = kwargs or {}
         if func in _LIKE and self._has_rows(args[0]):
             # `randn_like` is the same as `normal_` on an empty tensor.
-            func, settings = _LIKE[func]
-            args = (torch.empty_like(args[0], **options), *settings)
+            func = _LIKE[func]
+            empty = torch.empty_like(args[0], **options)
+            args = (empty, *_STANDARD)
             options = {}
         if func not in _IN_PLACE or not self._has_rows(args[0]):
             return func(*args, **options)
         drawn, *settings = args
         # Attention has a row for each head of each sample, for example.
-        rows_each = drawn.shape[0] // self._count
-        whole = _empty_batch(drawn, rows_each * self._samples)
+        rows_per_sample = drawn.shape[0] // self._count
+        whole = _empty_batch(drawn, rows_per_sample * self._samples)
         func(whole, *settings, **options)
-        own = whole.narrow(0, rows_each * self._begin, rows_each * self._count)
+        first = rows_per_sample * self._begin
+        own = whole.narrow(0, first, rows_per_sample * self._count)
         return drawn.copy_(own)
 
     def _has_rows(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor has as many rows for each sample."""
-        return tensor.ndim > 0 and tensor.shape[0] % self._count == 0
+        """Return whether a tensor has rows, and the same number of rows for each sample."""
+        if tensor.ndim == 0:
+            return False
+        return bool(tensor.shape[0] % self._count == 0)
 
 
 def _empty_batch(part: torch.Tensor, rows: int) -> torch.Tensor:
@@ -63,7 +77,10 @@ def _empty_batch(part: torch.Tensor, rows: int) -> torch.Tensor:
     # Random numbers fill the memory in order, so the axes of the whole batch must lie in it as those of the part do.
     axes = range(part.ndim)
     strides: Sequence[int] = part.stride()
+    # A contiguous tensor has its axes in memory from the longest stride to the shortest.
     order = sorted(axes, key=lambda axis: -strides[axis])
     sizes = (rows, *part.shape[1:])
-    whole = part.new_empty([sizes[axis] for axis in order])
-    return whole.permute([order.index(axis) for axis in axes])
+    sizes_in_memory = [sizes[axis] for axis in order]
+    whole = part.new_empty(sizes_in_memory)
+    places = [order.index(axis) for axis in axes]
+    return whole.permute(places)

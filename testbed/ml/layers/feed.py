@@ -21,15 +21,18 @@ from testbed.ml.workload import LearningPart
 
 
 def loss_fields(loss: float, *, computed: bool) -> dict[str, float]:
-    """Return the event fields of a loss; empty in timing-only runs.
+    """Return the event fields of a loss; empty in timing-only runs, whose loss is not ``computed``.
 
     >>> loss_fields(0.25, computed=True)
     {'loss': 0.25}
     """
-    return {"loss": loss} if computed else {}
+    if not computed:
+        return {}
+    return {"loss": loss}
 
 
 _PLAIN = TrainingConfig()
+"""Cross-entropy without further metrics."""
 
 
 class Score:
@@ -64,7 +67,8 @@ class Score:
             self._correct += correct
             self._answers += answers
         # A weight of 1 leaves the sum, which is divided at the end.
-        self._loss += float(self._training.loss(outputs, wanted, 1))
+        summed_loss = self._training.loss(outputs, wanted, 1)
+        self._loss += float(summed_loss)
         self._weight += self._training.weight(wanted)
         for name, metric in self._metrics.items():
             update_metric(metric, name, outputs, wanted)
@@ -72,12 +76,16 @@ class Score:
     @property
     def accuracy(self) -> float | None:
         """Fraction of samples, or tokens, whose largest output is their label; None for labels other than classes."""
-        return self._correct / self._answers if self._answers else None
+        if not self._answers:
+            return None
+        return self._correct / self._answers
 
     @property
     def loss(self) -> float | None:
         """Mean loss; None if the loss counts no label."""
-        return self._loss / self._weight if self._weight else None
+        if not self._weight:
+            return None
+        return self._loss / self._weight
 
     def fields(self) -> dict[str, Any]:
         """Return accuracy, loss and metrics as event fields; empty without scored samples."""
@@ -89,14 +97,15 @@ class Score:
         if self.loss is not None:
             fields["loss"] = self.loss
         if self._metrics:
-            fields["metrics"] = {
-                name: float(metric.compute()) for name, metric in self._metrics.items()
-            }
+            metrics = {}
+            for name, metric in self._metrics.items():
+                metrics[name] = float(metric.compute())
+            fields["metrics"] = metrics
         return fields
 
 
 def record_left_out(device: Device, samples: int, of: int) -> None:
-    """Record the number of training samples each epoch leaves out, if any."""
+    """Record the number of training samples that each epoch leaves out, if any, ``of`` all samples."""
     if samples:
         device.record("left_out", samples=samples, of=of)
 
@@ -107,6 +116,7 @@ class Training:
     def __init__(self, dataset: Dataset, workload: LearningPart, seed: int) -> None:
         self._dataset = dataset
         self._size = workload.batch_size
+        # Without a seed the samples keep their order.
         self._seed = seed if workload.data.shuffle else None
         self._samples = len(dataset.train_labels)
         self._drop_last = workload.drop_last
@@ -138,22 +148,30 @@ class Training:
 
     def images(self, step: int, values: slice | None = None) -> torch.Tensor:
         """Return the samples of a step, (samples, ...); with ``values`` only these values, (samples, values)."""
+        # The epoch decides the augmentation of the samples.
         epoch = step // self._per_epoch
-        images = self._dataset.batch(self._chosen_samples(step), epoch, values)
+        chosen = self._chosen_samples(step)
+        images = self._dataset.batch(chosen, epoch, values)
         return torch.from_numpy(images)
 
     def labels(self, step: int) -> torch.Tensor:
         """Return the labels of a step, (samples,)."""
-        return torch.from_numpy(self._dataset.train_labels[self._chosen_samples(step)])
+        chosen = self._chosen_samples(step)
+        return torch.from_numpy(self._dataset.train_labels[chosen])
 
     def _chosen_samples(self, step: int) -> npt.NDArray[np.int64]:
+        """Return the indices of a step's samples, (samples,)."""
         return batch(
-            self._samples, self._size, self._seed, step, drop_last=self._drop_last
+            self._samples,
+            self._size,
+            self._seed,
+            step,
+            drop_last=self._drop_last,
         )
 
 
 class Requests:
-    """Batches of test samples in order: ``count`` full ones, cyclically, or one pass over all."""
+    """Batches of test samples in order: ``count`` full batches, cyclically, or one pass over all test samples."""
 
     def __init__(
         self, dataset: Dataset, batch_size: int, count: int | None = None
@@ -185,7 +203,8 @@ class Requests:
 
     def images(self, index: int) -> torch.Tensor:
         """Return the samples of one request, (samples, ...); for images (samples, channels, height, width)."""
-        return torch.from_numpy(self._dataset.tests(self.samples(index)))
+        images = self._dataset.tests(self.samples(index))
+        return torch.from_numpy(images)
 
     def labels(self, index: int) -> npt.NDArray[Any]:
         """Return the labels of one request, (samples, ...)."""
@@ -204,24 +223,31 @@ class Answers:
         self._score = Score(problem.training)
 
     def add(self, index: int, outputs: torch.Tensor) -> None:
-        """Record the outputs (samples, ...) of one request; its latency ends before this."""
+        """Record the outputs, (samples, ...), of one request, whose latency has ended before this call."""
         if outputs.is_meta:
             return
         if self._detector is not None:
             self._record_objects(self._detector, index, outputs)
         elif self._requests.labelled:
-            self._score.add(outputs, self._requests.labels(index))
+            labels = self._requests.labels(index)
+            self._score.add(outputs, labels)
 
     def _record_objects(
         self, detector: Detector, index: int, outputs: torch.Tensor
     ) -> None:
-        for sample, output in zip(self._requests.samples(index), outputs, strict=True):
-            boxes = [box.to_json() for box in detector.boxes(output.numpy())]
-            self._device.record("objects", request=index, sample=sample, boxes=boxes)
+        samples = self._requests.samples(index)
+        for sample, output in zip(samples, outputs, strict=True):
+            objects = detector.boxes(output.numpy())
+            self._device.record(
+                "objects",
+                request=index,
+                sample=sample,
+                boxes=[box.to_json() for box in objects],
+            )
 
     def finish(self) -> None:
         """Record the score of all requests, if labels exist."""
-        if self._requests.labelled:
-            self._device.record(
-                "evaluate", step=len(self._requests), **self._score.fields()
-            )
+        if not self._requests.labelled:
+            return
+        fields = self._score.fields()
+        self._device.record("evaluate", step=len(self._requests), **fields)

@@ -1,8 +1,10 @@
-"""Some neurons of one layer under training, for methods dividing a layer over devices (EdgePipe's super neurons).
+"""Some neurons of one layer under training, for methods that divide a layer over devices (EdgePipe's super neurons).
 
-A `Shard` holds whole units, this class all weights entering some neurons. A neuron is an output channel.
+A neuron is an output channel: an output feature of a fully connected layer, or a filter of a convolution. A
+`LayerShard` holds all weights that enter its neurons, whereas a `testbed.ml.layers.shard.Shard` holds whole units.
 
-The arithmetic is in `testbed.ml.models.sliced`; this module adds gradients, updates and moving neurons.
+The arithmetic of the outputs is in `testbed.ml.models.sliced`; this module adds gradients, updates, and the move of
+neurons from one device to another.
 """
 
 from __future__ import annotations
@@ -28,35 +30,42 @@ Gradients = dict[str, "torch.Tensor"]
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """A forward of any layer, with gradients computed by autograd."""
+class _AutogradForward:
+    """A finished forward of any layer, whose gradients autograd computes."""
 
     inputs: torch.Tensor
+    """(samples, elements)."""
     outputs: torch.Tensor
+    """(samples, elements of the neurons)."""
     parameters: dict[str, torch.Tensor]
     """The parameters used in the forward: an update makes new ones."""
 
-    def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
-        """Return the gradients of the inputs, (samples, elements), and of the parameters used in the forward."""
-        wanted = [self.inputs, *self.parameters.values()]
-        of_inputs, *others = self._gradients_of(gradient, wanted)
-        assert of_inputs is not None
-        return of_inputs, self._named(others)
+    def all_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+        """Return the gradients of the inputs, (samples, elements), and of the parameters.
 
-    def learn(self, gradient: torch.Tensor) -> Gradients:
+        ``gradient`` is the gradient of the outputs, with their shape.
+        """
+        wanted = [self.inputs, *self.parameters.values()]
+        of_inputs, *of_parameters = self._gradients_of(wanted, gradient)
+        assert of_inputs is not None
+        return of_inputs, self._by_name(of_parameters)
+
+    def parameter_gradients(self, gradient: torch.Tensor) -> Gradients:
         """Return the gradients of the parameters alone."""
         wanted = list(self.parameters.values())
-        return self._named(self._gradients_of(gradient, wanted))
+        of_parameters = self._gradients_of(wanted, gradient)
+        return self._by_name(of_parameters)
 
     def _gradients_of(
-        self, gradient: torch.Tensor, wanted: list[torch.Tensor]
+        self, wanted: list[torch.Tensor], gradient: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        # As in `Shard.backward`: the gradient of this sum is the one given, to the bit, and imports less.
+        # As in `Shard.backward`: the outputs' gradient by this sum is ``gradient``, to the bit, and torch imports less
+        # than if it were passed to `grad`.
         total = (self.outputs * gradient).sum()
         # A bias may be unused, before a normalisation for example.
         return torch.autograd.grad(total, wanted, allow_unused=True)
 
-    def _named(self, gradients: Sequence[torch.Tensor | None]) -> Gradients:
+    def _by_name(self, gradients: Sequence[torch.Tensor | None]) -> Gradients:
         named = {}
         for name, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
@@ -65,31 +74,36 @@ class _Recorded:
 
 
 @dataclass(frozen=True)
-class _Dense:
-    """A forward of a fully connected layer, with gradients in closed form."""
+class _DenseForward:
+    """A finished forward of a fully connected layer, whose gradients have a closed form."""
 
     step: DenseStep
     weight: str
+    """Name of the weight matrix."""
     bias: str
+    """Name of the bias."""
 
-    def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
-        sums = self.step.of_sums(gradient)
-        return self.step.of_inputs(sums), self._parameter_gradients(sums)
+    def all_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+        of_sums = self.step.of_sums(gradient)
+        of_inputs = self.step.of_inputs(of_sums)
+        return of_inputs, self._by_name(of_sums)
 
-    def learn(self, gradient: torch.Tensor) -> Gradients:
-        return self._parameter_gradients(self.step.of_sums(gradient))
+    def parameter_gradients(self, gradient: torch.Tensor) -> Gradients:
+        of_sums = self.step.of_sums(gradient)
+        return self._by_name(of_sums)
 
-    def _parameter_gradients(self, sums: torch.Tensor) -> Gradients:
-        of_weight, of_bias = self.step.of_parameters(sums)
+    def _by_name(self, of_sums: torch.Tensor) -> Gradients:
+        of_weight, of_bias = self.step.of_parameters(of_sums)
         return {self.weight: of_weight, self.bias: of_bias}
 
 
 class LayerShard:
     """A slice of a layer with its gradients and optimizer state.
 
-    Values are (samples, elements), channel after channel. Several computations may be under way, each with its own key.
-    Each backward uses the weights of its forward, whatever updates happened in between, and gradients accumulate until
-    `update`. Arguments and results are never modified later.
+    Values are (samples, elements), channel after channel. Several batches may be under way, each with its own key: in a
+    pipeline a device forwards later batches before the losses of an earlier one arrive. Each backward uses the weights
+    of its forward, whatever updates happened in between, and gradients accumulate until `update`. Arguments and results
+    are never modified later.
     """
 
     def __init__(
@@ -116,17 +130,20 @@ class LayerShard:
         self.part = part
         self._sgd = Sgd(optimizer)
         self._gradients: dict[str, torch.Tensor] = {}
-        self._steps: dict[Hashable, _Recorded | _Dense] = {}
-        """Forwards that wait for their gradient."""
-        self._dense = is_dense(layer) and layer.sequence[0].channel_values > 0
+        self._forwards: dict[Hashable, _AutogradForward | _DenseForward] = {}
+        """Forwards that wait for their gradient, by key."""
+        # The closed form takes the bias for granted; a layer with values for each channel has one.
+        has_bias = layer.sequence[0].channel_values > 0
+        self._has_closed_form = is_dense(layer) and has_bias
         """Whether the gradients have a closed form, which is faster than autograd for a few neurons."""
+        # `is_dense` allows nothing but a ReLU after the fully connected layer.
         self._rectified = len(layer.sequence) > 1
         first = layer.names[0]
         self._names = (f"{first}.weight", f"{first}.bias")
-        self._take_over(part, state)
+        self._replace_slice(part, state)
 
-    def _take_over(self, part: Slice, state: State) -> None:
-        """Hold a slice with its tensors and momentum; computations under way are dropped."""
+    def _replace_slice(self, part: Slice, state: State) -> None:
+        """Hold a slice with its tensors and momentum; drop the computations with the previous slice."""
         self.part = part
         self._tensors = {}
         for name, tensor in weights_of(state).items():
@@ -136,23 +153,25 @@ class LayerShard:
             if name.startswith(MOMENTUM):
                 momentum[name.removeprefix(MOMENTUM)] = tensor.clone()
         self._sgd.momentum = momentum
-        self._sliced: SlicedLayer | None = None
+        self._tracked_layer: SlicedLayer | None = None
         self._gradients.clear()
-        self._steps.clear()
+        self._forwards.clear()
 
     @property
     def _current_layer(self) -> SlicedLayer:
         """The slice with the current weights, tracked by autograd."""
-        if self._sliced is None:
+        if self._tracked_layer is None:
             # Made anew after each update, so that backwards under way keep the weights of their forward.
-            self._noted: dict[str, torch.Tensor] = {}
+            self._parameters: dict[str, torch.Tensor] = {}
             for name, tensor in self._tensors.items():
                 if not name.endswith(_STATISTICS):
-                    self._noted[name] = torch.nn.Parameter(tensor)
-            self._sliced = SlicedLayer(
-                self.layer, self.part, self._tensors | self._noted, training=True
+                    self._parameters[name] = torch.nn.Parameter(tensor)
+            # The statistics are those of this object, so that training updates them in place.
+            tensors = self._tensors | self._parameters
+            self._tracked_layer = SlicedLayer(
+                self.layer, self.part, tensors, training=True
             )
-        return self._sliced
+        return self._tracked_layer
 
     def forward(
         self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None
@@ -162,16 +181,20 @@ class LayerShard:
         ``inputs`` is (samples, elements of the input channels ``columns``); missing channels count as zero. None means
         all channels the shard has weights for.
         """
-        if not self._dense or columns is not None:
-            inputs = inputs.detach().requires_grad_()
-            layer = self._current_layer
-            outputs = layer.finish(layer.sums(inputs, columns))
-            self._steps[key] = _Recorded(inputs, outputs, self._noted)
-            return outputs.detach()
+        if self._has_closed_form and columns is None:
+            return self._forward_dense(key, inputs)
+        inputs = inputs.detach().requires_grad_()
+        layer = self._current_layer
+        sums = layer.sums(inputs, columns)
+        outputs = layer.finish(sums)
+        self._forwards[key] = _AutogradForward(inputs, outputs, self._parameters)
+        return outputs.detach()
+
+    def _forward_dense(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
         weight, bias = self._weight_tensors()
         outputs = dense_forward(inputs, weight, bias, rectified=self._rectified)
         step = DenseStep(inputs, weight, outputs, self._rectified)
-        self._steps[key] = _Dense(step, *self._names)
+        self._forwards[key] = _DenseForward(step, *self._names)
         return outputs
 
     def _weight_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,47 +208,56 @@ class LayerShard:
         ``gradient`` is the gradient of the outputs. If several shards use an input, its gradient is the sum over all
         shards.
         """
-        before, gradients = self._steps.pop(key).back(gradient)
-        self.add_gradients(gradients)
-        return before
+        forward = self._forwards.pop(key)
+        of_inputs, of_parameters = forward.all_gradients(gradient)
+        self.add_gradients(of_parameters)
+        return of_inputs
 
     def learn(self, key: Hashable, gradient: torch.Tensor) -> None:
-        """Accumulate gradients as `backward` does for (samples, elements), without computing the gradient of the
-        inputs.
+        """Accumulate gradients as `backward` does for (samples, elements), without the gradient of the inputs.
+
+        The first layer with weights uses this method, because nobody needs the gradient of the samples.
         """
-        self.add_gradients(self._steps.pop(key).learn(gradient))
+        forward = self._forwards.pop(key)
+        of_parameters = forward.parameter_gradients(gradient)
+        self.add_gradients(of_parameters)
 
     def infer(
         self, inputs: torch.Tensor, columns: Channels | None = None
     ) -> torch.Tensor:
         """Return the outputs, (samples, elements), like `forward`, in evaluation mode and without keeping state."""
-        if self._dense and columns is None:
-            return dense_forward(
-                inputs, *self._weight_tensors(), rectified=self._rectified
-            )
+        if self._has_closed_form and columns is None:
+            weight, bias = self._weight_tensors()
+            return dense_forward(inputs, weight, bias, rectified=self._rectified)
         layer = SlicedLayer(self.layer, self.part, self._tensors)
         with torch.no_grad():
-            return layer.finish(layer.sums(inputs, columns))
+            sums = layer.sums(inputs, columns)
+            return layer.finish(sums)
 
     def forget(self, key: Hashable) -> None:
         """Drop the forward of a key that will not receive gradients."""
-        self._steps.pop(key, None)
+        self._forwards.pop(key, None)
 
     def update(self, scale: float = 1.0) -> None:
-        """Take one optimizer step with ``scale`` times the accumulated gradients, and reset them."""
-        gradients = self._gradients
-        if scale != 1:
-            gradients = {name: each * scale for name, each in gradients.items()}
-        # Copies, since backwards under way need the weights of their forward.
-        changed = {name: self._tensors[name].clone() for name in gradients}
+        """Take one optimizer step with ``scale`` times the accumulated gradients, and reset the gradients."""
+        gradients = {}
+        changed = {}
+        for name, gradient in self._gradients.items():
+            # Not multiplied by 1, which would copy each gradient for nothing.
+            gradients[name] = gradient if scale == 1 else gradient * scale
+            # A copy, since backwards under way need the weights of their forward.
+            changed[name] = self._tensors[name].clone()
         self._sgd.step(changed, gradients)
         self._gradients.clear()
         self._tensors.update(changed)
-        self._sliced = None
+        self._tracked_layer = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return a copy of the gradients accumulated since the last update."""
-        return {name: gradient.clone() for name, gradient in self._gradients.items()}
+        gradients = {}
+        for name, gradient in self._gradients.items():
+            gradients[name] = gradient.clone()
+        return gradients
 
     def add_gradients(self, gradients: State) -> None:
         """Add gradients of the same neurons computed earlier."""
@@ -258,11 +290,12 @@ class LayerShard:
         remaining = as_channels(set(held) - set(neurons))
         given = {}
         kept = {}
+        # Axis 0 of every tensor is the neurons: rows of weights, entries of per-channel values.
         for name, tensor in self.state().items():
             # Cloned, so that the state of all neurons can be freed.
             given[name] = pick(tensor, 0, neurons, held).clone()
             kept[name] = pick(tensor, 0, remaining, held)
-        self._take_over(Slice(remaining, self.part.columns, remaining), kept)
+        self._replace_slice(Slice(remaining, self.part.columns, remaining), kept)
         return given
 
     def take(self, neurons: Channels, state: State) -> None:
@@ -276,16 +309,23 @@ class LayerShard:
                 f"{self.layer.name}: some of the neurons {neurons} are held already"
             )
         own = self.state()
-        order = (*held, *neurons)
-        together = as_channels(order)
-        places = torch.tensor(
-            [order.index(neuron) for neuron in together], dtype=torch.long
-        )
+        # Tensors are joined in this order and then sorted, because a slice numbers its channels in ascending order.
+        joined_order = (*held, *neurons)
+        together = as_channels(joined_order)
+        places = [joined_order.index(neuron) for neuron in together]
+        ascending = torch.tensor(places, dtype=torch.long)
         joined: dict[str, torch.Tensor] = {}
         for name in own | dict(state):
-            # Momentum begins with the first update, which one of the two may not have had.
-            weight = name.removeprefix(MOMENTUM)
-            first = own[name] if name in own else torch.zeros_like(own[weight])
-            second = state[name] if name in state else torch.zeros_like(state[weight])
-            joined[name] = torch.cat([first, second]).index_select(0, places)
-        self._take_over(Slice(together, self.part.columns, together), joined)
+            first = _tensor_or_zeros(own, name)
+            second = _tensor_or_zeros(state, name)
+            joined[name] = torch.cat([first, second]).index_select(0, ascending)
+        self._replace_slice(Slice(together, self.part.columns, together), joined)
+
+
+def _tensor_or_zeros(state: State, name: str) -> torch.Tensor:
+    """Return a tensor of a state, or zeros in place of a missing momentum."""
+    if name in state:
+        return state[name]
+    # Momentum begins with the first update, which one of two joined shards may not have had.
+    weight = state[name.removeprefix(MOMENTUM)]
+    return torch.zeros_like(weight)

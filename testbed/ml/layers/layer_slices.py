@@ -1,12 +1,13 @@
-"""A device's part of a model with divided layers: the slice of each layer, and its demands."""
+"""A device's part of a model with divided layers: the slice of each layer, with the memory and time of the slices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from testbed.device import Cost, Span
 from testbed.ml.layers.collectives import Group
+from testbed.ml.layers.shard import State
 from testbed.ml.method import PlanningProblem, ProgramContext
 from testbed.ml.models.chain import forward_of
 from testbed.ml.models.graph import GraphLayer
@@ -38,26 +39,28 @@ def count_values(slices: LayerSlices) -> int:
 def place_slices(
     problem: PlanningProblem, device: str, slices: LayerSlices, part: str
 ) -> Assignment:
-    """Return the placement of a device holding slices of all units; ``part`` describes the slices for display.
+    """Return the assignment of a device holding slices of all units; ``part`` describes the slices for display.
 
     The memory is that of the weights and, for a batch, of the largest sum of one layer's input and output.
     """
     samples = problem.workload.batch_size
-    values = count_values(slices)
-    most = 0
+    weights = count_values(slices)
+    most_activations = 0
     multiplications = 0
     cost = Cost()
     for layer, layer_part in slices:
-        most = max(most, layer.inputs + layer.pixels * len(layer_part.rows))
+        outputs = layer.pixels * len(layer_part.rows)
+        most_activations = max(most_activations, layer.inputs + outputs)
         multiplications += layer.share(layer.multiplications, layer_part)
         cost += product_cost(layer, layer_part, samples)
     return Assignment(
         device=device,
         start=0,
         stop=len(problem.model.units),
-        memory=float(BYTES_PER_VALUE * (values + samples * most)),
+        memory=float(BYTES_PER_VALUE * (weights + samples * most_activations)),
         part=part,
-        parameters=values,
+        parameters=weights,
+        # A multiplication of a weight and the addition of the product, for one sample.
         flops=2.0 * multiplications,
         seconds=problem.device(device).seconds(cost),
     )
@@ -65,32 +68,38 @@ def place_slices(
 
 def product_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
     """Return the cost of `SlicedLayer.sums` for a batch: the products of a slice's rows and columns."""
-    elements = layer.inputs // layer.input_channels
-    read = elements * len(part.columns)
-    return forward_of(layer.product_cost(read, len(part.rows)), samples)
+    elements_per_channel = layer.inputs // layer.input_channels
+    read = elements_per_channel * len(part.columns)
+    one_sample = layer.product_cost(read, len(part.rows))
+    return forward_of(one_sample, samples)
 
 
 def finish_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
     """Return the cost of `SlicedLayer.finish` for a batch: the operations after the products, on a slice's channels."""
-    return forward_of(layer.finish_cost(len(part.channels)), samples)
+    one_sample = layer.finish_cost(len(part.channels))
+    return forward_of(one_sample, samples)
 
 
 async def load_slices(
     group: Group, context: ProgramContext, held: Sequence[LayerSlices]
 ) -> list[SlicedLayer]:
-    """Return this device's slices with their initial weights, from the coordinator's context or from the seed.
+    """Return the slices of this device with initial weights, from the coordinator's context or from the seed.
 
     ``held`` has the slices of each group member. Loading costs the device one operation for each value.
     """
     problem = context.problem
     own = held[group.rank]
+    make: Callable[[], State]
     if problem.workload.model.weights is None:
         # Every device draws its own slices: nothing is transmitted.
         make = partial(draw_tensors, problem.model, own, problem.seed)
     else:
-        given = context.weights
+        sent = None
         # Only the coordinator has the file.
-        sent = None if given is None else [cut_copies(slices, given) for slices in held]
-        make = partial(dict, await group.scatter(sent, context.plan.coordinator))
-    state = await group.device.compute(make, Cost(count_values(own)), Span("load"))
+        if context.weights is not None:
+            sent = [cut_copies(slices, context.weights) for slices in held]
+        received = await group.scatter(sent, context.plan.coordinator)
+        make = partial(dict, received)
+    cost = Cost(count_values(own))
+    state = await group.device.compute(make, cost, Span("load"))
     return [SlicedLayer(layer, part, state) for layer, part in own]

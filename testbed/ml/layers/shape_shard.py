@@ -1,8 +1,8 @@
 """Units of a model in timing-only runs: shapes instead of numbers.
 
-Tensors are meta tensors of torch, which have a shape and a type and no values. Creating them by formula takes
-microseconds; running the modules on the meta device takes longer than computing (ResNet18, a mini-batch of 10: half a
-second), because torch derives every shape in Python.
+Tensors are meta tensors of torch, which have a shape and a type and no values. Creating one by formula takes
+microseconds. Running the modules on the meta device instead takes longer than computing with numbers (ResNet18, a
+mini-batch of 10: half a second), because torch derives every shape in Python.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from testbed.ml.training.optimizers import is_weight
 LARGE_UNIT = 10_000_000
 """Number of parameters above which a unit is described without drawing its weights."""
 
+Description = tuple[Shape, "torch.dtype", bool]
+"""Shape and type of a tensor, and whether it is a trained parameter."""
+
 
 def make_shard(
     problem: PlanningProblem, first: int, last: int, device: str
@@ -30,8 +33,14 @@ def make_shard(
     """Create units ``first`` to ``last`` (exclusive) on a device; timing-only workloads get shapes without values."""
     if problem.workload.numerics == "none":
         return ShapeShard(problem.model, first, last, problem.training)
-    precision = problem.device(device).precision
-    return Shard(problem.model, first, last, problem.seed, problem.training, precision)
+    return Shard(
+        problem.model,
+        first,
+        last,
+        problem.seed,
+        problem.training,
+        problem.device(device).precision,
+    )
 
 
 # Devices of one process have the same units, and building one takes milliseconds.
@@ -40,13 +49,13 @@ def _describe_tensors(
     model: Model,
     unit: int,
     with_frozen: bool,
-) -> dict[str, tuple[Shape, torch.dtype, bool]]:
-    """Return shape, type and trainability of every tensor of a unit."""
+) -> dict[str, Description]:
+    """Return the description of every tensor of a unit by name; ``with_frozen`` includes frozen parameters."""
     from testbed.ml.models.modules import frozen_names
 
     module = _build_unit(model, unit)
     frozen = frozen_names(module)
-    trained = {name for name, _ in module.named_parameters()} - frozen
+    trained = dict(module.named_parameters()).keys() - frozen
     described = {}
     for name, tensor in module.state_dict().items():
         if with_frozen or name not in frozen:
@@ -56,19 +65,22 @@ def _describe_tensors(
 
 
 def _build_unit(model: Model, unit: int) -> torch.nn.Module:
+    # Only shapes are read, so any seed will do.
+    seed = 0
+    is_large = model.units[unit].parameters > LARGE_UNIT
     # A large unit would take gigabytes, and seconds for the random numbers. The meta device takes some tenths of a
     # second at its first use, so a small unit is faster with numbers. A builder runs the constructor of a user's
     # network, which may read values.
-    if model.builder is None and model.units[unit].parameters > LARGE_UNIT:
+    if is_large and model.builder is None:
         with torch.device("meta"):
-            return model.build(unit, unit + 1, 0)
-    return model.build(unit, unit + 1, 0)
+            return model.build(unit, unit + 1, seed)
+    return model.build(unit, unit + 1, seed)
 
 
 class ShapeShard:
     """A `Shard` without computation: outputs have shapes without values; versions have numbers without weights.
 
-    Every loss is NaN.
+    Every loss is NaN. Messages, whose sizes follow from shapes, take the same time as in a run with numbers.
     """
 
     def __init__(
@@ -76,10 +88,7 @@ class ShapeShard:
     ) -> None:
         self.first = first
         self.last = last
-        crossing = [shape for _, shape in model.crossing(last)]
-        # Several tensors cross a cut flattened and joined.
-        values = sum(math.prod(shape) for shape in crossing)
-        self._output: Shape = crossing[0] if len(crossing) == 1 else (values,)
+        self._output = _output_shape(model, last)
         self._model = model
         self._training = training
         self._updated = False
@@ -119,10 +128,12 @@ class ShapeShard:
     ) -> torch.Tensor | None:
         """Return a gradient with the shape of the inputs, None at the beginning of the model."""
         shape = self._kept.pop(key)
-        return torch.empty(shape, device="meta") if self.first > 0 else None
+        if self.first == 0:
+            return None
+        return torch.empty(shape, device="meta")
 
     def adjust(self, change: Adjust) -> None:
-        """Do nothing: there are no gradients."""
+        """Do nothing, since timing-only runs have no gradients."""
 
     def norms(self, without: Collection[str] = ()) -> torch.Tensor:
         """Return norms with the shape of `Shard.norms`."""
@@ -135,16 +146,17 @@ class ShapeShard:
             # A weight shared by units of this part has one gradient.
             own_names = [name for name in tied.names if name in trained]
             trained.difference_update(own_names[1:])
-        return torch.zeros(len(trained.difference(without)))
+        counted = trained.difference(without)
+        return torch.zeros(len(counted))
 
-    def _describe_tensors(
-        self, unit: int
-    ) -> dict[str, tuple[Shape, torch.dtype, bool]]:
+    def _describe_tensors(self, unit: int) -> dict[str, Description]:
         return _describe_tensors(self._model, unit, self._training.frozen_travels)
 
     def gradient(self, tied: Tied) -> torch.Tensor:
         """Return a gradient with the shape of `Shard.gradient`."""
-        shape, dtype, _ = self._describe_tensors(tied.units[0])[tied.names[0]]
+        # The weight has one shape in all units that share it; the first of them may belong to another stage.
+        described = self._describe_tensors(tied.units[0])
+        shape, dtype, _ = described[tied.names[0]]
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def put_gradient(self, tied: Tied, gradient: torch.Tensor) -> None:
@@ -155,7 +167,11 @@ class ShapeShard:
         self._updated = True
 
     def advance(
-        self, key: Hashable, version: int, oldest_needed: int, aggregate: int = 0
+        self,
+        key: Hashable,
+        version: int,
+        oldest_needed: int,
+        aggregate: int = 0,
     ) -> None:
         """Increment the version, and free versions before ``oldest_needed``."""
         self._updated = True
@@ -175,18 +191,32 @@ class ShapeShard:
         tensors: dict[str, torch.Tensor] = {}
         optimizer: dict[str, torch.Tensor] = {}
         for unit in range(self.first, self.last):
-            for name, (shape, dtype, is_trained) in self._describe_tensors(
-                unit
-            ).items():
+            for name, description in self._describe_tensors(unit).items():
+                shape, dtype, is_trained = description
                 tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
-                if not is_trained or not self._updated:
-                    continue
-                for kind, (size, type_) in self._training.kept_shapes(shape).items():
-                    values = torch.empty(size, dtype=type_, device="meta")
-                    optimizer[kind + name] = values
+                # An optimizer has no state before its first step, and none of frozen tensors.
+                if is_trained and self._updated:
+                    optimizer |= self._optimizer_state(name, shape)
         return tensors | optimizer
+
+    def _optimizer_state(self, name: str, shape: Shape) -> dict[str, torch.Tensor]:
+        """Return the optimizer's tensors for one parameter, such as its momentum."""
+        state = {}
+        for kind, (size, dtype) in self._training.kept_shapes(shape).items():
+            state[kind + name] = torch.empty(size, dtype=dtype, device="meta")
+        return state
 
     def load(self, state: State) -> None:
         """Drop computations under way; note whether the state includes an optimizer's."""
         self._kept.clear()
         self._updated = not all(is_weight(name) for name in state)
+
+
+def _output_shape(model: Model, cut: int) -> Shape:
+    """Return the shape of one sample's outputs at a cut."""
+    crossing = [shape for _, shape in model.crossing(cut)]
+    if len(crossing) == 1:
+        return crossing[0]
+    # Several tensors cross a cut flattened and joined.
+    values = sum(math.prod(shape) for shape in crossing)
+    return (values,)

@@ -1,4 +1,8 @@
-"""Units of a model under training: forward, backward and update, independent of the caller."""
+"""Units of a model under training: forward, backward and update.
+
+The same class serves a stage of a pipeline, the layers of a device in federated or split learning, and a device that
+trains the whole model alone. It knows nothing of messages or of the device's time; its callers charge each operation.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,11 @@ def weights_of(state: State) -> dict[str, torch.Tensor]:
     >>> sorted(weights_of({"0.weight": torch.ones(1), "momentum:0.weight": torch.ones(1)}))
     ['0.weight']
     """
-    return {name: tensor for name, tensor in state.items() if is_weight(name)}
+    weights = {}
+    for name, tensor in state.items():
+        if is_weight(name):
+            weights[name] = tensor
+    return weights
 
 
 def result_of(state: State) -> dict[str, torch.Tensor]:
@@ -55,7 +63,7 @@ def unit_of(name: str) -> int:
 
 
 def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of units ``first`` to ``last`` (exclusive), those of the optimizer included.
+    """Return the tensors of units ``first`` to ``last`` (exclusive), including the optimizer's tensors.
 
     >>> state = {"0.weight": torch.ones(1), "1.weight": torch.ones(1), "momentum:1.weight": torch.ones(1)}
     >>> list(restrict(state, 1, 2))
@@ -88,9 +96,9 @@ class Shard:
     tensors.
 
     Synchronous training computes with the newest weights: gradients accumulate until `update`, in the order of the
-    backwards. Asynchronous training names a version in each forward, and each backward is followed by an `advance`, its
-    own update. Running statistics of batch normalisation then include only batches whose backward is done: a batch
-    whose forward must be repeated has left no trace.
+    backwards. Asynchronous training names a version in each forward, and each backward is followed by an update of its
+    own, `advance`. Running statistics of batch normalisation then include only batches whose backward is done: a batch
+    whose forward must be repeated after a failure has left no trace.
 
     >>> from testbed.ml.models import create
     >>> shard = Shard(create("mlp", {"hidden": [8]}, (1, 4, 4), 10), 0, 2, seed=1, training=TrainingConfig())
@@ -123,7 +131,7 @@ class Shard:
         """Frozen weights excluded from states, because every build of these units has the same."""
         if not training.frozen_travels:
             self._fixed = frozen_names(self._module)
-        self._draws = has_random_numbers(self._module)
+        self._draws_numbers = has_random_numbers(self._module)
         self._precision = precision
         self._narrow_weights()
         self._training = training
@@ -146,14 +154,14 @@ class Shard:
         version: int | None = None,
         rows: Rows | None = None,
     ) -> torch.Tensor:
-        """Return the outputs of a micro-batch, keeping the intermediate values for its `backward`.
+        """Return the outputs of a micro-batch, keeping the intermediate values for the `backward` of the same key.
 
-        ``inputs`` is (samples, ...) with the shape of the cut before ``first`` (`Model.crossing`; several tensors
-        flattened and joined, (samples, values)), and the result has the shape of the cut before ``last``. ``version``
-        selects the weights in asynchronous training; None selects the newest. ``rows`` is None for a whole batch.
+        ``inputs`` is (samples, ...) with the shape of the cut before ``first``, and the result has the shape of the cut
+        before ``last`` (see `Model.crossing`). If several tensors cross a cut, each sample's tensors are flattened and
+        joined, (samples, values). ``version`` selects the weights in asynchronous training; None selects the newest.
+        ``rows`` is None for a whole batch.
         """
-        # The samples need no gradient.
-        inputs = inputs.detach().requires_grad_(self.first > 0)
+        inputs = self._as_leaf(inputs)
         outputs = self._forward_training(key, inputs, version, rows)
         self._kept[key] = (inputs, outputs)
         return outputs.detach()
@@ -173,11 +181,17 @@ class Shard:
     def _repeat_forward(
         self, key: Key, inputs: torch.Tensor, rows: Rows | None
     ) -> None:
-        inputs = inputs.detach().requires_grad_(self.first > 0)
+        inputs = self._as_leaf(inputs)
         with self._statistics.set_aside(key):
             outputs = self._run_units(key, inputs, rows)
+        # The first forward has added this batch to the running statistics already.
         self._statistics.drop(key)
         self._kept[key] = (inputs, outputs)
+
+    def _as_leaf(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the inputs as the beginning of a graph of autograd, with a gradient if the backward needs one."""
+        # Nobody needs the gradient of the samples, which enter unit 0.
+        return inputs.detach().requires_grad_(self.first > 0)
 
     def forward_loss(
         self,
@@ -188,13 +202,14 @@ class Shard:
         version: int | None = None,
         rows: Rows | None = None,
     ) -> float:
-        """Forward through the end of the model; return this micro-batch's part of the batch's mean loss.
+        """Forward a micro-batch through the end of the model; return its part of the mean loss of the batch.
 
         ``inputs`` is as in `forward`, ``labels`` (samples,) of classes from 0, or another shape the loss accepts.
-        ``whole`` is the `TrainingConfig.weight` of all labels of the batch: each part is weighted by its own labels, so
-        the parts sum to the mean loss, and their gradients to its gradient, for any split of the batch.
+        ``whole`` is the `TrainingConfig.weight` of all labels of the batch. Each micro-batch counts by the weight of
+        its own labels, so the parts sum to the mean loss, and their gradients to the gradient of the mean loss, however
+        the batch is split.
         """
-        inputs = inputs.detach().requires_grad_(self.first > 0)
+        inputs = self._as_leaf(inputs)
         outputs = self._forward_training(key, inputs, version, rows)
         loss = self._training.loss(outputs, labels, whole)
         self._kept[key] = (inputs, loss)
@@ -203,19 +218,24 @@ class Shard:
     def backward(
         self, key: Key, gradient: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Accumulate the gradients of a micro-batch; return the gradient of its inputs, None at the model's beginning.
+        """Accumulate the gradients of a micro-batch; return the gradient of the inputs, None at the model's beginning.
 
         ``gradient`` is the gradient of the outputs, with their shape; the result has the shape of the inputs.
         ``gradient`` is None if the forward computed the loss. Raises KeyError for a key without a forward, or with a
         backward already done.
         """
         if key in self._postponed:
-            self._postponed.pop(key)()
+            repeat_forward = self._postponed.pop(key)
+            repeat_forward()
         inputs, outputs = self._kept.pop(key)
+        # Without trained weights before the outputs, nothing has a gradient: all units are frozen.
         if outputs.requires_grad:
-            # The gradient of this sum is the one given, to the bit. Handing that to `backward` would make torch import
-            # its symbolic shapes: a third of a second and 550 modules on every device that starts.
-            loss = outputs if gradient is None else (outputs * gradient).sum()
+            loss = outputs
+            if gradient is not None:
+                # The outputs' gradient by this sum is ``gradient``, to the bit. Passing ``gradient`` to `backward`
+                # would make torch import its symbolic shapes: a third of a second and 550 modules on every device that
+                # starts.
+                loss = (outputs * gradient).sum()
             loss.backward()  # type: ignore[no-untyped-call]
         return inputs.grad
 
@@ -239,21 +259,23 @@ class Shard:
     def gradient(self, tied: Tied) -> torch.Tensor:
         """Return the accumulated gradient of a weight shared with other stages, with the weight's shape."""
         weight = self._tied_weight(tied)
-        return torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+        if weight.grad is None:
+            return torch.zeros_like(weight)
+        return weight.grad.clone()
 
     def put_gradient(self, tied: Tied, gradient: torch.Tensor) -> None:
         """Replace the gradient of a tied weight by the sum over all stages, with the weight's shape."""
         self._tied_weight(tied).grad = gradient.clone()
 
     def _tied_weight(self, tied: Tied) -> torch.nn.Parameter:
-        """Return a shared weight, which this shard may hold under the second name only."""
+        """Return a shared weight by any of its names: units of this shard may use only the second one."""
         for name in tied.names:
             if name in self.versions.latest:
                 return self.versions.latest[name]
         raise KeyError(f"units {self.first} to {self.last} do not use {tied.title}")
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
-        """Take optimizer step ``step``, counted from 0, with the accumulated gradients, and reset them.
+        """Take optimizer step ``step``, counted from 0, with the accumulated gradients, and reset the gradients.
 
         ``norms`` are the gradient norms of the whole model, (tensors,), for clipping; None if this shard is the whole
         model.
@@ -269,7 +291,12 @@ class Shard:
         norms: torch.Tensor | None = None,
     ) -> None:
         self._training.clip_gradients(gradients, norms)
-        self._optimizer.step(parameters, gradients, self._training.settings(step))
+        settings = self._training.settings(step)
+        self._optimizer.step(parameters, gradients, settings)
+        self._update_averages(parameters)
+
+    def _update_averages(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Update the moving averages by the weights of a new step, if the workload asks for averages."""
         decay = self._training.part.ema
         if decay is None:
             return
@@ -280,15 +307,21 @@ class Shard:
                     # The average begins with the weights after the first step, as in torch.optim.swa_utils.
                     self._averages[name] = weight.detach().clone()
                 else:
-                    average.mul_(decay).add_(weight, alpha=1 - decay)
+                    average.mul_(decay)
+                    average.add_(weight, alpha=1 - decay)
 
     def advance(
-        self, key: tuple[int, int], version: int, oldest_needed: int, aggregate: int = 0
+        self,
+        key: tuple[int, int],
+        version: int,
+        oldest_needed: int,
+        aggregate: int = 0,
     ) -> None:
         """Make the next version from the newest one, with the gradients computed with ``version``.
 
-        ``key`` is the key of the batch whose backward was just done, the training step first. If ``aggregate`` exceeds
-        one, that many versions are averaged in the new one. Versions before ``oldest_needed`` are freed.
+        ``key`` is the key of the batch whose backward was just done: training step and micro-batch. If ``aggregate``
+        exceeds one, the new version is replaced by the mean of the last ``aggregate`` versions, itself included.
+        Versions before ``oldest_needed`` are freed.
         """
         gradients = _take_gradients(self.versions[version])
         needed = oldest_needed
@@ -305,6 +338,7 @@ class Shard:
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs in evaluation mode, keeping nothing; shapes as in `forward`."""
+        # A forward in training may have left the module with an older version.
         self.versions.use(self.versions.newest)
         if self._averages:
             averages = {}
@@ -315,23 +349,27 @@ class Shard:
         with torch.no_grad():
             outputs = self._seed_units(inputs.detach(), "evaluation")
         self._module.train()
+        # Training continues with the weights, not with their averages.
         self.versions.use(self.versions.newest)
         assert isinstance(outputs, torch.Tensor)
         return outputs.float()
 
     def _narrow_context(self) -> AbstractContextManager[object]:
-        """Context computing in 16 bits by torch's autocast, or in float32 if the device does."""
+        """Context in which torch's autocast computes in 16 bits, if this is the precision of the device."""
         kinds = {"f16": torch.float16, "bf16": torch.bfloat16}
         kind = kinds.get(self._precision)
-        return nullcontext() if kind is None else torch.autocast("cpu", dtype=kind)
+        if kind is None:
+            return nullcontext()
+        return torch.autocast("cpu", dtype=kind)
 
     def _narrow_weights(self) -> None:
-        """Quantise matrices and kernels to 8 bits with a scale for each output channel, if the device does."""
+        """Quantise matrices and kernels to 8 bits with a scale for each output channel, if the device computes so."""
         if self._precision != "int8":
             return
         quantisation = make_codec("int8-channel")
         assert quantisation is not None
         for weight in self._module.parameters():
+            # Biases and normalisations, which have one axis, are not quantised.
             if weight.ndim > 1:
                 # Kept as floats: torch's kernels for training know no integers.
                 packed = quantisation.pack(weight.detach())
@@ -350,7 +388,10 @@ class Shard:
         return state | self._with_aliases(kept)
 
     def _with_aliases(self, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state under all names of shared weights, whose units may be separated later."""
+        """Return the optimizer's state with an entry for each name of a shared weight.
+
+        The units that share a weight may become parts of different stages later, and each stage then needs the entry.
+        """
         aliased = {}
         for alias, name in self._aliases.items():
             for key, tensor in kept.items():
@@ -367,6 +408,7 @@ class Shard:
         self.versions.use(self.versions.newest)
         weights = weights_of(state)
         for name, tensor in self._module.state_dict().items():
+            # States lack the frozen weights, but `load_state_dict` asks for every tensor.
             if name in self._fixed and name not in weights:
                 weights[name] = tensor
         self._module.load_state_dict(weights)
@@ -377,6 +419,7 @@ class Shard:
         self._statistics.clear()
         own = {}
         for name, tensor in state.items():
+            # The optimizer knows a shared weight by one name: the entries of `_with_aliases` are left out.
             _, _, parameter_name = name.partition(":")
             if parameter_name not in self._aliases:
                 own[name] = tensor
@@ -400,14 +443,16 @@ class Shard:
     def _run_units(
         self, key: Key, inputs: torch.Tensor, rows: Rows | None
     ) -> torch.Tensor:
-        """Run the units in order; if any draws random numbers, seed each by its unit and this batch.
+        """Run the units in order; if any unit draws random numbers, seed every unit by its name and this batch.
 
         The draws are therefore independent of the cuts, of the number of micro-batches, and of other devices in the
         process.
         """
         # Parts of a batch draw what the whole batch draws, and take their rows of it.
         seed_key = (key[0], 0) if rows else key
-        return self._seed_units(inputs, repr(seed_key), rows).float()
+        outputs = self._seed_units(inputs, repr(seed_key), rows)
+        # Autocast may have computed 16 bits; messages and losses are float32.
+        return outputs.float()
 
     def _seed_units(
         self, inputs: torch.Tensor, key: str, rows: Rows | None = None
@@ -416,9 +461,10 @@ class Shard:
 
         def seed_unit(name: str) -> None:
             # Not torch.manual_seed, which formats the stack three times for accelerators that may come.
-            torch.default_generator.manual_seed(derive(self._seed, "draws", name, key))
+            seed = derive(self._seed, "draws", name, key)
+            torch.default_generator.manual_seed(seed)
 
-        if self._draws:
+        if self._draws_numbers:
             with (
                 torch.random.fork_rng(devices=[]),
                 _rows_of_batch(begin, len(inputs), samples),
@@ -435,9 +481,10 @@ class Shard:
 def _rows_of_batch(
     begin: int, count: int, samples: int
 ) -> AbstractContextManager[object]:
-    """Context in which random numbers are those of ``count`` rows of a batch of ``samples``."""
+    """Context in which ``count`` rows receive the random numbers that they have in the whole batch of ``samples``."""
     if count == samples:
         return nullcontext()
+    # Imported at its first use, since the module imports torch, and this one only when torch is needed.
     from testbed.ml.layers.draws import RowsOfBatch
 
     return RowsOfBatch(begin, count, samples)
@@ -458,7 +505,7 @@ def _aliases(module: torch.nn.Module) -> dict[str, str]:
 def _take_gradients(
     parameters: Mapping[str, torch.nn.Parameter],
 ) -> dict[str, torch.Tensor]:
-    """Return the gradients of parameters and clear them."""
+    """Return the gradients of parameters, and clear the gradients in the parameters."""
     gradients = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:
