@@ -1,8 +1,11 @@
 """Partitions for asynchronous pipelines by measured times: the dynamic program of FTPipeHD, equations (4) to (7).
 
-The coordinator profiles the whole model; a unit's time on another device is the profiled time multiplied by the
-device's capacity, equation (3). Link rates are measured between neighbours: `links_at_rates` replaces the scenario's
-rates by the measured ones.
+The coordinator profiles every unit of the model. The time of a unit on another device is the profiled time multiplied
+by the device's capacity, equation (3). Link rates are measured between neighbours: `links_at_rates` replaces the rates
+of the scenario by the measured ones.
+
+A batch takes as long as the slowest part of the pipeline: equation (5) minimises the maximum over the stages and the
+links between them. The dynamic program itself is `testbed.ml.partition.cuts.best_cuts`; this module gives the costs.
 """
 
 from __future__ import annotations
@@ -27,18 +30,18 @@ from testbed.wire.message import size_around
 Extra = Callable[[int, int, int], float]
 """(stage, first unit, last unit exclusive) -> bytes kept beside the stage's own training, such as replicas."""
 
-
 Replicas = Callable[[int, int, int], Mapping[int, float]]
 """(stage, first unit, last unit exclusive) -> bytes sent to each keeper stage per batch."""
 
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Seconds of each unit for one batch on the coordinator."""
+    """Seconds of each unit for one batch on the coordinator, in the order of the model."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     update: tuple[float, ...]
+    """Seconds of an optimizer step, which the paper's execution time T_e leaves out."""
 
     @cached_property
     def execution(self) -> tuple[float, ...]:
@@ -48,16 +51,22 @@ class UnitTimes:
 
     @staticmethod
     def by_formula(
-        units: Sequence[Unit], batch_size: int, device: DeviceSpec, update_flops: float
+        units: Sequence[Unit],
+        batch_size: int,
+        device: DeviceSpec,
+        update_flops: float,
     ) -> UnitTimes:
-        """Return the unit times the testbed charges this device."""
+        """Return the unit times charged on a device; ``update_flops`` is the cost of an update per parameter."""
         forward = []
         backward = []
         update = []
         for unit in units:
-            forward.append(device.seconds(forward_of(unit.cost, batch_size)))
-            backward.append(device.seconds(backward_of(unit.cost, batch_size)))
-            update.append(device.seconds(Cost(update_flops * unit.parameters)))
+            forward_cost = forward_of(unit.cost, batch_size)
+            backward_cost = backward_of(unit.cost, batch_size)
+            update_cost = Cost(update_flops * unit.parameters)
+            forward.append(device.seconds(forward_cost))
+            backward.append(device.seconds(backward_cost))
+            update.append(device.seconds(update_cost))
         return UnitTimes(tuple(forward), tuple(backward), tuple(update))
 
 
@@ -65,24 +74,32 @@ class UnitTimes:
 class AsynchronousPipeline(TrainingPipeline):
     """Asynchronous 1F1B training over devices in a row, with an update after each batch.
 
-    Its `least_bottleneck` is FTPipeHD's partition.
+    `least_bottleneck` returns FTPipeHD's partition.
     """
 
+    # Stages update at different times, so two copies of one weight would drift apart.
     sums_tied = False
     profile: UnitTimes
+    """Unit times on the coordinator."""
     capacities: tuple[float, ...]
-    """C_i: how many times as long as the coordinator a device takes; the first stage's is 1 while nothing slows it."""
+    """C_i by stage: the time of the stage's device relative to that of the coordinator, for equal work.
+
+    The paper sets C_0 to 1. Here it exceeds 1 while the coordinator is slower than during its profiling.
+    """
     window: int | None = None
     """Batches in the pipeline at once, at most one per stage; None for one per stage."""
     vertical_sync: bool = True
     counts_traffic: bool = False
     """Whether the bottleneck counts each direction of a link and the replicas, instead of equation (5) as printed."""
     extra: Extra = lambda stage, first, last: 0.0
+    """Bytes a stage keeps in addition to its training; nothing by default."""
     replicas: Replicas = lambda stage, first, last: {}
+    """Bytes of replicas a stage sends; nothing by default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.capacities) != len(self.devices) or min(self.capacities) <= 0:
+        has_one_per_stage = len(self.capacities) == len(self.devices)
+        if not has_one_per_stage or min(self.capacities) <= 0:
             raise ValueError(
                 f"{len(self.devices)} devices need as many capacities above 0, not {self.capacities}"
             )
@@ -94,13 +111,16 @@ class AsynchronousPipeline(TrainingPipeline):
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
         stages = len(self.devices)
+        in_flight = max_in_flight(stages, stage, self.window)
         versions = max_versions(stages, stage, vertical_sync=self.vertical_sync)
+        # Fewer batches in the pipeline need fewer versions.
+        versions = min(versions, self.window or stages)
         own = training_bytes(
             self.model,
             range(first, last),
-            max_in_flight(stages, stage, self.window) * self.batch_size,
+            in_flight * self.batch_size,
             self.state_values,
-            min(versions, self.window or stages),
+            versions,
             self.devices[stage].precision,
         )
         return own + self.extra(stage, first, last)
@@ -109,57 +129,71 @@ class AsynchronousPipeline(TrainingPipeline):
         self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]
     ) -> Chain:
         # The added devices are copies of the last one.
-        added = (self.capacities[-1],) * (len(devices) - len(self.devices))
-        capacities = self.capacities + added
+        added = len(devices) - len(self.devices)
+        capacities = self.capacities + (self.capacities[-1],) * added
         return replace(self, devices=devices, links=links, capacities=capacities)
 
     @cached_property
     def _cumulative_times(self) -> dict[str, list[float]]:
-        kinds = {
+        """By kind of action, the seconds of all units before each cut, on the coordinator."""
+        times_of_units = {
             "forward": self.profile.forward,
             "backward": self.profile.backward,
             "update": self.profile.update,
         }
-        return {kind: [0.0, *accumulate(times)] for kind, times in kinds.items()}
+        cumulative = {}
+        for kind, times in times_of_units.items():
+            cumulative[kind] = [0.0, *accumulate(times)]
+        return cumulative
 
     def seconds(self, kind: str, stage: int, first: int, last: int) -> float:
-        """Return the seconds of units ``first`` to ``last`` (exclusive) on this stage, by equations (3) and (7)."""
-        sums = self._cumulative_times[kind]
-        return self.capacities[stage] * (sums[last] - sums[first])
+        """Return the seconds of units ``first`` to ``last`` (exclusive) on a stage, by equations (3) and (7).
+
+        ``kind`` is ``forward``, ``backward`` or ``update``.
+        """
+        before = self._cumulative_times[kind]
+        on_coordinator = before[last] - before[first]
+        return self.capacities[stage] * on_coordinator
 
     def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a forward of ``samples`` samples."""
-        return self.seconds("forward", stage, first, last) * samples / self.batch_size
+        # The profile has whole batches, and time grows with the samples.
+        seconds = self.seconds("forward", stage, first, last)
+        return seconds * samples / self.batch_size
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a backward of ``samples`` samples."""
-        return self.seconds("backward", stage, first, last) * samples / self.batch_size
+        seconds = self.seconds("backward", stage, first, last)
+        return seconds * samples / self.batch_size
 
     def action_time(self, stage: int, first: int, last: int, action: Action) -> float:
         """Return the seconds of one action of a stage."""
         return self.seconds(action.kind, stage, first, last)
 
     def stage_time(self, stage: int, first: int, last: int) -> float:
-        """Return T(first, last) of a stage for one batch: forward, backward and update."""
-        return sum(
-            self.seconds(kind, stage, first, last) for kind in self._cumulative_times
-        )
+        """Return T(first, last) of equation (7) for a stage and one batch: forward, backward and update."""
+        times = []
+        for kind in self._cumulative_times:
+            times.append(self.seconds(kind, stage, first, last))
+        return sum(times)
 
     @property
     def bottleneck_costs(self) -> Costs:
-        """The parts of equation (5): the seconds of each stage for one batch, and twice those of its activations.
+        """The terms of equation (5): seconds of each stage for one batch, and twice the transfer of activations.
 
         With ``counts_traffic`` a link counts the larger of its two directions, and a stage its replicas.
         """
 
         def activations_twice(stage: int, cut: int) -> float:
-            return 2 * self.transfer(stage, stage + 1, cut, self.batch_size)[0]
+            # The paper counts the gradients, which return over the same link, as a second transfer in this direction.
+            busy, _ = self.transfer(stage, stage + 1, cut, self.batch_size)
+            return 2 * busy
 
         def stage_with_replicas(stage: int, first: int, last: int) -> float:
-            return max(
-                self.stage_time(stage, first, last),
-                self._replication_time(stage, first, last),
-            )
+            computing = self.stage_time(stage, first, last)
+            replicating = self._replication_time(stage, first, last)
+            # A device computes and sends at the same time, so the longer one counts.
+            return max(computing, replicating)
 
         costs = super().bottleneck_costs
         if self.counts_traffic:
@@ -169,34 +203,41 @@ class AsynchronousPipeline(TrainingPipeline):
     def _replication_time(self, stage: int, first: int, last: int) -> float:
         """Return the seconds for one batch of the busiest link carrying a stage's replicas.
 
-        The paper's equation (5) omits replicas. They share a link with other messages to the same neighbour.
+        Equation (5) of the paper omits replicas. They share a link with other messages to the same neighbour.
         """
         busiest = 0.0
+        own_name = self.devices[stage].name
         for target, size in self.replicas(stage, first, last).items():
-            link = self.links.get((self.devices[stage].name, self.devices[target].name))
+            link = self.links.get((own_name, self.devices[target].name))
             if link is None:
                 continue
             seconds = link.transmission_time(size_around(size))
+            # The next stage also receives activations, and the previous one gradients.
+            cut = None
             if target == stage + 1:
-                seconds += self.transfer(stage, target, last, self.batch_size)[0]
+                cut = last
             elif target == stage - 1:
-                seconds += self.transfer(stage, target, first, self.batch_size)[0]
+                cut = first
+            if cut is not None:
+                busy, _ = self.transfer(stage, target, cut, self.batch_size)
+                seconds += busy
             busiest = max(busiest, seconds)
         return busiest
 
     def slowest_stage(self, cuts: Cuts) -> float:
         """Return the seconds for one batch of the busiest stage, without links."""
-        return max(
-            self.stage_time(stage, *ends) for stage, ends in enumerate(pairwise(cuts))
-        )
+        times = []
+        for stage, (first, last) in enumerate(pairwise(cuts)):
+            times.append(self.stage_time(stage, first, last))
+        return max(times)
 
     def timeline(self, cuts: Cuts, batches: int) -> list[Slot]:
         """Return the schedule of each stage in a run of ``batches`` batches, in seconds."""
         count = len(self.devices)
-        stages = [
-            tuple(asynchronous_1f1b(count, stage, batches, self.window))
-            for stage in range(count)
-        ]
+        stages = []
+        for stage in range(count):
+            actions = asynchronous_1f1b(count, stage, batches, self.window)
+            stages.append(tuple(actions))
         return self.simulate(cuts, stages)
 
     def batch_time(self, cuts: Cuts) -> float:
@@ -210,7 +251,9 @@ class AsynchronousPipeline(TrainingPipeline):
         for slot in self.timeline(cuts, 3 * third):
             if slot.stage == 0 and slot.action.kind == "update":
                 ends.append(slot.end)
-        return (ends[2 * third - 1] - ends[third - 1]) / third
+        begin = ends[third - 1]
+        end = ends[2 * third - 1]
+        return (end - begin) / third
 
 
 def links_at_rates(rates: Mapping[Pair, float]) -> dict[Pair, Link]:
@@ -221,7 +264,8 @@ def links_at_rates(rates: Mapping[Pair, float]) -> dict[Pair, Link]:
     """
     links = {}
     for pair, rate in rates.items():
-        links[pair] = Link(None if math.isinf(rate) else rate)
+        limit = None if math.isinf(rate) else rate
+        links[pair] = Link(limit)
     return links
 
 
@@ -240,17 +284,22 @@ def relative_capacities(
     >>> relative_capacities([fast, slow], model.units, batch_size=16)
     (1.0, 2.0)
     """
-    sample = cost_of(units)
-    batch = forward_of(sample, batch_size) + backward_of(sample, batch_size)
-    seconds = [device.seconds(batch) for device in devices]
-    return tuple(each / seconds[0] for each in seconds)
+    one_sample = cost_of(units)
+    forward = forward_of(one_sample, batch_size)
+    backward = backward_of(one_sample, batch_size)
+    batch = forward + backward
+    of_coordinator = devices[0].seconds(batch)
+    capacities = []
+    for device in devices:
+        capacities.append(device.seconds(batch) / of_coordinator)
+    return tuple(capacities)
 
 
 def divisible_limit(speeds: Sequence[float]) -> float:
-    """Return the slowdown of equal parts relative to optimal ones, for a chain divisible at any point.
+    """Return the slowdown of equal parts relative to optimal parts, for a chain divisible at any point.
 
-    Equal: 1/n of the work on the slowest, 1 / (n s_min). Optimal: all end together, 1 / sum(s). Communication is
-    ignored.
+    Let the work be 1, and s the ``speeds`` of n devices. With equal parts the slowest device needs the longest time,
+    1 / (n min(s)). With optimal parts all devices end together, after 1 / sum(s). Communication is ignored.
 
     >>> divisible_limit([1.0, 2.0, 3.0])
     2.0

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from testbed.common.errors import InputError
 
 Cuts = tuple[int, ...]
+"""First unit of each stage, and the number of units at the end."""
 Combine = Callable[[float, float], float]
 """Combines costs along the chain: ``max`` or ``operator.add``, or any function monotone in both arguments."""
 
@@ -59,23 +60,28 @@ def check_counts(units: int, stages: int) -> None:
 def even_cuts(units: int, stages: int) -> Cuts:
     """Return cuts into stages of equal numbers of units, the first stages having one more if necessary.
 
+    Raises `InputError` for more stages than units, as do all functions below.
+
     >>> even_cuts(5, 2)
     (0, 3, 5)
     """
     check_counts(units, stages)
     size, larger_stages = divmod(units, stages)
-    return tuple(
-        stage * size + min(stage, larger_stages) for stage in range(stages + 1)
-    )
+    cuts = []
+    for stage in range(stages + 1):
+        # Each of the first `larger_stages` stages moves all later cuts by one unit.
+        cuts.append(stage * size + min(stage, larger_stages))
+    return tuple(cuts)
 
 
 def best_cuts(
     units: int, stages: int, costs: Costs, combine: Combine
 ) -> tuple[float, Cuts]:
-    """Return the least cost of a partition and its cuts; infinity and arbitrary cuts if all are forbidden.
+    """Return the least cost of a partition and the cuts; infinity and arbitrary cuts if all partitions are forbidden.
 
-    Exact, because ``combine`` is monotone: the best whole contains the best partition of its first units over its first
-    stages. The cost function of a stage is evaluated stages x units^2 / 2 times. Ties prefer earlier cuts.
+    The dynamic program is exact, because ``combine`` is monotone: the best partition of the whole model contains the
+    best partition of its first units over the first stages. The cost function of a stage is evaluated
+    stages x units^2 / 2 times. Ties prefer earlier cuts.
 
     >>> seconds = (4, 1, 1, 1, 1)
     >>> costs = Costs(lambda stage, first, last: sum(seconds[first:last]), lambda stage, cut: 0.0)
@@ -88,20 +94,23 @@ def best_cuts(
     last_end = units - stages + 1
     best: dict[int, tuple[float, Cuts]] = {}
     for end in range(1, last_end + 1):
-        best[end] = (costs.stage(0, 0, end), (0, end))
+        cost = costs.stage(0, 0, end)
+        best[end] = (cost, (0, end))
     for stage in range(1, stages):
         before = best
         best = {}
-        # Computed once for each cut, since the boundary does not depend on the end of the stage.
-        arriving: dict[int, float] = {}
+        # The cost of all stages before a cut with the boundary there. Computed once for each cut, since the boundary
+        # does not depend on the end of the stage.
+        cost_before: dict[int, float] = {}
         for cut, (cost, _) in before.items():
-            arriving[cut] = combine(cost, costs.boundary(stage - 1, cut))
+            boundary = costs.boundary(stage - 1, cut)
+            cost_before[cut] = combine(cost, boundary)
         for end in range(stage + 1, last_end + stage + 1):
             candidates = []
             for cut, (_, cuts) in before.items():
                 if cut < end:
-                    cost = combine(arriving[cut], costs.stage(stage, cut, end))
-                    candidates.append((cost, cuts))
+                    own = costs.stage(stage, cut, end)
+                    candidates.append((combine(cost_before[cut], own), cuts))
             # Tuples compare by cost, then by cuts: ties prefer earlier cuts.
             cost, cuts = min(candidates)
             best[end] = (cost, (*cuts, end))
@@ -116,10 +125,14 @@ def least_total(units: int, stages: int, total: Costs) -> tuple[float, Cuts]:
 def least_bottleneck(
     units: int, stages: int, bottleneck: Costs, total: Costs
 ) -> tuple[float, Cuts]:
-    """Return the partition whose largest cost is least; ties prefer the least total."""
+    """Return the least bottleneck and the partition that has it; ties prefer the least total.
+
+    Many partitions have the least bottleneck, since only the slowest part determines it.
+    """
     limit, cuts = best_cuts(units, stages, bottleneck, max)
     if math.isinf(limit):
         return limit, cuts
+    # Of all partitions whose parts do not exceed this bottleneck, choose the one with the least total.
     limited = _limit_bottleneck(total, bottleneck, limit)
     cost, cuts_of_least_total = least_total(units, stages, limited)
     # A total may be infinite where the bottleneck is not.

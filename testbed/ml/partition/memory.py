@@ -41,12 +41,14 @@ def training_bytes(
     >>> training_bytes(model, range(0, 1), samples=16, state_values=1)
     37248.0
     """
+    # Beside the versions, one copy for the gradients, and the optimizer's state.
     copies = versions + 1 + state_values
     entering = model.cut_bytes(units.start) if units else 0
-    values = SHARES[precision][0] * samples * (model.activation_bytes(units) + entering)
-    return float(
-        copies * model.weight_bytes(units) + model.frozen_bytes(units) + values
-    )
+    value_share, _ = SHARES[precision]
+    per_sample = model.activation_bytes(units) + entering
+    activations = value_share * samples * per_sample
+    weights = copies * model.weight_bytes(units)
+    return float(weights + model.frozen_bytes(units) + activations)
 
 
 def inference_bytes(
@@ -59,13 +61,11 @@ def inference_bytes(
     >>> inference_bytes(model, range(0, 2), samples=16)
     21928.0
     """
-    widest = max(
-        (
-            model.cut_bytes(index) + model.units[index].activation_bytes
-            for index in units
-        ),
-        default=0,
-    )
-    values, weights = SHARES[precision]
+    # Units compute one after the other, and nothing is kept for a backward: the widest unit decides.
+    widest = 0
+    for index in units:
+        entering = model.cut_bytes(index)
+        widest = max(widest, entering + model.units[index].activation_bytes)
+    value_share, weight_share = SHARES[precision]
     held = model.weight_bytes(units) + model.frozen_bytes(units)
-    return float(weights * held + values * samples * widest)
+    return float(weight_share * held + value_share * samples * widest)

@@ -1,5 +1,8 @@
 """Partitions of a model over devices in a row: planned, checked against device memory, and timed by formula.
 
+`Chain` is the pipeline of inference, `TrainingPipeline` the common part of training, and `SynchronousPipeline` training
+with one update a step. `testbed.ml.partition.asynchronous` has training with an update after every batch.
+
 The times equal those charged by the testbed: `DeviceSpec.seconds`, bytes on the wire over the link's rate, and
 the link's one-way delay. Each direction of a link has its own rate, so activations and gradients do not share it.
 """
@@ -7,6 +10,7 @@ the link's one-way delay. Each direction of a link has its own rate, so activati
 from __future__ import annotations
 
 import math
+import operator
 from abc import abstractmethod
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
@@ -91,11 +95,14 @@ class Chain:
     @cached_property
     def _cumulative_costs(self) -> list[Cost]:
         """Cost of a forward of one sample, up to each cut."""
-        return [Cost(), *accumulate(unit.cost for unit in self.units)]
+        costs = [unit.cost for unit in self.units]
+        return [Cost(), *accumulate(costs)]
 
     @cached_property
     def _cumulative_parameters(self) -> list[int]:
-        return [0, *accumulate(unit.parameters for unit in self.units)]
+        """Parameters of all units before each cut."""
+        parameters = [unit.parameters for unit in self.units]
+        return [0, *accumulate(parameters)]
 
     def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a forward of units ``first`` to ``last`` (exclusive)."""
@@ -117,17 +124,19 @@ class Chain:
     def transfer(
         self, source: int, target: int, cut: int, samples: int
     ) -> tuple[float, float]:
-        """Return the seconds a link is busy with the tensors of a cut, and its delay; equal for activation and
-        gradient.
+        """Return the seconds for which the tensors of a cut occupy a link, and the delay of the link.
+
+        ``source`` and ``target`` are neighbouring stages. An activation and its gradient have equally many values.
         """
-        link = self.links[self.devices[source].name, self.devices[target].name]
+        pair = (self.devices[source].name, self.devices[target].name)
+        link = self.links[pair]
         activation_share, gradient_share = self.shares
         share = activation_share if source < target else gradient_share
         size = size_around(samples * self.model.cut_bytes(cut) * share)
         return link.transmission_time(size), link.delay
 
     def memory(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
+        """Return the bytes that a stage needs with units ``first`` to ``last`` (exclusive)."""
         return inference_bytes(
             self.model,
             range(first, last),
@@ -137,13 +146,15 @@ class Chain:
 
     @cached_property
     def _stage_memory(self) -> OfStage:
+        """`memory` with a cache, since the dynamic programs ask for the same stages several times."""
         return cache(self.memory)
 
     def _fitting_costs(self, costs: Costs) -> Costs:
         """Forbid stages exceeding their device's memory, and cuts between units with a shared weight."""
 
         def stage(index: int, first: int, last: int) -> float:
-            if self._stage_memory(index, first, last) > self.devices[index].memory:
+            needed = self._stage_memory(index, first, last)
+            if needed > self.devices[index].memory:
                 return math.inf
             return costs.stage(index, first, last)
 
@@ -156,14 +167,17 @@ class Chain:
 
     def _tied_across(self, cut: int) -> Tied | None:
         """Return a weight shared by stages on both sides of a cut, if unsupported; None if the cut is allowed."""
-        return None if self.sums_tied else self.model.tied_across(cut)
+        if self.sums_tied:
+            return None
+        return self.model.tied_across(cut)
 
     def _check_tied(self, cuts: Cuts) -> None:
         """Raise `InputError` for cuts between units sharing weights."""
         for cut in cuts[1:-1]:
             tied = self._tied_across(cut)
             if tied is not None:
-                units = " and ".join(self.units[unit].name for unit in tied.units)
+                names = [self.units[unit].name for unit in tied.units]
+                units = " and ".join(names)
                 raise InputError(
                     f"units {units} share a weight ({tied.title}), and stages that update at different times cannot "
                     "have a copy each: use pipeline, gpipe or model-parallelism, untie them, or use fewer stages",
@@ -172,7 +186,7 @@ class Chain:
 
     @cached_property
     def fullness(self) -> tuple[float, Cuts]:
-        """The smallest possible memory use of the fullest device, as a fraction, with its cuts."""
+        """The smallest possible memory use of the fullest device, as a fraction, with the cuts that achieve it."""
 
         def no_cost(stage: int, cut: int) -> float:
             return 0.0
@@ -181,8 +195,9 @@ class Chain:
         return cutting.best_cuts(len(self.units), len(self.devices), costs, max)
 
     def _memory_share(self, stage: int, first: int, last: int) -> float:
-        """Return the fraction of a device's memory that a stage needs."""
-        return self._stage_memory(stage, first, last) / self.devices[stage].memory
+        """Return the bytes that a stage needs as a fraction of its device's memory."""
+        needed = self._stage_memory(stage, first, last)
+        return needed / self.devices[stage].memory
 
     @property
     def _fits(self) -> bool:
@@ -190,11 +205,10 @@ class Chain:
         return self.fullness[0] <= 1
 
     def check(self, cuts: Cuts) -> None:
-        """Raise `InputError` for a stage exceeding its device's memory, with a remedy."""
-        shares = [
-            self._memory_share(stage, first, last)
-            for stage, (first, last) in enumerate(pairwise(cuts))
-        ]
+        """Raise `InputError` with a remedy if a stage exceeds the memory of its device."""
+        shares = []
+        for stage, (first, last) in enumerate(pairwise(cuts)):
+            shares.append(self._memory_share(stage, first, last))
         largest = max(shares)
         if largest <= 1:
             return
@@ -232,28 +246,29 @@ class Chain:
         return ", or ".join(ways)
 
     def _largest_fitting_batch(self) -> int:
-        """Return the largest smaller batch for which some partition fits; 0 if there is none."""
+        """Return the largest smaller batch for which some partition fits; 0 if none fits."""
 
         def is_too_large(size: int) -> bool:
             return not self._with_batch(size)._fits
 
-        # Memory grows with the batch, so sizes that fit come first. bisect returns their number: the largest of them.
-        return bisect(range(1, self.batch_size), False, key=is_too_large)
+        # Memory grows with the batch, so sizes that fit come first. bisect returns their number, which is the largest
+        # of them because the sizes begin with 1.
+        smaller_sizes = range(1, self.batch_size)
+        return bisect(smaller_sizes, False, key=is_too_large)
 
     def _with_batch(self, batch_size: int) -> Chain:
         return replace(self, batch_size=batch_size)
 
     def _enough_devices(self) -> int:
-        """Return how many devices would hold the model, extra ones being copies of the last; 0 if no number
-        suffices.
+        """Return the number of devices that would hold the model; 0 if no number suffices.
+
+        The added devices are copies of the last one. Each device needs a unit, which limits their number.
         """
         last = self.devices[-1]
+        devices = self.devices
         for count in range(len(self.devices) + 1, len(self.units) + 1):
-            added = tuple(
-                replace(last, name=f"{last.name}+{index}")
-                for index in range(len(self.devices), count)
-            )
-            devices = self.devices + added
+            copied = replace(last, name=f"{last.name}+{count - 1}")
+            devices = (*devices, copied)
             # Memory does not depend on the rates of links.
             links = {pair: Link() for pair in _neighbour_pairs(devices)}
             if self._with_devices(devices, links)._fits:
@@ -263,7 +278,7 @@ class Chain:
     def _with_devices(
         self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]
     ) -> Chain:
-        """Return the same chain over these devices and some more at the end."""
+        """Return the same chain over more devices: the present ones and copies of the last one."""
         return replace(self, devices=devices, links=links)
 
     @property
@@ -280,7 +295,7 @@ class Chain:
 
     def latency(self, cuts: Cuts) -> float:
         """Return the seconds of one batch through all stages, without the transfers of input and result."""
-        return self.latency_costs.of(cuts, lambda one, other: one + other)
+        return self.latency_costs.of(cuts, operator.add)
 
     def least_latency(self) -> Cuts:
         """Return the fitting partition with the least latency; raises `InputError` if none fits."""
@@ -298,7 +313,8 @@ class Chain:
         """Busy seconds of each stage and link for one batch; a link's delay does not count as busy."""
 
         def boundary(stage: int, cut: int) -> float:
-            return self.transfer(stage, stage + 1, cut, self.batch_size)[0]
+            busy, _ = self.transfer(stage, stage + 1, cut, self.batch_size)
+            return busy
 
         return replace(self.latency_costs, boundary=boundary)
 
@@ -315,14 +331,14 @@ class Chain:
         return self._check_optimum(best)
 
     def even(self) -> Cuts:
-        """Return even cuts; raises `InputError` if they do not fit."""
+        """Return cuts into equally many units for each stage; raises `InputError` for insufficient memory."""
         cuts = cutting.even_cuts(len(self.units), len(self.devices))
         self.check(cuts)
         self._check_tied(cuts)
         return cuts
 
     def _check_optimum(self, best: tuple[float, Cuts]) -> Cuts:
-        """Return the cuts of an optimum; raises `InputError` if its cost is infinite."""
+        """Return the cuts of an optimum, (cost, cuts); raises `InputError` for an infinite cost."""
         cost, cuts = best
         if math.isinf(cost):
             # Cuts of infinite cost are arbitrary: the ones of least memory decide whether memory is the reason.
@@ -362,6 +378,7 @@ class TrainingPipeline(Chain):
         def boundary(stage: int, cut: int) -> float:
             there, _ = self.transfer(stage, stage + 1, cut, self.samples)
             back, _ = self.transfer(stage + 1, stage, cut, self.samples)
+            # The two directions of a link do not share its rate.
             return max(there, back)
 
         return Costs(cache(self.stage_time), boundary)
@@ -386,9 +403,10 @@ class TrainingPipeline(Chain):
 
         def transfer(stage: int, action: Action) -> tuple[float, float]:
             samples = self.samples_of(action)
+            first, last = cuts[stage : stage + 2]
             if action.kind == "forward":
-                return self.transfer(stage, stage + 1, cuts[stage + 1], samples)
-            return self.transfer(stage, stage - 1, cuts[stage], samples)
+                return self.transfer(stage, stage + 1, last, samples)
+            return self.transfer(stage, stage - 1, first, samples)
 
         return simulate_schedule(stages, duration, transfer)
 
@@ -432,15 +450,17 @@ class SynchronousPipeline(TrainingPipeline):
     @cached_property
     def _in_flight(self) -> list[int]:
         """Maximum number of samples kept by each stage."""
-        stages = actions_by_stage(self.schedule, len(self.devices), self.micro_batches)
+        count = len(self.devices)
+        stages = actions_by_stage(self.schedule, count, self.micro_batches)
         samples = []
         for actions in stages:
             kept = peak_in_flight(actions)
+            # The largest micro-batches come first, so their sum is the maximum.
             samples.append(sum(self._sizes[:kept]))
         return samples
 
     def memory(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
+        """Return the bytes that a stage needs with units ``first`` to ``last`` (exclusive)."""
         samples = self._in_flight[stage]
         inputs = 0
         if self._repeats_forward(stage):
@@ -457,7 +477,8 @@ class SynchronousPipeline(TrainingPipeline):
         return training + inputs
 
     def _repeats_forward(self, stage: int) -> bool:
-        return self.recompute and stage + 1 < len(self.devices)
+        is_last = stage + 1 == len(self.devices)
+        return self.recompute and not is_last
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a backward, including a repeated forward if activations are not kept."""
@@ -484,7 +505,7 @@ class SynchronousPipeline(TrainingPipeline):
         return self._sizes[0]
 
     def stage_time(self, stage: int, first: int, last: int) -> float:
-        """Return the seconds of forward and backward of the largest micro-batch, and of its share of the update."""
+        """Return the seconds of a stage for the largest micro-batch: forward, backward and a share of the update."""
         forward = self.forward_time(stage, first, last, self.samples)
         backward = self.backward_time(stage, first, last, self.samples)
         update = self.update_time(stage, first, last)
@@ -498,8 +519,10 @@ class SynchronousPipeline(TrainingPipeline):
         """Return the seconds of one action of a stage."""
         if action.kind == "update":
             return self.update_time(stage, first, last)
-        time = self.forward_time if action.kind == "forward" else self.backward_time
-        return time(stage, first, last, self.samples_of(action))
+        samples = self.samples_of(action)
+        if action.kind == "forward":
+            return self.forward_time(stage, first, last, samples)
+        return self.backward_time(stage, first, last, samples)
 
     def least_step_time(self) -> Cuts:
         """Return the fitting partition with the least predicted `step_time`, among the trade-offs of two costs.
@@ -527,7 +550,8 @@ class SynchronousPipeline(TrainingPipeline):
             repeated: list[Action] = []
             for step in range(steps):
                 for action in actions:
-                    repeated.append(Action(action.kind, step * count + action.micro))
+                    number = step * count + action.micro
+                    repeated.append(Action(action.kind, number))
                 repeated.append(Action("update", step))
             stages.append(repeated)
         return self.simulate(cuts, stages)
@@ -545,46 +569,62 @@ class SynchronousPipeline(TrainingPipeline):
     def _tied_time(self, cuts: Cuts) -> float:
         """Return the seconds added to a step by the exchange of tied gradients.
 
-        The first stage with a tied weight waits for the gradients of the others, which follow those of activations on
-        their way; the others receive the sum before the next step, because its activations follow the sum.
+        A weight is tied if several units use it. The first stage with a tied weight adds the gradients of the other
+        stages to its own and returns the sum to them, before all of them update. A step therefore becomes longer by two
+        times: the first stage waits for the gradients of the others, which follow the gradients of activations on their
+        way; and the next step begins later where the sum arrives after the stage could have started.
         """
+        sizes = self._tied_sizes(cuts)
+        if not sizes:
+            return 0.0
+        slots = self.timeline(cuts)
+        # No exchange makes a step shorter.
+        waits = [0.0]
+        shifts = [0.0]
+        for (first, other), size in sizes.items():
+            is_next = other == first + 1
+            starts_of_other = [slot.start for slot in slots if slot.stage == other]
+            begun = min(starts_of_other)
+            last_of_first = _last_backward(slots, first)
+            last_of_other = _last_backward(slots, other)
+            sent = last_of_other.end
+            if is_next:
+                # Gradients of activations go first on the link between neighbours; they have arrived when the last
+                # backward of the first stage starts.
+                sent = max(sent, last_of_first.start)
+            to_first = sum(self._tied_transfer(other, first, size))
+            waits.append(sent + to_first - last_of_first.end)
+            busy, delay = self._tied_transfer(first, other, size)
+            update_of_first = self.update_time(first, *cuts[first : first + 2])
+            update_of_other = self.update_time(other, *cuts[other : other + 2])
+            # The other stage is ready for the next step once the sum has arrived and it has updated. It is needed
+            # ``begun`` seconds after the beginning of the step, which follows the update of the first stage.
+            shifts.append(busy + delay + update_of_other - update_of_first - begun)
+            if is_next:
+                # The first activation of the next step follows the sum on the same link.
+                begin, end = cuts[first : first + 2]
+                forward = self.forward_time(first, begin, end, self.samples)
+                shifts.append(busy - update_of_first - forward)
+        return max(waits) + max(shifts)
+
+    def _tied_sizes(self, cuts: Cuts) -> dict[tuple[int, int], int]:
+        """Return the bytes of tied gradients between the first stage with a weight and each other stage with it."""
         sizes: dict[tuple[int, int], int] = {}
         for tied in self.model.tied:
             first, *others = tied.holders(cuts[:-1])
             for other in others:
                 before = sizes.get((first, other), 0)
                 sizes[first, other] = before + BYTES_PER_VALUE * tied.values
-        if not sizes:
-            return 0.0
-        slots = self.timeline(cuts)
-        waits = [0.0]
-        shifts = [0.0]
-        for (first, other), size in sizes.items():
-            is_next = other == first + 1
-            begun = min(slot.start for slot in slots if slot.stage == other)
-            ready = _last_backward(slots, first)
-            last = _last_backward(slots, other)
-            # Gradients of activations go first on the link between neighbours; they are there when `ready` starts.
-            sent = max(last.end, ready.start) if is_next else last.end
-            waits.append(
-                sent + sum(self._tied_transfer(other, first, size)) - ready.end
-            )
-            busy, delay = self._tied_transfer(first, other, size)
-            mine = self.update_time(first, *cuts[first : first + 2])
-            theirs = self.update_time(other, *cuts[other : other + 2])
-            shifts.append(busy + delay + theirs - mine - begun)
-            if is_next:
-                forward = self.forward_time(
-                    first, cuts[first], cuts[first + 1], self.samples
-                )
-                shifts.append(busy - mine - forward)
-        return max(waits) + max(shifts)
+        return sizes
 
     def _tied_transfer(
         self, source: int, target: int, size: int
     ) -> tuple[float, float]:
-        """Return the seconds gradients of tied weights keep a link busy, and its delay; raises `InputError`."""
-        names = self.devices[source].name, self.devices[target].name
+        """Return the seconds for which gradients of tied weights occupy a link, and the delay of the link.
+
+        Raises `InputError` if no link leads from ``source`` to ``target``.
+        """
+        names = (self.devices[source].name, self.devices[target].name)
         if names not in self.links:
             raise InputError(
                 f"{names[0]} and {names[1]} use the same weights ({self.model.tied[0].title}) and send each other "
@@ -596,8 +636,9 @@ class SynchronousPipeline(TrainingPipeline):
 
 
 def _last_backward(slots: Sequence[Slot], stage: int) -> Slot:
-    """Return a stage's backward that ends last."""
-    backwards = [
-        slot for slot in slots if slot.stage == stage and slot.action.kind == "backward"
-    ]
+    """Return the backward of a stage that ends last."""
+    backwards = []
+    for slot in slots:
+        if slot.stage == stage and slot.action.kind == "backward":
+            backwards.append(slot)
     return max(backwards, key=lambda slot: slot.end)

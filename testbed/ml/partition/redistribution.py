@@ -44,7 +44,8 @@ class StagePartition:
                 f"a partition is over one or more different devices, not {self.devices}"
             )
         are_ascending = all(first < last for first, last in pairwise(self.cuts))
-        if len(self.cuts) != stages + 1 or self.cuts[0] != 0 or not are_ascending:
+        cuts_fit = len(self.cuts) == stages + 1 and self.cuts[0] == 0
+        if not cuts_fit or not are_ascending:
             raise ValueError(f"{self.cuts} does not cut a chain over {stages} devices")
 
     @property
@@ -69,7 +70,7 @@ class StagePartition:
         return range(self.cuts[stage], self.cuts[stage + 1])
 
     def holder(self, unit: int) -> str:
-        """Return the device that has a unit; raises IndexError for a unit beyond the model."""
+        """Return the device of a unit's stage; raises IndexError for a unit beyond the model."""
         stage = bisect_right(self.cuts, unit) - 1
         return self.devices[stage]
 
@@ -83,15 +84,16 @@ class StagePartition:
 
 @dataclass(frozen=True)
 class Need:
-    """The sources of one device's units in its new stage, each in ascending order."""
+    """The sources of the units in a device's new stage, each in ascending order."""
 
     local: tuple[int, ...]
+    """Units the device has already: L_local of Algorithm 1."""
     fetch: Mapping[str, tuple[int, ...]]
-    """Device -> units to fetch from the device, in the order of their first units."""
+    """Device -> units to fetch from the device, in the order of their first units: M_need of Algorithm 1."""
 
 
 class UnitsLostError(Exception):
-    """Raised for units no device has in this state."""
+    """Raised if no device holds some units of a state, so that training cannot resume from the state."""
 
     def __init__(self, units: Collection[int]) -> None:
         names = ", ".join(str(unit) for unit in sorted(units))
@@ -115,14 +117,14 @@ def needs(
     *,
     local_first: bool = False,
 ) -> dict[str, Need]:
-    """Return for each device of the new partition the sources of its units.
+    """Return the sources of units for each device of the new partition.
 
     ``old`` is the partition under which the state was replicated.
 
-    Algorithm 1: a unit comes from its device in the old partition; if that one is lost, from its successor, which has
-    the chain replica; from the coordinator if both lack it; and else from any device that has it. With
-    ``local_first`` a device fetches no unit of which it has a replica. Raises `UnitsLostError` for units that
-    no device has.
+    Algorithm 1: a unit comes from its device in the old partition. If this device is lost, the unit comes from the
+    successor, which has the chain replica; if both lack the unit, from the coordinator; and otherwise from any device
+    that has the unit. With ``local_first`` a device fetches no unit of which it has a replica. Raises `UnitsLostError`
+    for units that no device has.
 
     >>> old, new = StagePartition(("a", "b"), (0, 2, 4)), StagePartition(("a",), (0, 4))
     >>> held = {"a": range(0, 4)}
@@ -134,29 +136,31 @@ def needs(
         raise UnitsLostError(lost)
     sources = {}
     for device in new.devices:
-        sources[device] = _sources_of(device, old, new, held, local_first=local_first)
+        local: list[int] = []
+        fetch: dict[str, list[int]] = {}
+        for unit in new.of(device):
+            first_choice = device if local_first else None
+            source = _source_of(unit, old, held, first_choice)
+            if source == device:
+                local.append(unit)
+            else:
+                fetch.setdefault(source, []).append(unit)
+        units_by_source = {source: tuple(units) for source, units in fetch.items()}
+        sources[device] = Need(tuple(local), units_by_source)
     return sources
 
 
-def _sources_of(
-    device: str,
+def _source_of(
+    unit: int,
     old: StagePartition,
-    new: StagePartition,
     held: HeldUnits,
-    *,
-    local_first: bool,
-) -> Need:
-    local: list[int] = []
-    fetch: dict[str, list[int]] = {}
-    for unit in new.of(device):
-        holder = old.holder(unit)
-        best_first = [holder, old.successor(holder), old.coordinator, *sorted(held)]
-        if local_first:
-            best_first.insert(0, device)
-        # `needs` has checked that some device holds the unit.
-        source = next(name for name in best_first if unit in held.get(name, ()))
-        if source == device:
-            local.append(unit)
-        else:
-            fetch.setdefault(source, []).append(unit)
-    return Need(tuple(local), {source: tuple(units) for source, units in fetch.items()})
+    first_choice: str | None,
+) -> str:
+    """Return the best device that holds a unit; ``first_choice`` comes before the devices of Algorithm 1."""
+    holder = old.holder(unit)
+    # Sorted, so that the choice among other devices is the same in every run.
+    best_first = [holder, old.successor(holder), old.coordinator, *sorted(held)]
+    if first_choice is not None:
+        best_first.insert(0, first_choice)
+    # `needs` has checked that some device holds the unit.
+    return next(name for name in best_first if unit in held.get(name, ()))

@@ -76,7 +76,10 @@ def actions_by_stage(
         raise ValueError(
             f"no schedule for {stages} stages and {micro_batches} micro-batches"
         )
-    return [tuple(schedule(stages, stage, micro_batches)) for stage in range(stages)]
+    actions: list[Sequence[Action]] = []
+    for stage in range(stages):
+        actions.append(tuple(schedule(stages, stage, micro_batches)))
+    return actions
 
 
 def _forward_action(micro: int) -> Action:
@@ -128,6 +131,7 @@ def one_forward_one_backward(
         stage 1   . F0 F1  . B0 F2 B1 F3 B2  . B3  .
         stage 2   .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
     """
+    # With equal times, micro-batch 0 reaches the last stage when this stage does the last of these forwards.
     ahead = min(micro_batches, stages - stage)
     for micro in range(ahead):
         yield _forward_action(micro)
@@ -146,7 +150,10 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def asynchronous_1f1b(
-    stages: int, stage: int, batches: int | None = None, window: int | None = None
+    stages: int,
+    stage: int,
+    batches: int | None = None,
+    window: int | None = None,
 ) -> Iterator[Action]:
     """As many forwards as stages remain, then alternating backwards (each with an update) and forwards.
 
@@ -190,6 +197,7 @@ class Slot:
 
 
 def _instant_transfer(stage: int, action: Action) -> tuple[float, float]:
+    """Occupy no link and have no delay."""
     return 0.0, 0.0
 
 
@@ -199,6 +207,7 @@ Arrivals = dict[tuple[int, Action], float]
 
 def _ready_time(stage: int, action: Action, arrivals: Arrivals) -> float | None:
     """Return when an action may start; None while its message has not been sent."""
+    # The samples are at the first stage, and an update needs no message: both follow the action before them.
     is_input = stage == 0 and action.kind == "forward"
     if is_input or action.kind == "update":
         return 0.0
@@ -220,8 +229,9 @@ def simulate_schedule(
     duration: ActionTime,
     transfer: TransferTime = _instant_transfer,
 ) -> list[Slot]:
-    """Return every action's slot in the order of starts; raises `ScheduleError` naming the waiting actions of a
-    deadlock.
+    """Return the slot of every action in the order of starts, without executing anything.
+
+    ``stages`` has the actions of each stage in order. Raises `ScheduleError` with the waiting actions of a deadlock.
 
     >>> stages = actions_by_stage(gpipe, stages=2, micro_batches=1)
     >>> slots = simulate_schedule(stages, lambda stage, action: 1.0)
@@ -230,11 +240,14 @@ def simulate_schedule(
     """
     slots: list[Slot] = []
     done = [0] * len(stages)
+    """Number of finished actions of each stage."""
     idle_from = [0.0] * len(stages)
     arrivals: Arrivals = {}
     link_free_from: dict[tuple[int, int], float] = {}
+    """(sending stage, receiving stage) -> when the last message has left."""
 
     def send(stage: int, action: Action, end: float) -> None:
+        """Note the arrival of an action's result at the neighbouring stage."""
         if action.kind == "update":
             return
         target = stage + 1 if action.kind == "forward" else stage - 1
@@ -243,7 +256,8 @@ def simulate_schedule(
             arrivals[stage, Action("backward", action.micro)] = end
         elif target >= 0:
             busy, delay = transfer(stage, action)
-            sent = max(end, link_free_from.get((stage, target), 0.0)) + busy
+            free_from = link_free_from.get((stage, target), 0.0)
+            sent = max(end, free_from) + busy
             link_free_from[stage, target] = sent
             arrivals[target, action] = sent + delay
 
@@ -265,7 +279,12 @@ def simulate_schedule(
                 done[stage] += 1
                 progressed = True
     _check_finished(stages, done)
-    return sorted(slots, key=lambda slot: (slot.start, slot.stage, slot.end))
+
+    def start_then_stage(slot: Slot) -> tuple[float, int, float]:
+        # The end last: an action without duration comes before the next one of its stage.
+        return slot.start, slot.stage, slot.end
+
+    return sorted(slots, key=start_then_stage)
 
 
 def draw_grid(
@@ -286,10 +305,14 @@ def draw_grid(
 
     actions = actions_by_stage(schedule, stages, micro_batches)
     slots = simulate_schedule(actions, duration)
-    columns = round(max(slot.end for slot in slots))
+    ends = [slot.end for slot in slots]
+    columns = round(max(ends))
     rows = [["."] * columns for _ in range(stages)]
     for slot in slots:
-        for column in range(round(slot.start), round(slot.end)):
+        # All durations are whole columns, so rounding only makes integers of floats.
+        begin = round(slot.start)
+        end = round(slot.end)
+        for column in range(begin, end):
             rows[slot.stage][column] = str(slot.action)
     label_width = len(str(stages - 1))
     # A letter and the largest micro-batch's number.
