@@ -1,6 +1,7 @@
 """Drawing of charts with matplotlib: inline SVG in the colours of the page, and SVG and PDF files.
 
-matplotlib is an extra: import this module only to draw, after `require_extra("matplotlib", "plots", ...)`.
+matplotlib belongs to the extra ``plots``, which may be missing: import this module only to draw, after
+`require_extra("matplotlib", "plots", ...)`.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from testbed_controller.report.plots import (
     draw_stack,
 )
 
-PRINT = {"": 3.5, "-wide": 7.16}
-"""Suffix of a file name and its width in inches: one and two columns of an IEEE paper."""
+PRINT_WIDTHS = {"": 3.5, "-wide": 7.16}
+"""Suffix of a file's name -> width of its plot in inches: one column and two columns of an IEEE paper."""
 
 
 def draw(plot: Plot, *, width: float = WIDTH) -> Figure:
-    """Draw a plot at a width in inches."""
+    """Draw a plot at a width in inches; the default is the width on a page of a report."""
     match plot:
         case LinePlot():
             return draw_lines(plot, width)
@@ -54,10 +55,14 @@ def draw(plot: Plot, *, width: float = WIDTH) -> Figure:
 
 @mpl.rc_context(STYLE)
 def save(plot: Plot, path: Path) -> None:
-    """Write ``<path>.svg`` and ``.pdf`` for one column and ``<path>-wide`` for two, the same bytes each time."""
-    for end, width in PRINT.items():
+    """Write ``<path>.svg`` and ``<path>.pdf`` for one column of a paper, ``<path>-wide.svg`` and ``.pdf`` for two.
+
+    The same plot gives the same bytes each time: files have no date, and the identifiers in an SVG are hashes with the
+    salt of `STYLE` instead of random numbers.
+    """
+    for suffix, width in PRINT_WIDTHS.items():
         figure = draw(plot, width=width)
-        name = path.with_name(path.name + end)
+        name = path.with_name(path.name + suffix)
         figure.savefig(f"{name}.svg", metadata={"Date": None}, facecolor="white")
         figure.savefig(
             f"{name}.pdf", metadata={"CreationDate": None}, facecolor="white"
@@ -65,36 +70,43 @@ def save(plot: Plot, path: Path) -> None:
 
 
 def save_all(folder: Path, charts: Iterable[Chart]) -> list[str]:
-    """Save the plots of a page, given with title and note, in a folder; return the names of their files."""
+    """Save the plots of a page in a folder by `save`; return the names of the written files, without suffix and ending.
+
+    A name consists of the number of the chart on its page and of the words of its title. A chart without a plot has no
+    file.
+    """
     names = []
     for number, (title, _, plot) in enumerate(charts, 1):
+        if plot is None:
+            continue
         words = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
         name = f"{number}-{words}"
+        save(plot, folder / name)
         names.append(name)
-        if plot is not None:
-            save(plot, folder / name)
     return names
 
 
 @mpl.rc_context(STYLE)
 def inline(plot: Plot, title: str) -> Markup:
-    """Return the plot as an SVG element styled by style.css."""
+    """Return the plot as an SVG element for a page with style.css; ``title`` is its text for screen readers."""
     buffer = io.StringIO()
     draw(plot).savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    text = buffer.getvalue()
-    # The page's own style applies, and metadata would name matplotlib's version.
-    drawn = re.sub(
-        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>",
-        "",
-        text[text.index("<svg") :],
-        flags=re.DOTALL,
+    file = buffer.getvalue()
+    # In a page the element begins without the XML declaration and the document type of a file.
+    svg = file[file.index("<svg") :]
+    # The style of matplotlib would apply to the whole page, and metadata would name matplotlib's version.
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>", "", svg, flags=re.DOTALL
     )
-    # Matplotlib numbers its elements; on a page with several plots the numbers would not be unique.
-    drawn = re.sub(r' id="[a-z]+[\w.]*_\d+"', "", drawn)
+    # Matplotlib numbers groups such as "line2d_1" in each plot, so that a page with several plots would have such an
+    # identifier twice. Nothing refers to them; identifiers of shapes that are referred to are hashes and remain.
+    svg = re.sub(r' id="[a-z]+[\w.]*_\d+"', "", svg)
     for name, colour in COLOURS.items():
-        drawn = drawn.replace(colour, f"var(--{name})")
-    drawn = drawn.replace("'DejaVu Sans'", "system-ui, sans-serif")
-    size = re.search(r'viewBox="[^"]*"', drawn)
-    assert size is not None
-    label = Markup('<svg class="chart" role="img" aria-label="{}" ').format(title)
-    return label + Markup(size[0]) + Markup(drawn[drawn.index(">") :])
+        svg = svg.replace(colour, f"var(--{name})")
+    # The font of the page. The plot was laid out with the widths of DejaVu Sans, which matplotlib contains.
+    svg = svg.replace("'DejaVu Sans'", "system-ui, sans-serif")
+    view_box = re.search(r'viewBox="[^"]*"', svg)
+    assert view_box is not None
+    # Only the view box remains of the element's attributes: without width and height, style.css decides the size.
+    start = Markup('<svg class="chart" role="img" aria-label="{}" ').format(title)
+    return start + Markup(view_box[0]) + Markup(svg[svg.index(">") :])

@@ -19,12 +19,13 @@ from testbed_controller.report.charts import (
     Axis,
     BarPlot,
     Bars,
+    Chart,
     Line,
     LinePlot,
     Window,
 )
 from testbed_controller.report.comparison import mean_line
-from testbed_controller.report.drawing import PRINT, inline, save
+from testbed_controller.report.drawing import PRINT_WIDTHS, inline, save, save_all
 
 
 def test_figures_above_bars_stand_above_all_or_none() -> None:
@@ -84,12 +85,22 @@ def test_a_plot_is_the_same_each_time_and_its_text_is_text(tmp_path: Path) -> No
     shown = inline(plot, "x")
     assert "var(--blue)" in shown
     assert "#0072b2" not in shown
-    for end, inches in PRINT.items():
+    for end, inches in PRINT_WIDTHS.items():
         assert (
             f'viewBox="0 0 {inches * 72:g} ' in (tmp_path / f"a{end}.svg").read_text()
         )
     assert b"/FontType 3" not in (tmp_path / "a.pdf").read_bytes()
     assert b"/CIDFontType2" in (tmp_path / "a.pdf").read_bytes(), "text, not outlines"
+
+
+def test_saved_names_are_those_of_written_files(tmp_path: Path) -> None:
+    plot = LinePlot([Line("a", [(0, 1)], "blue")], x_range=(0, 1), y=Axis("x"))
+    charts = [Chart("Loss", "", plot), Chart("Links", "no links", None)]
+    names = save_all(tmp_path, [*charts, Chart("Idle time", "", plot)])
+    assert names == ["1-loss", "3-idle-time"]
+    files = {file.name for file in tmp_path.iterdir()}
+    endings = (".svg", ".pdf", "-wide.svg", "-wide.pdf")
+    assert files == {name + ending for name in names for ending in endings}
 
 
 def test_axes_have_titles_with_the_unit_that_fits() -> None:
@@ -149,7 +160,7 @@ def test_axes_are_logarithmic_where_values_are_far_apart() -> None:
     )
 
 
-@pytest.mark.parametrize("width", PRINT.values())
+@pytest.mark.parametrize("width", PRINT_WIDTHS.values())
 def test_labels_lie_above_the_data(width: float) -> None:
     windows = [Window(at, at + 1, f"kill worker{at}") for at in (1, 2, 40, 95)]
     lines = [
@@ -313,7 +324,7 @@ def _lab(colour: str, seen: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-@pytest.mark.parametrize("width", PRINT.values())
+@pytest.mark.parametrize("width", PRINT_WIDTHS.values())
 @pytest.mark.parametrize(
     "places", [[0, 1, 5, 10, 50], [1, 2, 50], [5, 10, 50, 200, 5000], [0.001, 0.002]]
 )
