@@ -62,9 +62,9 @@ class Value(_Part):
 
 
 class Ratio(_Part):
-    """The first value divided by the second."""
+    """The first value divided by the second; each may be a ratio itself, such as a speed-up."""
 
-    ratio: tuple[Value, Value]
+    ratio: tuple[Value | Ratio, Value | Ratio]
 
 
 class Difference(_Part):
@@ -82,6 +82,15 @@ class Saving(_Part):
 Expression = Value | Ratio | Difference | Saving
 
 
+def operands(
+    expression: Ratio | Difference | Saving,
+) -> tuple[Value | Ratio, Value | Ratio]:
+    """Return the two expressions that a ratio, a difference or a saving combines."""
+    match expression:
+        case Ratio(ratio=pair) | Difference(difference=pair) | Saving(saving=pair):
+            return pair
+
+
 def terms(expression: Expression) -> tuple[Value, ...]:
     """Return the values that an expression combines.
 
@@ -89,11 +98,10 @@ def terms(expression: Expression) -> tuple[Value, ...]:
     >>> terms(Ratio(ratio=(duration, duration))) == (duration, duration)
     True
     """
-    match expression:
-        case Ratio(ratio=pair) | Difference(difference=pair) | Saving(saving=pair):
-            return pair
-        case _:
-            return (expression,)
+    if isinstance(expression, Value):
+        return (expression,)
+    first, second = operands(expression)
+    return (*terms(first), *terms(second))
 
 
 def complete(expression: Expression, metric: str, at: dict[str, Any]) -> Expression:
@@ -105,7 +113,7 @@ def complete(expression: Expression, metric: str, at: dict[str, Any]) -> Express
     if isinstance(expression, Value):
         update = {"metric": expression.metric or metric, "at": {**at, **expression.at}}
         return expression.model_copy(update=update)
-    first, second = (complete(value, metric, at) for value in terms(expression))
+    first, second = (complete(each, metric, at) for each in operands(expression))
     (form,) = type(expression).model_fields
     return expression.model_copy(update={form: (first, second)})
 

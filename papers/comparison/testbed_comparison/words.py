@@ -16,7 +16,7 @@ from testbed_comparison.rows import (
     Row,
     Saving,
     Value,
-    terms,
+    operands,
 )
 
 WITHIN = 0.1
@@ -82,10 +82,12 @@ def combine(
     """
     if isinstance(expression, Value):
         return [number for number in values(expression) if number is not None]
-    first, second = terms(expression)
+    first, second = operands(expression)
     pairs = []
     # An interrupted run may have fewer repetitions of one point than of the other.
-    for one, other in zip(values(first), values(second), strict=False):
+    for one, other in zip(
+        _by_repetition(first, values), _by_repetition(second, values), strict=False
+    ):
         if one is not None and other is not None:
             pairs.append((one, other))
     if isinstance(expression, Difference):
@@ -93,6 +95,22 @@ def combine(
     ratios = [one / other for one, other in pairs if other]
     if isinstance(expression, Saving):
         return [1 - ratio for ratio in ratios]
+    return ratios
+
+
+def _by_repetition(
+    operand: Value | Ratio, values: Callable[[Value], Sequence[float | None]]
+) -> list[float | None]:
+    """Return a value, or a ratio of values, of each repetition; None where a metric is missing."""
+    if isinstance(operand, Value):
+        return list(values(operand))
+    first, second = (_by_repetition(each, values) for each in operands(operand))
+    ratios: list[float | None] = []
+    for one, other in zip(first, second, strict=False):
+        if one is None or not other:
+            ratios.append(None)
+        else:
+            ratios.append(one / other)
     return ratios
 
 

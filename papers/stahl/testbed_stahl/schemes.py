@@ -19,8 +19,9 @@ from testbed.ml.models.graph import Graph, GraphLayer
 from testbed_stahl.plan import Scheme
 
 Reuse = Literal["with-reuse", "equation-9"]
-"""Elements that a layer receives after a layer divided by LOP. ``with-reuse``: only the elements that a device lacks.
-``equation-9``: as printed, where only LOP after LOP has this term, and equation (9) charges FUSE1 for all its input."""
+"""Elements that a layer receives after a layer divided by LOP. ``with-reuse``: only the elements that a device lacks,
+which the program sends; for LIP this departs from Section 4.1. ``equation-9``: as printed, where only LOP after LOP has
+this term, and equations (8) and (9) charge LIP and FUSE1 for their input."""
 REUSES: tuple[Reuse, ...] = ("with-reuse", "equation-9")
 
 
@@ -72,7 +73,9 @@ def layer_communication(
     input_shares = layer.inputs * workers.share
     output_shares = layer.outputs * workers.share
     whole_output = Fraction(layer.outputs * workers.count)
-    # Only LOP has a term for held input in the paper; its worked example needs the term for the other schemes too.
+    # Only LOP has a term for held input in the paper. Its worked example counts none for FUSE1 after LOP either (Figure
+    # 7), and for LIP Section 4.1 sees no opportunity for reuse. The program sends held input in no scheme, so that with
+    # reuse LIP after LOP is an extension of ours.
     saves_input = holds_share and (scheme == "lop" or reuse == "with-reuse")
     match scheme:
         case "lop":
