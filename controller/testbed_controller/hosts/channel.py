@@ -31,6 +31,7 @@ FIRST_EXCHANGES = 32
 """Number of time exchanges before a host's clock counts as measured."""
 LOST_SECONDS = 4.0
 """Silence after which a host counts as lost, in seconds."""
+# The connection of an exec is taken over for raw data after the response, hence "Connection: Upgrade".
 _START = """\
 POST /exec/{}/start HTTP/1.1\r
 Host: engine\r
@@ -42,6 +43,7 @@ Content-Length: 2\r
 {{}}"""
 _OUTPUT = 1
 """Number of the standard output stream in the engine's frames."""
+# The engine sends the output of an exec in frames: number of the stream, three empty bytes, and the length.
 _HEAD = struct.Struct(">BxxxL")
 
 _Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -77,8 +79,10 @@ class Channel(MeasuredClock):
         """Connect to the running container named ``keeper``; raises HostError if the keeper does not respond."""
         super().__init__()
         self._heard = time.monotonic()
+        """Monotonic instant of the last frame with times of the host, in seconds."""
         self._over = threading.Event()
         self._ports: dict[int, str] = {}
+        """Local URL for the control port of each process in a container, by process ID."""
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         threading.Thread(

@@ -138,6 +138,7 @@ class HostsLab(RunLab):
         )
         tags = [images.shaper, *devices.values()]
         copy_images(builder, reached.values(), tags, say)
+        # Hosts without a device have an entry, too: they have a keeper and a shaper.
         by_host: dict[str, list[str]] = {name: [] for name in reached}
         for device, host in placed.items():
             by_host[host].append(device)
@@ -145,6 +146,7 @@ class HostsLab(RunLab):
         reaper = Reaper(state.run, "testbed_controller.hosts.removal")
         remove = partial(remove_everywhere, state.run, reached.values())
         with reaper.guarding(remove, keep=keep), ExitStack() as made:
+            # Before anything is created, so that `testbed down` finds the run if this process is killed.
             runstate.write(state)
             say("creating the network")
             within = trial.scenario.network.subnet
@@ -307,9 +309,10 @@ class HostsLab(RunLab):
         for part in self.parts.values():
             part.over.set()
         # A host that answers again by now is cleaned up with the others.
-        lost = {
-            name for name in self.lost if self._channels[name].silent > LOST_SECONDS
-        }
+        lost = set()
+        for name in self.lost:
+            if self._channels[name].silent > LOST_SECONDS:
+                lost.add(name)
         self._close_channels()
         hosts = self._hosts.values()
         return self._take_down(
@@ -349,8 +352,9 @@ class HostsLab(RunLab):
         network = api.inspect_network(name, verbose=True)
         peers = {str(peer["IP"]) for peer in network.get("Peers") or ()}
         ends = [self._hosts[source], self._hosts[destination]]
-        # Port 7946 announces containers, 4789 carries their packets (VXLAN): peers have found each other already.
+        # Port 7946 announces containers, 4789 carries their packets (VXLAN).
         ports = "TCP and UDP 7946, and UDP 4789"
+        # Hosts that are each other's peers have found each other, so the first port is open.
         if all(end.address in peers for end in ends):
             ports = "UDP 4789"
         names = " and ".join(f"{end.name} ({end.address})" for end in ends)

@@ -23,7 +23,7 @@ from testbed.scenario.schema import Trial
 from testbed_controller.lab.memory import RESERVED, device_memory
 
 CORE_SPEED = 2e9
-"""Assumed speed of a core in FLOP/s."""
+"""Assumed speed of a core in FLOP/s; it compares devices with hosts of unknown speed."""
 ACTIONS = {
     "kill_host": "kill",
     "restart_host": "restart",
@@ -99,7 +99,8 @@ def place(
 
     Raises InputError for unknown names, a placement that breaks a rule of `Placement`, and insufficient memory.
     """
-    names = [device.name for device in devices]
+    specs = {device.name: device for device in devices}
+    names = list(specs)
     _check_given(names, hosts, given)
     choose = PLACEMENTS.find(placement, ("placement",))
     chosen = choose(devices, links, hosts, given, together)
@@ -121,7 +122,8 @@ def place(
             raise InputError(
                 f"place: {' and '.join(group)} share a medium and must be on the same host"
             )
-    _check_memory(chosen, {device.name: device for device in devices}, hosts)
+    _check_memory(chosen, specs, hosts)
+    # In the order of the scenario, and without other names that a placement may have added.
     return {name: chosen[name] for name in names}
 
 
@@ -164,14 +166,15 @@ def by_load(
     # `sorted` is stable: equally fast devices keep the order of the scenario.
     order = sorted(specs, key=lambda name: (name not in given, -specs[name].speed))
     for name in order:
+        # Placed together with another device of its group.
         if name in placed:
             continue
         group = groups.get(name, (name,))
         choice = given.get(name)
         if choice is None:
-            costs = {
-                host: _cost(group, host, placed, specs, links, hosts) for host in hosts
-            }
+            costs = {}
+            for host in hosts:
+                costs[host] = _cost(group, host, placed, specs, links, hosts)
             choice = min(hosts, key=costs.__getitem__)
         for member in group:
             placed[member] = given.get(member, choice)
@@ -192,7 +195,9 @@ def _cost(
     lacking = max(0.0, load.memory + RESERVED - hosts[host].memory)
     leaving = 0.0
     for (a, b), link in links.items():
+        # One end in the group: links within the group stay on its host.
         touches_group = (a in group) != (b in group)
+        # Devices without a place yet count as being on the same host.
         if touches_group and after.get(a, host) != after.get(b, host):
             leaving += link.rate or MAX_RATE
     # Rounded, so that hardly different loads leave the choice to the links.
@@ -213,8 +218,9 @@ def loads(
     by_host = {}
     for host, capacity in hosts.items():
         here = tuple(name for name, where in placed.items() if where == host)
-        speed = sum(specs[name].speed * specs[name].processors for name in here)
-        memory = sum(device_memory(specs[name]) for name in here)
+        own_specs = [specs[name] for name in here]
+        speed = sum(device.speed * device.processors for device in own_specs)
+        memory = sum(map(device_memory, own_specs))
         by_host[host] = Load(here, speed / capacity.speed, memory)
     return by_host
 

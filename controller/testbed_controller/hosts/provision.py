@@ -67,6 +67,7 @@ def _copy_to_host(
     lacking = [tag for tag in tags if not image_exists(host.client, tag)]
     if not lacking:
         return
+    # At most, since layers that images share are counted in the size of each.
     size = sum(int(source.images.get(tag).attrs["Size"]) for tag in lacking)
     say(f"{host.name}: copying {', '.join(lacking)} ({format_size(size)} at most)")
     try:
@@ -109,6 +110,7 @@ def make_overlay(
     host_subnets = {host.name: subnets(host.client) for host in hosts}
     taken = [*routed, *chain.from_iterable(host_subnets.values())]
     complaint = describe_obstacles(within, routed, host_subnets)
+    # Internal: no route leads out of the network. Attachable: by default, an overlay accepts only swarm services.
     settings = {"driver": "overlay", "internal": True, "attachable": True}
     pools = _halved_pools(free_subnets(within, 2 * devices + 4, taken))
     title = f"{manager.name}: the overlay network"

@@ -51,13 +51,17 @@ def remove_everywhere(
     targets = list(hosts)
     with ThreadPoolExecutor(max(1, len(targets))) as pool:
         connections = list(pool.map(connect, targets))
+        # Containers of an absent host may still use the network of the swarm.
         whole = all(isinstance(connection, Host) for connection in connections)
         counts = list(pool.map(remove, connections))
+    total = 0
     for count in counts:
         if isinstance(count, TestbedError):
             raise count
+        total += count
+    # Only now: the state names the hosts that a second attempt has to visit.
     runstate.forget(run)
-    return sum(count for count in counts if isinstance(count, int))
+    return total
 
 
 def remove(run: str, client: docker.DockerClient | None, *, settle: bool = True) -> int:

@@ -31,10 +31,10 @@ Way = tuple[str, str]
 T = TypeVar("T")
 _ATTEMPTS = 3
 """Number of measurements of a set of links across hosts before the last result stands."""
-_AHEAD = 0.3
+_AHEAD_SECONDS = 0.3
 """Time until a measurement begins, in seconds; by then every host has its request."""
-_LEAST = 5e-5
-"""Unknown part of a round trip, in seconds."""
+_MIN_UNCERTAINTY = 5e-5
+"""Uncertainty of a clock in seconds, even if the round trip shows none."""
 
 
 def combine_halves(
@@ -61,11 +61,13 @@ def combine_halves(
     differences = _clock_differences(medians, host)
     measured = []
     for pair, link in asked.items():
-        source_host, destination_host = (host[name] for name in pair)
+        source_host, destination_host = host[pair[0]], host[pair[1]]
+        # Less accurate, but known without packets in both directions.
         by_contexts = offsets[destination_host] - offsets[source_host]
         difference, _ = differences.get(
             (source_host, destination_host), (by_contexts, 0.0)
         )
+        # A time stamp of each host: the difference of their clocks is part of every raw delay.
         delays = [delay - difference for delay in raw[pair]]
         measured.append(
             _make_measurement(pair, link, delays, sent_by[pair], received_by[pair])
@@ -149,9 +151,11 @@ def sample_links(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pa
     best: dict[Way, tuple[tuple[float, float, float], Pair]] = {}
     for pair, link in links.items():
         way = host[pair[0]], host[pair[1]]
-        if way[0] != way[1] and link.up:
-            rank = (link.jitter, link.loss, -(link.rate or MAX_RATE))
-            best[way] = min(best.get(way, (rank, pair)), (rank, pair))
+        if way[0] == way[1] or not link.up:
+            continue
+        # The lowest rank is the best: jitter first, since a random delay hides that of the path.
+        rank = (link.jitter, link.loss, -(link.rate or MAX_RATE))
+        best[way] = min(best.get(way, (rank, pair)), (rank, pair))
     return [pair for _, pair in best.values()]
 
 
@@ -164,6 +168,7 @@ def path_delays(
         if measurement.delay is not None:
             way = (host[measurement.source], host[measurement.destination])
             excess = measurement.delay - median_delay(measurement.requested)
+            # An error of the measurement may be larger than the delay of a short path.
             delays[way] = max(0.0, excess)
     return delays
 
@@ -183,6 +188,7 @@ def imposed_links(
     for pair, link in links.items():
         way = host[pair[0]], host[pair[1]]
         path_delay = delays.get(way, 0.0)
+        # A delay can be added to a path, and none taken away.
         if link.up and path_delay > link.delay + tolerance.delay_tolerance(link.delay):
             raise InputError(
                 f"the link {pair[0]} -> {pair[1]} needs a delay of {link.delay * 1e3:g} ms, but the path from "
@@ -318,7 +324,7 @@ class Shapers:
             for opened in pool.map(open_ends, shapers.values()):
                 ports |= opened
             # An instant ahead, by which every host has received its request.
-            begin = time.monotonic() + _AHEAD
+            begin = time.monotonic() + _AHEAD_SECONDS
             offsets = {}
             for host in shapers:
                 offsets[host] = self._channels[host].clock.offset.there(begin) - begin
@@ -351,10 +357,10 @@ class Shapers:
             there = self._ways.get((first, host), 0.0)
             back = self._ways.get((host, first), 0.0)
             round_trip += there + back
-            uncertain = round_trip + _LEAST
+            uncertainty = round_trip + _MIN_UNCERTAINTY
             offset = offsets[first] + difference
-            self._channels[host].clock.pin(at, offset, uncertain)
-            self._channels[first].clock.pin(at, offsets[first], uncertain)
+            self._channels[host].clock.pin(at, offset, uncertainty)
+            self._channels[first].clock.pin(at, offsets[first], uncertainty)
 
     def renew(self) -> None:
         """Renew the lease of the containers."""
@@ -408,10 +414,13 @@ class Shapers:
         return host in (self._host[pair[0]], self._host[pair[1]])
 
     def _call_all(self, act: Callable[[str, Shaper], T]) -> list[T]:
-        present = [host for host in self._parts if host not in self._lost]
-        shapers = [self._parts[host] for host in present]
+        """Call a function with the name and the shaper of each host, all at once; lost hosts are left out."""
+        present = {}
+        for host, shaper in self._parts.items():
+            if host not in self._lost:
+                present[host] = shaper
         with ThreadPoolExecutor(len(self._parts)) as pool:
-            return list(pool.map(act, present, shapers))
+            return list(pool.map(act, present.keys(), present.values()))
 
 
 def merge_statistics(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

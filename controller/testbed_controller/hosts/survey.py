@@ -53,6 +53,7 @@ def survey(wanted: Sequence[str]) -> list[HostReport]:
     asked = list(wanted) or context_names()
     with ThreadPoolExecutor(len(asked)) as pool:
         reached = list(pool.map(_try_reach, asked))
+        # Two contexts may lead to one engine.
         first_by_engine: dict[str, str] = {}
         duplicate_of = dict.fromkeys(asked, "")
         for host in reached:

@@ -17,13 +17,13 @@ KEPT = 256
 """Number of samples in use; they cover some minutes."""
 SEGMENT = 16
 """Segment length: of so many samples, only the one with the smallest round trip counts."""
-SURE = 5.0
-"""Significance of a drift, in standard deviations of its error."""
+SIGNIFICANCE = 5.0
+"""Smallest accepted drift, in standard deviations of its error."""
 EXCHANGE_SECONDS = 1.0
 """Interval of time exchanges, in seconds."""
 _FIRST_EXCHANGES = 16
 """Number of time exchanges before the first estimate."""
-_SAME = 1e-3
+_SAME_CLOCK = 1e-3
 """Tolerance for identical clocks beyond half a round trip, in seconds."""
 
 
@@ -160,12 +160,15 @@ class HostClock:
         middles = np.array([sample.middle for sample in best])
         offsets = np.array([sample.offset for sample in best])
         trips = np.array([sample.round_trip for sample in best])
+        # The inverse variance of each offset, with a quarter of its round trip as the standard deviation of its error.
         weights = (4 / np.maximum(trips, 1e-6)) ** 2
         at = float(np.average(middles, weights=weights))
         mean = float(np.average(offsets, weights=weights))
         spread = float(weights @ (middles - at) ** 2)
+        # A single instant has no spread, and no slope either.
         slope = float(weights @ ((middles - at) * (offsets - mean))) / (spread or 1.0)
-        if slope**2 * spread > SURE**2:
+        # With these weights, the variance of the slope is 1 / spread.
+        if slope**2 * spread > SIGNIFICANCE**2:
             return Offset(at, mean, slope, chosen.round_trip / 2)
         return Offset(chosen.middle, chosen.offset, 0.0, chosen.round_trip / 2)
 
@@ -204,7 +207,7 @@ class EngineClock(MeasuredClock):
     def is_other(self) -> bool:
         """Whether the clocks differ by more than the uncertainty of the exchanges."""
         estimate = self.clock.offset
-        return abs(estimate.seconds) > estimate.uncertainty + _SAME
+        return abs(estimate.seconds) > estimate.uncertainty + _SAME_CLOCK
 
     def follow(self, stop: threading.Event) -> None:
         """Exchange times until the event is set: two clocks drift apart by milliseconds per minute."""
@@ -215,4 +218,5 @@ class EngineClock(MeasuredClock):
     def _exchange_times(self) -> None:
         sent = time.monotonic()
         remote = self._ask()
+        # One reading stands for arrival and return: the time in between counts as transmission.
         self.clock.add(Sample(sent, remote, remote, time.monotonic()))

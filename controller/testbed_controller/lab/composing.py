@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from testbed.common.yamltext import written
@@ -22,31 +22,39 @@ PORT = 8710
 IMAGE = "${{TESTBED_{}_IMAGE:?run 'testbed setup images --env > .env' first}}"
 TOKEN = "${TESTBED_TOKEN:?}"
 
-_OF_HOST: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+
+def _logging(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"driver": config["Type"], "options": dict(config["Config"])}
+
+
+def _anonymous_volumes(mounts: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [mount["Target"] for mount in mounts]
+
+
+def _tmpfs(mounts: Mapping[str, str]) -> list[str]:
+    return [f"{path}:{options}" for path, options in mounts.items()]
+
+
+_HOST_SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "CapAdd": ("cap_add", list),
     "CapDrop": ("cap_drop", list),
     "DeviceRequests": ("gpus", lambda _: "all"),
     "ExtraHosts": ("extra_hosts", list),
-    "LogConfig": (
-        "logging",
-        lambda config: {"driver": config["Type"], "options": dict(config["Config"])},
-    ),
+    "LogConfig": ("logging", _logging),
     "Memory": ("mem_limit", int),
     "MemorySwap": ("memswap_limit", int),
-    "Mounts": ("volumes", lambda mounts: [mount["Target"] for mount in mounts]),
+    "Mounts": ("volumes", _anonymous_volumes),
     "NanoCpus": ("cpus", lambda nano_cpus: nano_cpus / 1e9),
     "PidMode": ("pid", str),
     "PidsLimit": ("pids_limit", int),
     "ReadonlyRootfs": ("read_only", bool),
     "SecurityOpt": ("security_opt", list),
     "Sysctls": ("sysctls", dict),
-    "Tmpfs": (
-        "tmpfs",
-        lambda mounts: [f"{path}:{options}" for path, options in mounts.items()],
-    ),
+    "Tmpfs": ("tmpfs", _tmpfs),
 }
 """Settings of the engine API used by the lab, with the name and the conversion for compose."""
-_ELSEWHERE = ("NetworkMode", "PortBindings")
+_SET_BY_PROJECT = ("NetworkMode", "PortBindings")
+"""Settings without a conversion: `compose_project` gives each service its network and ports."""
 
 _HEAD = """\
 # Made by 'testbed export compose': the devices, links and hardening of the scenario {name}, without the controller.
@@ -124,7 +132,7 @@ def compose_service(settings: Mapping[str, Any]) -> dict[str, Any]:
     labels.pop(RUN, None)
     converted["labels"] = labels
     for key, value in settings["host_config"].items():
-        if key not in _ELSEWHERE:
-            word, write = _OF_HOST[key]
-            converted[word] = write(value)
+        if key not in _SET_BY_PROJECT:
+            word, convert = _HOST_SETTINGS[key]
+            converted[word] = convert(value)
     return converted

@@ -211,7 +211,7 @@ def _check_cgroup(known: Mapping[str, Any]) -> HostCheck:
 
 def _check_images(client: docker.DockerClient) -> HostCheck:
     wanted = present_tags(client)
-    # A run needs only these two: the images below them may have been pruned.
+    # A run needs only these two: the images that they are built on may have been pruned.
     needed = {"device": wanted.device, "shaper": wanted.shaper}
     lacking = []
     for kind, tag in needed.items():

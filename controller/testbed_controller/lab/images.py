@@ -143,6 +143,7 @@ def _targets(client: docker.DockerClient) -> list[Target]:
 
 
 def _choose(client: docker.DockerClient, choices: Sequence[ImageTags]) -> ImageTags:
+    """Return the first choice with a device image, else the first one with its Python packages, else the preferred."""
     for kind in ("device", "device_runtime"):
         for tags in choices:
             if image_exists(client, getattr(tags, kind)):
@@ -189,6 +190,7 @@ def _runtime_tag(kind: str, target: Target) -> str:
 
 
 def _code_tag(kind: str, code: Mapping[str, bytes], runtime: str) -> str:
+    # The tag of the layer below stands for everything in it.
     parts = {"runtime": runtime.encode(), "recipe": recipe(kind)}
     for name, content in code.items():
         parts[f"code/{name}"] = content
@@ -279,15 +281,17 @@ def remove_images(
 def _images_of(client: docker.DockerClient, kind: str) -> list[Image]:
     """Return the testbed's images of a kind, newest first; for stages, only abandoned ones."""
     images = client.images.list(filters={"label": f"{LABEL}={kind}"})
-    if kind == "stage":
-        selected = [image for image in images if _is_abandoned(image)]
-    else:
-        # Images that users build on ours inherit the label, but have other names.
-        prefix = f"testbed/{kind}:"
-        selected = []
-        for image in images:
-            if any(tag.startswith(prefix) for tag in image.tags):
-                selected.append(image)
+    # Images that users build on ours inherit the label, but have other names.
+    prefix = f"testbed/{kind}:"
+    selected = []
+    for image in images:
+        if kind == "stage":
+            is_ours = _is_abandoned(image)
+        else:
+            is_ours = any(tag.startswith(prefix) for tag in image.tags)
+        if is_ours:
+            selected.append(image)
+    # Times in UTC of one format: as texts, they have the right order to the second.
     return sorted(selected, key=lambda image: str(image.attrs["Created"]), reverse=True)
 
 
@@ -387,20 +391,12 @@ def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
 
 
 def _bootstrap_command(target: str) -> list[str]:
-    excluded = [
-        f"--dpkgopt=path-exclude=/usr/share/{name}/*"
-        for name in ("man", "doc", "locale", "info")
-    ]
-    include = "--include=" + ",".join(_base_packages())
-    return [
-        "mmdebstrap",
-        "--quiet",
-        "--variant=minbase",
-        include,
-        *excluded,
-        "bookworm",
-        target,
-    ]
+    command = ["mmdebstrap", "--quiet", "--variant=minbase"]
+    command.append("--include=" + ",".join(_base_packages()))
+    # Without manuals and translations.
+    for name in ("man", "doc", "locale", "info"):
+        command.append(f"--dpkgopt=path-exclude=/usr/share/{name}/*")
+    return [*command, "bookworm", target]
 
 
 def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> None:
@@ -520,6 +516,7 @@ def build(
 
 def _add_file(archive: tarfile.TarFile, name: str, content: bytes | Path) -> None:
     """Add one file without metadata of the host, so that equal content gives equal layers."""
+    # Time and owner stay 0, the defaults of `TarInfo`.
     entry = tarfile.TarInfo(name)
     entry.mode = 0o644
     if isinstance(content, Path):

@@ -98,17 +98,18 @@ class RunLab:
 
     def check_serves(self, trial: Trial) -> None:
         """Raise InputError if a trial needs other devices, links or images than the lab has."""
-        now = self.experiment
+        present = self.experiment
         wanted = trial.experiment
+        has_network = present.links == wanted.links and present.cells == wanted.cells
         wanted_images = _program_images(wanted)
         # A workload without programs runs on any lab.
-        has_images = not wanted_images or wanted_images == _program_images(now)
-        equal = {
-            "devices": now.devices == wanted.devices,
-            "network": now.links == wanted.links and now.cells == wanted.cells,
+        has_images = not wanted_images or wanted_images == _program_images(present)
+        serves = {
+            "devices": present.devices == wanted.devices,
+            "network": has_network,
             "workload.programs": has_images,
         }
-        for key, is_equal in equal.items():
+        for key, is_equal in serves.items():
             if not is_equal:
                 raise InputError(
                     f"{key}: differs from the lab {self.run_id}, whose workload alone can change: "
@@ -170,8 +171,10 @@ class Lab(RunLab):
         self._url = url or self._through_shaper
         self._clock = clock
         names = [device.name for device in trial.experiment.devices]
-        addresses = device_addresses(subnet, names)
-        self._addresses = {name: str(address) for name, address in addresses.items()}
+        # Addresses of all devices: those on other engines are peers of the ones here.
+        self._addresses: dict[str, str] = {}
+        for name, address in device_addresses(subnet, names).items():
+            self._addresses[name] = str(address)
         self._here = [name for name in names if here is None or name in here]
         self.devices: dict[str, DeviceContainer] = {}
         self._shaper_url = ""
@@ -333,7 +336,7 @@ class Lab(RunLab):
     def kill(self, name: str) -> None:
         """Kill the device's container, as a power cut would; no effect on a device that is down."""
         device = self._device(name)
-        with _tolerate(409, 404):
+        with _tolerate(409, 404):  # not running, or removed
             self._client.api.kill(device.id, "SIGKILL")
         with _tolerate(404):
             self._client.api.wait(device.id, timeout=30)
@@ -361,7 +364,8 @@ class Lab(RunLab):
         The links have their current properties, including active faults; ``links`` changes them before.
         """
         device = self.inspect(self._device(name).name)
-        # Links before health: a device must not send or receive over an interface without impairments.
+        # Links before health: a device must not send or receive over an interface without impairments. A restarted
+        # container has a new network namespace, in which nothing is shaped.
         self._shape_links([device], links or {})
         self.health.wait_for({name: device.control_url})
         self._note_targets()
@@ -401,7 +405,7 @@ class Lab(RunLab):
     def pause(self, name: str) -> None:
         """Freeze all processes of the device; its kernel still receives packets."""
         device = self._device(name)
-        with _tolerate(409):
+        with _tolerate(409):  # paused already
             self._client.api.pause(device.id)
         self.inspect(name)
 
@@ -595,9 +599,9 @@ class ContainerChanges:
         Ends after `close`. Raises HostError if the engine stops responding.
         """
         lab = self._lab
-        names = {
-            container_name(lab.run_id, name): name for name in [*lab.devices, SHAPER]
-        }
+        names = {}
+        for name in (*lab.devices, SHAPER):
+            names[container_name(lab.run_id, name)] = name
         filters = {
             "type": "container",
             # The last two are Podman's names.

@@ -20,6 +20,7 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 BUILD = ROOT / ".build" if IS_CHECKOUT else _CACHE / "testbed"
 """Folder of downloads for the images; may be deleted."""
 _OWNED = ".owned"
+"""Suffix of the file that the processes of a run keep locked; a lock ends with its process, however it ends."""
 
 
 def package_folder(package: str) -> Path:

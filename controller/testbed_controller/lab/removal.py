@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
@@ -34,8 +34,14 @@ def labelled_runs(client: docker.DockerClient) -> set[str]:
     """Return the ID of every run with anything left on the engine."""
     containers = client.api.containers(all=True, filters={"label": RUN})
     networks = client.api.networks(filters={"label": RUN})
+    # Without any volume, the engine answers null instead of an empty list.
     volumes = client.api.volumes(filters={"label": RUN})["Volumes"] or []
-    return {str(entry["Labels"][RUN]) for entry in [*containers, *networks, *volumes]}
+    return {_run_of(entry) for entry in [*containers, *networks, *volumes]}
+
+
+def _run_of(entry: Mapping[str, Any]) -> str:
+    """Return the run that a listed container, network or volume belongs to."""
+    return str(entry["Labels"][RUN])
 
 
 def abandoned_runs(client: docker.DockerClient) -> set[str]:
@@ -45,20 +51,26 @@ def abandoned_runs(client: docker.DockerClient) -> set[str]:
     """
     label = {"label": RUN}
     alive = set()
-    made = []
+    # Each part of a run, with the time of its creation in seconds since 1970.
+    parts = []
     for container in client.api.containers(all=True, filters=label):
-        made.append((container, float(container["Created"])))
+        parts.append((_run_of(container), float(container["Created"])))
         if container["State"] in ("running", "paused", "restarting"):
-            alive.add(str(container["Labels"][RUN]))
+            alive.add(_run_of(container))
     for network in client.api.networks(filters=label):
-        made.append((network, datetime.fromisoformat(network["Created"]).timestamp()))
+        created = datetime.fromisoformat(network["Created"])
+        parts.append((_run_of(network), created.timestamp()))
     for volume in client.api.volumes(filters=label)["Volumes"] or []:
-        made.append((volume, datetime.fromisoformat(volume["CreatedAt"]).timestamp()))
-    # A run in creation has networks before it has containers.
-    newest = time.time() - _BEING_MADE
-    known = {str(thing["Labels"][RUN]) for thing, _ in made}
-    fresh = {str(thing["Labels"][RUN]) for thing, at in made if at > newest}
-    return known - alive - fresh
+        created = datetime.fromisoformat(volume["CreatedAt"])
+        parts.append((_run_of(volume), created.timestamp()))
+    known = set()
+    recent = set()
+    for run, created_at in parts:
+        known.add(run)
+        # A run in creation has networks before it has containers.
+        if created_at > time.time() - _BEING_MADE:
+            recent.add(run)
+    return known - alive - recent
 
 
 def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) -> int:
@@ -161,5 +173,9 @@ def _remove_all(ids: Iterable[str], remove: Callable[[str], Any]) -> list[str]:
             return str(error.explanation or error)
         return None
 
+    problems = []
     with ThreadPoolExecutor(_WORKERS) as pool:
-        return [problem for problem in pool.map(attempt, ids) if problem is not None]
+        for problem in pool.map(attempt, ids):
+            if problem is not None:
+                problems.append(problem)
+    return problems

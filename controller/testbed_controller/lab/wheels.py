@@ -83,6 +83,7 @@ class Target:
     @property
     def platforms(self) -> list[str]:
         """The platform tags of compatible wheels, the closest one first."""
+        # PEP 600: a wheel for an older glibc runs with every newer one. The oldest tag in use is that of glibc 2.5.
         names = [f"manylinux_2_{minor}" for minor in range(_GLIBC, 4, -1)]
         # Names from before PEP 600, under which many wheels are still published.
         names += ["manylinux2014", "manylinux2010", "manylinux1", "linux"]

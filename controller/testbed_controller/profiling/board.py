@@ -234,6 +234,7 @@ def measure_layers() -> list[Measured]:
 
 def available_memory() -> int:
     """Return the available memory in bytes: the container's limit, if any."""
+    # A limit of cgroups version 1 may exceed the memory of the machine, since "unlimited" is a large number there.
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in (
         "/sys/fs/cgroup/memory.max",
@@ -261,6 +262,7 @@ def serve_peer(port: int = PORT) -> None:
 def measure_link(peer: str, port: int = PORT) -> tuple[float, float]:
     """Return rate (bit/s of payload) and one-way delay (half the shortest round trip, in seconds) to a serving peer."""
     with socket.create_connection((peer, port), timeout=60) as connection:
+        # Nagle's algorithm would hold back a byte while another one is unacknowledged.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         round_trips = []
         for _ in range(PINGS):

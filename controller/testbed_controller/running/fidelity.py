@@ -62,10 +62,10 @@ class LinksError(HostError):
         measurements: Sequence[LinkMeasurement],
         host: Mapping[str, float] | None = None,
     ) -> None:
-        failed = [measurement for measurement in measurements if measurement.problem]
+        failed_count = len(_pairs_outside(measurements))
         causes = "; ".join(_find_causes(measurements, host or {}))
         super().__init__(
-            f"{len(failed)} of {len(measurements)} links are outside their tolerance: {causes}; "
+            f"{failed_count} of {len(measurements)} links are outside their tolerance: {causes}; "
             "--accept-links runs with these links (the verdict reports it)"
         )
         self.measurements = list(measurements)
@@ -124,6 +124,7 @@ def nearest_rate(carried: float) -> float:
         950000000.0
     """
     advised = carried * _MARGIN
+    # The place of the second digit, such as 10 mbit for 950 mbit.
     unit: float = 10.0 ** (math.floor(math.log10(advised)) - 1)
     return math.floor(advised / unit) * unit
 
@@ -135,6 +136,7 @@ def neighbours_refused(statistics: Path = Path("/proc/net/stat/arp_cache")) -> i
     except FileNotFoundError:
         return 0
     column = header.split().index("table_fulls")
+    # A line for each processor, with hexadecimal numbers.
     return sum(int(line.split()[column], 16) for line in processors)
 
 
@@ -180,8 +182,10 @@ def _find_causes(
 
 def _beyond_the_host(measurements: Sequence[LinkMeasurement]) -> LinkMeasurement | None:
     """Return the link with the largest rate deficit, unless the host reached an equal rate on another link."""
-    reached = [link.rate for link in measurements if link.rate and not link.problem]
-    highest = max(reached, default=0.0)
+    highest = 0.0
+    for link in measurements:
+        if link.rate and not link.problem:
+            highest = max(highest, link.rate)
     candidates = []
     for link in measurements:
         # A rate up to the highest reached one cannot exceed this host's capacity.

@@ -109,6 +109,7 @@ class Applier:
         interface = plan.interface
         if self._gate is not None and (routes or attached.routes):
             before = attached.routes
+            # As the plan: after a failure, the gate is set up from scratch.
             attached.routes = None
             self._gate.apply(name, interface, before, routes)
             attached.routes = routes
@@ -165,9 +166,11 @@ class Applier:
     ) -> dict[str, Any]:
         """Return queue drops, lateness and sent bytes; ``reset`` clears the lateness."""
         queues = {}
+        sent = {}
         for name, attached in sorted(devices.items()):
-            queues[name] = attached.namespace.run(partial(self._queue_counts, attached))
-        sent = {name: counts.pop("bytes") for name, counts in queues.items()}
+            counts = attached.namespace.run(partial(self._queue_counts, attached))
+            sent[name] = counts.pop("bytes")
+            queues[name] = counts
         statistics = {
             "backend": self._backend.name,
             "congestion_control": CONGESTION_CONTROL,
@@ -175,6 +178,7 @@ class Applier:
             "queues": queues,
             "sent": sent,
         }
+        # The helper processes report their own time; this process adds its own, of requests and measurements.
         own = os.times()
         seconds = statistics.get("processor_seconds", 0.0)
         statistics["processor_seconds"] = seconds + own.user + own.system
@@ -198,9 +202,11 @@ class Applier:
             if entry.get("root"):
                 counts["bytes"] += entry.get("bytes", 0)
         if self._backend.uses_queues or attached.routes:
-            rows = kernel_queues()
-            counts["queue_dropped"] = sum(row["queue_dropped"] for row in rows)
-            counts["user_dropped"] = sum(row["user_dropped"] for row in rows)
+            counts["queue_dropped"] = 0
+            counts["user_dropped"] = 0
+            for row in kernel_queues():
+                counts["queue_dropped"] += row["queue_dropped"]
+                counts["user_dropped"] += row["user_dropped"]
         counts["unread"] = count_unread_datagrams()
         return counts
 

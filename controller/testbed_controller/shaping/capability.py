@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from testbed_controller.shaping.shaper import Shaping
 
 RATES = (10e9, 5e9, 4e9, 3e9, 2e9, 1.5e9, 1e9, 500e6, 200e6, 100e6, 10e6)
-"""Rates in bit/s, tried from the fastest with the delay below, so that the backend has to hold packets."""
+"""Rates in bit/s, tried from the fastest with the delay `DELAY`, so that the backend has to hold packets."""
 DELAY = 1e-3
 """Delay of the measured link in seconds."""
 DELAYS = (0.1e-3, 0.2e-3, 0.5e-3, 1e-3, 2e-3, 5e-3)
@@ -73,10 +73,10 @@ def measure_capability(backend: str = "auto") -> Capability:
         contextlib.closing(Shaping(backend)) as shaping,
     ):
         shaping.attach(endpoints, {_PAIR: Link(delay=DELAY), _PAIR[::-1]: Link()})
-        fastest = _first_faithful(
-            shaping, [Link(rate=rate, delay=DELAY) for rate in RATES]
-        )
-        shortest = _first_faithful(shaping, [Link(delay=delay) for delay in DELAYS])
+        by_rate = [Link(rate=rate, delay=DELAY) for rate in RATES]
+        fastest = _first_faithful(shaping, by_rate)
+        by_delay = [Link(delay=delay) for delay in DELAYS]
+        shortest = _first_faithful(shaping, by_delay)
         cost = _packet_cost(shaping, endpoints[1].pid)
         name = str(shaping.facts()["backend"])
     return Capability(
@@ -116,6 +116,7 @@ def _packet_cost(shaping: Shaping, receiver: int) -> float | None:
     The result excludes interrupts and other load of the host.
     """
     shaping.set({_PAIR: Link(rate=LOAD_RATE, delay=DELAY)})
+    # The shaper runs in this process, so its processor time includes the sockets that send and receive.
     busy_before = shaping.statistics()["processor_seconds"]
     packets_before = _count_received(receiver)
     for _ in range(_TRAINS):
@@ -142,10 +143,14 @@ def _count_received(process: int) -> int:
 def _joined_namespaces() -> Iterator[list[Endpoint]]:
     """Yield two namespaces joined by a pair of interfaces, each with a process."""
     with contextlib.ExitStack() as stack:
-        pids = [_start_sleeper(stack).pid for _ in _PAIR]
-        namespaces = [Namespace.of_process(pid) for pid in pids]
-        for namespace in namespaces:
+        pids = []
+        namespaces = []
+        for _ in _PAIR:
+            pid = _start_sleeper(stack).pid
+            namespace = Namespace.of_process(pid)
             stack.callback(namespace.close)
+            pids.append(pid)
+            namespaces.append(namespace)
         peer = f"peer name {_INTERFACE} netns {pids[1]}"
         namespaces[0].run(partial(_run_ip, f"link add {_INTERFACE} type veth {peer}"))
         endpoints = []

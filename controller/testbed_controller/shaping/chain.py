@@ -43,6 +43,7 @@ class RuleChain:
         applied last, None the first time.
         """
         if before is None or before.rules != self.rules:
+            # "-w" waits for the lock that other users of iptables hold; "--noflush" keeps the rules of other chains.
             command([f"{iptables}-restore", "-w", "--noflush"], self.restore_input())
         if before is not None:
             return
@@ -55,12 +56,13 @@ class RuleChain:
         """Compare the chain with the output of ``iptables -S``."""
         lines = observed.splitlines()
         present = [line for line in lines if line.startswith(f"-A {self.name} ")]
-        problems = [
-            f"missing rule: {rule}" for rule in self.lines if rule not in present
-        ]
-        problems += [
-            f"unexpected rule: {rule}" for rule in present if rule not in self.lines
-        ]
+        problems = []
+        for rule in self.lines:
+            if rule not in present:
+                problems.append(f"missing rule: {rule}")
+        for rule in present:
+            if rule not in self.lines:
+                problems.append(f"unexpected rule: {rule}")
         if self._entry_rule() not in lines:
             problems.append(f"missing rule from {self.entry[0]} to {self.name}")
         return problems

@@ -18,6 +18,10 @@ def parse_unread_datagrams(counters: str) -> int:
     >>> parse_unread_datagrams("Udp: InDatagrams RcvbufErrors\\nUdp: 120 7\\n")
     7
     """
-    lines = [line.split() for line in counters.splitlines() if line.startswith("Udp: ")]
+    lines = []
+    for line in counters.splitlines():
+        # With the colon: "UdpLite:" has two lines of its own.
+        if line.startswith("Udp: "):
+            lines.append(line.split())
     names, values = lines
     return int(dict(zip(names, values, strict=True)).get("RcvbufErrors", 0))

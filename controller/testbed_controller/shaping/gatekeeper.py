@@ -152,6 +152,9 @@ class Loop:
 
     def _get_statistics(self) -> dict[str, Any]:
         usage = os.times()
+        waiting = {}
+        for device in self._sockets:
+            waiting[device] = self._media.waiting(device)
         return {
             "lateness": self._lateness.summary(),
             "processor_seconds": usage.user + usage.system,
@@ -159,7 +162,5 @@ class Loop:
             "dropped": dict(self._dropped),
             "refused": self._refused,
             "overflows": self._overflows,
-            "waiting": {
-                device: self._media.waiting(device) for device in self._sockets
-            },
+            "waiting": waiting,
         }

@@ -61,6 +61,7 @@ class HostMonitor:
         """Return the mean load, and the share of saturated samples, so far."""
         if not self._samples:
             return {}
+        # Time that a hypervisor gave to other virtual machines while a task of this one was ready.
         stolen = self._last.stolen - self._first.stolen
         total = self._last.total - self._first.total
         saturated = sum(sample >= SATURATED for sample in self._samples)

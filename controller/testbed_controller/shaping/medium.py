@@ -44,6 +44,7 @@ def routes_of(
     by_address = {}
     for pair, link in outgoing.items():
         peer = endpoints.get(pair[1])
+        # A link may name a device that is attached later.
         if peer is None:
             continue
         access = (device.uplink, peer.downlink)
@@ -60,14 +61,16 @@ def _broadcast_route(
     device: str, links: Mapping[Pair, Link], cells: Iterable[Cell], uplink: float | None
 ) -> Route | None:
     """Return the route of a device's broadcasts; None for fast broadcasts outside of all cells."""
-    own = []
+    own_cells = []
     for cell in cells:
         if any(cell.carries(pair) for pair in links):
-            own.append(cell)
-    rate = broadcast_rate(links.values(), uplink, *[cell.rate for cell in own])
-    if not links or rate is None or (not own and rate > GATED_RATE):
+            own_cells.append(cell)
+    cell_rates = [cell.rate for cell in own_cells]
+    rate = broadcast_rate(links.values(), uplink, *cell_rates)
+    if not links or rate is None or (not own_cells and rate > GATED_RATE):
         return None
-    channels = tuple(map(_channel_name, own)) or (f"casts of {device}",)
+    # Outside of cells, a channel of the device's own: its broadcasts wait for each other, and for nobody else.
+    channels = tuple(map(_channel_name, own_cells)) or (f"casts of {device}",)
     return Route(channels, rate, queue_limit(Link(rate=rate)))
 
 
@@ -96,10 +99,10 @@ def gate_rules(interface: str, gated: Mapping[str, Route]) -> RuleChain:
     >>> gate_rules("eth0", {"10.0.0.2": Route(("cell",), rate=1e6, limit=100)}).rules
     ('-d 10.0.0.2/32 -j NFQUEUE --queue-num 60000',)
     """
-    rules = tuple(
-        f"-d {address}/32 -j NFQUEUE --queue-num {QUEUE}" for address in gated
-    )
-    return RuleChain("TESTBED-GATE", ("OUTPUT", "-o", interface), rules)
+    rules = []
+    for address in gated:
+        rules.append(f"-d {address}/32 -j NFQUEUE --queue-num {QUEUE}")
+    return RuleChain("TESTBED-GATE", ("OUTPUT", "-o", interface), tuple(rules))
 
 
 @dataclass(frozen=True)
@@ -141,11 +144,16 @@ class Media(Generic[T]):
 
     def __init__(self) -> None:
         self._routes: dict[Hashable, Mapping[Hashable, Route]] = {}
+        """Routes of each station by address."""
         self._free: dict[Hashable, float] = {}
+        """Instant in seconds from which each channel is free."""
         self._order: dict[Transmission[T], None] = {}
+        """Transmissions that have not ended, in the order of their offers."""
         self._ends: list[tuple[float, int, Transmission[T]]] = []
+        """Heap of the ends in seconds; the number decides between equal ends, as transmissions cannot be compared."""
         self._ties = 0
         self._waiting: Counter[tuple[Hashable, Hashable]] = Counter()
+        """Number of packets by station and address, including the one on the air."""
 
     def set_routes(
         self, station: Hashable, routes: Mapping[Hashable, Route], now: float
@@ -222,6 +230,7 @@ class Media(Generic[T]):
         """Reschedule all waiting transmissions."""
         # A transmission that has begun keeps its rate: a station does not interrupt a frame.
         on_air = [entry for entry in self._ends if entry[2].start <= now]
+        # All others lose their turns, and are given new ones in the same order.
         self._free = {}
         for end, _, transmission in sorted(on_air):
             for channel in transmission.channels:
@@ -268,6 +277,7 @@ class Bottleneck(Generic[T]):
         if len(queue) >= self.limit:
             self.refused += 1
             return False
+        # An idle rate is not saved up: the next packet leaves at once, and the one after it a transmission time later.
         if not self._turn and now > self._free:
             self._free = now
         if not queue:

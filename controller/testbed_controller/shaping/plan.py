@@ -150,10 +150,15 @@ def plan_interface(
 
 def linked_addresses(plan: InterfacePlan) -> set[str]:
     """Return the addresses of a device's communication partners."""
-    senders = {
-        sender.address for sender in plan.senders if sender.number >= FIRST_PEER_CLASS
-    }
-    return senders | {line.address for line in plan.receivers if line.link.up}
+    addresses = set()
+    for sender in plan.senders:
+        # Broadcasts have a class as well, but no device has their address.
+        if sender.number >= FIRST_PEER_CLASS:
+            addresses.add(sender.address)
+    for line in plan.receivers:
+        if line.link.up:
+            addresses.add(line.address)
+    return addresses
 
 
 def most_segments(rates: Iterable[float]) -> int:
@@ -263,7 +268,9 @@ def line_limit(link: Link) -> int:
     >>> line_limit(Link(rate=8e6, delay=0.01))
     10000
     """
+    # The smallest frame of Ethernet without its checksum, in bytes.
     smallest_frame = 60
+    # The content of a wire in bytes, with a margin.
     most_bytes = 1.2 * class_rate(link.rate) / 8 * longest_delay(link)
     packets = math.ceil(most_bytes / smallest_frame)
     return min(200_000, max(10_000, packets))

@@ -26,6 +26,7 @@ class Prober:
         sites = {}
         for name in names:
             attached = self._registry.devices[name]
+            # A handle of our own: the registry closes its handle if the device ends during the measurement.
             namespace = attached.namespace.duplicate()
             stack.callback(namespace.close)
             endpoint = attached.endpoint
@@ -39,8 +40,12 @@ class Prober:
         here = self._registry.devices.keys() & set(chain.from_iterable(pairs))
         with contextlib.ExitStack() as stack:
             ends = stack.enter_context(open_sockets(self.sites(here, stack), here))
+            # The sockets stay open until `take_ends`: only an error before closes them.
             self._open[run] = ends, stack.pop_all()
-        return {name: device_ends.target[1] for name, device_ends in ends.items()}
+        ports = {}
+        for name, device_ends in ends.items():
+            _, ports[name] = device_ends.target
+        return ports
 
     def take_ends(
         self, run: str, names: Collection[str], ports: Mapping[str, int]

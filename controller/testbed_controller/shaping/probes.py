@@ -133,7 +133,11 @@ def measure(
         for tally in tallies:
             results[tally.pair] = tally.measurement()
         # Only links outside their tolerance: all others have passed.
-        wanted = {pair: link for pair, link in wanted.items() if results[pair].problem}
+        again = {}
+        for pair, link in wanted.items():
+            if results[pair].problem:
+                again[pair] = link
+        wanted = again
         if not wanted or time.monotonic() > until:
             break
     return [results[pair] for pair in links]
@@ -170,21 +174,24 @@ def measure_half(
     seconds between the sender's clock and this host's; the measured ``rate`` in bit/s; the lowest rate ``asked`` on its
     way; and the time at the ``gate`` in seconds, which only the sender's host knows from ``media``.
     """
+    # Without `media`, which only the senders' hosts know: both ends of a link must choose the same trains.
     representatives = _representatives(links, sites, {})
     tallies = _make_tallies(links, sites, media, representatives)
     _measure_parts(tallies, representatives, {}, ends, run, begin)
-    return [
-        {
-            "source": tally.pair[0],
-            "destination": tally.pair[1],
-            "sent": tally.sent,
-            "delays": [*tally.delays.values()],
-            "rate": tally.rate,
-            "asked": tally.link.rate,
-            "gate": tally.gate,
-        }
-        for tally in tallies
-    ]
+    return [_half_report(tally) for tally in tallies]
+
+
+def _half_report(tally: _Tally) -> dict[str, Any]:
+    """Return the observations of one host on a link, as plain JSON values."""
+    return {
+        "source": tally.pair[0],
+        "destination": tally.pair[1],
+        "sent": tally.sent,
+        "delays": [*tally.delays.values()],
+        "rate": tally.rate,
+        "asked": tally.link.rate,
+        "gate": tally.gate,
+    }
 
 
 def _measure_parts(
@@ -295,6 +302,7 @@ def _make_trains(
             )
     concurrent_trains = []
     for together in split_into_rounds(list(trains), media):
+        # In the order of the links, not of the set: all hosts number the trains alike.
         concurrent_trains.append([trains[pair] for pair in trains if pair in together])
     return concurrent_trains
 
@@ -319,19 +327,21 @@ def split_into_rounds(
     >>> [sorted(links) for links in split_into_rounds([("a", "b"), ("b", "a"), ("c", "d")])]
     [[('a', 'b'), ('c', 'd')], [('b', 'a')]]
     """
-    made: list[tuple[set[Pair], set[Hashable]]] = []
+    # Each round with its links, and the devices and channels that they occupy.
+    rounds: list[tuple[set[Pair], set[Hashable]]] = []
     for pair in pairs:
-        takes: set[Hashable] = {*pair}
+        occupied: set[Hashable] = {*pair}
         if media and pair in media:
-            takes.add(media[pair].channels)
-        for members, busy in made:
-            if not busy & takes:
+            occupied.add(media[pair].channels)
+        # The first round with room: a greedy choice, not the least number of rounds.
+        for members, busy in rounds:
+            if not busy & occupied:
                 members.add(pair)
-                busy.update(takes)
+                busy.update(occupied)
                 break
         else:
-            made.append(({pair}, takes))
-    return [members for members, _ in made]
+            rounds.append(({pair}, occupied))
+    return [members for members, _ in rounds]
 
 
 def _packet_count(tally: _Tally, links: int, *, is_representative: bool) -> int:
@@ -367,10 +377,10 @@ def _measure_delays(
     pause = max(tally.gap for tally in tallies) / 2
     time.sleep(0.01 + pause)
     starts, gaps = _schedule(tallies, began + 0.015 + pause)
-    last_sent = max(
-        start + gap * (tally.packets - 1)
-        for start, gap, tally in zip(starts, gaps, tallies, strict=True)
-    )
+    last_sent = 0.0
+    for start, gap, tally in zip(starts, gaps, tallies, strict=True):
+        last_sent = max(last_sent, start + gap * (tally.packets - 1))
+    # Time for the last packet to arrive, in seconds, with a margin.
     rest = max(longest_delay(tally.link) + tally.gap for tally in tallies) + 0.1
     planned = last_sent + rest
     # Other hosts follow the same schedule; a single host may fall behind without harm.
@@ -381,7 +391,10 @@ def _measure_delays(
 
 
 class _DelayExchange:
-    """The exchange of the small packets of all links."""
+    """The exchange of the small packets of all links.
+
+    `start` schedules the first packet of each link, and `finish` sends and receives until all have arrived.
+    """
 
     def __init__(
         self, tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds], run: bytes
@@ -389,16 +402,20 @@ class _DelayExchange:
         self._tallies = tallies
         self._ends = ends
         self._run = run
-        self._coming = [
-            tally for tally in tallies if isinstance(ends[tally.pair[1]], Ends)
-        ]
+        self._coming: list[_Tally] = []
+        """Links whose packets arrive on this host."""
+        for tally in tallies:
+            if isinstance(ends[tally.pair[1]], Ends):
+                self._coming.append(tally)
         self._gaps: Sequence[float] = ()
         self._upcoming: list[tuple[float, int, int]] = []
         """Heap of (instant, link index, packet number) of packets to send."""
 
     def send(self, index: int, number: int) -> bool:
         """Send a packet of a link; return False if the sender is on another host."""
-        source, destination = (self._ends[name] for name in self._tallies[index].pair)
+        pair = self._tallies[index].pair
+        source = self._ends[pair[0]]
+        destination = self._ends[pair[1]]
         if isinstance(source, FarEnds):
             return False
         content = CONTENT.pack(self._run, index, number, time.monotonic())
@@ -409,8 +426,8 @@ class _DelayExchange:
     def start(self, starts: Sequence[float], gaps: Sequence[float]) -> None:
         """Schedule the first packet of each link."""
         self._gaps = gaps
-        self._upcoming = [(when, index, 0) for index, when in enumerate(starts)]
-        heapq.heapify(self._upcoming)
+        for index, start in enumerate(starts):
+            heapq.heappush(self._upcoming, (start, index, 0))
 
     def finish(self, rest: float, until: float, latest: float) -> None:
         """Send all packets until ``latest``; receive until ``until``, or ``rest`` seconds after the last packet."""
@@ -421,6 +438,7 @@ class _DelayExchange:
                 if now >= (latest if self._upcoming else until):
                     break
                 if self._send_due(now):
+                    # A host behind the schedule waits for its last packet as long as the others.
                     until = max(until, min(latest, now + rest))
                 elif not self._upcoming and self._have_all_arrived():
                     break

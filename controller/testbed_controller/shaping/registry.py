@@ -104,8 +104,10 @@ class Registry:
     @property
     def endpoints(self) -> dict[str, Endpoint]:
         """The endpoints of all devices, on this host and on others, by name."""
-        local = {name: attached.endpoint for name, attached in self.devices.items()}
-        return {**self.elsewhere, **local}
+        endpoints = dict(self.elsewhere)
+        for name, attached in self.devices.items():
+            endpoints[name] = attached.endpoint
+        return endpoints
 
     def add(self, endpoints: Iterable[Endpoint], pool: ThreadPoolExecutor) -> None:
         """Register new and restarted devices; a registered device keeps number and state."""

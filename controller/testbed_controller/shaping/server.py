@@ -39,6 +39,7 @@ def create_application(
 
     @app.before_request
     def authorise() -> Any:
+        # The answer says nothing about the run.
         if flask.request.path == "/health":
             return None
         if authorised(flask.request.environ, token):
@@ -94,6 +95,7 @@ def _respond(act: _Action) -> dict[str, Any]:
 
 
 def _read_pairs(asked: Mapping[str, Any]) -> list[Pair]:
+    # JSON has no tuples, and links are found by tuples.
     return [(source, destination) for source, destination in asked["pairs"]]
 
 

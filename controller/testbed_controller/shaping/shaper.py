@@ -150,9 +150,9 @@ class Shaping:
             changes.append((attached, plan, routes))
         self._log_changes(links)
         self._links |= links
-        outcomes = [
-            self._pool.submit(self._applier.apply, *change) for change in changes
-        ]
+        outcomes = []
+        for change in changes:
+            outcomes.append(self._pool.submit(self._applier.apply, *change))
         # Finish all changes before raising an error: a half-changed lab is worse than a late message.
         errors = [outcome.exception() for outcome in outcomes]
         for error in errors:
@@ -258,6 +258,7 @@ class Shaping:
             media = self._media(pairs)
             with contextlib.ExitStack() as stack:
                 sites = self._prober.sites(names, stack)
+                # Kept open beyond the lock: only an error before closes the namespaces.
                 held = stack.pop_all()
         # Without the lock: a measurement takes seconds, and devices may end or links change meanwhile.
         _LOG.info("measuring %d links", len(links))

@@ -24,6 +24,7 @@ from testbed_controller.shaping.plan import (
 )
 
 Entries = Sequence[Mapping[str, Any]]
+"""Objects of one JSON array printed by ``tc -j``."""
 _OWN = "rate 1000bit burst 1"
 """Guaranteed rate of a class: too small to reduce the shared rate."""
 # Without an explicit quantum, HTB derives one from the guaranteed rate: below 1,000 bytes for _OWN, with a warning in
@@ -33,6 +34,7 @@ _CLASS = re.compile(
     r"^class htb ([0-9a-f]+):([0-9a-f]+) .*?\bceil (\d+)([KMGT]?)bit .*?\bcburst (\d+)([KM]?)b",
     re.MULTILINE,
 )
+# tc prints rates with decimal prefixes, and sizes with binary ones.
 _FACTOR = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
@@ -66,13 +68,15 @@ def run_batch(
     batch = "\n".join([*lines, *reads]) + "\n"
     shown = command(["tc", "-j", "-batch", "-"], batch, environment)
     # tc prints classes as text even with -j, and all else as one JSON array per command.
-    texts = shown.splitlines()
-    arrays = [json.loads(text) for text in texts if text.startswith("[")]
-    return Shown(
-        "\n".join(text for text in texts if text.startswith("class ")),
-        arrays[0],
-        arrays[1:],
-    )
+    class_lines = []
+    arrays = []
+    for text in shown.splitlines():
+        if text.startswith("class "):
+            class_lines.append(text)
+        elif text.startswith("["):
+            arrays.append(json.loads(text))
+    # In the order of the commands: the queueing disciplines first, then the filters.
+    return Shown("\n".join(class_lines), arrays[0], arrays[1:])
 
 
 @dataclass(frozen=True)

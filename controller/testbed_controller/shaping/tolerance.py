@@ -45,6 +45,7 @@ def binomial_interval(
     lowest = -1
     for count in range(packets + 1):
         if count:
+            # P(count) = P(count - 1) * (packets - count + 1) / count * odds.
             logarithm += math.log(packets - count + 1) - math.log(count) + odds
         total += math.exp(logarithm)
         if lowest < 0 and total >= tail:
@@ -77,6 +78,7 @@ def median_tolerance(link: Link, packets: int, gate: float = 0.0) -> float:
 
     ``gate`` is the transmission time subtracted from the measurement; the fraction applies to the sum of both.
     """
+    # The variance of the mean of a correlated sequence (first-order autoregression) is larger by this factor.
     correlated = (1 + link.jitter_correlation) / (1 - link.jitter_correlation)
     # A median scatters more than a mean, by sqrt(pi / 2) for a normal distribution; 2.6 deviations have 99 % of it.
     scatter = link.jitter * math.sqrt(math.pi / 2 * correlated / max(1, packets))

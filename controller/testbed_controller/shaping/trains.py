@@ -26,7 +26,7 @@ CONTENT = struct.Struct("=8sIId")
 SMALL_FRAME = HEADERS + CONTENT.size
 """Size in bytes of a frame without padding."""
 BUFFER_PER_FRAME = 2304
-"""Kernel memory charged to a socket for a full frame, in bytes."""
+"""Kernel memory charged to a socket for a full frame, in bytes: the packet with its descriptor (``truesize``)."""
 MOST_FRAMES = 4000
 """Maximum number of frames in transit to one socket."""
 SO_TIMESTAMPNS = 35
@@ -36,7 +36,7 @@ ETHERNET = 14
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 """Constants of linux/sockios.h."""
 _SO_RCVBUFFORCE = 33
-"""Constant of asm-generic/socket.h."""
+"""Constant of asm-generic/socket.h: sets a receive buffer above the host's limit, net.core.rmem_max."""
 _TRAIN_SECONDS = 0.12
 """Duration of a train on a fast link, in seconds."""
 _MOST_SECONDS = 1.0
@@ -46,7 +46,8 @@ _FEWEST_FRAMES = 24
 _AT_ONCE = 64
 """Number of frames sent to a downlink between two checks for arrivals, which have no earlier time stamp."""
 _SO_SNDBUFFORCE, _UDP_SEGMENT = 32, 103
-"""Constants of asm-generic/socket.h and linux/udp.h."""
+"""Constants of asm-generic/socket.h and linux/udp.h: a send buffer above the limit, and the size of the datagrams into
+which the kernel divides a piece."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,11 @@ class FarEnds:
 
 def receiving_sockets(ends: Iterable[Ends | FarEnds]) -> list[socket.socket]:
     """Return the receiving sockets of the devices on this host."""
-    return [
-        device_ends.receiver for device_ends in ends if isinstance(device_ends, Ends)
-    ]
+    receivers = []
+    for device_ends in ends:
+        if isinstance(device_ends, Ends):
+            receivers.append(device_ends.receiver)
+    return receivers
 
 
 @contextlib.contextmanager
@@ -160,6 +163,7 @@ class Listener:
 
     def ready(self, seconds: float) -> list[socket.socket]:
         """Wait at most ``seconds``; return the sockets with received data."""
+        # The descriptor of epoll is readable once one of its sockets is.
         select.select([self._epoll.fileno()], [], [], max(0.0, seconds))
         return [self._receivers[descriptor] for descriptor, _ in self._epoll.poll(0)]
 
@@ -228,14 +232,15 @@ class Train:
         if isinstance(self.source, FarEnds):
             return False
         size = self.frame - HEADERS
-        most = self.frames
+        last_frame = self.frames
         if self.is_bound_by_downlink:
-            most = min(self.frames, self.sent + _AT_ONCE)
-        while self.sent < most:
+            last_frame = min(self.frames, self.sent + _AT_ONCE)
+        while self.sent < last_frame:
             end = min(self.frames, self.sent + self.together)
             piece = b""
             for number in range(self.sent, end):
                 piece += CONTENT.pack(run, index, number, 0.0).ljust(size, b"\0")
+            # The socket is full until the link has carried some of its frames.
             if not self.source.send(piece, self.destination.target):
                 break
             self.sent = end
@@ -250,10 +255,15 @@ class Train:
         """Return the rate on the wire in bit/s, without the initial burst; None if too few frames arrived."""
         assert self.link.rate
         skipped = _burst_frames(self.link.rate, self.frame)
-        counted = sorted(number for number in self.stamps if number >= skipped)
-        if len(counted) < 2:
+        numbers = []
+        times = []
+        for number, stamp in sorted(self.stamps.items()):
+            if number >= skipped:
+                numbers.append(number)
+                times.append(stamp)
+        if len(numbers) < 2:
             return None
-        spacing = self._spacing(counted, [self.stamps[number] for number in counted])
+        spacing = self._spacing(numbers, times)
         return self.frame * 8 / spacing if spacing > 0 else None
 
     def _spacing(self, numbers: Sequence[int], times: Sequence[float]) -> float:
@@ -317,11 +327,13 @@ def make_train(
     source = ends[pair[0]]
     destination = ends[pair[1]]
     largest = min(source.frame, destination.frame)
+    # The size in bytes at which the fewest frames of a train take the longest permitted time.
     affordable = rate / 8 * _MOST_SECONDS / _FEWEST_FRAMES
     frame = int(min(largest, max(SMALL_FRAME, affordable)))
     frames = rate / 8 * _TRAIN_SECONDS / frame
     frames = int(min(MOST_FRAMES, max(_FEWEST_FRAMES, frames)))
     frames += _burst_frames(rate, frame)
+    # At most half of the bucket, which releases them at once; 40 full frames are below the 64 KiB of one datagram.
     together = max(1, min(40, burst(rate) // FRAME // 2))
     return Train(
         pair,
@@ -380,17 +392,21 @@ def _run_trains(trains: Sequence[Train], run: bytes) -> None:
 
 def _send_pieces(trains: Sequence[Train], run: bytes) -> float | None:
     """Send a piece of each train; return the time to listen in seconds, None when all is sent."""
-    left = [train.send(run, index) for index, train in enumerate(trains)]
-    if not any(left):
+    # Every train sends, so this is no generator that ends at the first train with frames left.
+    has_left = [train.send(run, index) for index, train in enumerate(trains)]
+    if not any(has_left):
         return None
     # Arrivals over a downlink are stamped here, so this process must not sleep.
-    return 0.0 if any(train.is_bound_by_downlink for train in trains) else 0.002
+    if any(train.is_bound_by_downlink for train in trains):
+        return 0.0
+    return 0.002
 
 
 def _note_arrivals(
     receiver: socket.socket, run: bytes, trains: Sequence[Train]
 ) -> None:
     with contextlib.suppress(BlockingIOError):
+        # At most so many before the trains send again.
         for _ in range(256):
             data, ancillary, _, _ = receiver.recvmsg(FRAME, 64)
             # Other datagrams, and late frames of an earlier measurement, are ignored.

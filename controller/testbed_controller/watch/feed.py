@@ -58,8 +58,10 @@ class Tail:
                 text = file.read()
         except FileNotFoundError:
             return 0.0
-        _, begun, last = text[: text.rfind(b"\n")].rpartition(b"\n")
-        return float(json.loads(last)["time"]) if begun else 0.0
+        # Up to the last line break: a line that is still being written does not count.
+        complete = text[: text.rfind(b"\n")]
+        _, line_break, last = complete.rpartition(b"\n")
+        return float(json.loads(last)["time"]) if line_break else 0.0
 
 
 def batches(

@@ -7,7 +7,7 @@ import secrets
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,13 @@ def _authorise(token: str, origin: str) -> tuple[dict[str, str], int] | None:
 
 
 def _stream(folder: Path, drawn: Collection[str], pace: float | None) -> flask.Response:
-    lines = (
-        f"data: {LINES.encode(batch)}\n\n" for batch in batches(folder, drawn, pace)
-    )
+    def messages() -> Iterator[str]:
+        for batch in batches(folder, drawn, pace):
+            # An empty line ends a server-sent event.
+            yield f"data: {LINES.encode(batch)}\n\n"
+
     return flask.Response(
-        lines, mimetype="text/event-stream", headers={"Cache-Control": "no-store"}
+        messages(), mimetype="text/event-stream", headers={"Cache-Control": "no-store"}
     )
 
 
