@@ -325,10 +325,14 @@ def emulate(
         keep=keep,
         where=where,
     )
-    strike = (
-        (lambda trial: add_host_faults([trial], where)[0]) if where.faults else None
-    )
-    return _run_one(scenario, "emulate", out, options, strike)
+    if not where.faults:
+        return _run_one(scenario, "emulate", out, options)
+
+    def with_host_faults(trial: Trial) -> Trial:
+        [changed] = add_host_faults([trial], where)
+        return changed
+
+    return _run_one(scenario, "emulate", out, options, with_host_faults)
 
 
 def sweep(
@@ -354,9 +358,13 @@ def sweep(
     """
     _check_runtime(runtime)
     if values is not None:
-        lists = {key: _list_of(key, each) for key, each in values.items()}
+        lists: dict[str, Any] = {}
+        for key, each in values.items():
+            lists[key] = _list_of(key, each)
+        # The given values replace the scenario's own sweep and points.
         tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
-        tree |= {"sweep": {TOGETHER: lists} if together else lists, "points": []}
+        tree["sweep"] = {TOGETHER: lists} if together else lists
+        tree["points"] = []
         scenario = loading.validate(tree, scenario.source)
     planned = trials(scenario)
     prepared, refused = prepare_all(planned)
@@ -390,9 +398,11 @@ def _list_of(key: str, values: Any) -> list[Any]:
         raise InputError(
             f"the values of '{key}' must be a list, such as [{values!r}], not a single value"
         )
-    return [
-        _as_plain_value(each) if hasattr(each, "tolist") else each for each in values
-    ]
+    plain_values = []
+    for each in values:
+        # Numbers of numpy, as from `np.linspace`, cannot be written into a scenario.
+        plain_values.append(_as_plain_value(each) if hasattr(each, "tolist") else each)
+    return plain_values
 
 
 def open_results(folder: str | Path) -> Results:
@@ -417,6 +427,7 @@ def _run_one(
     options: RunOptions,
     change: Callable[[Trial], Trial] | None = None,
 ) -> Result:
+    """Run the only trial of a scenario, after applying ``change``; raises `InputError` for a scenario of several."""
     from testbed_controller.running.inputs import InitialWeights
 
     runs = trials(scenario)
@@ -442,6 +453,7 @@ def _silent_console() -> Console:
 
 def _in_its_own_loop(act: Callable[[], T]) -> T:
     """Run a function that starts an event loop; in a new thread if this one has a running loop, as in a notebook."""
+    # A thread cannot run an event loop within another one.
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -131,6 +131,7 @@ class OneRunPerHost:
 
         # Only the manager of the swarm can create the networks of a run.
         managing_host = find_manager(reach_all(self.hosts)).name
+        # The queue of a manager's process, since a plain one cannot be an argument of a pool's jobs.
         free = get_context("spawn").Manager().Queue()
         for host in self.hosts:
             free.put(host)
@@ -261,6 +262,7 @@ def collect(
             if verdict is not None:
                 continue
             count = total - len(submitted) - len(waiting)
+            # Without events, which a sweep of many runs could not hold in memory.
             finished = load_metrics(result_folder(number, ended))
             rest = _estimate_rest(began, count, total)
             console.print(f"[bold]{count} of {total}[/] {finished.path.name}{rest}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -205,6 +205,7 @@ def _load_model(name: str, function: str | None, data: str) -> Model:
     code = code_of(name)
     if name.endswith(".py"):
         code = usercode.read(Path(name), function or "", KEY)
+    # A model of the catalogue; packages and files bring code of their own.
     if code is None:
         return create(name, {}, source.shape, source.classes)
     return create_own(
@@ -376,14 +377,14 @@ def profiles(as_json: bool) -> None:
             }
         )
         return
-    _print_presets("Devices", [_device_row(each) for each in PROFILES.values()])
+    _print_presets("Devices", map(_device_row, PROFILES.values()))
     _print_presets(
         "Links; up is towards the first device of the scenario",
-        [_link_row(each) for each in PRESETS.values()],
+        map(_link_row, PRESETS.values()),
     )
     _print_presets(
         "Radios, for `network.radio`: the range of casts",
-        [_radio_row(each) for each in TRANSCEIVERS.values()],
+        map(_radio_row, TRANSCEIVERS.values()),
     )
 
 
@@ -391,7 +392,7 @@ _PresetRow = tuple[str, str, str, str, str]
 """Name, two values, a note on the values, and their source."""
 
 
-def _print_presets(title: str, presets: Sequence[_PresetRow]) -> None:
+def _print_presets(title: str, presets: Iterable[_PresetRow]) -> None:
     columns = (
         Column("", "name"),
         Column("", "number"),

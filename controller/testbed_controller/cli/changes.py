@@ -95,10 +95,14 @@ def _help_text(description: str, schema: dict[str, Any]) -> str:
 
 def _parse_pairs(text: str) -> dict[str, str]:
     """Parse the keys of a nested section, as in ``p=1%,r=20%``."""
-    pairs = [each.partition("=") for each in text.split(",")]
-    if not all(equals for _, equals, _ in pairs):
-        raise InputError(f"'{text}' must be a list such as p=1%,r=20%")
-    return {key.strip().replace("-", "_"): value.strip() for key, _, value in pairs}
+    pairs = {}
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise InputError(f"'{text}' must be a list such as p=1%,r=20%")
+        # As in the names of options, a hyphen stands for an underscore.
+        pairs[key.strip().replace("-", "_")] = value.strip()
+    return pairs
 
 
 @click.group(cls=CommandGroup)
@@ -144,6 +148,7 @@ def _scenario_value(given: dict[str, Any]) -> object:
     """Convert command parameters to the scenario value of an action."""
     if "groups" in given:
         return [group.split(",") for group in given["groups"]]
+    # Options that were not given are left to the defaults of the scenario.
     values = {key: value for key, value in given.items() if value is not None}
     if "source" in values:
         source = values.pop("source")
@@ -168,6 +173,7 @@ def _add_command(action: str) -> None:
     @run_option
     def strike(run_id: str | None, for_: str | None = None, **given: Any) -> None:
         value = _scenario_value(given)
+        # Flapping lasts until its end or Ctrl-C, so this process takes the links down and up itself.
         if action == Flap.name:
             _flap_links(run_id, value, for_)
         else:
@@ -208,12 +214,13 @@ def _host_command(name: str, action: str, text: str) -> None:
     def command(host: str, run_id: str | None) -> None:
         run = runstate.choose(run_id)
         devices = _devices_of(run, host)
+
+        def strike_device(device: str) -> str:
+            return control.strike(run, {action: device})
+
         # In parallel: a host loses power at once, and a device takes so long that the next ones would notice its loss.
         with ThreadPoolExecutor(len(devices)) as pool:
-            replies = pool.map(
-                lambda device: control.strike(run, {action: device}), devices
-            )
-            for reply in replies:
+            for reply in pool.map(strike_device, devices):
                 click.echo(reply)
 
 
@@ -308,11 +315,15 @@ def show(
         dump({**state, "links": links_to_json(chosen)})
     else:
         click.echo(f"backend {state['backend']}")
-        rows = [[*pair, describe(each.to_json())] for pair, each in chosen.items()]
+        rows = []
+        for pair, each in chosen.items():
+            rows.append([*pair, describe(each.to_json())])
         print_table(["source", "destination", "properties"], rows)
+    # Of all devices, also if only one link is shown.
     differences = []
     for name, device in state["devices"].items():
-        differences += [f"{name}: {text}" for text in device["differences"]]
+        for text in device["differences"]:
+            differences.append(f"{name}: {text}")
     if differences:
         texts = "; ".join(differences)
         raise TestbedError(
@@ -393,6 +404,7 @@ def measure(
     state = shaper.show()
     running = state["devices"].keys()
     chosen = control.choose_links(links_from_json(state["links"]), source, destination)
+    # A link can be measured only while both of its ends run.
     pairs = [pair for pair in chosen if running >= set(pair)]
     if not pairs:
         ends = sorted(set(chain.from_iterable(chosen)))

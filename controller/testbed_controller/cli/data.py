@@ -152,17 +152,18 @@ def _read_dataset(part: DataPart, path: Path | None) -> Dataset:
 def _dataset_facts(dataset: Dataset) -> dict[str, Any]:
     from testbed.ml.data.split import is_class
 
-    labels = {"train": dataset.train_labels, "test": dataset.test_labels}
+    train, test = dataset.train_labels, dataset.test_labels
     facts: dict[str, Any] = {
         "name": dataset.name,
         "shape": list(dataset.shape),
         "classes": dataset.classes,
-        "samples": {each: len(part_labels) for each, part_labels in labels.items()},
+        "samples": {"train": len(train), "test": len(test)},
     }
-    if dataset.classes and is_class(dataset.train_labels):
+    # Labels that are not classes, such as prices or rows of labels, cannot be counted.
+    if dataset.classes and is_class(train):
         facts["per_class"] = {
-            each: _count_labels(part_labels, dataset.classes)
-            for each, part_labels in labels.items()
+            "train": _count_labels(train, dataset.classes),
+            "test": _count_labels(test, dataset.classes),
         }
     return facts
 
@@ -289,11 +290,12 @@ def _device_shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, 
     shares = split_labels(
         labels, dataset.classes, owners, part.split, 0, dataset.groups
     )
-    if not is_class(labels):
-        return {name: len(share) for name, share in shares.items()}
-    counts = {}
+    counts: dict[str, Any] = {}
     for name, share in shares.items():
-        counts[name] = _count_labels(labels[share], dataset.classes)
+        if is_class(labels):
+            counts[name] = _count_labels(labels[share], dataset.classes)
+        else:
+            counts[name] = len(share)
     return counts
 
 

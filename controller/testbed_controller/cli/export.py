@@ -96,7 +96,7 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
     folders = places(folder)
     # Only the metrics of a sweep: the events of all its runs may exceed the memory.
     load_run = load_metrics if len(folders) > 1 else load
-    runs = [load_run(each) for each in folders]
+    runs = list(map(load_run, folders))
     place = out or folder / "export"
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,10 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
         client = ensure_engine(say)
         ours = ensure_images(client, say)
         tags = device_images(client, workload, trial.experiment, ours, say)
-        images = {name: tag for name, tag in tags.items() if tag != ours.device}
+        # The testbed's own image is a variable of the project, which `testbed setup images --env` sets.
+        for name, tag in tags.items():
+            if tag != ours.device:
+                images[name] = tag
     place = out or Path(f"compose-{trial.scenario.name}")
     try:
         place.mkdir(parents=True, exist_ok=True)

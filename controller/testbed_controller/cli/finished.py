@@ -63,6 +63,7 @@ def _error_reason(error: str) -> str:
 
 def judge(runs: list[Run]) -> None:
     """Raise the error that decides the exit status: a failed or diverged run, or a failed expectation."""
+    # An unfinished run is reported rather than its missed expectations.
     for finished in runs:
         _check_finished(finished)
     diverged = []

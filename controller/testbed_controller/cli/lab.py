@@ -72,10 +72,9 @@ def up(
         dump({"run": lab.run_id, "subnet": lab.subnet, "devices": devices})
         return
     click.echo(f"run {lab.run_id} is up on {lab.subnet}")
-    rows = [
-        [each.name, each.state, each.address, each.control_url]
-        for each in lab.devices.values()
-    ]
+    rows = []
+    for each in lab.devices.values():
+        rows.append([each.name, each.state, each.address, each.control_url])
     print_table(["device", "state", "address", "control"], rows)
     click.echo(f"remove it with: testbed down {lab.run_id}")
 
@@ -108,8 +107,13 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
     engines, removable = _removable_runs(pattern)
     known = sorted({*engines, *runstate.runs()})
     matches = fnmatch.filter(known, pattern)
-    own = [each for each in matches if each in removable]
-    others = [each for each in matches if each not in removable]
+    own = []
+    others = []
+    for each in matches:
+        if each in removable:
+            own.append(each)
+        else:
+            others.append(each)
     chosen = matches if everyone else own
     if pattern != "*":
         _check_removable(pattern, known, chosen, others)

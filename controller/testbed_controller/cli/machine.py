@@ -59,8 +59,10 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
             click.echo(_format_check(check))
     if as_json:
         dump([asdict(check) for check in checks])
-    required = [each for each in checks if each.needed]
-    missing = [each.name for each in required if each.status == "missing"]
+    missing = []
+    for check in checks:
+        if check.needed and check.status == "missing":
+            missing.append(check.name)
     if missing:
         raise HostError(
             f"scenarios cannot run in containers on this machine without: {', '.join(missing)}; "
@@ -151,11 +153,17 @@ def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         dump([asdict(each) for each in engines])
         return
-    rows = [_engine_columns(each) for each in engines]
-    print_table(list(rows[0]) if rows else [], [[*row.values()] for row in rows])
+    header: list[str] = []
+    rows = []
+    for each in engines:
+        columns = _engine_columns(each)
+        header = list(columns)
+        rows.append(list(columns.values()))
+    print_table(header, rows)
     for each in engines:
         prefix = f"{each.context}: "
         for text in each.missing:
+            # Some errors name the context already.
             click.echo(prefix + text.removeprefix(prefix))
 
 

@@ -48,7 +48,13 @@ links = click.option(
 def _split_names(
     _context: click.Context, _option: click.Parameter, given: str | None
 ) -> list[str]:
-    return [name.strip() for name in (given or "").split(",") if name.strip()]
+    names = []
+    for part in (given or "").split(","):
+        name = part.strip()
+        # A comma at the end is no further name.
+        if name:
+            names.append(name)
+    return names
 
 
 def _parse_placement(
@@ -142,6 +148,7 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the named command. Rejects a former name with its replacement."""
         name = args[0]
+        # A package may add a command under a former name.
         if name in self.renamed and self.get_command(ctx, name) is None:
             ctx.fail(f"'{name}' has been replaced: use '{self.renamed[name]}'")
         return super().resolve_command(ctx, args)

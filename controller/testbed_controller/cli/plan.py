@@ -79,7 +79,7 @@ def plan(
     hosts: Sequence[list[dict[str, Any]]] = [[]] * len(prepared)
     if where.hosts:
         hosts = _describe_hosts(prepared, where)
-    views = [_make_view(*each) for each in zip(prepared, hosts, strict=True)]
+    views = list(map(_make_view, prepared, hosts))
     if as_json:
         dump([asdict(view) for view in views])
     else:
@@ -187,10 +187,8 @@ def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
     programs = programs_of(problem.workload, names)
     assignments = []
     for name in chosen.devices:
-        assignments += [
-            _view_assignment(problem, assignment)
-            for assignment in chosen.assignments_of(name)
-        ]
+        for assignment in chosen.assignments_of(name):
+            assignments.append(_view_assignment(problem, assignment))
     idle = [each.name for each in experiment.devices if each.name not in chosen.devices]
     model_name = None
     batch_size = None
@@ -271,15 +269,16 @@ def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
         return None
     if chosen.step_time is None or len(chosen.devices) < 2:
         return None
-    placed_units = sum(
-        assignment.stop - assignment.start for assignment in chosen.assignments
-    )
+    placed_units = 0
+    for assignment in chosen.assignments:
+        placed_units += assignment.stop - assignment.start
     has_one_copy = placed_units == len(problem.model.units)
     if problem.workload.task != "infer" and not has_one_copy:
         return None
     fastest = None
     least_time = chosen.step_time
     for device in map(problem.device, chosen.devices):
+        # A device that cannot hold the whole model is no alternative.
         if costs.whole_memory(problem, device) > device.memory:
             continue
         seconds = costs.whole_seconds(problem, device)
@@ -315,11 +314,9 @@ def _view_radio(prepared: Prepared) -> RadioView | None:
     ratios: dict[str, dict[str, float]] = {name: {} for name in positions}
     for (source, destination), link in experiment.links.items():
         ratios[source][destination] = 1 - link.message_loss
-    return RadioView(
-        list(part.area),
-        {name: list(place) for name, place in positions.items()},
-        ratios,
-    )
+    # Lists, as in the JSON of the command.
+    places = {name: list(place) for name, place in positions.items()}
+    return RadioView(list(part.area), places, ratios)
 
 
 def _view_assignment(
@@ -341,6 +338,10 @@ def _view_assignment(
     parameters = assignment.parameters
     if parameters is None:
         parameters = sum(unit.parameters for unit in units)
+    flops = cost.of().flops
+    # A method that divides layers states its own share, for one sample.
+    if assignment.flops is not None:
+        flops = assignment.flops * samples
     return AssignmentView(
         device=device.name,
         profile=device.profile,
@@ -355,9 +356,7 @@ def _view_assignment(
         frozen=sum(unit.frozen for unit in units),
         memory=assignment.memory,
         memory_available=device.memory,
-        flops=cost.of().flops
-        if assignment.flops is None
-        else assignment.flops * samples,
+        flops=flops,
         compute_time=compute_time,
         pass_times=assignment.pass_seconds or {},
     )
@@ -433,16 +432,14 @@ def pieces_table(view: PlanView) -> Section:
         share = ""
         # The assignments of a device are adjacent rows; its name and memory share are on the first of them.
         if assignment.device != previous:
-            name = assignment.device + (
-                " *" if assignment.device == view.coordinator else ""
-            )
-            share = (
-                f"{view.memory[assignment.device] / assignment.memory_available:.0%}"
-            )
+            name = assignment.device
+            if name == view.coordinator:
+                name += " *"
+            share = _memory_share(view, assignment)
         previous = assignment.device
-        frozen = (
-            f" + {formats.count(assignment.frozen)} frozen" if assignment.frozen else ""
-        )
+        parameters = formats.count(assignment.parameters)
+        if assignment.frozen:
+            parameters += f" + {formats.count(assignment.frozen)} frozen"
         times = [assignment.compute_time]
         if kinds:
             times = [assignment.pass_times.get(kind) for kind in kinds]
@@ -450,15 +447,18 @@ def pieces_table(view: PlanView) -> Section:
             (
                 name,
                 assignment.unit_range,
-                formats.count(assignment.parameters) + frozen,
+                parameters,
                 formats.size(assignment.memory),
-                "< 1%" if share == "0%" else share,
+                share,
                 formats.count(assignment.flops),
-                *(formats.seconds(each) for each in times),
+                *map(formats.seconds, times),
             )
         )
     time_headings = kinds or ["time"]
-    rows += [(name, "-", *[""] * (4 + len(time_headings))) for name in view.idle]
+    # Parameters, memory, share and FLOP have no value, and neither have the times.
+    empty_cells = [""] * (4 + len(time_headings))
+    for name in view.idle:
+        rows.append((name, "-", *empty_cells))
     return plain(
         [
             Column("device"),
@@ -467,6 +467,13 @@ def pieces_table(view: PlanView) -> Section:
         ],
         rows,
     )
+
+
+def _memory_share(view: PlanView, assignment: AssignmentView) -> str:
+    """Return the memory of all assignments of a device, as a share of its memory."""
+    needed = view.memory[assignment.device]
+    share = f"{needed / assignment.memory_available:.0%}"
+    return "< 1%" if share == "0%" else share
 
 
 def time_lines(view: PlanView) -> Iterator[str]:

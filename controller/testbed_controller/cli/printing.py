@@ -48,10 +48,11 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     worker1  running
     """
     lines = [header, *rows]
-    columns = zip(*lines, strict=True)
-    widths = [max(len(cell) for cell in column) for column in columns]
+    widths = []
+    for column in zip(*lines, strict=True):
+        widths.append(max(map(len, column)))
     for line in lines:
-        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        padded = map(str.ljust, line, widths)
         click.echo("  ".join(padded).rstrip())
 
 
@@ -85,6 +86,7 @@ def options(model: type[BaseModel]) -> list[dict[str, Any]]:
 
 def _schema_choices(schema: dict[str, Any]) -> list[Any]:
     choices = []
+    # An optional key has a branch for its values and one for null.
     for branch in [schema, *schema.get("anyOf", [])]:
         choices += branch.get("enum", [])
     return choices
@@ -114,12 +116,15 @@ def print_catalogue(
 
 def _plain_text(values: Mapping[str, Any]) -> str:
     """Format values as in a scenario file, without the quotes that JSON has around text."""
-    return ", ".join(
-        f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in values.items()
-    )
+    parts = []
+    for key, value in values.items():
+        text = json.dumps(value).strip('"')
+        parts.append(f"{key}: {text}")
+    return ", ".join(parts)
 
 
 def _option_notes(option: dict[str, Any]) -> str:
+    """Return the choices and the default of an option in parentheses; empty for an option with neither."""
     default = option["default"]
     if isinstance(default, tuple | list):
         default = "[" + ", ".join(map(str, default)) + "]"

@@ -55,6 +55,7 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
     runs = []
     for place in run_folders:
         has_report = is_written(place) and (place / "report.html").is_file()
+        # Reading the events of every run of a sweep takes long, and their reports exist already.
         if has_report and several and not every_run:
             runs.append(load_metrics(place))
             continue
@@ -137,7 +138,7 @@ def compare(
         require_extra("matplotlib", "plots", "--plots")
     runs = []
     for folder in folders:
-        runs += [load_metrics(place) for place in places(folder)]
+        runs += map(load_metrics, places(folder))
     if len(runs) < 2:
         raise InputError(f"{folders[0]}: is a single run: name at least two to compare")
     grouped = side_by_side(runs, series)

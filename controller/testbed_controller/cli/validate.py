@@ -51,8 +51,10 @@ def init(folder: Path) -> None:
         raise InputError(f"{folder}: already exists: name a new folder")
     name = _scenario_name(folder.resolve().name)
     scenario_file = f"{name}.yaml"
-    templates = sorted((SHIPPED / "study").glob("*.*"))
-    study = {path.name: path.read_text() for path in templates}
+    study = {}
+    for template in sorted((SHIPPED / "study").glob("*.*")):
+        study[template.name] = template.read_text()
+    # The templates call the study "study"; here it gets its own name.
     scenario = study.pop("study.yaml").replace("study.yaml", scenario_file)
     # In quotes, since YAML reads an unquoted null as no value.
     study[scenario_file] = scenario.replace(
@@ -147,10 +149,14 @@ def _validate_scenario(name: str, overrides: Sequence[str]) -> dict[str, Any]:
             "errors": text.split("\n"),
             "advice": [],
         }
-    experiments = [each.experiment for each in runs]
+    device_counts = []
+    link_counts = []
+    for each in runs:
+        device_counts.append(len(each.experiment.devices))
+        link_counts.append(len(each.experiment.links))
     counts = [
-        _count_text([len(each.devices) for each in experiments], "device"),
-        _count_text([len(each.links) for each in experiments], "directed link"),
+        _count_text(device_counts, "device"),
+        _count_text(link_counts, "directed link"),
         _count_text([len(scenario.faults)], "fault"),
         _count_text([len(runs)], "run"),
     ]

@@ -281,18 +281,18 @@ def remove_images(
 def _images_of(client: docker.DockerClient, kind: str) -> list[Image]:
     """Return the testbed's images of a kind, newest first; for stages, only abandoned ones."""
     images = client.images.list(filters={"label": f"{LABEL}={kind}"})
-    # Images that users build on ours inherit the label, but have other names.
-    prefix = f"testbed/{kind}:"
-    selected = []
-    for image in images:
-        if kind == "stage":
-            is_ours = _is_abandoned(image)
-        else:
-            is_ours = any(tag.startswith(prefix) for tag in image.tags)
-        if is_ours:
-            selected.append(image)
+    selected = [image for image in images if _is_removable(image, kind)]
     # Times in UTC of one format: as texts, they have the right order to the second.
     return sorted(selected, key=lambda image: str(image.attrs["Created"]), reverse=True)
+
+
+def _is_removable(image: Image, kind: str) -> bool:
+    """Return whether an image with the label of a kind is the testbed's own, or an abandoned stage."""
+    if kind == "stage":
+        return _is_abandoned(image)
+    # Images that users build on ours inherit the label, but have other names.
+    prefix = f"testbed/{kind}:"
+    return any(tag.startswith(prefix) for tag in image.tags)
 
 
 def _is_abandoned(stage: Image) -> bool:

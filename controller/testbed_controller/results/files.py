@@ -308,6 +308,7 @@ def _read_events(path: Path) -> EventLog:
     if not path.is_file():
         return events
     forms: dict[Form, Form] = {}
+    # A write that was cut off may end within a character, which must not hide that the line is a truncated one.
     with path.open(encoding="utf-8", errors="replace") as file:
         first = 1
         while True:

@@ -20,7 +20,7 @@ from testbed.trace.intervals import lanes
 from testbed.trace.log import EventLog
 
 TRACKS = {"compute": 1, "send": 100, "receive": 200, "down": 300}
-"""First track number of each kind; overlapping activities use further tracks."""
+"""First track number of each kind; overlapping activities use further tracks, hence the distance."""
 MOST_BARS = 200_000
 """Maximum number of bars in a trace, due to the memory of a browser; a longer run's trace has the first ones."""
 MOST_COUNTED = 100_000
@@ -55,7 +55,9 @@ def write(
 def _trace_records(
     log: EventLog, charted: Sequence[Bar], end: float, title: str
 ) -> Iterator[dict[str, Any]]:
+    """Yield all records of a trace: names of processes and tracks, bars, messages, faults and curves."""
     names = sorted({bar.device for bar in charted} | log.devices - {TESTBED})
+    # Process 1 is that of the faults, so the devices begin with 2.
     processes = {name: number for number, name in enumerate(names, 2)}
     yield from _process_records(1, f"{title}: faults and progress", 0)
     for name, process in processes.items():
@@ -165,7 +167,9 @@ def _slice_record(bar: Bar, process: int, thread: int) -> dict[str, Any]:
         "bytes": bar.size,
         "interrupted": bar.interrupted or None,
     }
+    known = {key: value for key, value in details.items() if value is not None}
     start = _to_microseconds(bar.start)
+    # "X" is a complete event of the format: one record with start and duration.
     return {
         "ph": "X",
         "name": _slice_name(bar),
@@ -175,7 +179,7 @@ def _slice_record(bar: Bar, process: int, thread: int) -> dict[str, Any]:
         "ts": start,
         # Between rounded times, so that adjacent slices do not overlap by a rounding error.
         "dur": round(_to_microseconds(bar.end) - start, 3),
-        "args": {key: value for key, value in details.items() if value is not None},
+        "args": known,
     }
 
 
@@ -200,6 +204,7 @@ def _flow_records(
     """Return both ends of a flow; an end inside a slice binds the flow to this slice."""
     common = {"name": "message", "cat": "message", "id": number}
     middle = _to_microseconds((received.start + received.end) / 2)
+    # "s" and "f" are the start and the finish of a flow; with "bp": "e", its end binds to the enclosing slice.
     return [
         {
             **common,
@@ -255,6 +260,7 @@ def _counter_records(log: EventLog) -> Iterator[dict[str, Any]]:
         value = event.fields.get(key)
         # JSON has neither the nan nor the infinity of a diverged run.
         if isinstance(value, int | float) and math.isfinite(value):
+            # "C" is a counter, drawn as a curve.
             yield {
                 "ph": "C",
                 "name": key,

@@ -63,6 +63,12 @@ def manifest(
     weights: Mapping[str, Any] | str | None,
 ) -> dict[str, Any]:
     """Return the manifest at the start of a run, with status ``running``."""
+    versions: dict[str, str | None] = {
+        "testbed": VERSION,
+        "python": platform.python_version(),
+    }
+    for name in RECORDED_PACKAGES:
+        versions[name] = _package_version(name)
     return {
         "scenario": trial.scenario.name,
         "seed": trial.scenario.seed,
@@ -76,11 +82,7 @@ def manifest(
         "weights": weights,
         "command": shlex.join(["testbed", *sys.argv[1:]]),
         "revision": revision(),
-        "versions": {
-            "testbed": VERSION,
-            "python": platform.python_version(),
-            **{name: _package_version(name) for name in RECORDED_PACKAGES},
-        },
+        "versions": versions,
         "kernel": platform.release(),
         "machine": platform.machine(),
         "processors": os.cpu_count(),
