@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed.methods import METHODS
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.trace.events import Event
@@ -35,6 +36,14 @@ from tools.stress.reduce import reduce_scenario
 def test_random_scenarios_violate_nothing(seed: int) -> None:
     violations = attack_simulation(seed).violations
     assert [each for each in violations if not each.startswith("refused")] == []
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_methods_accept_every_value_that_random_scenarios_choose(method: str) -> None:
+    for name, values in OPTIONS[method].items():
+        for value in values:
+            if value is not None:
+                METHODS[method].Options(**{name: value})
 
 
 def test_seed_determines_the_scenario_and_seeds_cover_all_methods() -> None:

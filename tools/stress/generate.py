@@ -12,9 +12,13 @@ from typing import Any
 Tree = dict[str, Any]
 """A scenario as the tree of values in its file."""
 
-PIPELINE: Mapping[str, Sequence[Any]] = {
+# Values of options of several methods. None leaves an option out.
+TIMEOUTS: Mapping[str, Sequence[Any]] = {
     "stall_timeout": ["200ms", "500ms", "2s"],
     "rejoin_timeout": ["3s", "5s", "15s"],
+}
+PIPELINE: Mapping[str, Sequence[Any]] = {
+    **TIMEOUTS,
     "evaluate_every": [1, 5, None],
 }
 ASYNCHRONOUS: Mapping[str, Sequence[Any]] = {
@@ -26,12 +30,12 @@ ASYNCHRONOUS: Mapping[str, Sequence[Any]] = {
     "global_replication_interval": [1, 4],
     "replicas": [1, 2],
 }
-ROUNDS: Mapping[str, Sequence[Any]] = {
+LOCAL_TRAINING: Mapping[str, Sequence[Any]] = {
     "local_steps": [1, 2, 4],
     "round_deadline": ["5s", "20s", None],
     "evaluate_every": [1, 3],
-    "min_devices": [1, 2],
 }
+ROUNDS: Mapping[str, Sequence[Any]] = {**LOCAL_TRAINING, "min_devices": [1, 2]}
 SLOTS: Mapping[str, Sequence[Any]] = {
     "allocation": ["vertical", "hybrid", "horizontal"],
     "mapping": ["random", "genetic"],
@@ -60,9 +64,8 @@ OPTIONS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "pipedream": {**ASYNCHRONOUS, "partition": ["homogeneous", "even"]},
     "respipe": {**ASYNCHRONOUS, "partition": ["homogeneous", "capacities"]},
     "federated": {**ROUNDS, "fraction": ["50%", "100%"]},
-    "split-learning": {
-        key: values for key, values in ROUNDS.items() if key != "min_devices"
-    },
+    # This method has no option `min_devices`.
+    "split-learning": LOCAL_TRAINING,
     "split-federated": ROUNDS,
     "pipelearn": {**ROUNDS, "parallel_batches": [1, 2, "best"]},
     "edgepipe": {**SLOTS, "pipelined": [True, False]},
@@ -72,13 +75,10 @@ OPTIONS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "reuse_gradients": [True, False],
         "rearrangement": [True, False],
     },
-    "sequential": {
-        key: values for key, values in PIPELINE.items() if key != "evaluate_every"
-    }
-    | {"in_flight": [1, 3]},
+    "sequential": {**TIMEOUTS, "in_flight": [1, 3]},
     "distributed": {
         "scheme": ["lop", "lip", "fuse", "optimal"],
-        "exchange": ["source", "direct"],
+        "exchange": ["via-source", "direct"],
         "in_flight": [1, 2],
         "on_loss": ["replan", "fail"],
         "stall_timeout": ["500ms", "2s"],
@@ -86,7 +86,9 @@ OPTIONS: Mapping[str, Mapping[str, Sequence[Any]]] = {
 }
 INFERENCE = ("sequential", "distributed")
 COLLABORATIVE = ("federated", "split-learning", "split-federated", "pipelearn")
+"""Methods whose devices own samples and train in rounds."""
 SLOTTED = ("edgepipe", "versatile")
+"""Methods with timeslots and lossy casts."""
 SYNCHRONOUS = ("pipeline", "gpipe", "model-parallelism")
 """Methods that compute the same as the undivided model, even under faults."""
 LOSSLESS = (*COLLABORATIVE, "single", *SYNCHRONOUS, "ftpipehd", "pipedream", "respipe")
@@ -130,6 +132,7 @@ def random_scenario(seed: int) -> Tree:
     scenario_seed = draw.randint(0, 9)
     network = _draw_network(draw, method, names)
     faults: list[Tree] = []
+    # One or two faults are the most frequent.
     for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4])):
         faults.append(_draw_fault(draw, workload, names, is_first=not faults))
     return {
