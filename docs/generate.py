@@ -145,6 +145,7 @@ def _users_of(
     users = {each: ["every method"] for each in common}
     for method in METHODS.values():
         for each in declarations(method.declared):
+            # Methods of a family declare the same metric, which has one row.
             users.setdefault(each, []).append(method.name)
     return {each: ", ".join(names) for each, names in users.items()}
 

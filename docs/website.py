@@ -29,6 +29,7 @@ from testbed_controller.cli.printing import options
 from testbed_controller.report.charts import COLOURS
 
 ROOT = Path(__file__).parents[1]
+"""The checkout."""
 PAPERS = {
     "stahl": "Stahl et al.: fully distributed inference",
     "ftpipehd": "FTPipeHD",
@@ -36,7 +37,7 @@ PAPERS = {
     "edgepipe": "EdgePipe",
     "versatilefl": "VersatileFL",
 }
-"""Folder in `papers` -> title of the page."""
+"""Folder in `papers` -> title of the page, in the order of the navigation."""
 PAPER_OF = {
     "distributed": "stahl",
     "ftpipehd": "ftpipehd",
@@ -46,16 +47,17 @@ PAPER_OF = {
 }
 """Method -> folder of its paper."""
 SETTINGS: dict[str, Any] = yamltext.values((ROOT / "docs/mkdocs.yml").read_text())
-EXTRA = Path("docs/papers.md")
+"""The settings of mkdocs, whose navigation has no methods, papers and commands yet."""
+PAPERS_PAGE = "docs/papers.md"
 """Page with the headlines of all papers."""
 
 
 @dataclass(frozen=True)
-class Shipped:
+class ShippedScenario:
     """A scenario of the testbed."""
 
     name: str
-    """Name for `testbed run`."""
+    """Name for `testbed run`, such as ``smoke/pause``."""
     scenario: Scenario
 
     @property
@@ -76,13 +78,14 @@ Navigation = list[dict[str, Any]]
 def group_pages() -> Navigation:
     """Return the pages of the repository in the groups of mkdocs.yml; pages without a group end the last group."""
     groups: Navigation = [dict(group) for group in SETTINGS["nav"]]
-    known = set(page_paths(groups))
-    last = next(iter(groups[-1].values()))
+    # The README of the repository is the first page, and the page of the papers belongs to their group.
+    known = {*page_paths(groups), "docs/README.md", PAPERS_PAGE}
+    last_group = next(iter(groups[-1].values()))
     for file in sorted((ROOT / "docs").glob("*.md")):
-        place = f"docs/{file.name}"
-        if place not in known and place not in ("docs/README.md", str(EXTRA)):
-            heading = file.read_text().partition("\n")[0].removeprefix("# ")
-            last.append({heading: place})
+        path = f"docs/{file.name}"
+        if path not in known:
+            first_line, _, _ = file.read_text().partition("\n")
+            last_group.append({first_line.removeprefix("# "): path})
     return groups
 
 
@@ -100,11 +103,11 @@ def page_paths(navigation: Navigation) -> Iterator[str]:
                 yield from page_paths(content)
 
 
-def load_shipped() -> list[Shipped]:
+def load_shipped() -> list[ShippedScenario]:
     """Return every scenario of the testbed."""
     scenarios = []
     for name, file in scenarios_in().items():
-        scenarios.append(Shipped(name, load(file)))
+        scenarios.append(ShippedScenario(name, load(file)))
     return scenarios
 
 
@@ -126,27 +129,34 @@ def make_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _escape_cell(cell: object) -> str:
+    r"""Escape a text for a cell of a Markdown table.
+
+    >>> _escape_cell("a|b <name>")
+    'a\\|b &lt;name>'
+    """
+    # A bar would begin another cell, a `<` an element of HTML, and a line break would end the table.
     return str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def make_method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
+def make_method_page(method: Method, scenarios: Sequence[ShippedScenario]) -> str:
     """Return the page of a method: summary, options, metrics, events and scenarios."""
     summary = method.summary[:1].upper() + method.summary[1:]
     text = f"# {method.name}\n\n{summary}. Tasks: {', '.join(method.tasks)}.\n\n"
     text += inspect.cleandoc(type(method).__doc__ or "") + "\n\n"
     if method.name in PAPER_OF:
-        text += f"[Results of the paper beside ours](../papers/{PAPER_OF[method.name]}/README.md).\n\n"
+        page = f"../papers/{PAPER_OF[method.name]}/README.md"
+        text += f"[Results of the paper beside ours]({page}).\n\n"
     text += _options_tables(method)
     text += _metrics_table(method)
     text += _events_table(method)
-    own = []
+    own_scenarios = []
     for each in scenarios:
         workload = each.scenario.workload
         # Methods of several tasks may share a name.
         if workload.method.name == method.name and workload.task in method.tasks:
-            own.append(each)
-    if own:
-        text += "## Scenarios\n\n" + _scenario_table(own)
+            own_scenarios.append(each)
+    if own_scenarios:
+        text += "## Scenarios\n\n" + _scenario_table(own_scenarios)
     return text
 
 
@@ -154,7 +164,8 @@ def _options_tables(method: Method) -> str:
     """Return the options of a method and its baselines as tables."""
     rows = []
     for each in options(method.Options):
-        rows.append((f"`{each['name']}`", _default(each), each["description"]))
+        default = _format_default(each)
+        rows.append((f"`{each['name']}`", default, each["description"]))
     text = ""
     if rows:
         text += "## Options\n\nKeys beside `name` in `workload.method`.\n\n"
@@ -166,6 +177,7 @@ def _options_tables(method: Method) -> str:
 
 
 def _metrics_table(method: Method) -> str:
+    """Return the section about a method's own metrics; empty without any."""
     rows = []
     for each in method.declared.metrics:
         rows.append((f"`{each.name}`", each.kind, each.meaning))
@@ -176,6 +188,7 @@ def _metrics_table(method: Method) -> str:
 
 
 def _events_table(method: Method) -> str:
+    """Return the section about a method's own events; empty without any."""
     rows = []
     for each in method.declared.events:
         rows.append((f"`{each.name}`", each.meaning, ", ".join(each.fields)))
@@ -184,7 +197,8 @@ def _events_table(method: Method) -> str:
     return "## Events\n\n" + make_table(("event", "meaning", "fields"), rows)
 
 
-def _default(option: Mapping[str, Any]) -> str:
+def _format_default(option: Mapping[str, Any]) -> str:
+    """Return the default of an option as Markdown, with the permitted values if there are only some."""
     default = ""
     if option["required"]:
         default = "required"
@@ -194,7 +208,7 @@ def _default(option: Mapping[str, Any]) -> str:
     return f"{default} (one of {choices})" if choices else default
 
 
-def _scenario_table(scenarios: Sequence[Shipped]) -> str:
+def _scenario_table(scenarios: Sequence[ShippedScenario]) -> str:
     rows = []
     for each in scenarios:
         link = f"[{each.name}](../{each.file})"
@@ -203,34 +217,49 @@ def _scenario_table(scenarios: Sequence[Shipped]) -> str:
 
 
 def read_paper_pages() -> Iterator[tuple[str, str]]:
-    """Yield the page with the headlines of all papers, and the page of each paper."""
-    yield str(EXTRA), (ROOT / EXTRA).read_text()
-    for family in PAPERS:
-        page = f"papers/{family}/README.md"
-        yield page, (ROOT / page).read_text()
+    """Yield the path and the text of the page with the headlines of all papers, and of the page of each paper."""
+    paths = [PAPERS_PAGE]
+    for folder in PAPERS:
+        paths.append(_paper_page(folder))
+    for path in paths:
+        yield path, (ROOT / path).read_text()
 
 
-def collect_pages(scenarios: Sequence[Shipped]) -> dict[str, str]:
+def _paper_page(folder: str) -> str:
+    return f"papers/{folder}/README.md"
+
+
+def _method_page(name: str) -> str:
+    return f"methods/{name}.md"
+
+
+def _command_page(name: str) -> str:
+    return f"docs/commands/{name}.md"
+
+
+def collect_pages(scenarios: Sequence[ShippedScenario]) -> dict[str, str]:
     """Return the text of every page by its path, with links as in the repository."""
-    texts = {place: (ROOT / place).read_text() for place in page_paths(group_pages())}
-    for name in COMMANDS:
-        place = f"docs/commands/{name}.md"
-        texts[place] = (ROOT / place).read_text()
+    texts = {}
+    for path in [*page_paths(group_pages()), *map(_command_page, COMMANDS)]:
+        texts[path] = (ROOT / path).read_text()
     for name, method in METHODS.items():
-        texts[f"methods/{name}.md"] = make_method_page(method, scenarios)
+        texts[_method_page(name)] = make_method_page(method, scenarios)
     return texts | dict(read_paper_pages())
 
 
-def rewrite_links(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
+def rewrite_links(page: str, text: str, known: Mapping[str, str], site: Path) -> str:
     """Return a page with links valid in the site: linked files are copied, links to folders become plain text.
 
-    The marks of generated parts are removed, as mkdocs does not recognize a table directly after a comment.
+    ``page`` is the path of the page in the repository, ``known`` has the pages of the site by path, and ``site`` is the
+    folder of the site's pages. The marks of generated parts are removed, as mkdocs does not recognize a table directly
+    after a comment.
     """
-    folder = Path(place).parent
+    folder = Path(page).parent
 
     def replace_link(match: re.Match[str]) -> str:
         words, target, anchor = match.groups(default="")
         path = os.path.normpath(folder / target)
+        # GitHub shows the README of a folder, and the site has a single one.
         if path == "docs/README.md":
             path = "README.md"
         if path not in known:
@@ -241,31 +270,35 @@ def rewrite_links(place: str, text: str, known: Mapping[str, str], site: Path) -
         return f"[{words}]({os.path.relpath(path, folder)}{anchor})"
 
     unmarked = re.sub(r"<!-- /?\w+ -->", "", text)
+    # [words](target#anchor): a target with a colon is an address, one that begins with # is in the same page.
     return re.sub(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", replace_link, unmarked)
 
 
 def make_navigation() -> Navigation:
     """Return the navigation for mkdocs."""
-    families = []
-    for family, title in PAPERS.items():
-        families.append({title: f"papers/{family}/README.md"})
+    methods = [{name: _method_page(name)} for name in METHODS]
+    papers = [{"Published and reproduced figures": PAPERS_PAGE}]
+    for folder, title in PAPERS.items():
+        papers.append({title: _paper_page(folder)})
+    commands = [{name: _command_page(name)} for name in COMMANDS]
     return [
         *group_pages(),
-        {"Methods": [{name: f"methods/{name}.md"} for name in METHODS]},
-        {"Papers": [{"Published and reproduced figures": str(EXTRA)}, *families]},
-        {"Commands": [{name: f"docs/commands/{name}.md"} for name in COMMANDS]},
+        {"Methods": methods},
+        {"Papers": papers},
+        {"Commands": commands},
     ]
 
 
 def main(folder: Path) -> None:
-    """Write the sources of the site for mkdocs."""
+    """Write the sources of the site for mkdocs into a folder, whose former content is removed."""
     site = folder / "pages"
     shutil.rmtree(folder, ignore_errors=True)
     texts = collect_pages(load_shipped())
-    for place, text in texts.items():
-        file = site / place
+    for path, text in texts.items():
+        file = site / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(rewrite_links(place, text, texts, site))
+        file.write_text(rewrite_links(path, text, texts, site))
+    # The colours of the reports, as variables of CSS.
     colours = " ".join(f"--{name}: {colour};" for name, colour in COLOURS.items())
     styles = (ROOT / "docs/tables.css").read_text()
     (site / "tables.css").write_text(f":root {{ {colours} }}\n{styles}")

@@ -16,7 +16,7 @@ import pytest
 from testbed_controller.shaping.backend import LINK_BACKENDS
 from tools.bench import conformance
 from tools.bench.conformance import NamespaceLab, repeat_failed
-from tools.bench.figure import Measurement
+from tools.bench.measurement import Measurement
 
 pytestmark = [
     pytest.mark.root,
@@ -34,13 +34,15 @@ def lab(request: pytest.FixtureRequest) -> Iterator[NamespaceLab]:
 
 
 def check(case: Callable[[], Iterator[Measurement]]) -> None:
-    figures = list(repeat_failed(case))
-    for figure in figures:
+    measurements = list(repeat_failed(case))
+    for measurement in measurements:
         print(
-            f"{figure.name}: {figure.value:.5g} {figure.unit} {figure.to_json()['target']}"
+            f"{measurement.name}: {measurement.value:.5g} {measurement.unit} {measurement.to_json()['target']}"
         )
-    outside = [figure.to_json() for figure in figures if not figure.reached]
-    assert figures
+    outside = [
+        measurement.to_json() for measurement in measurements if not measurement.reached
+    ]
+    assert measurements
     assert not outside
 
 

@@ -118,7 +118,7 @@ def test_the_site_has_a_page_for_each_method_and_paper_and_its_links_lead_somewh
     sys.modules["website"] = website  # where its dataclass looks for its module
     spec.loader.exec_module(website)
     scenarios = [
-        website.Shipped(name, load(name))
+        website.ShippedScenario(name, load(name))
         for name in ("quickstart", "papers/stahl-example")
     ]
     found = website.collect_pages(scenarios)

@@ -13,7 +13,7 @@ from rich.console import Console
 from testbed_controller.report import tables
 from testbed_controller.report.tables import Cell, Column, Section
 from tools.bench import kept
-from tools.bench.figure import Measurement
+from tools.bench.measurement import Measurement
 
 PARTS = (
     "clocks",
@@ -31,6 +31,7 @@ PEER_PARTS = ("peers",)
 
 
 def _measure_function(part: str) -> Callable[[], Iterator[Measurement]]:
+    """Return the function ``measure`` of a part's module, imported on use: some parts need Docker or torch."""
     module = importlib.import_module(f"tools.bench.{part}")
     measure: Callable[[], Iterator[Measurement]] = module.measure
     return measure
@@ -40,7 +41,7 @@ def _measure_function(part: str) -> Callable[[], Iterator[Measurement]]:
 @click.argument(
     "parts", nargs=-1, type=click.Choice([*PARTS, *PEER_PARTS]), metavar="[PART]..."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the measurements as JSON.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -49,52 +50,61 @@ def _measure_function(part: str) -> Callable[[], Iterator[Measurement]]:
 @click.option(
     "--compare",
     metavar="REV",
-    help="Show the ratio to the stored figures of another revision.",
+    help="Show the ratio to the stored measurements of another revision.",
 )
 def bench(
     parts: tuple[str, ...], as_json: bool, out: Path | None, compare: str | None
 ) -> None:
     """Measure the costs of the testbed, all parts or the given ones, which docs/bench.md describes."""
-    before = kept.figures_of_revision(compare) if compare else {}
+    # First, so that a wrong name of a revision is noticed before anything is measured.
+    before = kept.measurements_of_revision(compare) if compare else {}
     console = Console(stderr=as_json, highlight=False)
-    figures: list[Measurement] = []
+    measurements: list[Measurement] = []
     for part in parts or PARTS:
         console.print(f"[cyan]measuring {part}[/]")
-        for figure in _measure_function(part)():
-            figures.append(figure)
-            mark = {None: " ", True: "[green]✔[/]", False: "[red]✘[/]"}[figure.reached]
-            value = f"{figure.value:.4g} {figure.unit}"
-            console.print(f"  {mark} {figure.name}: {value}  [dim]{figure.detail}[/]")
-    kept.store_figures(figures)
-    document = json.dumps([figure.to_json() for figure in figures], indent=2)
+        for measurement in _measure_function(part)():
+            measurements.append(measurement)
+            mark = {None: " ", True: "[green]✔[/]", False: "[red]✘[/]"}[
+                measurement.reached
+            ]
+            value = f"{measurement.value:.4g} {measurement.unit}"
+            console.print(
+                f"  {mark} {measurement.name}: {value}  [dim]{measurement.detail}[/]"
+            )
+    kept.store_measurements(measurements)
+    document = json.dumps(
+        [measurement.to_json() for measurement in measurements], indent=2
+    )
     if out:
         out.write_text(document + "\n")
     if as_json:
         click.echo(document)
         return
-    console.print(tables.draw(_make_section(figures, compare, before), console.width))
+    console.print(
+        tables.draw(_make_section(measurements, compare, before), console.width)
+    )
 
 
 def _make_section(
-    figures: list[Measurement], compare: str | None, before: Mapping[str, float]
+    measurements: list[Measurement], compare: str | None, before: Mapping[str, float]
 ) -> Section:
     rows = []
-    for figure in figures:
-        mark = {None: "", True: "✔", False: "✘"}[figure.reached]
+    for measurement in measurements:
+        mark = {None: "", True: "✔", False: "✘"}[measurement.reached]
         cells = [
-            Cell(figure.name),
-            Cell(f"{figure.value:.4g} {figure.unit}"),
-            Cell(figure.to_json()["target"] or ""),
-            Cell(mark, tone="no" if figure.reached is False else ""),
+            Cell(measurement.name),
+            Cell(f"{measurement.value:.4g} {measurement.unit}"),
+            Cell(measurement.to_json()["target"] or ""),
+            Cell(mark, tone="no" if measurement.reached is False else ""),
         ]
         if compare:
-            text, is_worse = kept.compare_figure(figure, before)
+            text, is_worse = kept.compare_measurement(measurement, before)
             cells.append(Cell(text, tone="no" if is_worse else ""))
         rows.append(cells)
     headings = ["Value", "Target", ""]
     if compare:
         headings.append(f"Over {compare}")
-    columns = (Column("Figure", "name"), *tables.number_columns(*headings))
+    columns = (Column("Measurement", "name"), *tables.number_columns(*headings))
     return Section("", "", "", columns, rows)
 
 

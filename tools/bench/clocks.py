@@ -12,7 +12,7 @@ from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed_controller.running.emulation import emulate
-from tools.bench.figure import Measurement
+from tools.bench.measurement import Measurement
 from tools.bench.simulation import messages_per_second
 
 TOLERANCE = 0.1
@@ -36,15 +36,14 @@ def measure() -> Iterator[Measurement]:
     prepared = prepare(trials(load("quickstart"))[0])
     dataset = load_data(workload_section(prepared.scenario).data)
     predicted = simulate(prepared, dataset)
-    # On a busy host, links outside their tolerance would end the run without a figure.
+    # On a busy host, links outside their tolerance would end the run without a measurement.
     measured = emulate(prepared, dataset, accept_links=True)
     step = {}
     for outcome in (predicted, measured):
-        figures = metrics(outcome, prepared.experiment, prepared.plan)
-        step[outcome.runtime] = figures["step_time"]
+        run_metrics = metrics(outcome, prepared.experiment, prepared.plan)
+        step[outcome.runtime] = run_metrics["step_time"]
     yield Measurement("step of the quickstart, simulated", step["simulate"], "s")
     yield Measurement("step of the quickstart, emulated", step["emulate"], "s")
-    away = abs(step["emulate"] / step["simulate"] - 1)
-    yield Measurement(
-        "step of the quickstart, emulated away from simulated", away, "", TOLERANCE
-    )
+    difference = abs(step["emulate"] / step["simulate"] - 1)
+    name = "step of the quickstart, emulated away from simulated"
+    yield Measurement(name, difference, "", TOLERANCE)

@@ -42,8 +42,8 @@ from testbed_controller.shaping.tolerance import (
     delay_tolerance,
 )
 from tools.bench.bare import Network
-from tools.bench.figure import Measurement
 from tools.bench.flows import measure_flows, tcp_rates, udp_rates
+from tools.bench.measurement import Measurement
 
 RESULTS = BUILD / "conformance"
 """Folder for the results of `measure`, from which `tools.bench.page` makes the table in the documentation."""
@@ -131,23 +131,25 @@ def repeat_failed(case: Callable[[], Iterator[Measurement]]) -> Iterator[Measure
     """Yield the measurements of a case; a second measurement replaces each one outside its bounds."""
     first = list(case())
     second = {}
-    if not all(figure.reached for figure in first):
-        second = {figure.name: figure for figure in case()}
-    for figure in first:
-        if figure.reached:
-            yield figure
+    if not all(measurement.reached for measurement in first):
+        # The whole case again, since all its links are measured at once.
+        second = {measurement.name: measurement for measurement in case()}
+    for measurement in first:
+        if measurement.reached:
+            yield measurement
         else:
-            yield replace(second[figure.name], detail="measured a second time")
+            yield replace(second[measurement.name], detail="measured a second time")
 
 
 def measure_delays(
     lab: NamespaceLab, points: Sequence[float] = DELAYS, packets: int = 200
 ) -> Iterator[Measurement]:
     """Measure the median of one-way delays, on links of all given delays at once."""
-    with lab.links([Link(delay=delay) for delay in points]) as links:
-        measured = measure_flows(
-            lab.net, list(links), packets, 0.003, linger=max(points) + 0.2
-        )
+    wanted = [Link(delay=delay) for delay in points]
+    # Until the last packet of the slowest link has arrived.
+    linger = max(points) + 0.2
+    with lab.links(wanted) as links:
+        measured = measure_flows(lab.net, list(links), packets, 0.003, linger=linger)
     for pair, link in links.items():
         bound = delay_tolerance(link.delay) * 1e3
         middle = median(measured[pair].delays) * 1e3
@@ -231,24 +233,20 @@ def measure_bursts(
         if link.bursts:
             name = f"Gilbert-Elliott p {100 * states.p:g} % r {100 * states.r:g} %"
         fates = measured[pair].fates
+        low, high = 1 - BURSTS_FRACTION, 1 + BURSTS_FRACTION
         share = 100 * states.loss
-        length = 1 / states.r
-        bounds = (1 - BURSTS_FRACTION, 1 + BURSTS_FRACTION)
         lost = 100 * sum(fates) / packets
+        bounds = (share * low, share * high)
+        yield Measurement(f"{name}: loss", lost, "%", between=bounds)
+        # The bad state ends after each packet with the probability r.
+        length = 1 / states.r
         lengths = []
         for is_lost, run in groupby(fates):
             if is_lost:
                 lengths.append(len(list(run)))
-        mean = fmean(lengths)
-        yield Measurement(
-            f"{name}: loss", lost, "%", between=(share * bounds[0], share * bounds[1])
-        )
-        yield Measurement(
-            f"{name}: mean burst",
-            mean,
-            "packets",
-            between=(length * bounds[0], length * bounds[1]),
-        )
+        bounds = (length * low, length * high)
+        name = f"{name}: mean burst"
+        yield Measurement(name, fmean(lengths), "packets", between=bounds)
 
 
 def measure_alterations(
@@ -524,9 +522,9 @@ def _random_share(
 def _autocorrelation(values: Sequence[float]) -> float:
     """Return the autocorrelation of successive values."""
     mean = fmean(values)
-    products = [
-        (one - mean) * (following - mean) for one, following in pairwise(values)
-    ]
+    products = []
+    for one, following in pairwise(values):
+        products.append((one - mean) * (following - mean))
     return fmean(products) / pstdev(values) ** 2
 
 
@@ -546,8 +544,13 @@ def measure_backend(backend: str, *, slow_host: bool = False) -> Iterator[Measur
         ]
         fastest = 250e6 if slow_host else 1e9
         for delay in RATE_DELAYS:
-            points = [(rate, delay) for rate in RATES if not delay or rate <= fastest]
-            points += [(fastest, delay)] if delay and fastest not in RATES else []
+            rates = [*RATES]
+            # With a delay, the host has to hold all packets that are under way.
+            if delay:
+                rates = [rate for rate in RATES if rate <= fastest]
+                if fastest not in RATES:
+                    rates.append(fastest)
+            points = [(rate, delay) for rate in rates]
             cases.append(partial(measure_rates, lab, points))
         for case in cases:
             yield from repeat_failed(case)
@@ -576,14 +579,14 @@ def measure() -> Iterator[Measurement]:
             if missing_modules()[backend]:
                 document = _in_virtual_machine(backend)
                 for entry in document["figures"]:
-                    figure = _measurement_of(entry)
-                    yield replace(figure, name=f"{backend}: {figure.name}")
+                    measurement = _measurement_of(entry)
+                    yield replace(measurement, name=f"{backend}: {measurement.name}")
             else:
-                figures = []
-                for figure in measure_backend(backend):
-                    figures.append(figure)
-                    yield replace(figure, name=f"{backend}: {figure.name}")
-                document = _make_document(backend, figures, ["--links", backend])
+                measurements = []
+                for measurement in measure_backend(backend):
+                    measurements.append(measurement)
+                    yield replace(measurement, name=f"{backend}: {measurement.name}")
+                document = _make_document(backend, measurements, ["--links", backend])
         except HostError as error:
             yield Measurement(
                 f"{backend}: links", 0, "", detail=f"not measured: {error}"
@@ -593,7 +596,7 @@ def measure() -> Iterator[Measurement]:
 
 
 def _make_document(
-    backend: str, figures: Sequence[Measurement], arguments: Sequence[str]
+    backend: str, measurements: Sequence[Measurement], arguments: Sequence[str]
 ) -> dict[str, Any]:
     """Return the content of a results file for `tools.bench.page`."""
     machine = ["python tests/netem/vm.py --"] if os.environ.get("TESTBED_IN_VM") else []
@@ -604,7 +607,7 @@ def _make_document(
         "command": " ".join(
             [*machine, "python -m tools.bench.conformance", *arguments]
         ),
-        "figures": [asdict(figure) for figure in figures],
+        "figures": [asdict(measurement) for measurement in measurements],
     }
 
 
@@ -645,19 +648,19 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
-    figures = []
-    for figure in measure_backend(arguments.links, slow_host=arguments.slow_host):
-        figures.append(figure)
-        mark = "ok " if figure.reached else "BAD"
-        value = f"{figure.value:.5g} {figure.unit}"
-        print(f"{mark} {figure.name}: {value} {figure.detail}")
+    measurements = []
+    for measurement in measure_backend(arguments.links, slow_host=arguments.slow_host):
+        measurements.append(measurement)
+        mark = "ok " if measurement.reached else "BAD"
+        value = f"{measurement.value:.5g} {measurement.unit}"
+        print(f"{mark} {measurement.name}: {value} {measurement.detail}")
         sys.stdout.flush()
     if arguments.json:
         document = _make_document(
-            arguments.links, figures, _without_files(sys.argv[1:])
+            arguments.links, measurements, _without_files(sys.argv[1:])
         )
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
-    return 0 if all(figure.reached for figure in figures) else 1
+    return 0 if all(measurement.reached for measurement in measurements) else 1
 
 
 def _without_files(words: Sequence[str]) -> list[str]:

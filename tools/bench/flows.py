@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import multiprocessing
 import os
@@ -94,19 +93,20 @@ def measure_flows(
     # The mark tells the datagrams of this measurement from late ones of an earlier measurement.
     run = os.urandom(8)
     measured = {pair: Flow() for pair in pairs}
+    # All values of a byte, so that any altered bit is noticed.
     filler = (bytes(range(256)) * 6)[: size - _CONTENT.size]
     with contextlib.ExitStack() as stack:
         senders = _open_senders(net, pairs, stack)
         receivers = {}
-        for pair in pairs:
-            receivers[pair] = stack.enter_context(_bound_socket(net, pair[1]))
-        targets = {pair: receiver.getsockname() for pair, receiver in receivers.items()}
-        by_descriptor = {
-            receiver.fileno(): pair for pair, receiver in receivers.items()
-        }
+        targets = {}
+        by_descriptor = {}
         epoll = stack.enter_context(contextlib.closing(select.epoll()))
-        for descriptor in by_descriptor:
-            epoll.register(descriptor, select.EPOLLIN)
+        for pair in pairs:
+            receiver = stack.enter_context(_bound_socket(net, pair[1]))
+            receivers[pair] = receiver
+            targets[pair] = receiver.getsockname()
+            by_descriptor[receiver.fileno()] = pair
+            epoll.register(receiver.fileno(), select.EPOLLIN)
 
         def drain(until: float) -> None:
             while True:
@@ -126,12 +126,12 @@ def measure_flows(
         start = time.monotonic()
         for first in range(0, count, read_every):
             numbers = range(first, min(first + read_every, count))
-            for number, (pair, flow) in itertools.product(numbers, measured.items()):
-                sender = senders[pair[0]]
-                sent = _send_datagram(
-                    sender, targets[pair], (run, number), filler, drain
-                )
-                flow.sent.append(sent)
+            for number in numbers:
+                mark = (run, number)
+                for pair, flow in measured.items():
+                    sender = senders[pair[0]]
+                    sent = _send_datagram(sender, targets[pair], mark, filler, drain)
+                    flow.sent.append(sent)
             drain(start + numbers.stop * gap)
         drain(time.monotonic() + linger)
     return measured
@@ -230,10 +230,12 @@ class _Received:
         counted = [step for step in self.steps if since <= step[0] <= until]
         if len(counted) < 2:
             return 0.0
-        seconds = counted[-1][0] - counted[0][0]
+        first_time, first_bytes = counted[0]
+        last_time, last_bytes = counted[-1]
+        seconds = last_time - first_time
         if seconds <= 0:
             return 0.0
-        return (counted[-1][1] - counted[0][1]) * 8 / seconds
+        return (last_bytes - first_bytes) * 8 / seconds
 
 
 def udp_rates(
@@ -260,9 +262,9 @@ def udp_rates(
             sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
             sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, len(content))
             sender.connect(receivers[pair].getsockname())
-        pieces = {
-            pair: content * _frames_at_once(link, frame) for pair, link in links.items()
-        }
+        pieces = {}
+        for pair, link in links.items():
+            pieces[pair] = content * _frames_at_once(link, frame)
 
         def push(pair: Pair) -> None:
             while True:
@@ -279,6 +281,7 @@ def udp_rates(
         buffer_in = bytearray(MTU)
         longest = max(link.delay for link in links.values())
         slowest = min(link.rate or math.inf for link in links.values())
+        # Silence in seconds after which no datagram is under way: the delay and twenty frames, with a margin.
         quiet = 0.3 + longest + 20 * frame * 8 / slowest
         return _transfer(senders, push, receivers, pull, seconds, skip, quiet)
 
@@ -365,10 +368,14 @@ def _transfer(
 def _watch_sockets(
     sockets: Mapping[Pair, socket.socket], event: int
 ) -> Iterator[Callable[[float], list[Pair]]]:
-    by_descriptor = {each.fileno(): pair for pair, each in sockets.items()}
+    """Yield a function that waits some seconds for an event, and returns the links whose sockets have the event."""
+    by_descriptor = {}
     with contextlib.closing(select.epoll()) as epoll:
-        for descriptor in by_descriptor:
-            epoll.register(descriptor, event)
-        yield lambda wait: [
-            by_descriptor[descriptor] for descriptor, _ in epoll.poll(wait)
-        ]
+        for pair, each in sockets.items():
+            by_descriptor[each.fileno()] = pair
+            epoll.register(each.fileno(), event)
+
+        def ready(wait: float) -> list[Pair]:
+            return [by_descriptor[descriptor] for descriptor, _ in epoll.poll(wait)]
+
+        yield ready

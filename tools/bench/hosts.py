@@ -13,7 +13,7 @@ from testbed.scenario.expand import trials
 from testbed_controller.hosts.contexts import reach
 from testbed_controller.hosts.lab import HostsLab
 from testbed_controller.lab.removal import RUN
-from tools.bench.figure import Measurement
+from tools.bench.measurement import Measurement
 from tools.bench.startup import make_scenario
 
 DEVICES = 64

@@ -1,4 +1,4 @@
-"""Storage of the bench's figures by revision, to detect slower commits."""
+"""Storage of the bench's measurements by revision, to detect slower commits."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ import click
 
 from testbed_controller.lab.paths import ROOT
 from testbed_controller.results.recorder import revision
-from tools.bench.figure import Measurement
+from tools.bench.measurement import Measurement
 
 KEPT = ROOT / "results/bench.json"
+"""File with the values of all revisions: revision -> name of a measurement -> value."""
 WORSE = 1.1
-"""Ratio to the other revision above which a figure is marked as worse."""
+"""Ratio to the other revision above which a measurement is marked as worse."""
 
 
-def store_figures(figures: Iterable[Measurement], file: Path = KEPT) -> None:
-    """Store figures for the current revision, and replace earlier figures of the same names."""
+def store_measurements(measurements: Iterable[Measurement], file: Path = KEPT) -> None:
+    """Store measurements for the current revision, and replace earlier measurements of the same names."""
     stored = _read_file(file)
+    # Outside a checkout, the revision is unknown.
     own = stored.setdefault(revision() or "unknown", {})
-    for each in figures:
+    for each in measurements:
         own[each.name] = each.value
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(stored, indent=1) + "\n")
 
 
-def figures_of_revision(name: str, file: Path = KEPT) -> Mapping[str, float]:
-    """Return the figures of the revision whose name begins with ``name``.
+def measurements_of_revision(name: str, file: Path = KEPT) -> Mapping[str, float]:
+    """Return the measurements of the revision whose name begins with ``name``.
 
     Raises UsageError if no revision, or more than one, has such a name.
     """
@@ -39,26 +41,27 @@ def figures_of_revision(name: str, file: Path = KEPT) -> Mapping[str, float]:
         if not known:
             known = "none: run the bench there first"
         raise click.UsageError(
-            f"{len(matches)} revisions '{name}' have figures in {file}; available: {known}"
+            f"{len(matches)} revisions '{name}' have measurements in {file}; available: {known}"
         )
     return stored[matches[0]]
 
 
-def compare_figure(
-    figure: Measurement, before: Mapping[str, float]
+def compare_measurement(
+    measurement: Measurement, before: Mapping[str, float]
 ) -> tuple[str, bool]:
-    """Return the ratio to the earlier figure as text, and whether the figure is a tenth worse.
+    """Return the ratio to the earlier measurement as text, and whether the measurement is a tenth worse.
 
-    Without an earlier figure, the text is empty.
+    Without an earlier measurement, the text is empty.
 
-    >>> compare_figure(Measurement("start-up", 9.0, "s"), {"start-up": 8.0})
+    >>> compare_measurement(Measurement("start-up", 9.0, "s"), {"start-up": 8.0})
     ('1.12×', True)
     """
-    if not before.get(figure.name):
+    if not before.get(measurement.name):
         return "", False
-    value = figure.value / before[figure.name]
-    loss = value if figure.at_most else 1 / max(value, 1e-9)
-    return f"{value:.2f}×", loss > WORSE
+    ratio = measurement.value / before[measurement.name]
+    # Of a rate, the smaller value is the worse one. A rate of 0 must not divide by zero.
+    loss = ratio if measurement.at_most else 1 / max(ratio, 1e-9)
+    return f"{ratio:.2f}×", loss > WORSE
 
 
 def _read_file(file: Path) -> dict[str, dict[str, float]]:

@@ -37,6 +37,7 @@ MOST_SECONDS = 240.0
 LEAST_MESSAGES = 5
 """Minimum number of messages for a result."""
 _TCP_NOTSENT_LOWAT = 25
+"""Constant of linux/tcp.h, which Python's `socket` lacks."""
 
 
 def link_groups() -> Iterator[list[Link]]:
@@ -113,11 +114,13 @@ def _measure_link(
         sender = net.inside(
             f"a{index}", lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         )
+        # Before the connection: an accepted socket inherits the options of the listening one.
         for end in (listening, sender):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             end.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm.encode()
             )
+        # As an agent's connections.
         sender.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         with sender, listening, ThreadPoolExecutor(1) as answering:
             answering.submit(_answer_messages, listening, size)
@@ -161,22 +164,25 @@ def simulate_mean_time(link: Link, size: int, count: int) -> float:
     packets = math.ceil(size / SEGMENT)
     wire_bytes = float(size) + packets * (TCP_HEADERS + ETHERNET_HEADER)
     round_trip = 2 * link.delay
+    packet_time = PACKET * 8 / link.rate
     times = []
     for seed in range(10):
         forward = make_crossing(link, f"{seed} there")
         backward = make_crossing(link, f"{seed} back")
+        # The window outlives a message, as in a connection that is kept open.
         window = Window()
         for _ in range(count):
             sent_bytes = wire_bytes
             least = late = 0.0
             # A link without losses and jitter has no random crossing.
             if forward is not None and backward is not None:
-                packet_time = PACKET * 8 / link.rate
                 sent_bytes, least, late, *_ = forward.message(
                     wire_bytes, packet_time, round_trip, window, backward.lost
                 )
                 late += backward.answer(round_trip)
-            times.append(max(sent_bytes * 8 / link.rate, least) + late + round_trip)
+            # The link or the window limits the message, whichever takes longer.
+            transmission = max(sent_bytes * 8 / link.rate, least)
+            times.append(transmission + late + round_trip)
     return fmean(times)
 
 

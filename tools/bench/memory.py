@@ -11,7 +11,7 @@ from testbed.ml.preparation import workload_section
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed_controller.lab.lab import Lab
-from tools.bench.figure import Measurement
+from tools.bench.measurement import Measurement
 from tools.bench.transfer import exchange_scenario
 
 MESSAGES = 10_000
@@ -55,11 +55,11 @@ def measure() -> Iterator[Measurement]:
         for agent in agents.values():
             agent.start(0.0)
         before: dict[str, float] = {}
+        # The events end with the program, so the loop also waits for the last message.
         for event in agents["source"].events():
             if event.event == "request" and event.fields["request"] == SETTLE_MESSAGES:
-                before = {
-                    name: agent.metrics()[RESIDENT] for name, agent in agents.items()
-                }
+                for name, agent in agents.items():
+                    before[name] = agent.metrics()[RESIDENT]
         for name, agent in agents.items():
             # Includes the events, which a device keeps until the end of the run for a controller that reconnects.
             grown = agent.metrics()[RESIDENT] - before[name]

@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from testbed_controller.lab.paths import ROOT
-from tools.bench.figure import Measurement
+from tools.bench.measurement import Measurement
 
 DEVICES = 4
 """Number of processes that pace work at the same time."""

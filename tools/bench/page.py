@@ -20,42 +20,52 @@ _BEGIN, _END = "<!-- figures -->\n", "<!-- /figures -->\n"
 
 
 def make_table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return a Markdown table with a row for each figure and a column for each run, and the commands of the runs."""
-    heads = [f"{run['backend']}, kernel {run['kernel']}, {run['date']}" for run in runs]
+    """Return a Markdown table and the commands of the runs.
+
+    The table has a row for each measured property, and a column for each run.
+    """
+    heads = []
+    columns = []
+    # Bounds by property, in the order in which the runs measured them.
+    bounds: dict[str, str] = {}
+    for run in runs:
+        heads.append(f"{run['backend']}, kernel {run['kernel']}, {run['date']}")
+        column = {}
+        for measurement in run["figures"]:
+            value = f"{measurement['value']:.4g} {measurement['unit']}"
+            column[measurement["name"]] = value.strip()
+            bounds.setdefault(measurement["name"], _format_bounds(measurement))
+        columns.append(column)
     lines = [
         f"| property | bounds | {' | '.join(heads)} |",
         "|---|---" + "|---" * len(runs) + "|",
     ]
-    columns = []
-    bounds: dict[str, str] = {}
-    for run in runs:
-        column = {}
-        for figure in run["figures"]:
-            value = f"{figure['value']:.4g} {figure['unit']}"
-            column[figure["name"]] = value.strip()
-            bounds.setdefault(figure["name"], _format_bounds(figure))
-        columns.append(column)
     for name, text in bounds.items():
+        # A run on a slow host lacks some properties.
         cells = [column.get(name, "") for column in columns]
         lines.append(f"| {name} | {text} | {' | '.join(cells)} |")
     lines += ["", "Made by", ""]
+    files = []
     for run in runs:
-        lines.append(f"    {run['command']} --json {run['backend']}.json")
-    files = " ".join(f"{run['backend']}.json" for run in runs)
-    lines.append(f"    python -m tools.bench.page {files}\n")
+        file = f"{run['backend']}.json"
+        files.append(file)
+        lines.append(f"    {run['command']} --json {file}")
+    lines.append(f"    python -m tools.bench.page {' '.join(files)}\n")
     return "\n".join(lines)
 
 
-def _format_bounds(figure: Mapping[str, Any]) -> str:
+def _format_bounds(measurement: Mapping[str, Any]) -> str:
     """Return the bounds of a measurement as text.
 
     >>> _format_bounds({"between": None, "at_most": True, "target": 50.0})
     'at most 50'
     """
-    if figure["between"]:
-        lowest, highest = figure["between"]
+    if measurement["between"]:
+        lowest, highest = measurement["between"]
         return f"{lowest:.4g} to {highest:.4g}"
-    return f"at {'most' if figure['at_most'] else 'least'} {figure['target']:g}"
+    return (
+        f"at {'most' if measurement['at_most'] else 'least'} {measurement['target']:g}"
+    )
 
 
 def main(files: Sequence[str]) -> None:

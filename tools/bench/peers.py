@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed_controller.lab.paths import ROOT
-from tools.bench.figure import Measurement
+from tools.bench.measurement import Measurement
 
 HOME = ROOT / ".build/peers"
 PACKAGES = ("flwr[simulation]", "simpy")

@@ -88,6 +88,7 @@ def _draw_links(
 
     links = {}
     for me, others in chosen.items():
+        # All links there before all links back: the order decides which link gets which random values.
         there = [(me, other) for other in others]
         back = [(other, me) for other in others]
         for pair in there + back:
@@ -118,20 +119,18 @@ def train_flower(given: dict[str, Any]) -> dict[str, Any]:
     from testbed.ml.workload import DataPart
 
     digits = load(DataPart(name="digits"))
-    samples, labels = (
-        torch.from_numpy(each)
-        for each in (digits.train_images.reshape(-1, 64), digits.train_labels)
-    )
-    tests, answers = (
-        torch.from_numpy(each)
-        for each in (digits.test_images.reshape(-1, 64), digits.test_labels)
-    )
-    shares = np.array_split(
-        np.random.default_rng(1).permutation(len(labels)), given["clients"]
-    )
+    # Pictures of 8x8 pixels as rows, for a perceptron.
+    samples = torch.from_numpy(digits.train_images.reshape(-1, 64))
+    labels = torch.from_numpy(digits.train_labels)
+    tests = torch.from_numpy(digits.test_images.reshape(-1, 64))
+    answers = torch.from_numpy(digits.test_labels)
+    # Equal shares of samples in random order.
+    order = np.random.default_rng(1).permutation(len(labels))
+    shares = np.array_split(order, given["clients"])
     accuracies = []
 
     def network() -> Any:
+        # The same initial weights for every client.
         torch.manual_seed(0)
         hidden = given["hidden"]
         return torch.nn.Sequential(
@@ -150,22 +149,17 @@ def train_flower(given: dict[str, Any]) -> dict[str, Any]:
             self.share = torch.tensor(share)
 
         def fit(self, parameters: Any, config: Any) -> Any:
+            # One thread, as each client has one processor.
             torch.set_num_threads(1)
             model = filled(parameters)
             optimizer = torch.optim.SGD(model.parameters(), lr=given["rate"])
-            for chosen in self.share[torch.randperm(len(self.share))].split(
-                given["batch"]
-            ):
+            shuffled = self.share[torch.randperm(len(self.share))]
+            for batch in shuffled.split(given["batch"]):
                 optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(
-                    model(samples[chosen]), labels[chosen]
-                ).backward()
+                outputs = model(samples[batch])
+                torch.nn.functional.cross_entropy(outputs, labels[batch]).backward()
                 optimizer.step()
-            return (
-                [value.detach().numpy() for value in model.parameters()],
-                len(self.share),
-                {},
-            )
+            return _arrays_of(model), len(self.share), {}
 
     def evaluate(_round: int, parameters: Any, _config: Any) -> Any:
         with torch.no_grad():
@@ -174,11 +168,12 @@ def train_flower(given: dict[str, Any]) -> dict[str, Any]:
         return 0.0, {}
 
     def server(_context: Any) -> Any:
-        first = [value.detach().numpy() for value in network().parameters()]
+        initial = _arrays_of(network())
         strategy = FedAvg(
+            # The server alone tests, as in the testbed.
             fraction_evaluate=0.0,
             min_available_clients=given["clients"],
-            initial_parameters=flwr.common.ndarrays_to_parameters(first),
+            initial_parameters=flwr.common.ndarrays_to_parameters(initial),
             evaluate_fn=evaluate,
         )
         return ServerAppComponents(
@@ -195,10 +190,14 @@ def train_flower(given: dict[str, Any]) -> dict[str, Any]:
         given["clients"],
         backend_config=resources,
     )
-    versions = (
-        f"{name} {importlib.metadata.version(name)}" for name in ("flwr", "ray")
-    )
-    return {"accuracy": accuracies[-1], "version": ", ".join(versions)}
+    flower = importlib.metadata.version("flwr")
+    ray = importlib.metadata.version("ray")
+    return {"accuracy": accuracies[-1], "version": f"flwr {flower}, ray {ray}"}
+
+
+def _arrays_of(model: Any) -> list[Any]:
+    """Return the weights of a network as arrays of numpy, which Flower sends."""
+    return [value.detach().numpy() for value in model.parameters()]
 
 
 def watch_command(command: list[str]) -> dict[str, Any]:
@@ -215,6 +214,7 @@ def watch_command(command: list[str]) -> dict[str, Any]:
     while root.poll() is None:
         size = 0
         for process in (root, *root.children(recursive=True)):
+            # A process may end between the list and its sample.
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
                 processor_times[process.pid] = times.user + times.system

@@ -19,7 +19,7 @@ from testbed_controller.lab.lab import WORKERS, Lab
 from testbed_controller.lab.removal import remove_run
 from testbed_controller.lab.runstate import RunState
 from testbed_controller.shaping.namespaces import Namespace
-from tools.bench.figure import Measurement
+from tools.bench.measurement import Measurement
 
 DEVICE_COUNTS = (4, 16, 64)
 """Numbers of devices that are started."""
@@ -83,6 +83,7 @@ def time_bare_containers(devices: int) -> float:
         return namespace.run(lambda: is_healthy(url))
 
     try:
+        # As many at once as the testbed starts.
         with ThreadPoolExecutor(WORKERS) as pool:
             waiting = list(pool.map(launch, specs))
         while waiting:

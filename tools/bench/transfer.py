@@ -14,7 +14,7 @@ from testbed.trace.events import Event
 from testbed.trace.host import processor_time
 from testbed.trace.record import RunView
 from testbed_controller.running.emulation import emulate
-from tools.bench.figure import Measurement
+from tools.bench.measurement import Measurement
 
 WARM_UP = 5
 """Messages not measured at the beginning, while the connection is established and its window opens."""
@@ -108,13 +108,18 @@ def measure() -> Iterator[Measurement]:
     )
     record = run_exchange(exchange_scenario("1kB", 200, "100mbit", "5ms"))
     sends = _payload_events(record, "send", "source")[WARM_UP:]
-    answered = [event.fields["duration"] for event in sends]
+    # A send lasts until the acknowledgement has arrived.
+    acknowledged = median([event.fields["duration"] for event in sends])
     delays = [link.delay for link in record.outcome.links if link.delay is not None]
-    trip = sum(delays) if len(delays) == 2 else 10e-3
-    detail = f"round trip of the link {trip * 1e3:.2f} ms, acknowledged message {median(answered) * 1e3:.2f} ms"
+    # As measured in both directions, or else as requested.
+    round_trip = sum(delays) if len(delays) == 2 else 10e-3
+    detail = (
+        f"round trip of the link {round_trip * 1e3:.2f} ms, "
+        f"acknowledged message {acknowledged * 1e3:.2f} ms"
+    )
     yield Measurement(
         "1 kB message above the link's round trip",
-        median(answered) - trip,
+        acknowledged - round_trip,
         "s",
         MOST_OVERHEAD,
         detail=detail,

@@ -267,7 +267,9 @@ def main() -> int:
             write_evidence(given.target, report.seed, sorted(kinds))
         if has_progress:
             progress.finish(report.seed)
-    by_label = [f"{label} {count}" for label, count in sorted(attack_counts.items())]
+    by_label = []
+    for label, count in sorted(attack_counts.items()):
+        by_label.append(f"{label} {count}")
     print(
         f"{attack_counts.total()} attacks up to seed {last}: {violation_count} violations, {refused} refused "
         f"({', '.join(by_label)})"
@@ -294,6 +296,7 @@ def select_seeds(first: int, count: int | None, method: str | None) -> Iterator[
     """
     seeds: Iterator[int] = itertools.count(first)
     if method is not None:
+        # Without drawing the scenario, of which the method is the first choice.
         seeds = (seed for seed in seeds if random_method(seed) == method)
     return itertools.islice(seeds, count)
 

@@ -65,10 +65,12 @@ def apply_oracles(
     signal.alarm(longest)
     try:
         try:
+            # Through JSON: a copy without shared lists, as from a file.
             (trial,) = trials(build(**json.loads(json.dumps(tree))))
             prepared = prepare(trial)
         except InputError as refused:
             return [f"refused: {refused}"]
+        # A list, so that all oracles run before the alarm is switched off.
         return list(oracles(prepared))
     except HangError:
         return [f"hang: not finished after {longest} s of real time"]
@@ -183,23 +185,29 @@ def _has_event(outcome: Outcome, kind: str) -> bool:
 def check_metrics(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
     """Recompute metrics from the event lines, and yield differences from the testbed's metrics."""
     declared = find_method(prepared.scenario).declared
-    figures = metrics(outcome, prepared.experiment, prepared.plan, declared)
+    computed = metrics(outcome, prepared.experiment, prepared.plan, declared)
     lines = [json.loads(event.to_json()) for event in outcome.events]
     evaluations = [line for line in lines if line["event"] == "evaluate"]
-    accuracy = figures.get("accuracy")
-    if evaluations and accuracy != evaluations[-1].get("accuracy"):
-        yield f"figures: accuracy {accuracy}, in the last evaluation {evaluations[-1].get('accuracy')}"
-    faults = [line for line in lines if line["event"] == "fault"]
-    injected = sum(line["phase"] == "strike" for line in faults)
-    listed = figures["fault_list"]
-    if injected != sum(fault.get("phase", "strike") == "strike" for fault in listed):
-        yield f"figures: {len(listed)} faults, but {injected} were injected"
-    for name, value in figures.items():
+    if evaluations:
+        accuracy = computed.get("accuracy")
+        expected = evaluations[-1].get("accuracy")
+        if accuracy != expected:
+            yield f"metrics: accuracy {accuracy}, in the last evaluation {expected}"
+    injected = _count_strikes(line for line in lines if line["event"] == "fault")
+    listed = _count_strikes(computed["fault_list"])
+    if injected != listed:
+        yield f"metrics: {listed} faults, but {injected} were injected"
+    for name, value in computed.items():
         may_be_negative = name in ("loss", "accuracy_gain")
         if isinstance(value, float) and value < 0 and not may_be_negative:
-            yield f"figures: {name} is {value}"
+            yield f"metrics: {name} is {value}"
     if not _is_ordered(lines):
-        yield "figures: events of one device are not in the order of time"
+        yield "metrics: events of one device are not in the order of time"
+
+
+def _count_strikes(faults: Iterable[dict[str, Any]]) -> int:
+    """Count the injections among faults; reverted faults have another phase, and a list of injections has none."""
+    return sum(fault.get("phase", "strike") == "strike" for fault in faults)
 
 
 def _is_ordered(lines: Sequence[dict[str, Any]]) -> bool:

@@ -37,50 +37,49 @@ WORDIEST = 5000
 """Maximum length of an error message in characters."""
 
 HOSTILE: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        0,
-        -1,
-        1,
-        10**9,
-        10**30,
-        10**400,
-        -0.0,
-        1e308,
-        math.inf,
-        -math.inf,
-        math.nan,
-    ),
-    *(
-        "",
-        " ",
-        "a",
-        "\0",
-        "a\0b",
-        "\x1b[31m",
-        "../../etc/passwd",
-        "1" * 10_000,
-        "ä" * 300,
-        "1e400s",
-        "NaN",
-        "-5ms",
-        "1_000",
-    ),
-    *(
-        [],
-        {},
-        [[]],
-        {"a": {"b": {"c": []}}},
-        [None] * 50,
-        {"": ""},
-        {1: 2},
-        "0x10",
-        "1e12gbit",
-        "100%",
-        "1e-300",
-    ),
+    # Plain values and numbers, some beyond the range of a float.
+    None,
+    True,
+    0,
+    -1,
+    1,
+    10**9,
+    10**30,
+    10**400,
+    -0.0,
+    1e308,
+    math.inf,
+    -math.inf,
+    math.nan,
+    # Texts: empty, with control characters, long, or almost a number.
+    "",
+    " ",
+    "a",
+    "\0",
+    "a\0b",
+    "\x1b[31m",
+    "../../etc/passwd",
+    "1" * 10_000,
+    "ä" * 300,
+    "1e400s",
+    "NaN",
+    "-5ms",
+    "1_000",
+    # Lists and mappings, empty, nested, or with unusual keys.
+    [],
+    {},
+    [[]],
+    {"a": {"b": {"c": []}}},
+    [None] * 50,
+    {"": ""},
+    {1: 2},
+    # Quantities at the edge of their range.
+    "0x10",
+    "1e12gbit",
+    "100%",
+    "1e-300",
 )
+"""Values that replace a value of a tree."""
 
 
 SYNTAX = (
@@ -95,10 +94,12 @@ SYNTAX = (
     b"'",
     b"\n---\n",
 )
+"""Characters with a meaning in YAML."""
 
 
 @cache
 def _originals() -> tuple[Path, ...]:
+    """Return the scenario files below 8,000 bytes, in a fixed order, so that a seed chooses the same one again."""
     paths = scenarios_in().values()
     return tuple(sorted(path for path in paths if path.stat().st_size < 8000))
 

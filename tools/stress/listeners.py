@@ -151,12 +151,14 @@ def _control_requests() -> list[Request]:
         Request("PUT", "/speed", BEARER, {"factor": 0.5}),
         Request("PUT", "/links", BEARER, {"message_loss": {"worker": 0.5}}),
         Request("GET", "/events", BEARER, query="after=7"),
-        *(Request("POST", path, BEARER) for path in ("/stop", "/leave", "/lease")),
-        *(
-            Request("GET", path, BEARER)
-            for path in ("/health", "/facts", "/weights", "/metrics")
-        ),
+        *_bare_requests("POST", "/stop", "/leave", "/lease"),
+        *_bare_requests("GET", "/health", "/facts", "/weights", "/metrics"),
     ]
+
+
+def _bare_requests(method: str, *paths: str) -> list[Request]:
+    """Return requests with the token, and without a body."""
+    return [Request(method, path, BEARER) for path in paths]
 
 
 def _data_requests() -> list[Request]:
@@ -176,17 +178,17 @@ def _shaper_requests() -> list[Request]:
         ("source", "worker"): Link(1e6, 0.01),
         ("worker", "source"): Link(1e6, 0.01, loss=0.1),
     }
-    endpoints = [
-        Endpoint(name, 1, where.partition(":")[0], network="10.0.0.0/24")
-        for name, where in ADDRESSES.items()
-    ]
+    endpoints = []
+    for name, where in ADDRESSES.items():
+        address, _, _ = where.partition(":")
+        endpoints.append(Endpoint(name, 1, address, network="10.0.0.0/24"))
     whole = attachment(endpoints, links, 1, [Cell(("source", "worker"), 1e6)])
     return [
         Request("POST", "/attach", BEARER, whole),
         Request("POST", "/set", BEARER, {"links": whole["links"]}),
         Request("POST", "/probe", BEARER, {"pairs": [["source", "worker"]]}),
         Request("GET", "/statistics", BEARER, query="reset=1"),
-        *(Request("GET", path, BEARER) for path in ("/facts", "/show", "/health")),
+        *_bare_requests("GET", "/facts", "/show", "/health"),
     ]
 
 
@@ -199,10 +201,10 @@ def _page_requests() -> list[Request]:
         {"partition": [["source"]]},
         {"throttle": {"device": "source", "slowdown": 2}},
     ]
-    return [
-        *(Request("GET", path, own) for path in ("/", "/events")),
-        *(Request("POST", "/strike", own, fault) for fault in faults),
-    ]
+    requests = [Request("GET", "/", own), Request("GET", "/events", own)]
+    for fault in faults:
+        requests.append(Request("POST", "/strike", own, fault))
+    return requests
 
 
 # Replacements of the kernel and of a run
@@ -221,13 +223,12 @@ class _Planner:
     ) -> None:
         check_links(links)
         known = list(endpoints)
-        numbers = {
-            each.name: (number, each.address) for number, each in enumerate(known, 1)
-        }
+        peers = {}
+        for number, each in enumerate(known, 1):
+            peers[each.name] = (number, each.address)
         for each in known:
-            sender.build(
-                planning.plan_interface(each, "eth0", None, numbers, links, {})
-            )
+            plan = planning.plan_interface(each, "eth0", None, peers, links, {})
+            sender.build(plan)
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         check_links(links)
@@ -277,6 +278,7 @@ class _Casts:
         self._link = stack.enter_context(
             closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         )
+        # A free port, found by a socket that is closed again: the caster binds its own.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind(("127.0.0.1", 0))
             self._address: tuple[str, int] = probe.getsockname()

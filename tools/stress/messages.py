@@ -60,6 +60,11 @@ class Request:
             return self.body
         return json.dumps(self.body).encode()
 
+    @property
+    def content_length(self) -> str:
+        """The value of the Content-Length header, which may be wrong."""
+        return str(len(self.content)) if self.length is None else self.length
+
     def damaged(self, draw: random.Random) -> Request:
         """Return the request with at most one random change."""
         match draw.randrange(10):
@@ -89,13 +94,10 @@ class Request:
 
     def to_http(self) -> bytes:
         """Return the request in HTTP/1.1, for a connection with a single request."""
-        length = str(len(self.content)) if self.length is None else self.length
         lines = [
             f"{self.method} {self.path}?{self.query} HTTP/1.1",
             "Host: a",
-            f"Content-Length: {length}",
-        ]
-        lines += [
+            f"Content-Length: {self.content_length}",
             f"Authorization: {self.headers['HTTP_AUTHORIZATION']}",
             "Connection: close",
             "",
@@ -161,9 +163,7 @@ def _call_application(application: Application, request: Request) -> tuple[int, 
         "SCRIPT_NAME": "",
         "PATH_INFO": request.path,
         "QUERY_STRING": request.query,
-        "CONTENT_LENGTH": str(len(request.content))
-        if request.length is None
-        else request.length,
+        "CONTENT_LENGTH": request.content_length,
         "CONTENT_TYPE": "application/json",
         "SERVER_NAME": "a",
         "SERVER_PORT": "1",

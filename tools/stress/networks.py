@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -66,6 +67,7 @@ METHODS = (
     "{name: split-learning, local_steps: 1}",
 )
 OWNERS = ("federated", "split-learning")
+"""Methods whose devices own samples, so the data needs a split."""
 OPTIMIZERS = (
     "{}",
     "{optimizer: {name: adam}}",
@@ -151,8 +153,8 @@ def draw_network(draws: random.Random) -> str:
         "image": "torch.randn(60, 1, 6, 6, generator=g)",
     }
     return HEAD.format(
-        made="\n".join(f"        {line}" for line in made),
-        done="\n".join(f"        {line}" for line in called),
+        made=textwrap.indent("\n".join(made), " " * 8),
+        done=textwrap.indent("\n".join(called), " " * 8),
         samples=samples[kind],
         classes=CLASSES,
         places=", 7" if has_positions else "",

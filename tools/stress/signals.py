@@ -46,6 +46,7 @@ WAYS: dict[str, Sequence[signal.Signals]] = {
     "SIGKILL of both": [signal.SIGKILL],
     CUT: [],
 }
+"""Kinds of interruptions, each with the signals for the controller. "SIGKILL of both" kills the reaper as well."""
 
 
 def draw_interruption(seed: int) -> tuple[str, float, float]:
@@ -133,6 +134,7 @@ def _has_ended_well(status: int, output: str, summary: str) -> bool:
 
 def _send_signals(run: subprocess.Popen[bytes], way: str, gap: float) -> None:
     """Send the signals to a run in progress, and for "SIGKILL of both" to the reaper as well."""
+    # The reaper first: it would remove the run as soon as the controller dies.
     if way == "SIGKILL of both":
         for path in Path(f"/proc/{run.pid}/task").glob("*/children"):
             for child in path.read_text().split():
