@@ -1,8 +1,9 @@
-"""A neural network as a chain of units, the granularity of model cuts.
+"""A neural network as a chain of units; methods cut models between units.
 
-A unit reads the output of the previous unit or of the units it names (a route), so several tensors may cross a cut:
-`Model.crossing`. Shapes, parameters and FLOPs are formulas over plain descriptions of layers, so planning never imports
-torch; only ``build`` does. All quantities are per sample and float32 unless stated otherwise.
+A unit reads the output of the previous unit, or of other earlier units (a route), so several tensors may cross a cut:
+`Model.crossing`. Cut i lies before unit i; cut 0 lies before the whole model, and the last cut behind it. Shapes,
+parameters and FLOPs are formulas over plain descriptions of layers, so planning never imports torch; only ``build``
+does. All quantities are for one sample, and values are float32, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from testbed.common.seeds import derive
@@ -33,10 +33,11 @@ BACKWARD_OVER_FORWARD = 2.0
 
 @dataclass(frozen=True)
 class Unit:
-    """An indivisible run of layers with its input shape."""
+    """An indivisible row of layers with a fixed input shape."""
 
     name: str
     layers: tuple[Layer, ...]
+    """The layers in a row; empty for a route, whose output is its joined inputs."""
     input: Shape
     """Shape of the inputs, joined along the first axis."""
     reads: tuple[int, ...] = ()
@@ -47,54 +48,73 @@ class Unit:
     # A frozen dataclass may cache: nothing that these values depend on changes. Planners ask for them very often.
 
     @cached_property
+    def _shapes(self) -> list[Shape]:
+        """Shape of the unit's input, then the output shape of each layer."""
+        return shapes_through(self.layers, self.input)
+
+    @cached_property
     def _layer_inputs(self) -> list[tuple[Layer, Shape]]:
         """Each layer with its input shape."""
-        return list(
-            zip(self.layers, shapes_through(self.layers, self.input)[:-1], strict=True)
-        )
+        return list(zip(self.layers, self._shapes[:-1], strict=True))
 
     @cached_property
     def output(self) -> Shape:
         """Output shape of the unit."""
-        return shapes_through(self.layers, self.input)[-1]
+        return self._shapes[-1]
 
     @cached_property
     def parameters(self) -> int:
         """Number of trained values."""
-        return sum(layer.parameters(shape) for layer, shape in self._layer_inputs)
+        values = 0
+        for layer, shape in self._layer_inputs:
+            values += layer.parameters(shape)
+        return values
 
     @cached_property
     def frozen(self) -> int:
         """Number of frozen values."""
-        return sum(layer.frozen(shape) for layer, shape in self._layer_inputs)
+        values = 0
+        for layer, shape in self._layer_inputs:
+            values += layer.frozen(shape)
+        return values
 
     @cached_property
     def weights(self) -> int:
         """Elements of weight matrices and kernels: the parameters without biases and normalisation parameters."""
-        return sum(layer.weights(shape) for layer, shape in self._layer_inputs)
+        elements = 0
+        for layer, shape in self._layer_inputs:
+            elements += layer.weights(shape)
+        return elements
 
     @property
     def multiplications(self) -> int:
         """Multiplications of forward for one sample."""
+        # Each is followed by an add, and both count as FLOPs.
         return int(self.forward_flops) // 2
 
     @cached_property
     def forward_flops(self) -> float:
         """FLOPs of forward for one sample."""
-        return float(sum(layer.flops(shape) for layer, shape in self._layer_inputs))
+        flops = 0.0
+        for layer, shape in self._layer_inputs:
+            flops += layer.flops(shape)
+        return flops
 
     @cached_property
     def cost(self) -> Cost:
         """Cost of the forward of one sample; `forward_of` and `backward_of` derive the costs of a batch."""
-        return sum((layer.cost(shape) for layer, shape in self._layer_inputs), Cost())
+        cost = Cost()
+        for layer, shape in self._layer_inputs:
+            cost += layer.cost(shape)
+        return cost
 
     @property
     def least_samples(self) -> int:
         """Minimum batch size in training; two if a layer normalises over samples alone."""
-        return max(
-            (layer.least_samples(shape) for layer, shape in self._layer_inputs),
-            default=1,
-        )
+        samples = 1
+        for layer, shape in self._layer_inputs:
+            samples = max(samples, layer.least_samples(shape))
+        return samples
 
     @property
     def weight_bytes(self) -> int:
@@ -113,8 +133,11 @@ class Unit:
 
     @cached_property
     def activation_bytes(self) -> int:
-        """Bytes of all layer outputs for one sample, kept for backward. Joining several inputs makes a copy."""
-        values = sum(layer.activations(shape) for layer, shape in self._layer_inputs)
+        """Bytes of all layer outputs for one sample, kept for backward."""
+        values = 0
+        for layer, shape in self._layer_inputs:
+            values += layer.activations(shape)
+        # Joining several inputs makes a copy of them.
         if self.joins and len(self.reads) > 1:
             values += math.prod(self.input)
         return BYTES_PER_VALUE * values
@@ -122,7 +145,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Tied:
-    """A trained weight used by several units, with a name and a copy in each of them.
+    """A trained weight used by several units, with a name and a copy in each unit.
 
     >>> tied = Tied(("0.embedding.weight", "3.head.weight"), values=640)
     >>> tied.units
@@ -134,24 +157,36 @@ class Tied:
     """
 
     names: tuple[str, ...]
-    """The weight's names in the module of `Model.build`, in the order of the units."""
+    """The weight's names in the module of `Model.build`, in the order of the units: "3.head.weight" in unit 3."""
     values: int
+    """Number of values of the weight."""
 
     @cached_property
     def units(self) -> tuple[int, ...]:
-        """The units using the weight."""
-        indices = [int(name.partition(".")[0]) for name in self.names]
+        """The units using the weight, in order."""
+        indices = []
+        for name in self.names:
+            index, _, _ = name.partition(".")
+            indices.append(int(index))
+        # A unit may use the weight under several names.
         return tuple(dict.fromkeys(indices))
 
     @property
     def title(self) -> str:
         """The names of the weight in the network."""
-        own_names = [name.partition(".")[2] for name in self.names]
+        own_names = []
+        for name in self.names:
+            _, _, own_name = name.partition(".")
+            own_names.append(own_name)
         return " and ".join(dict.fromkeys(own_names))
 
     def holders(self, cuts: Sequence[int]) -> list[int]:
         """Return the stages using the weight; ``cuts`` are the first units of all stages."""
-        return sorted({bisect_right(cuts, unit) - 1 for unit in self.units})
+        stages = set()
+        for unit in self.units:
+            # The last stage that begins at the unit or before.
+            stages.add(bisect_right(cuts, unit) - 1)
+        return sorted(stages)
 
 
 class Builder(Protocol):
@@ -161,7 +196,7 @@ class Builder(Protocol):
         """Build units ``first`` to ``last`` (exclusive), each as a module of the unit's inputs."""
 
     def network(self, seed: int) -> nn.Module:
-        """Build the whole network; its tensor names are those of the units without the unit index."""
+        """Build the whole network, whose tensors have the names of the units' tensors without the unit index."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +205,9 @@ class Model:
 
     name: str
     input: Shape
+    """Shape of a sample."""
     classes: int
+    """Number of output values of a sample or token; for a detector, the number of classes of objects."""
     units: tuple[Unit, ...]
     detector: Detector | None = None
     """Decoder of the output as boxes; None for one value per class."""
@@ -188,13 +225,20 @@ class Model:
     """Trained weights used by several units."""
 
     def __post_init__(self) -> None:
+        """Check the shapes between units and of the output; raises ValueError for a mismatch."""
+        self._check_inputs()
+        self._check_output()
+
+    def _check_inputs(self) -> None:
         for index, unit in enumerate(self.units):
-            inputs = [self.made(read) for read in self.reads(index)]
+            inputs = self.input_shapes(index)
             arriving = joined(inputs, whole=unit.joins)
             if unit.input != arriving:
                 raise ValueError(
                     f"unit '{unit.name}' takes {unit.input}, but {arriving} arrives"
                 )
+
+    def _check_output(self) -> None:
         if self.detector is None:
             # The last axis is that of the classes; those before it, if any, are of tokens.
             if self.output[-1:] != (self.classes,):
@@ -202,6 +246,7 @@ class Model:
                     f"{self.name} ends with {self.output}, not with one value for each of {self.classes} classes"
                 )
             return
+        # A detector reads a map: its first axis is that of the channels, and its sides depend on the image.
         channels = self.detector.channels(self.classes)
         if self.output[:1] != channels:
             raise ValueError(
@@ -231,7 +276,17 @@ class Model:
 
     def reads(self, index: int) -> tuple[int, ...]:
         """Return the units whose outputs a unit reads; the previous unit by default."""
+        # The unit before unit 0 is `INPUT`, the model's input.
         return self.units[index].reads or (index - 1,)
+
+    def input_shapes(self, index: int) -> list[Shape]:
+        """Return the shape of each tensor read by a unit, in the order of reading.
+
+        >>> from testbed.ml.models.catalog import create
+        >>> create("mlp", {"hidden": [32]}, (1, 8, 8), 10).input_shapes(1)
+        [(32,)]
+        """
+        return [self.made(read) for read in self.reads(index)]
 
     def tied_across(self, cut: int) -> Tied | None:
         """Return a trained weight used on both sides of a cut; None if no weight is shared across the cut."""
@@ -243,9 +298,11 @@ class Model:
     @property
     def untied_parts(self) -> int:
         """Maximum number of contiguous parts without a shared trained weight."""
-        return 1 + sum(
-            self.tied_across(cut) is None for cut in range(1, len(self.units))
-        )
+        parts = 1
+        for cut in range(1, len(self.units)):
+            if self.tied_across(cut) is None:
+                parts += 1
+        return parts
 
     def crossing(self, cut: int) -> tuple[Made, ...]:
         """Return the tensors crossing the cut before unit ``cut``, in the order of the producing units.
@@ -261,45 +318,50 @@ class Model:
     @cached_property
     def _crossings(self) -> tuple[tuple[Made, ...], ...]:
         """For each cut, the units before the cut whose outputs are read after the cut."""
-        crossing: list[tuple[Made, ...]] = [((len(self.units) - 1, self.output),)]
+        last = len(self.units) - 1
+        crossings: list[tuple[Made, ...]] = [((last, self.output),)]
         read_later: set[int] = set()
         # Backwards: the units read after a cut are those read after the next one, and by the unit between.
-        for index in reversed(range(len(self.units))):
+        for index in range(last, -1, -1):
+            # This unit lies behind the cut before it, so its own output does not cross that cut.
             read_later.discard(index)
             read_later.update(self.reads(index))
-            crossing.append(
-                tuple((read, self.made(read)) for read in sorted(read_later))
-            )
-        return tuple(reversed(crossing))
+            tensors = [(read, self.made(read)) for read in sorted(read_later)]
+            crossings.append(tuple(tensors))
+        return tuple(reversed(crossings))
 
     def cut_bytes(self, cut: int) -> int:
-        """Return the bytes of one sample that cross the cut before unit ``cut``.
+        """Return the bytes crossing the cut before unit ``cut`` for one sample.
 
         >>> from testbed.ml.models.catalog import create
         >>> create("mlp", {"hidden": [32]}, (1, 8, 8), 10).cut_bytes(1)
         128
         """
-        values = sum(math.prod(shape) for _, shape in self.crossing(cut))
+        values = 0
+        for _, shape in self.crossing(cut):
+            values += math.prod(shape)
         return BYTES_PER_VALUE * values
 
     def weight_bytes(self, units: range) -> int:
-        """Return the bytes of the trained values of consecutive units."""
+        """Return the bytes of the trained values of consecutive units; a shared weight counts once."""
         weights, _ = self._sums
         repeated = BYTES_PER_VALUE * self._repeated_values(units)
         return weights[units.stop] - weights[units.start] - repeated
 
     def _repeated_values(self, units: range) -> int:
-        """Return the values counted several times in consecutive units because the units share them."""
+        """Return the number of values counted repeatedly in consecutive units with shared weights."""
         repeated = 0
         for tied in self.tied:
-            copies = sum(unit in units for unit in tied.units)
+            copies = len([unit for unit in tied.units if unit in units])
             repeated += tied.values * max(0, copies - 1)
         return repeated
 
     def frozen_bytes(self, units: range) -> int:
         """Return the bytes of the frozen values of consecutive units."""
-        part = self.units[units.start : units.stop]
-        return BYTES_PER_VALUE * sum(unit.frozen for unit in part)
+        values = 0
+        for unit in self.units[units.start : units.stop]:
+            values += unit.frozen
+        return BYTES_PER_VALUE * values
 
     def activation_bytes(self, units: range) -> int:
         """Return the bytes of the activations of consecutive units for one sample."""
@@ -312,17 +374,19 @@ class Model:
 
         Planners query very many ranges of units; a difference of two sums answers each.
         """
-        weights = accumulate((unit.weight_bytes for unit in self.units), initial=0)
-        activations = accumulate(
-            (unit.activation_bytes for unit in self.units), initial=0
-        )
-        return list(weights), list(activations)
+        weights = [0]
+        activations = [0]
+        for unit in self.units:
+            weights.append(weights[-1] + unit.weight_bytes)
+            activations.append(activations[-1] + unit.activation_bytes)
+        return weights, activations
 
     @property
     def parameters(self) -> int:
-        """Number of trained values."""
+        """Number of trained values; a weight shared by several units counts once."""
         values = sum(unit.parameters for unit in self.units)
-        return values - self._repeated_values(range(len(self.units)))
+        all_units = range(len(self.units))
+        return values - self._repeated_values(all_units)
 
     @property
     def frozen(self) -> int:
@@ -355,13 +419,16 @@ class Model:
     def build(self, first: int, last: int, seed: int) -> Segment:
         """Build units ``first`` to ``last`` (exclusive) as one module containing one ``nn.Sequential`` per unit.
 
-        The module maps the tensors crossing the cut before ``first`` to those crossing the cut before ``last``. Several
-        tensors cross as one: flattened, and joined in the order of `crossing`. Child i of the result is unit ``first +
-        i`` and is named by the unit's index in the whole model, so state dictionaries of shards of one model can be
-        merged. Each unit's weights depend on ``seed`` and its index only: shards of one seed equal the same units of
-        the whole model. No global state is changed, so devices sharing a process may build at the same time; a
-        ``builder`` may use torch's global generator and restores its state. Raises ValueError for unit indices outside
-        the model.
+        The module maps the tensors crossing the cut before ``first`` to the tensors crossing the cut before ``last``.
+        Several tensors cross as one: flattened, and joined in the order of `crossing`. Child i of the result is unit
+        ``first + i`` and is named by the unit's index in the whole model, so state dictionaries of shards of one model
+        can be merged.
+
+        Each unit's weights depend on ``seed`` and the unit's index only: shards of one seed equal the same units of the
+        whole model. No global state is changed, so devices sharing a process may build at the same time; a ``builder``
+        may use torch's global generator and restores its state.
+
+        Raises ValueError for unit indices outside the model.
         """
         from testbed.ml.models.modules import Segment
 
@@ -369,35 +436,44 @@ class Model:
             raise ValueError(
                 f"{self.name} has units 0 to {len(self.units)}, not {first} to {last}"
             )
+        indices = range(first, last)
         if self.builder is not None:
             built = self.builder(first, last, seed)
         else:
-            built = [self._build_unit(index, seed) for index in range(first, last)]
-        reads = [self.reads(index) for index in range(first, last)]
+            built = [self._build_unit(index, seed) for index in indices]
+        reads = [self.reads(index) for index in indices]
+        # A cut before each unit, and one behind the last.
         crossings = [self.crossing(cut) for cut in range(first, last + 1)]
         segment = Segment(first, built, reads, crossings)
-        if self.given:
-            with torch.no_grad():
-                for name, parameter in segment.named_parameters():
-                    if name in self.given:
-                        parameter.copy_(self.given[name])
+        self._fill_frozen(segment)
         return segment
+
+    def _fill_frozen(self, segment: nn.Module) -> None:
+        """Replace weights drawn from the seed by the values given for frozen weights."""
+        if not self.given:
+            return
+        with torch.no_grad():
+            for name, parameter in segment.named_parameters():
+                if name in self.given:
+                    parameter.copy_(self.given[name])
 
     def _build_unit(self, index: int, seed: int) -> nn.Module:
         from testbed.ml.models.modules import Joined
 
         unit = self.units[index]
+        # A generator for each unit, so that its weights do not depend on the units built before it.
         generator = torch.Generator().manual_seed(derive(seed, "weights", index))
         layers = build_sequence(unit.layers, unit.input, generator)
         return Joined(*layers) if len(unit.reads) > 1 else layers
 
     def whole(self, index: int) -> nn.Module:
-        """Build a unit without layer descriptions, as a module of its flattened and joined inputs."""
+        """Build a unit without layer descriptions, as a module of the flattened and joined inputs."""
         from testbed.ml.models.modules import SplitInputs
 
         assert self.builder is not None
-        [unit] = self.builder(index, index + 1, 0)
-        return SplitInputs(unit, [self.made(read) for read in self.reads(index)])
+        # Any seed: the caller loads the weights of the unit.
+        [unit] = self.builder(index, index + 1, seed=0)
+        return SplitInputs(unit, self.input_shapes(index))
 
 
 def cost_of(units: Sequence[Unit]) -> Cost:
@@ -408,7 +484,10 @@ def cost_of(units: Sequence[Unit]) -> Cost:
     >>> cost_of(model.units).of().flops
     4736.0
     """
-    return sum((unit.cost for unit in units), Cost())
+    total = Cost()
+    for unit in units:
+        total += unit.cost
+    return total
 
 
 def forward_of(cost: Cost, samples: int) -> Cost:
@@ -435,7 +514,7 @@ def backward_of(cost: Cost, samples: int) -> Cost:
 
 
 def joined(parts: Sequence[Shape], *, whole: bool = True) -> Shape:
-    """Return the shape of tensors joined along the first axis; raises ValueError if their other axes differ.
+    """Return the shape of tensors joined along the first axis; raises ValueError for tensors with other further axes.
 
     If not ``whole``, several tensors are flattened and joined along one axis.
 
@@ -445,11 +524,18 @@ def joined(parts: Sequence[Shape], *, whole: bool = True) -> Shape:
     (1034,)
     """
     if not whole and len(parts) > 1:
-        return (sum(math.prod(part) for part in parts),)
-    if len({part[1:] for part in parts}) > 1:
-        names = " and ".join(map(str, parts))
-        raise ValueError(f"{names} cannot be joined: they differ beyond the first axis")
-    return (sum(part[0] for part in parts), *parts[0][1:])
+        values = sum(math.prod(part) for part in parts)
+        return (values,)
+    further_axes = parts[0][1:]
+    length = 0
+    for part in parts:
+        if part[1:] != further_axes:
+            names = " and ".join(map(str, parts))
+            raise ValueError(
+                f"{names} cannot be joined: they differ beyond the first axis"
+            )
+        length += part[0]
+    return (length, *further_axes)
 
 
 def chain(
@@ -462,8 +548,16 @@ def chain(
 ) -> Model:
     """Create a model from named runs of layers, deriving all shapes from the input shape.
 
-    ``routes`` maps units, by index, to the units they read instead of the previous one; their outputs are joined along
-    the channels. Raises ValueError for routes to later units.
+    Args:
+        name: the model's name.
+        shape: shape of a sample.
+        classes: number of output values of a sample, or of classes that ``detector`` distinguishes.
+        layers: name and layers of each unit, in order.
+        routes: for units that do not read the previous unit, the units they read, all by index; the outputs of these
+            are joined along the channels.
+        detector: decoder of the output as boxes.
+
+    Raises ValueError for routes to later units, and for layers that do not accept the output of the layer before.
 
     >>> from testbed.ml.models.layers import Flatten, Linear, ReLU
     >>> hidden = [Flatten(), Linear(32), ReLU()]
@@ -474,18 +568,26 @@ def chain(
     2410
     """
     routes = routes or {}
+    _check_routes(routes)
+    outputs = {INPUT: tuple(shape)}
+    units: list[Unit] = []
+    for index, (unit_name, unit_layers) in enumerate(layers):
+        reads = routes.get(index, ())
+        # Without a route the previous unit; before unit 0 that is `INPUT`.
+        sources = reads or (index - 1,)
+        entering = joined([outputs[source] for source in sources])
+        unit = Unit(unit_name, tuple(unit_layers), entering, reads)
+        units.append(unit)
+        outputs[index] = unit.output
+    return Model(name, outputs[INPUT], classes, tuple(units), detector)
+
+
+def _check_routes(routes: Mapping[int, tuple[int, ...]]) -> None:
+    """Raise ValueError for a route from a unit to itself, to later units, or twice to one unit."""
     for index, wanted in routes.items():
         is_distinct = len(set(wanted)) == len(wanted) > 0
-        if not is_distinct or not all(INPUT <= read < index for read in wanted):
+        are_earlier = all(INPUT <= read < index for read in wanted)
+        if not is_distinct or not are_earlier:
             raise ValueError(
                 f"unit {index} reads {wanted}: name different units before it"
             )
-    made = {INPUT: tuple(shape)}
-    units: list[Unit] = []
-    for index, (unit_name, run) in enumerate(layers):
-        reads = routes.get(index, ())
-        entering = joined([made[read] for read in reads or (index - 1,)])
-        unit = Unit(unit_name, tuple(run), entering, reads)
-        units.append(unit)
-        made[index] = unit.output
-    return Model(name, made[INPUT], classes, tuple(units), detector)

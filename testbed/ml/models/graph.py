@@ -1,16 +1,18 @@
-"""A model as a graph of layers, divided by planners by channels, neurons or pixels and computed by shards.
+"""A model as a graph of layers, which planners divide by channels, neurons or pixels.
 
-A layer is counted as in papers: a convolution, fully connected layer or pooling with the element-wise operations after
-it, its normalisation and activation. `testbed.ml.models.layers` has the formulas of single layers; this module relates
-the layers to each other. The symbols are those of Stahl et al., "Fully Distributed Deep Learning Inference on
-Resource-Constrained Edge Devices": layer l has M input and K output elements, Q weights and R multiplications. All
-quantities are per sample. Torch is not required.
+A layer is counted as in papers: a convolution, fully connected layer or pooling (the main layer) together with the
+following normalisation and activation. `testbed.ml.models.layers` has the formulas of single layers; this module
+relates the layers to each other. In contrast to a chain of units, the graph knows the inside of a unit.
+
+The symbols are those of Stahl et al., "Fully Distributed Deep Learning Inference on Resource-Constrained Edge Devices":
+layer l has M input and K output elements, Q weights and R multiplications. All quantities are per sample. Torch is not
+required.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -24,14 +26,14 @@ from testbed.ml.models.slices import Channels, Slice
 
 @dataclass(frozen=True)
 class GraphLayer:
-    """One main layer and the element-wise layers after it."""
+    """One main layer and the element-wise layers after it; or a route, which only joins the outputs of other layers."""
 
     name: str
     sequence: tuple[Layer, ...]
     """The layers; the first one is the main layer. Empty for a route, which joins the channels of its sources."""
     input: Shape
-    """(channels, height, width) or (features,); of a route, the concatenation of all that enters. Flattening does not
-    show: a fully connected layer after a feature map takes the map."""
+    """(channels, height, width) or (features,); for a route, the concatenation of all inputs. Flattening does not show:
+    the input of a fully connected layer after a feature map is the map."""
     sources: tuple[int, ...]
     """Indices of the layers read; `INPUT` is the model's input."""
     unit: int = 0
@@ -47,17 +49,20 @@ class GraphLayer:
         names = []
         for module in self.modules:
             # A unit computed as a whole has no modules of its own.
-            names.append(f"{self.unit}.{module}" if module else str(self.unit))
+            name = f"{self.unit}.{module}" if module else str(self.unit)
+            names.append(name)
         return tuple(names)
+
+    # Cached, since planners compare very many divisions of the same layers.
 
     @cached_property
     def entering(self) -> Shape:
-        """Input shape of the first layer."""
+        """Input shape of the main layer."""
         return (math.prod(self.input),) if self.flattens else self.input
 
     @cached_property
     def output(self) -> Shape:
-        """Output shape of the last layer."""
+        """Output shape of the last layer in the sequence."""
         return shapes_through(self.sequence, self.entering)[-1]
 
     @cached_property
@@ -87,11 +92,15 @@ class GraphLayer:
 
     @cached_property
     def _weight_shape(self) -> Shape:
-        return self.sequence[0].weight_shape(self.entering) if self.sequence else ()
+        """(output channels, input channels, ...); () for a layer without one weight tensor."""
+        if not self.sequence:
+            return ()
+        return self.sequence[0].weight_shape(self.entering)
 
     @cached_property
     def division(self) -> Division:
         """How several devices can share the layer."""
+        # A route computes nothing.
         return self.sequence[0].division if self.sequence else "moves"
 
     @property
@@ -119,15 +128,20 @@ class GraphLayer:
         """Q: weights without biases. Parameters without an entry per channel all count as weights."""
         if not self.sequence:
             return 0
-        first = self.sequence[0]
-        if first.channel_values:
-            return first.weights(self.entering)
-        return first.parameters(self.entering)
+        main_layer = self.sequence[0]
+        if main_layer.channel_values:
+            return main_layer.weights(self.entering)
+        # Of a residual block or a unit computed as a whole, for example, no value belongs to an output channel.
+        return main_layer.parameters(self.entering)
 
     @cached_property
     def multiplications(self) -> int:
         """R: multiplications with the weights."""
-        return int(self.sequence[0].flops(self.entering)) // 2 if self.sequence else 0
+        if not self.sequence:
+            return 0
+        flops = self.sequence[0].flops(self.entering)
+        # A multiply and an add are two FLOPs.
+        return int(flops) // 2
 
     @cached_property
     def channel_values(self) -> int:
@@ -137,7 +151,7 @@ class GraphLayer:
     @property
     def parameters(self) -> int:
         """All stored values: weights and values per channel."""
-        return self.weights + self.channel_values * self.output[0]
+        return self.weights + self.channel_values * self.output_channels
 
     @cached_property
     def whole(self) -> Slice:
@@ -147,7 +161,7 @@ class GraphLayer:
 
     @cached_property
     def summed(self) -> Shape:
-        """Output shape of the first layer, before the element-wise layers."""
+        """Output shape of the main layer, before the element-wise layers."""
         return self.sequence[0].output(self.entering)
 
     def by_outputs(self, channels: Channels) -> Slice:
@@ -161,7 +175,7 @@ class GraphLayer:
         return Slice(channels, self.whole.columns, channels)
 
     def by_inputs(self, columns: Channels, channels: Channels | None = None) -> Slice:
-        """Return the slice of partial sums from some input channels that finishes ``channels``; None finishes all.
+        """Return the slice of partial sums from some input channels; the device finishes ``channels``, None: all.
 
         >>> from testbed.ml.models.catalog import create
         >>> layer = graph_of(create("mlp", {"hidden": [32]}, (1, 8, 8), 10)).layers[0]
@@ -176,7 +190,7 @@ class GraphLayer:
         return replace(self, sequence=(*self.sequence, *pool.sequence))
 
     def product_cost(self, read: int, channels: int) -> Cost:
-        """Return the cost of the first layer for one sample: from ``read`` input elements to some channels.
+        """Return the cost of the main layer for one sample: from ``read`` input elements to a number of channels.
 
         FLOPs and weights are divided like the matrix; all values read and written are counted.
         """
@@ -186,27 +200,32 @@ class GraphLayer:
         divided = read * channels
         # Multiplied before the division: the quotient of the two alone would be rounded.
         flops = 2 * self.multiplications * divided / whole
-        accessed = BYTES_PER_VALUE * (read + channels * math.prod(self.summed[1:]))
         weights = BYTES_PER_VALUE * self.weights * divided / whole
+        written = channels * math.prod(self.summed[1:])
+        accessed = BYTES_PER_VALUE * (read + written)
         return Cost(flops, accessed, weights, self.sequence[0].kind)
 
     def finish_cost(self, channels: int) -> Cost:
-        """Return the cost of the layers after the first for some channels of one sample."""
+        """Return the cost of the layers after the main layer for a number of channels of one sample."""
         total = Cost()
-        shape = self.summed if self.sequence else ()
+        if not self.sequence:
+            return total
+        shape = self.summed
+        share = channels / self.output_channels
         for layer in self.sequence[1:]:
-            total += layer.cost(shape) * (channels / self.output_channels)
+            total += layer.cost(shape) * share
             shape = layer.output(shape)
         return total
 
     def cost(self, read: int, channels: int) -> Cost:
-        """Return the cost of all layers for some channels of one sample."""
+        """Return the cost of all layers for one sample: from ``read`` input elements to a number of channels."""
         return self.product_cost(read, channels) + self.finish_cost(channels)
 
     def share(self, values: int, part: Slice) -> int:
-        """Return the part of ``values``, all weights or all multiplications, in a slice."""
+        """Return how many of ``values``, all weights or all multiplications, are in a slice."""
         whole = self.output_channels * self.input_channels
-        return values * len(part.rows) * len(part.columns) // whole
+        divided = len(part.rows) * len(part.columns)
+        return values * divided // whole
 
 
 @dataclass(frozen=True)
@@ -222,16 +241,20 @@ class Graph:
     """
 
     name: str
+    """Name of the model."""
     layers: tuple[GraphLayer, ...]
 
     def __post_init__(self) -> None:
+        """Check the sources of all layers; raises ValueError for later sources and wrong numbers of elements."""
         for index, layer in enumerate(self.layers):
             sources = layer.sources
-            if not sources or not all(INPUT <= source < index for source in sources):
+            are_earlier = all(INPUT <= source < index for source in sources)
+            if not sources or not are_earlier:
                 raise ValueError(
                     f"layer {index} ({layer.name}) takes the outputs of {sources}, not of earlier ones"
                 )
             arriving = sum(self.outputs_of(source) for source in sources)
+            # The size of the model's input is only known from the layers that read it.
             if sources != (INPUT,) and arriving != layer.inputs:
                 raise ValueError(
                     f"layer {index} ({layer.name}) takes {layer.inputs} elements, but {arriving} arrive"
@@ -246,13 +269,14 @@ class Graph:
         """For each layer, the layers reading its output."""
         readers: list[list[int]] = [[] for _ in self.layers]
         for index, layer in enumerate(self.layers):
+            # A set: a route may read one layer twice.
             for source in set(layer.sources):
                 if source != INPUT:
                     readers[source].append(index)
-        return tuple(tuple(each) for each in readers)
+        return tuple(map(tuple, readers))
 
     def follows(self, index: int) -> bool:
-        """Whether a layer reads the previous layer in the list and nothing else.
+        """Whether a layer reads only the previous layer of the list.
 
         Only then can devices reuse their parts of the previous output: pooling and routing in between happen at the
         source (Stahl et al., Section 5: such layers are counted but not partitioned).
@@ -260,8 +284,10 @@ class Graph:
         return index > 0 and self.layers[index].sources == (index - 1,)
 
     def fuses(self, index: int) -> bool:
-        """Whether the layer can be the first of a fused pair: both split, and no other layer reads the value in
-        between.
+        """Whether the layer can be the first of a fused pair with the next layer.
+
+        The weights of both must be divisible, and no other layer may read the value between the two: that value is
+        never complete on one device.
         """
         following = index + 1
         if following == len(self.layers):
@@ -293,75 +319,100 @@ def graph_of(model: Model) -> Graph:
     ('output', (10,))
     """
     layers: list[GraphLayer] = []
-    # The last layer of each unit.
-    made = {INPUT: INPUT}
+    # The index in the graph of the last layer of each unit, by the index of the unit.
+    last_layers = {INPUT: INPUT}
     for index, given in enumerate(model.units):
         unit, names = _described_unit(model, index, given)
-        sources = tuple(made[read] for read in model.reads(index))
+        sources = tuple(last_layers[read] for read in model.reads(index))
         arriving = unit.input
         if len(sources) == 1 and sources[0] != INPUT:
             # A map that the unit before flattens arrives as it was.
             arriving = layers[sources[0]].output
-        described = list(
-            _describe_unit(index, unit, names, sources, len(layers), arriving)
+        own_layers = _layers_of_unit(
+            index, unit, names, sources, first=len(layers), shape=arriving
         )
-        layers += described
+        layers += own_layers
         # A unit that only flattens has no layer: its readers read its source.
-        made[index] = len(layers) - 1 if described else sources[0]
+        last_layers[index] = len(layers) - 1 if own_layers else sources[0]
     return Graph(model.name, tuple(layers))
 
 
 def _described_unit(
     model: Model, index: int, unit: Unit
 ) -> tuple[Unit, tuple[str, ...]]:
-    """Return a unit with its layers described, and the names of their modules."""
+    """Return a unit as known layers where possible, and the name of each layer's module within the unit."""
     counted = unit.layers[0] if unit.layers else None
     if not isinstance(counted, CountedUnit):
-        return unit, tuple(map(str, range(len(unit.layers))))
-    if counted.described:
-        layers = tuple(layer for _, layer in counted.described)
+        # A unit of a catalogue model, whose modules have the numbers of its layers.
+        numbers = range(len(unit.layers))
+        return unit, tuple(map(str, numbers))
+    if not counted.described:
+        whole = replace(counted, make=partial(model.whole, index))
+        return replace(unit, layers=(whole,)), ("",)
+    layers = []
+    names = []
+    for name, layer in counted.described:
+        layers.append(layer)
         # A function has no module; "-" is the name of no tensor.
-        names = tuple(name or "-" for name, _ in counted.described)
-        entering = joined([model.made(read) for read in model.reads(index)])
-        return replace(unit, layers=layers, input=entering), names
-    whole = replace(counted, make=partial(model.whole, index))
-    return replace(unit, layers=(whole,)), ("",)
+        names.append(name or "-")
+    # Inputs of described layers are joined along the channels, in contrast to those of other traced units.
+    entering = joined(model.input_shapes(index))
+    described = replace(unit, layers=tuple(layers), input=entering)
+    return described, tuple(names)
 
 
-def _describe_unit(
+def _layers_of_unit(
     index: int,
     unit: Unit,
     names: Sequence[str],
     sources: tuple[int, ...],
+    *,
     first: int,
     shape: Shape,
-) -> Iterator[GraphLayer]:
-    """Yield a unit's layers; ``first`` is the graph index of the first one, ``shape`` its input shape."""
-    entering = shapes_through(unit.layers, unit.input)
-    for place, numbers in enumerate(_layer_runs(unit, joins=len(sources) > 1)):
-        flattens = bool(numbers) and len(entering[numbers[0]]) < len(shape)
+) -> list[GraphLayer]:
+    """Return a unit's layers as part of the graph.
+
+    Args:
+        index: index of the unit in the model.
+        unit: the unit, with its layers described.
+        names: name of each layer's module within the unit.
+        sources: graph indices of the layers read by the unit.
+        first: graph index of the first returned layer.
+        shape: input shape of the first returned layer.
+    """
+    layers: list[GraphLayer] = []
+    input_shapes = shapes_through(unit.layers, unit.input)
+    for place, numbers in enumerate(_group_layers(unit, joins=len(sources) > 1)):
+        # A layer of features after a map: the input of the layer has fewer axes than the arriving value.
+        flattens = bool(numbers) and len(input_shapes[numbers[0]]) < len(shape)
         layer = GraphLayer(
             name=f"{unit.name}.{place}" if place else unit.name,
             sequence=tuple(unit.layers[number] for number in numbers),
             input=shape,
+            # Within the unit, each layer reads the layer before.
             sources=(first + place - 1,) if place else sources,
             unit=index,
             modules=tuple(names[number] for number in numbers),
             flattens=flattens,
         )
         shape = layer.output
-        yield layer
+        layers.append(layer)
+    return layers
 
 
-def _layer_runs(unit: Unit, *, joins: bool) -> list[list[int]]:
-    """Return the positions of the main layer and its followers for each layer of a unit; routes have none."""
-    runs: list[list[int]] = []
+def _group_layers(unit: Unit, *, joins: bool) -> list[list[int]]:
+    """Return the positions in a unit of each main layer with its element-wise followers.
+
+    An empty group is a route: if the unit ``joins`` several inputs, or has no layers.
+    """
+    groups: list[list[int]] = []
     if joins or not unit.layers:
-        runs.append([])
+        groups.append([])
     for number, layer in enumerate(unit.layers):
-        has_main_layer = bool(runs and runs[-1])
+        has_main_layer = bool(groups and groups[-1])
         if layer.division == "values" and has_main_layer:
-            runs[-1].append(number)
+            groups[-1].append(number)
         elif layer.division != "flattens":
-            runs.append([number])
-    return runs
+            # An element-wise layer without a main layer before it is a layer of its own.
+            groups.append([number])
+    return groups

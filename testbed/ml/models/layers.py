@@ -35,18 +35,19 @@ def initial_bound(how: Initialisation, weight: Shape) -> float:
     >>> initial_bound("lecun", (10, 300))
     0.1
     """
-    outputs, *others = weight
-    inputs = math.prod(others)
+    outputs, inputs, *kernel = weight
+    kernel_size = math.prod(kernel)
+    fan_in = inputs * kernel_size
     match how:
         case "he":
-            return math.sqrt(6 / inputs)
+            return math.sqrt(6 / fan_in)
         case "glorot":
-            pixels = math.prod(others[1:])
-            return math.sqrt(6 / (inputs + outputs * pixels))
+            fan_out = outputs * kernel_size
+            return math.sqrt(6 / (fan_in + fan_out))
         case "torch":
-            return math.sqrt(1 / inputs)
+            return math.sqrt(1 / fan_in)
         case _:
-            return math.sqrt(3 / inputs)
+            return math.sqrt(3 / fan_in)
 
 
 Division = Literal["weights", "channels", "values", "flattens", "moves", "no"]
@@ -60,7 +61,7 @@ whole only.
 """
 
 _BLOCK = 1 << 18
-"""Number of weights drawn at a time, to discard those not kept before the next block."""
+"""Number of weights drawn at a time (1 MiB), to discard those not kept before the next block."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,22 @@ class PixelWindow:
 
     kernel: int
     stride: int
+    """Pixels between the windows of neighbouring output pixels."""
     padding: int
+    """Pixels added at each edge of the input."""
     fill: float = 0.0
     """The value of padded pixels."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A frozen description of one layer; the defaults describe an element-wise layer."""
+    """A frozen description of one layer; the defaults describe an element-wise layer.
 
+    A description has no input size: the argument ``shape`` of a method is the shape of the layer's input for one
+    sample, (channels, height, width) or (features,).
+    """
+
+    # Not compared: a network is the same whatever its initial weights.
     initialisation: Initialisation = field(
         default="lecun", kw_only=True, repr=False, compare=False
     )
@@ -113,7 +121,8 @@ class Layer:
 
     def parameters(self, shape: Shape) -> int:
         """Number of trained values."""
-        return self.weights(shape) + self.channel_values * self.output(shape)[0]
+        channels = self.output(shape)[0]
+        return self.weights(shape) + self.channel_values * channels
 
     def weights(self, shape: Shape) -> int:
         """Elements of weight matrices and kernels: the parameters without biases and normalisation parameters."""
@@ -126,7 +135,9 @@ class Layer:
 
     def flops(self, shape: Shape) -> float:
         """Forward FLOPs for one sample: each weight is used once for each output pixel."""
-        return 2.0 * self.weights(shape) * math.prod(self.output(shape)[1:])
+        pixels = math.prod(self.output(shape)[1:])
+        # A multiply and an add.
+        return 2.0 * self.weights(shape) * pixels
 
     def activations(self, shape: Shape) -> int:
         """Values of all outputs within the layer for one sample, including its own output."""
@@ -159,7 +170,7 @@ class Layer:
     def draw(
         self, shape: Shape, generator: torch.Generator, part: Slice
     ) -> dict[str, torch.Tensor]:
-        """Return a slice of the weights `build` would draw, by their names in the module; empty tensors are omitted.
+        """Return the slice ``part`` of the weights drawn by `build`, by name in the module; empty tensors are omitted.
 
         The generator advances as in `build`, whatever the slice: so each device's later layers equal those of the whole
         model. An indivisible layer is returned whole.
@@ -168,15 +179,21 @@ class Layer:
         if not weight:
             return {}
         limit = initial_bound(self.initialisation, weight)
-        tensors = {"weight": _draw_slice(weight, generator, part, limit)}
-        if self.channel_values:
-            tensors["bias"] = torch.zeros(len(part.channels))
-            # torch draws biases as well; the published schemes begin with zeros.
-            if self.initialisation == "torch":
-                biases = torch.empty(weight[0])
-                biases.uniform_(-limit, limit, generator=generator)
-                tensors["bias"] = pick(biases, 0, part.channels)
-        return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        kernels = _draw_slice(weight, generator, part, limit)
+        tensors = {}
+        if kernels.numel():
+            tensors["weight"] = kernels
+        if not self.channel_values:
+            return tensors
+        bias = torch.zeros(len(part.channels))
+        # torch draws biases as well; the published schemes begin with zeros.
+        if self.initialisation == "torch":
+            all_biases = torch.empty(weight[0])
+            all_biases.uniform_(-limit, limit, generator=generator)
+            bias = pick(all_biases, 0, part.channels)
+        if bias.numel():
+            tensors["bias"] = bias
+        return tensors
 
     def product(
         self,
@@ -187,7 +204,8 @@ class Layer:
         """Return the layer's output for some channels, without bias; for the divisions ``weights`` and ``channels``.
 
         ``inputs`` is (samples, input channels, ...), ``weight`` (output channels, input channels, ...) of the same
-        channels. Raises TypeError for other divisions.
+        channels; None for a layer without weights. ``padding`` replaces the layer's own, for a tile that has been
+        padded. Raises TypeError for other divisions.
         """
         raise TypeError(f"{type(self).__name__} is not computed channel by channel")
 
@@ -217,24 +235,27 @@ def build_sequence(
     )
     """
     modules = []
-    # The last shape is the output of the row.
-    for layer, entering in zip(layers, shapes_through(layers, shape), strict=False):
+    # A shape more than there are layers: the last one is the output of the row.
+    shapes = shapes_through(layers, shape)
+    for layer, entering in zip(layers, shapes, strict=False):
         modules.append(layer.build(entering, generator))
     return nn.Sequential(*modules)
 
 
 def _check_image(shape: Shape, layer: str) -> tuple[int, int, int]:
+    """Return the shape of an image; raises ValueError naming the layer for other inputs."""
     if len(shape) != 3:
         raise ValueError(f"{layer} needs (channels, height, width), not {shape}")
     return shape
 
 
-def _window_count(size: int, kernel: int, stride: int, padding: int, layer: str) -> int:
-    """Return the number of window positions along one axis."""
-    positions = (size + 2 * padding - kernel) // stride + 1
-    if size + 2 * padding < kernel or positions < 1:
+def _window_count(size: int, window: PixelWindow, layer: str) -> int:
+    """Return the number of window positions along an axis of ``size`` pixels; raises ValueError if there are none."""
+    padded = size + 2 * window.padding
+    positions = (padded - window.kernel) // window.stride + 1
+    if padded < window.kernel or positions < 1:
         raise ValueError(
-            f"{layer} of kernel {kernel} does not fit into {size} pixels with padding {padding}"
+            f"{layer} of kernel {window.kernel} does not fit into {size} pixels with padding {window.padding}"
         )
     return positions
 
@@ -242,16 +263,20 @@ def _window_count(size: int, kernel: int, stride: int, padding: int, layer: str)
 def _draw_slice(
     weight: Shape, generator: torch.Generator, part: Slice, limit: float
 ) -> torch.Tensor:
-    """Draw a weight tensor between ``-limit`` and ``limit`` in blocks of rows; return a slice of the tensor."""
-    rows, *others = weight
-    fan_in = math.prod(others)
-    step = max(1, _BLOCK // fan_in)
-    kept = torch.empty(len(part.rows), len(part.columns), *others[1:])
+    """Draw a weight tensor between ``-limit`` and ``limit`` in blocks of rows; return a slice of the tensor.
+
+    ``weight`` is the shape of the whole tensor, (output channels, input channels, rows and columns of the kernel).
+    """
+    rows, columns, *kernel = weight
+    values_per_row = columns * math.prod(kernel)
+    step = max(1, _BLOCK // values_per_row)
+    kept = torch.empty(len(part.rows), len(part.columns), *kernel)
     for first in range(0, rows, step):
         last = min(first + step, rows)
         # Blocks that are not kept are drawn as well: the numbers after them depend on it.
-        block = torch.empty(last - first, *others)
+        block = torch.empty(last - first, columns, *kernel)
         block.uniform_(-limit, limit, generator=generator)
+        # The rows of the slice rise, so those of a block are neighbours in the slice.
         begin = bisect_left(part.rows, first)
         end = bisect_left(part.rows, last)
         if begin < end:
@@ -260,8 +285,8 @@ def _draw_slice(
     return kept
 
 
-def _allocate_module(module: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Allocate a module of the meta device.
+def _assign_weights(module: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Give a module of the meta device its weights, by name.
 
     On the meta device torch draws nothing, so its global generator is left alone. The module's own ``to_empty`` would
     import sympy on the way: a second and 48 MB on every device.
@@ -318,12 +343,15 @@ class Reorganise(Layer):
         sides.
         """
         channels, height, width = _check_image(shape, "Reorganise")
-        if channels % self.stride**2 or height % self.stride or width % self.stride:
+        stride = self.stride
+        pixels = stride**2
+        # The channels, too, since Darknet reads them as fewer and larger images: see `DarknetReorganise`.
+        if channels % pixels or height % stride or width % stride:
             raise ValueError(
-                f"Reorganise by {self.stride} needs channels that {self.stride**2} divides and pixels that "
-                f"{self.stride} divides, not {shape}"
+                f"Reorganise by {stride} needs channels that {pixels} divides and pixels that "
+                f"{stride} divides, not {shape}"
             )
-        return (channels * self.stride**2, height // self.stride, width // self.stride)
+        return (channels * pixels, height // stride, width // stride)
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Build the torch module."""
@@ -385,14 +413,11 @@ class MaxPool2d(Layer):
         return PixelWindow(self.kernel, stride, self.padding, fill=-math.inf)
 
     def output(self, shape: Shape) -> Shape:
-        """Same channels, fewer pixels."""
-        channels, *pixels = _check_image(shape, "MaxPool2d")
-        step = self.stride or self.kernel
-        height, width = (
-            _window_count(size, self.kernel, step, self.padding, "MaxPool2d")
-            for size in pixels
-        )
-        return (channels, height, width)
+        """Same channels, fewer pixels; raises ValueError where the window does not fit."""
+        channels, height, width = _check_image(shape, "MaxPool2d")
+        rows = _window_count(height, self.window, "MaxPool2d")
+        columns = _window_count(width, self.window, "MaxPool2d")
+        return (channels, rows, columns)
 
     def product(
         self,
@@ -464,13 +489,14 @@ class BatchNorm2d(Layer):
         self, shape: Shape, generator: torch.Generator, part: Slice
     ) -> dict[str, torch.Tensor]:
         """Return the identity normalisation with fresh statistics; nothing is random."""
-        if not len(part.channels):
+        channels = len(part.channels)
+        if not channels:
             return {}
         values = {"running_mean": 0.0, "running_var": 1.0, "weight": 1.0, "bias": 0.0}
-        return {
-            name: torch.full((len(part.channels),), value)
-            for name, value in values.items()
-        }
+        tensors = {}
+        for name, value in values.items():
+            tensors[name] = torch.full((channels,), value)
+        return tensors
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Build the torch module."""
@@ -498,7 +524,7 @@ class Conv2d(Layer):
     @property
     def kind(self) -> Kind:
         """The kind selecting a device's rates."""
-        # A device may have a rate for each: kernels use a processor differently well.
+        # A device may have a rate for each: convolutions of these kinds use a processor differently well.
         if self.groups > 1:
             return "depthwise"
         return "pointwise" if self.kernel == 1 else "convolution"
@@ -520,16 +546,14 @@ class Conv2d(Layer):
 
     def output(self, shape: Shape) -> Shape:
         """(channels, height, width); raises ValueError where groups or the kernel do not fit."""
-        entering, *pixels = _check_image(shape, "Conv2d")
+        entering, height, width = _check_image(shape, "Conv2d")
         if entering % self.groups or self.channels % self.groups:
             raise ValueError(
                 f"Conv2d from {entering} to {self.channels} channels cannot have {self.groups} groups"
             )
-        height, width = (
-            _window_count(size, self.kernel, self.stride, self.padding, "Conv2d")
-            for size in pixels
-        )
-        return (self.channels, height, width)
+        rows = _window_count(height, self.window, "Conv2d")
+        columns = _window_count(width, self.window, "Conv2d")
+        return (self.channels, rows, columns)
 
     def weight_shape(self, shape: Shape) -> Shape:
         """(output channels, input channels of a group, kernel, kernel)."""
@@ -561,7 +585,7 @@ class Conv2d(Layer):
             device="meta",
         )
         whole = _whole_slice(self.weight_shape(shape))
-        return _allocate_module(module, self.draw(shape, generator, whole))
+        return _assign_weights(module, self.draw(shape, generator, whole))
 
 
 @dataclass(frozen=True)
@@ -610,11 +634,14 @@ class Linear(Layer):
         """Build the torch module."""
         module = nn.Linear(shape[0], self.features, bias=self.bias, device="meta")
         whole = _whole_slice(self.weight_shape(shape))
-        return _allocate_module(module, self.draw(shape, generator, whole))
+        return _assign_weights(module, self.draw(shape, generator, whole))
 
 
 def _whole_slice(weight: Shape) -> Slice:
-    return Slice(range(weight[0]), range(weight[1]), range(weight[0]))
+    """Return the slice that is a whole layer, from the shape of its weights."""
+    outputs = range(weight[0])
+    inputs = range(weight[1])
+    return Slice(rows=outputs, columns=inputs, channels=outputs)
 
 
 @dataclass(frozen=True)
@@ -645,7 +672,7 @@ class Residual(Layer):
         return block
 
     def _inner_layers(self, shape: Shape) -> list[tuple[Layer, Shape]]:
-        """Each inner layer with its input shape."""
+        """Each layer of block and shortcut with its input shape; both paths begin with the same input."""
         inner: list[tuple[Layer, Shape]] = []
         for path in (self.block, self.shortcut):
             inner += zip(path, shapes_through(path, shape), strict=False)
@@ -653,33 +680,42 @@ class Residual(Layer):
 
     def parameters(self, shape: Shape) -> int:
         """Trained values of block and shortcut."""
-        inner = self._inner_layers(shape)
-        return sum(layer.parameters(entering) for layer, entering in inner)
+        values = 0
+        for layer, entering in self._inner_layers(shape):
+            values += layer.parameters(entering)
+        return values
 
     def weights(self, shape: Shape) -> int:
         """Elements of the kernels of block and shortcut."""
-        inner = self._inner_layers(shape)
-        return sum(layer.weights(entering) for layer, entering in inner)
+        elements = 0
+        for layer, entering in self._inner_layers(shape):
+            elements += layer.weights(entering)
+        return elements
 
     def flops(self, shape: Shape) -> float:
-        """FLOPs of block and shortcut."""
-        inner = self._inner_layers(shape)
-        return sum(layer.flops(entering) for layer, entering in inner)
+        """FLOPs of block and shortcut; the sum has none, since it is no matrix product."""
+        flops = 0.0
+        for layer, entering in self._inner_layers(shape):
+            flops += layer.flops(entering)
+        return flops
 
     def activations(self, shape: Shape) -> int:
         """Outputs within block and shortcut, and the sum."""
-        inner = self._inner_layers(shape)
-        within = sum(layer.activations(entering) for layer, entering in inner)
-        return within + math.prod(self.output(shape))
+        values = math.prod(self.output(shape))
+        for layer, entering in self._inner_layers(shape):
+            values += layer.activations(entering)
+        return values
 
     def accesses(self, shape: Shape) -> int:
-        """Return the accesses of block, shortcut and sum; the sum reads two values for each value written."""
-        inner = self._inner_layers(shape)
-        within = sum(layer.accesses(entering) for layer, entering in inner)
-        return within + self._sum_accesses(shape)
+        """Return the accesses of block, shortcut and sum."""
+        values = self._sum_accesses(shape)
+        for layer, entering in self._inner_layers(shape):
+            values += layer.accesses(entering)
+        return values
 
     def _sum_accesses(self, shape: Shape) -> int:
-        """Values that the sum reads and writes."""
+        """Number of values read and written by the sum."""
+        # Each value of the sum is read from block and shortcut, and written once.
         return 3 * math.prod(self.output(shape))
 
     def cost(self, shape: Shape) -> Cost:
@@ -692,10 +728,10 @@ class Residual(Layer):
 
     def least_samples(self, shape: Shape) -> int:
         """The largest minimum of the layers of block and shortcut."""
-        inner = self._inner_layers(shape)
-        return max(
-            (layer.least_samples(entering) for layer, entering in inner), default=1
-        )
+        samples = 1
+        for layer, entering in self._inner_layers(shape):
+            samples = max(samples, layer.least_samples(entering))
+        return samples
 
     def draw(
         self, shape: Shape, generator: torch.Generator, part: Slice
@@ -709,7 +745,7 @@ class Residual(Layer):
         """Build the torch module, with children ``block`` and ``shortcut``."""
         from testbed.ml.models.modules import Sum
 
-        # For its check of the shapes.
+        # Raises ValueError for shapes that cannot be added.
         self.output(shape)
         block = build_sequence(self.block, shape, generator)
         shortcut = build_sequence(self.shortcut, shape, generator)

@@ -1,7 +1,8 @@
 """Tracing of a network by torch.fx, with simultaneous execution for two batch sizes.
 
-Sizes independent of the samples are plain numbers to the user's code, which may branch and loop on them; only the
-number of samples and their values remain unknown.
+torch.fx calls the user's `forward` with proxies, which record each operation as a node. Here each node is also executed
+at once, for a small and a large batch. Results that are equal for both are independent of the samples: the user's code
+gets them as plain numbers and may branch and loop on them. Only the number of samples and their values stay unknown.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from testbed.ml.fields import InputSpec, arguments, entries, entry
 from testbed.ml.models.making import KEY, Maker
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 
+# Above one, since a normalisation in training needs at least two samples, and torch.export makes a constant of one.
 BATCHES = (2, 3)
 """The two batch sizes used for tracing: values differing between them depend on the batch."""
 _IN_PLACE = {
@@ -42,7 +44,8 @@ _IN_PLACE = {
 STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 """Modules of torch.nn traced into, because their layers are units."""
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
-_MAKING = (
+"""Recurrent networks of torch.nn, whose layers are units. Subclasses may have a forward of their own."""
+_CREATION_FUNCTIONS = (
     torch.zeros,
     torch.ones,
     torch.empty,
@@ -59,11 +62,13 @@ _PRODUCTS = (
     "aten::baddbmm",
     "aten::convolution",
 )
+"""Operations that multiply samples by weights."""
 _UNLIKE = "does something else in evaluation than in training"
-"""Text by which `trace_by_fx` recognises the one error for which another attempt is useful."""
+"""Text by which `_trace_on_device` recognises the one error for which another attempt is useful."""
 _REMEDY = (
     "write it without that, or put it into a module of its own and name that in `units`"
 )
+"""Advice for code that cannot be traced: a module named in `units` is one step, and is not traced."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,12 @@ class Measure:
     """Measurements of one executed step."""
 
     value: Any
+    """The result: a tensor, a number, or a group of them."""
     cost: Cost = field(default_factory=Cost)
-    made: int = 0
+    """Cost of the step for the whole batch."""
+    created_values: int = 0
     """Number of values in the tensors created by the step."""
-    least: int = 1
+    min_samples: int = 1
     """Minimum number of samples in training."""
 
     @property
@@ -88,7 +95,9 @@ class Traced:
     """A network and its traced steps."""
 
     root: nn.Module
+    """The network."""
     graph: fx.Graph
+    """The operations of `forward`, one for each node."""
     runs: tuple[dict[str, Measure], ...]
     """Measurements by node, for each batch size."""
     constants: Mapping[str, torch.Tensor]
@@ -107,23 +116,28 @@ def trace_by_fx(
     attempts = (("meta", ()), ("cpu", tuple(whole or ())))
     for device, names in attempts:
         try:
-            return _trace_modes(maker, entering, device, names)
-        except InputError as error:
-            refusal = error
-        if _UNLIKE not in refusal.text:
-            continue
-        # DropPath, for example, branches on `self.training`: such a module is kept as one step, with both branches.
-        try:
-            return _trace_modes(
-                maker, entering, device, (*names, *_weightless_modules(maker))
-            )
+            return _trace_on_device(maker, entering, device, names)
         except InputError as error:
             refusal = error
     raise refusal
 
 
+def _trace_on_device(
+    maker: Maker, entering: InputSpec, device: str, whole: Sequence[str]
+) -> Traced:
+    """Trace in training and evaluation; if the two differ, keep modules without weights as single steps."""
+    try:
+        return _trace_modes(maker, entering, device, whole)
+    except InputError as error:
+        if _UNLIKE not in error.text:
+            raise
+    # DropPath, for example, branches on `self.training`: such a module is kept as one step, with both branches.
+    weightless = _weightless_modules(maker)
+    return _trace_modes(maker, entering, device, (*whole, *weightless))
+
+
 def _weightless_modules(maker: Maker) -> list[str]:
-    """Return modules without weights or submodules: they may act in training only, such as DropPath."""
+    """Return the names of modules without weights and submodules, for example DropPath."""
     with torch.device("meta"):
         network = _make_network(maker)
     names = []
@@ -142,7 +156,7 @@ def seeded_network(maker: Maker, seed: int) -> nn.Module:
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value, such as a number or size, depends at most on the number of samples.
+    """Return whether a value is no tensor: a number or size, which depends at most on the number of samples.
 
     >>> is_plain((3, torch.float32))
     True
@@ -162,6 +176,7 @@ def source_line(node: fx.Node, maker: Maker) -> str:
 
 
 def _make_network(maker: Maker) -> nn.Module:
+    """Construct the network without in-place activations; raises `InputError` for lazy modules without sizes."""
     root = maker()
     for name, module in root.named_modules():
         if getattr(module, "inplace", False) is True:
@@ -179,20 +194,27 @@ def _trace_modes(
 ) -> Traced:
     """Trace in training and in evaluation; booleans differing between the two follow the unit's mode."""
     tracer = _trace_mode(maker, entering, device, whole, training=True)
-    evaluating = _trace_mode(maker, entering, device, whole, training=False)
-    _follow_mode(tracer, evaluating.graph, maker)
+    evaluation = _trace_mode(maker, entering, device, whole, training=False)
+    _follow_mode(tracer, evaluation.graph, maker)
     # Backwards, so that a node read only by erased ones is erased as well.
     for node in reversed(tracer.graph.nodes):
         # With this mark, the modules made of the graph would have torch.fx patch the functions again.
         node.meta.pop("is_wrapped", None)
         if not node.users and node.op not in ("placeholder", "output"):
             tracer.graph.erase_node(node)
+    constants = _find_constants(tracer)
+    return Traced(tracer.root, tracer.graph, tracer.runs, constants)
+
+
+def _find_constants(tracer: _Tracer) -> dict[str, torch.Tensor]:
+    """Return the tensors created by `forward` independently of the samples, by name in the graph."""
     constants = {}
     for value, name in tracer.tensor_attrs.items():
+        # torch.fx gives such a tensor this name; the others here are attributes of modules.
         is_constant = name.startswith("_tensor_constant")
         if is_constant and isinstance(value, torch.Tensor):
             constants[name] = value
-    return Traced(tracer.root, tracer.graph, tracer.runs, constants)
+    return constants
 
 
 def _trace_mode(
@@ -208,6 +230,7 @@ def _trace_mode(
         with torch.device("meta"):
             root = _make_network(maker)
     else:
+        # Any seed: values serve branches of the user's code alone, and all weights are drawn again in units.
         root = seeded_network(maker, 0)
     root.train(training)
     tracer = _Tracer(entering, device, whole, usercode.file_of(maker.code.module))
@@ -237,14 +260,18 @@ def first_line(error: BaseException) -> str:
 
 
 def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
-    """Replace arguments that differ in evaluation by the unit's mode; raises `InputError` for other differences."""
+    """Make arguments follow the unit's mode where evaluation has another value.
+
+    ``evaluating`` is the graph of evaluation. Raises `InputError` for any other difference between the two graphs.
+    """
     graph = tracer.graph
     nodes = list(graph.nodes)
     evaluation_nodes = list(evaluating.nodes)
+    # A module that is made of the graph has this attribute, which `train` and `eval` change.
     with graph.inserting_before(nodes[0]):
         mode = graph.get_attr("training")
-    for runs in tracer.runs:
-        runs[mode.name] = Measure(True)
+    for measures in tracer.runs:
+        measures[mode.name] = Measure(value=True)
     for place, node in enumerate(nodes):
         replaced = None
         if place < len(evaluation_nodes):
@@ -258,62 +285,68 @@ def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
 
 
 def _arguments_by_mode(node: fx.Node, other: fx.Node, mode: fx.Node) -> Any:
-    """Return the arguments of a node, following the mode; None unless both nodes call the same function."""
+    """Return the arguments of a node, following the mode; None unless both nodes call the same function.
+
+    ``node`` was traced in training, ``other`` in evaluation; ``mode`` is the node of the unit's mode.
+    """
     # Targets are compared as text: each trace has functions and paths of its own.
     if (node.op, str(node.target)) != (other.op, str(other.target)):
         return None
+    in_training = (node.args, node.kwargs)
+    in_evaluation = (other.args, other.kwargs)
     with node.graph.inserting_before(node):
-        return _follow_arguments(
-            (node.args, node.kwargs), (other.args, other.kwargs), mode
-        )
+        return _follow_arguments(in_training, in_evaluation, mode)
 
 
 def _measure_mode_nodes(tracer: _Tracer) -> None:
     """Record the value in training of each inserted call of `by_mode`, as if the call had been traced."""
     for node in tracer.graph.nodes:
-        if node.target is by_mode:
-            for runs in tracer.runs:
-                runs.setdefault(node.name, Measure(node.args[1]))
+        if node.target is not by_mode:
+            continue
+        _, in_training, _ = node.args
+        for measures in tracer.runs:
+            measures.setdefault(node.name, Measure(in_training))
 
 
-def by_mode(training: bool, first: float, second: float) -> float:
-    """Return the first number in training, the second in evaluation.
+def by_mode(training: bool, in_training: float, in_evaluation: float) -> float:
+    """Return the number for a mode; a function of the graph, called with the mode of the unit.
 
     >>> by_mode(False, 0.5, 0.0)
     0.0
     """
-    return first if training else second
+    return in_training if training else in_evaluation
 
 
-def _follow_arguments(ours: Any, theirs: Any, mode: fx.Node) -> Any:
-    """Return arguments following the mode where booleans differ; None for any other difference."""
-    values, structure = pytree.tree_flatten(ours)
-    others, other_structure = pytree.tree_flatten(theirs)
+def _follow_arguments(in_training: Any, in_evaluation: Any, mode: fx.Node) -> Any:
+    """Return arguments following the mode where flags or numbers differ; None for any other difference."""
+    values, structure = pytree.tree_flatten(in_training)
+    others, other_structure = pytree.tree_flatten(in_evaluation)
     if structure != other_structure:
         return None
-    arguments = []
+    following = []
     for value, other in zip(values, others, strict=True):
         # By their texts: nodes of the two graphs are different objects of the same name.
         if repr(value) == repr(other):
-            arguments.append(value)
+            following.append(value)
         elif value is True and other is False:
-            arguments.append(mode)
+            following.append(mode)
         elif isinstance(value, int | float) and isinstance(other, int | float):
             # Such as the probability of dropout, which is zero in evaluation.
-            arguments.append(mode.graph.call_function(by_mode, (mode, value, other)))
+            number = mode.graph.call_function(by_mode, (mode, value, other))
+            following.append(number)
         else:
             return None
-    return pytree.tree_unflatten(arguments, structure)
+    return pytree.tree_unflatten(following, structure)
 
 
-class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the cost of operations: values of new tensors, values read for them, FLOPs; views are free."""
+class _WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the cost of operations: values of new tensors, values read for these tensors, FLOPs; views are free."""
 
     def __init__(self, weights: Collection[int]) -> None:
         """``weights`` are the `storage_ids` of the network."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made = 0
-        self.least = 1
+        self.created_values = 0
+        self.min_samples = 1
         self.cost = Cost()
         self.counter = FlopCounterMode(display=False)
         """The counter, to be entered before this mode."""
@@ -327,21 +360,22 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self.counter.get_total_flops()
         result = func(*args, **(kwargs or {}))
         flops = self.counter.get_total_flops() - before
-        first = result[0] if isinstance(result, tuple | list) and result else result
-        if _has_numbers(first) and not func.is_view:
-            self._count_work(func, args, kwargs, first, flops)
+        # Of several results the first counts: a normalisation also returns statistics, for its backward.
+        is_group = isinstance(result, tuple | list) and bool(result)
+        main = result[0] if is_group else result
+        if _is_float_tensor(main) and not func.is_view:
+            self._count_work(func, args, kwargs, main, flops)
         return result
 
     def _count_work(
-        self, func: Any, args: Any, kwargs: Any, made: torch.Tensor, flops: float
+        self, func: Any, args: Any, kwargs: Any, created: torch.Tensor, flops: float
     ) -> None:
+        """Add the cost of an operation from its arguments and the created tensor."""
         leaves = pytree.tree_leaves((args, kwargs))
-        read = [each for each in leaves if _has_numbers(each)]
-        trains = "batch_norm" in func.name() and any(each is True for each in args)
-        if trains and math.prod(read[0].shape[2:]) == 1:
-            # A channel with one value has no variance.
-            self.least = 2
-        accessed = made.numel()
+        read = [each for each in leaves if _is_float_tensor(each)]
+        if "batch_norm" in func.name() and _needs_two_samples(args, read[0]):
+            self.min_samples = 2
+        accessed = created.numel()
         matrices = 0
         for tensor in read:
             if tensor.untyped_storage()._cdata not in self._weights:
@@ -349,7 +383,7 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif tensor.ndim > 1:
                 # Biases and normalisations are small; `Cost` counts kernels and matrices alone.
                 matrices += tensor.numel()
-        self.made += made.numel()
+        self.created_values += created.numel()
         self.cost += Cost(
             flops,
             BYTES_PER_VALUE * accessed,
@@ -358,24 +392,37 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def _has_numbers(value: object) -> bool:
+def _needs_two_samples(arguments: Sequence[Any], samples: torch.Tensor) -> bool:
+    """Return whether a normalisation over a batch, (samples, channels, ...), fails for a single sample."""
+    # Of the arguments of a normalisation, only the flag of training is a boolean.
+    is_training = any(each is True for each in arguments)
+    # In training, a channel with one value has no variance.
+    return is_training and math.prod(samples.shape[2:]) == 1
+
+
+def _is_float_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _check_types(arguments: Sequence[Any]) -> None:
     """Raise TypeError for a product of different types, which torch accepts for tensors without values."""
-    tensors = [each for each in arguments if _has_numbers(each)]
-    types = sorted({str(each.dtype).removeprefix("torch.") for each in tensors})
+    types = set()
+    for each in arguments:
+        if _is_float_tensor(each):
+            types.add(str(each.dtype).removeprefix("torch."))
     if len(types) > 1:
+        factors = " by ".join(sorted(types))
         text = "samples are float32: convert them, or the network by .float()"
-        raise TypeError(f"multiplies {' by '.join(types)}; {text}")
+        raise TypeError(f"multiplies {factors}; {text}")
 
 
 def _work_kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
-    """Return the kind of layer an aten operation belongs to."""
+    """Return the kind of layer of an aten operation; a device may have a rate for each kind."""
     name = operation.name()
     if name == "aten::convolution":
-        weight, groups = arguments[1], arguments[-1]
+        # convolution(input, weight, ..., groups)
+        weight = arguments[1]
+        groups = arguments[-1]
         if groups > 1:
             return "depthwise"
         kernel_size = math.prod(weight.shape[2:])
@@ -388,26 +435,27 @@ def _work_kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
 
 
 def single_tensor(result: Any) -> Any:
-    """Return the result of `forward`, or the `logits` or only value of a mapping; raises `InputError` for other
-    results.
+    """Return the result of `forward`, or the `logits` or only tensor of a mapping, as models of `transformers` return.
+
+    Raises `InputError` for other mappings.
 
     >>> single_tensor({"logits": torch.tensor(1.0), "loss": torch.tensor(2.0)})
     tensor(1.)
     """
     if not isinstance(result, Mapping):
         return result
-    made = {}
+    tensors = {}
     for name, value in result.items():
         if isinstance(value, torch.Tensor | fx.Proxy):
-            made[name] = value
-    if "logits" in made:
-        return made["logits"]
-    if len(made) != 1:
-        names = ", ".join(made)
+            tensors[name] = value
+    if "logits" in tensors:
+        return tensors["logits"]
+    if len(tensors) != 1:
+        names = ", ".join(tensors)
         raise InputError(
             f"forward returns {names}: it has to return one tensor, or one named 'logits'"
         )
-    return next(iter(made.values()))
+    return next(iter(tensors.values()))
 
 
 def samples_of(entering: InputSpec, size: int) -> torch.Tensor:
@@ -418,9 +466,11 @@ def samples_of(entering: InputSpec, size: int) -> torch.Tensor:
     """
     generator = torch.Generator().manual_seed(size)
     samples = torch.rand(size, *entering.shape, generator=generator)
+    # Inputs of integers beside inputs of floats: the row of a sample is float32 then.
     for begin, end, _, kind in entries(entering.fields).values():
         if kind != "float32":
             samples[:, begin:end] = 0
+    # Values in [0, 1) become zero.
     return samples.long() if entering.integers else samples
 
 
@@ -429,8 +479,11 @@ def storage_ids(root: nn.Module) -> frozenset[int]:
 
     A view of a weight, such as its transpose, has the same identifier.
     """
-    tensors = (*root.parameters(), *root.buffers())
-    return frozenset(each.untyped_storage()._cdata for each in tensors)
+    identifiers = set()
+    for tensor in (*root.parameters(), *root.buffers()):
+        # Not `data_ptr`, which is 0 for all tensors without values.
+        identifiers.add(tensor.untyped_storage()._cdata)
+    return frozenset(identifiers)
 
 
 def measure_step(
@@ -440,10 +493,19 @@ def measure_step(
     weights: Collection[int],
     device: str = "cpu",
 ) -> Measure:
-    """Run one step on the results of earlier steps, by name; ``weights`` are the network's `storage_ids`."""
+    """Execute one step and return its measurements.
+
+    Args:
+        root: the network.
+        node: the step.
+        runs: the measurements of all earlier steps by name.
+        weights: the network's `storage_ids`.
+        device: "cpu", or "meta" for tensors without values.
+    """
     if node.op == "get_attr":
         attribute = operator.attrgetter(str(node.target))(root)
         if isinstance(attribute, torch.Tensor):
+            # The user's constructor may have put a plain attribute on another device.
             attribute = attribute.to(device)
         return Measure(attribute)
 
@@ -451,13 +513,13 @@ def measure_step(
         return runs[read.name].value
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), result_of)
-    work = _Work(weights)
+    work = _WorkCounter(weights)
     with torch.device(device), work.counter, work:
-        value = _called_function(root, node, args, kwargs)
-    return Measure(value, work.cost, work.made, work.least)
+        value = _execute_node(root, node, args, kwargs)
+    return Measure(value, work.cost, work.created_values, work.min_samples)
 
 
-def _called_function(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
+def _execute_node(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_module":
         return root.get_submodule(str(node.target))(*args, **kwargs)
     if node.op == "call_method":
@@ -465,12 +527,13 @@ def _called_function(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> 
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-class _Value(fx.Proxy):
+class _ValueProxy(fx.Proxy):
     """A proxy whose value the tracer knows for both batch sizes."""
 
     def __getattr__(self, k: str) -> Any:
         value = getattr(self.tracer.values(self.node)[0], k)  # type: ignore[attr-defined]
         if callable(value):
+            # A method: torch.fx records its call.
             return super().__getattr__(k)
         # Attributes such as `shape` are read at once, so that the user's code gets plain numbers.
         return self.tracer.create_proxy("call_function", getattr, (self, k), {})
@@ -494,12 +557,16 @@ class _Value(fx.Proxy):
         )
 
 
-class _States(_Value):
-    """The last states of all layers of a recurrent network; a single layer's state is available separately."""
+class _RecurrentStates(_ValueProxy):
+    """The last states of all layers of a recurrent network, of which a single layer's state can be read by index.
 
-    def __init__(self, parts: Sequence[Any], whole: _Value) -> None:
-        super().__init__(whole.node, whole.tracer)
-        self._parts = parts
+    If ``hidden[-1]`` were read from all states together, the state of each layer would cross all later cuts as a second
+    tensor, and prevent them.
+    """
+
+    def __init__(self, layer_states: Sequence[Any], all_states: _ValueProxy) -> None:
+        super().__init__(all_states.node, all_states.tracer)
+        self._layer_states = layer_states
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, int):
@@ -508,47 +575,77 @@ class _States(_Value):
             )
         # torch stacks the states as (layers x directions); each unit knows those of its own layer.
         states = self.tracer.values(self.node)[0]  # type: ignore[attr-defined]
-        directions = len(states) // len(self._parts)
-        place = range(directions * len(self._parts))[key]
+        layers = len(self._layer_states)
+        directions = len(states) // layers
+        # A range counts negative indices from the end, as the stacked tensor does.
+        place = range(layers * directions)[key]
         layer, direction = divmod(place, directions)
-        return self._parts[layer][direction]
+        return self._layer_states[layer][direction]
 
 
 def recurrent_layer(
     values: torch.Tensor,
     weights: list[torch.Tensor],
+    *,
     mode: str,
     bias: bool,
     directions: int,
     sizes: tuple[int, int],
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the output of one layer of `torch.nn.LSTM`, `GRU` or `RNN` for a batch, and its last states.
+    """Return the output of one layer of `torch.nn.LSTM`, `GRU` or `RNN` for a batch, and the layer's last states.
 
-    ``values`` is (samples, steps, features) if ``batch_first``, else (steps, samples, features); states, of ``sizes``,
-    are (directions, samples, size).
+    Args:
+        values: (samples, steps, features) if ``batch_first``, else (steps, samples, features).
+        weights: the layer's weights, as torch's kernels take them.
+        mode: LSTM, GRU, RNN_TANH or RNN_RELU, as `torch.nn.RNNBase` names them.
+        bias: whether ``weights`` contain biases.
+        directions: 2 for a bidirectional layer, else 1.
+        sizes: features of the hidden state and of the cell state; states are (directions, samples, features).
+        batch_first: whether the first axis of ``values`` is that of the samples.
     """
     samples = values.shape[0 if batch_first else 1]
-    first = [values.new_zeros(directions, samples, size) for size in sizes]
-    state: Any = tuple(first) if mode == "LSTM" else first[0]
-    run = getattr(torch._VF, mode.lower())
-    # One layer, no dropout, and not training: `_call_recurrent` adds dropout between layers by itself.
+    hidden_size, cell_size = sizes
+    hidden = values.new_zeros(directions, samples, hidden_size)
+    # Counted by the tracer for a GRU or RNN as well, which have no cells.
+    cells = values.new_zeros(directions, samples, cell_size)
+    state: Any = (hidden, cells) if mode == "LSTM" else hidden
+    layers = 1
+    # `_call_recurrent` adds dropout between layers by itself, so the layer alone has none and needs no mode.
+    dropout = 0.0
+    is_training = False
     is_bidirectional = directions == 2
+    run = getattr(torch._VF, mode.lower())
     outputs: tuple[torch.Tensor, ...] = run(
-        values, state, weights, bias, 1, 0.0, False, is_bidirectional, batch_first
+        values,
+        state,
+        weights,
+        bias,
+        layers,
+        dropout,
+        is_training,
+        is_bidirectional,
+        batch_first,
     )
     return outputs
 
 
 class _Tracer(fx.Tracer):
-    """Executes each step while tracing, and returns its value to the user's code if independent of the samples."""
+    """Executes each step while tracing, and returns values independent of the samples to the user's code."""
 
+    # Buffers are read as attributes of the network as weights are, and not as constants of the graph.
     proxy_buffer_attributes = True
 
     def __init__(
         self, entering: InputSpec, device: str, whole: Sequence[str], file: str
     ) -> None:
-        super().__init__(autowrap_functions=_MAKING)
+        """Prepare for samples as ``entering`` describes.
+
+        ``device`` is "cpu", or "meta" for tensors without values; ``whole`` names modules that are single steps;
+        ``file`` is the user's file.
+        """
+        super().__init__(autowrap_functions=_CREATION_FUNCTIONS)
+        # The functions are patched where they are looked up: in the user's module, and in torch itself.
         self._autowrap_search.append(torch)
         self._file = file
         self.runs: tuple[dict[str, Measure], ...] = ({}, {})
@@ -563,15 +660,17 @@ class _Tracer(fx.Tracer):
 
     def values(self, node: fx.Node) -> tuple[Any, Any]:
         """Return the results of a step for both batches."""
-        return self.runs[0][node.name].value, self.runs[1][node.name].value
+        small, large = self.runs
+        return small[node.name].value, large[node.name].value
 
-    # What torch.fx asks
+    # Methods called by torch.fx, with its names for their arguments
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> Any:
         """Pass the samples alone; other arguments keep the defaults of the user's code."""
         self._weights = storage_ids(self.root)
+        # "self" and the samples are always passed.
         required = _required_arguments(root_fn)
         fields = self._entering.fields
         if len(required) > 2 and not fields:
@@ -591,7 +690,8 @@ class _Tracer(fx.Tracer):
             ordered, named = arguments(root_fn, inputs)
             return single_tensor(root_fn(root, *ordered, **named))
 
-        return called, [self.root, self.create_proxy("placeholder", "samples", (), {})]
+        placeholder = self.create_proxy("placeholder", "samples", (), {})
+        return called, [self.root, placeholder]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is a single step."""
@@ -608,13 +708,14 @@ class _Tracer(fx.Tracer):
         if self._running:
             return forward(*args, **kwargs)
         if type(m) in (nn.TransformerEncoder, nn.TransformerDecoder):
-            forward = partial(self._stack, m)
+            # In evaluation, torch's forward skips padding in the whole stack, which single units cannot do.
+            forward = partial(self._call_stack, m)
         elif isinstance(m, nn.RNNBase) and _is_layered_recurrent(m, args, kwargs):
             forward = partial(self._call_recurrent, m)
             self._in_layers = m
         return super().call_module(m, forward, args, kwargs)
 
-    def _stack(
+    def _call_stack(
         self,
         stack: Any,
         values: Any,
@@ -629,11 +730,14 @@ class _Tracer(fx.Tracer):
             masks["mask"] = memory[0]
             memory = memory[1:]
         mask = masks.get("mask" if encodes else "tgt_mask")
-        known = self.values(mask.node)[0] if isinstance(mask, fx.Proxy) else mask
+        if isinstance(mask, fx.Proxy):
+            mask, _ = self.values(mask.node)
         batch_first = stack.layers[0].self_attn.batch_first
         steps = values.shape[1 if batch_first else 0]
+        # As torch's forward does: unless the caller says so, the mask is compared with a causal one.
         causal = masks.pop("tgt_is_causal", is_causal)
-        causal = _detect_is_causal_mask(known, causal, steps)
+        causal = _detect_is_causal_mask(mask, causal, steps)
+        # The names of a layer's arguments differ from those of the stack.
         if encodes:
             masks["src_mask"] = masks.pop("mask", None)
             masks["is_causal"] = causal
@@ -644,55 +748,57 @@ class _Tracer(fx.Tracer):
         return values if stack.norm is None else stack.norm(values)
 
     def _call_recurrent(self, module: nn.RNNBase, values: Any) -> Any:
-        """Call the layers of a recurrent network one after the other."""
+        """Call the layers of a recurrent network one after the other, as torch's kernel for all layers does."""
         directions = 2 if module.bidirectional else 1
-        size = module.proj_size or module.hidden_size
+        # With a projection, hidden states are smaller than cells.
+        hidden_size = module.proj_size or module.hidden_size
+        options = {
+            "mode": module.mode,
+            "bias": module.bias,
+            "directions": directions,
+            "sizes": (hidden_size, module.hidden_size),
+            "batch_first": module.batch_first,
+        }
         has_cells = module.mode == "LSTM"
         hidden: list[Any] = []
         cells: list[Any] = []
         for layer in range(module.num_layers):
             weights = _recurrent_weights(module, layer, directions)
-            how = (
-                module.mode,
-                module.bias,
-                directions,
-                (size, module.hidden_size),
-                module.batch_first,
+            outputs = self.create_proxy(
+                "call_function", recurrent_layer, (values, weights), options
             )
-            made = self.create_proxy(
-                "call_function", recurrent_layer, (values, weights, *how), {}
-            )
-            values = made[0]
-            hidden.append(made[1])
+            values = outputs[0]
+            hidden.append(outputs[1])
             if has_cells:
-                cells.append(made[2])
+                cells.append(outputs[2])
             is_last = layer + 1 == module.num_layers
             if module.dropout and not is_last:
                 values = functional.dropout(values, module.dropout, module.training)
-        last_hidden = self._stacked_states(hidden)
+        last_hidden = self._join_states(hidden)
         if not has_cells:
             return values, last_hidden
-        return values, (last_hidden, self._stacked_states(cells))
+        return values, (last_hidden, self._join_states(cells))
 
-    def _stacked_states(self, parts: list[Any]) -> _States:
-        return _States(
-            parts, self.create_proxy("call_function", torch.cat, (parts,), {})
-        )
+    def _join_states(self, layer_states: list[Any]) -> _RecurrentStates:
+        joined = self.create_proxy("call_function", torch.cat, (layer_states,), {})
+        return _RecurrentStates(layer_states, joined)
 
     def getattr(
         self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]
     ) -> Any:
         """Return a proxy of an attribute, or the attribute itself within a step."""
         if self._running:
+            # A module that is executed computes with its weights.
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return a proxy for the value of a step."""
-        return _Value(node, self)
+        return _ValueProxy(node, self)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """Iterate over values whose length is equal for all batches."""
+        # `len` of a proxy raises for a length that depends on the batch.
         return (obj[place] for place in range(len(obj)))  # type: ignore[index]
 
     def to_bool(self, obj: fx.Proxy) -> bool:
@@ -702,7 +808,7 @@ class _Tracer(fx.Tracer):
         raise InputError(f"branches on {unknown}: {_REMEDY}")
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
-        """Trace a step; return its value if independent of the samples."""
+        """Trace a step; return the proxy, or the value of a step independent of the samples."""
         proxy = super().create_proxy(*args, **kwargs)
         small, large = self.values(proxy.node)
         if isinstance(small, torch.device):
@@ -712,12 +818,13 @@ class _Tracer(fx.Tracer):
         is_equal = is_plain(small) and small == large and type(small) is type(large)
         return small if is_equal else proxy
 
-    def _place(self) -> str | None:
-        """Return the traced line of the user's code; torch would create a full traceback for each step."""
+    def _current_line(self) -> str | None:
+        """Return the traced line of the user's code, as FILE:LINE; None outside of the user's file."""
+        # torch would create a full traceback for each step.
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
-        return frame and f"{self._file}:{frame.f_lineno}"
+        return None if frame is None else f"{self._file}:{frame.f_lineno}"
 
     def create_node(
         self,
@@ -728,7 +835,8 @@ class _Tracer(fx.Tracer):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
-        """Record a step and execute the step."""
+        """Record and execute a step; raises `InputError` for unsupported steps."""
+        # The graph has no node for the mode in which a step runs.
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             raise InputError(
                 "`with` torch.no_grad or torch.autocast is lost in tracing: use .detach() or .to(...)"
@@ -739,12 +847,13 @@ class _Tracer(fx.Tracer):
         if kwargs.get("inplace"):
             kwargs = {**kwargs, "inplace": False}
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
-        node.stack_trace = self._place()
+        node.stack_trace = self._current_line()
         if kind == "output":
             return node
+        # The calls of modules and functions within the step are executed, not traced.
         self._running = True
         try:
-            self._run(node)
+            self._execute(node)
         except Exception as error:
             # Any exception of torch: a wrong shape is found here, at the user's line.
             raise InputError(first_line(error)) from error
@@ -752,21 +861,24 @@ class _Tracer(fx.Tracer):
             self._running = False
         return node
 
-    def _run(self, node: fx.Node) -> None:
+    def _execute(self, node: fx.Node) -> None:
         """Execute a step for both batch sizes."""
-        for size, runs in zip(BATCHES, self.runs, strict=True):
+        for size, measures in zip(BATCHES, self.runs, strict=True):
             if node.op == "placeholder":
                 samples = samples_of(self._entering, size).to(self._device)
                 measure = Measure(samples)
             else:
                 measure = measure_step(
-                    self.root, node, runs, self._weights, self._device
+                    self.root, node, measures, self._weights, self._device
                 )
-            runs[node.name] = measure
+            measures[node.name] = measure
 
 
 def _innermost_names(names: Sequence[str]) -> list[str]:
-    """Return the module names that contain no other of the names."""
+    """Return the module names without the names of modules around other named ones.
+
+    A user may name a module and modules within it: the outer one is traced then, and the inner ones are single steps.
+    """
     innermost = []
     for name in names:
         if not any(other.startswith(f"{name}.") for other in names):
@@ -788,23 +900,30 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def _is_layered_recurrent(module: nn.RNNBase, args: Any, kwargs: Any) -> bool:
-    """Return whether a call of a recurrent network can be traced layer by layer: without initial states."""
-    is_layered = type(module) in _RECURRENT and module.num_layers > 1
-    return is_layered and len(args) == 1 and not kwargs
+    """Return whether a call of a recurrent network can be traced layer by layer.
+
+    A single layer is one step in any case, and so is a call with initial states: `recurrent_layer` begins with zeros.
+    """
+    has_several_layers = type(module) in _RECURRENT and module.num_layers > 1
+    has_samples_only = len(args) == 1 and not kwargs
+    return has_several_layers and has_samples_only
 
 
 def _recurrent_weights(module: nn.RNNBase, layer: int, directions: int) -> list[Any]:
-    """Return the weights of one layer, in the order that torch's kernels take."""
+    """Return the weights of one layer, in the order expected by torch's kernels."""
     weights = []
     for direction in range(directions):
-        for name in module._all_weights[layer * directions + direction]:
+        # torch numbers layers first, and the directions of a layer within.
+        names = module._all_weights[layer * directions + direction]
+        for name in names:
             weights.append(getattr(module, name))
     return weights
 
 
 def _refuse_method(method: str) -> None:
-    """Raise `InputError` for a method of a tensor that cannot be traced."""
+    """Raise `InputError` for tensor methods beyond tracing: reading values, and changing a tensor in place."""
     if method in ("item", "tolist"):
         raise InputError(f".{method}() reads values of a tensor: {_REMEDY}")
+    # Methods such as `add_` change the tensor; `__getitem__` and the like do not.
     if method.endswith("_") and not method.endswith("__"):
         raise InputError(f".{method}() changes a tensor in place: make a new one")
