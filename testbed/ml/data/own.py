@@ -1,5 +1,7 @@
 """The user's own data: a function in a file or package, ``.npz``, ``.safetensors``, tables, or images.
 
+`load` reads a set as it is stored, checks the arrays, and splits off test samples if the set has none.
+
 Arrays are called ``train_images``, ``train_labels``, ``test_images`` and ``test_labels``, or ``x_train``, ``y_train``,
 ``x_test`` and ``y_test``; several inputs are ``train_NAME`` and ``test_NAME`` beside the labels. Nothing is unpickled.
 """
@@ -11,7 +13,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 
@@ -27,8 +29,9 @@ from testbed.ml.workload import DataPart, SplitPart
 Values: TypeAlias = "npt.NDArray[Any] | Mapping[str, npt.NDArray[Any]]"
 """Samples, (samples, ...), or several inputs by name."""
 Samples: TypeAlias = "tuple[Values, npt.NDArray[Any]]"
+"""Samples and labels as stored, before checks."""
 Arrays: TypeAlias = "tuple[npt.NDArray[Any], npt.NDArray[Any]]"
-"""Samples and labels, (samples, ...) both."""
+"""Checked samples and labels, (samples, ...) both; several inputs are one row of numbers for each sample."""
 Groups: TypeAlias = "npt.NDArray[np.int64] | None"
 """(samples,): the group of each sample by the split column."""
 IGNORED = -100
@@ -52,6 +55,16 @@ _VALUES_AT_ONCE = 1 << 22
 _PICTURE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
 
 
+class _StoredSet(NamedTuple):
+    """A data set as stored in a file or returned by a function, before checks."""
+
+    train: Samples
+    test: Samples | None = None
+    """None for a set without a test part."""
+    groups: Groups = None
+    """Groups of the training samples; None unless the file has a split column beside the samples."""
+
+
 def load(part: DataPart, path: Path, test_share: float) -> Dataset:
     """Return all samples of the file or folder ``path``; raises `InputError` for malformed data.
 
@@ -59,16 +72,19 @@ def load(part: DataPart, path: Path, test_share: float) -> Dataset:
     ``test_share`` of the samples is used for tests. The last result is cached until the file changes.
     """
     if is_packaged(part):
+        # Messages show the name in place of a path. An imported package does not change.
         path = Path(part.name)
         changed = 0
     else:
         changed = _time_of_change(part, path)
-    group = part.split.column if isinstance(part.split, SplitPart) else None
+    column = part.split.column if isinstance(part.split, SplitPart) else None
     # One cached set serves all runs of a sweep: these keys only choose among its samples.
     unlimited = part.model_copy(
         update={"train": None, "test": None, "split": "coordinator"}
     )
-    return _load_cached(unlimited.model_dump_json(), path, changed, test_share, group)
+    # As text, since the key of a cache needs a hash.
+    text = unlimited.model_dump_json()
+    return _load_cached(text, path, changed, test_share, column)
 
 
 def is_packaged(part: DataPart) -> bool:
@@ -79,11 +95,12 @@ def is_packaged(part: DataPart) -> bool:
 
 
 def _time_of_change(part: DataPart, path: Path) -> int:
-    """Return a number that differs after any change of a file or of the files in a folder."""
+    """Return the sum of the modification times, in ns, of a file, or of a folder and all files in the folder."""
     try:
         total = path.stat().st_mtime_ns
         if path.is_dir():
-            total += sum(each.stat().st_mtime_ns for each in path.rglob("*"))
+            for each in path.rglob("*"):
+                total += each.stat().st_mtime_ns
     except OSError as error:
         raise InputError(
             f"{path} cannot be read: {error.strerror}: paths are relative to the scenario",
@@ -93,50 +110,66 @@ def _time_of_change(part: DataPart, path: Path) -> int:
 
 
 def _key_of(part: DataPart) -> Key:
+    """Return the key of the scenario naming the data, for errors."""
     return _PATH if part.file is None else _FILE
 
 
 @lru_cache(maxsize=2)
 def _load_cached(
-    text: str, path: Path, changed: int, test_share: float, group: str | None
+    text: str, path: Path, changed: int, test_share: float, column: str | None
 ) -> Dataset:
+    """Read and check a set; ``text`` is the data part as JSON, ``changed`` distinguishes states of the files."""
     part = DataPart.model_validate_json(text)
+    stored = _read_set(part, path, column)
+    if column is not None and stored.groups is None:
+        stored = _separate_column(stored, column)
+    return _check_set(part, path, stored, test_share)
+
+
+def _check_set(
+    part: DataPart, path: Path, stored: _StoredSet, test_share: float
+) -> Dataset:
+    """Return a set with checked arrays and a test part; raises `InputError` for malformed data."""
     key = _key_of(part)
-    read, read_test, groups = _read_parts(part, path, group)
-    if group is not None and groups is None:
-        read, groups = _drop_column(read, group)
-        if read_test is not None:
-            read_test, _ = _drop_column(read_test, group)
-    train, fields = _check_part(read, f"{path}: the training samples", key)
-    if read_test is None:
+    train, fields = _check_part(stored.train, f"{path}: the training samples", key)
+    groups = stored.groups
+    if stored.test is None:
         train, test, groups = _hold_out(train, groups, test_share)
     else:
-        test, test_fields = _check_part(read_test, f"{path}: the test samples", key)
+        test, test_fields = _check_part(stored.test, f"{path}: the test samples", key)
         if fields != test_fields:
-            raise InputError(
-                f"{path}: training samples have {_field_list(fields)}, test samples {_field_list(test_fields)}",
-                key,
-            )
+            names = _list_fields(fields)
+            test_names = _list_fields(test_fields)
+            text = f"{path}: training samples have {names}, test samples {test_names}"
+            raise InputError(text, key)
     train, test = _match_types(train, test, path, key)
-    classes = _count_classes(train[1], test[1], path, key)
+    _, train_labels = train
+    _, test_labels = test
+    classes = _count_classes(train_labels, test_labels, path, key)
     return Dataset(part.name, classes, *train, *test, groups, fields)
 
 
-def _field_list(fields: Fields) -> str:
-    return ", ".join(f"{each.name} {each.shape} {each.kind}" for each in fields)
+def _list_fields(fields: Fields) -> str:
+    texts = [f"{each.name} {each.shape} {each.kind}" for each in fields]
+    return ", ".join(texts)
+
+
+# Checks
 
 
 def _hold_out(
     train: Arrays, groups: Groups, share: float
 ) -> tuple[Arrays, Arrays, Groups]:
-    """Move a share of the training samples to the test part."""
+    """Move a share of the training samples to the test part; groups remain for training samples alone."""
     samples, labels = train
     # Without classes there is nothing to balance: all samples count as one class.
     classes = labels if is_class(labels) else np.zeros(len(labels), np.int64)
     kept, moved = holdout(classes, share)
+    # Samples may be a file larger than memory; labels never are.
     test = (large.take(samples, moved), labels[moved])
     train = (large.take(samples, kept), labels[kept])
-    return train, test, None if groups is None else groups[kept]
+    kept_groups = None if groups is None else groups[kept]
+    return train, test, kept_groups
 
 
 def _match_types(
@@ -145,7 +178,8 @@ def _match_types(
     """Return both parts with samples of one type; raises `InputError` for differing shapes or label types."""
     samples, labels = train
     test_samples, test_labels = test
-    shape, test_shape = samples.shape[1:], test_samples.shape[1:]
+    shape = samples.shape[1:]
+    test_shape = test_samples.shape[1:]
     if shape != test_shape:
         raise InputError(
             f"{path}: training samples are of {shape}, test samples of {test_shape}: give both one shape",
@@ -169,8 +203,11 @@ def _count_classes(
 ) -> int:
     """Return the number of classes, or of predicted values per sample; raises `InputError` for invalid labels."""
     if train.dtype.kind == "f":
+        # Labels of float32 are the values to predict: one for (samples,), several for (samples, ...).
         return math.prod(train.shape[1:])
-    classes = 1 + int(max(train.max(initial=0), test.max(initial=0)))
+    # Classes are numbered from 0, and a class may occur among the test samples alone.
+    highest = max(train.max(initial=0), test.max(initial=0))
+    classes = 1 + int(highest)
     count = len(train) + len(test)
     # A year or an identifier as the label would make a network of thousands of outputs.
     if is_class(train) and classes > count:
@@ -181,29 +218,33 @@ def _count_classes(
     return classes
 
 
-def _read_parts(
-    part: DataPart, path: Path, group: str | None
-) -> tuple[Samples, Samples | None, Groups]:
-    """Return training and test samples as stored in a file or folder, and the split column of the training samples."""
+def _read_set(part: DataPart, path: Path, column: str | None) -> _StoredSet:
+    """Read a file or folder, or call a function; ``column`` is the name of the split column, None without one.
+
+    Raises `InputError` for keys that the kind of data does not have.
+    """
     if part.size is not None and not path.is_dir():
         raise InputError(
             "applies to folders of images only: remove the key", ("data", "size")
         )
     if part.path is None:
         _refuse_columns(part)
-        return *_from_function(part, path), None
+        return _from_function(part, path)
     if path.suffix in tables.SUFFIXES:
-        table = tables.read(path, part.label, part.columns, group)
-        return (table.samples, table.labels), None, table.groups
+        table = tables.read(path, part.label, part.columns, column)
+        train = (table.samples, table.labels)
+        return _StoredSet(train, groups=table.groups)
     if any((path / name).is_file() for name in _HUGGING_FACE):
-        return *_from_hugging_face(part, path), None
+        return _from_hugging_face(part, path)
     _refuse_columns(part)
+    # A folder with arrays is a set of arrays; any other folder has a folder of images for each class.
     if path.is_dir() and not any(path.glob("*.npy")):
-        return *_from_folders(path, part.size), None
-    return *_from_arrays(path), None
+        return _from_folders(path, part.size)
+    return _from_arrays(path)
 
 
 def _refuse_columns(part: DataPart) -> None:
+    """Raise `InputError` for keys of tables."""
     if part.label or part.columns:
         raise InputError(
             "names a table column, which requires a .csv or .parquet file",
@@ -211,17 +252,32 @@ def _refuse_columns(part: DataPart) -> None:
         )
 
 
-def _drop_column(samples: Samples, group: str) -> tuple[Samples, Groups]:
-    """Return samples without the split column, and that column."""
+def _separate_column(stored: _StoredSet, column: str) -> _StoredSet:
+    """Return a set with the split column as groups instead of as an input of the samples."""
+    train, groups = _pop_column(stored.train, column)
+    test = stored.test
+    if test is not None:
+        # Test samples have no owners.
+        test, _ = _pop_column(test, column)
+    return _StoredSet(train, test, groups)
+
+
+def _pop_column(samples: Samples, column: str) -> tuple[Samples, Groups]:
+    """Return samples without the input ``column``, and the input as groups; None for samples without this input."""
     values, labels = samples
-    if not isinstance(values, Mapping) or group not in values:
+    if not isinstance(values, Mapping) or column not in values:
+        # `testbed.ml.data.split` reports the missing column.
         return samples, None
-    inputs = {name: each for name, each in values.items() if name != group}
-    return (_only_or_all(inputs), labels), tables.number_values(values[group])
+    inputs = dict(values)
+    groups = tables.number_values(inputs.pop(column))
+    return (_only_or_all(inputs), labels), groups
 
 
 def _check_part(samples: Samples, what: str, key: Key) -> tuple[Arrays, Fields]:
-    """Return validated samples and labels, (samples, ...) both, of float32 or int64, and the fields."""
+    """Return validated samples and labels, (samples, ...) both, of float32 or int64, and the fields.
+
+    ``what`` names the samples in errors, and ``key`` is the key of the scenario.
+    """
     values, labels = samples
     if isinstance(values, Mapping):
         return _check_inputs(values, labels, what, key)
@@ -229,6 +285,7 @@ def _check_part(samples: Samples, what: str, key: Key) -> tuple[Arrays, Fields]:
     if values.ndim < 2:
         _refuse_type(values, what, key)
     numbers = _convert_numbers(values, what, key)
+    # Among several inputs booleans stay: a mask is passed to the network as such.
     if numbers.dtype == bool:
         numbers = numbers.astype(np.float32)
     return (numbers, _convert_labels(labels, what, key)), ()
@@ -255,21 +312,25 @@ def _check_inputs(
 def _check_count(
     values: npt.NDArray[Any], labels: npt.NDArray[Any], what: str, key: Key
 ) -> None:
-    """Raise `InputError` unless there is at least one sample, and as many labels."""
+    """Raise `InputError` for arrays without samples, or with another number of labels."""
     has_axes = values.ndim > 0 and labels.ndim > 0
     if has_axes and len(values) == len(labels) > 0:
         return
+    samples_text = _length_text(values)
+    labels_text = _length_text(labels)
     raise InputError(
-        f"{what}: {_shown_length(values)} samples and {_shown_length(labels)} labels: give each sample one label",
+        f"{what}: {samples_text} samples and {labels_text} labels: give each sample one label",
         key,
     )
 
 
-def _shown_length(values: npt.NDArray[Any]) -> str:
+def _length_text(values: npt.NDArray[Any]) -> str:
+    """Return the length of an array, for an error; a single number has none."""
     return str(len(values)) if values.ndim else "no array of"
 
 
 def _refuse_type(values: npt.NDArray[Any], what: str, key: Key) -> NoReturn:
+    """Raise `InputError` for samples other than arrays of numbers."""
     raise InputError(
         f"{what}: an array {values.shape} of {values.dtype}: "
         "give numbers of (samples, ...), such as (samples, 3, 32, 32)",
@@ -278,7 +339,11 @@ def _refuse_type(values: npt.NDArray[Any], what: str, key: Key) -> NoReturn:
 
 
 def _convert_numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
-    """Return values of float32, int64 or bool, bytes scaled to [0, 1]."""
+    """Return values of float32, int64 or bool, bytes scaled to [0, 1].
+
+    Raises `InputError` for other types, for values that are not finite, and for images with the colours last.
+    """
+    # numpy's letters for unsigned, integer, float and boolean.
     if values.dtype.kind not in "uifb":
         _refuse_type(values, what, key)
     if _has_colours_last(values.shape):
@@ -288,13 +353,13 @@ def _convert_numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArr
         return values
     is_bytes = values.dtype == np.uint8
     if values.dtype.kind != "f" and not is_bytes:
+        # Without a copy of a file that may be larger than memory, if it has this type already.
         return values.astype(np.int64, copy=False)
     numbers = values
     # A file that may be larger than memory stays a file: `Dataset` scales its bytes as samples are read.
-    is_converted_later = isinstance(values, np.memmap) and (
-        is_bytes or values.dtype == np.float32
-    )
-    if not is_converted_later:
+    is_file = isinstance(values, np.memmap)
+    is_readable_as_is = is_bytes or values.dtype == np.float32
+    if not (is_file and is_readable_as_is):
         # Too large a float64 becomes infinite, which is reported below.
         with np.errstate(over="ignore"):
             numbers = values.astype(np.float32)
@@ -313,6 +378,7 @@ def _has_colours_last(shape: tuple[int, ...]) -> bool:
     if len(shape) != 4:
         return False
     _, height, width, colours = shape
+    # Grey, RGB, and RGB with transparency.
     return colours in (1, 3, 4) and height == width > 4
 
 
@@ -320,19 +386,24 @@ def _is_finite(values: npt.NDArray[Any]) -> bool:
     """Return whether an array of any size, possibly larger than memory, is finite."""
     if values.dtype == np.uint8:
         return True
-    step = max(1, _VALUES_AT_ONCE // max(1, values[0].size))
-    begins = range(0, len(values), step)
-    return all(np.isfinite(values[begin : begin + step]).all() for begin in begins)
+    values_per_sample = max(1, values[0].size)
+    step = max(1, _VALUES_AT_ONCE // values_per_sample)
+    for begin in range(0, len(values), step):
+        block = values[begin : begin + step]
+        if not np.isfinite(block).all():
+            return False
+    return True
 
 
 def _convert_labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
-    """Return labels of float32 or int64."""
+    """Return labels of float32 or int64; raises `InputError` for other types and negative classes."""
     is_float = labels.dtype.kind == "f"
     smallest = -np.inf if is_float else 0
     if not is_float and labels.ndim > 1:
-        # Labels of tokens.
+        # Labels of tokens, some of which may be ignored.
         smallest = IGNORED
     if labels.dtype.kind in "uif" and labels.min() >= smallest:
+        # Too large a float64 becomes infinite, and is refused.
         with np.errstate(over="ignore"):
             numbers = labels.astype(np.float32 if is_float else np.int64)
         if np.isfinite(numbers).all():
@@ -342,9 +413,13 @@ def _convert_labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArra
     raise InputError(text, key)
 
 
-def _from_function(part: DataPart, path: Path) -> tuple[Samples, Samples | None]:
-    """Call the user's function, which returns train and test: pairs of arrays, torch data sets, or None for no test
-    part.
+# Functions
+
+
+def _from_function(part: DataPart, path: Path) -> _StoredSet:
+    """Call the user's function, which returns (train, test).
+
+    Each of the two is a pair of arrays or a torch data set; test may be None. Raises `InputError` for other results.
     """
     if part.file is None:
         package = plugins.installed(GROUP)[part.name]
@@ -361,23 +436,31 @@ def _from_function(part: DataPart, path: Path) -> tuple[Samples, Samples | None]
         raise InputError(
             f"{where} returned no training samples: return (train, test)", _FILE
         )
-    return _read_pair(train, where), None if test is None else _read_pair(test, where)
+    stored_train = _read_part(train, where)
+    stored_test = None if test is None else _read_part(test, where)
+    return _StoredSet(stored_train, stored_test)
 
 
-def _read_pair(part: Any, where: str) -> Samples:
-    """Return one part of a set as arrays, from a pair of arrays or from an indexable sequence of pairs.
+def _read_part(part: Any, where: str) -> Samples:
+    """Return the training or test part of a set as arrays, from a pair of arrays or an indexable sequence of pairs.
 
-    Samples may consist of several inputs, as a mapping or a tuple. The samples of a data set may also be mappings
-    containing their labels, as those of Hugging Face.
+    Samples may consist of several inputs, as a mapping or a tuple. Samples of a sequence may also be mappings that
+    contain the label, as in data sets of Hugging Face. ``where`` names the function in errors.
     """
     try:
         if isinstance(part, tuple) and len(part) == 2:
             samples, labels = part
             return _read_inputs(samples, _to_array(labels))
+        all_samples = []
+        all_labels = []
         # By index and not by iteration: a torch data set need not end an iteration.
-        pairs = [_read_sample(part[number]) for number in range(len(part))]
-        inputs = _stack_inputs([sample for sample, _ in pairs], filling=0)
-        return inputs, _stack_samples([label for _, label in pairs], filling=IGNORED)
+        for number in range(len(part)):
+            sample, label = _read_sample(part[number])
+            all_samples.append(sample)
+            all_labels.append(label)
+        inputs = _stack_inputs(all_samples, filling=0)
+        return inputs, _stack_samples(all_labels, filling=IGNORED)
+    # The user's objects may raise any of these: the message names the function, and their text says the rest.
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         text = "samples and labels have to be arrays, each sample of one shape, or a data set of pairs of such"
         raise InputError(f"{where}: {text}: {error}", _FILE) from None
@@ -389,13 +472,20 @@ def _read_inputs(samples: Any, labels: npt.NDArray[Any]) -> Samples:
     is_group = isinstance(samples, tuple) and len(samples) != len(labels)
     if is_group and all(len(each) == len(labels) for each in samples):
         samples = _number_inputs(samples)
-    if isinstance(samples, Mapping):
-        return {name: _to_array(each) for name, each in samples.items()}, labels
-    return _to_array(samples), labels
+    if not isinstance(samples, Mapping):
+        return _to_array(samples), labels
+    arrays = {}
+    for name, values in samples.items():
+        arrays[name] = _to_array(values)
+    return arrays, labels
 
 
 def _number_inputs(inputs: Sequence[Any]) -> dict[str, Any]:
-    return {str(place): each for place, each in enumerate(inputs)}
+    """Return the inputs of a tuple by position, the names of inputs passed to `forward` in order."""
+    numbered = {}
+    for place, values in enumerate(inputs):
+        numbered[str(place)] = values
+    return numbered
 
 
 def _read_sample(item: Any) -> tuple[Any, Any]:
@@ -407,13 +497,14 @@ def _read_sample(item: Any) -> tuple[Any, Any]:
         return sample, label
     for name in ("labels", "label"):
         if name in item:
-            inputs = {key: each for key, each in item.items() if key != name}
-            return inputs, item[name]
+            inputs = dict(item)
+            label = inputs.pop(name)
+            return inputs, label
     raise ValueError(f"a sample has {', '.join(item)}, and no 'label' or 'labels'")
 
 
 def _stack_inputs(samples: Sequence[Any], filling: int) -> Values:
-    """Stack samples into one array, or into one array for each of several inputs."""
+    """Stack samples into one array, or into one array for each of several inputs; shorter ones end with ``filling``."""
     if not isinstance(samples[0], Mapping):
         return _stack_samples(samples, filling)
     arrays = {}
@@ -428,61 +519,76 @@ def _only_or_all(inputs: dict[str, npt.NDArray[Any]]) -> Values:
 
 
 def _stack_samples(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
-    """Stack samples, (samples, ...), padding shorter ones to the longest."""
+    """Stack samples, (samples, ...), padding shorter ones to the longest along the first axis with ``filling``."""
     arrays = [_to_array(each) for each in values]
-    longest = max((len(each) for each in arrays if each.ndim), default=0)
+    longest = 0
+    for array in arrays:
+        if array.ndim:
+            longest = max(longest, len(array))
     padded = []
     for array in arrays:
         if array.ndim and len(array) < longest:
-            widths = [(0, longest - len(array)), *[(0, 0)] * (array.ndim - 1)]
-            padded.append(np.pad(array, widths, constant_values=filling))
-        else:
-            padded.append(array)
+            # At the end of the first axis, and nowhere else.
+            widths = [(0, 0)] * array.ndim
+            widths[0] = (0, longest - len(array))
+            array = np.pad(array, widths, constant_values=filling)
+        padded.append(array)
     return np.stack(padded)
 
 
 def _to_array(values: Any) -> npt.NDArray[Any]:
     """Convert a value to an array; Pillow images become channels first, as in torch."""
-    # Neither torch nor Pillow is imported here: what the user's function returns tells.
+    # Neither torch nor Pillow is imported here: their objects are recognised by a method that others lack.
     if hasattr(values, "detach"):
+        # A tensor that requires gradients has no array.
         values = values.detach()
     array = np.asarray(values)
-    if hasattr(values, "getbands"):
-        return array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
-    return array
+    if not hasattr(values, "getbands"):
+        return array
+    # A grey image has no axis of colours.
+    return array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
 
 
-def _from_arrays(path: Path) -> tuple[Samples, Samples | None]:
+# Arrays in files
+
+
+def _from_arrays(path: Path) -> _StoredSet:
+    """Read a file or folder of arrays; raises `InputError` for missing arrays."""
     arrays = _read_arrays(path)
     for (samples_name, labels_name), test_names in _ARRAY_NAMES:
         if samples_name in arrays and labels_name in arrays:
             train = (arrays[samples_name], arrays[labels_name])
-            return train, _test_part(path, arrays, test_names)
+            return _StoredSet(train, _test_part(path, arrays, test_names))
+    # Samples of several inputs.
     inputs = _inputs_of(arrays, "train_")
     labels = inputs.pop("labels", None)
     test_inputs = _inputs_of(arrays, "test_")
     test_labels = test_inputs.pop("labels", None)
     if not inputs or labels is None:
-        raise InputError(
-            f"{path} holds {', '.join(arrays) or 'nothing'}: it needs {_NEEDED}", _PATH
-        )
+        names = ", ".join(arrays) or "nothing"
+        raise InputError(f"{path} holds {names}: it needs {_NEEDED}", _PATH)
     if bool(test_inputs) != (test_labels is not None):
         raise InputError(
             f"{path} holds test samples or labels, and not both: it needs both or none",
             _PATH,
         )
-    return (inputs, labels), None if test_labels is None else (test_inputs, test_labels)
+    test = None if test_labels is None else (test_inputs, test_labels)
+    return _StoredSet((inputs, labels), test)
 
 
 def _test_part(
     path: Path, arrays: Mapping[str, npt.NDArray[Any]], names: tuple[str, str]
 ) -> Arrays | None:
+    """Return the arrays of test samples and test labels, which have the given names; None if both are missing."""
     given = [arrays[name] for name in names if name in arrays]
+    if not given:
+        return None
     if len(given) == 1:
         raise InputError(
             f"{path} holds one of {' and '.join(names)}: it needs both or none", _PATH
         )
-    return (given[0], given[1]) if given else None
+    samples, labels = given
+    return samples, labels
 
 
 def _inputs_of(
@@ -496,7 +602,10 @@ def _inputs_of(
     return inputs
 
 
-def _from_hugging_face(part: DataPart, path: Path) -> tuple[Samples, Samples | None]:
+# Data sets of Hugging Face
+
+
+def _from_hugging_face(part: DataPart, path: Path) -> _StoredSet:
     """Read data saved by `datasets`; each column is an input of the samples, one column alone the only input."""
     library = require_extra(
         "datasets", "datasets", f"{path}: a data set of Hugging Face", _PATH
@@ -513,10 +622,11 @@ def _from_hugging_face(part: DataPart, path: Path) -> tuple[Samples, Samples | N
             f"{path} holds {', '.join(parts)}: one has to be named train", _PATH
         )
     train = _read_columns(part, parts["train"], path)
+    # Without a test part, the validation part is used for tests.
     for name in ("test", "validation"):
         if name in parts:
-            return train, _read_columns(part, parts[name], path)
-    return train, None
+            return _StoredSet(train, _read_columns(part, parts[name], path))
+    return _StoredSet(train)
 
 
 def _read_columns(part: DataPart, rows: Any, path: Path) -> Samples:
@@ -537,8 +647,10 @@ def _read_columns(part: DataPart, rows: Any, path: Path) -> Samples:
                 f"{path} has no column {name}: there are {', '.join(names)}",
                 ("data", key),
             )
+    inputs = {}
     try:
-        inputs = {name: _stack_samples(rows[name], filling=0) for name in chosen}
+        for name in chosen:
+            inputs[name] = _stack_samples(rows[name], filling=0)
         labels = _stack_samples(rows[label], filling=IGNORED)
     except (TypeError, ValueError) as error:
         raise InputError(
@@ -547,7 +659,11 @@ def _read_columns(part: DataPart, rows: Any, path: Path) -> Samples:
     return _only_or_all(inputs), labels
 
 
+# Readers of arrays
+
+
 def _from_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of an .npz file by name."""
     if not zipfile.is_zipfile(path):
         # numpy would take the file for a pickle, and advise to load it as such.
         raise InputError(f"{path} is no .npz file: write it by numpy.savez", _PATH)
@@ -563,15 +679,24 @@ def _from_npy_folder(path: Path) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
+def _from_safetensors(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of a .safetensors file by name."""
+    arrays = {}
+    with safe_open(path, framework="numpy") as file:
+        for name in file.keys():  # noqa: SIM118 - it is no mapping
+            arrays[name] = file.get_tensor(name)
+    return arrays
+
+
 def _read_arrays(path: Path) -> Mapping[str, npt.NDArray[Any]]:
+    """Return the arrays of a file or folder by name; raises `InputError` for unreadable and other files."""
     try:
         if path.is_dir():
             return _from_npy_folder(path)
         if path.suffix == ".npz":
             return _from_npz(path)
         if path.suffix == ".safetensors":
-            with safe_open(path, framework="numpy") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            return _from_safetensors(path)
     except TypeError as error:
         # numpy lacks the type, such as bfloat16.
         raise InputError(
@@ -595,11 +720,16 @@ def _read_arrays(path: Path) -> Mapping[str, npt.NDArray[Any]]:
     )
 
 
-def _from_folders(path: Path, size: str | None) -> tuple[Samples, Samples | None]:
+# Folders of images
+
+
+def _from_folders(path: Path, size: str | None) -> _StoredSet:
     """Read images from one folder per class, optionally below ``train`` and ``test``."""
-    train, test = path / "train", path / "test"
+    train = path / "train"
+    test = path / "test"
     if not train.is_dir() or not test.is_dir():
-        return _read_pictures(path, _class_folders(path), size), None
+        samples = _read_pictures(path, _class_folders(path), size)
+        return _StoredSet(samples)
     classes = _class_folders(train)
     # The classes are numbered by the training images.
     unknown = set(_class_folders(test)) - set(classes)
@@ -607,12 +737,14 @@ def _from_folders(path: Path, size: str | None) -> tuple[Samples, Samples | None
         names = ", ".join(sorted(unknown))
         raise InputError(f"{test}: no training images of {names}", _PATH)
     train_samples = _read_pictures(train, classes, size)
-    return train_samples, _read_pictures(test, classes, size)
+    return _StoredSet(train_samples, _read_pictures(test, classes, size))
 
 
 def _class_folders(folder: Path) -> list[str]:
+    """Return the names of the classes in alphabetical order; raises `InputError` for a class without images."""
     names = []
     for each in folder.iterdir():
+        # A hidden folder, such as .ipynb_checkpoints, is no class.
         if each.is_dir() and not each.name.startswith("."):
             names.append(each.name)
     if not names:
@@ -632,15 +764,19 @@ def _class_folders(folder: Path) -> list[str]:
 
 
 def _picture_files(folder: Path) -> list[Path]:
+    # In one order on all file systems, since samples are numbered by it.
     files = sorted(folder.glob("*"))
     return [file for file in files if file.suffix.lower() in _PICTURE_SUFFIXES]
 
 
 def _read_pictures(folder: Path, classes: list[str], size: str | None) -> Samples:
-    """Return the images of classes, (samples, 3, height, width), and the classes' numbers, (samples,)."""
+    """Return the images of classes, (samples, 3, height, width), and the classes' numbers, (samples,).
+
+    ``size`` is HEIGHTxWIDTH; None for images that all have one size. Raises `InputError` for other images.
+    """
     shape: tuple[int, int, int] | None = None
     if size is not None:
-        height, width = (int(each) for each in size.split("x"))
+        height, width = map(int, size.split("x"))
         shape = (3, height, width)
     images = []
     labels = []
@@ -649,8 +785,10 @@ def _read_pictures(folder: Path, classes: list[str], size: str | None) -> Sample
             picture = pictures.read(file)
         except InputError as error:
             raise InputError(error.text, _PATH) from None
-        shape = shape or (3, picture.height, picture.width)
-        if size is None and (picture.height, picture.width) != shape[1:]:
+        pixels = (picture.height, picture.width)
+        # Without a size in the scenario, the first image decides.
+        shape = shape or (3, *pixels)
+        if size is None and pixels != shape[1:]:
             here = f"{picture.height}x{picture.width}, others of {shape[1]}x{shape[2]}"
             raise InputError(
                 f"{file} is of {here}: write `size: HEIGHTxWIDTH`, and all are fitted into it",
@@ -662,7 +800,9 @@ def _read_pictures(folder: Path, classes: list[str], size: str | None) -> Sample
 
 
 def _labelled_files(folder: Path, classes: list[str]) -> Iterator[tuple[Path, int]]:
+    """Yield the images of all classes with the numbers of their classes."""
     for label, name in enumerate(classes):
+        # A class may have no test images.
         if (folder / name).is_dir():
             for file in _picture_files(folder / name):
                 yield file, label
