@@ -1,13 +1,14 @@
 """Tracing of a network by `torch.export`, for networks torch.fx cannot trace.
 
 The export supports in-place operations, `torch.no_grad`, branches on `self.training` and arbitrary Python between
-tensors, as in the models of `transformers`; tracing is slower and descends into every module.
+tensors, as in the models of `transformers`. It is slower than tracing by torch.fx, and descends into every module.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,15 +33,25 @@ from testbed.ml.models.tracer import (
 )
 
 _NETWORK = "network."
-_VALUES = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+"""Prefix of the names in an exported program: the attribute of `TensorOutput` that holds the user's network."""
+_READS_VALUE = (
+    torch.ops.aten.item.default,
+    torch.ops.aten._local_scalar_dense.default,
+)
+"""Operations that turn a tensor's value into a number of Python, as ``float(tensor)`` does."""
 _NORMALISATIONS = (
     torch.ops.aten.batch_norm.default,
     torch.ops.aten.instance_norm.default,
 )
+"""The operations of normalisations that may have running statistics."""
 
 
 class TensorOutput(nn.Module):
-    """Wraps a network to accept samples like a model, or each of several inputs, and to return one tensor."""
+    """The user's network behind one signature: it takes a tensor for each input, and returns one tensor.
+
+    Without ``fields`` the only input are the samples, (samples, ...). With ``fields`` there is one tensor for each of
+    them, (samples, *shape of the field), which the network receives by position, by name, or as one mapping.
+    """
 
     def __init__(self, network: nn.Module, fields: Fields) -> None:
         super().__init__()
@@ -48,7 +59,7 @@ class TensorOutput(nn.Module):
         self._fields = fields
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Map (samples, ...) to the network's output; raises `InputError` for outputs other than a single tensor."""
+        """Return the network's output, (samples, ...). Raises `InputError` for outputs other than a single tensor."""
         ordered: list[Any] = list(inputs)
         named: dict[str, Any] = {}
         if self._fields:
@@ -63,52 +74,80 @@ class TensorOutput(nn.Module):
         return output
 
 
-def trace_by_export(maker: Maker, entering: InputSpec) -> Traced:
-    """Export and measure a network in training; raises `InputError` for unsupported code or other results in
-    evaluation.
+def trace_by_export(maker: Maker, input_spec: InputSpec) -> Traced:
+    """Export a network as it is in training, and measure the steps of its graph.
+
+    Raises `InputError` for code that torch cannot export, and for a network whose graph gives other results than the
+    network itself, in training or in evaluation.
     """
+    # Any seed: structure and measures do not depend on the weights, and a model gets those of its own seed.
     root = seeded_network(maker, 0).train()
     try:
-        return _export_network(root, entering)
+        return _export_network(root, input_spec)
     except InputError as error:
         where = usercode.line_of(error, maker.code)
         raise InputError(f"{where}: {error.text}", KEY) from error
     except Exception as error:
         # Any exception: the user's code runs here, on values that it was not written for.
         where = usercode.line_of(error, maker.code)
+        # "Either": `trace_by_fx` was tried first, and its refusal precedes this one in the message.
         raise InputError(
             f"{where}: cannot be exported by torch either: {first_line(error)}", KEY
         ) from error
 
 
-def _export_network(root: nn.Module, entering: InputSpec) -> Traced:
-    wrapped = TensorOutput(root, entering.fields)
-    batches = [samples_of(entering, size) for size in BATCHES]
-    parts = list(entries(entering.fields).values())
-    inputs = tuple(entry(batches[0], *part) for part in parts) or (batches[0],)
-    # At least two samples: torch makes a constant of the size 1.
+def _export_network(root: nn.Module, input_spec: InputSpec) -> Traced:
+    wrapped = TensorOutput(root, input_spec.fields)
+    batches = [samples_of(input_spec, size) for size in BATCHES]
+    # For each of several inputs, its place in a row of samples; empty if the samples are the only input.
+    input_places = list(entries(input_spec.fields).values())
+    inputs = tuple(entry(batches[0], *place) for place in input_places)
+    if not inputs:
+        inputs = (batches[0],)
+    # At least two samples: torch would make a constant of a dimension of size 1.
     samples_axis = torch.export.Dim("samples", min=2)
     with torch.random.fork_rng(devices=[]):
         program = torch.export.export(
             wrapped,
             inputs,
+            # One argument of `forward`, the tuple of inputs, whose axes 0 are the samples.
             dynamic_shapes=(({0: samples_axis},) * len(inputs),),
             strict=False,
         )
-    graph = _Flat(program, parts).graph
+    graph = _Flat(program, root, input_places).graph
     constants = _find_constants(program)
     for name, value in constants.items():
         setattr(root, name, value)
-    weights = storage_ids(root)
-    runs: tuple[dict[str, Measure], ...] = ({}, {})
-    for samples, measures in zip(batches, runs, strict=True):
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                measures[node.name] = Measure(samples)
-            elif node.op != "output":
-                measures[node.name] = measure_step(root, node, measures, weights)
+    with _unchanged_buffers(root):
+        small, large = (_measure_graph(root, graph, samples) for samples in batches)
     _check_results(wrapped, graph, batches[0], inputs)
-    return Traced(root, graph, runs, constants)
+    return Traced(root, graph, (small, large), constants)
+
+
+def _measure_graph(
+    root: nn.Module, graph: fx.Graph, samples: torch.Tensor
+) -> dict[str, Measure]:
+    """Run a graph step by step for a batch; return the measures by node."""
+    weights = storage_ids(root)
+    measures: dict[str, Measure] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            measures[node.name] = Measure(samples)
+        elif node.op != "output":
+            measures[node.name] = measure_step(root, node, measures, weights)
+    return measures
+
+
+@contextmanager
+def _unchanged_buffers(network: nn.Module) -> Iterator[None]:
+    """Restore the network's buffers at the end: each run in training changes running statistics."""
+    copies = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, copy in copies:
+                buffer.copy_(copy)
 
 
 def _find_constants(program: Any) -> dict[str, torch.Tensor]:
@@ -130,12 +169,16 @@ def _check_results(
     samples: torch.Tensor,
     inputs: Sequence[torch.Tensor],
 ) -> None:
-    """Reject a graph whose results differ from the network's, in training or in evaluation."""
+    """Raise `InputError` if a graph gives other results than its network, in training or in evaluation.
+
+    A branch on `self.training`, for example, is exported as it is taken in training.
+    """
     exported = fx.GraphModule(network.network, graph)
     for training in (True, False):
         wanted = _run_seeded(network.train(training), inputs)
         actual = _run_seeded(exported.train(training), (samples,))
-        # Not to the bit: the export may replace an operation by several.
+        # Not to the bit, since the export may replace an operation by several, which round differently. A different
+        # branch or a missing operation changes results by much more than these tolerances.
         if not torch.allclose(wanted, actual, rtol=1e-4, atol=1e-5, equal_nan=True):
             mode = "training" if training else "evaluation"
             text = f"behaves differently in {mode} than its export: write this as a module of torch.nn"
@@ -144,27 +187,42 @@ def _check_results(
 
 
 def _run_seeded(module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a module's output, with the same random numbers for each module."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    """Return a module's output with the random numbers of seed 0, and leave the module's buffers unchanged.
+
+    Network and graph thus draw equal numbers, and start from equal running statistics.
+    """
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        _unchanged_buffers(module),
+    ):
         torch.manual_seed(0)
         output: torch.Tensor = module(*inputs)
     return output
 
 
 class _Flat:
-    """Flattens an exported program into one graph over the network's own weights, with modules for running
-    statistics.
+    """The graph of an exported program, flattened: one placeholder for the samples, and no nested graphs.
+
+    Weights and buffers are read from the network by their paths. A normalisation of torch.nn is called as a module.
     """
 
-    def __init__(self, program: Any, parts: Sequence[Any]) -> None:
-        """Copy; ``parts`` are the arguments of `entry` for each of several inputs, in order."""
+    def __init__(
+        self, program: Any, network: nn.Module, input_places: Sequence[Any]
+    ) -> None:
+        """``program`` is a `torch.export.ExportedProgram` of ``network`` in a `TensorOutput`.
+
+        ``input_places`` are the further arguments of `entry` for each of several inputs, in the order of the program's
+        inputs; empty if the samples are the only input.
+        """
         self.graph = fx.Graph()
-        self._parts = iter(parts)
+        self._network = network
+        self._input_places = iter(input_places)
         self._samples: fx.Node | None = None
         self._program = program
         self._copies: dict[fx.Node, Any] = {}
         self._views: dict[fx.Node, fx.Node] = {}
-        """For each view, the node whose memory it shares."""
+        """View -> the node whose memory it shares, which is not a view itself."""
         self._mode = self.graph.get_attr("training")
         self._inline_graph(program.graph, [])
         # Backwards, so that a node read only by erased ones is erased as well.
@@ -173,19 +231,27 @@ class _Flat:
                 self.graph.erase_node(node)
 
     def _inline_graph(
-        self, graph: fx.Graph, given: Sequence[Any], *, inner: bool = False
+        self,
+        graph: fx.Graph,
+        placeholder_copies: Sequence[Any],
+        *,
+        is_nested: bool = False,
     ) -> Any:
-        """Copy a graph and return copies of its results. ``given`` are the placeholders' values in a nested graph."""
-        arguments = iter(given)
+        """Copy a graph and return copies of its results.
+
+        ``placeholder_copies`` are the copies of the values that a nested graph receives. The program's own graph has
+        inputs, weights and buffers as placeholders, and gets an output node.
+        """
+        arguments = iter(placeholder_copies)
         for node in graph.nodes:
             if node.op == "output":
                 results = fx.map_arg(node.args[0], self._copy_of)
-                if not inner:
+                if not is_nested:
                     # The results before the last are buffers that the network changes.
                     self.graph.output(results[-1])
                 return results
             if node.op == "placeholder":
-                copy = next(arguments) if inner else self._copy_inputs(node)
+                copy = next(arguments) if is_nested else self._copy_input(node)
             elif node.op == "get_attr":
                 copy = getattr(node.graph.owning_module, str(node.target), None)
             else:
@@ -198,7 +264,7 @@ class _Flat:
     def _copy_of(self, node: fx.Node) -> Any:
         return self._copies[node]
 
-    def _copy_inputs(self, node: fx.Node) -> fx.Node:
+    def _copy_input(self, node: fx.Node) -> fx.Node:
         signature = self._program.graph_signature
         for named in (signature.inputs_to_parameters, signature.inputs_to_buffers):
             if node.name in named:
@@ -208,11 +274,11 @@ class _Flat:
             return self.graph.get_attr(_constant_name(constants[node.name]))
         if self._samples is None:
             self._samples = self.graph.placeholder("samples")
-        part = next(self._parts, None)
-        if part is None:
+        place = next(self._input_places, None)
+        if place is None:
             return self._samples
         # One of several inputs, cut from the samples' row.
-        return self.graph.call_function(entry, (self._samples, *part))
+        return self.graph.call_function(entry, (self._samples, *place))
 
     def _copy_call(self, node: fx.Node) -> Any:
         target = node.target
@@ -224,11 +290,11 @@ class _Flat:
         assert callable(target)
         if not isinstance(target, OpOverload):
             return self.graph.call_function(target, args, kwargs)
-        if target in _VALUES:
+        if target in _READS_VALUE:
             raise InputError(f"{_source_line(node)}reads values of a tensor")
         if target in _NORMALISATIONS:
-            # As a module, since its running statistics are part of the unit's state.
-            path = _normalisation_path(node)
+            # As a module, by which the testbed recognises running statistics, and which counts its batches.
+            path = self._normalisation_path(node)
             if path:
                 return self.graph.call_module(path, (args[0],))
         name = str(target).split(".")[1]
@@ -243,7 +309,11 @@ class _Flat:
     def _following_mode(
         self, target: OpOverload, args: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Return arguments in which training-only flags follow the unit's mode."""
+        """Return arguments in which flags of training follow the unit's mode.
+
+        The network was exported in training. A flag that is False there was switched off by the user's code, as by
+        ``F.dropout(x, training=False)``, and is False in evaluation as well.
+        """
         changed = list(args)
         for place, argument in enumerate(target._schema.arguments[: len(args)]):
             value = changed[place]
@@ -251,7 +321,7 @@ class _Flat:
             if is_flag and value is True:
                 changed[place] = self._mode
             elif argument.name == "dropout_p" and value:
-                # Attention's dropout, which has no flag.
+                # Attention has no flag: its dropout is a probability, which is 0 in evaluation.
                 changed[place] = self.graph.call_function(
                     by_mode, (self._mode, value, 0.0)
                 )
@@ -260,11 +330,15 @@ class _Flat:
     def _in_place(
         self, node: fx.Node, target: OpOverload, args: Any, kwargs: Any
     ) -> Any:
-        """Return a new value for one modified in place, for all later readers."""
+        """Copy an operation in place as one that returns a new value, which all later nodes read instead.
+
+        Raises `InputError` if this is impossible, since the memory is read under another name as well.
+        """
         changed = node.args[0]
         assert isinstance(changed, fx.Node)
         if changed.op == "placeholder" and changed.name.endswith("num_batches_tracked"):
-            # The module of the normalisation counts.
+            # A normalisation called as a module counts itself. For others the number is not needed: it would be read by
+            # `item`, which is refused, and only with `momentum=None`.
             return None
         if changed.op == "placeholder" or self._is_read_later(changed, node):
             raise InputError(
@@ -280,7 +354,10 @@ class _Flat:
         return copy
 
     def _is_read_later(self, changed: fx.Node, node: fx.Node) -> bool:
-        """Return whether another view of a tensor's memory is read after ``node``, which changes the tensor."""
+        """Return whether memory that ``node`` changes is read later through another tensor than ``changed``.
+
+        This is the tensor of which ``changed`` is a view, or another view of the same tensor.
+        """
         base = self._views.get(changed, changed)
         shared = [view for view, owner in self._views.items() if owner is base]
         readers: list[fx.Node] = []
@@ -290,29 +367,46 @@ class _Flat:
         return any(reader > node for reader in readers)
 
     def _copy_nested(self, node: fx.Node, args: Sequence[Any]) -> Any:
-        """Copy the contents of `with` statements."""
+        """Copy the body of a `with` statement, a graph of its own; raises `InputError` for unknown statements."""
         name = str(node.target)
         if name == "wrap_with_set_grad_enabled":
-            is_enabled, body, *given = args
-            results = self._inline_graph(body.graph, given, inner=True)
+            is_enabled, body, *values = args
+            results = self._inline_graph(body.graph, values, is_nested=True)
             if is_enabled:
                 return results
-            # `torch.no_grad` has no node of its own: its results are cut off from their gradients.
+            # A flat graph has no node for `torch.no_grad`. Detaching its results has the same effect: no gradient
+            # reaches the operations within.
             detach = torch.ops.aten.detach.default
             return tuple(self.graph.call_function(detach, (each,)) for each in results)
         if name == "wrap_with_autocast":
-            _, _, is_enabled, _, body, *given = args
+            _, _, is_enabled, _, body, *values = args
             # Autocast that is switched off changes nothing.
             if not is_enabled:
-                return self._inline_graph(body.graph, given, inner=True)
+                return self._inline_graph(body.graph, values, is_nested=True)
         raise InputError(
             f"{_source_line(node)}{name}: cannot be cut into units: leave it out"
         )
 
+    def _normalisation_path(self, node: fx.Node) -> str:
+        """Return the path of the normalisation of torch.nn whose forward is a node; empty for other nodes.
+
+        Forward must be that of torch.nn. A user's module may call `functional.batch_norm`, or the forward of its base
+        class, among other operations: calling the module in place of the node would repeat these.
+        """
+        modules = list(_module_stack(node).values())
+        if not modules:
+            return ""
+        path, _ = modules[-1]
+        module = self._network.get_submodule(path)
+        is_normalisation = isinstance(module, nn.modules.batchnorm._NormBase)
+        is_of_torch = type(module).forward.__module__.startswith("torch.nn.")
+        return path if is_normalisation and is_of_torch else ""
+
 
 def _module_stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
-    """Return the modules a node was created in by their paths in the network, outermost first, without the network
-    itself.
+    """Return the modules that a node was created in, outermost first and without the network itself.
+
+    Keys are the exporter's, one for each call of a module; values are the module's path in the network and its type.
     """
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     modules = {}
@@ -326,15 +420,6 @@ def _module_stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
     return modules
 
 
-def _normalisation_path(node: fx.Node) -> str:
-    """Return the path of the torch.nn normalisation a node belongs to; empty for other nodes."""
-    modules = list(_module_stack(node).values())
-    if not modules:
-        return ""
-    path, kind = modules[-1]
-    return path if "norm" in str(kind).lower() else ""
-
-
 def _node_location(node: fx.Node) -> dict[str, Any]:
     return {
         "nn_module_stack": _module_stack(node),
@@ -343,7 +428,7 @@ def _node_location(node: fx.Node) -> dict[str, Any]:
 
 
 def _source_line(node: fx.Node) -> str:
-    """Return the source line of a node, for an error."""
+    """Return "FILE:LINE: " of the user's line that created a node, as a prefix of errors; empty if it is unknown."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
     frames = [line for line in lines if line.startswith("File ")]
     if not frames:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from testbed.ml.fields import InputSpec
 from testbed.ml.models import exported
@@ -30,6 +34,51 @@ def test_submodule_called_network_keeps_its_running_statistics() -> None:
     before = root.network.running_mean
     assert before is not None
     before = before.clone()
-    module = torch.fx.GraphModule(root, graph)
-    module(torch.randn(16, 8) + 3)
-    assert not torch.equal(module.network.running_mean, before)
+    torch.fx.GraphModule(root, graph)(torch.randn(16, 8) + 3)
+    after = root.network.running_mean
+    assert after is not None
+    assert not torch.equal(after, before)
+
+
+class NormScale(nn.Module):
+    """A user's module with statistics of its own, and more operations than the normalisation."""
+
+    mean: torch.Tensor
+    variance: torch.Tensor
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("variance", torch.ones(features))
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        normalised = functional.batch_norm(
+            samples, self.mean, self.variance, training=self.training
+        )
+        return normalised * 3
+
+
+class ScaledBatchNorm(nn.BatchNorm1d):
+    """A user's normalisation that continues where torch's ends."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name of the base class
+        normalised: torch.Tensor = super().forward(input)
+        return normalised * 3
+
+
+@pytest.mark.parametrize("make", [NormScale, ScaledBatchNorm])
+def test_modules_around_a_normalisation_are_exported(
+    make: Callable[[int], nn.Module],
+) -> None:
+    root = nn.Sequential(make(8), nn.Linear(8, 4), nn.BatchNorm1d(4))
+    traced = exported._export_network(root, InputSpec((8,)))
+    modules = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert modules == ["2"]
+
+
+def test_tracing_leaves_running_statistics_as_they_were() -> None:
+    root = nn.Sequential(NormScale(8), nn.Linear(8, 4), nn.BatchNorm1d(4))
+    before = {name: buffer.clone() for name, buffer in root.named_buffers()}
+    exported._export_network(root, InputSpec((8,)))
+    for name, buffer in root.named_buffers():
+        assert torch.equal(buffer, before[name]), name
