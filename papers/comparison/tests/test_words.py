@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from testbed_comparison.rows import Difference, Ratio, Row, Saving, Value
+from testbed_comparison.rows import Difference, Ratio, Row, Saving, Value, terms
 from testbed_comparison.words import Ours, combine, measure, word_for
 
 ACCURACY, OTHER = (
@@ -154,6 +154,18 @@ def test_expressions_pair_repetitions_so_that_what_seeds_share_cancels():
     assert combine(
         Saving(saving=(ACCURACY, OTHER)), lambda value: [4.0] if value.at else [3.0]
     ) == [0.25]
+
+
+def test_ratios_of_ratios_are_taken_repetition_by_repetition():
+    def values(value):
+        return [8.0, None, 6.0] if value == ACCURACY else [2.0, 2.0, 3.0]
+
+    inner = Ratio(ratio=(ACCURACY, OTHER))
+    assert combine(Ratio(ratio=(inner, OTHER)), values) == [
+        pytest.approx(2.0),
+        pytest.approx(2 / 3),
+    ]
+    assert terms(Ratio(ratio=(inner, OTHER))) == (ACCURACY, OTHER, OTHER)
 
 
 def test_a_repetition_without_a_value_leaves_the_other_pairs_together():

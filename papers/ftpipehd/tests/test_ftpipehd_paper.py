@@ -145,6 +145,23 @@ def test_figure_6_goes_on_as_fast_as_the_devices_that_are_left_can() -> None:
     )
 
 
+def test_figure_6_blocking_replication_delays_the_batches_around_it() -> None:
+    options = "chain_replication_interval: 10, global_replication_interval: 20, profile_runs: 1, repartition_first: 3"
+    methods = f"[{{name: ftpipehd, replication: blocking, {options}}}, {{name: ftpipehd, {options}}}]"
+    waiting, going_on = reduced(
+        "ftpipehd-figure-6-replicas",
+        *SMALL,
+        *SLOWER,
+        "workload.steps=26",
+        f"sweep={{workload.method: {methods}}}",
+    )
+    _, blocked, _ = run(waiting)
+    _, background, _ = run(going_on)
+    assert blocked["replication_step_time"] > blocked["step_time_before_replication"]
+    assert blocked["replication_step_time"] > background["replication_step_time"]
+    assert blocked["duration"] > background["duration"]
+
+
 def test_figure_4_aggregation_changes_the_weights_and_nothing_else() -> None:
     found = {}
     for trial in reduced(

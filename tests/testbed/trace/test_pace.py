@@ -23,10 +23,40 @@ def test_the_pace_before_and_after_a_fault() -> None:
     found = figures(recorded.events(), faulty=True)
     assert found["step_time_before"] == pytest.approx(1.0)
     assert found["step_time_after"] == pytest.approx(1.0)
+    assert found["step_time_mean_before"] == pytest.approx(1.0)
+    assert found["step_time_mean_after"] == pytest.approx(1.0)
     assert "step_time_before" not in figures(recorded.events(faulty=False))
+    assert "step_time_mean_before" not in figures(recorded.events(faulty=False))
     assert figures(recorded.events(faulty=False))["step_time_after"] == pytest.approx(
         1.0
     )
+
+
+def test_means_weigh_alternating_steps_alike_and_begin_after_the_last_pause() -> None:
+    # Ten slow steps, a pause, then steps of 1 s and 2 s in turn, of which a median is one or the other.
+    lengths = [5.0] * 10 + [1.0, 2.0] * 4
+    steps = []
+    for number in range(len(lengths)):
+        time = sum(lengths[: number + 1])
+        fields = {"step": number, "loss": 1.0, "samples": 32}
+        steps.append(Event(time, "a", "step", fields))
+    pause = Event(50.0, "a", "pause", {"seconds": 0.5})
+    strike = Event(
+        58.5,
+        "testbed",
+        "fault",
+        {"action": "kill", "target": "b", "phase": "strike", "intended": 58.5},
+    )
+    recovery = [
+        Event(time, "a", "recovery", {"phase": phase, "step": 15, "missing": ["b"]})
+        for time, phase in ((58.6, "detected"), (58.7, "resumed"))
+    ]
+    undisturbed = figures([*steps, pause])
+    assert undisturbed["step_time_mean_after"] == pytest.approx(1.5)
+    assert undisturbed["step_time_after"] in (1.0, 1.5, 2.0)
+    struck = figures([*steps, pause, strike, *recovery], faulty=True)
+    # Steps of 1, 2, 1, 2 and 1 s end before the fault.
+    assert struck["step_time_mean_before"] == pytest.approx(7 / 5)
 
 
 def test_a_pause_disturbs() -> None:
