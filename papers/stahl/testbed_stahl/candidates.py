@@ -15,7 +15,7 @@ from testbed.ml.models.graph import Graph
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.partition.cuts import Costs, best_cuts
 from testbed_stahl.dataflow import Dataflow, make_dataflow
-from testbed_stahl.demands import divided_weights, memory_needs
+from testbed_stahl.demands import count_divisible_weights, memory_needs
 from testbed_stahl.options import PlanSettings, SchemeName
 from testbed_stahl.plan import (
     DistributedPlan,
@@ -235,7 +235,7 @@ def _bound_by_memory(
         if not excess or any(shares[index] == 0 for index in excess):
             return bounded
         for index, missing in excess.items():
-            divisible = BYTES_PER_VALUE * divided_weights(bounded.flow, index)
+            divisible = BYTES_PER_VALUE * count_divisible_weights(bounded.flow, index)
             remaining = max(0.0, 1 - missing / divisible) if divisible else 0.0
             caps[index] = shares[index] * Fraction(int(remaining * _STEPS), _STEPS)
         # No device is left that could take over a share.

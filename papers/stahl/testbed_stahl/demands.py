@@ -1,7 +1,12 @@
-"""Resource demands of a plan: weights (F), sequential multiplications (T), and bytes of memory.
+"""Demands of a plan on its devices: weights, multiplications, and bytes of memory.
 
-The memory demand is an upper bound for any relative speed of the devices. As in `testbed.ml.partition.memory`, the
-interpreter, torch, scratch space of kernels and messages in transit are excluded.
+Section 3 of the paper counts F_n, the weights that device n stores, and T, the multiplications on the longest path of a
+plan. Its third figure C, the communication, is in `testbed_stahl.communication`.
+
+The memory of a device consists of its parameters and of its activations. Which activations it holds at once depends on
+the speeds of the others: a fast device sends its part long before a slow one needs it. The demand is the maximum over
+all speeds, so that a plan that fits always fits. As in `testbed.ml.partition.memory`, the interpreter, torch, temporary
+memory within an operation and messages in transit are excluded.
 """
 
 from __future__ import annotations
@@ -19,9 +24,9 @@ from testbed_stahl.plan import Range, intersection, total_size
 
 
 def count_weights(flow: Dataflow, device: int) -> int:
-    """Return F: the weight elements stored by a device, biases excluded.
+    """Return F_n of a device: the weights that it stores, without biases.
 
-    The paper's worked example on a single device:
+    The paper's example network, on one of two devices:
 
     >>> from testbed.ml.models import create
     >>> from testbed.ml.models.graph import graph_of
@@ -33,11 +38,13 @@ def count_weights(flow: Dataflow, device: int) -> int:
     >>> count_weights(flow, 0), count_weights(flow, 1)
     (240, 0)
     """
-    held = stored_layers(flow, device)
-    return sum(layer.share(layer.weights, part) for layer, part in held)
+    total = 0
+    for layer, part in stored_layers(flow, device):
+        total += layer.share(layer.weights, part)
+    return total
 
 
-def divided_weights(flow: Dataflow, device: int) -> int:
+def count_divisible_weights(flow: Dataflow, device: int) -> int:
     """Return the stored weights of layers divided by channels; only these shrink with the device's share."""
     total = 0
     for index, part in stored_slices(flow, device).items():
@@ -48,18 +55,21 @@ def divided_weights(flow: Dataflow, device: int) -> int:
 
 
 def count_parameters(flow: Dataflow, device: int) -> int:
-    """Return all stored values of a device: its weights, and the values of each channel it finishes."""
+    """Return the number of values that a device stores for all layers.
+
+    These are its weights and, of each output channel that it finishes, the bias and the values of a normalisation.
+    """
     return layer_slices.count_values(stored_layers(flow, device))
 
 
 def count_multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
-    """Return each layer's multiplications on each device: one row a layer, one column a device."""
+    """Return the multiplications for one sample: one row for each layer, one column for each device."""
     layers = flow.graph.layers
     tiled = layers[: flow.tiled]
     rows = [[0] * len(flow.devices) for _ in layers]
-    for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
-        for index, products in enumerate(tiles.tile_multiplications(tiled, made)):
-            rows[index][tile.device] += products
+    for tile, regions in zip(flow.plan.tiles, flow.computed, strict=True):
+        for index, count in enumerate(tiles.tile_multiplications(tiled, regions)):
+            rows[index][tile.device] += count
     for device in flow.devices:
         for index, part in stored_slices(flow, device).items():
             if index >= flow.tiled:
@@ -69,13 +79,16 @@ def count_multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
 
 
 def layer_costs(flow: Dataflow) -> list[list[Cost]]:
-    """Return the cost of a request, one row a layer and one column a device; merging sums is excluded."""
+    """Return the cost of a request, which has `PlanSettings.samples` samples: one row a layer, one column a device.
+
+    The additions that merge partial sums are excluded.
+    """
     layers = flow.graph.layers
     tiled = layers[: flow.tiled]
     samples = flow.settings.samples
     rows = [[Cost()] * len(flow.devices) for _ in layers]
-    for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
-        for index, cost in enumerate(tiles.tile_costs(tiled, made, samples)):
+    for tile, regions in zip(flow.plan.tiles, flow.computed, strict=True):
+        for index, cost in enumerate(tiles.tile_costs(tiled, regions, samples)):
             rows[index][tile.device] += cost
     for index in range(flow.tiled, len(layers)):
         for device in flow.devices:
@@ -90,20 +103,27 @@ def _layer_cost(flow: Dataflow, index: int, device: int) -> Cost:
     task = tasks[device]
     if task.work == "none":
         return Cost()
-    # A device with partial sums computes them for every device that merges some, each time from its whole input.
-    makes = [each.makes for each in tasks] if task.work == "sums" else [task.makes]
+    computed = [task.makes]
+    if task.work == "sums":
+        # In LIP a device computes partial sums of all output channels: separately for each device that merges some.
+        computed = [each.makes for each in tasks]
     cost = layer.finish_cost(task.makes.size)
-    for made in makes:
-        chunks = flow.chunks(index, made) if by_chunks(layer, task) else (made,)
+    for channels in computed:
+        # A chunk is sent as soon as it is computed; each of them reads the device's whole input again.
+        chunks: tuple[Range, ...] = (channels,)
+        if by_chunks(layer, task):
+            chunks = flow.chunks(index, channels)
         for chunk in chunks:
             cost += layer.product_cost(task.takes.size, chunk.size)
     return cost
 
 
 def longest_path(flow: Dataflow) -> int:
-    """Return T: the sequential multiplications if devices compute in parallel between exchanges.
+    """Return T: the multiplications that follow one another, for one sample.
 
-    The paper's worked example on a single device:
+    Devices compute a layer in parallel and exchange its output, so that the slowest part of each layer counts.
+
+    The paper's example network, on one of two devices:
 
     >>> from testbed.ml.models import create
     >>> from testbed.ml.models.graph import graph_of
@@ -116,7 +136,8 @@ def longest_path(flow: Dataflow) -> int:
     240
     """
     rows = count_multiplications(flow)
-    # All tiled layers of a device follow one another without an exchange.
+    # A device computes all layers of its tiles without an exchange of whole maps. A wait for overlaps reused from other
+    # tiles is not counted.
     of_tiles = [sum(column) for column in zip(*rows[: flow.tiled], strict=True)]
     return max(of_tiles, default=0) + sum(max(row) for row in rows[flow.tiled :])
 
@@ -133,137 +154,225 @@ def memory_needs(flow: Dataflow) -> tuple[float, ...]:
     return tuple(needs)
 
 
+# Activations
+#
+# A device computes its layers in order. Its progress is the index of the layer that it computes: `INPUT` before the
+# first one, and the number of layers after the last. A value is the image (`INPUT`), or the output of a layer, named by
+# the index of the layer. The following functions determine, for each part of a value, from which progress of the device
+# to which the part is in its memory. The peak is the largest total.
+
+
 def peak_activations(flow: Dataflow, device: int) -> int:
-    """Return the peak number of elements of one sample held by a device.
+    """Return the peak number of elements of one sample that a device holds, for any speeds of the devices.
 
-    Outputs are held from the layer producing them until the last layer reading them. Inputs from other devices are held
-    from the first layer at which the senders can have finished, which may be earlier than the device's own progress.
-    During a layer, the partial sums under construction are held too.
+    The paper's example network, each layer divided by LOP over two devices:
+
+    >>> from testbed.ml.models import create
+    >>> from testbed.ml.models.graph import graph_of
+    >>> from testbed_stahl.candidates import divided_plan
+    >>> from testbed_stahl.dataflow import make_dataflow
+    >>> from testbed_stahl.options import PlanSettings
+    >>> from testbed_stahl.plan import equal_shares
+    >>> graph = graph_of(create("mlp", {"hidden": [8, 16, 4]}, (1, 2, 2), 4))
+    >>> plan = divided_plan("lop", graph, ["a", "b"], 0, equal_shares(2), ["lop"] * 4)
+    >>> flow = make_dataflow(graph, plan, PlanSettings())
+    >>> peak_activations(flow, 1)
+    32
+
+    Device b reaches the peak at layer 1, which has 8 inputs and 16 outputs. It holds the inputs (4 made by itself and 4
+    by a), the 8 outputs that it makes, 8 outputs that a may have sent already, and 8 sums, because the inputs of two
+    makers arrive at different times and are added one after the other. By progress, from `INPUT` on:
+
+    >>> _held_by_progress(flow, 1)
+    [0, 12, 32, 22, 8, 0]
     """
-    held = _Held(len(flow.graph.layers))
-    begins = _first_arrivals(flow, device)
+    peak = max(_held_by_progress(flow, device))
+    if flow.tiled:
+        peak = max(peak, _peak_while_tiling(flow, device))
+    return peak
+
+
+def _held_by_progress(flow: Dataflow, device: int) -> list[int]:
+    """Return the elements of one sample that a device holds at each progress, from `INPUT` on, without tiles."""
+    held = _HeldElements(len(flow.graph.layers))
+    arrivals = _first_arrivals(flow, device)
     for value in flow.homes:
-        _hold_value(held, flow, device, value, begins[value])
+        _hold_made_elements(held, flow, device, value)
+        _hold_received_elements(held, flow, device, value, arrivals[value])
     for index in range(flow.tiled, len(flow.tasks)):
-        _hold_sums(held, flow, device, index, begins)
-    return max(held.peak(), _while_tiling(flow, device) if flow.tiled else 0)
+        _hold_sums(held, flow, device, index, arrivals)
+    return held.by_progress()
 
 
-class _Held:
-    """The elements held by a device during each layer, starting with the image."""
+class _HeldElements:
+    """The elements of one sample that a device holds at each progress.
+
+    >>> held = _HeldElements(layers=2)
+    >>> held.hold(first=0, last=1, elements=5)
+    >>> held.by_progress()
+    [0, 5, 5, 0]
+    """
 
     def __init__(self, layers: int) -> None:
+        # Progress begins at `INPUT` and ends at `layers`; the change after the end is counted, too, but not read.
         self._changes = [0] * (layers - INPUT + 2)
 
     def hold(self, first: int, last: int, elements: int) -> None:
-        """Hold elements from one layer to another, inclusive."""
+        """Add elements held from one progress to another, inclusive; none if ``last`` is before ``first``."""
         if first <= last:
             self._changes[first - INPUT] += elements
             self._changes[last + 1 - INPUT] -= elements
 
-    def peak(self) -> int:
-        """Return the peak number of elements held at once."""
-        return max(accumulate(self._changes))
+    def by_progress(self) -> list[int]:
+        """Return the number of held elements at each progress, from `INPUT` to the number of layers."""
+        return list(accumulate(self._changes[:-1]))
 
 
-def _hold_value(
-    held: _Held, flow: Dataflow, device: int, value: int, begins: int
+def _hold_made_elements(
+    held: _HeldElements, flow: Dataflow, device: int, value: int
 ) -> None:
-    """Hold the elements of a value while the device produces, receives or collects them."""
+    """Add the elements of a value that the device makes itself."""
     made = flow.homes[value][device].size
-    lacking = total_size(flow.lacks(value, device))
-    last = flow.last[value][device]
-    merges = value >= flow.tiled and flow.tasks[value][device].work == "sums"
-    # A merged result replaces its partial sums chunk by chunk, so it counts from the next layer on.
-    held.hold(value + merges, last, made)
-    if made and last < value and not merges:
+    last_use = flow.last[value][device]
+    if value >= flow.tiled and flow.tasks[value][device].work == "sums":
+        # Each merged chunk takes the place of the partial sums that it was merged from, which `_hold_sums` counts.
+        held.hold(value + 1, last_use, made)
+    elif last_use >= value:
+        held.hold(value, last_use, made)
+    elif made:
+        # The device itself does not need the value: each piece is dropped as soon as it is sent.
         largest = max(piece.size for piece in flow.pieces(value, device))
         held.hold(value, value, largest)
-    held.hold(begins, last, lacking)
+
+
+def _hold_received_elements(
+    held: _HeldElements, flow: Dataflow, device: int, value: int, arrival: int
+) -> None:
+    """Add the elements of a value that the device receives from others, at ``arrival`` or later."""
+    made = flow.homes[value][device].size
+    lacking = total_size(flow.lacks(value, device))
+    last_use = flow.last[value][device]
+    held.hold(arrival, last_use, lacking)
     collects = flow.way == "via-source" and device == flow.plan.source
-    is_partial = made + lacking < flow.graph.outputs_of(value)
-    if last >= 0 and collects and is_partial:
-        # The source keeps the elements that only others need, too.
-        held.hold(begins, len(flow.graph.layers), flow.collected(value) - lacking)
+    is_needed = last_use >= 0
+    needs_part = made + lacking < flow.graph.outputs_of(value)
+    if collects and is_needed and needs_part:
+        # Pieces sent through the source are stored as they are, also with elements that only other devices need. Such
+        # a piece may arrive after the source's last use, and then remains to the end of the request.
+        only_for_others = flow.collected(value) - lacking
+        held.hold(arrival, len(flow.graph.layers), only_for_others)
 
 
 def _hold_sums(
-    held: _Held, flow: Dataflow, device: int, index: int, begins: Mapping[int, int]
+    held: _HeldElements,
+    flow: Dataflow,
+    device: int,
+    index: int,
+    arrivals: Mapping[int, int],
 ) -> None:
-    """Hold the partial sums merged or accumulated during a layer."""
+    """Add the incomplete sums of a layer's outputs: those to be merged in LIP, or the device's own in LOP."""
     layer = flow.graph.layers[index]
     task = flow.tasks[index][device]
     made = task.makes.size * layer.pixels
     if task.work == "sums" and made:
+        # The device merges its own partial sums, if it takes some inputs, with those of all others that do.
         own = 1 if task.takes.size else 0
-        others = sum(each.takes.size > 0 for each in flow.tasks[index]) - own
-        held.hold(_earliest_layer(flow, device, index, begins), index, others * made)
+        senders = sum(each.takes.size > 0 for each in flow.tasks[index])
+        first = _earliest_completion(flow, device, index, arrivals)
+        held.hold(first, index, (senders - own) * made)
         held.hold(index, index, own * made)
-    elif by_chunks(layer, task) and _in_pieces(flow, device, index):
+    elif by_chunks(layer, task) and _arrives_in_pieces(flow, device, index):
+        # Products of the pieces are added one after the other. A single piece gives finished outputs at once.
         held.hold(index, index, made)
 
 
 def _first_arrivals(flow: Dataflow, device: int) -> dict[int, int]:
-    """Return, by value, the first layer at which a part from another device can arrive.
+    """Return, for each value, the earliest progress of a device at which a part from another device can arrive.
 
-    Other devices proceed independently of this device unless they need one of its outputs.
+    The others may be any number of layers ahead, until they need something that only this device can give them.
     """
-    first_layers: dict[int, int] = {}
+    arrivals: dict[int, int] = {}
     for value in flow.homes:
         if value < flow.tiled:
-            first_layers[value] = flow.tiled
+            # The image, or the complete map of all tiles: the source sends it before anybody begins an untiled layer.
+            arrivals[value] = flow.tiled
         elif _contributes_sums(flow, device, value):
-            # Other devices wait for this device's sums, which it sends one after the other before it merges its own.
-            messages = sum(len(flow.pieces(value, merger)) for merger in flow.devices)
-            has_finished = messages == 1 and _has_sent_all(flow, device, value)
-            first_layers[value] = value + 1 if has_finished else value
+            arrivals[value] = _arrival_of_merged_sums(flow, device, value)
         else:
-            first_layers[value] = _earliest_layer(flow, device, value, first_layers)
-    return first_layers
+            arrivals[value] = _earliest_completion(flow, device, value, arrivals)
+    return arrivals
 
 
-def _earliest_layer(
-    flow: Dataflow, device: int, index: int, begins: Mapping[int, int]
+def _arrival_of_merged_sums(flow: Dataflow, device: int, value: int) -> int:
+    """Return the first arrival of a value that others merge from partial sums, of which this device computes some.
+
+    Nobody can merge a chunk without the sums of this device, which sends them chunk by chunk. The first chunk may come
+    back while the device still computes the others. With a single chunk, and nothing to merge itself, the device has
+    finished the layer before the chunk can come back.
+    """
+    chunks = sum(len(flow.pieces(value, merger)) for merger in flow.devices)
+    if chunks == 1 and _ends_with_its_sums(flow, device, value):
+        return value + 1
+    return value
+
+
+def _earliest_completion(
+    flow: Dataflow, device: int, index: int, arrivals: Mapping[int, int]
 ) -> int:
-    """Return the earliest own layer during which another device can finish a part of the given layer."""
+    """Return the earliest progress of a device at which another device can complete its part of a layer.
+
+    The layer itself, if no other device has a part: then nothing arrives.
+    """
     inputs = set()
     for other, task in enumerate(flow.tasks[index]):
         if other != device and task.takes.size:
             inputs.add(task.takes)
-    progress = [_needed_progress(flow, device, index, each, begins) for each in inputs]
-    return min(progress, default=index)
+    completions = []
+    for takes in inputs:
+        completions.append(
+            _progress_when_available(flow, device, index, takes, arrivals)
+        )
+    return min(completions, default=index)
 
 
-def _needed_progress(
-    flow: Dataflow, device: int, index: int, takes: Range, begins: Mapping[int, int]
+def _progress_when_available(
+    flow: Dataflow, device: int, index: int, takes: Range, arrivals: Mapping[int, int]
 ) -> int:
-    """Return the progress of a device required before all inputs of this part exist."""
+    """Return the earliest progress of a device at which all elements of a part of a layer's input can exist.
+
+    If the device makes some of these elements, or they cannot exist without its partial sums, it must have finished the
+    layer that makes them.
+    """
     progress = []
     for value, part, _ in flow.origins(index, takes):
+        makes_some = intersection(flow.homes[value][device], part).size > 0
         is_whole = part.size == flow.graph.outputs_of(value)
-        waits_for_all = is_whole and _has_sent_all(flow, device, value)
-        if waits_for_all or intersection(flow.homes[value][device], part).size:
+        if makes_some or (is_whole and _ends_with_its_sums(flow, device, value)):
             progress.append(value + 1)
         else:
-            progress.append(begins[value])
+            progress.append(arrivals[value])
     return max(progress)
 
 
 def _contributes_sums(flow: Dataflow, device: int, value: int) -> bool:
+    """Return whether the device computes partial sums of a value, which it or other devices merge."""
     task = flow.tasks[value][device]
     return task.work == "sums" and task.takes.size > 0
 
 
-def _has_sent_all(flow: Dataflow, device: int, value: int) -> bool:
-    """Return whether a device has finished a layer once all of the value exists."""
+def _ends_with_its_sums(flow: Dataflow, device: int, value: int) -> bool:
+    """Return whether the device's work for a value ends with sending partial sums.
+
+    It has then finished the layer when the whole value exists anywhere, since the value contains all of its sums.
+    """
     if value < flow.tiled:
         return False
     merges_none = not flow.tasks[value][device].makes.size
     return _contributes_sums(flow, device, value) and merges_none
 
 
-def _in_pieces(flow: Dataflow, device: int, index: int) -> bool:
-    """Return whether a device can receive a layer's input in pieces; its own output counts as one piece."""
+def _arrives_in_pieces(flow: Dataflow, device: int, index: int) -> bool:
+    """Return whether a layer's input can reach a device in several pieces; the device's own output is one piece."""
     taken = flow.tasks[index][device].takes
     count = 0
     for value, part, _ in flow.origins(index, taken):
@@ -274,40 +383,59 @@ def _in_pieces(flow: Dataflow, device: int, index: int) -> bool:
             for piece in pieces:
                 if intersection(piece, part).size:
                     count += 1
-                if count > 1:
-                    return True
-    return False
+    return count > 1
 
 
-def _while_tiling(flow: Dataflow, device: int) -> int:
-    """Return the peak number of elements held in the tiled layers.
+# Tiles
 
-    Counted are the inputs of all tiles, data reused from other tiles, and the intermediate values of one tile; at the
-    source also the image, which contains all tile inputs, and the collected map.
+
+def _peak_while_tiling(flow: Dataflow, device: int) -> int:
+    """Return the peak number of elements of one sample that a device holds in the tiled layers.
+
+    A worker holds the image regions of all its tiles, all overlaps that these reuse from other tiles, and the maps
+    within one tile. The source holds the whole image instead of the regions, and the map that collects all tiles.
     """
     if flow.settings.options.tile_stealing:
-        return _while_stealing(flow, device)
-    image = flow.graph.layers[0].inputs
-    result = flow.graph.layers[flow.tiled - 1].outputs
-    tiles = flow.plan.tiles
-    own = [number for number, tile in enumerate(tiles) if tile.device == device]
-    within = max((_tile_peak(flow, number) for number in own), default=0)
-    borrowed = sum(_borrowed_elements(flow, number) for number in own)
+        return _peak_while_stealing(flow, device)
+    own = []
+    for number, tile in enumerate(flow.plan.tiles):
+        if tile.device == device:
+            own.append(number)
+    within = max((_peak_within_tile(flow, number) for number in own), default=0)
+    reused = sum(_reused_elements(flow, number) for number in own)
     if device != flow.plan.source:
-        inputs = sum(_tile_input(flow, number) for number in own)
-        return within + borrowed + inputs
-    if len(tiles) == 1:
-        return image + max(within, result)
-    return image + result + within + borrowed
+        return within + reused + sum(_image_elements(flow, number) for number in own)
+    image = flow.graph.layers[0].inputs
+    collected = flow.graph.layers[flow.tiled - 1].outputs
+    if len(flow.plan.tiles) == 1:
+        # The map is made after the only tile is computed, when the maps within the tile are gone.
+        return image + max(within, collected)
+    return image + collected + within + reused
 
 
-def _tile_input(flow: Dataflow, number: int) -> int:
-    """Return the elements of the image that a tile needs."""
+def _peak_while_stealing(flow: Dataflow, device: int) -> int:
+    """Return the peak for tile stealing, in which a device may compute any tile, one at a time.
+
+    All overlaps wait at the source until the tiles that reuse them are handed out.
+    """
+    numbers = range(len(flow.plan.tiles))
+    within = max(_peak_within_tile(flow, number) for number in numbers)
+    reused = [_reused_elements(flow, number) for number in numbers]
+    if device == flow.plan.source:
+        image = flow.graph.layers[0].inputs
+        collected = flow.graph.layers[flow.tiled - 1].outputs
+        return image + collected + within + sum(reused)
+    largest_region = max(_image_elements(flow, number) for number in numbers)
+    return within + largest_region + max(reused)
+
+
+def _image_elements(flow: Dataflow, number: int) -> int:
+    """Return the elements of the image region that a tile needs."""
     channels = flow.graph.layers[0].input[0]
     return channels * flow.plan.tiles[number].regions[0].pixels
 
 
-def _borrowed_elements(flow: Dataflow, number: int) -> int:
+def _reused_elements(flow: Dataflow, number: int) -> int:
     """Return the elements that a tile reuses from other tiles."""
     total = 0
     for (_, borrower), overlaps in flow.overlaps.items():
@@ -316,45 +444,34 @@ def _borrowed_elements(flow: Dataflow, number: int) -> int:
     return total
 
 
-def _while_stealing(flow: Dataflow, device: int) -> int:
-    """Return the peak for tile stealing: any one tile at a time on a worker; the source keeps all reused data."""
-    numbers = range(len(flow.plan.tiles))
-    within = max(_tile_peak(flow, number) for number in numbers)
-    borrowed = [_borrowed_elements(flow, number) for number in numbers]
-    if device == flow.plan.source:
-        image = flow.graph.layers[0].inputs
-        result = flow.graph.layers[flow.tiled - 1].outputs
-        return image + result + within + sum(borrowed)
-    inputs = max(_tile_input(flow, number) for number in numbers)
-    return within + inputs + max(borrowed)
-
-
-def _tile_peak(flow: Dataflow, number: int) -> int:
-    """Return the peak of intermediate values within a tile, apart from the data reused from other tiles.
-
-    Counted are the input and output of one layer; the computed part and the assembled map where a tile merges reused
-    data; and lent regions, both in parts and in one message.
-    """
-    computed = flow.computed[number]
-    regions = flow.plan.tiles[number].regions[1:]
-    peak = 0
-    before = 0
-    for layer, made, whole in zip(
-        flow.graph.layers[: flow.tiled], computed, regions, strict=True
-    ):
-        parts = layer.output[0] * made.pixels
-        after = layer.output[0] * whole.pixels
-        # A map without reused parts is the computed part itself and needs no second copy.
-        assembled = parts + after if made != whole else 0
-        peak = max(peak, before + parts, assembled)
-        before = after
-    return peak + 2 * _lent_elements(flow, number)
-
-
 def _lent_elements(flow: Dataflow, number: int) -> int:
-    """Return the elements that a tile lends to other tiles."""
+    """Return the elements of a tile that other tiles reuse."""
     total = 0
     for (lender, _), overlaps in flow.overlaps.items():
         if lender == number:
             total += sum(map(flow.values, overlaps))
     return total
+
+
+def _peak_within_tile(flow: Dataflow, number: int) -> int:
+    """Return the peak number of elements in the maps that the computation of a tile creates.
+
+    The image region and the reused overlaps are inputs of the tile and counted elsewhere. In each layer there is a
+    first peak while the layer computes a region from the map before it. If the tile reuses overlaps, there is a second
+    one while the region is copied, with the overlaps, into the map for the next layer; the map before is gone by then.
+    """
+    peak = 0
+    before = 0
+    # The first region of a tile is that of the image.
+    maps = flow.plan.tiles[number].regions[1:]
+    tiled = flow.graph.layers[: flow.tiled]
+    for layer, region, whole in zip(tiled, flow.computed[number], maps, strict=True):
+        computed = layer.output[0] * region.pixels
+        assembled = layer.output[0] * whole.pixels
+        peak = max(peak, before + computed)
+        # Without overlaps the region is the map itself, and not copied.
+        if region != whole:
+            peak = max(peak, computed + assembled)
+        before = assembled
+    # Regions for other tiles are kept to the end, and then copied once more into one message for each tile.
+    return peak + 2 * _lent_elements(flow, number)
