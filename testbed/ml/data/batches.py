@@ -16,6 +16,7 @@ from testbed.common.lazy import np, npt
 from testbed.common.seeds import derive
 
 Indices: TypeAlias = "npt.NDArray[np.int64]"
+"""(samples,): places of samples in a data set, from 0."""
 
 
 def steps_per_epoch(samples: int, batch_size: int, *, drop_last: bool = True) -> int:
@@ -29,6 +30,7 @@ def steps_per_epoch(samples: int, batch_size: int, *, drop_last: bool = True) ->
     if samples < 1 or batch_size < 1:
         raise ValueError(f"no batches of {batch_size} in {samples} samples")
     if drop_last:
+        # A set smaller than the batch is one batch of all samples.
         return max(1, samples // batch_size)
     return math.ceil(samples / batch_size)
 
@@ -41,8 +43,10 @@ def batch_length(
     >>> [batch_length(100, 32, step, drop_last=False) for step in range(4)]
     [32, 32, 32, 4]
     """
-    position = step % steps_per_epoch(samples, batch_size, drop_last=drop_last)
-    return min(batch_size, samples - position * batch_size)
+    per_epoch = steps_per_epoch(samples, batch_size, drop_last=drop_last)
+    position = step % per_epoch
+    remaining = samples - position * batch_size
+    return min(batch_size, remaining)
 
 
 def left_out(samples: int, batch_size: int, *, drop_last: bool = True) -> int:
@@ -52,7 +56,9 @@ def left_out(samples: int, batch_size: int, *, drop_last: bool = True) -> int:
     4
     """
     # A set smaller than the batch is one batch of all samples.
-    return samples % batch_size if drop_last and samples >= batch_size else 0
+    if not drop_last or samples < batch_size:
+        return 0
+    return samples % batch_size
 
 
 def is_due(done: int, every: float | None) -> bool:
@@ -93,7 +99,9 @@ class IntervalTrigger:
 # Asked for once for each batch of an epoch.
 @lru_cache(maxsize=4)
 def _epoch_order(samples: int, seed: int, epoch: int) -> Indices:
-    order = np.random.default_rng(derive(seed, "batches", epoch)).permutation(samples)
+    """Return the order of the samples in an epoch, (samples,), which cannot be changed."""
+    generator = np.random.default_rng(derive(seed, "batches", epoch))
+    order = generator.permutation(samples)
     # The cache hands out one array to all callers.
     order.flags.writeable = False
     return order
@@ -115,7 +123,9 @@ def batch(
     per_epoch = steps_per_epoch(samples, batch_size, drop_last=drop_last)
     epoch, position = divmod(step, per_epoch)
     order = np.arange(samples) if seed is None else _epoch_order(samples, seed, epoch)
-    return order[position * batch_size : (position + 1) * batch_size]
+    begin = position * batch_size
+    # A smaller last batch ends with the samples.
+    return order[begin : begin + batch_size]
 
 
 def cut_batch(size: int, micro_batches: int) -> tuple[slice, ...]:
@@ -132,6 +142,7 @@ def cut_batch(size: int, micro_batches: int) -> tuple[slice, ...]:
             f"a batch of {size} cannot be cut into {micro_batches} micro-batches: take 1 to {size}"
         )
     length, longer = divmod(size, micro_batches)
-    lengths = [length + 1] * longer + [length] * (micro_batches - longer)
+    shorter = micro_batches - longer
+    lengths = [length + 1] * longer + [length] * shorter
     edges = accumulate(lengths, initial=0)
     return tuple(slice(begin, end) for begin, end in pairwise(edges))

@@ -34,6 +34,7 @@ def find(folder: Path, name: str) -> Path | None:
 
 
 def _read_content(path: Path) -> bytes:
+    """Return the decompressed content of a file; raises `InputError` for unreadable and damaged files."""
     try:
         raw = path.read_bytes()
         return gzip.decompress(raw) if path.suffix == ".gz" else raw
@@ -50,7 +51,10 @@ def _read_content(path: Path) -> bytes:
 
 
 def read_idx(path: Path, axes: int) -> Bytes:
-    """Read an IDX file of unsigned bytes with this number of axes; raises `InputError` for other files."""
+    """Read an IDX file of unsigned bytes with a number of axes: 3 for images, 1 for labels.
+
+    Raises `InputError` for other files.
+    """
     content = _read_content(path)
     shape = _declared_sizes(path, content, axes)
     header = _header_bytes(axes)
@@ -66,8 +70,10 @@ def read_idx(path: Path, axes: int) -> Bytes:
 
 
 def _header_bytes(axes: int) -> int:
-    """Return the length of an IDX header: a magic number and the size of each axis, of four bytes each."""
-    return 4 + 4 * axes
+    """Return the length of an IDX header in bytes."""
+    magic = 4
+    # A size for each axis, of four bytes.
+    return magic + 4 * axes
 
 
 def check_images(path: Path, pixels: tuple[int, ...]) -> None:
@@ -82,6 +88,7 @@ def check_images(path: Path, pixels: tuple[int, ...]) -> None:
 
 
 def _check_pixels(path: Path, shape: tuple[int, ...], pixels: tuple[int, ...]) -> None:
+    """Raise `InputError` unless images of a shape, (samples, height, width), have the wanted height and width."""
     if shape[1:] != pixels:
         actual = "x".join(map(str, shape[1:]))
         wanted = "x".join(map(str, pixels))
@@ -89,8 +96,9 @@ def _check_pixels(path: Path, shape: tuple[int, ...], pixels: tuple[int, ...]) -
 
 
 def _declared_sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
-    """Return the sizes declared by the header of an IDX file."""
+    """Return the sizes declared by the header of an IDX file; raises `InputError` for other files."""
     header = _header_bytes(axes)
+    # Two zeros, the type of the values, and the number of axes.
     magic = bytes([0, 0, _UNSIGNED_BYTE, axes])
     if content[:4] != magic:
         raise InputError(
@@ -100,7 +108,7 @@ def _declared_sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
         raise InputError(
             f"{path}: truncated: {len(content)} bytes are less than the header of {header}"
         )
-    # The sizes are big-endian.
+    # The sizes are big-endian, and follow the magic number.
     sizes = np.frombuffer(content, ">u4", axes, offset=4)
     return tuple(int(size) for size in sizes)
 
@@ -119,10 +127,12 @@ def read_idx_pair(
     if len(targets) == 0:
         raise InputError(f"{labels}: no samples")
     _check_labels(labels, targets, classes)
+    # Grey images have one channel, for which IDX has no axis.
     return pixels[:, None], targets
 
 
 def _check_labels(path: Path, labels: Bytes, classes: int) -> None:
+    """Raise `InputError` for labels above the number of classes."""
     if labels.max() >= classes:
         raise InputError(
             f"{path}: label {labels.max()}, but there are {classes} classes from 0"

@@ -1,4 +1,8 @@
-"""Ownership of training samples: shares of indices as a function of labels, owners and seed alone."""
+"""Ownership of training samples: shares of indices as a function of labels, owners and seed alone.
+
+The controller divides the samples before planning. Each way of dividing draws from a generator of its own, seeded by
+the scenario's seed and the name of the way.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from testbed.ml.data.batches import Indices
 from testbed.ml.workload import Split, SplitPart
 
 _KEY: Key = ("data", "split")
+"""Key of a scenario's workload that errors name."""
 DRAWS = 1000
 """Maximum number of draws to reach `min_samples`."""
 
@@ -52,6 +57,7 @@ def split(
     if len(owners) > len(labels):
         text = f"{len(labels)} samples are too few for {len(owners)} devices: use more samples or fewer devices"
         raise InputError(text, _KEY)
+    # The other ways look at no label.
     by_class = isinstance(how, SplitPart) and bool(how.dirichlet or how.shards)
     if by_class and not is_class(labels):
         raise InputError(
@@ -75,18 +81,19 @@ def _draw_until_large(
     seed: int,
     groups: Indices | None,
 ) -> tuple[list[Indices], str]:
-    """Return the first draw with `min_samples` for each device, and a remedy for devices without samples."""
-    least = how.min_samples if isinstance(how, SplitPart) else None
-    if not least:
-        return _draw_shares(labels, classes, owners, how, seed, groups, 0)
+    """Return the shares of the first draw with `min_samples` for each device, and a remedy for empty shares."""
+    wanted = how.min_samples if isinstance(how, SplitPart) else None
+    if not wanted:
+        return _draw_shares(labels, classes, owners, how, seed, groups, draw=0)
     most = 0
     for draw in range(DRAWS):
         shares, remedy = _draw_shares(labels, classes, owners, how, seed, groups, draw)
-        smallest = min(len(share) for share in shares)
-        if smallest >= least:
+        smallest = min(map(len, shares))
+        if smallest >= wanted:
             return shares, remedy
         most = max(most, smallest)
-    text = f"{DRAWS:,} draws left a device with fewer than {least} samples, the best of them with {most}"
+    # With the best draw, the user sees how far the wish is from being possible.
+    text = f"{DRAWS:,} draws left a device with fewer than {wanted} samples, the best of them with {most}"
     raise InputError(
         f"{text}: use a smaller value, fewer devices or more samples",
         (*_KEY, "min_samples"),
@@ -102,7 +109,7 @@ def _draw_shares(
     groups: Indices | None,
     draw: int,
 ) -> tuple[list[Indices], str]:
-    """Return the shares of a draw, counted from 0, and a remedy for devices without samples."""
+    """Return the shares of a draw, counted from 0, and a remedy for empty shares; arguments as in `split`."""
     devices = len(owners)
     redraw = "use a larger value, fewer devices or another seed, or write min_samples"
     # With `noise` the samples themselves differ, and their distribution is that of `iid`.
@@ -139,7 +146,9 @@ def class_counts(
     counts = {}
     for name, share in shares.items():
         classes, numbers = np.unique(labels[share], return_counts=True)
-        counts[name] = dict(zip(classes.tolist(), numbers.tolist(), strict=True))
+        # Python's integers, which JSON can hold.
+        pairs = zip(classes.tolist(), numbers.tolist(), strict=True)
+        counts[name] = dict(pairs)
     return counts
 
 
@@ -172,43 +181,70 @@ def _split_by_sizes(
             key,
         )
     order = _seeded_generator(seed, "sizes").permutation(len(labels))
-    return np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
+    # Samples beyond the sum of the sizes are not used.
+    used = order[: sum(sizes)]
+    ends = np.cumsum(sizes)
+    return np.split(used, ends[:-1])
 
 
 def _split_dirichlet(
     labels: Indices, devices: int, concentration: float, generator: np.random.Generator
 ) -> list[Indices]:
     """Distribute each class in proportions drawn from a Dirichlet distribution (Hsu et al., 2019)."""
-    shares: list[list[Indices]] = [[] for _ in range(devices)]
+    shares = _empty_shares(devices)
     for label in np.unique(labels):
-        members = generator.permutation(np.flatnonzero(labels == label))
-        edges = np.cumsum(generator.dirichlet([concentration] * devices))[:-1]
-        parts = np.split(members, (edges * len(members)).astype(int))
+        members = _shuffled_members(labels, label, generator)
+        proportions = generator.dirichlet([concentration] * devices)
+        # The end of the last part is that of the class.
+        edges = np.cumsum(proportions)[:-1] * len(members)
+        parts = np.split(members, edges.astype(int))
         for share, part in zip(shares, parts, strict=True):
             share.append(part)
+    return _join_shares(shares)
+
+
+def _empty_shares(devices: int) -> list[list[Indices]]:
+    """Return an empty list of index arrays for each device."""
+    return [[] for _ in range(devices)]
+
+
+def _join_shares(shares: list[list[Indices]]) -> list[Indices]:
     return [np.concatenate(share) for share in shares]
+
+
+def _shuffled_members(
+    labels: Indices, label: int, generator: np.random.Generator
+) -> Indices:
+    """Return the indices of the samples of a class in random order, (samples of the class,)."""
+    return generator.permutation(np.flatnonzero(labels == label))
 
 
 def _split_by_quantity(
     labels: Indices, devices: int, concentration: float, generator: np.random.Generator
 ) -> list[Indices]:
     """Distribute samples at random in sizes drawn from a Dirichlet distribution ("quantity skew", Li et al., 2022)."""
-    edges = np.cumsum(generator.dirichlet([concentration] * devices))[:-1] * len(labels)
-    return np.split(generator.permutation(len(labels)), edges.astype(int))
+    proportions = generator.dirichlet([concentration] * devices)
+    edges = np.cumsum(proportions)[:-1] * len(labels)
+    order = generator.permutation(len(labels))
+    return np.split(order, edges.astype(int))
 
 
 def _split_by_column(groups: Indices, devices: int) -> list[Indices]:
     """Keep samples with one column value together; the largest group goes to the device with fewest samples so far."""
-    shares: list[list[Indices]] = [[] for _ in range(devices)]
+    shares = _empty_shares(devices)
     sizes = [0] * devices
     values, counts = np.unique(groups, return_counts=True)
-    for place in np.argsort(-counts, kind="stable"):
+    # Stable: equally large groups are distributed in the order of their values, on every machine.
+    largest_first = np.argsort(-counts, kind="stable")
+    for place in largest_first:
         members = np.flatnonzero(groups == values[place])
         smallest = sizes.index(min(sizes))
         shares[smallest].append(members)
         sizes[smallest] += len(members)
-    # The empty array, since nothing cannot be concatenated: with fewer values than devices a share is empty.
-    return [np.concatenate([*share, np.empty(0, np.int64)]) for share in shares]
+    for share in shares:
+        # With fewer values than devices a share is empty, and nothing cannot be concatenated.
+        share.append(np.empty(0, np.int64))
+    return _join_shares(shares)
 
 
 def _split_by_shards(
@@ -224,25 +260,29 @@ def _split_by_shards(
         )
     generator = _seeded_generator(seed, "shards")
     hands = _deal_classes(classes, devices, count, generator)
-    shares: list[list[Indices]] = [[] for _ in range(devices)]
+    shares = _empty_shares(devices)
     for label in range(classes):
         holders = []
         for share, hand in zip(shares, hands, strict=True):
             if label in hand:
                 holders.append(share)
         # Drawn also for a class without holders: the classes after it do not depend on the hands.
-        members = generator.permutation(np.flatnonzero(labels == label))
-        if holders:
-            parts = np.array_split(members, len(holders))
-            for share, part in zip(holders, parts, strict=True):
-                share.append(part)
-    return [np.concatenate(share) for share in shares]
+        members = _shuffled_members(labels, label, generator)
+        if not holders:
+            continue
+        parts = np.array_split(members, len(holders))
+        for share, part in zip(holders, parts, strict=True):
+            share.append(part)
+    return _join_shares(shares)
 
 
 def _deal_classes(
     classes: int, devices: int, count: int, generator: np.random.Generator
 ) -> list[list[int]]:
-    """Deal ``count`` different classes to each device from decks of all classes."""
+    """Deal ``count`` different classes to each device from decks of all classes, as cards are dealt.
+
+    A class is in a deck once, so all classes are dealt about equally often. Returns the hand of each device.
+    """
     deck: list[int] = []
     hands: list[list[int]] = [[] for _ in range(devices)]
     for hand in hands:
@@ -271,6 +311,7 @@ def holdout(labels: Indices, fraction: float) -> tuple[Indices, Indices]:
     generator = _seeded_generator(0, "holdout")
     is_aside = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
-        members = generator.permutation(np.flatnonzero(labels == label))
-        is_aside[members[: round(fraction * len(members))]] = True
+        members = _shuffled_members(labels, label, generator)
+        count = round(fraction * len(members))
+        is_aside[members[:count]] = True
     return np.flatnonzero(~is_aside), np.flatnonzero(is_aside)

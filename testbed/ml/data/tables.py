@@ -1,4 +1,8 @@
-"""Tables in CSV or Parquet files: rows are samples, with a column for labels and optionally one for owners."""
+"""Tables in CSV or Parquet files: rows are samples, with a column for labels and optionally one for owners.
+
+Tables may be larger than memory: all functions read blocks of `ROWS` rows. The cells of a block are numpy arrays,
+(rows,) each: texts from CSV, and the type of the column from Parquet.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ SUFFIXES = (".csv", ".parquet")
 Columns = Sequence[str] | Mapping[str, Sequence[str]]
 _PATH: Key = ("data", "path")
 Kind: TypeAlias = "type[np.int64] | type[np.float32] | type[str]"
+"""The kind of a column: integers, numbers or words."""
 ROWS = 1 << 16
 """Number of rows read at a time."""
 
@@ -46,11 +51,13 @@ def read(
     """
     inputs = _input_columns(path, label, columns, group)
     assert label is not None
+    # A column may serve several inputs, and is read once.
     names = list(dict.fromkeys([label, *chain.from_iterable(inputs.values())]))
     # A first reading finds the types, a second the words, a third fills the arrays: a column's type depends on its last
     # row, too.
     kinds, rows = _column_kinds(path, names)
-    words = _distinct_words(path, [name for name in names if kinds[name] is str])
+    word_columns = [name for name in names if kinds[name] is str]
+    words = _distinct_words(path, word_columns)
     samples = {}
     for name, own_columns in inputs.items():
         shape = (rows, len(own_columns))
@@ -61,17 +68,17 @@ def read(
         end = begin + len(block[label])
         numbers = {}
         for column in names:
-            numbers[column] = _column_values(
-                block[column], kinds[column], words.get(column)
-            )
+            cells = block[column]
+            numbers[column] = _column_values(cells, kinds[column], words.get(column))
         for name, own_columns in inputs.items():
             for place_in_row, column in enumerate(own_columns):
                 samples[name][begin:end, place_in_row] = numbers[column]
         labels[begin:end] = numbers[label]
         begin = end
-    is_single = not isinstance(columns, Mapping)
     groups = _read_groups(path, group)
-    return Table(samples[""] if is_single else samples, labels, groups)
+    if isinstance(columns, Mapping):
+        return Table(samples, labels, groups)
+    return Table(samples[""], labels, groups)
 
 
 def _read_groups(path: Path, name: str | None) -> npt.NDArray[np.int64] | None:
@@ -92,6 +99,7 @@ def _input_columns(
     """Return the columns of each input by name, "" for a single input; raises `InputError` for unknown columns."""
     existing = _column_names(path)
     names = ", ".join(existing)
+    # Any column might be the label, so there is no default.
     if label is None:
         raise InputError(
             f"{path} has the columns {names}: name the one of the labels",
@@ -101,6 +109,7 @@ def _input_columns(
         columns = [name for name in existing if name not in (label, group)]
     inputs = columns if isinstance(columns, Mapping) else {"": columns}
     chosen = list(chain.from_iterable(inputs.values()))
+    # The key of the scenario that names each column, for errors.
     keys = {label: "label", **dict.fromkeys(chosen, "columns")}
     if group:
         keys[group] = "split"
@@ -129,10 +138,12 @@ def _column_values(
     """Return cells as numbers, (rows,); ``words`` are all words of the column in order, None for numbers."""
     if words is None:
         return cells.astype(kind)
+    # All cells are among the words, so the place of each is its number.
     return np.searchsorted(words, _cell_texts(cells))
 
 
 def _column_names(path: Path) -> list[str]:
+    """Return the names of all columns; raises `InputError` for two columns of one name."""
     if path.suffix == ".parquet":
         names = list(_open_parquet(path).schema_arrow.names)
     else:
@@ -161,6 +172,7 @@ def _read_blocks(
 def _read_parquet_blocks(
     path: Path, names: Sequence[str]
 ) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Yield the same as `_read_blocks` for a Parquet file."""
     try:
         for batch in _open_parquet(path).iter_batches(ROWS, columns=list(names)):
             block = {}
@@ -174,13 +186,17 @@ def _read_parquet_blocks(
 
 
 def _read_lines(path: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Yield blocks of `ROWS` lines of a CSV file, each preceded by the header line."""
-    # The first line is the header.
+    """Yield blocks of `ROWS` lines of a CSV file, each preceded by the header line.
+
+    Raises `InputError` for a line with another number of cells than the header, and for a file without rows.
+    """
+    # The number of the line for errors; the first line is the header.
     number = 1
     try:
         # Spreadsheets write a byte order mark, which "utf-8-sig" drops.
         with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = (row for row in csv.reader(file) if row)
+            # An empty line is an empty row: no row of a table has no cells.
+            rows = filter(None, csv.reader(file))
             header = [name.strip() for name in next(rows, [])]
             while block := list(islice(rows, ROWS)):
                 for row in block:
@@ -212,25 +228,31 @@ def _no_parquet(path: Path, error: Exception) -> InputError:
 
 def _column_kinds(path: Path, names: Sequence[str]) -> tuple[dict[str, Kind], int]:
     """Return the kind of each column (integers, numbers or words) and the number of rows."""
-    wider: Sequence[Kind] = (np.int64, np.float32, str)
+    # Each kind holds all values of the kinds before: a column is as wide as its widest block.
+    widening: Sequence[Kind] = (np.int64, np.float32, str)
     widths = dict.fromkeys(names, 0)
     rows = 0
     for block in _read_blocks(path, names):
         for name in names:
             _refuse_empty(path, name, block[name], rows)
-            width = wider.index(_value_kind(block[name]))
+            width = widening.index(_value_kind(block[name]))
             widths[name] = max(widths[name], width)
         rows += len(block[names[0]])
-    return {name: wider[width] for name, width in widths.items()}, rows
+    kinds = {}
+    for name, width in widths.items():
+        kinds[name] = widening[width]
+    return kinds, rows
 
 
 def _refuse_empty(path: Path, name: str, cells: npt.NDArray[Any], before: int) -> None:
     """Raise `InputError` for an empty cell; ``before`` is the number of rows before the block."""
+    # numpy's letters for integers, unsigned ones and booleans, which are never missing.
     if cells.dtype.kind in "iub":
         return
     for row, text in enumerate(_cell_texts(cells), before + 1):
         # NaN and None are how pandas and Parquet write an empty cell.
-        if text.strip().lower().lstrip("+-") in ("", "none", "nan"):
+        content = text.strip().lower().lstrip("+-")
+        if content in ("", "none", "nan"):
             raise InputError(
                 f"{path}: column '{name}' is empty in row {row}: fill the cell or remove the row",
                 _PATH,
@@ -238,11 +260,12 @@ def _refuse_empty(path: Path, name: str, cells: npt.NDArray[Any], before: int) -
 
 
 def _value_kind(cells: npt.NDArray[Any]) -> Kind:
-    """Return the narrowest kind of all cells of a block."""
+    """Return the narrowest kind for all cells of a block."""
     if cells.dtype.kind in "iub":
         return np.int64
     if cells.dtype.kind == "f":
         return np.float32
+    # Texts, from CSV: numpy parses them, and refuses those that are no number of this kind.
     for kind in (np.int64, np.float32):
         try:
             cells.astype(kind)
@@ -260,10 +283,14 @@ def _distinct_words(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[A
     for block in _read_blocks(path, names):
         for name, words in distinct.items():
             words.update(_cell_texts(block[name]))
-    return {name: np.array(sorted(words)) for name, words in distinct.items()}
+    in_order = {}
+    for name, words in distinct.items():
+        in_order[name] = np.array(sorted(words))
+    return in_order
 
 
 def _cell_texts(cells: npt.NDArray[Any]) -> list[str]:
+    # As Python's texts, since Parquet's columns of words are arrays of objects.
     return [str(cell) for cell in cells]
 
 

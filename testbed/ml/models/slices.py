@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from testbed.ml.lazy import torch
 
@@ -16,6 +15,7 @@ Channels = Sequence[int]
 """A range, or a rising tuple: output channels of a convolution, output features of a fully connected layer, ..."""
 
 NONE = range(0)
+"""No channels."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,20 @@ def pick(
     if not len(wanted):
         return tensor.narrow(axis, 0, 0)
     if isinstance(wanted, range) and isinstance(held, range):
-        if not (wanted[0] in held and wanted[-1] in held):
+        contains_ends = wanted[0] in held and wanted[-1] in held
+        if not contains_ends:
             raise ValueError(f"{wanted} are not all among {held}")
         # No copy: all planned divisions are of ranges.
         return tensor.narrow(axis, wanted[0] - held[0], len(wanted))
-    places = {channel: place for place, channel in enumerate(held)}
-    if not all(channel in places for channel in wanted):
-        raise ValueError(f"{wanted} are not all among {held}")
-    indices = torch.tensor([places[channel] for channel in wanted])
-    return tensor.index_select(axis, indices)
+    places = {}
+    for place, channel in enumerate(held):
+        places[channel] = place
+    indices = []
+    for channel in wanted:
+        if channel not in places:
+            raise ValueError(f"{wanted} are not all among {held}")
+        indices.append(places[channel])
+    return tensor.index_select(axis, torch.tensor(indices))
 
 
 def even_ranges(size: int, count: int) -> tuple[range, ...]:
@@ -80,8 +85,15 @@ def even_ranges(size: int, count: int) -> tuple[range, ...]:
     (range(0, 3), range(3, 6), range(6, 8))
     """
     length, longer = divmod(size, count)
-    ends = [length * number + min(number, longer) for number in range(count + 1)]
-    return tuple(range(first, last) for first, last in pairwise(ends))
+    ranges = []
+    first = 0
+    for number in range(count):
+        last = first + length
+        if number < longer:
+            last += 1
+        ranges.append(range(first, last))
+        first = last
+    return tuple(ranges)
 
 
 def as_channels(numbers: Iterable[int]) -> Channels:
@@ -92,11 +104,12 @@ def as_channels(numbers: Iterable[int]) -> Channels:
     >>> as_channels([5, 1])
     (1, 5)
     """
-    rising = tuple(sorted(numbers))
-    if not rising:
+    ascending = tuple(sorted(numbers))
+    if not ascending:
         return NONE
-    whole = range(rising[0], rising[-1] + 1)
-    return whole if len(whole) == len(rising) else rising
+    spanned = range(ascending[0], ascending[-1] + 1)
+    # Without a gap, the numbers are all that they span.
+    return spanned if len(spanned) == len(ascending) else ascending
 
 
 def elements_of(channels: Channels, each: int) -> Channels:
