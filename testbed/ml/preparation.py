@@ -1,11 +1,15 @@
 """Preparation of a run of training or inference: checks, data, the division of samples, initial weights.
 
-Only the controller prepares runs. Keys of the `InputError`s raised here are relative to the key ``workload``.
+Only the controller prepares runs. `find_problems` checks a scenario as far as possible without a plan, and `divide`
+decides before planning which device owns which samples.
+
+Keys of the `InputError`s raised here are relative to the key ``workload``; keys of `Diagnostic`s are those of the
+scenario.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +35,7 @@ from testbed.ml.models import weights
 from testbed.ml.models.chain import Model
 from testbed.ml.models.making import KEY as MODEL_FILE
 from testbed.ml.training.schema import NamedPart, named_in
-from testbed.ml.workload import LearningPart, ModelPart, SplitPart
+from testbed.ml.workload import DataPart, LearningPart, ModelPart, SplitPart
 from testbed.plan import Plan
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
@@ -45,7 +49,7 @@ from testbed.workload import Prepared
 
 @dataclass(frozen=True)
 class Division:
-    """Decisions before planning: the owners of samples, and the run that trains the initial weights."""
+    """Decisions before planning: the owners of samples, and the run for training the initial weights."""
 
     shares: Mapping[str, Indices] = field(default_factory=dict)
     """Indices of the training samples of each device with data, (samples,); empty if all are at the coordinator."""
@@ -60,29 +64,32 @@ def workload_section(scenario: Scenario) -> LearningPart:
 
 
 def data_folder(scenario: Scenario) -> Path:
-    """Return the file or folder of the data: the scenario's, or the folder that `testbed setup data` fills."""
-    section = workload_section(scenario).data
-    for named in (section.file, section.path, section.folder):
+    """Return the file or folder of the data: the scenario's, or the folder filled by `testbed setup data`."""
+    part = workload_section(scenario).data
+    for named in (part.file, part.path, part.folder):
         if named:
             return scenario.source.folder / named
-    return data.data_place(section.name)
+    return data.data_place(part.name)
 
 
 def weights_file(scenario: Scenario) -> Path | None:
-    """Return the file of the model's initial weights; None if they are drawn from the seed."""
+    """Return the file of the model's initial weights; None for weights drawn from the seed."""
     named = workload_section(scenario).model.weights
     return None if named is None else scenario.source.folder / named
 
 
 def pretraining_of(prepared: Prepared) -> Prepared | None:
-    """Return the run producing the initial weights; None unless they come from a scenario."""
+    """Return the run producing the initial weights; None for weights from another origin than a scenario."""
     if not isinstance(prepared.division, Division):
         return None
     return prepared.division.pretraining
 
 
 def shares_of(prepared: Prepared) -> Mapping[str, Indices]:
-    """Return the indices of the training samples of each device with data; empty if all are at the coordinator."""
+    """Return the indices of the training samples of each device with data, (samples,).
+
+    Empty if all samples are at the coordinator.
+    """
     if not isinstance(prepared.division, Division):
         return {}
     return prepared.division.shares
@@ -100,21 +107,29 @@ def samples_of(prepared: Prepared, dataset: Dataset, device: str) -> Dataset | N
         return dataset
     if not shares:
         return dataset if is_coordinator else None
-    own = shares.get(device)
-    if own is None:
-        if not is_coordinator:
-            return None
-        return dataset.part(np.empty(0, np.int64), tests=True)
-    own_samples = dataset.part(own, tests=is_coordinator)
+    own_indices = shares.get(device)
+    if own_indices is not None:
+        own_samples = dataset.part(own_indices, tests=is_coordinator)
+        return _add_noise(prepared, own_samples, device)
+    if not is_coordinator:
+        return None
+    # A server without training samples still evaluates.
+    no_indices = np.empty(0, np.int64)
+    return dataset.part(no_indices, tests=True)
+
+
+def _add_noise(prepared: Prepared, samples: Dataset, device: str) -> Dataset:
+    """Return a device's samples with the noise of the split; the same samples for other splits."""
     split = workload_section(prepared.scenario).data.split
     if not isinstance(split, SplitPart) or split.noise is None:
-        return own_samples
+        return samples
     # `noise` is the variance on the last device; the i-th of n devices has i/n of it, as in the noise-based feature
     # imbalance of "Federated Learning on Non-IID Data Silos" (Li et al., 2022).
-    position = 1 + list(shares).index(device)
-    variance = split.noise * position / len(shares)
+    owners = list(shares_of(prepared))
+    position = 1 + owners.index(device)
+    variance = split.noise * position / len(owners)
     seed = derive(prepared.problem.seed, "noise", device)
-    return own_samples.noisy(variance**0.5, seed)
+    return samples.noisy(variance**0.5, seed)
 
 
 def samples_by_class(prepared: Prepared) -> dict[str, dict[int, int]]:
@@ -145,7 +160,7 @@ def initial_weights(prepared: Prepared) -> Mapping[str, Any] | str:
 
 
 def export_weights(prepared: Prepared, outcome: Outcome) -> Outcome:
-    """Return an outcome whose weights have the names of the user's own network, if there is one."""
+    """Return an outcome whose weights have the names of the user's own network; unchanged for catalogue models."""
     problem = prepared.problem
     assert isinstance(problem, PlanningProblem)
     if problem.model.builder is None:
@@ -155,7 +170,8 @@ def export_weights(prepared: Prepared, outcome: Outcome) -> Outcome:
     for device, packed in outcome.parts.items():
         tensors = {}
         for name, tensor in arrays.unpack(bytearray(packed)).items():
-            tensors[weights.plain_name(name)] = tensor
+            own_name = weights.plain_name(name)
+            tensors[own_name] = tensor
         device_weights[device] = arrays.pack(tensors)
     whole = None
     if outcome.weights is not None:
@@ -166,37 +182,55 @@ def export_weights(prepared: Prepared, outcome: Outcome) -> Outcome:
 
 
 def load_data(prepared: Prepared) -> Dataset:
-    """Return the samples of an experiment; raises `InputError` if their number does not suit the batches."""
+    """Return the samples of an experiment; raises `InputError` for a number of samples unsuitable for the batches."""
     scenario = prepared.scenario
     workload = workload_section(scenario)
-    assert isinstance(prepared.method, Method)
     assert isinstance(prepared.problem, PlanningProblem)
     is_timing_only = workload.numerics == "none"
     dataset = data.load(workload.data, data_folder(scenario), blank=is_timing_only)
-    samples = len(dataset.train_labels)
-    # The number of samples in a catalogue's files is not known before they are read.
-    wrong = list(_batch_problems(workload, samples))
-    if wrong:
-        raise scenario.source.error(wrong)
-    if not prepared.problem.samples:
-        try:
-            _check_last_batch_of(samples, prepared.method, prepared.problem)
-        except InputError as error:
-            raise scenario.source.error([_locate_error(error)]) from None
+    _check_sample_count(prepared, len(dataset.train_labels))
     if workload.data.augment is not None and not is_timing_only:
-        # Imports torch, which runs without augmentation or numbers do not need.
-        from testbed.ml.data.augment import drawing
-
-        seed = prepared.problem.seed
-        try:
-            augmentation = drawing(workload, seed, dataset.shape, samples)
-        except InputError as error:
-            raise scenario.source.error([_locate_error(error)]) from None
-        dataset = replace(dataset, drawing=augmentation)
+        dataset = _add_augmentation(prepared, dataset)
     return dataset if prepared.problem.model.integers else dataset.floats()
 
 
+def _check_sample_count(prepared: Prepared, samples: int) -> None:
+    """Check the batches again: the number of samples in a catalogue's files is not known before they are read."""
+    assert isinstance(prepared.method, Method)
+    assert isinstance(prepared.problem, PlanningProblem)
+    scenario = prepared.scenario
+    wrong = list(_batch_problems(workload_section(scenario), samples))
+    if wrong:
+        raise scenario.source.error(wrong)
+    if prepared.problem.samples:
+        # Devices own the samples: `divide` has read the labels and checked each number.
+        return
+    try:
+        _check_last_batch_of(samples, prepared.method, prepared.problem)
+    except InputError as error:
+        raise scenario.source.error([_locate_error(error)]) from None
+
+
+def _add_augmentation(prepared: Prepared, dataset: Dataset) -> Dataset:
+    # Imports torch, which runs without augmentation or numbers do not need.
+    from testbed.ml.data.augment import drawing
+
+    scenario = prepared.scenario
+    workload = workload_section(scenario)
+    samples = len(dataset.train_labels)
+    seed = prepared.problem.seed
+    try:
+        augmentation = drawing(workload, seed, dataset.shape, samples)
+    except InputError as error:
+        raise scenario.source.error([_locate_error(error)]) from None
+    return replace(dataset, drawing=augmentation)
+
+
+# Checks of a scenario
+
+
 def _numerics_problems(workload: LearningPart, method: Method) -> Iterator[Diagnostic]:
+    """Yield a problem of a run without numbers, or with stacked devices, which few methods support."""
     key: Key = ("workload", "numerics")
     if workload.numerics == "none" and "timing_only" not in method.supports:
         others = _methods_supporting("timing_only")
@@ -217,6 +251,7 @@ def _methods_supporting(capability: core.Capability) -> str:
 
 
 def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
+    """Yield problems of the name and options of a catalogue model."""
     key: Key = ("workload", "model")
     try:
         if part.file is not None or models.code_of(part.name) is not None:
@@ -245,37 +280,35 @@ def _locate_error(error: InputError) -> Diagnostic:
 
 
 def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
+    """Yield problems of the data part, except for missing files of the catalogue."""
     workload = workload_section(scenario)
     part = workload.data
-    name = part.name
-    key: Key = ("workload", "data")
     try:
-        kind = data.describe_part(part, data_folder(scenario))
+        source = data.describe_part(part, data_folder(scenario))
     except InputError as error:
         yield _locate_error(error)
         return
-    if not kind.classes and workload.task == "train":
-        yield Diagnostic(
-            (*key, "name"),
-            f"{name} has no labels for training: use the task infer, or data such as digits",
-        )
+    if not source.classes and workload.task == "train":
+        text = f"{part.name} has no labels for training: use the task infer, or data such as digits"
+        yield Diagnostic(("workload", "data", "name"), text)
     if data.is_own(part):
         yield from _own_data_problems(scenario)
         return
     samples = data.known_samples(part)
     if samples is not None:
         yield from _batch_problems(workload, samples)
-    # With `file`, the data are the user's own.
-    if kind.from_path and part.path is None:
-        yield Diagnostic(
-            key,
-            f"{name} is your own image: give its file with `path`, or use the data set photos",
-        )
-    elif not kind.from_path and part.path is not None:
-        yield Diagnostic(
-            (*key, "path"),
-            f"{name} is not read from a single file: use the data set image, or remove `path`",
-        )
+    yield from _path_problems(part, is_single_file=source.from_path)
+
+
+def _path_problems(part: DataPart, *, is_single_file: bool) -> Iterator[Diagnostic]:
+    """Yield a problem if a catalogue set of a single file has no path, or any other set has one."""
+    key: Key = ("workload", "data")
+    if is_single_file and part.path is None:
+        text = f"{part.name} is your own image: give its file with `path`, or use the data set photos"
+        yield Diagnostic(key, text)
+    elif not is_single_file and part.path is not None:
+        text = f"{part.name} is not read from a single file: use the data set image, or remove `path`"
+        yield Diagnostic((*key, "path"), text)
 
 
 def _own_data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
@@ -294,19 +327,16 @@ def _own_data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 
 
 def _batch_problems(workload: LearningPart, samples: int) -> Iterator[Diagnostic]:
-    """Yield a problem if a batch needs more than all training samples, and all of these are at the coordinator."""
+    """Yield a problem for a batch larger than the training set, unless devices own the samples."""
     size = workload.batch_size
-    if (
-        workload.task == "train"
-        and workload.data.split == "coordinator"
-        and size > samples
-    ):
+    is_at_coordinator = workload.data.split == "coordinator"
+    if workload.task == "train" and is_at_coordinator and size > samples:
         text = f"a batch of {size} is more than the {samples} training samples: use at most {samples}"
         yield Diagnostic(("workload", "batch_size"), text)
 
 
 def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    """Check the data files. `build_problem` omits this check: devices receive their data and lack the folder."""
+    """Check the data files. `build_problem` omits this check: devices receive samples and lack the folder."""
     part = workload_section(scenario).data
     # `_data_problems` reports unknown names and broken packages.
     with suppress(InputError):
@@ -337,14 +367,16 @@ def find_problems(
 def divide(
     scenario: Scenario, method: Method, problem: PlanningProblem
 ) -> tuple[PlanningProblem, Division]:
-    """Check everything that is independent of a plan, then divide the samples among the devices with data.
+    """Check everything independent of a plan, then divide the samples among the devices with data.
 
     Raises `InputError`.
     """
     _check_training(method, problem)
     _check_precision(method, problem)
     shares = _divide_samples(scenario, method, problem)
-    samples = {name: len(share) for name, share in shares.items()}
+    samples = {}
+    for name, share in shares.items():
+        samples[name] = len(share)
     problem = replace(problem, samples=samples)
     _check_last_batch(method, problem)
     _check_normalisation(method, problem)
@@ -368,6 +400,7 @@ def described_data(scenario: Scenario) -> data.DataSource:
 def planned_total(scenario: Scenario) -> int | None:
     """Return the number of steps or requests; None if the number depends on data files, a split or the time."""
     workload = workload_section(scenario)
+    # Only epochs depend on the number of samples.
     if workload.task != "train" or workload.steps is not None:
         return workload.total
     if workload.data.split != "coordinator":
@@ -382,6 +415,7 @@ def planned_total(scenario: Scenario) -> int | None:
 
 
 def _check_training(method: Method, problem: PlanningProblem) -> None:
+    """Raise `InputError` for keys of the training, or initial weights, that the method does not support."""
     has_weights = problem.workload.model.weights is not None
     if has_weights and "initial_weights" not in method.supports:
         text = f"'{method.name}' does not support initial weights: remove the key"
@@ -399,6 +433,7 @@ def _check_training(method: Method, problem: PlanningProblem) -> None:
 
 
 def _check_early_stopping(method: Method, problem: PlanningProblem) -> None:
+    """Raise `InputError` unless the method can decide by evaluations, and makes some after steps or rounds."""
     if "early_stopping" not in method.supports:
         text = f"'{method.name}' does not support early stopping: remove 'until', 'patience' and 'best'"
         raise InputError(text, ("training",))
@@ -414,18 +449,19 @@ def _check_early_stopping(method: Method, problem: PlanningProblem) -> None:
 
 
 def check_tied(method: Method, problem: PlanningProblem, plan: Plan) -> None:
-    """Reject a plan that separates units which share a trained weight, unless the method keeps copies equal.
+    """Raise `InputError` for a plan separating units with a shared trained weight.
 
-    Raises `InputError`.
+    Methods with the capability ``tied_weights`` keep the copies of such a weight equal.
     """
     if problem.workload.task != "train" or "tied_weights" in method.supports:
         return
     for tied in problem.model.tied:
         for assignment in plan.assignments:
             units = range(assignment.start, assignment.stop)
-            held = sum(unit in units for unit in tied.units)
+            held = [unit for unit in tied.units if unit in units]
             # `part` describes a share of each unit, so the device lacks the rest of the weight.
-            holds_all = held == len(tied.units) and assignment.part is None
+            is_whole = assignment.part is None
+            holds_all = len(held) == len(tied.units) and is_whole
             if held and not holds_all:
                 raise InputError(
                     f"the network uses one weight as {tied.title}, and '{method.name}' gives {assignment.device} only "
@@ -436,6 +472,7 @@ def check_tied(method: Method, problem: PlanningProblem, plan: Plan) -> None:
 
 
 def _check_precision(method: Method, problem: PlanningProblem) -> None:
+    """Raise `InputError` for devices with a precision that the method or the task does not support."""
     for device in problem.devices:
         if device.precision == "f32":
             continue
@@ -448,6 +485,7 @@ def _check_precision(method: Method, problem: PlanningProblem) -> None:
 
 
 def _check_normalisation(method: Method, problem: PlanningProblem) -> None:
+    """Raise `InputError` for batches with too few samples for a normalisation in training."""
     if problem.workload.task != "train":
         return
     # A device with fewer samples than a batch has smaller batches.
@@ -462,9 +500,9 @@ def _check_normalisation(method: Method, problem: PlanningProblem) -> None:
 
 
 def _check_last_batch(method: Method, problem: PlanningProblem) -> None:
-    """Raise `InputError` for an incomplete last batch if the method or the model does not support its size.
+    """Raise `InputError` for an incomplete last batch unsupported by the method or the model.
 
-    `load_data` checks the number of samples in files.
+    The number of samples in a catalogue's files is checked later, by `load_data`.
     """
     workload = problem.workload
     if workload.drop_last or workload.task != "train":
@@ -483,6 +521,7 @@ def _check_last_batch(method: Method, problem: PlanningProblem) -> None:
 def _check_last_batch_of(
     samples: int, method: Method, problem: PlanningProblem
 ) -> None:
+    """Raise `InputError` if the last of the batches of ``samples`` is too small for a normalisation."""
     workload = problem.workload
     last = samples % workload.batch_size
     if not last or workload.drop_last or workload.task != "train":
@@ -490,7 +529,8 @@ def _check_last_batch_of(
     # The last batch is cut into as many micro-batches as it has samples, at most.
     micro_batches = workload.batch_size // method.samples_at_once(problem)
     smallest = last // min(micro_batches, last)
-    if smallest < max(unit.least_samples for unit in problem.model.units):
+    needed = max(unit.least_samples for unit in problem.model.units)
+    if smallest < needed:
         text = f"the last batch of {samples} samples has {last}, too few to normalise: use another batch_size"
         raise InputError(text, ("drop_last",))
 
@@ -520,8 +560,10 @@ def _option_codes(scenario: Scenario, options: BaseModel) -> dict[str, Code]:
     codes = {}
     for key, named in named_in(options, ("method",)):
         if named.file is not None:
-            codes[named.title] = _read_code(scenario, named, key)
-            usercode.function(codes[named.title], key)
+            code = _read_code(scenario, named, key)
+            codes[named.title] = code
+            # Raises for a file without the definition.
+            usercode.function(code, key)
     return codes
 
 
@@ -532,28 +574,15 @@ def _read_code(scenario: Scenario, named: NamedPart, key: Key) -> Code:
 def _divide_samples(
     scenario: Scenario, method: Method, problem: PlanningProblem
 ) -> dict[str, Indices]:
-    """Return the owners of training samples; empty if all are at the coordinator. Raises `InputError`.
+    """Return the indices of each device's training samples; empty if all are at the coordinator. Raises `InputError`.
 
     Labels are read for split data only. `build_problem` omits this step: devices receive their samples.
     """
     part = problem.workload.data
-    key: Key = ("data", "split")
     owners = method.data_owners(problem)
+    _check_owners(method, problem, owners)
     if part.split == "coordinator":
-        if owners:
-            text = f"the devices of '{method.name}' train on their own samples: use iid, or keys such as dirichlet"
-            raise InputError(text, key)
         return {}
-    reason = None
-    if not owners:
-        reason = f"'{method.name}' keeps all samples on its coordinator"
-    elif problem.workload.task == "infer":
-        reason = "an inference does not train"
-    if reason is not None:
-        text = (
-            f"distributes training samples among devices, but {reason}: remove the key"
-        )
-        raise InputError(text, key)
     folder = data_folder(scenario)
     labels = data.train_labels(part, folder)
     groups = data.train_groups(part, folder)
@@ -561,8 +590,28 @@ def _divide_samples(
     return split_samples(labels, classes, owners, part.split, problem.seed, groups)
 
 
+def _check_owners(
+    method: Method, problem: PlanningProblem, owners: Sequence[str]
+) -> None:
+    """Raise `InputError` unless a split is given exactly if the method has devices that own training samples."""
+    key: Key = ("data", "split")
+    if problem.workload.data.split == "coordinator":
+        if owners:
+            text = f"the devices of '{method.name}' train on their own samples: use iid, or keys such as dirichlet"
+            raise InputError(text, key)
+        return
+    if not owners:
+        reason = f"'{method.name}' keeps all samples on its coordinator"
+    elif problem.workload.task == "infer":
+        reason = "an inference does not train"
+    else:
+        return
+    text = f"distributes training samples among devices, but {reason}: remove the key"
+    raise InputError(text, key)
+
+
 def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
-    """Check the weights file, and return the run to train the weights if the file is a scenario.
+    """Check the weights file; return the run for training the weights, None unless the file is a scenario.
 
     `build_problem` omits this step: devices receive their weights and lack the file. Raises `InputError`.
     """
@@ -573,28 +622,34 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
         weights.check(file, model)
         return None
     runs = trials(load(str(file), overrides=[]))
-    first = runs[0].scenario
     if len(runs) > 1:
         raise InputError(
             f"{file}: has {len(runs)} runs: name a scenario of one, without sweep and repetitions"
         )
-    if not isinstance(first.workload, LearningPart) or first.workload.task != "train":
+    trial = runs[0]
+    workload = trial.scenario.workload
+    if not isinstance(workload, LearningPart) or workload.task != "train":
         raise InputError(f"{file}: does not train: name a scenario whose task is train")
-    origin = first.workload.model.weights
+    origin = workload.model.weights
+    # Scenarios could name each other in a circle.
     if origin is not None and weights.is_scenario(Path(origin)):
         raise InputError(
             f"{file}: takes its own initial weights from a scenario: name one with another origin"
         )
-    run = prepare(runs[0])
+    run = prepare(trial)
     assert isinstance(run.problem, PlanningProblem)
-    other = run.problem.model
-    if other.name != model.name:
+    _check_same_model(file, run.problem.model, model)
+    return run
+
+
+def _check_same_model(file: Path, trained: Model, wanted: Model) -> None:
+    """Raise `InputError` unless the scenario of the initial weights, ``file``, trains the wanted model."""
+    if trained.name != wanted.name:
         raise InputError(
-            f"{file}: trains {other.name}, not {model.name}: name a scenario with the same model"
+            f"{file}: trains {trained.name}, not {wanted.name}: name a scenario with the same model"
         )
-    if other != model:
+    if trained != wanted:
         raise InputError(
-            f"{file}: trains another {model.name}: give both scenarios the same model, with the same options, and "
+            f"{file}: trains another {wanted.name}: give both scenarios the same model, with the same options, and "
             "samples of the same shape"
         )
-    return run

@@ -1,4 +1,8 @@
-"""Lossy encoding of tensors in messages: fewer bits per value, or the largest values alone."""
+"""Lossy encoding of tensors in messages: fewer bits per value, or the largest values alone.
+
+A codec encodes one tensor of float32 as one or several tensors, its parts: int8 values and their scale, for example.
+`encode_message` replaces the tensors of a message by their parts, under the tensor's name with a suffix for each part.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,12 @@ _SCALE = "~scale"
 _INDEX = "~index"
 _SHAPE = "~shape"
 _OWN = "~own"
+"""Prefix of the suffixes of a user's codec."""
 KEY: Key = ("method", "transfer")
+"""Key of a scenario's workload that errors about a user's codec name."""
 _NO_CODES: Mapping[str, Code] = {}
+_INT8_MAX = 127
+"""Largest absolute value of an encoded int8: -128 has no positive counterpart."""
 
 
 class LargestPart(ConfigModel):
@@ -86,6 +94,7 @@ class RoundsPart(CrossingPart):
 
 
 AS_IT_IS = RoundsPart()
+"""Messages without lossy encoding."""
 
 Parts = Mapping[str, "torch.Tensor"]
 """Encoded tensors by suffixes of the original name."""
@@ -107,7 +116,10 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class _Cast:
+    """Values of 16 bits instead of 32."""
+
     type: str
+    """Name of the type in torch."""
     share = 0.5
 
     def pack(self, tensor: torch.Tensor) -> Parts:
@@ -119,6 +131,8 @@ class _Cast:
 
 @dataclass(frozen=True)
 class _Int8:
+    """Values of 8 bits instead of 32, as multiples of a scale."""
+
     channels: bool = False
     """Whether each entry of the first axis has a scale of its own."""
     share = 0.25
@@ -127,17 +141,22 @@ class _Int8:
         scale = self._scale_of(tensor)
         # A channel of zeros has the scale 0, by which nothing can be divided.
         divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
-        values = (tensor / divisor).round().clamp(-127, 127)
+        multiples = (tensor / divisor).round()
+        # A scale near the smallest numbers of float32 is rounded so much that a multiple may exceed the bound.
+        values = multiples.clamp(-_INT8_MAX, _INT8_MAX)
         return {"": values.to(torch.int8), _SCALE: scale}
 
     def _scale_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the scale by which the largest value becomes 127, in a shape that broadcasts over the tensor."""
+        """Return the scale by which the largest value becomes 127: (1,), or (channels, 1, ...) with ``channels``."""
         if not tensor.numel():
             return tensor.new_zeros(1)
+        # A vector, such as a bias, has one value for each channel: there would be as many scales as values.
         channels = len(tensor) if self.channels and tensor.ndim > 1 else 1
-        scale = tensor.reshape(channels, -1).abs().amax(1) / 127
+        largest = tensor.reshape(channels, -1).abs().amax(1)
+        scale = largest / _INT8_MAX
         if channels > 1:
-            scale = scale.reshape(-1, *[1] * (tensor.ndim - 1))
+            further_axes = [1] * (tensor.ndim - 1)
+            scale = scale.reshape(-1, *further_axes)
         return scale
 
     def unpack(self, parts: Parts) -> torch.Tensor:
@@ -146,7 +165,10 @@ class _Int8:
 
 @dataclass(frozen=True)
 class _Largest:
+    """The values of largest magnitude with their places; the others become zero."""
+
     part: float
+    """Share of the values that is sent, above 0."""
 
     @property
     def share(self) -> float:
@@ -155,7 +177,9 @@ class _Largest:
 
     def pack(self, tensor: torch.Tensor) -> Parts:
         flat = tensor.reshape(-1)
+        # At least one value of each tensor.
         count = math.ceil(self.part * len(flat))
+        # In any order: the index tells the place of each value.
         index = torch.topk(flat.abs(), count, sorted=False).indices
         shape = torch.tensor(tensor.shape, dtype=torch.int64)
         return {"": flat[index], _INDEX: index.int(), _SHAPE: shape}
@@ -170,17 +194,24 @@ class _Largest:
 
 @dataclass(frozen=True)
 class _Own:
+    """A user's encoding, whose parts may have any names."""
+
     encoder: Any
     """An object of a user's class, with `pack` and `unpack`."""
     share: float
 
     def pack(self, tensor: torch.Tensor) -> Parts:
         packed = self.encoder.pack(tensor)
-        parts = packed if isinstance(packed, Mapping) else {"": packed}
-        return {_OWN + name: part for name, part in parts.items()}
+        own_parts = packed if isinstance(packed, Mapping) else {"": packed}
+        parts = {}
+        for name, part in own_parts.items():
+            parts[_OWN + name] = part
+        return parts
 
     def unpack(self, parts: Parts) -> torch.Tensor:
-        packed: Any = {name.removeprefix(_OWN): part for name, part in parts.items()}
+        packed: Any = {}
+        for name, part in parts.items():
+            packed[name.removeprefix(_OWN)] = part
         # A class that packs a tensor into one tensor unpacks one tensor.
         if list(packed) == [""]:
             packed = packed[""]
@@ -244,7 +275,10 @@ class TensorCodec:
 def make_codecs(
     codes: Mapping[str, Code], **kinds: Way | LargestPart
 ) -> dict[str, TensorCodec]:
-    """Return the codecs of messages by kind, omitting unencoded kinds."""
+    """Return the codecs of messages by kind, without unencoded kinds.
+
+    ``kinds`` are encodings by kind of message, and ``codes`` the text of files by `NamedPart.title`.
+    """
     message_codecs = {}
     for kind, how in kinds.items():
         codec = make_codec(how, codes)
@@ -270,13 +304,13 @@ def encode_message(message: Message, codec: Codec) -> Message:
 
 def decode_message(message: Message, codec: Codec) -> Message:
     """Return a message with decoded tensors."""
-    parts_of: dict[str, dict[str, torch.Tensor]] = {}
+    parts_by_tensor: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in message.tensors.items():
         name, tilde, suffix = key.partition("~")
-        parts_of.setdefault(name, {})[tilde + suffix] = tensor
+        parts_by_tensor.setdefault(name, {})[tilde + suffix] = tensor
     tensors = {}
-    for name, parts in parts_of.items():
-        # A single part of integers was not encoded.
+    for name, parts in parts_by_tensor.items():
+        # A single part of integers was not encoded: every codec has a part of floats, or a suffix.
         is_plain = list(parts) == [""] and not parts[""].is_floating_point()
         tensors[name] = parts[""] if is_plain else codec.unpack(parts)
     return Message(
