@@ -1,11 +1,14 @@
-"""Algorithm 1: a network divided into groups of layers, then each layer's neurons over the group's devices."""
+"""EdgePipe's Algorithm 1: a network divided into groups of layers, then the neurons of each layer over devices.
+
+Every device belongs to one group, and has neurons of all layers of this group. Such a set of neurons is a super neuron.
+Sections and equations are those of the EdgePipe paper; its index w of a group counts from 1, ours from 0.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 from testbed.common.errors import InputError
@@ -30,13 +33,13 @@ class NeuronAssignment:
     """
 
     groups: tuple[range, ...]
-    """Adjacent layers, beginning with layer 0, the input layer."""
+    """Adjacent layers of each group, beginning with layer 0, the input layer."""
     sizes: tuple[int, ...]
-    """Neurons of each layer."""
+    """Number of neurons of each layer."""
     layers: tuple[Holders, ...]
-    """All layers of a group have the same devices, in the same order."""
+    """The devices of each layer with their neurons. All layers of a group have the same devices, in the same order."""
     version: int = 0
-    """Number of changes: neurons may move during a run."""
+    """Number of changes since the plan: neurons may move during a run."""
 
     def group_of(self, device: str) -> int | None:
         """Return the group of a device; None for a device without neurons."""
@@ -72,18 +75,20 @@ class NeuronAssignment:
 
     @property
     def layer_passes(self) -> list[tuple[int, int]]:
-        """For each pass of a batch, the sending and the receiving layer.
+        """(sending layer, receiving layer) of each pass of a batch.
 
         Outputs go forward; losses go backward, except to the input layer, which has no weights; results are shared
         within the output layer.
         """
-        passes = []
+        forward = []
         for layer in range(1, len(self.sizes)):
-            passes.append((layer - 1, layer))
+            forward.append((layer - 1, layer))
+        backward = []
         for layer in range(2, len(self.sizes)):
-            passes.append((layer, layer - 1))
-        passes.append((self.output_layer, self.output_layer))
-        return passes
+            backward.append((layer, layer - 1))
+        # The cross-entropy of a sample needs the outputs of all classes, which several devices may compute.
+        sharing = (self.output_layer, self.output_layer)
+        return [*forward, *backward, sharing]
 
     def senders(self, receiver: str) -> tuple[str, ...]:
         """Return the other devices casting to a device, in the order of `devices`.
@@ -99,10 +104,10 @@ class NeuronAssignment:
         return tuple(name for name in self.devices if name in senders)
 
     def largest_message(self, device: str, values: Sequence[int]) -> int:
-        """Return M_pkt of equation (4): the maximum number of values per sample a device sends at once.
+        """Return M_pkt of equation (4): the maximum number of values per sample that a device sends at once.
 
-        The values are its own outputs of a layer, or losses for all of the previous layer. ``values`` has, for each
-        layer, the number of values per neuron and sample.
+        The values are outputs of the device's neurons, or losses for all neurons of the previous layer. ``values`` has,
+        for each layer, the number of values per neuron and sample.
 
         >>> partition_neurons([784, 128, 10], ["a", "b"], "horizontal").largest_message("a", values=[1, 1, 1])
         392
@@ -114,7 +119,8 @@ class NeuronAssignment:
             lengths.append(len(holders[device]) * values[layer])
             if layer > 1:
                 # Each device has a part of the losses of every neuron of the previous layer.
-                lengths.append(self.sizes[layer - 1] * values[layer - 1])
+                before = layer - 1
+                lengths.append(self.sizes[before] * values[before])
         return max(lengths)
 
 
@@ -135,6 +141,7 @@ def partition_neurons(
     {'c': range(0, 4), 'd': range(4, 8)}
     """
     groups = layer_groups(len(neurons), len(devices), allocation)
+    # A group without a device could not compute its layers.
     if len(groups) > len(devices):
         text = f"makes {len(groups)} groups of layers for {len(devices)} devices: use larger groups"
         raise InputError(text, ("method", "layers_per_group"))
@@ -160,19 +167,19 @@ def _split_layer(layer: int, size: int, members: Sequence[str]) -> Holders:
     # Rounded bounds: ranges differ by one neuron at most.
     bounds = [size * place // count for place in range(count + 1)]
     holders = {}
-    for name, (start, end) in zip(members, pairwise(bounds), strict=True):
-        holders[name] = range(start, end)
+    for place, name in enumerate(members):
+        holders[name] = range(bounds[place], bounds[place + 1])
     return holders
 
 
 def layer_groups(
     layers: int, devices: int, allocation: Allocation | int
 ) -> list[range]:
-    """Return the layers of each group (lines 3 and 4).
+    """Return the layers of each group (lines 3 and 4 of Algorithm 1).
 
     Equation (1) gives every group two devices if possible, and at most as many groups as layers; if the number of
-    layers does not divide, the last groups, at the output, have one layer more. With a given maximum, groups are filled
-    from the output backwards, and the first group takes the rest.
+    layers is no multiple of the number of groups, the last groups, at the output, have one layer more. With a given
+    maximum, groups are filled from the output backwards, and the first group takes the rest.
 
     >>> layer_groups(6, 6, "hybrid")
     [range(0, 2), range(2, 4), range(4, 6)]
@@ -182,8 +189,10 @@ def layer_groups(
     groups: list[range] = []
     if isinstance(allocation, int):
         # Line 4 fills groups from the output layer backwards.
-        for end in reversed(range(layers, 0, -allocation)):
-            groups.append(range(max(0, end - allocation), end))
+        ends = range(layers, 0, -allocation)
+        for end in reversed(ends):
+            start = max(0, end - allocation)
+            groups.append(range(start, end))
         return groups
     if allocation == "vertical":
         count = min(layers, devices)
@@ -203,10 +212,10 @@ def layer_groups(
 
 
 def group_device_counts(groups: Sequence[range], devices: int) -> list[int]:
-    """Divide all devices among groups in proportion to the layers of a group, at least one device for each.
+    """Return the number of devices of each group, in proportion to its layers and at least one.
 
-    Rounding follows line 6 if the result uses all devices; otherwise the remaining devices go to the groups with the
-    largest deficit, starting at the input.
+    Rounding follows line 6 of Algorithm 1 if the result uses all devices; otherwise the remaining devices go to the
+    groups with the largest deficit, starting at the input.
 
     >>> group_device_counts([range(0, 2), range(2, 6)], 6)
     [2, 4]
@@ -218,12 +227,16 @@ def group_device_counts(groups: Sequence[range], devices: int) -> list[int]:
     counts = [max(1, int(share)) for share in exact]
 
     def deficit(group: int) -> float:
+        """Return by how many devices the group has less than its exact share; negative for a surplus."""
         return exact[group] - counts[group]
 
     # `max` and `min` return the first of equal groups, the one nearest to the input.
     while sum(counts) < devices:
-        counts[max(range(len(groups)), key=deficit)] += 1
+        poorest = max(range(len(groups)), key=deficit)
+        counts[poorest] += 1
+    # Too many devices are in use if groups were given their one device against the proportion.
     while sum(counts) > devices:
         reducible = [group for group, count in enumerate(counts) if count > 1]
-        counts[min(reducible, key=deficit)] -= 1
+        richest = min(reducible, key=deficit)
+        counts[richest] -= 1
     return counts

@@ -1,7 +1,7 @@
 """Casts between devices: receivers, repetition against loss, and the parts received in time.
 
-A cast belongs to one batch and layer. Receivers use the cast at the start of their next slot with work for this batch;
-a later arrival is discarded.
+A cast is one transmission to several devices, of which each may lose it. A cast belongs to one batch and layer.
+Receivers use the cast at the start of their next slot with work for this batch; a later arrival is discarded.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ class CastAck(TypedMessage, kind="heard"):
     """Acknowledgement of a cast: kind of message, batch and layer."""
 
     what: str
+    """Kind of the message that was received."""
     batch: int
     layer: int
 
 
 CASTS = (Outputs, Losses, CastAck)
+"""Kinds of messages that are cast."""
 Sent = TypeVar("Sent", bound=Values)
 
 
@@ -60,7 +62,7 @@ class Transmit(Protocol):
     async def __call__(
         self, receivers: Sequence[str], message: Values, until: float
     ) -> None:
-        """Cast before an instant, in seconds; return after the last attempt."""
+        """Cast before the instant ``until``, in seconds; return after the last attempt."""
 
     def on_arrival(self, message: Values) -> None:
         """Handle an arrival of another device's cast, repetitions too."""
@@ -95,8 +97,9 @@ class Acknowledged:
         self._mailbox = mailbox
         self._wait = wait
         self._missing: dict[tuple[str, int, int], set[str]] = {}
-        """Receivers without acknowledgement, by cast."""
+        """Receivers without acknowledgement, by kind, batch and layer of the cast."""
         self._complete: asyncio.Future[None] | None = None
+        """Ends the wait after a cast as soon as all receivers have acknowledged it."""
         mailbox.on(CastAck, self._on_acknowledgement)
 
     async def __call__(
@@ -119,7 +122,7 @@ class Acknowledged:
         del self._missing[cast]
 
     async def _wait_for_acknowledgements(self, missing: set[str]) -> None:
-        """Wait for all acknowledgements, at most for the time that these normally take."""
+        """Return once all receivers have acknowledged, or after the time acknowledgements normally take."""
         # All of them may have arrived while the cast was leaving.
         if not missing:
             return
@@ -133,15 +136,20 @@ class Acknowledged:
     def on_arrival(self, message: Values) -> None:
         """Acknowledge every arrival again, because earlier acknowledgements may be lost."""
         answer = CastAck(message.kind, message.batch, message.layer)
-        self._mailbox.start(self._mailbox.cast([message.sender], answer))
+        casting = self._mailbox.cast([message.sender], answer)
+        self._mailbox.start(casting)
 
     def _on_acknowledgement(self, answer: CastAck) -> None:
-        missing = self._missing.get((answer.what, answer.batch, answer.layer))
+        cast = (answer.what, answer.batch, answer.layer)
+        missing = self._missing.get(cast)
         if missing is None:
             # The cast has ended, since its slot had no time left.
             return
         missing.discard(answer.sender)
-        if not missing and self._complete is not None and not self._complete.done():
+        if missing:
+            return
+        # Nobody waits while the cast is still leaving.
+        if self._complete is not None and not self._complete.done():
             self._complete.set_result(None)
 
 
@@ -171,7 +179,7 @@ class Tally:
 
 
 class CastExchange:
-    """The casts that one device sends and receives."""
+    """The sent and received casts of one device."""
 
     def __init__(
         self,
@@ -202,15 +210,20 @@ class CastExchange:
         """The oldest batch whose messages still count."""
         mailbox.on(Outputs, self._store_part)
         mailbox.on(Losses, self._store_part)
-        self.tally = {"forward": Tally(), "backward": Tally(), "sharing": Tally()}
+        purposes = ("forward", "backward", "sharing")
+        self.tally = {purpose: Tally() for purpose in purposes}
         """Parts of other devices, by their purpose."""
 
     def _store_part(self, message: Values) -> None:
-        kind, batch, sender = type(message), message.batch, message.sender
-        key = kind, batch, message.layer
+        kind = type(message)
+        batch = message.batch
+        sender = message.sender
+        key = (kind, batch, message.layer)
         parts = self._arrived.get(key, {})
         if sender in parts:
+            # A repetition may bring values that the first transmission lost.
             message = _fill_gaps(parts[sender], message)
+        # An acknowledgement ends the repetitions, so an incomplete part is not acknowledged.
         if sender != self._name and not message.missing:
             self._transmit.on_arrival(message)
         if batch >= self._oldest[kind]:
@@ -223,11 +236,12 @@ class CastExchange:
             return
         self._oldest[kind] = batch
         for key in list(self._arrived):
-            if key[0] is kind and key[1] < batch:
+            other_kind, other_batch, _ = key
+            if other_kind is kind and other_batch < batch:
                 del self._arrived[key]
 
     async def cast(self, layer: int, message: Sent) -> None:
-        """Transmit to all devices of a layer; the part of this device needs no transmission."""
+        """Transmit a message to all devices of a layer; this device stores the message without a transmission."""
         if self._notes is not None:
             message = self._notes.annotate(message)
         receivers = self._assignment().holders(layer)
@@ -244,8 +258,14 @@ class CastExchange:
         parts = self._received_parts(Outputs, batch, layer, purpose)
         # Layers of a device take outputs of different batches: those under way may still be asked for.
         self._discard_before(Outputs, batch - self._batches_in_flight - 1)
-        size, values = assignment.sizes[layer], self._values[layer]
-        return ReceivedParts(layer, batch, samples, size, parts, values=values)
+        return ReceivedParts(
+            layer,
+            batch,
+            samples,
+            neurons=assignment.sizes[layer],
+            parts=parts,
+            values=self._values[layer],
+        )
 
     def take_losses(self, layer: int, batch: int, samples: int) -> ReceivedParts:
         """Remove and return the received losses of a layer's own neurons, sent by the next layer.
@@ -253,11 +273,17 @@ class CastExchange:
         Later arrivals for earlier batches are dropped.
         """
         assignment = self._assignment()
-        own = elements_of(assignment.neurons_of(self._name, layer), self._values[layer])
-        parts = self._received_parts(Losses, batch, layer + 1, "backward", own)
+        own_neurons = assignment.neurons_of(self._name, layer)
+        own_values = elements_of(own_neurons, self._values[layer])
+        sending = layer + 1
+        parts = self._received_parts(Losses, batch, sending, "backward", own_values)
         self._discard_before(Losses, batch)
         return ReceivedParts(
-            layer + 1, batch, samples, assignment.sizes[layer + 1], parts
+            sending,
+            batch,
+            samples,
+            neurons=assignment.sizes[sending],
+            parts=parts,
         )
 
     def _received_parts(
@@ -270,11 +296,12 @@ class CastExchange:
     ) -> tuple[SenderPart, ...]:
         """Return the parts sent by a layer's holders; for losses, only the part for the ``own`` values."""
         arrived = self._arrived.pop((kind, batch, layer), {})
+        holders = self._assignment().layers[layer]
         tally = self.tally[purpose]
         parts: list[SenderPart] = []
         # Added to the tally at once: single additions would round differently.
         share: float = 0
-        for sender, neurons in self._assignment().layers[layer].items():
+        for sender, neurons in holders.items():
             message = arrived.get(sender)
             if sender != self._name:
                 tally.expected += 1
@@ -292,16 +319,19 @@ class CastExchange:
         sender: str,
         own: Channels | None,
     ) -> SenderPart:
+        """Return the part of one sender; arguments as in `_received_parts`, ``assigned`` the sender's neurons."""
+        absent = SenderPart(sender, assigned, None)
         if message is None:
             if self._notes is not None:
                 self._notes.note_missing(sender)
-            return SenderPart(sender, assigned, None)
+            return absent
         neurons: Channels | None = assigned
         if self._notes is not None:
             neurons = self._notes.read_note(message)
         if neurons is None:
-            return SenderPart(sender, assigned, None)
-        tensor, missing = message.tensor, message.missing.get("tensor")
+            return absent
+        tensor = message.tensor
+        missing = message.missing.get("tensor")
         if own is not None and tensor is not None:
             tensor = pick(tensor, 1, own)
             if missing is not None:
@@ -313,9 +343,10 @@ class CastExchange:
 
 
 def _fill_gaps(first: Values, again: Values) -> Values:
-    """Merge a repeated message with an earlier incomplete copy."""
+    """Return the first copy of a message with values of the repetition in its gaps."""
     if first is again or not first.missing:
         return first
+    # A message without values cannot fill gaps.
     if first.tensor is None or again.tensor is None:
         return first
     gaps = first.missing["tensor"]

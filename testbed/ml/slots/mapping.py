@@ -1,4 +1,9 @@
-"""Mapping of super neurons to devices (Algorithm 2, hill climbs, random, exhaustive), and choice of the coordinator."""
+"""Mapping of super neurons to devices: EdgePipe's Algorithm 2, hill climbs, random, exhaustive; device coordinator.
+
+Super neurons that transmit often should have devices with good links. An order of the devices is better, the larger the
+sum over all pairs of super neurons of (share of transmissions) x (reception ratio of the link): the Hadamard product of
+the paper's two topologies.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,9 @@ def count_transmissions(assignment: NeuronAssignment) -> tuple[tuple[int, ...], 
     """
     transmissions: Counter[Pair] = Counter()
     for source, target in assignment.layer_passes:
-        senders, receivers = assignment.holders(source), assignment.holders(target)
+        senders = assignment.holders(source)
+        receivers = assignment.holders(target)
+        # Neurons of adjacent layers are fully connected, so each sender has values for each receiver.
         transmissions.update(itertools.product(senders, receivers))
     names = assignment.devices
     # A device needs no transmission to itself.
@@ -43,7 +50,8 @@ def count_transmissions(assignment: NeuronAssignment) -> tuple[tuple[int, ...], 
         transmissions[name, name] = 0
     rows = []
     for sender in names:
-        rows.append(tuple(transmissions[sender, receiver] for receiver in names))
+        row = [transmissions[sender, receiver] for receiver in names]
+        rows.append(tuple(row))
     return tuple(rows)
 
 
@@ -59,7 +67,8 @@ def connectivity_matrix(assignment: NeuronAssignment) -> Matrix:
     busiest = max(map(max, counts), default=0) or 1
     rows = []
     for row in counts:
-        rows.append(tuple(count / busiest for count in row))
+        relative = [count / busiest for count in row]
+        rows.append(tuple(relative))
     return tuple(rows)
 
 
@@ -74,7 +83,9 @@ def reception_matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matr
         row = []
         for receiver in names:
             # A device has no link to itself.
-            ratio = 0.0 if sender == receiver else ratios.get((sender, receiver), 0.0)
+            ratio = 0.0
+            if sender != receiver:
+                ratio = ratios.get((sender, receiver), 0.0)
             row.append(ratio)
         rows.append(tuple(row))
     return tuple(rows)
@@ -92,6 +103,7 @@ def score_order(connectivity: Matrix, ratios: Matrix, order: Order) -> float:
 
 
 def _make_scorer(connectivity: Matrix, ratios: Matrix) -> Callable[[Order], float]:
+    """Return `score_order` for these topologies, as a function of the order."""
     # Most pairs of super neurons exchange nothing; leaving these out makes the thousands of scores cheap.
     edges = []
     for source, row in enumerate(connectivity):
@@ -100,10 +112,12 @@ def _make_scorer(connectivity: Matrix, ratios: Matrix) -> Callable[[Order], floa
                 edges.append((source, target, weight))
 
     def score(order: Order) -> float:
-        return sum(
-            weight * ratios[order[source]][order[target]]
-            for source, target, weight in edges
-        )
+        products = []
+        for source, target, weight in edges:
+            sender = order[source]
+            receiver = order[target]
+            products.append(weight * ratios[sender][receiver])
+        return sum(products)
 
     return score
 
@@ -114,7 +128,10 @@ def generation_count(devices: int) -> int:
 
 
 def genetic_order(
-    connectivity: Matrix, ratios: Matrix, seed: int, count: int | None = None
+    connectivity: Matrix,
+    ratios: Matrix,
+    seed: int,
+    count: int | None = None,
 ) -> Order:
     """Return the result of Algorithm 2 after ``count`` generations, by default the paper's.
 
@@ -125,25 +142,32 @@ def genetic_order(
     best: Order = tuple(range(len(connectivity)))
     if _are_alike(ratios):
         return best
+    if count is None:
+        count = generation_count(len(connectivity))
     draws = random.Random(derive(seed, "mapping"))
     score = _make_scorer(connectivity, ratios)
     best_score = score(best)
-    for _ in range(generation_count(len(connectivity)) if count is None else count):
+    for _ in range(count):
         shuffled = tuple(draws.sample(best, len(best)))
         rotated = (*best[1:], *best[:1])
-        shuffled_score, rotated_score = score(shuffled), score(rotated)
-        # Lines 13 to 16: of equal orders the random one wins, then the rotated one.
+        shuffled_score = score(shuffled)
+        rotated_score = score(rotated)
+        # Lines 11 to 16: of equal orders the random one wins, then the rotated one.
         if shuffled_score >= max(rotated_score, best_score):
-            best, best_score = shuffled, shuffled_score
+            best = shuffled
+            best_score = shuffled_score
         elif rotated_score >= best_score:
-            best, best_score = rotated, rotated_score
+            best = rotated
+            best_score = rotated_score
     return best
 
 
 def _are_alike(ratios: Matrix) -> bool:
     """Return whether all links have the same reception ratio."""
-    links = itertools.permutations(range(len(ratios)), 2)
-    return len({ratios[sender][receiver] for sender, receiver in links}) < 2
+    values = set()
+    for sender, receiver in itertools.permutations(range(len(ratios)), 2):
+        values.add(ratios[sender][receiver])
+    return len(values) < 2
 
 
 def climbed_order(connectivity: Matrix, ratios: Matrix, seed: int) -> Order:
@@ -153,10 +177,15 @@ def climbed_order(connectivity: Matrix, ratios: Matrix, seed: int) -> Order:
     draws = random.Random(derive(seed, "mapping", "climbing"))
     starts = [first]
     for _ in range(CLIMBS):
-        starts.append(tuple(draws.sample(first, len(first))))
+        shuffled = draws.sample(first, len(first))
+        starts.append(tuple(shuffled))
     summits = [_climb_order(start, score) for start in starts]
-    # Sums of equal terms in another order differ in the last bits; such orders are equal, and the first one wins.
-    return max(summits, key=lambda order: round(score(order), 12))
+
+    def rounded_score(order: Order) -> float:
+        # Sums of equal terms in another order differ in the last bits; such orders are equal, and the first one wins.
+        return round(score(order), 12)
+
+    return max(summits, key=rounded_score)
 
 
 def _climb_order(order: Order, score: Callable[[Order], float]) -> Order:
@@ -167,10 +196,14 @@ def _climb_order(order: Order, score: Callable[[Order], float]) -> Order:
         improves = False
         for one, other in itertools.combinations(range(len(order)), 2):
             swapped = list(order)
-            swapped[one], swapped[other] = order[other], order[one]
+            swapped[one] = order[other]
+            swapped[other] = order[one]
             swapped_score = score(tuple(swapped))
+            # More than the rounding of a sum: otherwise equal orders could be exchanged for ever.
             if swapped_score > reached + 1e-12:
-                order, reached, improves = tuple(swapped), swapped_score, True
+                order = tuple(swapped)
+                reached = swapped_score
+                improves = True
     return order
 
 

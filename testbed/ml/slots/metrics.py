@@ -21,13 +21,16 @@ TARGET_ACCURACY = 0.8
 
 
 def _last_evaluation(field: str, record: RunView) -> float | None:
-    """Return a field of the last evaluation.
+    """Return a field of the last evaluation; ``gathered`` is the accuracy by complete results.
 
     Only gathered evaluations have a field ``coordinator_accuracy``, the accuracy by the results that the coordinator
-    received. Without gathering, ``accuracy`` has that meaning.
+    received, and their field ``accuracy`` is the one by complete results. Without gathering, ``accuracy`` is the
+    accuracy by received results.
     """
     evaluations = record.of("evaluate")
-    fields: Mapping[str, Any] = evaluations[-1].fields if evaluations else {}
+    fields: Mapping[str, Any] = {}
+    if evaluations:
+        fields = evaluations[-1].fields
     is_gathered = "coordinator_accuracy" in fields
     if field == "gathered":
         return fields["accuracy"] if is_gathered else None
@@ -38,15 +41,18 @@ def _last_evaluation(field: str, record: RunView) -> float | None:
 
 
 def _received_share(purpose: str, record: RunView) -> float | None:
-    """Sum each device's last count: counts include tests and continue until a restart."""
-    # Counts of a device are totals; a restart begins new ones.
+    """Return the share of parts that arrived in time, from the last counts of each device."""
+    # Counts of a device are totals, tests included, so the last event has all; a restart begins new ones.
     last: dict[str, Mapping[str, Any]] = {}
     for event in record.of("parts_received"):
         if event.fields["purpose"] == purpose:
             last[event.device] = event.fields
     expected = sum(fields["expected"] for fields in last.values())
     received = sum(fields["received"] for fields in last.values())
-    return received / expected if expected else None
+    if not expected:
+        return None
+    share: float = received / expected
+    return share
 
 
 def _test_intervals(record: RunView) -> list[Interval]:
@@ -91,11 +97,13 @@ def _last_backward(record: RunView) -> float:
 
 def _count_timeslots(record: RunView) -> float | None:
     """Count the slots by the clock, in seconds, tolerating rounding to the previous slot."""
-    last, details = record.cached(_last_backward), details_of(record)
+    last = record.cached(_last_backward)
     if not last:
         return None
+    details = details_of(record)
+    begin = details.start_time or 0.0
     # A backward may begin a rounding error before its slot.
-    elapsed = last - (details.start_time or 0.0) + 1e-6
+    elapsed = last - begin + 1e-6
     return elapsed // details.timeslot + 1
 
 
@@ -105,7 +113,8 @@ def _time_to_target(record: RunView) -> float | None:
     for event in record.of("evaluate"):
         if event.fields["accuracy"] >= TARGET_ACCURACY:
             batches = event.fields["step"] * details.micro_batches
-            return timetable_of(details).slot_count(batches) * details.timeslot
+            slots = timetable_of(details).slot_count(batches)
+            return slots * details.timeslot
     return None
 
 
@@ -119,7 +128,7 @@ def _count_transmissions(record: RunView) -> int:
 
 
 def _training_rate(count: Callable[[RunView], int], record: RunView) -> float | None:
-    """Divide a count by the seconds of training, excluding tests, and by the number of devices."""
+    """Return a count per second of training, tests excluded, and per device."""
     last = record.cached(_last_backward)
     test_seconds = 0.0
     for start, end in _test_intervals(record):

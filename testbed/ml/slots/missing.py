@@ -1,4 +1,8 @@
-"""Received parts of a layer, and the hook for missing parts."""
+"""Received parts of a layer, and the hook for missing parts.
+
+A device with neurons of a layer needs the outputs of all neurons of the layer before, which come from several devices:
+the part of each of these devices arrives completely, in part (a cast has several packets), or not at all.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from testbed.ml.models.slices import Channels, elements_of
 
 
 class SenderPart(NamedTuple):
-    """The part of one sender."""
+    """The part of one sender in the values of a layer, or of a layer's losses."""
 
     sender: str
     neurons: Channels
@@ -87,7 +91,8 @@ class ReceivedParts:
     def missing_mask(self) -> torch.Tensor | None:
         """Return the mask of missing outputs of the whole layer, (samples or 1, values); None if all have arrived.
 
-        The mask has one row if whole messages are missing, so all samples are equal. Callers must not modify the mask.
+        The mask has one row if whole messages are missing, because then all samples lack the same values. Callers must
+        not modify the mask, which is cached.
 
         >>> parts = (SenderPart("a", range(1), torch.ones(1, 1)), SenderPart("b", range(1, 2), None))
         >>> ReceivedParts(layer=1, batch=0, samples=1, neurons=2, parts=parts).missing_mask()
@@ -97,14 +102,16 @@ class ReceivedParts:
             return None
         if self.arrival_pattern is not None:
             return _missing_mask_of(self.arrival_pattern, self.neurons, self.values)
-        mask = torch.zeros(self.samples, self.neurons * self.values, dtype=torch.bool)
+        width = self.neurons * self.values
+        mask = torch.zeros(self.samples, width, dtype=torch.bool)
         for part in self.parts:
             if part.is_complete:
                 continue
             missing = part.missing
             if missing is None:
-                missing = torch.ones((), dtype=torch.bool)
-            _put_values(missing, elements_of(part.neurons, self.values), mask)
+                missing = _all_missing()
+            elements = elements_of(part.neurons, self.values)
+            _put_values(missing, elements, mask)
         return mask
 
     def joined_values(self, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -124,9 +131,8 @@ class ReceivedParts:
         outputs = self.zeros()
         for part in self.parts:
             if part.tensor is not None:
-                _put_values(
-                    part.tensor, elements_of(part.neurons, self.values), outputs
-                )
+                elements = elements_of(part.neurons, self.values)
+                _put_values(part.tensor, elements, outputs)
         return outputs
 
     def zeros(self) -> torch.Tensor:
@@ -134,8 +140,10 @@ class ReceivedParts:
         return torch.zeros(self.samples, self.neurons * self.values)
 
     def _sent_values(self, part: SenderPart) -> torch.Tensor:
+        """Return the values of a part, (samples, values of the sender), or zeros for an absent part."""
         if part.tensor is None:
-            return torch.zeros(self.samples, len(part.neurons) * self.values)
+            values = len(part.neurons) * self.values
+            return torch.zeros(self.samples, values)
         return part.tensor
 
     def _is_in_order(self) -> bool:
@@ -164,11 +172,22 @@ class ReceivedParts:
         return torch.stack(received).sum(dim=0)
 
 
-def _put_values(values: torch.Tensor, where: Channels, whole: torch.Tensor) -> None:
-    if isinstance(where, range):
-        whole.narrow(1, where.start, len(where)).copy_(values)
+def _put_values(
+    values: torch.Tensor,
+    columns: Channels,
+    whole: torch.Tensor,
+) -> None:
+    """Write values, (samples, columns) or a single one for all, into some columns of ``whole``."""
+    if isinstance(columns, range):
+        # A view: neurons that never moved are ranges, and need no list of indices.
+        whole.narrow(1, columns.start, len(columns)).copy_(values)
     else:
-        whole[:, list(where)] = values
+        whole[:, list(columns)] = values
+
+
+def _all_missing() -> torch.Tensor:
+    """Return a mask without axes, which marks any number of values as missing."""
+    return torch.ones((), dtype=torch.bool)
 
 
 # Over a lossy radio the same few patterns come again and again.
@@ -180,9 +199,8 @@ def _missing_mask_of(
     mask = torch.zeros(1, neurons * values, dtype=torch.bool)
     for part, has_arrived in pattern:
         if not has_arrived:
-            _put_values(
-                torch.ones((), dtype=torch.bool), elements_of(part, values), mask
-            )
+            elements = elements_of(part, values)
+            _put_values(_all_missing(), elements, mask)
     return mask
 
 
@@ -264,6 +282,6 @@ def backpropagate(
     """Accumulate gradients; return the inputs' gradient, (samples, values), or None for the first layer."""
     if layer > 1:
         return shard.backward(batch, gradient)
-    # The input layer has no weights, so that nobody needs the gradient of the samples.
+    # The input layer has no weights, so nobody needs the gradient of the samples.
     shard.learn(batch, gradient)
     return None

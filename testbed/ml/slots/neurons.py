@@ -31,7 +31,10 @@ MOST_KEPT = 1 << 24
 
 
 class Neurons:
-    """Some neurons of each of some layers, numbered from 1; all operations take the device's time."""
+    """The neurons of one device: some of each layer of its group; all operations take the device's time.
+
+    Layers are numbered from 1, since the input layer, layer 0, has no weights.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class Neurons:
         self._problem = problem
         self._layers = layers_of(problem)
         self._forwarded: dict[tuple[int, int], torch.Tensor | None] = {}
-        """By layer and batch that wait for their losses: mask of the inputs without a gradient, or None."""
+        """By layer and batch, for forwards that wait for losses: mask of the inputs without a gradient, or None."""
         self._known_costs: dict[tuple[int, int, int], LayerCosts] = {}
         """By layer, number of own neurons, and samples."""
         self._inferred: dict[Hashable, torch.Tensor] = {}
@@ -53,6 +56,7 @@ class Neurons:
         self._buffer = torch.empty(0)
         """Memory for the inputs of tests, reused because large allocations for each test would fragment the heap."""
         self.shards: dict[int, LayerShard] = {}
+        """The device's neurons by layer."""
 
     async def forward(
         self,
@@ -86,7 +90,7 @@ class Neurons:
         """
 
         work = partial(self._infer_once, layer, received, cache_key)
-        # The device of the model computes every time; only the host saves work.
+        # The emulated device computes every time, and is charged for it; only the host saves work.
         cost = self._layer_costs(layer, received.samples).forward
         return await self._device.compute(work, cost, Span("evaluate", batch))
 
@@ -96,7 +100,9 @@ class Neurons:
         known = self._inferred.get((layer, cache_key))
         if known is not None:
             return known
-        outputs = self.shards[layer].infer(received.joined_values(self._buffer))
+        inputs = received.joined_values(self._buffer)
+        outputs = self.shards[layer].infer(inputs)
+        # Approximate: all outputs count as large as this one.
         fits = (len(self._inferred) + 1) * outputs.nbytes <= MOST_KEPT
         if cache_key is not None and fits:
             self._inferred[layer, cache_key] = outputs
@@ -122,10 +128,13 @@ class Neurons:
         work = learn(self.shards[layer], gradient)
         if work is not None:
             costs = self._layer_costs(layer, samples)
-            cost = costs.update if gradient is None else costs.backward + costs.update
+            cost = costs.update
+            if gradient is not None:
+                cost = costs.backward + costs.update
             span = Span("backward", batch)
             input_gradient = await self._device.compute(work, cost, span)
         missing_inputs = self._forwarded.pop((layer, batch), None)
+        # Outputs that did not arrive have not influenced this batch: their neurons get no losses for it.
         if input_gradient is not None and missing_inputs is not None:
             input_gradient.masked_fill_(missing_inputs, 0.0)
         self.shards[layer].forget(batch)
@@ -133,17 +142,18 @@ class Neurons:
 
     def forget_before(self, layer: int, batch: int) -> None:
         """Drop forward passes of batches before a given one, since losses for these will not arrive."""
-        for key in list(self._forwarded):
-            if key[0] == layer and key[1] < batch:
-                del self._forwarded[key]
-                self.shards[layer].forget(key[1])
+        for other_layer, other_batch in list(self._forwarded):
+            if other_layer == layer and other_batch < batch:
+                del self._forwarded[layer, other_batch]
+                self.shards[layer].forget(other_batch)
 
     def release(self, layer: int, neurons: Channels) -> dict[str, torch.Tensor]:
-        """Remove some or all neurons of a layer and return their state. The layer's batches under way are dropped."""
+        """Remove some or all neurons of a layer and return their state; drop the layer's batches under way."""
         self._drop_computations(layer)
         shard = self.shards[layer]
         if len(neurons) < len(shard.part.rows):
             return shard.give(neurons)
+        # A shard without neurons is removed.
         return self.shards.pop(layer).state()
 
     def add(self, layer: int, neurons: Channels, state: State | None = None) -> None:
@@ -161,9 +171,10 @@ class Neurons:
 
     def _initial_state(self, whole: GraphLayer, part: Slice) -> State:
         """Return initial weights of some neurons: given ones, or the same as any device would draw from the seed."""
+        wanted = [(whole, part)]
         if self._initial_weights is not None:
-            return cut_copies([(whole, part)], self._initial_weights)
-        return draw_tensors(self._problem.model, [(whole, part)], self._problem.seed)
+            return cut_copies(wanted, self._initial_weights)
+        return draw_tensors(self._problem.model, wanted, self._problem.seed)
 
     def _drop_computations(self, layer: int) -> None:
         """Drop computations made with other neurons of a layer than the current ones."""

@@ -1,4 +1,8 @@
-"""Assignment of super neurons to devices, and the length of a timeslot."""
+"""Plans of methods in timeslots: super neurons on devices, and the length of a timeslot.
+
+A timeslot is as long as the longest computation of any device in a slot, the longest transmission of one cast, and a
+margin (EdgePipe, Section VI). All devices follow the clock, so a device that needs longer loses the slot.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +44,14 @@ ACKNOWLEDGEMENT_TIME = 0.005
 """Seconds that a device may take to acknowledge a cast, beside the transmission."""
 
 BYTES_OF_RANGE = 32
-"""About what one device's neurons of a layer take in a message."""
+"""Approximate bytes in a message for the neurons of one device in one layer."""
 
 Divide = Callable[[Sequence[int], Sequence[str]], NeuronAssignment]
-"""Hook: from the neurons of each layer, the input layer's first, and the devices to one super neuron a device."""
+"""Hook: divides the neurons over the devices, one super neuron each.
+
+Takes the number of neurons of each layer, beginning with the input layer, and the names of the devices in the order of
+the super neurons.
+"""
 
 
 class SlotOptions(Options):
@@ -133,6 +141,7 @@ def timetable_of(details: SlotDetails) -> Timetable:
 def _timetable_for(
     groups: Sequence[range], *, pipelined: bool, micro_batches: int
 ) -> Timetable:
+    """Return GPipe's timetable for several micro-batches, otherwise EdgePipe's."""
     if micro_batches > 1:
         return fill_and_drain(groups, micro_batches)
     return make_timetable(groups, pipelined=pipelined)
@@ -161,9 +170,11 @@ def layers_of(problem: PlanningProblem[SlotOptions]) -> tuple[GraphLayer, ...]:
         elif follows and layer.splits and not _has_dropout(layer):
             layers.append(layer)
         else:
-            text = f"'{layer.name}' of {graph.name} must be a convolution, a pool or a dense layer that follows the "
-            text += "previous layer, without dropout: use mlp or cnn"
-            raise InputError(text, ("model", "name"))
+            raise InputError(
+                f"'{layer.name}' of {graph.name} must be a convolution, a pool or a dense layer that follows the "
+                "previous layer, without dropout: use mlp or cnn",
+                ("model", "name"),
+            )
     return tuple(layers)
 
 
@@ -197,10 +208,14 @@ def layer_costs(
     samples: int,
     problem: PlanningProblem[SlotOptions],
 ) -> LayerCosts:
-    """Return the costs of some neurons of a layer for a batch."""
-    one = layer.cost(layer.inputs, len(neurons))
-    update = Cost(problem.training.update_flops * _parameter_count(layer, neurons))
-    return LayerCosts(forward_of(one, samples), backward_of(one, samples), update)
+    """Return the costs of some neurons of a layer for a batch of ``samples`` samples."""
+    one_sample = layer.cost(layer.inputs, len(neurons))
+    update_flops = problem.training.update_flops * _parameter_count(layer, neurons)
+    return LayerCosts(
+        forward=forward_of(one_sample, samples),
+        backward=backward_of(one_sample, samples),
+        update=Cost(update_flops),
+    )
 
 
 def plan(
@@ -210,24 +225,30 @@ def plan(
     micro_batches: int = 1,
     send_model_partition: bool = False,
 ) -> Plan[SlotDetails]:
-    """Divide the layers, map super neurons to devices, time the slots. Raises `InputError`.
+    """Divide the layers, map super neurons to devices, and time the slots. Raises `InputError`.
 
     ``send_model_partition``: whether the device coordinator sends all others their neurons before the first slot.
     """
-    options, batch_size = problem.options, problem.workload.batch_size
+    options = problem.options
+    batch_size = problem.workload.batch_size
     sizes = layer_sizes(problem)
     names = [device.name for device in problem.devices]
-    ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
-    order, score = _map_neurons(
-        problem, divide(sizes, names), mapping.reception_matrix(names, ratios)
-    )
+    ratios = {}
+    for pair, link in problem.links.items():
+        ratios[pair] = 1 - link.message_loss
+    # Divided twice: the mapping needs the transmissions between super neurons, and decides the order of the devices.
+    unmapped = divide(sizes, names)
+    reception = mapping.reception_matrix(names, ratios)
+    order, score = _map_neurons(problem, unmapped, reception)
     assignment = divide(sizes, [names[index] for index in order])
     _check_links(assignment, ratios, acknowledged=options.recovery == "ack")
     _check_micro_batches(problem, assignment, micro_batches)
     table = _timetable_for(
         assignment.groups, pipelined=options.pipelined, micro_batches=micro_batches
     )
-    slot = _slot_seconds(problem, assignment, math.ceil(batch_size / micro_batches))
+    # The largest micro-batch, since a batch may not divide evenly.
+    samples = math.ceil(batch_size / micro_batches)
+    slot = _slot_seconds(problem, assignment, samples)
     # Test batches may be larger than those of training and need longer slots.
     test_samples = samples_per_test_batch(problem)
     test_seconds = sum(_needed_seconds(problem, assignment, test_samples))
@@ -237,21 +258,23 @@ def plan(
         forward, backward = _computation_seconds(problem, assignment, layer, batch_size)
         forward_seconds.append(forward)
         backward_seconds.append(backward)
-    # The coordinator records losses and scores, so that it needs the results. The paper's device coordinator, which
+    # The coordinator records losses and scores, so it needs the results. The paper's device coordinator, which
     # partitions the model, may be another device.
     coordinator = assignment.holders(assignment.output_layer)[0]
     device_coordinator = mapping.choose_device_coordinator(names, ratios)
     start_time = _weights_seconds(problem, coordinator)
     if send_model_partition:
         range_count = sum(map(len, assignment.layers))
+        partition_bytes = BYTES_OF_RANGE * range_count
         start_time += _distribution_seconds(
-            problem, device_coordinator, BYTES_OF_RANGE * range_count
+            problem, device_coordinator, partition_bytes
         )
-    acknowledgement_seconds = [
-        _acknowledgement_seconds(problem, name) for name in assignment.devices
-    ]
+    acknowledgement_seconds = []
+    for name in assignment.devices:
+        acknowledgement_seconds.append(_acknowledgement_seconds(problem, name))
+    groups = [(group.start, group.stop) for group in assignment.groups]
     details = SlotDetails(
-        groups=tuple((group.start, group.stop) for group in assignment.groups),
+        groups=tuple(groups),
         devices=assignment.devices,
         device_coordinator=device_coordinator,
         mapping_score=score,
@@ -282,7 +305,7 @@ def _weights_seconds(problem: PlanningProblem[SlotOptions], coordinator: str) ->
     """Return the seconds to distribute given initial weights; 0 if weights are drawn from the seed."""
     if problem.workload.model.weights is None:
         return 0.0
-    parameters = sum(unit.parameters for unit in problem.model.units)
+    parameters = costs.count_parameters(problem.model.units)
     return _distribution_seconds(problem, coordinator, BYTES_PER_VALUE * parameters)
 
 
@@ -305,15 +328,19 @@ def _map_neurons(
     assignment: NeuronAssignment,
     ratios: mapping.Matrix,
 ) -> tuple[mapping.Order, float]:
-    """Return the order of devices by the option `mapping`, and the score of this order."""
-    options, seed, count = problem.options, problem.seed, len(problem.devices)
+    """Return the order of devices that the option `mapping` asks for, and the order's score."""
+    options = problem.options
+    seed = problem.seed
+    count = len(problem.devices)
     connectivity = mapping.connectivity_matrix(assignment)
     match options.mapping:
         case "upper":
             most = mapping.MOST_EXHAUSTIVE
             if count > most:
-                text = f"{count} devices are too many for an exhaustive search: use genetic, or at most {most}"
-                raise InputError(text, ("method", "mapping"))
+                raise InputError(
+                    f"{count} devices are too many for an exhaustive search: use genetic, or at most {most}",
+                    ("method", "mapping"),
+                )
             order = mapping.best_order(connectivity, ratios)
         case "random":
             order = mapping.random_order(count, seed, options.random_order)
@@ -332,15 +359,21 @@ def _check_links(
         for sender in assignment.senders(receiver):
             # Acknowledgements return over the opposite link.
             if acknowledged and ratios.get((receiver, sender), 0) <= 0:
-                text = f"ack needs a return path, but {sender} receives nothing from {receiver}: use r-tx, or add a "
-                raise InputError(text + "link", ("method", "recovery"))
+                raise InputError(
+                    f"ack needs a return path, but {sender} receives nothing from {receiver}: use r-tx, or add a link",
+                    ("method", "recovery"),
+                )
             if (sender, receiver) not in ratios:
-                text = f"no link leads from {sender} to {receiver}, which must communicate: use the topology mesh"
-                raise InputError(text, ("network", "topology"))
+                raise InputError(
+                    f"no link leads from {sender} to {receiver}, which must communicate: use the topology mesh",
+                    ("network", "topology"),
+                )
             if ratios[sender, receiver] <= 0:
-                text = f"{receiver} receives no cast of {sender}, but needs them: place the devices closer, or "
-                text += "lower the message_loss of that link"
-                raise InputError(text, ("network",))
+                raise InputError(
+                    f"{receiver} receives no cast of {sender}, but needs them: place the devices closer, or lower the "
+                    "message_loss of that link",
+                    ("network",),
+                )
 
 
 def samples_per_test_batch(problem: PlanningProblem[SlotOptions]) -> int:
@@ -358,9 +391,11 @@ def _slot_seconds(
     if given is None:
         return needed + problem.options.timeslot_margin
     if given < needed:
-        text = f"{formats.seconds(given)} is too short: computing takes up to {formats.seconds(computing)}, "
-        text += f"transmitting {formats.seconds(transmitting)}"
-        raise InputError(text, ("method", "timeslot"))
+        raise InputError(
+            f"{formats.seconds(given)} is too short: computing takes up to {formats.seconds(computing)}, "
+            f"transmitting {formats.seconds(transmitting)}",
+            ("method", "timeslot"),
+        )
     return given
 
 
@@ -372,7 +407,8 @@ def _step_count(
     if time is None:
         return None
     # A time that is a multiple of the slot must not lose a slot by rounding.
-    steps = table.step_count(math.floor(time / slot + 1e-9))
+    slots = math.floor(time / slot + 1e-9)
+    steps = table.step_count(slots)
     if steps < 1:
         least = formats.seconds(table.slot_count(table.micro) * slot)
         raise InputError(
@@ -385,27 +421,36 @@ def _step_count(
 def _distribution_seconds(
     problem: PlanningProblem[SlotOptions], sender: str, size: int
 ) -> float:
-    """Return the seconds to distribute a number of bytes from one device to all others, such as initial weights.
+    """Return the seconds to distribute ``size`` bytes from one device to all others, such as initial weights.
 
-    The result is twice the time of sequential transfers to all others, plus some round trips. Raises `InputError` for a
-    missing link.
+    The result is twice the time of sequential transfers to all others, plus some round trips: nothing waits for the
+    transfers, so the first slot must not begin too early. Raises `InputError` for a missing link.
     """
-    others = [device.name for device in problem.devices if device.name != sender]
-    unlinked = [name for name in others if (sender, name) not in problem.links]
-    if unlinked:
-        text = f"no link leads from {sender}, which sends the initial state, to {unlinked[0]}: use the topology mesh"
-        raise InputError(text, ("network", "topology"))
+    others = 0
+    for device in problem.devices:
+        if device.name == sender:
+            continue
+        if (sender, device.name) not in problem.links:
+            raise InputError(
+                f"no link leads from {sender}, which sends the initial state, to {device.name}: use the topology mesh",
+                ("network", "topology"),
+            )
+        others += 1
     rate, delay = _cast_rate(problem, sender)
-    transfers = 0.0 if rate is None else 8 * size * len(others) / rate
+    transfers = 0.0
+    if rate is not None:
+        transfers = 8 * size * others / rate
     return 2 * transfers + 4 * delay + problem.options.timeslot_margin
 
 
 def _needed_seconds(
     problem: PlanningProblem[SlotOptions], assignment: NeuronAssignment, samples: int
 ) -> tuple[float, float]:
-    """Return the longest computation and the longest transmission of any device for this many samples, in seconds."""
-    longest_computation = longest_transmission = 0.0
+    """Return the longest computation and the longest transmission of any device for ``samples`` samples, in seconds."""
+    longest_computation = 0.0
+    longest_transmission = 0.0
     for layer in range(len(assignment.sizes)):
+        # A slot has a forward or a backward, not both.
         seconds = max(_computation_seconds(problem, assignment, layer, samples))
         longest_computation = max(longest_computation, seconds)
     for name in assignment.devices:
@@ -420,11 +465,13 @@ def _computation_seconds(
     layer: int,
     samples: int,
 ) -> tuple[float, float]:
-    """Return the seconds of a layer's forward, and of its backward with the update, on the slowest device."""
+    """Return the seconds of a layer on the slowest device: of the forward, and of the backward with the update."""
+    # The input layer only reads samples.
     if layer == 0:
         return 0.0, 0.0
     whole = layers_of(problem)[layer - 1]
-    forward = backward = 0.0
+    forward = 0.0
+    backward = 0.0
     for name, neurons in assignment.layers[layer].items():
         cost = layer_costs(whole, neurons, samples, problem)
         device = problem.device(name)
@@ -449,10 +496,12 @@ def _transmission_seconds(
     size = cast.size_around(BYTES_PER_VALUE * values)
     if options.recovery == "r-tx":
         size *= options.transmissions
-    answered = (
-        _acknowledgement_seconds(problem, name) if options.recovery == "ack" else 0.0
-    )
-    sending = 0.0 if rate is None else 8 * size / rate
+    answered = 0.0
+    if options.recovery == "ack":
+        answered = _acknowledgement_seconds(problem, name)
+    sending = 0.0
+    if rate is not None:
+        sending = 8 * size / rate
     return delay + answered + sending
 
 
@@ -476,13 +525,18 @@ def _cast_rate(
     problem: PlanningProblem[SlotOptions], name: str
 ) -> tuple[float | None, float]:
     """Return the bit/s of a device's casts, None without a limit, and the seconds until all have received one."""
-    links = [link for pair, link in problem.links.items() if pair[0] == name]
-    # Nearly all packets arrive within four standard deviations of the delay.
-    delays = [link.delay + 4 * link.jitter for link in links]
-    return broadcast_rate(links), max(delays, default=0.0)
+    links = []
+    longest_delay = 0.0
+    for (source, _), link in problem.links.items():
+        if source == name:
+            links.append(link)
+            # Nearly all packets arrive within four standard deviations of the delay.
+            longest_delay = max(longest_delay, link.delay + 4 * link.jitter)
+    return broadcast_rate(links), longest_delay
 
 
 def _parameter_count(layer: GraphLayer, neurons: Channels) -> int:
+    """Return the trained values of some neurons of a layer."""
     weights = layer.share(layer.weights, slice_of(layer, neurons))
     # Each neuron has a bias beside its weights, and may have a normalisation.
     return weights + layer.channel_values * len(neurons)
@@ -494,21 +548,28 @@ def _make_placement(
     assignment: NeuronAssignment,
     name: str,
 ) -> Assignment:
-    layers, samples = layers_of(problem), problem.workload.batch_size
+    """Return a device's part of the plan; raises `InputError` if the part exceeds the device's memory."""
+    layers = layers_of(problem)
+    samples = problem.workload.batch_size
     group = assignment.group_of(name)
     assert group is not None
-    members, own = assignment.members(group), assignment.groups[group]
-    parameters = values = 0
+    members = assignment.members(group)
+    own = assignment.groups[group]
+    parameters = 0
+    values = 0
+    """Values in memory at once."""
     cost = Cost()
     for layer in learning_layers(own):
-        whole, neurons = layers[layer - 1], assignment.neurons_of(name, layer)
+        whole = layers[layer - 1]
+        neurons = assignment.neurons_of(name, layer)
         weights = _parameter_count(whole, neurons)
         # Counted in whole batches: micro-batches together keep as much.
         batches = table.staleness(layer)
         parameters += weights
         cost += layer_costs(whole, neurons, samples, problem).forward
         # The newest weights, a gradient, and for each batch under way the weights, inputs and outputs of its forward.
-        outputs = len(neurons) * math.prod(whole.summed[1:])
+        pixels = math.prod(whole.summed[1:])
+        outputs = len(neurons) * pixels
         values += weights * (2 + batches)
         values += samples * batches * (whole.inputs + outputs)
     memory = float(BYTES_PER_VALUE * values)
@@ -531,7 +592,7 @@ SlotMethodDetails = TypeVar("SlotMethodDetails", bound=SlotDetails)
 
 
 class SlotMethod(Method[SlotMethodOptions, SlotMethodDetails]):
-    """A method whose devices are super neurons driven by the clock of timeslots.
+    """A method whose devices hold super neurons and follow the clock of timeslots.
 
     Every device has all samples: devices of the input layer read their own values, and those of the output layer the
     labels.
@@ -550,6 +611,6 @@ class SlotMethod(Method[SlotMethodOptions, SlotMethodDetails]):
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of a super neuron; other devices have none."""
-        return frozenset(
-            {"forward", "backward", "evaluate"} if device in plan.devices else ()
-        )
+        if device not in plan.devices:
+            return frozenset()
+        return frozenset({"forward", "backward", "evaluate"})

@@ -1,4 +1,9 @@
-"""The program of one device: sleep until a slot begins, receive casts, compute, cast."""
+"""The program of one device: sleep until a slot begins, use the received casts, compute, cast.
+
+The program never waits for another device: each slot begins by the clock, and values that have not arrived by then are
+missing. Methods differ in four hooks, `AssignmentPolicy` below and three in `testbed.ml.slots.missing` and
+`testbed.ml.slots.casts`.
+"""
 
 from __future__ import annotations
 
@@ -66,18 +71,18 @@ class AssignmentPolicy(Protocol):
 
     @property
     def assignment(self) -> NeuronAssignment:
-        """The current assignment, which includes this device."""
+        """The current assignment of neurons to devices; this device has some."""
 
     async def wait_for_group(self, until: float) -> int | None:
         """Return the own group once the device has neurons.
 
-        Return None if the device has no neurons at the instant ``until``, or will have none any more.
+        Returns None if the device has no neurons at the instant ``until``, in seconds, or will not receive any more.
         """
 
     def on_slot_start(self, segment: SlotSegment, action: LayerAction | None) -> bool:
         """Act at the start of a slot, or without an action at the end of a segment.
 
-        Return whether the group changed.
+        Returns whether the device now belongs to another group, whose slots differ.
         """
 
 
@@ -95,7 +100,7 @@ class FixedAssignment:
                 neurons.add(layer, holders[device])
 
     async def wait_for_group(self, until: float) -> int | None:
-        """Return the own group at once."""
+        """Return the group of this device at once."""
         return self.assignment.group_of(self._device)
 
     def on_slot_start(self, segment: SlotSegment, action: LayerAction | None) -> bool:
@@ -105,7 +110,8 @@ class FixedAssignment:
 
 def answering_time(mailbox: Mailbox, details: SlotDetails) -> float:
     """Return the seconds from the end of a cast until all acknowledgements have normally arrived."""
-    return details.acknowledgement_seconds[details.devices.index(mailbox.device.name)]
+    place = details.devices.index(mailbox.device.name)
+    return details.acknowledgement_seconds[place]
 
 
 def transmit_of(mailbox: Mailbox, context: SlotContext) -> Transmit:
@@ -123,17 +129,18 @@ def gradient_of_cross_entropy(
 ) -> torch.Tensor:
     """Return the gradient of ``weight`` times the summed cross-entropy by the results, (samples, classes).
 
-    ``logarithms`` is `torch.log_softmax` of the results. The gradient is bitwise equal to autograd's, in a third of the
-    time.
+    ``logarithms`` is `torch.log_softmax` of the results, (samples, classes), and ``labels`` (samples,). The gradient is
+    bitwise equal to autograd's, in a third of the time.
 
     >>> logarithms = torch.log_softmax(torch.zeros(1, 2), dim=1)
     >>> gradient_of_cross_entropy(logarithms, torch.tensor([0]), 1.0)
     tensor([[-0.5000,  0.5000]])
     """
     # The derivative of the negative log-likelihood: -weight at the right class of each sample.
-    added = torch.zeros_like(logarithms).scatter_(1, labels[:, None], -weight)
+    of_logarithms = torch.zeros_like(logarithms)
+    of_logarithms.scatter_(1, labels[:, None], -weight)
     gradient: torch.Tensor = torch.ops.aten._log_softmax_backward_data(
-        added, logarithms, 1, logarithms.dtype
+        of_logarithms, logarithms, 1, logarithms.dtype
     )
     return gradient
 
@@ -149,9 +156,12 @@ def _make_test_runs(context: SlotContext) -> TestRuns:
 class SlotProgram:
     """The work of one device in each slot, with a method's hooks.
 
-    In each slot a device does the work of one batch in one layer, as the timetable says: it takes the parts that have
+    In each slot a device does the work of one batch in one layer, as the timetable says: it uses the parts that have
     arrived, computes, and casts its values to the devices of the next layer. The hook `AssignmentPolicy` moves neurons,
     `MissingDataPolicy` treats incomplete batches, `Transmit` repeats casts, and `Notes` annotates them.
+
+    Batches have two numbers: ``batch`` counts the micro-batches of training, or the test batches of an evaluation, and
+    ``number`` counts the batches of training and tests together, to tell their casts apart.
     """
 
     def __init__(
@@ -165,7 +175,8 @@ class SlotProgram:
         notes: Notes | None = None,
     ) -> None:
         assert context.dataset is not None
-        problem, details = context.problem, context.plan.details
+        problem = context.problem
+        details = context.plan.details
         table = timetable_of(details)
         self._mailbox = mailbox
         self._device = mailbox.device
@@ -177,15 +188,17 @@ class SlotProgram:
         # The option `training_time` may allow fewer steps than the workload.
         steps = min(training.steps, context.plan.steps or training.steps)
         self._context = context
+        # Made anew for each pass over the segments: a device that changes its group begins from the first one again,
+        # and skips those that are over.
         self._segments = partial(
             make_segments,
             table,
-            details.timeslot,
-            steps,
-            details.test_timeslot,
-            len(self._tests),
-            problem.options.evaluate_every,
-            details.start_time or 0.0,
+            slot=details.timeslot,
+            steps=steps,
+            test_slot=details.test_timeslot,
+            tests=len(self._tests),
+            every=problem.options.evaluate_every,
+            first=details.start_time or 0.0,
         )
         self._batches_in_flight = table.staleness(1) * table.micro
         self._neurons = neurons
@@ -209,6 +222,7 @@ class SlotProgram:
             scores = _make_test_runs(context)
             self._gathering = Gathering(mailbox, context.plan.coordinator, scores)
         self._evaluations: list[asyncio.Task[None]] = []
+        """Collections of gathered results under way."""
 
     async def run(self) -> None:
         """Train, and test over the same links, starting in the current slot.
@@ -236,15 +250,17 @@ class SlotProgram:
                 until,
             )
         if self._is_coordinator and self._evaluated < last.trained_steps:
-            name = self._device.name
-            text = f"the evaluation after step {last.trained_steps} is lost: the coordinator {name} was off or had no "
-            text += f"neurons when the last timeslot ended at {last.end:.1f} s: "
-            text += "train more, or end the fault earlier"
-            raise MissedTestsError(text)
+            raise MissedTestsError(
+                f"the evaluation after step {last.trained_steps} is lost: the coordinator {self._device.name} was off "
+                f"or had no neurons when the last timeslot ended at {last.end:.1f} s: train more, or end the fault "
+                "earlier"
+            )
 
     async def _work_slots(self, group: int) -> bool:
         """Work in the slots of a group; return whether all slots are over, with the group unchanged."""
-        async with aclosing(work_slots(self._device, group, self._segments())) as work:
+        slots = work_slots(self._device, group, self._segments())
+        # Closed before the next call, which begins with the slots of another group.
+        async with aclosing(slots) as work:
             async for segment, action in work:
                 if self._assignments.on_slot_start(segment, action):
                     return False
@@ -266,8 +282,9 @@ class SlotProgram:
         return self._assignments.assignment
 
     async def _train_batch(self, action: LayerAction, number: int) -> None:
-        """Train a batch in one layer; ``number`` counts the batches of training and tests."""
-        layer, batch = action.layer, action.batch
+        """Train a batch in one layer."""
+        layer = action.layer
+        batch = action.batch
         if action.kind == "backward":
             await self._backward_layer(layer, batch, number)
             return
@@ -283,9 +300,11 @@ class SlotProgram:
     async def _train_outputs(
         self, layer: int, batch: int, number: int
     ) -> torch.Tensor | None:
+        """Return the outputs of own neurons, (samples, own values); None if the batch stops on this device."""
         samples = self._training.samples(batch)
         received = self._exchange.take_outputs(layer - 1, number, samples)
         missing_inputs = None
+        # Layer 1 sends no losses, so it needs no mask: the input layer has no weights.
         if layer > 1 and self._missing_data.masks_missing_outputs:
             missing_inputs = received.missing_mask()
         inputs = self._missing_data.inputs(received)
@@ -296,7 +315,9 @@ class SlotProgram:
     async def _test_batch(
         self, segment: SlotSegment, action: LayerAction, number: int
     ) -> None:
-        layer, batch = action.layer, action.batch
+        """Test a batch in one layer; in the output layer, also score the batches before."""
+        layer = action.layer
+        batch = action.batch
         is_output = layer == self._assignment.output_layer
         if is_output:
             # The slot in which the previous batch's results were shared is over.
@@ -312,6 +333,7 @@ class SlotProgram:
     async def _test_outputs(
         self, layer: int, batch: int, number: int
     ) -> torch.Tensor | None:
+        """Return the outputs of own neurons, (samples, own values); None if the batch stops on this device."""
         samples = self._tests.samples(batch)
         received = self._exchange.take_outputs(layer - 1, number, samples)
         usable = self._missing_data.test_values(received)
@@ -342,7 +364,7 @@ class SlotProgram:
         await self._exchange.cast(receiver, message)
 
     async def _backward_layer(self, layer: int, batch: int, number: int) -> None:
-        """Learn, and cast the own neurons' contribution to the losses of the previous layer."""
+        """Learn, and cast the contribution of the own neurons to the losses of the previous layer."""
         samples = self._training.samples(batch)
         if layer == self._assignment.output_layer:
             usable = await self._result_gradient(layer, batch, number)
@@ -384,7 +406,8 @@ class SlotProgram:
         if not is_usable:
             return usable
         gradient = gradient_of_cross_entropy(logarithms, labels, 1 / batch_size)
-        return usable._replace(values=pick(gradient, 1, self._own_neurons(layer)))
+        own = pick(gradient, 1, self._own_neurons(layer))
+        return usable._replace(values=own)
 
     def _note_loss(self, batch: int, loss: float, *, is_exact: bool) -> None:
         """Record the loss of a step after the last micro-batch, on the coordinator.
@@ -402,15 +425,21 @@ class SlotProgram:
             self._missing_data.observe_loss(step, total)
 
     def _score_tests(self, segment: SlotSegment, before: int) -> None:
-        """Score the test batches before this one by the results received here, as in `_note_loss`."""
+        """Score the test batches up to ``before`` (exclusive) by the results that this device has received.
+
+        Missing results count as zeros, as in `_note_loss`.
+        """
         if not self._is_coordinator and self._gathering is None:
             return
         output = self._assignment.output_layer
         for test in self._tests.unscored_batches(before):
-            number, samples = segment.batch_number(test), self._tests.samples(test)
+            number = segment.batch_number(test)
+            samples = self._tests.samples(test)
             received = self._exchange.take_outputs(output, number, samples)
             usable = self._missing_data.test_values(received)
-            results = received.zeros() if usable is None else usable.joined_values()
+            results = received.zeros()
+            if usable is not None:
+                results = usable.joined_values()
             self._tests.score(test, results)
             if self._gathering is not None:
                 self._gathering.send_results(segment.trained_steps, test, results)
@@ -431,7 +460,10 @@ class SlotProgram:
             self._device.record("test_start", step=segment.trained_steps)
 
     def _evaluate_tests(self, segment: SlotSegment) -> None:
-        """Score the last test batches on the coordinator and, if results are gathered, on its peers."""
+        """Score the last test batches on the coordinator and, if results are gathered, on the peers.
+
+        Peers are the other devices with neurons of the output layer.
+        """
         gathering = self._gathering
         holders = self._assignment.holders(self._assignment.output_layer)
         is_peer = gathering is not None and self._device.name in holders
@@ -456,7 +488,10 @@ class SlotProgram:
         devices: Sequence[str],
         own: Mapping[str, Any],
     ) -> None:
-        """Record the scores of gathered results beside the accuracy by this device's ``own`` received results."""
+        """Record the scores of gathered results, and the accuracy by the results that the coordinator received.
+
+        ``devices`` are those of the output layer, and ``own`` the scores by the received results.
+        """
         until = segment.end + RESULT_WAIT_SLOTS * segment.slot
         scores = await gathering.collect_scores(segment.trained_steps, devices, until)
         self._device.record(

@@ -22,7 +22,7 @@ from testbed.ml.layers.feed import Requests, Score, Training
 from testbed.ml.models.slices import Channels, pick
 
 RESULT_WAIT_SLOTS = 10
-"""Slots of tests after their end in which the coordinator waits for results: a device that is off sends none."""
+"""Number of slots after the tests in which the coordinator waits for results: a device that is off sends none."""
 
 
 class MicroBatches:
@@ -47,17 +47,20 @@ class MicroBatches:
         cut = self._cuts[part]
         if isinstance(own, range):
             # A range of values is read without copying the others.
-            return self._training.images(step, slice(own.start, own.stop))[cut]
-        return pick(self._training.images(step)[cut].flatten(1), 1, own)
+            own_values = self._training.images(step, slice(own.start, own.stop))
+            return own_values[cut]
+        samples = self._training.images(step)[cut]
+        return pick(samples.flatten(1), 1, own)
 
     def labels(self, number: int) -> torch.Tensor:
         """Return the labels of a micro-batch, (samples,)."""
         step, part = divmod(number, self.parts)
-        return self._training.labels(step)[self._cuts[part]]
+        labels = self._training.labels(step)
+        return labels[self._cuts[part]]
 
 
 class TestRuns:
-    """The test runs of an evaluation: all test samples pass ``runs`` times, over the links at that time.
+    """The test runs of an evaluation: all test samples pass ``runs`` times, each time over the links as they are then.
 
     Batches are numbered from 0 through all runs.
     """
@@ -81,10 +84,13 @@ class TestRuns:
     def images(self, test: int, own: Channels) -> torch.Tensor:
         """Return the selected values of a test batch's samples, (samples, own values)."""
         if self._own != own:
-            self._own, self._images = own, {}
+            # Neurons of the input layer have moved.
+            self._own = own
+            self._images = {}
         index = self.index_in_run(test)
         if index not in self._images:
             samples = self._requests.images(index).flatten(1)
+            # Contiguous, so that the values of others are freed.
             self._images[index] = pick(samples, 1, own).contiguous()
         return self._images[index]
 
@@ -97,12 +103,13 @@ class TestRuns:
         return self._requests.labels(self.index_in_run(test))
 
     def unscored_batches(self, before: int) -> range:
-        """Return the unscored test batches below a number."""
+        """Return the numbers of the unscored test batches below ``before``."""
         return range(self._scored, before)
 
     def score(self, test: int, results: torch.Tensor) -> None:
         """Count the results of a test batch, (samples, classes); tests are scored in order."""
-        self._scores[test // len(self._requests)].add(results, self.labels(test))
+        run = test // len(self._requests)
+        self._scores[run].add(results, self.labels(test))
         self._scored = test + 1
 
     def finish(self) -> dict[str, Any]:
@@ -159,7 +166,8 @@ class Gathering:
 
         ``results`` is (samples, classes).
         """
-        right = results.argmax(dim=1) == torch.from_numpy(self._scores.labels(test))
+        labels = torch.from_numpy(self._scores.labels(test))
+        right = results.argmax(dim=1) == labels
         computed = torch.zeros_like(results)
         if test in self._computed:
             own, outputs = self._computed.pop(test)
@@ -168,37 +176,41 @@ class Gathering:
         if self._mailbox.device.name == self._coordinator:
             self._own[test] = message
         else:
-            self._sent.append(self._mailbox.post(self._coordinator, message))
+            sending = self._mailbox.post(self._coordinator, message)
+            self._sent.append(sending)
 
     async def wait_until_sent(self, until: float) -> None:
-        """Return once all sent results have arrived, or at an instant, in seconds."""
+        """Return once all sent results have arrived, or at the instant ``until``, in seconds."""
         if self._sent:
-            await asyncio.wait(
-                self._sent, timeout=max(0.0, until - self._mailbox.device.now())
-            )
+            timeout = max(0.0, until - self._mailbox.device.now())
+            await asyncio.wait(self._sent, timeout=timeout)
 
     async def collect_scores(
         self, step: int, devices: Collection[str], until: float
     ) -> dict[str, Any]:
         """Return accuracy, loss and more of the tests after a step, as in `TestRuns.finish`, from gathered results.
 
-        The field ``any_device_accuracy`` is the fraction of samples classified correctly by at least one device from
-        its received results. Results missing at an instant, in seconds, count as zeros.
+        ``devices`` are those of the output layer. The field ``any_device_accuracy`` is the fraction of samples that at
+        least one device has classified correctly from the results it received. Results missing at the instant
+        ``until``, in seconds, count as zeros.
         """
         right_anywhere: list[bool] = []
         for test in sorted(self._own):
             messages = await self._results_of(step, test, devices, until)
             results = torch.stack([message.results for message in messages])
-            # Each device sends zeros for the neurons of the others, so that the sum has all neurons.
+            # Each device sends zeros for the neurons of the others, so the sum has all neurons.
             self._scores.score(test, results.sum(dim=0))
             right = torch.stack([message.right for message in messages])
             right_anywhere += right.any(dim=0).tolist()
         self._own.clear()
-        return {**self._scores.finish(), "any_device_accuracy": fmean(right_anywhere)}
+        scores = self._scores.finish()
+        scores["any_device_accuracy"] = fmean(right_anywhere)
+        return scores
 
     async def _results_of(
         self, step: int, test: int, devices: Collection[str], until: float
     ) -> list[Tested]:
+        """Return the messages about a test batch: the coordinator's own, and those that arrive in time."""
         messages = [self._own[test]]
         for name in devices:
             if name == self._coordinator:

@@ -1,7 +1,8 @@
-"""Equation (2): each layer group's work in every timeslot, the staleness of its weights, and the slot clock.
+"""EdgePipe's equation (2): the work of each layer group in every timeslot, the staleness of weights, the slot clock.
 
-All groups have a common rhythm of ``period`` slots a batch. Batch b is forwarded through layer l in slot ``forward[l]``
-+ b * period, and sent backward in slot ``backward[l]`` + b * period. In other slots a device stalls.
+All groups have a common rhythm of ``period`` slots a batch. Batch b is forwarded through layer l in slot
+``forward[l]`` + b * period, and sent backward in slot ``backward[l]`` + b * period. In other slots a device stalls.
+Slots, layers and batches are counted from 0.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from testbed.device import Device
 from testbed.ml.schedule import Action
 
 TIMESLOT_MARGIN = 0.1
-"""Seconds; the paper's."""
+"""Default seconds of a timeslot beyond computation and transmission: the 100 ms of EdgePipe's Section VI."""
 
 
 class LayerAction(NamedTuple):
@@ -32,11 +33,15 @@ class LayerAction(NamedTuple):
 
 
 class _FirstAction(NamedTuple):
-    """The work of a layer on batch 0, and the slot of this work."""
+    """A layer's work on batch 0, and the slot in which the layer does the work."""
 
     kind: Literal["forward", "backward"]
     layer: int
     slot: int
+
+
+Rhythm = tuple[tuple[_FirstAction, ...], ...]
+"""For each slot of a period, the actions that a group repeats in this slot, with another batch in every period."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Timetable:
     """The slots of each layer's work on each batch."""
 
     groups: tuple[range, ...]
+    """Adjacent layers of each group."""
     period: int
     """Slots from one batch to the next."""
     forward: tuple[int, ...]
@@ -62,16 +68,18 @@ class Timetable:
         backwards = [slot for slot in self.backward if slot is not None]
         # Tests have no backward: their last slot forwards through the last layer.
         last = max(backwards, default=len(self.forward) - 1)
-        whole, more = divmod(batches - 1, self.micro)
-        return last + 1 + self.period * whole + more
+        whole_batches, further_micro_batches = divmod(batches - 1, self.micro)
+        return last + 1 + self.period * whole_batches + further_micro_batches
 
     def step_count(self, slots: int) -> int:
         """Return the number of complete batches, with all micro-batches, finished within a number of slots."""
-        return max(0, (slots - self.slot_count(self.micro)) // self.period + 1)
+        after_first = slots - self.slot_count(self.micro)
+        return max(0, after_first // self.period + 1)
 
     def action(self, group: int, slot: int) -> LayerAction | None:
         """Return the action of a group's device in a slot; None for a stall."""
-        for kind, layer, first in self._group_rhythms[group][slot % self.period]:
+        rhythm = self._group_rhythms[group]
+        for kind, layer, first in rhythm[slot % self.period]:
             # Before its first batch a group stalls in this slot of the period.
             if slot >= first:
                 batch, part = divmod(slot - first, self.period)
@@ -79,13 +87,14 @@ class Timetable:
         return None
 
     @cached_property
-    def _group_rhythms(self) -> tuple[tuple[tuple[_FirstAction, ...], ...], ...]:
-        """By group and slot of a period: the possible actions. Computed once, since every slot of a run asks."""
-        return tuple(map(self._group_rhythm, self.groups))
+    def _group_rhythms(self) -> tuple[Rhythm, ...]:
+        """The rhythm of each group. Computed once, since every slot of a run asks for it."""
+        return tuple(map(self._make_rhythm, self.groups))
 
-    def _group_rhythm(self, group: range) -> tuple[tuple[_FirstAction, ...], ...]:
-        """Return the possible actions of each slot of a period, with their slots for batch 0."""
-        rhythm: list[list[_FirstAction]] = [[] for _ in range(self.period)]
+    def _make_rhythm(self, group: range) -> Rhythm:
+        rhythm: list[list[_FirstAction]] = []
+        for _ in range(self.period):
+            rhythm.append([])
         for layer in group:
             first_actions = [_FirstAction("forward", layer, self.forward[layer])]
             backward_slot = self.backward[layer]
@@ -94,7 +103,8 @@ class Timetable:
             # Micro-batches follow each other, one a slot.
             for part in range(self.micro):
                 for first in first_actions:
-                    rhythm[(first.slot + part) % self.period].append(first)
+                    slot = (first.slot + part) % self.period
+                    rhythm[slot].append(first)
         return tuple(map(tuple, rhythm))
 
     def actions(self, group: int, batches: int) -> Iterator[LayerAction | None]:
@@ -106,9 +116,10 @@ class Timetable:
             yield None if is_beyond_end else action
 
     def staleness(self, layer: int) -> int:
-        """Return the number of updates a layer's weights lag in a forward: 1 if they include the previous batch.
+        """Return the number of updates by which a layer's weights lag in a forward.
 
-        Equation (3): P - w + 1 for group w of P, counted from 1. The input layer has 0.
+        The number is 1 if the weights include the previous batch. Equation (3): P - w + 1 for group w of P, counted
+        from 1. The input layer has 0.
 
         >>> table = make_timetable([range(0, 2), range(2, 4), range(4, 6)])
         >>> [table.staleness(layer) for layer in range(6)]
@@ -132,10 +143,13 @@ def make_timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable
     layers 2-2  .    .    F0.2 B0.2 .    F1.2 B1.2 .    .
     """
     layers = groups[-1].stop
-    # Equation (2): the rhythm is that of the group with the most forwards and backwards of one batch.
-    busiest = max(len(group) + len(learning_layers(group)) for group in groups)
-    period = busiest if pipelined else naive_slots(layers, 1)
+    period = naive_slots(layers, 1)
+    if pipelined:
+        # Equation (2): the rhythm is that of the group with the most forwards and backwards of one batch.
+        work = [len(group) + len(learning_layers(group)) for group in groups]
+        period = max(work)
     backward: list[int | None] = [None] * layers
+    # Batch 0 has passed the last layer forward in slot `layers` - 1.
     next_slot = layers
     for group in reversed(groups):
         learning = learning_layers(group)
@@ -146,7 +160,8 @@ def make_timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable
         for layer in reversed(learning):
             backward[layer] = next_slot
             next_slot += 1
-    return Timetable(tuple(groups), period, tuple(range(layers)), tuple(backward))
+    forward = tuple(range(layers))
+    return Timetable(tuple(groups), period, forward, tuple(backward))
 
 
 def _slots_of_period(first: int, count: int, period: int) -> set[int]:
@@ -160,21 +175,22 @@ class SlotSegment:
 
     is_test: bool
     start: float
-    """Seconds at which its first slot begins."""
+    """Seconds at which the first slot begins."""
     slot: float
-    """Seconds of each."""
+    """Seconds of each slot."""
     table: Timetable
     batches: range
-    """Steps, or test batches from 0 on."""
+    """Training batches, counted through all segments, or test batches from 0 on."""
     first_number: int
-    """Number of its first batch among all batches of training and tests."""
+    """Number of the segment's first batch among all batches of training and tests."""
     trained_steps: int
-    """Completed training steps at its end."""
+    """Completed training steps at the end of the segment."""
 
     @property
     def end(self) -> float:
         """End of the last slot in seconds."""
-        return self.start_of(self.table.slot_count(len(self.batches)))
+        slots = self.table.slot_count(len(self.batches))
+        return self.start_of(slots)
 
     def start_of(self, slot: int) -> float:
         """Return the start of a slot, numbered from 0, in seconds."""
@@ -183,7 +199,8 @@ class SlotSegment:
     def next_start(self, now: float) -> float:
         """Return the start of the slot after the current one, in seconds."""
         # A device wakes exactly at the start of a slot; without the margin, rounding could put it in the slot before.
-        current = math.floor((now - self.start) / self.slot + 1e-9)
+        elapsed_slots = (now - self.start) / self.slot
+        current = math.floor(elapsed_slots + 1e-9)
         return self.start_of(current + 1)
 
     def batch_number(self, batch: int) -> int:
@@ -192,10 +209,12 @@ class SlotSegment:
 
     def scheduled_work(self, group: int) -> Iterator[tuple[int, LayerAction]]:
         """Yield the slots, numbered from 0, with work for a group's device, and the batch."""
-        for slot, action in enumerate(self.table.actions(group, len(self.batches))):
+        actions = self.table.actions(group, len(self.batches))
+        for slot, action in enumerate(actions):
             if action is not None:
-                kind, layer, batch = action
-                yield slot, LayerAction(kind, layer, self.batches.start + batch)
+                # The timetable counts batches from 0 in each segment.
+                batch = self.batches.start + action.batch
+                yield slot, action._replace(batch=batch)
 
 
 def make_segments(
@@ -209,8 +228,9 @@ def make_segments(
 ) -> Iterator[SlotSegment]:
     """Yield training segments, with test segments after each ``every`` steps (None: at the end only) and at the end.
 
-    The pipeline drains before tests and fills again after them. Slots are in seconds, as is the instant ``first`` of
-    the first slot.
+    ``slot`` and ``test_slot`` are the seconds of a slot in training and in tests, and the first slot begins at the
+    instant ``first``. Each evaluation has ``tests`` test batches. The pipeline drains before tests and fills again
+    after them.
 
     >>> table = make_timetable([range(0, 2), range(2, 3)])
     >>> for segment in make_segments(table, slot=0.5, steps=2, test_slot=1.0, tests=1):
@@ -219,17 +239,32 @@ def make_segments(
     True 4.5 7.5
     """
     test_table = _forward_only(table)
-    start, number = first, 0
+    start = first
+    number = 0
     interval = every or steps
     for begin in range(0, steps, interval):
         trained = min(begin + interval, steps)
         batches = range(begin * table.micro, trained * table.micro)
-        training = SlotSegment(False, start, slot, table, batches, number, trained)
+        training = SlotSegment(
+            is_test=False,
+            start=start,
+            slot=slot,
+            table=table,
+            batches=batches,
+            first_number=number,
+            trained_steps=trained,
+        )
         yield training
         start = training.end
         number += len(batches)
         testing = SlotSegment(
-            True, start, test_slot, test_table, range(tests), number, trained
+            is_test=True,
+            start=start,
+            slot=test_slot,
+            table=test_table,
+            batches=range(tests),
+            first_number=number,
+            trained_steps=trained,
         )
         yield testing
         start = testing.end
@@ -239,7 +274,7 @@ def make_segments(
 async def work_slots(
     device: Device, group: int, segments: Iterable[SlotSegment]
 ) -> AsyncGenerator[tuple[SlotSegment, LayerAction | None], None]:
-    """Yield the work of each slot as it begins, and None as each segment ends.
+    """Yield the work of each slot when the slot begins, and None when a segment ends.
 
     Past slots are skipped: the device was off or suspended.
     """
@@ -247,17 +282,24 @@ async def work_slots(
         if device.now() >= segment.end:
             continue
         for slot, action in segment.scheduled_work(group):
-            await device.sleep(max(0.0, segment.start_of(slot) - device.now()))
+            await _sleep_until(device, segment.start_of(slot))
             # A device that slept too long leaves the slot out: the others no longer wait for its cast.
             if device.now() < segment.start_of(slot + 1):
                 yield segment, action
-        await device.sleep(max(0.0, segment.end - device.now()))
+        await _sleep_until(device, segment.end)
         yield segment, None
 
 
+async def _sleep_until(device: Device, instant: float) -> None:
+    seconds = max(0.0, instant - device.now())
+    await device.sleep(seconds)
+
+
 def _forward_only(table: Timetable) -> Timetable:
-    period = max(len(group) for group in table.groups)
-    return Timetable(table.groups, period, table.forward, (None,) * len(table.forward))
+    """Return the timetable of tests: the same layers and forwards, without backwards."""
+    period = max(map(len, table.groups))
+    no_backward = (None,) * len(table.forward)
+    return Timetable(table.groups, period, table.forward, no_backward)
 
 
 def fill_and_drain(groups: Sequence[range], micro: int) -> Timetable:
@@ -269,14 +311,15 @@ def fill_and_drain(groups: Sequence[range], micro: int) -> Timetable:
     (None, 5, 4)
     """
     layers = groups[-1].stop
+    # The slot after the last micro-batch has passed the last layer.
     turn = layers - 1 + micro
     backward: list[int | None] = [None]
     for layer in range(1, layers):
         backward.append(turn + layers - 1 - layer)
-    period = 2 * layers + 2 * micro - 3
-    return Timetable(
-        tuple(groups), period, tuple(range(layers)), tuple(backward), micro
-    )
+    # All forwards take `turn` slots, and all backwards one less, because the input layer has none.
+    period = 2 * turn - 1
+    forward = tuple(range(layers))
+    return Timetable(tuple(groups), period, forward, tuple(backward), micro)
 
 
 def learning_layers(group: range) -> range:
@@ -297,7 +340,7 @@ def naive_slots(layers: int, batches: int) -> int:
 
 
 def draw_timetable(timetable: Timetable, batches: int = 3, widest: int = 24) -> str:
-    """Draw the first slots, one line per group.
+    """Draw the slots of the first batches, at most ``widest`` slots, one line per group.
 
     ``F0.2`` is batch 0 forward through layer 2, ``B0.2`` the same batch backward, and ``.`` a stall.
     """

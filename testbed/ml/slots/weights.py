@@ -1,7 +1,7 @@
 """Initial weights, distributed before the first timeslot, and final weights, gathered at the end.
 
-The coordinator has, or collects, all of them. Both are sent reliably, and no timeslot waits for them: a plan with given
-weights reserves time before its first slot.
+The coordinator distributes and collects the weights of all devices. Both kinds are sent reliably, and no timeslot waits
+for them: a plan with given weights reserves time before the first slot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from testbed.ml.slots.planner import SlotDetails, SlotOptions, layers_of
 
 @dataclass(frozen=True)
 class Needs(TypedMessage):
-    """Request to the device with the data that all others need before the first slot."""
+    """Request for data that one device has and all others need before the first slot, such as initial weights."""
 
     started: float
     """Start of the sender, in seconds on its clock."""
@@ -62,7 +62,10 @@ async def request_data(
     answer: type[K],
     make_answer: Callable[[], K],
 ) -> K:
-    """Return the data of one device, the ``holder``, which sends them to all others on request."""
+    """Return the data of one device, the ``holder``: all others request the data and wait for the answer.
+
+    ``make_answer`` is called on the holder only.
+    """
     if mailbox.device.name != holder:
         mailbox.post(holder, need(mailbox.device.now()))
         return await mailbox.take(answer)
@@ -71,7 +74,7 @@ async def request_data(
     def send_answer(message: Needs) -> None:
         mailbox.post(message.sender, own)
 
-    # The handler stays, since a device that restarts asks again.
+    # The handler stays for the whole run, since a device that restarts asks again.
     mailbox.on(need, send_answer)
     return own
 
@@ -79,7 +82,7 @@ async def request_data(
 async def receive_initial_weights(
     mailbox: Mailbox, context: ProgramContext[SlotOptions, SlotDetails]
 ) -> State | None:
-    """Return the initial weights of the whole network; None if they are drawn from the seed."""
+    """Return the initial weights of the whole network; None if every device draws weights from the seed."""
     if context.problem.workload.model.weights is None:
         return None
 
@@ -99,19 +102,23 @@ async def send_final_weights(
     assignment: NeuronAssignment,
     until: float,
 ) -> None:
-    """Send the own weights to the coordinator, which exposes all weights received until an instant, in seconds.
+    """Send the own weights to the coordinator, which exposes all weights received until the instant ``until``.
 
-    Devices that are off contribute their initial weights.
+    ``until`` is in seconds. Devices that are off contribute their initial weights.
     """
-    device, coordinator = mailbox.device, context.plan.coordinator
+    device = mailbox.device
+    coordinator = context.plan.coordinator
     own = _own_weights(neurons)
     if device.name != coordinator:
         timeout = max(0.0, until - device.now())
-        await asyncio.wait([mailbox.post(coordinator, own)], timeout=timeout)
+        sending = mailbox.post(coordinator, own)
+        await asyncio.wait([sending], timeout=timeout)
         return
     problem = context.problem
     # Built from the seed, so that rows of devices without an answer keep their initial weights.
-    whole = problem.model.build(0, len(problem.model.units), problem.seed).state_dict()
+    model = problem.model
+    network = model.build(0, len(model.units), problem.seed)
+    whole = network.state_dict()
     received = [own]
     for name in assignment.devices:
         if name == coordinator:
@@ -125,7 +132,8 @@ async def send_final_weights(
 
 
 def _own_weights(neurons: Neurons) -> FinalWeights:
-    rows, state = {}, {}
+    rows = {}
+    state: dict[str, torch.Tensor] = {}
     for layer, shard in neurons.shards.items():
         rows[str(layer)] = list(shard.part.rows)
         state.update(weights_of(shard.state()))
@@ -133,11 +141,15 @@ def _own_weights(neurons: Neurons) -> FinalWeights:
 
 
 def _insert_weights(
-    whole: dict[str, torch.Tensor], part: FinalWeights, layers: Sequence[GraphLayer]
+    whole: dict[str, torch.Tensor],
+    part: FinalWeights,
+    layers: Sequence[GraphLayer],
 ) -> None:
     """Write a device's rows into the weights of the whole network."""
     for layer, indices in part.neurons.items():
-        prefixes = tuple(f"{name}." for name in layers[int(layer) - 1].names)
+        # `layers` lacks the input layer, layer 0.
+        own_layer = layers[int(layer) - 1]
+        prefixes = tuple(f"{name}." for name in own_layer.names)
         for name, tensor in part.state.items():
             if name.startswith(prefixes):
                 whole[name][torch.tensor(indices)] = tensor
