@@ -1,4 +1,8 @@
-"""A device's program: train a round on its own samples whenever the server requests one."""
+"""The program of a device with data: train a round on its own samples whenever the server requests one.
+
+`LocalTraining` trains a round; `Client` receives the requests and sends the results. Methods without a server use
+`LocalTraining` alone.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +36,14 @@ from testbed.wire.message import Message
 
 @dataclass(frozen=True)
 class LocalRound:
-    """The arguments of a device's training in a round; its layers hold the weights of ``start``."""
+    """The arguments of a device's training in a round."""
 
     number: int
     """Number of the round, from 0."""
     steps: range
-    """Its iterations, counted through all rounds."""
+    """Iterations of the round, counted through all rounds."""
     layers: Layers
+    """The device's layers, with the weights of ``start``."""
     share: LocalDataset
     """The device's samples."""
     start: State
@@ -52,19 +57,19 @@ class LocalRound:
     extra: State = field(default_factory=dict)
     """Tensors sent by the server beside the weights; see `Hooks.extra`."""
     own: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors kept by the device between rounds, by any names, and saved to disk before the update is sent."""
+    """Tensors the device keeps between rounds, by any names; saved to the disk before the update is sent."""
     sends: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors sent beside the update, by any names, available to the server's `merge` as `Trained.extra`."""
 
     async def gradients(self, step: int) -> float:
-        """Do forward and backward with all samples of an iteration; return their mean loss."""
-        # On its own a device has one mini-batch of an iteration.
-        ((images, labels),) = self.share.iteration(step, numbers=self.layers.numbers)
+        """Do forward and backward with all samples of an iteration; return the mean loss of the samples."""
+        mini_batches = self.share.iteration(step, numbers=self.layers.numbers)
+        # A device that trains the whole model has one mini-batch of an iteration, number 0.
+        ((images, labels),) = mini_batches
+        samples = len(labels)
         whole = self.layers.training.weight(labels)
-        loss = await self.layers.forward_loss(
-            step, 0, images, labels, len(labels), whole
-        )
-        await self.layers.backward(step, 0, len(labels))
+        loss = await self.layers.forward_loss(step, 0, images, labels, samples, whole)
+        await self.layers.backward(step, 0, samples)
         return loss
 
 
@@ -96,39 +101,47 @@ def send_difference(start: State, trained: State) -> State:
     >>> send_difference({"0.weight": torch.ones(2)}, {"0.weight": torch.tensor([1.5, 1.0])})
     {'0.weight': tensor([0.5000, 0.0000])}
     """
-    return {name: tensor - start[name] for name, tensor in trained.items()}
+    differences = {}
+    for name, tensor in trained.items():
+        differences[name] = tensor - start[name]
+    return differences
 
 
 class Changes:
-    """A hook around another: sends weight changes, adding the part a codec dropped in earlier rounds.
+    """A hook around another hook `Sent`: sends weight changes as a codec transmits them.
 
-    If the other hook sends changes itself, these are used. Integers, such as the number of batches seen, are sent
-    unchanged.
+    A codec that compresses drops a part of each change. The dropped part is added to the change of the next round
+    (error feedback), so that it reaches the server later. If the other hook sends changes itself, these are used.
+    Integers, such as the number of batches seen, are sent unchanged.
     """
 
     def __init__(self, sent: Sent, by: Codec) -> None:
-        self._sent = sent
-        self._by = by
-        self._left: dict[str, torch.Tensor] = {}
+        """``sent`` is the other hook, and ``by`` the codec of the messages."""
+        self._send_changes = sent
+        if sent is send_weights:
+            self._send_changes = send_difference
+        self._codec = by
+        self._dropped: dict[str, torch.Tensor] = {}
+        """The part of each change that the codec has dropped so far."""
 
     def __call__(self, start: State, trained: State) -> State:
         """Return the changes the server will add."""
-        sent = send_difference if self._sent is send_weights else self._sent
-        changes = dict(sent(start, trained))
+        changes = dict(self._send_changes(start, trained))
         for name, change in changes.items():
+            # Timing-only runs have no values to drop.
             if change.is_floating_point() and not change.is_meta:
-                wanted = change + self._left.get(name, 0)
-                packed = self._by.pack(wanted)
-                changes[name] = self._by.unpack(packed)
-                self._left[name] = wanted - changes[name]
+                wanted = change + self._dropped.get(name, 0)
+                packed = self._codec.pack(wanted)
+                changes[name] = self._codec.unpack(packed)
+                self._dropped[name] = wanted - changes[name]
         return changes
 
 
 def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
-    """Return the training of a device with the first layers; the server has the rest.
+    """Return the training of a device that has the first layers, while the server has the rest.
 
-    Algorithm 1 of PipeLearn, lines 4 to 13: forward all mini-batches of an iteration, then do each backward once its
-    gradient has arrived, then update.
+    Algorithm 1 of PipeLearn, lines 4 to 13: forward all mini-batches of an iteration, then do each backward once the
+    gradient of the mini-batch has arrived, then update.
     """
 
     async def train(local: LocalRound) -> None:
@@ -141,6 +154,7 @@ def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
 async def _train_iteration(
     local: LocalRound, step: int, mailbox: Mailbox, server: str
 ) -> None:
+    """Train an iteration together with the server."""
     layers = local.layers
     mini_batches = local.share.iteration(step, numbers=layers.numbers)
     samples = 0
@@ -172,7 +186,7 @@ async def _train_iteration(
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """The local part of a device with data: training rounds on its samples, on request and from given weights."""
+    """Trains a device's layers on its samples, one round at a time, from given weights."""
 
     share: LocalDataset
     length: Length
@@ -190,17 +204,23 @@ class LocalTraining:
 
     def samples(self, number: int) -> int:
         """Return the number of samples a round trains on."""
-        return sum(self.share.count(step) for step in self.steps(number))
+        counts = [self.share.count(step) for step in self.steps(number)]
+        return sum(counts)
 
     async def train(self, number: int, start: State) -> tuple[float | None, State]:
-        """Train a round from given weights; return the mean loss and the message for the new weights."""
-        loss, message, _ = await self.train_round(number, start, {}, {})
-        return loss, message
+        """Train a round from given weights; return the mean loss and the tensors to send for the new weights."""
+        no_extra: State = {}
+        no_own: State = {}
+        loss, sent, _ = await self.train_round(number, start, no_extra, no_own)
+        return loss, sent
 
     async def train_round(
         self, number: int, start: State, extra: State, own: State
     ) -> tuple[float | None, State, LocalRound]:
-        """Train a round with additional tensors and the device's own state, as in `LocalRound`."""
+        """Train a round with the server's additional tensors and the device's own state, as in `LocalRound`.
+
+        Returns the mean loss, the tensors to send, and the round with the state that its training has left.
+        """
         steps = self.steps(number)
         layers = self.layers
         stacked = None
@@ -232,7 +252,10 @@ OWN = "own"
 
 
 class Client:
-    """One device from the start of its program, without memory of earlier programs."""
+    """Receives the server's requests, trains, and sends the results, on one device.
+
+    A device that restarts runs a new client, which knows nothing of the rounds before.
+    """
 
     def __init__(
         self,
@@ -242,7 +265,7 @@ class Client:
         *,
         is_alone: bool = True,
     ) -> None:
-        """``is_alone``: the device trains a round to its end without the server."""
+        """``is_alone``: a round needs the server at its beginning and end only, not in each iteration."""
         self._mailbox = mailbox
         self._server = server
         self._training = training
@@ -271,7 +294,8 @@ class Client:
                 # The server has left the round, which therefore never ends. The computation of a layer cannot be
                 # cancelled: an empty one behind it ends when the device is idle.
                 running.cancel()
-                await self._mailbox.device.compute(lambda: None, Cost(), Span("idle"))
+                nothing = Cost()
+                await self._mailbox.device.compute(lambda: None, nothing, Span("idle"))
         self._mailbox.post(server, Here())
 
     def _begin_round(self, begin: Begin) -> None:
@@ -282,10 +306,16 @@ class Client:
         self._running = self._mailbox.start(self._train_and_send(begin))
 
     async def _train_and_send(self, begin: Begin) -> None:
+        """Train the round of an invitation, and send the update."""
         device = self._mailbox.device
         training = self._training
         steps = training.steps(begin.round)
-        begun = Begun(begin.configuration, self._incarnation, steps.start, steps.stop)
+        begun = Begun(
+            configuration=begin.configuration,
+            incarnation=self._incarnation,
+            first=steps.start,
+            last=steps.stop,
+        )
         self._mailbox.post(self._server, begun)
         saved = device.saved(OWN)
         own: State = {} if saved is None else saved.tensors
@@ -295,11 +325,12 @@ class Client:
         )
         if local.own:
             # Before the update is sent: a crash in between must not lose state that the server counts on.
-            await device.save(OWN, Message(OWN, {}, local.own))
+            kept = Message(OWN, {}, local.own)
+            await device.save(OWN, kept)
         update = Update(
-            begin.configuration,
-            training.samples(begin.round),
-            loss,
-            with_extra(weights, local.sends),
+            configuration=begin.configuration,
+            samples=training.samples(begin.round),
+            loss=loss,
+            state=with_extra(weights, local.sends),
         )
         self._mailbox.post(self._server, update)

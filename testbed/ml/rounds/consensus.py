@@ -29,8 +29,9 @@ class Snapshot(TypedMessage, kind="snapshot", key=("step", "sender")):
 
 
 def distance(states: Sequence[State], mean: State) -> float:
-    """Return the distance of the devices from their mean: the root of the mean squared Euclidean distance
-    of weights.
+    """Return the distance of the devices' weights from the mean: the root of the mean squared Euclidean distance.
+
+    ``states`` has the weights of each device, and ``mean`` the mean of all.
 
     >>> import torch
     >>> states = [{"w": torch.tensor([0.0])}, {"w": torch.tensor([6.0])}]
@@ -50,17 +51,22 @@ def distance(states: Sequence[State], mean: State) -> float:
 
 
 class Consensus:
-    """Makes the coordinator score the weights of every device and their mean, beside its own work."""
+    """Evaluation of a method without a server: the coordinator scores every device's weights and the mean weights.
+
+    The coordinator does this beside its own training. Every device calls `report` after the same rounds, and `finish`
+    at the end.
+    """
 
     def __init__(
         self, mailbox: Mailbox, context: ProgramContext, report_timeout: float
     ) -> None:
-        """``report_timeout``: seconds that the coordinator waits for other reports, counted from its own report."""
+        """``report_timeout``: seconds after its own report that the coordinator waits for the other reports."""
         self._mailbox = mailbox
         self._coordinator = context.plan.coordinator
-        self._others = [
-            name for name in context.plan.devices if name != self._coordinator
-        ]
+        self._others = []
+        for name in context.plan.devices:
+            if name != self._coordinator:
+                self._others.append(name)
         self._report_timeout = report_timeout
         self._scoring: asyncio.Task[None] | None = None
         if mailbox.device.name == self._coordinator:
@@ -79,7 +85,7 @@ class Consensus:
             )
 
     async def finish(self) -> None:
-        """On the coordinator, return once everything is scored; elsewhere, stay until the end of the run."""
+        """On the coordinator, return once all reports are scored; elsewhere, stay until the end of the run."""
         if self._scoring is None:
             # A future without a result: the runtime cancels the program at the end of the run.
             await asyncio.get_running_loop().create_future()
@@ -89,6 +95,10 @@ class Consensus:
     async def _score_round(
         self, step: int, own: State, before: asyncio.Task[None] | None
     ) -> None:
+        """Collect the reports of a round in which ``own`` are the coordinator's weights; record the scores.
+
+        ``before`` is the scoring of the previous round.
+        """
         device = self._mailbox.device
         deadline = device.now() + self._report_timeout
         if before is not None:
@@ -101,12 +111,15 @@ class Consensus:
             )
             if snapshot is not None:
                 states[name] = snapshot.state
-        mean = average(list(states.values()), [1] * len(states))
+        # Each device counts as one, however many samples it has.
+        equal_weights = [1] * len(states)
+        mean = average(list(states.values()), equal_weights)
         accuracies = {}
         for name, state in states.items():
             score = await evaluation(self._layers, state, self._tests, step)
             if score.accuracy is not None:
                 accuracies[name] = score.accuracy
+        # Timing-only runs have shapes without values.
         has_numbers = not any(tensor.is_meta for tensor in mean.values())
         if has_numbers:
             device.record(

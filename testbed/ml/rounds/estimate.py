@@ -1,12 +1,16 @@
 """Phases 1 and 2 of PipeLearn's optimisation (Zhang et al., III-C): the stage graph, and the time of an epoch.
 
-A device forwards N mini-batches one after the other and uploads the output of its last layer; the server forwards and
-backwards the rest, and the device does its backwards after all its forwards. Stages of one kind run in the order of the
-mini-batches: one upload at a time, one download at a time. N = 1 is an iteration of split (federated) learning.
+In one iteration a device trains a batch of B samples, cut into N mini-batches, together with the server. The device
+forwards the mini-batches through its layers one after the other and uploads each output of its last layer. The server
+does forward and backward of the remaining layers, and the device does its backwards after all its forwards. Each of
+these steps of one mini-batch is a stage. Stages of one kind run in the order of the mini-batches: one upload at a time,
+one download at a time. N = 1 is an iteration of split (federated) learning.
 
 The times equal those charged by the testbed: `DeviceSpec.seconds`, bytes on the wire over the link's rate, the link's
-delay. The paper gives a mini-batch 1/N of the time of a batch of B; here it has floor(B/N) samples and their time, and
-what is left of a batch belongs to the next one. An epoch takes the time of all its samples.
+delay. The paper gives a mini-batch 1/N of the time of a batch; here a mini-batch has floor(B/N) samples and their time,
+and the remaining samples of a batch belong to the next batch. An epoch takes the time of all its samples.
+
+The index k of the paper's symbols, for the device, is left out: each function has one device.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ AGGREGATION_FLOPS = 2.0
 
 
 def mini_batch(batch_size: int, parallel_batches: int) -> int:
-    """Return B' = floor(B/N), equation (2); raises ValueError for more mini-batches than samples.
+    """Return the samples of a mini-batch, B' = floor(B/N), equation (2).
+
+    Raises ValueError for more mini-batches than samples.
 
     >>> mini_batch(batch_size=32, parallel_batches=3)
     10
@@ -46,9 +52,16 @@ def mini_batch(batch_size: int, parallel_batches: int) -> int:
 
 
 def iterations(
-    samples: int, batch_size: int, parallel_batches: int, *, drop_last: bool = True
+    samples: int,
+    batch_size: int,
+    parallel_batches: int,
+    *,
+    drop_last: bool = True,
 ) -> int:
     """Return the iterations of an epoch, floor(|D| / B'N), at least one: Algorithm 1, line 3.
+
+    ``samples`` is |D|, the number of the device's samples. Without ``drop_last`` the remaining samples are one more
+    iteration.
 
     >>> iterations(samples=100, batch_size=32, parallel_batches=3)
     3
@@ -69,15 +82,20 @@ class Choice:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Profiled times of a layer on one machine, in seconds; forward and backward for one sample."""
+    """Profiled times of a layer on one machine, in seconds.
+
+    A forward of n samples takes n times ``forward`` plus ``forward_weights``, and a backward likewise.
+    """
 
     forward: float
+    """Seconds for each sample."""
     backward: float
+    """Seconds for each sample."""
     update: float
     forward_weights: float = 0.0
-    """Seconds of a mini-batch of any size for reading the weights."""
+    """Seconds for reading the weights, once for a mini-batch of any size."""
     backward_weights: float = 0.0
-    """Seconds of a mini-batch of any size for reading the weights and writing their gradients."""
+    """Seconds for reading the weights and writing their gradients, once for a mini-batch of any size."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +103,9 @@ class PairProfile:
     """The profile of Phase 1 for one device and the server; layers q = 1..Q in their order."""
 
     device: tuple[LayerTimes, ...]
+    """Times of all layers on the device."""
     server: tuple[LayerTimes, ...]
+    """Times of all layers on the server."""
     volumes: tuple[int, ...]
     """Bytes of one sample's output of layer q; the gradient of the output is as large."""
     states: tuple[int, ...]
@@ -93,6 +113,7 @@ class PairProfile:
     up: Link
     """From the device to the server."""
     down: Link
+    """From the server to the device."""
     transfer: RoundsPart = AS_IT_IS
     """Encoding of messages."""
 
@@ -102,43 +123,54 @@ class PairProfile:
         return len(self.device)
 
     def durations(self, split: int, samples: int) -> dict[Kind, float]:
-        """Return t(r) of each kind of stage for a mini-batch of ``samples`` samples: equations (5) to (10)."""
-        own = self.device[:split]
-        rest = self.server[split:]
+        """Return t(r) of each kind of stage, in seconds, for a mini-batch of ``samples`` samples.
+
+        ``split`` is P, the number of layers on the device. Equations (5) to (10).
+        """
+        own_layers = self.device[:split]
+        server_layers = self.server[split:]
         volume = self.volumes[split - 1]
         # Equation (9) has the activations alone; here their labels travel with them.
-        per_sample = volume * encoded_share(self.transfer.activations) + BYTES_PER_LABEL
+        activation_share = encoded_share(self.transfer.activations)
+        per_sample = volume * activation_share + BYTES_PER_LABEL
         activation = size_around(samples * per_sample)
-        gradient = size_around(
-            samples * volume * encoded_share(self.transfer.gradients)
-        )
+        gradient_share = encoded_share(self.transfer.gradients)
+        gradient = size_around(samples * volume * gradient_share)
         return {
-            "forward": _forward_seconds(own, samples),  # (5)
-            "server forward": _forward_seconds(rest, samples),  # (6)
-            "backward": _backward_seconds(own, samples),  # (7)
-            "server backward": _backward_seconds(rest, samples),  # (8)
+            "forward": _forward_seconds(own_layers, samples),  # (5)
+            "server forward": _forward_seconds(server_layers, samples),  # (6)
+            "backward": _backward_seconds(own_layers, samples),  # (7)
+            "server backward": _backward_seconds(server_layers, samples),  # (8)
             "upload": self.up.transmission_time(activation),  # (9)
             "download": self.down.transmission_time(gradient),  # (10)
         }
 
     def iteration_time(self, choice: Choice, batch_size: int) -> float:
-        """Return the seconds of one iteration: T(b_N) and the device's update. The server's update overlaps."""
-        samples = mini_batch(batch_size, choice.parallel_batches)
+        """Return the seconds of one iteration: T(b_N) and the device's update.
+
+        The server updates while the device still does its backwards.
+        """
+        count = choice.parallel_batches
+        samples = mini_batch(batch_size, count)
         durations = self.durations(choice.split_point, samples)
         delays: dict[Kind, float] = {
             "upload": self.up.delay,
             "download": self.down.delay,
         }
-        update = sum(layer.update for layer in self.device[: choice.split_point])
-        return iteration_time(durations, choice.parallel_batches, delays) + update
+        own_layers = self.device[: choice.split_point]
+        update = sum(layer.update for layer in own_layers)
+        return iteration_time(durations, count, delays) + update
 
     def training_time(self, choice: Choice, samples: int, batch_size: int) -> float:
         """Return the seconds of a device's training with ``samples`` samples in an epoch, without exchanging models.
 
-        The samples of an incomplete iteration count by their share: no N is quicker because some samples are left out.
+        The samples of an incomplete iteration count by their share: otherwise an N that leaves out more samples would
+        look quicker.
         """
-        size = mini_batch(batch_size, choice.parallel_batches) * choice.parallel_batches
-        return max(1.0, samples / size) * self.iteration_time(choice, batch_size)
+        count = choice.parallel_batches
+        size = mini_batch(batch_size, count) * count
+        iterations_per_epoch = max(1.0, samples / size)
+        return iterations_per_epoch * self.iteration_time(choice, batch_size)
 
     def local_training_time(self, samples: int, batch_size: int) -> float:
         """Return the seconds of an epoch of the whole model on the device alone."""
@@ -154,25 +186,29 @@ class PairProfile:
     def exchange_time(self, split: int) -> float:
         """Return the seconds in which the device's layers travel to the server and, averaged, back."""
         state = sum(self.states[:split])
-        up = transfer_time(self.up, state * encoded_share(self.transfer.updates))
-        down = transfer_time(self.down, state * encoded_share(self.transfer.weights))
+        sent = state * encoded_share(self.transfer.updates)
+        returned = state * encoded_share(self.transfer.weights)
+        up = transfer_time(self.up, sent)
+        down = transfer_time(self.down, returned)
         return up + down
 
 
 def _forward_seconds(layers: Sequence[LayerTimes], samples: int) -> float:
+    """Return the seconds of a forward of ``samples`` samples through some layers."""
     per_sample = sum(layer.forward for layer in layers)
     weights = sum(layer.forward_weights for layer in layers)
     return samples * per_sample + weights
 
 
 def _backward_seconds(layers: Sequence[LayerTimes], samples: int) -> float:
+    """Return the seconds of a backward of ``samples`` samples through some layers."""
     per_sample = sum(layer.backward for layer in layers)
     weights = sum(layer.backward_weights for layer in layers)
     return samples * per_sample + weights
 
 
 def transfer_time(link: Link, content: float) -> float:
-    """Return the seconds from the first byte sent to the last byte received.
+    """Return the seconds from the first byte sent to the last byte received, for a message of ``content`` bytes.
 
     >>> transfer_time(Link(rate=8e6, delay=0.01), content=1e6)
     1.056058
@@ -188,7 +224,7 @@ def layer_times(
 ) -> tuple[LayerTimes, ...]:
     """Return the time of each layer on a device, by formula.
 
-    ``concurrent_clients`` share one of its processors, which is slower for each by this factor.
+    If ``concurrent_clients`` share a processor of the device, everything takes longer by this factor for each of them.
     """
 
     def seconds(cost: Cost) -> float:
@@ -197,16 +233,27 @@ def layer_times(
     def times_of(unit: Unit) -> LayerTimes:
         forward = forward_of(unit.cost, 1)
         backward = backward_of(unit.cost, 1)
+        update = costs.update_cost((unit,), training)
         # Samples and weights apart, since a mini-batch of any size reads the weights once.
         return LayerTimes(
-            forward=seconds(forward.scaled(flops=1, accessed=1, weights=0)),
-            backward=seconds(backward.scaled(flops=1, accessed=1, weights=0)),
-            update=seconds(costs.update_cost((unit,), training)),
-            forward_weights=seconds(forward.scaled(flops=0, accessed=0, weights=1)),
-            backward_weights=seconds(backward.scaled(flops=0, accessed=0, weights=1)),
+            forward=seconds(_of_sample(forward)),
+            backward=seconds(_of_sample(backward)),
+            update=seconds(update),
+            forward_weights=seconds(_of_weights(forward)),
+            backward_weights=seconds(_of_weights(backward)),
         )
 
     return tuple(times_of(unit) for unit in model.units)
+
+
+def _of_sample(cost: Cost) -> Cost:
+    """Return the part of a cost that each sample has."""
+    return cost.scaled(flops=1, accessed=1, weights=0)
+
+
+def _of_weights(cost: Cost) -> Cost:
+    """Return the part of a cost that a mini-batch of any size has once."""
+    return cost.scaled(flops=0, accessed=0, weights=1)
 
 
 def make_profile(
@@ -219,7 +266,10 @@ def make_profile(
     *,
     frozen_travels: bool = False,
 ) -> PairProfile:
-    """Return the profile of a device and the server from their `layer_times`."""
+    """Return the profile of a device and the server from the `layer_times` of both.
+
+    With ``frozen_travels`` the exchanged models include frozen weights.
+    """
     volumes = []
     states = []
     for index, unit in enumerate(model.units):
@@ -241,13 +291,14 @@ def make_profile(
 
 def aggregation_time(model: Model, server: DeviceSpec, devices: int) -> float:
     """Return the seconds in which the server averages the models of ``devices`` devices."""
-    return server.seconds(Cost(AGGREGATION_FLOPS * model.parameters * devices))
+    flops = AGGREGATION_FLOPS * model.parameters * devices
+    return server.seconds(Cost(flops))
 
 
 def epoch_time(
     profile: PairProfile, choice: Choice, samples: int, batch_size: int
 ) -> float:
-    """Return the seconds of an epoch of one device, including its exchange of models."""
+    """Return the seconds of an epoch of one device: training, and the exchange of models with the server."""
     training = profile.training_time(choice, samples, batch_size)
     return training + profile.exchange_time(choice.split_point)
 
@@ -255,19 +306,21 @@ def epoch_time(
 def shortest_epoch(
     profile: PairProfile, samples: int, batch_size: int, choices: Iterable[Choice]
 ) -> Choice:
-    """Return the first choice with the shortest training epoch, including its exchange of models."""
-    return min(
-        choices, key=lambda choice: epoch_time(profile, choice, samples, batch_size)
-    )
+    """Return the choice with the shortest `epoch_time`; the first one on ties."""
+
+    def seconds(choice: Choice) -> float:
+        return epoch_time(profile, choice, samples, batch_size)
+
+    return min(choices, key=seconds)
 
 
 Kind = Literal[
     "forward", "upload", "server forward", "server backward", "download", "backward"
 ]
-"""The paper's f^c, u, f^s, b^s, d and b^c."""
+"""Kinds of stages: the paper's f^c, u, f^s, b^s, d and b^c."""
 
 GraphStage = tuple[Kind, int]
-"""A kind of work, and the mini-batch n = 1..N that it is for."""
+"""The kind of a stage, and its mini-batch n = 1..N."""
 
 KINDS: tuple[Kind, ...] = (
     "forward",
@@ -300,9 +353,10 @@ def predecessors(stage: GraphStage, count: int) -> tuple[GraphStage, ...]:
     before: list[GraphStage] = []
     if stage == ("backward", 1):
         before.append(("forward", count))
-    for other, shift in PREVIOUS[kind]:
-        if n + shift >= 1:
-            before.append((other, n + shift))
+    for other_kind, difference in PREVIOUS[kind]:
+        other_n = n + difference
+        if other_n >= 1:
+            before.append((other_kind, other_n))
     return tuple(before)
 
 
@@ -326,7 +380,9 @@ def end_times(
     count: int,
     delays: Mapping[Kind, float] | None = None,
 ) -> dict[GraphStage, float]:
-    """Return T(r) of every stage r, the seconds from the iteration's begin to its end: equations (11) to (13).
+    """Return T(r) of every stage r: the seconds from the beginning of the iteration to the end of r.
+
+    Equations (11) to (13): a stage starts when all its predecessors have ended, and then takes t(r).
 
     Args:
         durations: t(r) in seconds, the same for all mini-batches.
@@ -340,11 +396,12 @@ def end_times(
         kind, _ = stage
         start = 0.0
         for before in predecessors(stage, count):
-            known = ends[before]
+            kind_before, _ = before
+            end = ends[before]
             # A link starts its next message as soon as it is free; only other stages wait for the delay.
-            if before[0] != kind:
-                known += delays.get(before[0], 0.0)
-            start = max(start, known)
+            if kind_before != kind:
+                end += delays.get(kind_before, 0.0)
+            start = max(start, end)
         ends[stage] = durations[kind] + start
     return ends
 
@@ -354,9 +411,11 @@ def iteration_time(
     count: int,
     delays: Mapping[Kind, float] | None = None,
 ) -> float:
-    """Return T(b_N), the seconds of an iteration of ``count`` mini-batches; arguments as of `end_times`.
+    """Return T(b_N), the seconds of an iteration of ``count`` mini-batches, for the arguments of `end_times`.
 
     >>> iteration_time(dict.fromkeys(KINDS, 1.0), count=2)
     8.0
     """
-    return end_times(durations, count, delays)["backward", count]
+    ends = end_times(durations, count, delays)
+    # The last stage of Table I.
+    return ends["backward", count]

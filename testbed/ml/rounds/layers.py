@@ -1,4 +1,7 @@
-"""Layers of the model on one device, with the cost of each operation, trained on its share of the samples."""
+"""Layers of the model on one device with the cost of each operation, and the device's samples.
+
+A device trains the first layers, or all; a server of a split method trains the rest with the same class.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from testbed.ml.training.optimizers import is_weight
 
 
 class Layers:
-    """Some layers of the model under training on one device; every call takes the device's time."""
+    """Some layers of the model under training on one device; every operation takes the device's time.
+
+    An iteration has one or more mini-batches, numbered by ``micro`` from 0.
+    """
 
     def __init__(
         self,
@@ -31,13 +37,13 @@ class Layers:
     ) -> None:
         """Create units ``first`` to ``last`` (exclusive) with the weights of the seed.
 
-        Moving averages are computed over rounds, so none are kept here. Without ``numbers`` the layers only take time.
+        Without ``numbers`` the layers take the device's time, but compute nothing.
         """
         workload = problem.workload
         self.numbers = numbers and workload.numerics != "none"
-        changed: dict[str, Any] = {
-            "training": workload.training.model_copy(update={"ema": None})
-        }
+        # Moving averages are those of the global model over rounds, so a device keeps none.
+        without_averages = workload.training.model_copy(update={"ema": None})
+        changed: dict[str, Any] = {"training": without_averages}
         if not numbers:
             changed["numerics"] = "none"
         problem = replace(problem, workload=workload.model_copy(update=changed))
@@ -69,10 +75,11 @@ class Layers:
         return weights_of(self._shard.state())
 
     async def load(self, weights: State, number: int) -> None:
-        """Adopt a round's weights. Optimizer state, such as momentum, is neither sent nor averaged."""
+        """Replace the weights by those of round ``number``."""
 
         def load() -> None:
             state = dict(weights)
+            # Optimizer state, such as momentum, is neither sent nor averaged: each device keeps its own.
             for name, value in self._shard.state().items():
                 if not is_weight(name):
                     state[name] = value
@@ -131,8 +138,9 @@ class Layers:
     async def backward(
         self, step: int, micro: int, samples: int, gradient: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Do the backward of a mini-batch of this many samples; return the gradient of its inputs, both
-        (samples, ...).
+        """Do the backward of a mini-batch of ``samples`` samples; return the gradient of the inputs, (samples, ...).
+
+        ``gradient`` is the gradient of the outputs, (samples, ...); None if the forward computed the loss.
         """
         work = partial(self._shard.backward, (step, micro), gradient)
         cost = costs.backward_cost(self._units, samples)
@@ -164,14 +172,14 @@ class Layers:
         await self._device.compute(work, cost, Span("update", step))
 
     async def infer(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs for a batch of an evaluation, (samples, ...), like its inputs."""
+        """Return the outputs of batch ``index`` of an evaluation; ``inputs`` and outputs are (samples, ...)."""
         work = partial(self._shard.infer, inputs)
         cost = costs.forward_cost(self._units, len(inputs))
         return await self._device.compute(work, cost, Span("evaluate", index))
 
 
 class LocalDataset:
-    """A device's samples in iterations of N mini-batches of floor(B/N).
+    """A device's samples in iterations of N mini-batches of floor(B/N) samples, for a batch size of B.
 
     Each epoch is another permutation of the samples, cut into whole iterations. The remaining samples are skipped in
     that epoch and drawn in others; without ``drop_last`` they form a smaller last iteration. Fewer samples than a batch
@@ -208,6 +216,7 @@ class LocalDataset:
 
         Without ``numbers`` the result is the cached first iteration, which has the same shapes.
         """
+        # A smaller last iteration has other shapes.
         has_first_shapes = self.count(number) == self._size
         if not numbers and has_first_shapes:
             return self._first_iteration
@@ -218,6 +227,7 @@ class LocalDataset:
         return batch_length(self.samples, self._size, number, drop_last=self._drop_last)
 
     def _choose_samples(self, number: int) -> Indices:
+        """Return the indices of an iteration's samples, (samples,)."""
         return batch(
             self.samples, self._size, self._seed, number, drop_last=self._drop_last
         )
@@ -228,6 +238,7 @@ class LocalDataset:
 
     def _read_samples(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         chosen = self._choose_samples(number)
+        # Augmentation changes samples anew in each epoch.
         epoch = number // self.per_epoch
         images = torch.from_numpy(self._dataset.batch(chosen, epoch))
         labels = torch.from_numpy(self._dataset.train_labels[chosen])

@@ -1,4 +1,9 @@
-"""Messages between the server and the devices. Each round of training is a configuration."""
+"""Messages between the server and the devices. Each attempt at a round of training is a configuration.
+
+The server sends `Begin` to the participants of a round, a device answers with `Begun`, trains, and sends `Update`. With
+a split model, `DeviceActivation` and `ActivationGradient` pass between them in each iteration, and `Norms` if gradients
+are clipped.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from testbed.ml.layers.shard import State
 from testbed.ml.lazy import torch
 
 _EXTRA = "extra:"
+"""Prefix of the names of additional tensors, which distinguishes them from weights."""
 
 
 def with_extra(weights: State, extra: State) -> dict[str, torch.Tensor]:
@@ -67,6 +73,7 @@ class Begun(ConfigurationMessage, kind="begun"):
     """To the server: the round's training begins here."""
 
     incarnation: float
+    """Start of the sender's program, in seconds: another value shows a restart."""
     first: int
     """The round's first iteration; iterations are counted through all rounds."""
     last: int
@@ -96,7 +103,7 @@ class DeviceActivation(
 class ActivationGradient(
     ConfigurationMessage, kind="gradient", key=("iteration", "micro")
 ):
-    """From the server: the gradient of an activation, with its shape."""
+    """From the server: the gradient of an activation, with the shape of the activation."""
 
     iteration: int
     micro: int
@@ -105,7 +112,7 @@ class ActivationGradient(
 
 @dataclass(frozen=True)
 class Norms(ConfigurationMessage, kind="norms", key=("sender", "iteration")):
-    """For clipping by norm: to the server, gradient norms of a device's layers; back, those of all layers."""
+    """For clipping by norm: to the server, gradient norms of a device's layers; back, the norms of all layers."""
 
     iteration: int
     tensor: torch.Tensor

@@ -40,13 +40,18 @@ from testbed.ml.rounds.server import (
     mean,
     no_extra,
 )
-from testbed.ml.transfer import TensorCodec, make_codec, make_codecs
+from testbed.ml.transfer import make_codec, make_codecs
 from testbed.plan import Plan
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """The differences between methods training in rounds; the defaults are federated averaging."""
+    """The differences between methods training in rounds; the defaults are federated averaging.
+
+    Example, Adam on the server instead of an average (scenarios/examples/fedadam.py)::
+
+        Hooks(choose=options.choose, merge=adam, min_updates=options.min_devices)
+    """
 
     choose: Choose = choose_all
     """Chooses the participants of a round."""
@@ -59,14 +64,14 @@ class Hooks:
     extra: Extra = no_extra
     """Returns the tensors the server sends beside the weights."""
     min_updates: int = 1
-    """Minimum number of updates in a round."""
+    """Minimum number of updates in a round: a round waits for them beyond its deadline."""
 
 
 O = TypeVar("O", bound=RoundOptions, default=GroupOptions)  # noqa: E741
 
 
 class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
-    """A server, which is the first device, and devices with data that train the whole model in rounds.
+    """A method in which a server, the first device, and devices with data train the whole model in rounds.
 
     Subclasses override `hooks`. Absent devices are left out of a round at its deadline, and participate again after
     their return. Momentum stays on the device.
@@ -89,7 +94,7 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
 
     @abstractmethod
     def hooks(self, options: O) -> Hooks:
-        """Return the hooks of this method."""
+        """Return the method's hooks for the scenario's options."""
 
     def data_owners(self, problem: PlanningProblem[O]) -> tuple[str, ...]:
         """Return all devices except the first, the server."""
@@ -119,17 +124,14 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
         self, device: Device, context: ProgramContext[O, RoundDetails]
     ) -> None:
         """Run the server on the first device, a client on the others."""
-        codecs = _message_codecs(context)
-        async with Mailbox(
-            device, context.problem.links, KINDS, codecs=codecs
-        ) as mailbox:
-            if device.name == context.plan.coordinator:
+        server = context.plan.coordinator
+        async with _open_mailbox(device, context) as mailbox:
+            if device.name == server:
                 await self.serve(mailbox, context)
             else:
-                training = local_training(
-                    device, context, self.hooks(context.problem.options)
-                )
-                await Client(mailbox, context.plan.coordinator, training).serve()
+                hooks = self.hooks(context.problem.options)
+                training = local_training(device, context, hooks)
+                await Client(mailbox, server, training).serve()
 
     async def serve(
         self, mailbox: Mailbox, context: ProgramContext[O, RoundDetails]
@@ -154,45 +156,48 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
         """Run rounds on the first device, train the first layers on the others."""
         hooks = self.hooks(context.problem.options)
         server = context.plan.coordinator
-        codecs = _message_codecs(context)
-        async with Mailbox(
-            device, context.problem.links, KINDS, codecs=codecs
-        ) as mailbox:
+        async with _open_mailbox(device, context) as mailbox:
             if device.name == server:
                 await run_rounds(
                     mailbox, context, hooks, split=True, in_turn=self.in_turn
                 )
             else:
+                # The device has the first layers only, so it trains them together with the server.
                 hooks = replace(hooks, train_local=with_server(mailbox, server))
                 training = local_training(device, context, hooks)
                 await Client(mailbox, server, training, is_alone=False).serve()
 
 
-def _message_codecs(context: ProgramContext[O, RoundDetails]) -> dict[str, TensorCodec]:
-    """Return the codecs of messages between devices and server."""
+def _open_mailbox(device: Device, context: ProgramContext[O, RoundDetails]) -> Mailbox:
+    """Return the mailbox of a device, whose messages are encoded as the options ask for."""
     encoding = transfer_of(context.problem.options)
-    return make_codecs(
+    codecs = make_codecs(
         context.problem.codes,
         activation=encoding.activations,
         gradient=encoding.gradients,
         begin=encoding.weights,
         update=encoding.updates,
     )
+    return Mailbox(device, context.problem.links, KINDS, codecs=codecs)
 
 
 def local_training(
-    device: Device, context: ProgramContext[O, RoundDetails], hooks: Hooks = Hooks()
+    device: Device,
+    context: ProgramContext[O, RoundDetails],
+    hooks: Hooks = Hooks(),
 ) -> LocalTraining:
-    """Return the local training of a device with data, by its plan."""
+    """Return the local training that the plan gives a device with data."""
     problem = context.problem
     workload = problem.workload
     client = context.plan.details.clients[device.name]
     assert context.dataset is not None
+    # Without a seed the samples keep their order.
+    seed = problem.seed if workload.data.shuffle else None
     share = LocalDataset(
         context.dataset,
         workload.batch_size,
         client.parallel_batches,
-        problem.seed if workload.data.shuffle else None,
+        seed,
         drop_last=workload.drop_last,
     )
     # A stack computes the numbers of all devices; the device's own layers then take time alone.
@@ -221,9 +226,10 @@ async def run_rounds(
     split: bool = False,
     in_turn: bool = False,
 ) -> None:
-    """Run the remaining rounds on the server; with ``split`` the server trains layers of its own.
+    """Run the remaining rounds on the server.
 
-    ``in_turn``: one device trains after the other, with one copy of the server's layers for all.
+    With ``split`` the server trains the layers behind each device's split point. ``in_turn``: one device trains after
+    the other, with one copy of the server's layers for all.
     """
     problem = context.problem
     options = problem.options
@@ -231,7 +237,11 @@ async def run_rounds(
     assert context.dataset is not None
     device = mailbox.device
     model = GlobalModel(device, context, hooks.merge, hooks.extra)
-    splits = {name: client.split_point for name, client in clients.items()}
+    splits = {}
+    planned_seconds = {}
+    for name, client in clients.items():
+        splits[name] = client.split_point
+        planned_seconds[name] = client.round_time
     side = None
     if split:
         copies = _server_layers(device, problem, splits, shared=in_turn)
@@ -241,7 +251,7 @@ async def run_rounds(
         min_updates=0 if in_turn else hooks.min_updates,
         deadline=options.round_deadline,
         choose=hooks.choose,
-        planned={name: client.round_time for name, client in clients.items()},
+        planned=planned_seconds,
     )
     # Devices send changes when updates are encoded; a method that sends changes itself adds them in its merge.
     is_encoded = transfer_of(options).updates != "f32"
@@ -259,16 +269,21 @@ async def run_rounds(
 
 
 def _server_layers(
-    device: Device, problem: PlanningProblem, splits: Mapping[str, int], *, shared: bool
+    device: Device,
+    problem: PlanningProblem,
+    splits: Mapping[str, int],
+    *,
+    shared: bool,
 ) -> dict[str, Layers]:
     """Return the server's layers for each device; ``shared``: one copy for all devices with the same split point."""
     depth = len(problem.model.units)
     copies: dict[str, Layers] = {}
-    copy_from: dict[int, Layers] = {}
+    newest_by_split: dict[int, Layers] = {}
+    """The last copy made for a split point."""
     for name, first in splits.items():
-        if not shared or first not in copy_from:
-            copy_from[first] = Layers(device, problem, first, depth)
-        copies[name] = copy_from[first]
+        if not shared or first not in newest_by_split:
+            newest_by_split[first] = Layers(device, problem, first, depth)
+        copies[name] = newest_by_split[first]
     return copies
 
 
@@ -279,13 +294,17 @@ def _record_unused_samples(
     samples = context.problem.samples
     workload = context.problem.workload
     size = workload.batch_size
-    small = [name for name, count in samples.items() if count < size]
+    small = []
+    for name, count in samples.items():
+        if count < size:
+            small.append(name)
     if small:
         text = f"{', '.join(small)}: fewer samples than a batch of {size}, so a batch has all samples of the device"
         device.record("log", text=text)
     unused = 0
     for name, count in samples.items():
         parallel_batches = context.plan.details.clients[name].parallel_batches
-        iteration = min(size, count) // parallel_batches * parallel_batches
+        mini_batch = min(size, count) // parallel_batches
+        iteration = mini_batch * parallel_batches
         unused += left_out(count, iteration, drop_last=workload.drop_last)
     record_left_out(device, unused, sum(samples.values()))

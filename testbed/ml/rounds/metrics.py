@@ -14,14 +14,16 @@ from testbed.trace.rounds import ROUND, ROUND_TIME, rounds_of
 
 
 def _round_window(event: Event) -> Interval:
+    """Return start and end of a round, in seconds."""
     start = event.fields["start"]
     return start, start + event.fields["duration"]
 
 
 def _epoch_time(record: RunView) -> float | None:
-    """Return the seconds of an epoch, assuming equal iterations if a round is only a part of one.
+    """Return the seconds of an epoch, extrapolated from the first round.
 
-    The metric uses the first round. The slowest device decides; the time after its last iteration counts once.
+    A round may be only a part of an epoch: the missing iterations count as long as those of the round. The slowest
+    device decides. The time after the last iteration, in which models are exchanged and averaged, counts once.
     """
     rounds = rounds_of(record)
     if not rounds:
@@ -35,11 +37,12 @@ def _epoch_time(record: RunView) -> float | None:
         for _, done in record.spans(name, "compute", "update").tolist():
             if start <= done <= end:
                 updates.append(done)
+        # A single update has no period.
         if len(updates) > 1:
             period = (updates[-1] - updates[0]) / (len(updates) - 1)
-            missing = (client["epoch_iterations"] - len(updates)) * period
+            missing_iterations = client["epoch_iterations"] - len(updates)
             last_updates.append(updates[-1])
-            epoch_ends.append(updates[-1] + missing)
+            epoch_ends.append(updates[-1] + missing_iterations * period)
     if not epoch_ends:
         return None
     return float(max(epoch_ends) - start + end - max(last_updates))
@@ -64,6 +67,7 @@ def _idle_time(record: RunView, devices: Collection[str]) -> float | None:
 def _bytes_per_second(record: RunView) -> float | None:
     """Return the message bytes per second of all links together during the rounds."""
     windows = [_round_window(event) for event in rounds_of(record)]
+    # Time in which rounds overlap counts once.
     seconds = total(union(windows))
     if not seconds:
         return None
@@ -75,14 +79,20 @@ def _bytes_per_second(record: RunView) -> float | None:
 
 
 def _missed_rounds(record: RunView) -> int | None:
+    """Return the number of updates that missed their rounds; None without rounds."""
     if not rounds_of(record):
         return None
-    return sum(len(item["missed"]) for item in _round_list(record))
+    counts = [len(item["missed"]) for item in _round_list(record)]
+    return sum(counts)
 
 
 def _device_idle_time(record: RunView) -> float | None:
-    lead = record.plan.coordinator
-    names = [spec.name for spec in record.experiment.devices if spec.name != lead]
+    """Return the idle seconds of a device other than the coordinator, as a mean."""
+    coordinator = record.plan.coordinator
+    names = []
+    for spec in record.experiment.devices:
+        if spec.name != coordinator:
+            names.append(spec.name)
     return _idle_time(record, names)
 
 
@@ -121,8 +131,11 @@ ROUNDS = Table(
 
 
 def _format_names(devices: Collection[str], many: str) -> str:
-    """Return the names of a few devices, or the number of many."""
-    return ", ".join(devices) if len(devices) <= 8 else f"{len(devices)} {many}"
+    """Return the names of a few devices, or the number of more, with the noun ``many``."""
+    # More names would make the column too wide.
+    if len(devices) > 8:
+        return f"{len(devices)} {many}"
+    return ", ".join(devices)
 
 
 DECLARED = MetricsSpec(

@@ -17,7 +17,7 @@ from testbed.ml.transfer import AS_IT_IS, HOW, RoundsPart, TensorCodec, Way, mak
 
 
 class RoundOptions(Options):
-    """Conditions for merging models, and the handling of absent or late devices."""
+    """Options of every method in rounds: when the server merges models, and how long it waits for devices."""
 
     local_epochs: int | None = Field(
         None,
@@ -63,8 +63,10 @@ class PeerOptions(RoundOptions):
 
 
 def transfer_of(options: RoundOptions) -> RoundsPart:
-    """Return the encoding of messages; unencoded for methods without this option."""
-    return options.transfer if isinstance(options, TransferOptions) else AS_IT_IS
+    """Return the encoding of messages that the options ask for; no encoding for methods without the option."""
+    if isinstance(options, TransferOptions):
+        return options.transfer
+    return AS_IT_IS
 
 
 class GroupOptions(TransferOptions):
@@ -84,7 +86,7 @@ class GroupOptions(TransferOptions):
     def choose(
         self, number: int, present: Sequence[str], draw: random.Random
     ) -> Sequence[str]:
-        """Draw a fraction of the present devices."""
+        """Draw a fraction of the present devices, at least one; a hook `testbed.ml.rounds.rounds.Choose`."""
         wanted = round(self.fraction * len(present))
         count = max(1, self.min_devices, wanted)
         if count >= len(present):
@@ -133,5 +135,6 @@ class Length:
         last = first + self.each
         if number < self.rounds:
             last = min(last, self.total)
-        unit = per_epoch if self.epochs else 1
-        return range(first * unit, last * unit)
+        # Both ends count epochs or iterations, as the length does.
+        iterations_each = per_epoch if self.epochs else 1
+        return range(first * iterations_each, last * iterations_each)

@@ -1,4 +1,9 @@
-"""Plans of training in rounds: layers of each device, their demands, and the expected time of a round."""
+"""Plans of training in rounds: layers of each device, their memory, and the predicted time of a round.
+
+`whole_plan` gives every device the whole model (federated learning). `split_plan` gives a device the first layers and
+the server the rest (split learning and PipeLearn). A split point that the scenario leaves open is the one with the
+shortest epoch, by the stage graph of `testbed.ml.rounds.estimate`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,11 @@ from testbed.plan import Assignment, Plan, PlanDetails
 
 
 class ClientPlan(BaseModel):
-    """The work of one device with data in a round. P, N and T(b_N) are PipeLearn's symbols."""
+    """The work of one device with data in a round.
+
+    P, N and T(b_N) are PipeLearn's symbols: number of layers on the device, mini-batches of an iteration, and the time
+    from the beginning of an iteration to the end of its last stage.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     split_point: int
@@ -40,13 +49,13 @@ class ClientPlan(BaseModel):
     parallel_batches: int
     """N: mini-batches of an iteration."""
     iteration_time: float
-    """Predicted seconds of an iteration: T(b_N) and the update."""
+    """Predicted seconds of an iteration: T(b_N) and the device's update."""
     exchange_time: float
     """Predicted seconds in which the device's layers travel to the server and back."""
     round_iterations: int
-    """Iterations of a round."""
+    """Iterations of a round, which has one or more epochs, or some iterations of an epoch."""
     epoch_iterations: float
-    """Iterations of an epoch; a smaller last one counts as its share of one."""
+    """Iterations of an epoch; a last iteration with fewer samples counts by its share of the samples."""
 
     @property
     def round_time(self) -> float:
@@ -58,10 +67,10 @@ class RoundDetails(PlanDetails):
     """Plan details of training in rounds."""
 
     clients: dict[str, ClientPlan]
-    """Device with data -> its work, in the order of the scenario's devices."""
+    """Device with data -> the device's work, in the order of the scenario's devices."""
 
     def part_of(self, device: str) -> Self:
-        """Return the plan with the device's own work alone."""
+        """Return the details with the work of one device alone, since a device needs no other's."""
         own = {}
         if device in self.clients:
             own[device] = self.clients[device]
@@ -74,7 +83,7 @@ class Participants:
 
     problem: PlanningProblem[RoundOptions]
     serverless: bool = False
-    """Whether all devices have data, and none is a server."""
+    """Whether all devices have data, and none is a server, as in gossip learning."""
 
     @property
     def server(self) -> DeviceSpec:
@@ -84,7 +93,9 @@ class Participants:
     @property
     def devices(self) -> tuple[DeviceSpec, ...]:
         """Devices with data."""
-        return self.problem.devices if self.serverless else self.problem.devices[1:]
+        if self.serverless:
+            return self.problem.devices
+        return self.problem.devices[1:]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -93,7 +104,7 @@ class Participants:
 
     @cached_property
     def length(self) -> Length:
-        """Length of a device's rounds and of the workload."""
+        """Length of a device's rounds and of the workload, in the unit of the workload: epochs or steps."""
         workload = self.problem.workload
         options = self.problem.options
         if workload.epochs is not None:
@@ -130,7 +141,8 @@ class Participants:
     def _check_links(self) -> None:
         server = self.server.name
         for device in self.names:
-            for source, target in ((device, server), (server, device)):
+            both_directions = ((device, server), (server, device))
+            for source, target in both_directions:
                 if (source, target) not in self.problem.links:
                     raise InputError(
                         f"no link leads from {source} to {target}: each device needs one to the server and back; use "
@@ -139,6 +151,7 @@ class Participants:
                     )
 
     def _check_serverless(self) -> None:
+        # An interval of time, in seconds. Devices reach it in different rounds, and report after rounds of one number.
         if isinstance(self.problem.options.evaluate_every, float):
             raise InputError(
                 "devices report after the same rounds: give an integer",
@@ -151,19 +164,19 @@ class Participants:
             )
 
     def batch(self, device: DeviceSpec) -> int:
-        """Return the approximate samples of an iteration: a device with fewer than a batch uses all of its samples."""
-        return min(self.problem.workload.batch_size, self.problem.samples[device.name])
+        """Return B, the batch size of a device: a device with fewer samples than a batch uses all of them at once."""
+        own_samples = self.problem.samples[device.name]
+        return min(self.problem.workload.batch_size, own_samples)
 
     def profile(self, device: DeviceSpec, concurrent_clients: int) -> PairProfile:
-        """Return the profile of a device and the server, with ``concurrent_clients`` devices keeping the
-        server busy.
-        """
+        """Return the profile of a device and the server while the server serves ``concurrent_clients`` devices."""
         problem = self.problem
         server = self.server
         # A processor serves one device at a time; further devices share the processors equally.
         clients_per_processor = max(1.0, concurrent_clients / server.processors)
         if self.serverless:
-            # Models travel to any device while training continues, which takes none of a round's time.
+            # Models travel to any device while training continues, which takes none of a round's time. A link without
+            # a rate takes no time.
             up = Link()
             down = Link()
         else:
@@ -182,6 +195,7 @@ class Participants:
     def _layer_times(
         self, device: DeviceSpec, concurrent_clients: float = 1.0
     ) -> tuple[LayerTimes, ...]:
+        """Return `layer_times` of a device, computed once for all devices with the same rates."""
         key = (device.rates, concurrent_clients)
         if key not in self._known_times:
             self._known_times[key] = layer_times(
@@ -191,13 +205,17 @@ class Participants:
 
     @cached_property
     def _known_times(self) -> dict[Hashable, tuple[LayerTimes, ...]]:
-        """Cached layer times by device rates: most of thousands of devices are alike."""
+        """Layer times by the rates of a device and the clients it serves: most of thousands of devices are alike."""
         return {}
 
     def given_numbers(
         self, key: Key, value: SplitPoints, lowest: int, highest: int
     ) -> dict[str, int]:
-        """Return a number given by device, empty if it is to be optimised; raises `InputError` outside the bounds."""
+        """Return the number that an option gives for each device; empty if the numbers are to be optimised.
+
+        ``value`` is the value of the option ``key``: one number for all devices, a number for each, or ``best``. Raises
+        `InputError` for a number outside ``lowest`` to ``highest``, and for missing or unknown devices.
+        """
         names = self.names
         if value == "best":
             return {}
@@ -219,51 +237,61 @@ class Participants:
 
 
 def _plan_client(
-    team: Participants,
+    participants: Participants,
     device: DeviceSpec,
     profile: PairProfile,
     choice: Choice,
     iteration_time: float,
 ) -> ClientPlan:
-    samples = team.problem.samples[device.name]
-    drop_last = team.problem.workload.drop_last
-    batch = team.batch(device)
-    per_epoch = iterations(samples, batch, choice.parallel_batches, drop_last=drop_last)
-    # floor(B/N) * N: an iteration may have fewer samples than a batch.
-    size = mini_batch(batch, choice.parallel_batches) * choice.parallel_batches
+    """Return the plan of a device whose split point and mini-batches are chosen."""
+    samples = participants.problem.samples[device.name]
+    drop_last = participants.problem.workload.drop_last
+    batch = participants.batch(device)
+    count = choice.parallel_batches
+    iterations_per_epoch = iterations(samples, batch, count, drop_last=drop_last)
+    first_round = participants.length.iterations(0, iterations_per_epoch)
+    epoch_iterations: float = iterations_per_epoch
+    if not drop_last:
+        # floor(B/N) * N: an iteration may have fewer samples than a batch.
+        size = mini_batch(batch, count) * count
+        epoch_iterations = samples / size
     return ClientPlan(
         split_point=choice.split_point,
-        parallel_batches=choice.parallel_batches,
+        parallel_batches=count,
         iteration_time=iteration_time,
         exchange_time=profile.exchange_time(choice.split_point),
-        round_iterations=len(team.length.iterations(0, per_epoch)),
-        epoch_iterations=per_epoch if drop_last else samples / size,
+        round_iterations=len(first_round),
+        epoch_iterations=epoch_iterations,
     )
 
 
-def whole_plan(method: str, team: Participants) -> Plan[RoundDetails]:
+def whole_plan(method: str, participants: Participants) -> Plan[RoundDetails]:
     """Return the plan with the whole model on each device and the server; raises `InputError` if impossible."""
-    team.check()
+    participants.check()
     clients = {}
-    for device in team.devices:
-        profile = team.profile(device, concurrent_clients=0)
-        batch = team.batch(device)
+    for device in participants.devices:
+        # The server only averages, so no device keeps it busy in a round.
+        profile = participants.profile(device, concurrent_clients=0)
+        batch = participants.batch(device)
         # An epoch of one batch is one iteration.
         iteration_time = profile.local_training_time(batch, batch)
-        everything = Choice(profile.depth)
+        all_layers = Choice(profile.depth)
         clients[device.name] = _plan_client(
-            team, device, profile, everything, iteration_time
+            participants, device, profile, all_layers, iteration_time
         )
-    return plan(method, team, clients, {})
+    return plan(method, participants, clients, {})
 
 
 Choices = Callable[[PairProfile, int], Sequence[Choice]]
-"""Takes the profile of a device and its batch size; returns the split points and mini-batches that it may have."""
+"""Takes the profile of a device and its batch size; returns the candidates for split point and mini-batches."""
 
 
 def every_split(profile: PairProfile, batch_size: int) -> Sequence[Choice]:
-    """Return each split point, with whole batches."""
-    return [Choice(split) for split in range(1, profile.depth + 1)]
+    """Return each split point, with whole batches: N = 1."""
+    choices = []
+    for split_point in range(1, profile.depth + 1):
+        choices.append(Choice(split_point))
+    return choices
 
 
 @lru_cache(maxsize=256)
@@ -275,7 +303,10 @@ def _best_choice(
     allowed: tuple[int, ...],
     parallel_batches: int | None,
 ) -> Choice:
-    """Return one device's choice, cached because many devices are alike."""
+    """Return the choice of one device with the shortest epoch, cached because many devices are alike.
+
+    ``allowed`` are the possible split points. ``parallel_batches`` is N, or None if N is to be chosen as well.
+    """
     candidates = []
     if parallel_batches is not None:
         for split in allowed:
@@ -289,7 +320,7 @@ def _best_choice(
 
 def split_plan(
     method: str,
-    team: Participants,
+    participants: Participants,
     split_points: SplitPoints,
     concurrent_clients: int,
     parallel_batches: SplitPoints = 1,
@@ -297,40 +328,48 @@ def split_plan(
 ) -> Plan[RoundDetails]:
     """Return the plan splitting the model between each device and the server.
 
-    ``concurrent_clients`` devices train together. ``choices`` lists the candidates for a device whose split point or
-    number of mini-batches is to be optimised. Raises `InputError` for a number out of range, or a device with
-    insufficient memory.
+    ``concurrent_clients`` devices train together; one means that the devices train in turn. ``choices`` lists the
+    candidates for a device whose split point or number of mini-batches is to be optimised. Raises `InputError` for a
+    number out of range, or a device with insufficient memory.
     """
-    team.check()
-    depth = len(team.problem.model.units)
-    smallest = min(team.batch(device) for device in team.devices)
-    splits = team.given_numbers(("method", "split_point"), split_points, 1, depth)
-    counts = team.given_numbers(
-        ("method", "parallel_batches"), parallel_batches, 1, smallest
+    participants.check()
+    samples = participants.problem.samples
+    depth = len(participants.problem.model.units)
+    batches = [participants.batch(device) for device in participants.devices]
+    splits = participants.given_numbers(
+        ("method", "split_point"), split_points, lowest=1, highest=depth
+    )
+    # A mini-batch needs a sample, also on the device with the smallest batch.
+    counts = participants.given_numbers(
+        ("method", "parallel_batches"), parallel_batches, lowest=1, highest=min(batches)
     )
     clients = {}
-    for device in team.devices:
+    for device, batch in zip(participants.devices, batches, strict=True):
         name = device.name
-        batch = team.batch(device)
-        profile = team.profile(device, concurrent_clients)
-        allowed = (splits[name],) if splits else tuple(range(1, depth + 1))
+        profile = participants.profile(device, concurrent_clients)
+        allowed = tuple(range(1, depth + 1))
+        if splits:
+            allowed = (splits[name],)
         choice = _best_choice(
             choices,
             profile,
-            team.problem.samples[name],
+            samples[name],
             batch,
             allowed,
             counts.get(name),
         )
         iteration_time = profile.iteration_time(choice, batch)
-        clients[name] = _plan_client(team, device, profile, choice, iteration_time)
+        clients[name] = _plan_client(
+            participants, device, profile, choice, iteration_time
+        )
     copies = {name: client.split_point for name, client in clients.items()}
-    return plan(method, team, clients, copies, in_turn=concurrent_clients == 1)
+    in_turn = concurrent_clients == 1
+    return plan(method, participants, clients, copies, in_turn=in_turn)
 
 
 def plan(
     method: str,
-    team: Participants,
+    participants: Participants,
     clients: Mapping[str, ClientPlan],
     copies: Mapping[str, int],
     *,
@@ -338,39 +377,16 @@ def plan(
 ) -> Plan[RoundDetails]:
     """Return the plan for these clients; raises `InputError` for a device with insufficient memory.
 
-    ``copies``: devices for which the server trains layers of its own, and the first of them; if devices train
-    ``in_turn``, one copy serves all with the same split point.
+    ``copies``: device -> the first of the layers that the server trains for the device; empty if the server trains
+    nothing. If devices train ``in_turn``, one copy of these layers serves all devices with the same split point.
     """
-    problem = team.problem
-    server = team.server
-    depth = len(problem.model.units)
-    # The server evaluates the whole model, whatever it trains.
-    memory = inference_bytes(
-        problem.model, range(depth), problem.workload.batch_size, server.precision
-    )
-    assignments = [Assignment(device=server.name, start=0, stop=depth, memory=memory)]
-    for device in team.devices:
-        split = clients[device.name].split_point
-        batch = team.batch(device)
-        memory = _training_memory(problem, device, range(split), batch)
-        assignments.append(
-            Assignment(device=device.name, start=0, stop=split, memory=memory)
-        )
-    for names, first in _server_copies(copies, in_turn=in_turn):
-        mini_batches = []
-        for name in names:
-            batch = team.batch(problem.device(name))
-            mini_batches.append(batch // clients[name].parallel_batches)
-        units = range(first, depth)
-        assignments.append(
-            Assignment(
-                device=server.name,
-                start=first,
-                stop=depth,
-                memory=_training_memory(problem, server, units, max(mini_batches)),
-                copy_for=None if in_turn else names[0],
-            )
-        )
+    problem = participants.problem
+    server = participants.server
+    assignments = [
+        _evaluating_part(problem, server),
+        *_device_parts(participants, clients),
+        *_server_parts(participants, clients, copies, in_turn=in_turn),
+    ]
     times = [client.round_time for client in clients.values()]
     if in_turn:
         # The server adopts the model of one device after the other.
@@ -391,13 +407,77 @@ def plan(
     return result
 
 
+def _evaluating_part(
+    problem: PlanningProblem[RoundOptions], server: DeviceSpec
+) -> Assignment:
+    """Return the server's part for evaluations, which need the whole model, whatever the server trains."""
+    depth = len(problem.model.units)
+    memory = inference_bytes(
+        problem.model,
+        range(depth),
+        problem.workload.batch_size,
+        server.precision,
+    )
+    return Assignment(device=server.name, start=0, stop=depth, memory=memory)
+
+
+def _device_parts(
+    participants: Participants, clients: Mapping[str, ClientPlan]
+) -> list[Assignment]:
+    """Return the first layers of the model, or all of them, on each device with data."""
+    parts = []
+    for device in participants.devices:
+        split_point = clients[device.name].split_point
+        # A device keeps the activations of all mini-batches, since its backwards follow after its forwards.
+        samples = participants.batch(device)
+        memory = _training_memory(
+            participants.problem, device, range(split_point), samples
+        )
+        parts.append(
+            Assignment(device=device.name, start=0, stop=split_point, memory=memory)
+        )
+    return parts
+
+
+def _server_parts(
+    participants: Participants,
+    clients: Mapping[str, ClientPlan],
+    copies: Mapping[str, int],
+    *,
+    in_turn: bool,
+) -> list[Assignment]:
+    """Return the layers that the server trains, in a copy for each device or one for all of a split point."""
+    problem = participants.problem
+    server = participants.server
+    depth = len(problem.model.units)
+    parts = []
+    for names, first in _server_copies(copies, in_turn=in_turn):
+        # The server does the backward of each mini-batch right after the forward, so it keeps one at a time.
+        sizes = []
+        for name in names:
+            batch = participants.batch(problem.device(name))
+            sizes.append(batch // clients[name].parallel_batches)
+        units = range(first, depth)
+        memory = _training_memory(problem, server, units, max(sizes))
+        parts.append(
+            Assignment(
+                device=server.name,
+                start=first,
+                stop=depth,
+                memory=memory,
+                copy_for=None if in_turn else names[0],
+            )
+        )
+    return parts
+
+
 def _training_memory(
     problem: PlanningProblem[RoundOptions],
     device: DeviceSpec,
     units: range,
     samples: int,
 ) -> float:
-    """Return the bytes for training some units with this many samples at once."""
+    """Return the bytes that a device needs to train some units with ``samples`` samples in flight."""
     return training_bytes(
         problem.model,
         units,
@@ -415,7 +495,8 @@ def _server_copies(
         return [([name], first) for name, first in copies.items()]
     users: dict[int, list[str]] = {}
     for name, first in copies.items():
-        users.setdefault(first, []).append(name)
+        sharing = users.setdefault(first, [])
+        sharing.append(name)
     return [(names, first) for first, names in users.items()]
 
 

@@ -1,5 +1,7 @@
 """Participation in rounds, on the server, despite crashes and returns of devices.
 
+`Rounds` invites devices and collects their updates; `testbed.ml.rounds.server` merges the updates.
+
 A round ends when all its devices have sent their updates, or at its deadline with enough of them. A late device is
 excluded from the following rounds until its computation ends and it answers a ping; a restarted device is invited to
 the next round. Each attempt at a round is a configuration with its own number, so messages of earlier attempts are
@@ -47,13 +49,14 @@ def choose_all(
 
 @dataclass(frozen=True)
 class RoundPolicy:
-    """The participants of a round, and the condition for its end."""
+    """The choice of a round's participants, and the condition for the end of the round."""
 
     min_updates: int
     """Minimum number of updates in a round."""
     deadline: float | None = None
-    """Seconds after its begin at which a round ends without late devices; None: adapted to the measured rounds."""
+    """Seconds after which a round ends without late devices; None: adapted to the measured rounds."""
     choose: Choose = choose_all
+    """Chooses the participants among the present devices."""
     planned: Mapping[str, float] = field(default_factory=dict)
     """Planned seconds of a round of each device."""
 
@@ -70,7 +73,7 @@ Serve = Callable[[Begun], Coroutine[Any, Any, None]]
 
 
 def _serve_nothing(begun: Begun) -> None:
-    """Ignore a device that begins a round without the server's layers, or too late for the round."""
+    """Ignore the beginning of a device's training: the server trains nothing, or the device is too late."""
 
 
 class Rounds:
@@ -82,17 +85,19 @@ class Rounds:
         self._policy = policy
         self._seed = seed
         self._absent: set[str] = set()
-        """Late devices without a message since."""
+        """Late devices that have not answered since."""
         self._incarnations: dict[str, float] = {}
-        """Incarnations of the programs that began the present round."""
+        """Start times of the programs that began the present round, by device: a restart changes the time."""
         self._restarted: set[str] = set()
         """Devices that began the present round and have restarted since."""
         self._updates: dict[str, Update] = {}
+        """Updates of the present round, by device."""
         self._began_at = 0.0
-        """When the present round began."""
+        """When the present round began, in seconds."""
         self._overhead: float | None = None
         """Largest time by which an update took longer than planned; None before the first update."""
         self._serve: Callable[[Begun], None] = _serve_nothing
+        """Handles the beginning of a device's training."""
         mailbox.on(Hello, self._on_greeting)
         mailbox.on(Here, lambda here: self._absent.discard(here.sender))
         mailbox.on(Begun, self._on_begin)
@@ -106,11 +111,11 @@ class Rounds:
         invite: Callable[[str, int], Begin],
         serve: Serve | None = None,
     ) -> list[Update]:
-        """Run a round with some of the devices; return their updates in the order of the devices.
+        """Run a round with some of the devices; return the updates in the order of the devices.
 
-        Waits until as many devices are present, and have sent updates, as the policy asks for. ``invite`` makes a
-        device's invitation to a configuration. A round with too few updates at twice its deadline is restarted with the
-        devices present then, and has twice the time.
+        Waits until as many devices are present, and have sent updates, as the policy asks for. ``invite`` makes the
+        invitation of a device to a configuration, and ``serve`` does the server's part of a device's training. A round
+        with too few updates at twice its deadline is restarted with the devices present then, and has twice the time.
         """
         least = min(self._policy.min_updates, len(devices))
         extension = 1
@@ -123,7 +128,8 @@ class Rounds:
             collect = partial(self._collect_updates, chosen, least, startup, extension)
             updates = await self._attempt_round(chosen, invite, serve, collect)
             senders = {update.sender for update in updates}
-            self._drop_devices(number, [name for name in chosen if name not in senders])
+            late = [name for name in chosen if name not in senders]
+            self._drop_devices(number, late)
             if len(updates) >= least:
                 return updates
             extension *= 2
@@ -141,19 +147,25 @@ class Rounds:
 
             def start_serving(begun: Begun) -> None:
                 assert serve is not None
-                serving[begun.sender] = tasks.start(serve(begun))
+                training = serve(begun)
+                serving[begun.sender] = tasks.start(training)
 
             if serve is not None:
                 self._serve = start_serving
             for name in chosen:
-                self._mailbox.post(name, invite(name, self._mailbox.configuration))
+                invitation = invite(name, self._mailbox.configuration)
+                self._mailbox.post(name, invitation)
             await collect()
-            updates = [self._updates[name] for name in chosen if name in self._updates]
+            updates = []
+            unfinished = []
+            for name in chosen:
+                if name in self._updates:
+                    updates.append(self._updates[name])
+                    if name in serving:
+                        unfinished.append(serving[name])
             # An update may arrive before the server's last layers are updated.
-            senders = [update.sender for update in updates]
-            await asyncio.gather(
-                *(serving[name] for name in senders if name in serving)
-            )
+            await asyncio.gather(*unfinished)
+            # A device that begins only now is too late for this round.
             self._serve = _serve_nothing
         return updates
 
@@ -174,16 +186,15 @@ class Rounds:
         return [name for name in present if name in chosen]
 
     async def _open_round(self) -> None:
-        """Begin a configuration numbered above all former ones, including those before a restart."""
+        """Begin a configuration with a number above all former numbers, also those before a restart of the server."""
         former = self._mailbox.configuration
         saved = self._device.saved(CONFIGURATION)
         if saved is not None:
             former = max(former, saved["number"])
         number = former + 1
         self._mailbox.open(number)
-        await self._device.save(
-            CONFIGURATION, Message(CONFIGURATION, {"number": number})
-        )
+        saved_number = Message(CONFIGURATION, {"number": number})
+        await self._device.save(CONFIGURATION, saved_number)
 
     def _reset_round(self) -> None:
         """Reset the state of the previous configuration."""
@@ -199,8 +210,9 @@ class Rounds:
         overhead of any update so far, caused by a busy host or by devices sharing a channel. Before the first update
         the overhead is unknown, and all devices may share one channel.
         """
-        if self._policy.deadline is not None:
-            return self._policy.deadline if enough else 2 * self._policy.deadline
+        deadline = self._policy.deadline
+        if deadline is not None:
+            return deadline if enough else 2 * deadline
         planned = self._policy.planned
         times = [planned.get(name, 0.0) for name in chosen]
         slowest = max(times, default=0.0)
@@ -210,15 +222,15 @@ class Rounds:
             return seconds
         if self._overhead is not None:
             return 2 * seconds
+        # As if the devices trained one after the other, which is the worst case of a shared channel.
         return max(2 * seconds, LATE * sum(times))
 
     async def _collect_updates(
         self, chosen: Sequence[str], minimum: int, startup: float, extension: int
     ) -> None:
-        """Wait until all devices have sent an update or lost the round; after the deadline, wait for enough updates
-        only.
+        """Wait until all devices have sent an update or lost the round; after the deadline, for ``minimum`` updates.
 
-        The deadline is ``startup`` seconds later, and all of it is multiplied by ``extension``.
+        The time limit is `_time_limit` plus ``startup`` seconds, multiplied by ``extension``.
         """
         awaited = list(reversed(chosen))
         while True:
@@ -237,11 +249,11 @@ class Rounds:
             await self._mailbox.changed(left)
 
     def _is_done(self, name: str) -> bool:
-        """Return whether a device has sent its update, or has lost the round by a restart."""
+        """Return whether no update is to be awaited: the device has sent one, or has restarted since it began."""
         return name in self._updates or name in self._restarted
 
     def _drop_devices(self, number: int, names: Collection[str]) -> None:
-        """Continue without late devices; one that has not restarted is invited again only after an answer."""
+        """Continue without late devices; a device that has not restarted is invited again only after an answer."""
         if names:
             self._device.record("missed", round=number, devices=names)
         for name in names:
@@ -252,6 +264,7 @@ class Rounds:
                 self._mailbox.start(ping)
 
     def _on_greeting(self, hello: Hello) -> None:
+        """Note the start of a device's program, which may be a restart within a round."""
         self._absent.discard(hello.sender)
         before = self._incarnations.get(hello.sender)
         if before is not None and before != hello.incarnation:

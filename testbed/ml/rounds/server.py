@@ -1,4 +1,8 @@
-"""The server's program: run rounds, average the models of devices and server, evaluate."""
+"""The server's program: run rounds, average the models of devices and server, evaluate.
+
+`Server` runs the rounds, `GlobalModel` merges and evaluates the model, and `ServerSide` trains the layers that a split
+method gives to the server.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,8 @@ def average(
 ) -> dict[str, torch.Tensor]:
     """Return the mean of several models' states, weighted by samples: FedAvg (McMahan et al., 2017), Algorithm 1.
 
+    ``states`` have equal names and shapes.
+
     Running statistics of batch normalisation are averaged like weights. Integers (the number of batches seen) take the
     maximum. Momentum is not part of a state: it stays on its device. Raises ValueError for states of different names
     and for zero samples.
@@ -69,6 +75,7 @@ def average(
 def _weighted_mean(
     tensors: Sequence[torch.Tensor], shares: Sequence[float]
 ) -> torch.Tensor:
+    """Return the mean of tensors of one shape, each counting by its share; the maximum of integers."""
     if not tensors[0].is_floating_point():
         return torch.stack(list(tensors)).amax(0)
     mean = tensors[0] * shares[0]
@@ -107,7 +114,7 @@ change; returns the new weights."""
 
 
 def mean(state: State, trained: Sequence[Trained], memory: Memory) -> State:
-    """Merge by federated averaging: each model by its share of the samples."""
+    """Merge by federated averaging: each model counts by the samples that it was trained on."""
     states = [result.state for result in trained]
     samples = [result.samples for result in trained]
     return average(states, samples)
@@ -147,7 +154,7 @@ class GlobalModel:
         self._tests = Requests(context.dataset, problem.workload.batch_size)
         self._due = IntervalTrigger(problem.options.evaluate_every, device.now())
         self._last = Participants(problem).length.rounds
-        """Rounds of the whole workload; the last is always evaluated."""
+        """Number of rounds of the workload; the last one is always evaluated."""
         self._ema = problem.workload.training.ema
         """The share of a moving average that is kept in each round; None evaluates the weights themselves."""
         self.rounds = 0
@@ -155,6 +162,7 @@ class GlobalModel:
         self._report: dict[str, Any] = {}
         """Fields of the event of the last merged round, which `report` records."""
         self.state: State = self._layers.weights()
+        """Weights and running statistics of the whole model."""
         self._memory: Memory = {}
         self._averages: Memory = {}
         """Moving averages of the weights; empty if the weights themselves are evaluated."""
@@ -165,13 +173,20 @@ class GlobalModel:
             self.state = {**self.state, **context.weights}
         self.stopping = Stopping(self._layers.training)
         if self.numbers:
-            device.expose(lambda: self.stopping.result(self.result()))
+            device.expose(self._final_weights)
+
+    def _final_weights(self) -> State:
+        """Return the weights that are the result of the run so far."""
+        return self.stopping.result(self.result())
 
     def _restore(self, saved: Message) -> None:
-        """Continue from the model that `keep` wrote to the disk."""
+        """Continue from a model that `keep` has written to the disk."""
         self.rounds = int(saved["rounds"])
         self._report = saved["report"]
-        self.state = {name: saved.tensors[name] for name in self.state}
+        state = {}
+        for name in self.state:
+            state[name] = saved.tensors[name]
+        self.state = state
         for name, tensor in saved.tensors.items():
             if name.startswith(_MEMORY):
                 self._memory[name.removeprefix(_MEMORY)] = tensor
@@ -217,11 +232,14 @@ class GlobalModel:
             self._averages[name] = tensor
 
     def result(self) -> State:
-        """Return the evaluated and final weights: the model, or its moving average."""
+        """Return the weights that are evaluated and exposed: the model, or its moving average if configured."""
         return {**self.state, **self._averages}
 
     async def keep(self, start: float, trained: Sequence[Trained]) -> None:
-        """Count a round started at ``start``, and save the model to the disk with the unrecorded results."""
+        """Count a round that began at ``start``, in seconds, and save the model with the results of the round.
+
+        The results are saved because `report` records them later: the server may restart in between.
+        """
         self._record_divergence(trained)
         # A device may occur twice: asynchronous methods merge its updates whenever they arrive.
         samples: dict[str, int] = {}
@@ -239,6 +257,7 @@ class GlobalModel:
         }
         self.rounds += 1
         fields = {"rounds": self.rounds, "report": self._report}
+        # Prefixes tell memory and averages from the weights of the same names.
         tensors = dict(self.state)
         for name, tensor in self._memory.items():
             tensors[_MEMORY + name] = tensor
@@ -248,7 +267,7 @@ class GlobalModel:
         await self._device.save(GLOBAL, Message(GLOBAL, fields, tensors))
 
     def _record_divergence(self, trained: Sequence[Trained]) -> None:
-        """Record once the devices that sent non-finite numbers."""
+        """Record the devices that sent non-finite numbers, in the first round with such numbers."""
         if self._diverged or not self.numbers:
             return
         losses_are_finite = all(math.isfinite(result.loss) for result in trained)
@@ -256,7 +275,8 @@ class GlobalModel:
         if not self._diverged:
             return
         for result in trained:
-            if not (math.isfinite(result.loss) and _is_finite(result.state)):
+            is_finite = math.isfinite(result.loss) and _is_finite(result.state)
+            if not is_finite:
                 self._device.record("diverged", step=self.rounds, target=result.device)
 
     def is_reported(self) -> bool:
@@ -268,13 +288,16 @@ class GlobalModel:
     async def report(self) -> None:
         """Record the last round, and evaluate the model if due."""
         fields = dict(self._report)
-        step = {"step": fields["round"], "samples": sum(fields["samples"].values())}
+        samples = sum(fields["samples"].values())
+        # A round is a step of the global model.
+        step = {"step": fields["round"], "samples": samples}
         # Timing-only runs have no loss.
         if "loss" in fields:
             step["loss"] = fields.pop("loss")
         self._device.record("round", **fields)
         self._device.record("step", **step)
-        if self.rounds == self._last or self._due(self.rounds, self._device.now()):
+        is_last = self.rounds == self._last
+        if is_last or self._due(self.rounds, self._device.now()):
             score = await evaluation(
                 self._layers, self.result(), self._tests, self.rounds
             )
@@ -283,13 +306,17 @@ class GlobalModel:
             self._due.made(self._device.now())
             self.stopping.judge(self.rounds, fields, self.result)
         # Saved last: a server that restarts before this line has not recorded the round completely.
-        await self._device.save(REPORTED, Message(REPORTED, {"rounds": self.rounds}))
+        reported = Message(REPORTED, {"rounds": self.rounds})
+        await self._device.save(REPORTED, reported)
 
 
 async def evaluation(
     layers: Layers, state: State, tests: Requests, number: int
 ) -> Score:
-    """Score weights of the whole model on the test samples; takes the device's time."""
+    """Score weights of the whole model on the test samples, which takes the device's time.
+
+    ``number`` is the round after which the weights are scored.
+    """
     await layers.load(state, number)
     score = Score(layers.training)
     for index in range(len(tests)):
@@ -300,22 +327,24 @@ async def evaluation(
 
 @dataclass(frozen=True)
 class ServerSide:
-    """The server's layers: those after each device's split point, in a copy for each device or one for all.
+    """Trains the server's layers, which follow the split point of each device.
 
-    Algorithm 2 of PipeLearn, lines 4 to 17.
+    Devices have copies of these layers, or one copy for all if they train in turn. Algorithm 2 of PipeLearn, lines 4 to
+    17.
     """
 
     mailbox: Mailbox
     copies: Mapping[str, Layers]
     """Device -> the layers that serve the device."""
     losses: dict[str, float] = field(default_factory=dict)
-    """Device -> mean loss of the iterations of its last round."""
+    """Device -> mean loss of the iterations of the device's last round."""
 
     async def serve(self, state: State, number: int, begun: Begun) -> None:
-        """Train a device's copy together with the device, starting from the global model's state."""
+        """Train the copy of a device together with the device in round ``number``, from the global model's state."""
         device = begun.sender
         layers = self.copies[device]
-        await layers.load(restrict(state, layers.first, layers.last), number)
+        own_state = restrict(state, layers.first, layers.last)
+        await layers.load(own_state, number)
         steps = range(begun.first, begun.last)
         loss = 0.0
         for step in steps:
@@ -324,7 +353,7 @@ class ServerSide:
                 loss += part
             norms = None
             if layers.clips_by_norm:
-                # The norm is one of the whole model, whose first layers are the device's.
+                # Gradients are clipped by the norm of the whole model, whose first layers are the device's.
                 first = await self.mailbox.take(Norms, (device, step))
                 norms = torch.cat([first.tensor, layers.norms()])
                 self.mailbox.post(device, Norms(begun.configuration, step, norms))
@@ -334,7 +363,7 @@ class ServerSide:
     async def _train_mini_batches(
         self, layers: Layers, begun: Begun, step: int
     ) -> list[float]:
-        """Do forward and backward of an iteration's mini-batches as they arrive; return the parts of the mean loss."""
+        """Do forward and backward of an iteration's mini-batches in their order; return the parts of the mean loss."""
         device = begun.sender
         losses: list[float] = []
         done = 0
@@ -347,6 +376,7 @@ class ServerSide:
             )
             labels = activation.labels
             samples = activation.samples
+            # Unset where each sample counts as one.
             whole = samples if activation.whole is None else activation.whole
             loss = await layers.forward_loss(
                 step, micro, activation.tensor, labels, samples, whole, begin=done
@@ -360,22 +390,27 @@ class ServerSide:
         return losses
 
     def join(self, update: Update) -> tuple[State, float]:
-        """Return a device's whole model, M^k of equation (1), and the mean loss of its last round."""
-        own = self.copies[update.sender].weights()
-        return {**update.state, **own}, self.losses[update.sender]
+        """Return the whole model of a device, M^k of equation (1), and the mean loss of the device's last round."""
+        device = update.sender
+        server_layers = self.copies[device].weights()
+        whole = {**update.state, **server_layers}
+        return whole, self.losses[device]
 
 
 @dataclass(frozen=True)
 class Server:
-    """All rounds missing in the global model."""
+    """Runs all rounds that the global model does not contain yet.
+
+    After a restart of the server these are the rounds after the last saved one.
+    """
 
     device: Device
     rounds: Rounds
     model: GlobalModel
     splits: Mapping[str, int]
-    """Device -> its first P layers, those before the server's."""
+    """Device -> number of its layers, P: the first layers of the model."""
     side: ServerSide | None
-    """Trains the server's layers; None without such layers."""
+    """Trains the server's layers; None if the server trains nothing."""
     in_turn: bool = False
     """Whether the devices train one after the other, each from the model of the one before."""
     changes: bool = False
@@ -384,7 +419,10 @@ class Server:
     async def run(self) -> None:
         """Run the remaining rounds."""
         devices = list(self.splits)
-        turns = [[name] for name in devices] if self.in_turn else [devices]
+        turns = [devices]
+        if self.in_turn:
+            turns = [[name] for name in devices]
+        # The server restarted between saving a round and recording it.
         if not self.model.is_reported():
             await self.model.report()
         while not self.model.finished:
@@ -399,7 +437,7 @@ class Server:
             await self.model.report()
 
     async def _train_round(self, number: int, devices: Sequence[str]) -> list[Trained]:
-        """Train devices from the global model, and merge their updates."""
+        """Train some devices from the global model in round ``number``, and merge their updates."""
         state = self.model.state
         server_extra = self.model.extra()
 
@@ -410,8 +448,9 @@ class Server:
         serve = None
         if self.side is not None:
             serve = partial(self.side.serve, state, number)
+        updates = await self.rounds.run_round(number, devices, invite, serve)
         trained = []
-        for update in await self.rounds.run_round(number, devices, invite, serve):
+        for update in updates:
             weights, extra = split_extra(update.state)
             if self.changes:
                 weights = _add_changes(state, weights)
@@ -422,6 +461,7 @@ class Server:
         return trained
 
     def _whole_model(self, update: Update) -> tuple[State, float]:
+        """Return the whole model of a device and the mean loss, which the server has computed for a split model."""
         if self.side is not None:
             return self.side.join(update)
         assert update.loss is not None
@@ -433,4 +473,8 @@ def _is_finite(state: State) -> bool:
 
 
 def _add_changes(start: State, changes: State) -> dict[str, torch.Tensor]:
-    return {name: start[name] + change for name, change in changes.items()}
+    """Return the weights of a device that has sent changes; a device may have some layers only."""
+    weights = {}
+    for name, change in changes.items():
+        weights[name] = start[name] + change
+    return weights

@@ -1,8 +1,9 @@
 """Local training of many devices in one computation: stacked weights and samples, by torch's ``vmap``.
 
-On the virtual clock a device's training is charged as usual. The numbers are computed when the first device needs its
-result: all similar trainings started by then are computed together. The gain is largest for small networks, whose
-operations cost more than their arithmetic. In containers a device is alone and trains by ``numerics: full``.
+On the virtual clock a device's training is charged as usual. The numbers are computed when the first device needs the
+result of its training: all similar trainings started by then are computed together. The gain is largest for small
+networks, for which calling an operation takes longer than its arithmetic. In containers a device is alone and trains by
+``numerics: full``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from testbed.ml.rounds.layers import LocalDataset
 from testbed.ml.training.optimizers import Sgd
 
 TOGETHER = 256
-"""Maximum devices computed together: more would gain nothing and take memory."""
+"""Maximum number of devices computed together: more would gain nothing and take memory."""
 
 
 @dataclass(eq=False)
 class Training:
-    """One device's round, computed on demand, or earlier together with others."""
+    """One device's training in a round, computed on demand, or earlier together with others."""
 
     stack: Stack
     share: LocalDataset
@@ -35,7 +36,7 @@ class Training:
     """The mean loss and the new weights."""
 
     def finish(self) -> tuple[float, State]:
-        """Return the result."""
+        """Return the mean loss and the new weights; compute all registered trainings if this one is not done."""
         if self.result is None:
             self.stack.compute()
         assert self.result is not None
@@ -51,14 +52,14 @@ def check_support(problem: PlanningProblem, *, trains_plainly: bool) -> None:
     optimizer = training.optimizer
     model = problem.model
     module = model.build(0, len(model.units), problem.seed)
+    has_other_optimizer = not optimizer.is_plain or optimizer.momentum
+    has_other_precision = any(device.precision != "f32" for device in problem.devices)
+    # Each reason with a value that is true if the reason applies.
     reasons = {
         "local training of the method's own": not trains_plainly,
-        "an optimizer other than sgd, or momentum": not optimizer.is_plain
-        or optimizer.momentum,
+        "an optimizer other than sgd, or momentum": has_other_optimizer,
         "clipping": training.clip,
-        "a precision other than f32": any(
-            device.precision != "f32" for device in problem.devices
-        ),
+        "a precision other than f32": has_other_precision,
         "running statistics, as of batch normalisation": list(module.buffers()),
         "weights that several layers share": model.tied,
         "layers that may draw, such as dropout": has_random_numbers(module),
@@ -72,14 +73,14 @@ def check_support(problem: PlanningProblem, *, trains_plainly: bool) -> None:
 
 
 class Stack:
-    """The trainings of a run without a requested result."""
+    """All trainings of a run whose results are not computed yet."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
         self._begun: list[Training] = []
 
     def begin(self, share: LocalDataset, steps: range, start: State) -> Training:
-        """Register a device's training of some steps on its samples, from given weights."""
+        """Register a training of some steps on the samples of a device, from the weights ``start``."""
         training = Training(self, share, steps, start)
         self._begun.append(training)
         return training
@@ -95,48 +96,50 @@ class Stack:
                 self._train_stack(similar[first : first + TOGETHER])
 
     def _train_stack(self, trainings: Sequence[Training]) -> None:
-        recipe = self._problem.training
+        """Compute similar trainings together, and store each one's result."""
+        config = self._problem.training
         first = trainings[0]
         weights = {}
         for name in first.start:
             tensors = [training.start[name] for training in trainings]
             weights[name] = torch.stack(tensors)
-        optimizer = Sgd(recipe.part.optimizer)
+        optimizer = Sgd(config.part.optimizer)
         losses = []
         for place, step in enumerate(first.steps):
             images, labels = _stack_batches(trainings, place)
-            if not all(map(recipe.weight, labels)):
+            # Without a counted label, torch's mean loss is not a number.
+            if not all(map(config.weight, labels)):
                 raise InputError(
                     "'stacked' needs a counted label in every batch: use full",
                     ("numerics",),
                 )
             gradients, loss = self._gradient_step(weights, images, labels)
-            optimizer.step(weights, gradients, recipe.settings(step))
+            optimizer.step(weights, gradients, config.settings(step))
             losses.append(loss)
         # In double precision, as the mean of Python floats in a training that is not stacked.
         means = torch.stack(losses).double().mean(0).tolist()
         for number, training in enumerate(trainings):
-            own = {name: tensor[number] for name, tensor in weights.items()}
+            own = {}
+            for name, tensor in weights.items():
+                own[name] = tensor[number]
             training.result = (means[number], own)
 
     @cached_property
     def _gradient_step(
         self,
     ) -> Callable[..., tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """A step on stacked weights, images and labels, (devices, ...); returns gradients and losses,
-        (devices, ...).
-        """
+        """Function of stacked weights, images and labels that returns gradients and losses; all (devices, ...)."""
         from torch.func import functional_call, grad_and_value, vmap
 
         model = self._problem.model
-        recipe = self._problem.training
+        config = self._problem.training
         module = model.build(0, len(model.units), self._problem.seed)
 
         def loss(
             weights: dict[str, torch.Tensor], images: torch.Tensor, labels: torch.Tensor
         ) -> torch.Tensor:
             outputs = functional_call(module, weights, (images,))
-            return recipe.loss(outputs.float(), labels, None)
+            return config.loss(outputs.float(), labels, None)
 
         return vmap(grad_and_value(loss))
 
@@ -156,5 +159,5 @@ def _stack_batches(
 
 
 def _stack_key(training: Training) -> tuple[int, int, int]:
-    """Return the key of trainings that can be stacked: the samples of a step, and the steps."""
+    """Return the samples of a step, and the steps: trainings with equal keys can be stacked."""
     return training.share.mini_batch, training.steps.start, len(training.steps)
