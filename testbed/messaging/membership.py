@@ -1,6 +1,7 @@
-"""Presence of the devices in a run, as the coordinator sees it, and the roles that they hold.
+"""Presence of the devices in a run, as the coordinator sees it, and the role of each device.
 
-This module only informs; a recovery policy decides about silent devices.
+`Membership` reports which devices reply, have restarted or are silent. Consequences for silent devices, such as new
+roles for the others, are decisions of a recovery policy (`testbed.messaging.supervision.RecoveryPolicy`).
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ class Hello(TypedMessage, kind="hello"):
 
 @dataclass(frozen=True)
 class Probe(ConfigurationMessage, kind="probe", opens=True):
-    """Message from the coordinator to request an `Alive`; lower configurations become void."""
+    """Message from the coordinator to request an `Alive`.
+
+    A probe of a newer configuration than the device's opens it on the device, which then drops the role of its older
+    one.
+    """
 
     question: int
+    """Number of the probe, which the reply repeats."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +43,18 @@ class Alive(ConfigurationMessage, kind="alive"):
     """A device's reply to a probe."""
 
     question: int
+    """Number of the probe; 0 if the coordinator reports on itself."""
     holds: int
-    """Configuration of the device's role, which ends now if it is lower than the probe's; 0 without a role."""
+    """Configuration of the device's role when the probe arrived; 0 without a role. A newer probe ends this role."""
     incarnation: float
     actions: int
-    """Number of tasks completed in the role."""
+    """Number of tasks that the role has completed."""
     computing: bool
-    """Whether the device is computing or sending."""
+    """Whether the device is busy for its role: computing, or sending a message that is not overdue."""
     overdue: Mapping[str, float]
-    """Seconds by which the acknowledgements of each peer are overdue."""
+    """Peer -> seconds since its acknowledgement of a message should have arrived, for peers with such messages."""
     held: ReplicaList = ()
+    """The replicas that the device stores for others."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +65,17 @@ class Configured(ConfigurationMessage, kind="configured"):
 
 
 ARRIVING_INTERVAL = 0.5
-"""Interval, in seconds, at which the arrival of a message's bytes is checked."""
-_NOBODY: Mapping[str, float] = {}
+"""Seconds between two checks whether a device's message is still arriving.
+
+A device whose message stops arriving counts as silent at most this much too late.
+"""
 
 MEMBERSHIP_KINDS: tuple[type[TypedMessage], ...] = (Hello, Probe, Alive, Configured)
 
 
 @dataclass(frozen=True)
 class Status:
-    """A device's report on its role; the fields are those of `Alive`."""
+    """A device's report on its role: those fields of `Alive` that the method knows, under the same names."""
 
     holds: int = 0
     actions: int = 0
@@ -90,12 +100,12 @@ class Presence:
         self._mailbox.post(self._coordinator, Hello(self.incarnation))
 
     def answer(self) -> Alive:
-        """Return the device's own `Alive` message."""
+        """Return an `Alive` of this device without a probe: the coordinator judges itself like the other devices."""
         return self._compose_reply(self._status(), self._mailbox.configuration, 0)
 
     def _answer_probe(self, probe: Probe) -> None:
         status = self._status()
-        # The status is taken before a newer configuration ends the role.
+        # The status is taken first: if the probe opens a newer configuration, `open` ends the role.
         self._mailbox.open(probe.configuration)
         self._mailbox.post(
             self._coordinator,
@@ -116,28 +126,32 @@ class Presence:
 
 
 class Membership:
-    """The other devices of a run and their replies in the current configuration."""
+    """The other devices of a run, and their replies to the coordinator::
+
+    members = Membership(mailbox, ["source", "worker1", "worker2"])
+    silent = await members.ping_all({"worker1": 2.0, "worker2": 2.0})
+    """
 
     def __init__(self, mailbox: Mailbox, names: Collection[str]) -> None:
         self.others = [name for name in names if name != mailbox.device.name]
         self.assigned: frozenset[str] = frozenset()
         """Devices with a role in the current configuration."""
         self.present: dict[str, float] = {}
-        """Incarnations of the devices that have sent a message in the current configuration."""
+        """Incarnation of each device of which a `Hello`, `Alive` or `Configured` has arrived in this configuration."""
         self.known: dict[str, float] = {}
-        """Incarnations of the devices when their roles were assigned."""
+        """Incarnation of each device when roles were assigned; if it was absent then, in its first message since."""
         self.restarted: set[str] = set()
         """Devices that have restarted since their roles were assigned, and therefore lost their state."""
         self.ready: set[str] = set()
-        """Devices that have reported ready for their role."""
+        """Devices of which a `Configured` has arrived in the current configuration."""
         self.answers: dict[str, Alive] = {}
         """Replies to the latest probe."""
         self.answered = 0
-        """Number of replies received in the configuration that was current at their arrival."""
+        """Number of replies of the whole run, late ones included; the mailbox drops those of older configurations."""
         self.joiners: set[str] = set()
-        """Devices that reply and have no role."""
+        """Devices that have reported and may get a role. The recovery policy removes those to which it gives one."""
         self.excluded: set[str] = set()
-        """Devices that must not receive a role again, even if they reply."""
+        """Devices that get no role, even if they reply, until the recovery policy removes them from this set."""
         self.refusal: str | None = None
         """Reason why no device may join, or None if devices may join."""
         self._logged_refusals: dict[str, str] = {}
@@ -147,7 +161,7 @@ class Membership:
         self._probes: dict[str, asyncio.Future[None]] = {}
         self._question = 0
         mailbox.on_open(self._reset_presence)
-        # A greeting without a probe: the device has started, maybe again.
+        # A device greets unasked when its program starts, for the first time or again.
         mailbox.on(
             Hello, lambda hello: self._note_presence(hello.sender, hello.incarnation)
         )
@@ -160,12 +174,12 @@ class Membership:
         self.mark_configured()
 
     def mark_configured(self) -> None:
-        """Treat devices restarted from now on as having lost their new role."""
+        """Note that roles are assigned now: a device that restarts from now on has lost its role."""
         self.restarted.clear()
         self.known = dict(self.present)
 
     def exclude(self, names: Collection[str]) -> None:
-        """Ban devices from roles for good, although they reply: the other devices make no progress."""
+        """Exclude devices from roles, although they reply: the other devices make no progress with them."""
         for name in sorted({*names} - self.excluded):
             self._device.record(
                 "log",
@@ -174,7 +188,10 @@ class Membership:
         self.excluded |= {*names}
 
     def ask(self, names: Collection[str]) -> None:
-        """Discard earlier replies and send a new probe; probes still in transit are cancelled."""
+        """Discard all earlier replies, and send a new probe to each named device.
+
+        Earlier probes to these devices are cancelled if they are still in transit.
+        """
         self._question += 1
         self.answers.clear()
         for name in names:
@@ -187,64 +204,80 @@ class Membership:
 
     async def ping_all(
         self,
-        allowed: Mapping[str, float],
-        enough: Callable[[], bool] = lambda: False,
-        arriving: Mapping[str, float] = _NOBODY,
+        reply_seconds: Mapping[str, float],
+        stop: Callable[[], bool] = lambda: False,
+        arriving: Mapping[str, float] = {},
     ) -> set[str]:
-        """Probe devices and return the silent ones.
+        """Probe devices, wait for their replies, and return the silent devices.
 
-        ``allowed`` is the time of each device in seconds, counted from the due acknowledgement of earlier messages.
-        ``arriving`` is its time while one of its messages is arriving, since the reply queues behind that message. The
-        wait ends early when ``enough`` returns True.
+        ``reply_seconds`` names the devices and the time that each has for its reply, in seconds. The time begins when
+        the probe, and all earlier messages to the device, should be acknowledged. ``arriving`` has the longer time of a
+        device while one of its messages is arriving, since its reply queues behind that message. As soon as ``stop``
+        returns True after a message, the wait ends and the result is empty.
         """
-        self.ask(allowed)
-        # A device's time begins when the messages posted to it before the probe are through.
-        posted = {name: self._mailbox.sends.due(name) for name in allowed}
-        while silent := allowed.keys() - self.answers.keys():
+        self.ask(reply_seconds)
+        begins = {name: self._mailbox.sends.due(name) for name in reply_seconds}
+        while silent := reply_seconds.keys() - self.answers.keys():
             now = self._device.now()
-            left = max(posted[name] + allowed[name] for name in silent) - now
+            left = max(begins[name] + reply_seconds[name] for name in silent) - now
             if left <= 0:
-                extended = []
-                for name in silent & arriving.keys():
-                    if self._device.receives(name):
-                        extended.append(posted[name] + arriving[name])
-                # In short steps, since a message may stop arriving at any moment.
-                left = min(max(extended, default=now) - now, ARRIVING_INTERVAL)
+                left = self._arriving_seconds(silent, begins, arriving)
             if left <= 0:
                 return silent
             await self._mailbox.changed(left)
-            if enough():
+            if stop():
                 break
         return set()
+
+    def _arriving_seconds(
+        self,
+        silent: Collection[str],
+        begins: Mapping[str, float],
+        arriving: Mapping[str, float],
+    ) -> float:
+        """Return the seconds to wait for devices whose messages are arriving; not above 0 if none has time left."""
+        now = self._device.now()
+        end = now
+        for name in silent:
+            if name in arriving and self._device.receives(name):
+                end = max(end, begins[name] + arriving[name])
+        # In short steps, since a message may stop arriving at any moment.
+        return min(end - now, ARRIVING_INTERVAL)
 
     async def gather(
         self, deadlines: Mapping[str, float], greeted: bool = False
     ) -> None:
-        """Probe all other devices and wait for the ``deadlines`` of the named ones.
+        """Probe all other devices; return when each device of ``deadlines`` has replied or its deadline has passed.
 
-        With ``greeted``, a `Hello` in this configuration counts as a reply.
+        ``deadlines`` are instants of the run in seconds. This device and excluded ones are not waited for. With
+        ``greeted``, any message that shows a device's presence in this configuration, such as `Hello`, counts as a
+        reply.
         """
         self.ask(self.others)
         heard: Collection[str] = self.present if greeted else self.answers
         ignored = {*self.excluded, self._device.name}
         while True:
             now = self._device.now()
-            left = []
-            for name, until in deadlines.items():
+            remaining = []
+            for name, deadline in deadlines.items():
                 # `heard` grows while this function waits.
-                if name not in heard and name not in ignored and until > now:
-                    left.append(until - now)
-            if not left:
+                if name not in heard and name not in ignored and deadline > now:
+                    remaining.append(deadline - now)
+            if not remaining:
                 return
-            await self._mailbox.changed(max(left))
+            await self._mailbox.changed(max(remaining))
 
     def _note_presence(self, name: str, incarnation: float) -> None:
+        """Note that a device is present, and whether it has restarted or wants to join."""
         self.present[name] = incarnation
         # A different incarnation than at the assignment of roles: the device has lost its state.
         if self.known.setdefault(name, incarnation) != incarnation:
             self.restarted.add(name)
-        if name in self.excluded or name in self.assigned:
-            return
+        has_role = name in self.assigned
+        if not has_role and name not in self.excluded:
+            self._admit_or_refuse(name)
+
+    def _admit_or_refuse(self, name: str) -> None:
         if self.refusal is None:
             self.joiners.add(name)
         elif self._logged_refusals.get(name) != self.refusal:
@@ -285,9 +318,10 @@ class Role(Protocol):
 
 
 class RoleHolder:
-    """The role of one device since the start of its program.
+    """The role of one device; from the start of its program it may hold several roles, one after the other.
 
-    Any message of a higher configuration ends the role, since the coordinator has replaced its assignment.
+    A role belongs to a configuration and ends with it: when a newer configuration is opened, the coordinator has
+    assigned the work anew.
     """
 
     def __init__(
@@ -296,9 +330,9 @@ class RoleHolder:
         coordinator: str,
         status: Callable[[Status], Status] = lambda status: status,
     ) -> None:
-        """``status`` may extend the device's report when the coordinator probes the device."""
+        """``status`` receives the report on the role for each probe, and returns it with additions of the method."""
         self.role: Role | None = None
-        # Last in the chain: a method adds its replicas to the report of the role.
+        # A method adds the replicas on this device, which it keeps also without a role.
         self.presence = Presence(
             mailbox, coordinator, lambda: status(self._report_status())
         )
@@ -309,7 +343,10 @@ class RoleHolder:
     def follow(
         self, configure: type[TypedMessage], role_of: Callable[[Any], Role]
     ) -> None:
-        """Assume each role assigned by a message of kind ``configure``; the message opens its configuration."""
+        """Register the kind of message that assigns roles: ``role_of`` makes the role from such a message.
+
+        Each message opens its configuration. The role is prepared, reported as ready, and served.
+        """
 
         def assume_role(message: Any) -> None:
             if self.assume(message.configuration, lambda: role_of(message)):
@@ -318,7 +355,10 @@ class RoleHolder:
         self._mailbox.on(configure, assume_role)
 
     def assume(self, configuration: int, role_of: Callable[[], Role]) -> bool:
-        """Assume a role and return True, or return False if another role is held or the configuration is outdated."""
+        """Open a configuration and make the device's role in it; return whether the device got the role.
+
+        It does not if it already has a role in this configuration, or if it knows a newer configuration.
+        """
         self._mailbox.open(configuration)
         # The coordinator may send the assignment again, and a late one belongs to an earlier configuration.
         if self.role is not None or configuration < self._mailbox.configuration:
@@ -331,12 +371,12 @@ class RoleHolder:
         self._mailbox.start_in_configuration(self._run_role())
 
     def ready(self) -> None:
-        """Report to the coordinator: the device is ready for its role."""
+        """Send `Configured` to the coordinator, which adds the device to `Membership.ready`."""
         configured = Configured(self._mailbox.configuration, self.presence.incarnation)
         self._mailbox.post(self._coordinator, configured)
 
     async def serve(self) -> None:
-        """Serve the coordinator until cancelled: the program of every other device."""
+        """Greet the coordinator and follow its messages until cancelled: the program of all other devices."""
         self.presence.greet()
         # Handlers do all the work; the mailbox cancels this wait with the program.
         await asyncio.get_running_loop().create_future()
