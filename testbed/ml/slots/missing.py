@@ -1,7 +1,10 @@
-"""Received parts of a layer, and the hook for missing parts.
+"""Received parts of a layer, and the hook that decides about missing parts.
 
 A device with neurons of a layer needs the outputs of all neurons of the layer before, which come from several devices:
 the part of each of these devices arrives completely, in part (a cast has several packets), or not at all.
+
+A neuron is an output channel of a layer: a unit of a fully connected layer, or a filter of a convolution, which has one
+value for each pixel of its map. The losses that the papers send back are gradients by the outputs of a layer.
 """
 
 from __future__ import annotations
@@ -18,17 +21,20 @@ from testbed.ml.models.slices import Channels, elements_of
 
 
 class SenderPart(NamedTuple):
-    """The part of one sender in the values of a layer, or of a layer's losses."""
+    """The values that one device casts of one layer for one batch, received or not."""
 
     sender: str
     neurons: Channels
-    """The sender's neurons of its layer."""
+    """The sender's neurons, by their indices in the layer."""
     tensor: torch.Tensor | None
-    """(samples, values); None if the part has not arrived."""
+    """(samples, values); None if the part has not arrived.
+
+    Outputs have the values of ``neurons``, and losses those of the receiver's own neurons in the layer before.
+    """
     note: dict[str, Any] | None = None
-    """The method's annotation, see `testbed.ml.slots.casts.Notes`."""
+    """The method's annotation of the cast (`testbed.ml.slots.casts.Notes`); None without one."""
     missing: torch.Tensor | None = None
-    """Mask of values not received (zeros) in a partially received part, shaped like ``tensor``."""
+    """For a part received in part: True at each value that is missing, where ``tensor`` has a zero; like ``tensor``."""
 
     @property
     def is_complete(self) -> bool:
@@ -37,19 +43,19 @@ class SenderPart(NamedTuple):
 
     @property
     def received_share(self) -> float:
-        """Received fraction of the part."""
+        """The received fraction of the part, from 0 to 1."""
         if self.tensor is None:
             return 0
         return present_share(self.missing)
 
 
 ArrivalPattern = tuple[tuple[Channels, bool], ...]
-"""For each sender, its neurons and whether its part has arrived. Equal patterns have equal gaps."""
+"""For each sender, its neurons and whether its part has arrived: layers with equal patterns lack the same values."""
 
 
 @dataclass(frozen=True)
 class ReceivedParts:
-    """A device's received outputs of one layer, or losses sent back to a layer, for one batch.
+    """The parts of one layer that a device has received for one batch: outputs, or losses sent back.
 
     >>> parts = (SenderPart("a", range(2), torch.ones(1, 2)), SenderPart("b", range(2, 4), None))
     >>> received = ReceivedParts(layer=1, batch=0, samples=1, neurons=4, parts=parts)
@@ -58,15 +64,16 @@ class ReceivedParts:
     """
 
     layer: int
-    """Index of the senders' layer."""
+    """Index of the senders' layer. Losses are sent by the layer behind the receiver's."""
     batch: int
+    """Number of the batch, from 0."""
     samples: int
     neurons: int
-    """Neurons of the whole layer."""
+    """Number of neurons of the whole layer."""
     parts: tuple[SenderPart, ...]
-    """Parts of all devices with neurons of the layer, in their order."""
+    """One part for each device with neurons of the layer, in the order of the assignment."""
     values: int = 1
-    """Values of each neuron for a sample: the pixels of a filter's map."""
+    """Values of each neuron for a sample: 1, or the pixels of a filter's map."""
 
     @cached_property
     def is_complete(self) -> bool:
@@ -75,7 +82,7 @@ class ReceivedParts:
 
     @property
     def success_rate(self) -> float:
-        """The layer-to-layer success rate: the fraction of senders whose part has arrived."""
+        """The layer-to-layer success rate: the mean of the senders' `SenderPart.received_share`."""
         return sum(part.received_share for part in self.parts) / len(self.parts)
 
     @cached_property
@@ -89,10 +96,10 @@ class ReceivedParts:
         return tuple(pattern)
 
     def missing_mask(self) -> torch.Tensor | None:
-        """Return the mask of missing outputs of the whole layer, (samples or 1, values); None if all have arrived.
+        """Return the mask of missing outputs of the whole layer; None if all have arrived.
 
-        The mask has one row if whole messages are missing, because then all samples lack the same values. Callers must
-        not modify the mask, which is cached.
+        The mask is (1, values) if each part is complete or missing, since all samples then lack the same values;
+        otherwise (samples, values). Callers must not modify the mask, which may be cached.
 
         >>> parts = (SenderPart("a", range(1), torch.ones(1, 1)), SenderPart("b", range(1, 2), None))
         >>> ReceivedParts(layer=1, batch=0, samples=1, neurons=2, parts=parts).missing_mask()
@@ -117,7 +124,7 @@ class ReceivedParts:
     def joined_values(self, into: torch.Tensor | None = None) -> torch.Tensor:
         """Return the outputs of the whole layer, (samples, values), with zeros for missing values.
 
-        ``into`` is a tensor whose memory may be reused; its contents are lost.
+        ``into`` is a tensor of any shape whose memory may hold the result; its values are lost.
 
         >>> parts = (SenderPart("a", range(2), torch.ones(1, 2)), SenderPart("b", range(2, 3), None))
         >>> ReceivedParts(layer=1, batch=0, samples=1, neurons=3, parts=parts).joined_values()
@@ -125,9 +132,10 @@ class ReceivedParts:
         """
         if self._is_in_order():
             # One concatenation is much faster than a copy for each part.
-            room = None if into is None else into.resize_(0)
             parts = [self._sent_values(part) for part in self.parts]
-            return torch.cat(parts, dim=1, out=room)
+            # Emptied first: torch warns if it has to resize an `out` with values.
+            out = None if into is None else into.resize_(0)
+            return torch.cat(parts, dim=1, out=out)
         outputs = self.zeros()
         for part in self.parts:
             if part.tensor is not None:
@@ -136,7 +144,7 @@ class ReceivedParts:
         return outputs
 
     def zeros(self) -> torch.Tensor:
-        """Return zeros for a completely missing layer, (samples, values of all neurons)."""
+        """Return the outputs of a layer of which nothing has arrived: zeros, (samples, values of all neurons)."""
         return torch.zeros(self.samples, self.neurons * self.values)
 
     def _sent_values(self, part: SenderPart) -> torch.Tensor:
@@ -147,7 +155,7 @@ class ReceivedParts:
         return part.tensor
 
     def _is_in_order(self) -> bool:
-        """Return whether the concatenation of all parts is the layer: false once neurons have moved."""
+        """Return whether the parts, one after the other, are the whole layer: False once neurons have moved."""
         end = 0
         for part in self.parts:
             if not isinstance(part.neurons, range) or part.neurons.start != end:
@@ -156,9 +164,10 @@ class ReceivedParts:
         return end == self.neurons
 
     def summed_losses(self) -> torch.Tensor:
-        """Return the sum of the received losses, (samples, own values). Raises ValueError if none has arrived.
+        """Return the gradient of the receiver's outputs, (samples, values of its neurons): the sum of received losses.
 
-        Each device of the next layer contributes the losses by its own neurons (VersatileFL's equation 2).
+        Each device of the next layer sends the contribution of its own neurons to this gradient. Raises ValueError if
+        none has arrived.
 
         >>> parts = (SenderPart("a", range(2), torch.ones(1, 3)), SenderPart("b", range(2, 4), torch.ones(1, 3)))
         >>> ReceivedParts(layer=2, batch=0, samples=1, neurons=4, parts=parts).summed_losses()
@@ -190,8 +199,8 @@ def _all_missing() -> torch.Tensor:
     return torch.ones((), dtype=torch.bool)
 
 
-# Over a lossy radio the same few patterns come again and again.
-@lru_cache(256)
+# Over a lossy radio the same few patterns come again and again. Eight senders have 256 patterns.
+@lru_cache(maxsize=256)
 def _missing_mask_of(
     pattern: ArrivalPattern, neurons: int, values: int
 ) -> torch.Tensor:
@@ -216,28 +225,27 @@ def present_share(missing: torch.Tensor | None) -> float:
 
 
 class Usable(NamedTuple):
-    """The usability of the losses, or of the shared results, of one batch."""
+    """The decision of a `MissingDataPolicy` about the losses, or the shared results, of one batch."""
 
     values: torch.Tensor | None
-    """For losses the gradient of the own outputs, (samples, own values); for results all of them, (samples, classes).
-
-    None if too little has arrived.
-    """
+    """Of losses the gradient of the device's outputs, (samples, values of its neurons); of results all outputs of the
+    network, (samples, classes); None if too little has arrived."""
     gradient_source: Literal["new", "saved", "nothing"]
-    """Source of the layer's learning: this batch, saved gradients of an earlier one, or nothing."""
+    """The gradients from which the layer learns: those of this batch, those saved from an earlier batch, or none."""
 
 
 Work = Callable[[], torch.Tensor | None]
-"""Update the weights and return the gradient of the inputs for the previous layer; None if there is no gradient."""
+"""The computation of a backward: it may change weights, and returns the gradient of the layer's inputs, (samples,
+values), to be cast to the previous layer; None if there is nothing to cast."""
 
 
 class MissingDataPolicy(Protocol):
-    """Hook: a method's treatment of incomplete batches."""
+    """Hook: a method's treatment of batches of which parts are missing."""
 
     casts_empty_messages: bool
     """Whether a device without values for a batch sends a cast without values, so that others still hear the device."""
     masks_missing_outputs: bool
-    """Whether outputs not received get no losses for their batch."""
+    """Whether no losses are sent to outputs that were missing in the forward pass of the batch."""
 
     def inputs(self, received: ReceivedParts) -> torch.Tensor | None:
         """Compute the inputs of a layer, (samples, values), from the outputs of the previous layer.
@@ -253,10 +261,10 @@ class MissingDataPolicy(Protocol):
         return received
 
     async def usable_results(self, received: ReceivedParts) -> Usable:
-        """Return the usability of a batch's shared results."""
+        """Decide about the shared results of a batch, from which the output layer computes its gradient."""
 
     async def usable_losses(self, received: ReceivedParts) -> Usable:
-        """Return the usability of a batch's losses from the next layer."""
+        """Decide about the losses of a batch that the next layer has sent."""
 
     def learn(
         self,
@@ -266,22 +274,25 @@ class MissingDataPolicy(Protocol):
         gradient: torch.Tensor | None,
         usable: Usable,
     ) -> Work | None:
-        """Return the work of a backward; None skips learning.
+        """Return the work of a backward; None if there is nothing to compute, so that nothing is cast either.
 
-        ``gradient`` is the gradient of the own outputs, (samples, own values); None without a gradient, or if the batch
-        was not forwarded on this device.
+        ``gradient`` is the gradient of the device's outputs, (samples, values of its neurons). It is None if ``usable``
+        has none, and if this device has not computed the forward of the batch.
         """
 
     def observe_loss(self, step: int, loss: float) -> None:
-        """Observe the loss of a step with usable results, on the coordinator."""
+        """Receive the loss of a step whose results were usable; called on the coordinator only."""
 
 
 def backpropagate(
     shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor
 ) -> torch.Tensor | None:
-    """Accumulate gradients; return the inputs' gradient, (samples, values), or None for the first layer."""
+    """Add a batch to the accumulated gradients; return the gradient of the inputs, (samples, values), or None.
+
+    ``gradient`` is the gradient of the outputs. Layer 1, the first with weights, returns None: its inputs are samples.
+    """
     if layer > 1:
         return shard.backward(batch, gradient)
-    # The input layer has no weights, so nobody needs the gradient of the samples.
+    # Layer 0, the input layer, has no weights that could learn from the gradient of the samples.
     shard.learn(batch, gradient)
     return None
