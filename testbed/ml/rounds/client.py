@@ -63,7 +63,9 @@ class LocalRound:
 
     async def gradients(self, step: int) -> float:
         """Do forward and backward with all samples of an iteration; return the mean loss of the samples."""
-        mini_batches = self.share.iteration(step, numbers=self.layers.numbers)
+        mini_batches = self.share.iteration(
+            step, needs_values=self.layers.computes_values
+        )
         # A device that trains the whole model has one mini-batch of an iteration, number 0.
         ((images, labels),) = mini_batches
         samples = len(labels)
@@ -156,7 +158,7 @@ async def _train_iteration(
 ) -> None:
     """Train an iteration together with the server."""
     layers = local.layers
-    mini_batches = local.share.iteration(step, numbers=layers.numbers)
+    mini_batches = local.share.iteration(step, needs_values=layers.computes_values)
     samples = 0
     weight: float = 0
     for _, labels in mini_batches:

@@ -21,9 +21,10 @@ from testbed.ml.training.optimizers import is_weight
 
 
 class Layers:
-    """Some layers of the model under training on one device; every operation takes the device's time.
+    """Some layers of the model under training on one device; asynchronous methods take the device's time.
 
-    An iteration has one or more mini-batches, numbered by ``micro`` from 0.
+    ``step`` is the number of an iteration, counted through all rounds. An iteration has one or more mini-batches,
+    numbered by ``micro`` from 0.
     """
 
     def __init__(
@@ -33,18 +34,19 @@ class Layers:
         first: int,
         last: int,
         *,
-        numbers: bool = True,
+        computes_values: bool = True,
     ) -> None:
-        """Create units ``first`` to ``last`` (exclusive) with the weights of the seed.
+        """Create the model's units ``first`` to ``last`` (exclusive) with the weights of the problem's seed.
 
-        Without ``numbers`` the layers take the device's time, but compute nothing.
+        If ``computes_values`` is False, or in a timing-only run, operations take the device's time, and their results
+        have a shape but no values.
         """
         workload = problem.workload
-        self.numbers = numbers and workload.numerics != "none"
+        self.computes_values = computes_values and workload.numerics != "none"
         # Moving averages are those of the global model over rounds, so a device keeps none.
         without_averages = workload.training.model_copy(update={"ema": None})
         changed: dict[str, Any] = {"training": without_averages}
-        if not numbers:
+        if not computes_values:
             changed["numerics"] = "none"
         problem = replace(problem, workload=workload.model_copy(update=changed))
         self.first = first
@@ -179,11 +181,21 @@ class Layers:
 
 
 class LocalDataset:
-    """A device's samples in iterations of N mini-batches of floor(B/N) samples, for a batch size of B.
+    """A device's samples, divided into iterations of N mini-batches of floor(B/N) samples each.
 
-    Each epoch is another permutation of the samples, cut into whole iterations. The remaining samples are skipped in
-    that epoch and drawn in others; without ``drop_last`` they form a smaller last iteration. Fewer samples than a batch
-    are one iteration.
+    B is ``batch_size``, or the number of samples if that is smaller; N is ``parallel_batches``. With a seed, the
+    samples of each epoch are in a new random order; without, in stored order. An epoch has as many whole iterations as
+    its samples fill. With ``drop_last`` the remaining samples are skipped, and others remain in the next epoch.
+    Without, they form one more iteration: mini-batches of the same size, as many as they fill, and a smaller one.
+
+    >>> import numpy as np
+    >>> images, labels = np.zeros((33, 1, 8, 8), np.float32), np.zeros(33, np.int64)
+    >>> data = Dataset("example", 2, images, labels, images[:0], labels[:0])
+    >>> samples = LocalDataset(data, batch_size=20, parallel_batches=2, seed=1, drop_last=False)
+    >>> for number in range(samples.per_epoch):
+    ...     print([len(labels) for _, labels in samples.iteration(number)])
+    [10, 10]
+    [10, 3]
     """
 
     def __init__(
@@ -195,7 +207,7 @@ class LocalDataset:
         *,
         drop_last: bool = True,
     ) -> None:
-        """Without a seed samples keep their order. Raises ValueError for fewer samples than mini-batches."""
+        """Raises ValueError for fewer samples than mini-batches of an iteration."""
         self._dataset = dataset
         self._seed = seed
         self.samples = len(dataset.train_labels)
@@ -210,15 +222,14 @@ class LocalDataset:
         self.per_epoch = steps_per_epoch(self.samples, self._size, drop_last=drop_last)
 
     def iteration(
-        self, number: int, *, numbers: bool = True
+        self, number: int, *, needs_values: bool = True
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the mini-batches of an iteration: images (samples, channels, height, width) and labels (samples,).
+        """Return the mini-batches of an iteration: inputs (samples, *shape of a sample) and labels (samples,).
 
-        Without ``numbers`` the result is the cached first iteration, which has the same shapes.
+        If only the shapes are needed, all iterations but a smaller one share the tensors of the first.
         """
-        # A smaller last iteration has other shapes.
-        has_first_shapes = self.count(number) == self._size
-        if not numbers and has_first_shapes:
+        is_whole = self.count(number) == self._size
+        if is_whole and not needs_values:
             return self._first_iteration
         return self._read_samples(number)
 

@@ -202,7 +202,7 @@ def local_training(
     )
     # A stack computes the numbers of all devices; the device's own layers then take time alone.
     has_numbers = context.shared is None
-    layers = Layers(device, problem, 0, client.split_point, numbers=has_numbers)
+    layers = Layers(device, problem, 0, client.split_point, computes_values=has_numbers)
     sent = hooks.sent
     update_codec = make_codec(transfer_of(problem.options).updates, problem.codes)
     if update_codec is not None:

@@ -274,7 +274,7 @@ class MissingDataPolicy(Protocol):
         gradient: torch.Tensor | None,
         usable: Usable,
     ) -> Work | None:
-        """Return the work of a backward; None if there is nothing to compute, so that nothing is cast either.
+        """Return the work of a backward; None if there is nothing to compute, so that no losses are cast either.
 
         ``gradient`` is the gradient of the device's outputs, (samples, values of its neurons). It is None if ``usable``
         has none, and if this device has not computed the forward of the batch.

@@ -48,10 +48,12 @@ def test_an_epoch_is_of_whole_iterations_of_equal_mini_batches() -> None:
 
 def test_without_numbers_every_iteration_is_the_first_read_once() -> None:
     share = LocalDataset(data(50), 20, 2, seed=1)
-    assert share.iteration(3, numbers=False) is share.iteration(0, numbers=False)
+    assert share.iteration(3, needs_values=False) is share.iteration(
+        0, needs_values=False
+    )
     shapes = [
-        [images.shape for images, _ in share.iteration(3, numbers=numbers)]
-        for numbers in (True, False)
+        [images.shape for images, _ in share.iteration(3, needs_values=needed)]
+        for needed in (True, False)
     ]
     assert shapes[0] == shapes[1] == [(10, 1, 1, 1)] * 2
 
