@@ -359,8 +359,8 @@ def sweep(
     _check_runtime(runtime)
     if values is not None:
         lists: dict[str, Any] = {}
-        for key, each in values.items():
-            lists[key] = _list_of(key, each)
+        for key, swept in values.items():
+            lists[key] = _list_of(key, swept)
         # The given values replace the scenario's own sweep and points.
         tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
         tree["sweep"] = {TOGETHER: lists} if together else lists

@@ -187,6 +187,7 @@ class _LazyGroup(CommandGroup):
 
 @click.group(
     cls=_LazyGroup,
+    # Click wraps help at 80 columns, also in a wider terminal, unless told otherwise.
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(VERSION, prog_name="testbed")

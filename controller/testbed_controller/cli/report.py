@@ -138,7 +138,8 @@ def compare(
         require_extra("matplotlib", "plots", "--plots")
     runs = []
     for folder in folders:
-        runs += map(load_metrics, places(folder))
+        for place in places(folder):
+            runs.append(load_metrics(place))
     if len(runs) < 2:
         raise InputError(f"{folders[0]}: is a single run: name at least two to compare")
     grouped = side_by_side(runs, series)

@@ -115,6 +115,7 @@ class RunRequest:
 
     def check(self) -> None:
         """Raise InputError for options that cannot be combined."""
+        # An unknown exporter is refused before the first run, not at its start.
         for name in self.streams:
             stream_of(name)
         if self.resume is not None and self.out is not None:
@@ -224,8 +225,10 @@ class RunRequest:
     def _selected_trials(self, loaded: Scenario) -> list[Trial]:
         """Return the trials, including host faults; on a running lab, only the first one."""
         planned = trials(loaded)
+        # The lab has the devices and links of the first point.
         if self.lab is not None:
             return planned[:1]
+        # Before anything is prepared, since a process may have to start itself again.
         _fix_kernels(planned, self.runtime)
         if self.where.faults and self.runtime == "emulate":
             from testbed_controller.hosts.lab import add_host_faults
@@ -239,6 +242,7 @@ class RunRequest:
         given = self.resume or self.out
         if len(names) == 1:
             return [given or numbered(Path("results") / names[0])]
+        # The recorder refuses a folder of one run with contents; of a sweep, it sees only the new folders below.
         out = self.out
         if out is not None and out.is_dir() and any(out.iterdir()):
             raise InputError(

@@ -65,6 +65,7 @@ def in_shaper(
             network_mode="none",
             read_only=True,
             tmpfs={"/tmp": "size=16m", "/run": "size=16m"},
+            # The proxies of the user's Docker configuration often have a password.
             use_config_proxy=False,
         )
     except ContainerError as error:
@@ -112,6 +113,7 @@ def check(experiment: Experiment, backend: str) -> None:
             measurements.append(measured)
     if not measurements:
         return
+    # A link without a rate is as fast as the host, and needs no capacity.
     fastest = max(
         experiment.links,
         key=lambda pair: experiment.links[pair].rate or 0.0,

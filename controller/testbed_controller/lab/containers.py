@@ -150,8 +150,12 @@ def published_url(inspection: Mapping[str, Any]) -> str:
     >>> published_url({"NetworkSettings": {"Ports": {"8700/tcp": [{"HostPort": "32768"}]}}})
     'http://127.0.0.1:32768'
     """
-    bindings = (inspection["NetworkSettings"]["Ports"] or {}).get(f"{CONTROL_PORT}/tcp")
-    return f"http://127.0.0.1:{bindings[0]['HostPort']}" if bindings else ""
+    # The engine answers null for a stopped container, and for a port that is not published.
+    ports = inspection["NetworkSettings"]["Ports"] or {}
+    bindings = ports.get(f"{CONTROL_PORT}/tcp")
+    if not bindings:
+        return ""
+    return f"http://127.0.0.1:{bindings[0]['HostPort']}"
 
 
 def inspect(

@@ -98,13 +98,13 @@ def examine(*, measure: bool = False) -> Iterator[HostCheck]:
         return
     client, engine = connected
     yield from _check_engine(client, engine)
-    usable = lab_problem(client, engine) is None
+    is_usable = lab_problem(client, engine) is None
     image = present_tags(client).shaper
-    checks = list(_check_links(client, image)) if usable else []
+    checks = list(_check_links(client, image)) if is_usable else []
     yield from checks
     # A shaper cannot work where the links have failed already.
     have_failed = any(check.needed for check in checks)
-    if usable and image_exists(client, image) and not have_failed:
+    if is_usable and image_exists(client, image) and not have_failed:
         yield _check_shaper(client, image)
     yield from _check_host(client)
     if measure:
@@ -132,6 +132,7 @@ def _check_connection() -> tuple[docker.DockerClient, EngineAddress] | HostCheck
 
 
 def _working_backends(checks: Iterable[HostCheck]) -> list[str]:
+    """Return the backends whose check, named ``links: NAME``, has succeeded."""
     successes = {check.name for check in checks if check.status == "ok"}
     return [name for name in LINK_BACKENDS if f"links: {name}" in successes]
 
@@ -309,6 +310,7 @@ def _check_host(client: docker.DockerClient | None) -> Iterator[HostCheck]:
     few = "1" if cores < 2 else ""
     remedy = "use at least two: the shaper must not wait for the devices"
     yield _judge("processors", few, str(cores), remedy)
+    # The engine's memory, if there is an engine: in a virtual machine, it has less than this machine.
     own_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = machine.get("memory") or own_memory
     yield HostCheck("memory", "ok", f"{memory / 2**30:.1f} GiB")

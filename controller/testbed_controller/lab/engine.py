@@ -128,7 +128,7 @@ def certificates_of(engine: EngineAddress) -> TLSConfig | None:
     if not engine.certificates:
         return None
     folder = Path(engine.certificates)
-    ca, certificate, key = (str(folder / name) for name in CERTIFICATES)
+    ca, certificate, key = [str(folder / name) for name in CERTIFICATES]
     return _Certificates(
         client_cert=(certificate, key), ca_cert=ca, verify=engine.verify
     )

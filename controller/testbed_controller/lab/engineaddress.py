@@ -81,6 +81,7 @@ def chosen_engine() -> EngineAddress:
     """
     host = os.environ.get("DOCKER_HOST")
     if host:
+        # As docker's own command: any text but an empty one switches the verification on.
         verify = bool(os.environ.get("DOCKER_TLS_VERIFY"))
         folder = os.environ.get("DOCKER_CERT_PATH", "")
         if verify and not folder:
@@ -102,6 +103,7 @@ def find_context(name: str) -> EngineAddress:
     if name == "default":
         return EngineAddress(os.environ.get("DOCKER_HOST") or EngineAddress.url)
     folder = _configuration_folder() / "contexts"
+    # The docker command names the folders of a context by the hash of its name.
     key = hashlib.sha256(name.encode()).hexdigest()
     try:
         text = (folder / "meta" / key / "meta.json").read_text()

@@ -81,16 +81,17 @@ class Health:
         began = time.monotonic()
         checked = began
         while True:
-            count = len(waiting)
-            waiting = {
-                name: url for name, url in waiting.items() if not is_healthy(url)
-            }
-            if not waiting:
+            still_waiting = {}
+            for name, url in waiting.items():
+                if not is_healthy(url):
+                    still_waiting[name] = url
+            if not still_waiting:
                 return
             now = time.monotonic()
             # Progress anywhere shows a busy machine rather than a hanging container.
-            if len(waiting) < count:
+            if len(still_waiting) < len(waiting):
                 began = now
+            waiting = still_waiting
             if now - checked > LOOK_INTERVAL:
                 checked = now
                 self._check_all(waiting, ports=published and now - began > PORT_SECONDS)

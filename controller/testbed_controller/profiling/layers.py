@@ -33,6 +33,7 @@ def measure_layers(model: Model, batch_size: int) -> list[LayerTime]:
             for layer in unit.layers:
                 module = layer.build(shape, torch.Generator().manual_seed(0))
                 layer_cost = layer.cost(shape)
+                # As a simulation charges a training step: the forward and the backward pass.
                 cost = forward_of(layer_cost, batch_size)
                 cost += backward_of(layer_cost, batch_size)
                 inputs = torch.randn(batch_size, *shape)

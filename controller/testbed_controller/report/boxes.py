@@ -25,11 +25,13 @@ MOST = 16
 
 def pictures(events: Sequence[Event], dataset: Dataset) -> Iterator[tuple[str, bytes]]:
     """Yield (file name, PNG) of the first requested pictures, each with its first answer."""
-    first: dict[int, Mapping[str, Any]] = {}
+    first_answers: dict[int, Mapping[str, Any]] = {}
     for event in EventLog.made_of(events).of("objects"):
-        first.setdefault(event.fields["sample"], event.fields)
-    for sample, answer in list(first.items())[:MOST]:
-        yield f"boxes-{sample}.png", draw(dataset.test_images[sample], answer["boxes"])
+        # A later request may ask for the same picture again.
+        first_answers.setdefault(event.fields["sample"], event.fields)
+    for sample, answer in list(first_answers.items())[:MOST]:
+        picture = draw(dataset.test_images[sample], answer["boxes"])
+        yield f"boxes-{sample}.png", picture
 
 
 def write(folder: Path, events: Sequence[Event], dataset: Dataset) -> None:
@@ -44,6 +46,7 @@ def draw(image: npt.NDArray[np.float32], boxes: Sequence[Mapping[str, Any]]) -> 
     """Return an image (channels, height, width) in [0, 1] with boxes and their labels, as PNG."""
     from PIL import Image, ImageDraw
 
+    # A grey picture has one channel, and Pillow's colours need three.
     channels = image[:3]
     if len(image) == 1:
         channels = np.broadcast_to(image, (3, *image.shape[1:]))
@@ -54,14 +57,12 @@ def draw(image: npt.NDArray[np.float32], boxes: Sequence[Mapping[str, Any]]) -> 
     # The first box has the highest score, and is drawn over the others.
     for box in reversed(boxes):
         colour = _label_colour(box["label"])
-        corners = [
-            box["left"] * width,
-            box["top"] * height,
-            box["right"] * width,
-            box["bottom"] * height,
-        ]
+        # Boxes are shares of the picture, and Pillow draws in pixels.
+        left = box["left"] * width
+        top = box["top"] * height
+        corners = [left, top, box["right"] * width, box["bottom"] * height]
         pen.rectangle(corners, outline=colour, width=2)
-        place = (corners[0] + 3, corners[1] + 2)
+        place = (left + 3, top + 2)
         text = f"{box['label']} {box['score']:.0%}"
         pen.rectangle(pen.textbbox(place, text), fill=colour)
         pen.text(place, text, fill="black")
@@ -71,7 +72,8 @@ def draw(image: npt.NDArray[np.float32], boxes: Sequence[Mapping[str, Any]]) -> 
 
 
 def _label_colour(label: str) -> tuple[int, int, int]:
-    """Return a light colour derived from the label."""
+    """Return a light colour derived from the label, on which black text is legible."""
+    # By a hash, so that a label has the same colour in all pictures and runs.
     hue = derive(0, "colour", label) % 360 / 360
     red, green, blue = colorsys.hls_to_rgb(hue, 0.65, 0.9)
     return round(red * 255), round(green * 255), round(blue * 255)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -33,9 +32,16 @@ Ito (Color Universal Design, 2008) for colour-blind readers."""
 SERIES = ("blue", "orange", "green", "violet", "teal", "grey")
 """Colours of the series of a plot, in order."""
 Dash = Literal["solid", "dashed", "dotted"]
-STYLES: tuple[tuple[str, Dash], ...] = tuple(
-    (colour, dash) for dash, colour in product(get_args(Dash), SERIES)
-)
+
+
+def _make_styles() -> Iterator[tuple[str, Dash]]:
+    # All colours solid before the first dashed one.
+    for dash in get_args(Dash):
+        for colour in SERIES:
+            yield colour, dash
+
+
+STYLES: tuple[tuple[str, Dash], ...] = tuple(_make_styles())
 """Colour and dash of the series of a plot, in order; their number is the maximum number of series."""
 MAX_POINTS = 1500
 """Maximum number of drawn points per line: more points than the plot has pixels add size without detail."""
@@ -71,11 +77,15 @@ class Line:
 
     def with_finite_points(self) -> Line:
         """Return the line without NaN and infinite values."""
-        kept = [index for index, (_, y) in enumerate(self.points) if math.isfinite(y)]
-        points = [self.points[index] for index in kept]
-        half_widths: Sequence[float | None] = ()
-        if self.half_widths:
-            half_widths = [self.half_widths[index] for index in kept]
+        points = []
+        half_widths = []
+        for index, point in enumerate(self.points):
+            if not math.isfinite(point[1]):
+                continue
+            points.append(point)
+            # A line has half widths for all points, or for none.
+            if self.half_widths:
+                half_widths.append(self.half_widths[index])
         return replace(self, points=points, half_widths=half_widths)
 
 
@@ -108,9 +118,8 @@ class Axis:
         self, values: Numbers, half_widths: Sequence[float | None]
     ) -> np.ndarray[Any, Any]:
         """Return the widths of intervals below and above values, (2, values); NaN without an interval."""
-        widths = np.array(
-            [math.nan if width is None else width for width in half_widths], float
-        )
+        # numpy converts None to NaN.
+        widths = np.array(half_widths, float)
         centres = np.array(values)
         lowest, highest = self.bounds
         # A share is from 0 to 1, so the interval ends there, unless the value itself is outside.

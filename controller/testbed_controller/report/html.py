@@ -158,6 +158,7 @@ def _summary_chips(run: Run) -> Iterator[str]:
     count = len(run.experiment.devices)
     yield f"{count} device{'' if count == 1 else 's'}"
     yield f"seed {run.trial.scenario.seed}"
+    # The swept values of this run, if it is part of a sweep.
     for key, value in run.trial.point.items():
         yield f"{key} = {value_text(value)}"
     if run.trial.repetition:
@@ -213,10 +214,16 @@ def _loss_lines(series: Mapping[str, Any]) -> list[Line]:
 
 
 def _step_time_lines(steps: Sequence[Mapping[str, Any]]) -> list[Line]:
-    undisturbed = [row for row in steps if row["steady"]]
-    disturbed = [row for row in steps if not row["steady"]]
+    undisturbed = []
+    disturbed = []
+    for row in steps:
+        if row["steady"]:
+            undisturbed.append(row)
+        else:
+            disturbed.append(row)
     times = _series_points(undisturbed, "seconds")
     disturbed_times = _series_points(disturbed, "seconds")
+    # Points rather than joined lines, which would lead from one kind of step over the other.
     return [
         Line("undisturbed", times, "blue", joined=False),
         Line("disturbed", disturbed_times, "orange", joined=False),
@@ -225,7 +232,12 @@ def _step_time_lines(steps: Sequence[Mapping[str, Any]]) -> list[Line]:
 
 def _series_points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
     """Return the values of a key over time; rows without a value are skipped."""
-    return [(row["time"], row[key]) for row in rows if row.get(key) is not None]
+    points = []
+    for row in rows:
+        value = row.get(key)
+        if value is not None:
+            points.append((row["time"], value))
+    return points
 
 
 def _device_map(run: Run) -> Chart:
@@ -281,8 +293,10 @@ def _own_chart(curve: Drawn, draw: Callable[..., LinePlot], end: float) -> Chart
 
 
 def _reproduce_command(run: Run) -> str:
+    """Return the commands that repeat a run, with the version that made it as a comment of the shell."""
     revision = run.manifest["revision"]
     version = f"# testbed {run.manifest['versions']['testbed']}"
+    # An installed package has no revision.
     if revision:
         version += f", revision {revision}"
     scenario = shlex.quote(str(run.path / "scenario.yaml"))

@@ -75,8 +75,11 @@ APART = 3.0
 STYLE: Any = {
     "font.size": 8,
     "font.family": "DejaVu Sans",
+    # Text stays text, in the font of the page, instead of outlines.
     "svg.fonttype": "none",
+    # TrueType fonts: many publishers refuse Type 3, matplotlib's default.
     "pdf.fonttype": 42,
+    # Fixed, so that equal plots have equal identifiers and files.
     "svg.hashsalt": "edge-testbed",
     "text.color": COLOURS["ink"],
     "axes.edgecolor": COLOURS["soft"],
@@ -119,17 +122,22 @@ def draw_lines(plot: LinePlot, width: float) -> Figure:
             ends += _interval_ends(plot.y, heights, finite.half_widths)
     scale = _scale_axis(axes, plot.y, values, ends, LOG_FROM)
     _set_range(axes, plot, drawn)
-    unmarked = [line for line in drawn if not line.is_marked]
-    with_error_bars = sum(line.is_marked and bool(line.half_widths) for line in drawn)
+    unmarked_count = 0
+    error_bar_count = 0
+    for line in drawn:
+        if not line.is_marked:
+            unmarked_count += 1
+        elif line.half_widths:
+            error_bar_count += 1
     error_bars_drawn = 0
     for line in drawn:
         transform = axes.transData
+        # Error bars at equal x would hide each other: they stand side by side, centred about x.
         if line.is_marked and line.half_widths:
-            # Centred about x.
-            position = error_bars_drawn - (with_error_bars - 1) / 2
+            position = error_bars_drawn - (error_bar_count - 1) / 2
             transform = _shift_sideways(axes, position * APART)
             error_bars_drawn += 1
-        _draw_line(axes, line, scale, transform, several_unmarked=len(unmarked) > 1)
+        _draw_line(axes, line, scale, transform, several_unmarked=unmarked_count > 1)
     _shade_windows(axes, plot.windows, width)
     add_legend(figure, axes)
     return figure
@@ -138,6 +146,7 @@ def draw_lines(plot: LinePlot, width: float) -> Figure:
 def _set_range(axes: Axes, plot: LinePlot, drawn: Sequence[Line]) -> None:
     """Set the limits and the scale of the x axis."""
     low, high = plot.x_range
+    # A single x, such as the only step of a run, has no range to be drawn.
     if high <= low:
         high = low + 1.0
     axes.set_xlim(low, high)
@@ -281,6 +290,7 @@ def draw_stack(plot: StackedPlot, width: float) -> Figure:
 def _sample_steps(points: Points, times: Sequence[float]) -> np.ndarray[Any, Any]:
     """Sample a step function at rising times: the last point so far, or 0 before the first."""
     xs, ys = zip(*points, strict=True) if points else ((), ())
+    # `searchsorted` counts the points up to each time, which is the index of the last of them behind the leading 0.
     return np.array([0.0, *ys])[np.searchsorted(xs, times, side="right")]
 
 
@@ -401,14 +411,14 @@ def _scale_axis(
     if y.kind != "share" and lowest > 0 and highest >= lowest * log_from:
         axes.set_yscale("log", subs=())
         axes.yaxis.set_major_locator(_tick_locator(lowest, highest, DENSE_Y_TO))
-        bottom, top = lowest / factor, max([highest, *ends]) / factor
+        bottom = lowest / factor
+        top = max([highest, *ends]) / factor
         axes.set_ylim(bottom / LOG_Y_PADDING, top * LOG_Y_PADDING)
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
-        bottom, top = (
-            min(0.0, lowest, *ends) / factor,
-            max(0.0, highest, *ends) / factor,
-        )
+        bottom = min(0.0, lowest, *ends) / factor
+        top = max(0.0, highest, *ends) / factor
+        # Without values, or with zeros alone, there is no range to be drawn.
         axes.set_ylim(bottom * PADDING, top * PADDING if top > bottom else 1.0)
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: formats.number(float(value)))
@@ -418,7 +428,9 @@ def _scale_axis(
 
 def _tick_locator(lowest: float, highest: float, dense_to: float) -> LogLocator:
     """Return the ticks of a logarithmic axis: 1, 2 and 5 of each decade below the ratio ``dense_to``, else decades."""
-    return LogLocator(subs=(1.0, 2.0, 5.0) if highest < lowest * dense_to else (1.0,))
+    if highest < lowest * dense_to:
+        return LogLocator(subs=(1.0, 2.0, 5.0))
+    return LogLocator(subs=(1.0,))
 
 
 def _shade_windows(axes: Axes, windows: Sequence[Window], width: float) -> None:
@@ -448,7 +460,7 @@ def add_legend(figure: Figure, axes: Axes) -> None:
     letters = int(figure.get_figwidth() / LETTER_WIDTH)
     wrapped = [textwrap.fill(name, letters - MARK_LETTERS) for name in names]
     lines = "\n".join(wrapped).split("\n")
-    longest = max(len(line) for line in lines)
+    longest = max(map(len, lines))
     columns = max(1, letters // (longest + MARK_LETTERS))
     names_box = figure.legend(handles, wrapped, ncols=columns, loc="outside upper left")
     height = names_box.get_window_extent().height / figure.dpi

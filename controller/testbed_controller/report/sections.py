@@ -115,9 +115,7 @@ def _device_cells(
         cells[Column("Model units", where="page")] = lambda row: Cell(
             units.get(row[0], formats.NONE)
         )
-    cells[Column("Share", where="wide")] = lambda row: Cell(
-        "", shares={kind: row[2][f"{kind}_share"] for kind in BAR_ACTIVITIES}
-    )
+    cells[Column("Share", where="wide")] = _bar_cell
     for kind in ("compute", "send", "receive", "down", "idle"):
         if kind != "down" or has_been_down:
             cells[Column(kind.capitalize(), "number")] = partial(_time_cell, kind)
@@ -135,6 +133,12 @@ def _device_cells(
     return cells
 
 
+def _bar_cell(row: Shown) -> Cell:
+    metrics = row[2]
+    shares = {kind: metrics[f"{kind}_share"] for kind in BAR_ACTIVITIES}
+    return Cell("", shares=shares)
+
+
 def _profile_cell(row: Shown) -> Cell:
     metrics = row[2]
     # The row of all devices has no profile.
@@ -147,6 +151,7 @@ def _time_cell(kind: str, row: Shown) -> Cell:
     metrics = row[2]
     if not metrics[kind]:
         return Cell(formats.NONE)
+    # Padded, so that the times before the shares stay aligned.
     share = f"{formats.whole_share(metrics[f'{kind}_share']):>3}"
     return Cell(formats.seconds(metrics[kind]), share, "no" if kind == "down" else "")
 
@@ -157,6 +162,7 @@ def _combine_devices(devices: Collection[Mapping[str, Any]]) -> dict[str, float]
     combined: dict[str, float] = {}
     for name in (*activities, "bytes_sent", "bytes_received"):
         combined[name] = sum(row[name] for row in devices)
+    # All devices have the same total time, the duration of the run, so the mean is the share of the total.
     for name in activities:
         combined[f"{name}_share"] = fmean(row[f"{name}_share"] for row in devices)
     combined["deficit_share"] = max(row["deficit_share"] for row in devices)
@@ -167,14 +173,14 @@ def holdings(run: Run) -> dict[str, str]:
     """Return the model units (counted from 0) and the memory of each device in the plan."""
     texts = {}
     for name in run.plan.devices:
-        assignments = [
-            assignment
-            for assignment in run.plan.assignments_of(name)
-            if assignment.stop > assignment.start
-        ]
-        if assignments:
-            units = ", ".join(_format_units(assignment) for assignment in assignments)
-            texts[name] = f"{units}, {formats.size(run.plan.memory(name))}"
+        units = []
+        for assignment in run.plan.assignments_of(name):
+            # An assignment may have no unit.
+            if assignment.stop > assignment.start:
+                units.append(_format_units(assignment))
+        if units:
+            memory = formats.size(run.plan.memory(name))
+            texts[name] = f"{', '.join(units)}, {memory}"
     return texts
 
 
@@ -324,12 +330,13 @@ def directions(run: Run) -> Section | None:
 
 
 def _objects_section(metrics: Mapping[str, Any]) -> Section:
-    first: dict[int, Any] = {}
+    """Return a row for each detected object, and one for each picture without any."""
+    first_answers: dict[int, Any] = {}
     for answer in metrics["series"]["objects"]:
-        first.setdefault(answer["sample"], answer["boxes"])
+        first_answers.setdefault(answer["sample"], answer["boxes"])
     shares = ("score", "left", "top", "right", "bottom")
     rows = []
-    for sample, boxes in first.items():
+    for sample, boxes in first_answers.items():
         if not boxes:
             rows.append([Cell(str(sample)), Cell("none"), *[Cell(formats.NONE)] * 5])
         for box in boxes:
@@ -389,8 +396,10 @@ def recovery_from(
 ) -> Mapping[str, Any]:
     """Return the recovery from a fault with its duration since the fault; None values for an undetected fault."""
     for item in metrics["recovery_list"]:
+        # One recovery may end the outages of several faults, each with a time of its own since its injection.
         if fault["recovered"] is not None and item["resumed"] == fault["recovered"]:
             return {**item, "seconds": fault["recovered"] - fault["struck"]}
+        # Detected, but the run ended before the work resumed.
         if item["resumed"] is None and item["struck"] == fault["struck"]:
             return dict(item)
     return {"detected": None, "resumed": None, "seconds": None}

@@ -27,22 +27,26 @@ LONGEST_UNWRAPPED = 18
 """Maximum length of names that are never wrapped, to save space for values."""
 TONES = {"": "", "yes": "green", "no": "red"}
 LATEX = str.maketrans(
-    {sign: rf"\{sign}" for sign in "&%$#_{}"}
-    | {
+    {
+        # Characters with a meaning in LaTeX.
+        "&": r"\&",
+        "%": r"\%",
+        "$": r"\$",
+        "#": r"\#",
+        "_": r"\_",
+        "{": r"\{",
+        "}": r"\}",
         "\\": r"\textbackslash{}",
         "~": r"\textasciitilde{}",
         "^": r"\textasciicircum{}",
         "\n": " ",
-    }
-    | {
+        # Signs of our tables that pdflatex knows as commands only.
         "±": r"$\pm$",
         "×": r"$\times$",
         "→": r"$\to$",
         "↔": r"$\leftrightarrow$",
         "µ": r"\textmu{}",
         "–": "--",
-    }
-    | {
         "✔": "yes",
         "✘": "no",
         "≥": r"$\geq$",
@@ -53,12 +57,17 @@ LATEX = str.maketrans(
         "°": r"\textdegree{}",
         "²": r"\textsuperscript{2}",
         "³": r"\textsuperscript{3}",
+        # A mark before the state of a run, which needs no sign of its own.
+        "◌": "",
+        # Letters without a glyph in T1 fonts.
+        "Ħ": "H",
+        "ħ": "h",
+        "ĸ": "k",
+        "Ŧ": "T",
+        "ŧ": "t",
     }
-    # A mark before the state of a run, which needs no sign of its own.
-    | {"◌": ""}
-    # Letters without a glyph in T1 fonts.
-    | dict(zip("ĦħĸŦŧ", "HhkTt", strict=True))
 )
+"""LaTeX of characters that pdflatex would misread or refuse."""
 LAST_LATIN = "\u017f"
 """Last character with a glyph in pdflatex's T1 fonts; later ones would fail.
 
@@ -318,6 +327,7 @@ def _cell_text(cell: Cell, column: Column, separator: str) -> Text:
 def _time_bar(shares: Mapping[str, float]) -> Text:
     """Draw the activities of a device as a bar; the remainder is idle time."""
     text = Text()
+    # Length of the bar so far: drawn in whole characters, and exactly.
     drawn = 0
     end = 0.0
     for kind, style in zip(BAR_ACTIVITIES, ("blue", "yellow", "red"), strict=True):
@@ -346,9 +356,13 @@ def latex(section: Section) -> str:
     for place, column in enumerate(section.columns):
         if column.where != "page":
             shown.append((place, column))
-    alignments = "".join("r" if column.kind == "number" else "l" for _, column in shown)
+    alignments = ""
+    headings = []
+    for _, column in shown:
+        alignments += "r" if column.kind == "number" else "l"
+        headings.append(column.heading)
     lines = [rf"\begin{{tabular}}{{{alignments}}}", r"\toprule"]
-    lines += [_latex_row([column.heading for _, column in shown]), r"\midrule"]
+    lines += [_latex_row(headings), r"\midrule"]
     for row in section.rows:
         lines.append(_latex_row([_text_and_note(row[place]) for place, _ in shown]))
     lines += [r"\bottomrule", r"\end{tabular}", ""]
@@ -356,7 +370,7 @@ def latex(section: Section) -> str:
 
 
 def _text_and_note(cell: Cell) -> str:
-    return " ".join(text for text in (cell.text, cell.note) if text)
+    return f"{cell.text} {cell.note}".strip()
 
 
 def _latex_row(texts: Sequence[str]) -> str:

@@ -108,10 +108,8 @@ def _run_title(run: Run) -> Text:
     text = Text(" ")
     text.append(run.trial.scenario.name, style="bold")
     count = len(run.experiment.devices)
-    text.append(
-        f"  {workload.title()}, {count} device{'' if count == 1 else 's'}, {runtime}",
-        style="dim",
-    )
+    plural = "" if count == 1 else "s"
+    text.append(f"  {workload.title()}, {count} device{plural}, {runtime}", style="dim")
     if run.outcome.status != "finished":
         text.append(f"  {run.outcome.status}", style="bold red")
     return text
@@ -150,6 +148,7 @@ def where(folder: Path, name: str = "report.html") -> Text:
     page = folder / name
     style = "bold cyan" if page.exists() else "cyan"
     path = page
+    # The recorder's paths are absolute, and a relative one is shorter.
     if page.is_relative_to(Path.cwd()):
         path = page.relative_to(Path.cwd())
     return Text(" Report  ", style="dim").append(str(path), style=style)

@@ -85,6 +85,7 @@ def _is_live(exporter: Any) -> bool:
 def stream_of(name: str) -> Callable[[Path], Callback]:
     """Return a live exporter by name. Raises `InputError` for an unknown name."""
     exporter: Callable[[Path], Callback] = EXPORTERS.find(_OTHER_NAMES.get(name, name))
+    # Both kinds are in one registry, so that packages add either by one entry point.
     if not _is_live(exporter):
         raise InputError(
             f"--stream {name}: writes finished results: use 'testbed export RESULTS_DIR --format {name}'"
