@@ -46,6 +46,7 @@ def shorten(scenario: dict[str, Any]) -> dict[str, Any]:
     for key in ("points", "sweep"):
         points = scenario.get(key)
         if isinstance(points, list):
+            # The first and the last one.
             scenario[key] = points[:: max(len(points) - 1, 1)]
     sweep = scenario.get("sweep")
     if isinstance(sweep, dict):
@@ -189,6 +190,7 @@ def compare(other: Path, stored: Path, names: list[str], jobs: int) -> bool:
     ``stored`` is the folder with the metrics of the other checkout.
     """
     stored.mkdir(parents=True, exist_ok=True)
+    # A scenario of this checkout alone has nothing to be compared with, and is left out below.
     their_files = scenario_files(other)
 
     def compare_scenario(name: str, file: Path) -> list[str]:

@@ -81,7 +81,7 @@ def bench(
         click.echo(document)
         return
     console.print(
-        tables.draw(_make_section(measurements, compare, before), console.width)
+        tables.draw_section(_make_section(measurements, compare, before), console.width)
     )
 
 

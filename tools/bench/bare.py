@@ -65,6 +65,7 @@ class Network:
             self._bridge,
             f"ip link add {port} type veth peer name data netns {pid}; ip link set {port} master bridge up",
         )
+        # A prefix of 15 bits is that of the range 198.18.0.0/15, which RFC 2544 reserves for measurements.
         _run_script(
             pid,
             f"ip address add {address}/15 broadcast + dev data; ip link set data up",
@@ -89,6 +90,7 @@ class Network:
 
     def _start_sleeper(self) -> int:
         """Return the process id of a process that keeps a new namespace open."""
+        # A namespace exists as long as a process is in it, or a file descriptor leads to it.
         with contextlib.closing(Namespace.scratch()) as scratch:
             process = scratch.run(lambda: subprocess.Popen(["sleep", "inf"]))
         self._processes.append(process)

@@ -110,6 +110,7 @@ class NamespaceLab:
         """Set these links within the block, with reverse links of the same rates; yield the link of each pair."""
         ordered = sorted(self.pairs, key=lambda pair: (self._distance(pair), pair))
         given = dict(zip(ordered, wanted, strict=False))
+        # TCP needs a way back, which is not measured.
         back = {}
         for (source, destination), link in given.items():
             back[destination, source] = Link(rate=link.rate)
@@ -123,7 +124,8 @@ class NamespaceLab:
 
     def _distance(self, pair: Pair) -> int:
         """Return a sort key for pairs by which the first ones load all devices evenly."""
-        source, destination = (self.names.index(name) for name in pair)
+        source = self.names.index(pair[0])
+        destination = self.names.index(pair[1])
         return (destination - source) % len(self.names)
 
 
@@ -253,6 +255,7 @@ def measure_alterations(
     lab: NamespaceLab, packets: int = PACKETS
 ) -> Iterator[Measurement]:
     """Measure duplication, reordering and corruption: three links with one of them, and a link with all."""
+    # With a delay, since a reordered packet is one that skips the delay.
     wanted = [
         Link(delay=0.005, duplicate=0.05),
         Link(delay=0.005, reorder=0.05),
@@ -441,13 +444,11 @@ def measure_live_change(
         changing.start()
         flow = measure_flows(lab.net, [pair], 500, 0.001)[pair]
         changing.join()
+    # Packets sent before the change took effect have the old delay of 100 ms, all others one of 1 ms.
     late = [flow.sent[number] for number, delay in flow.arrived if delay > 0.05]
-    yield Measurement(
-        "a change takes effect after",
-        1e3 * (max(late) - requested[0]),
-        "ms",
-        1e3 * CHANGE_SECONDS,
-    )
+    elapsed = max(late) - requested[0]
+    name = "a change takes effect after"
+    yield Measurement(name, 1e3 * elapsed, "ms", 1e3 * CHANGE_SECONDS)
 
 
 def _link_at_step(step: int) -> Link:
@@ -497,6 +498,7 @@ def measure_access(
                 90,
                 at_most=False,
             )
+        # Attached again without limits, while the devices run.
         lab.shaping.attach([lab.net.endpoints[hub]], {})
         measured = udp_rates(lab.net, dict.fromkeys(into, slower), 0.6, skip=0.2)
         share = 100 * sum(measured.values()) / (2 * 0.8 * downlink)
@@ -622,6 +624,7 @@ def _in_virtual_machine(backend: str) -> dict[str, Any]:
         raise HostError(
             "this kernel lacks the modules, and the virtual machine is available only in a checkout"
         )
+    # The machine shares this folder; a file of an earlier measurement must not pass for a result of this one.
     results = ROOT / ".build/vm/out/conformance.json"
     results.unlink(missing_ok=True)
     command = [sys.executable, str(machine), "--timeout", "3600", "--"]

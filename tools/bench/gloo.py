@@ -119,7 +119,9 @@ def _run_program(
     environment = {
         "MASTER_ADDR": first,
         "MASTER_PORT": str(PORT),
+        # The shaped interface; gloo would choose an address by the name of the host.
         "GLOO_SOCKET_IFNAME": INTERFACE,
+        # One thread, as a device has one processor.
         "OMP_NUM_THREADS": "1",
     }
     command = ["python3", "-c", program, json.dumps(job)]
@@ -151,7 +153,8 @@ def measure_gloo(lab: Lab, plan: Plan, schedule: str) -> GlooTimes:
         for future in as_completed(running):
             times[running[future]] = future.result()
     step = median(times[plan.coordinator]["seconds"][WARM_UP:])
-    return GlooTimes(step, sum(each["processor"] for each in times.values()))
+    processor = sum(each["processor"] for each in times.values())
+    return GlooTimes(step, processor)
 
 
 def steady_step_times(steps: Sequence[Step]) -> list[float]:
@@ -176,10 +179,10 @@ def compare_step_times(
         detail="the least that ours could reach",
     )
     yield Measurement(f"{step}, ours to gloo's", ours / gloo, "x", MOST_STEP_RATIO)
+    # The plan knows nothing of a slow host, so its share of our time is taken away.
     own = abs(ours * (1 - host.share) / planned - 1)
-    yield Measurement(
-        f"{step}, ours without what the host added, away from the plan", own, ""
-    )
+    name = f"{step}, ours without what the host added, away from the plan"
+    yield Measurement(name, own, "")
     deviation = abs(ours / planned - 1)
     yield Measurement(f"{step}, ours away from the plan", deviation, "", MOST_DEVIATION)
 

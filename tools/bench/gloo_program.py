@@ -55,6 +55,7 @@ def train_stage(job: dict[str, Any]) -> dict[str, Any]:
     for _ in range(job["steps"]):
         began = time.perf_counter()
         optimizer.zero_grad()
+        # Only the first stage has samples, and only the last one labels.
         inputs = (samples,) if rank == 0 else ()
         target = labels if rank == world - 1 else None
         schedule.step(*inputs, target=target, return_outputs=False)
@@ -71,6 +72,7 @@ def main() -> None:
         "gloo", rank=job["rank"], world_size=job["world"], timeout=MESSAGE_TIMEOUT
     )
     times = train_stage(job)
+    # No stage ends while another one still uses the connection to it.
     distributed.barrier()
     distributed.destroy_process_group()
     print(json.dumps(times))

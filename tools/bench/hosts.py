@@ -56,14 +56,16 @@ def _time_start_up(devices: int, hosts: Sequence[str]) -> float:
     trial = trials(make_scenario(devices))[0]
     began = time.monotonic()
     lab = HostsLab.create(trial, hosts, {})
+    # Without the removal of the devices.
     seconds = time.monotonic() - began
     lab.down()
     return seconds
 
 
 def _empty_host_bytes(hosts: Sequence[str]) -> float:
-    """Return the memory of the containers on a host without devices."""
+    """Return the memory in bytes of the containers on a host without devices."""
     trial = trials(make_scenario(2))[0]
+    # All devices on the first host, so that the second has only the testbed's own containers.
     place = {each.name: hosts[0] for each in trial.experiment.devices}
     lab = HostsLab.create(trial, hosts[:2], place)
     try:

@@ -135,6 +135,7 @@ def _time_messages(sender: socket.socket, size: int, count: int) -> Iterator[flo
     for _ in range(count):
         began = time.monotonic()
         sender.sendall(body)
+        # The answer, after the last byte of the message.
         sender.recv(1)
         yield time.monotonic() - began
         if time.monotonic() > until:
@@ -238,6 +239,7 @@ def main() -> None:
     else:
         for number, links in enumerate(link_groups()):
             points += measure_group(links, given.algorithm, number)
+            # After each group, so that an interruption loses one group only.
             given.file.write_text(json.dumps([each.to_json() for each in points]))
     print("\n".join(table_lines(points)))
 

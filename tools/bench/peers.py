@@ -127,6 +127,7 @@ def _run_timed(command: list[str], *, has_output: bool = True) -> dict[str, Any]
     """
     environment = {
         **os.environ,
+        # The environment of the peers has no package of this checkout.
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -147,8 +148,8 @@ def _run_timed(command: list[str], *, has_output: bool = True) -> dict[str, Any]
         check=True,
     )
     # The last line is that of `watch`, the line before that of the command.
-    *_, costs = done.stdout.splitlines()
-    result: dict[str, Any] = json.loads(costs)
+    lines = done.stdout.splitlines()
+    result: dict[str, Any] = json.loads(lines[-1])
     if has_output:
-        result = json.loads(done.stdout.splitlines()[-2]) | result
+        result = json.loads(lines[-2]) | result
     return result

@@ -251,12 +251,14 @@ def main() -> int:
     last = first
     until = time.monotonic() + given.seconds
     for report in run_attacks(target.attack, seeds, given.jobs, until):
+        # Attacks of several processes end in any order.
         last = max(last, report.seed)
         attack_counts[report.label] += 1
         # Several violations of a kind have one reduced scenario.
         kinds = set()
         for violation in report.violations:
             kind = violation_kind(violation)
+            # A random scenario may be invalid, and a refusal is then correct.
             if kind == "refused":
                 refused += 1
                 continue

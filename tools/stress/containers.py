@@ -52,6 +52,7 @@ def find_violations(tree: Tree) -> list[str]:
 
 
 def _check_containers(prepared: Prepared) -> Iterator[str]:
+    # First on the virtual clock, which takes little time and shows whether the scenario is too long.
     virtual = simulate_trial(prepared)
     seconds = max((event.time for event in virtual.events), default=0.0)
     if seconds > MOST_VIRTUAL:
@@ -63,6 +64,7 @@ def _check_containers(prepared: Prepared) -> Iterator[str]:
         lab = Lab.create(prepared.trial)
         try:
             dataset = load(workload_section(prepared.scenario).data)
+            # On a standing lab, since logs are gone once a lab is removed.
             outcome = emulate(prepared, dataset, standing=lab, accept_links=True)
             yield from _check_logs(lab)
         finally:
@@ -105,6 +107,7 @@ def _last_losses(outcome: Outcome, kind: str) -> dict[int | None, float]:
     losses = {}
     for event in outcome.events:
         if event.event == kind:
+            # A step that is repeated after a failure counts as computed last.
             losses[event.fields.get("step")] = event.fields["loss"]
     return losses
 

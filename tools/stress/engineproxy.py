@@ -29,8 +29,10 @@ class EngineProxy:
         listener = self._listener
         assert listener is not None
         self._listener = None
+        # Without the file, a new connection is refused at once, as by an engine that does not run.
         self._path.unlink()
         for each in [listener, *self._open]:
+            # Closing alone would not wake a thread that waits in `accept` or `recv`.
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         listener.close()
@@ -56,6 +58,7 @@ class EngineProxy:
         with suppress(OSError):
             while data := source.recv(65536):
                 sink.sendall(data)
+            # The other direction stays open: a client may end its request and wait for the answer.
             sink.shutdown(socket.SHUT_WR)
         self._open.discard(source)
 
@@ -71,5 +74,6 @@ def proxied(folder: Path) -> Iterator[EngineProxy]:
     try:
         yield proxy
     finally:
+        # Raised by a proxy that is cut already.
         with suppress(AssertionError):
             proxy.cut()

@@ -29,7 +29,13 @@ from testbed_controller.cli.printing import (
     print_catalogue,
     print_section,
 )
-from testbed_controller.report.tables import Cell, Column, Section, draw, number_columns
+from testbed_controller.report.tables import (
+    Cell,
+    Column,
+    Section,
+    draw_section,
+    number_columns,
+)
 
 if TYPE_CHECKING:
     from testbed.hardware import DeviceSpec, Profile
@@ -403,7 +409,7 @@ def _print_presets(title: str, presets: Iterable[_PresetRow]) -> None:
     for name, first, second, note, source in presets:
         rows.append([Cell(name), Cell(first), Cell(second), Cell(note, source)])
     console = make_console()
-    console.print(draw(Section(title, "", "", columns, rows), console.width))
+    console.print(draw_section(Section(title, "", "", columns, rows), console.width))
 
 
 def _device_row(profile: Profile) -> _PresetRow:

@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 @contextmanager
 def explaining(console: Console) -> Iterator[None]:
     """Print the measured links if a run in the block is rejected because of them."""
-    from testbed_controller.report.tables import draw
+    from testbed_controller.report.tables import draw_section
     from testbed_controller.report.terminal import measurements_table
     from testbed_controller.running.fidelity import LinksError
 
     try:
         yield
     except LinksError as error:
-        console.print(draw(measurements_table(error.measurements), console.width))
+        console.print(
+            draw_section(measurements_table(error.measurements), console.width)
+        )
         raise
 
 

@@ -27,9 +27,9 @@ from testbed_controller.cli.printing import dump, make_console
 from testbed_controller.report.tables import (
     Column,
     Section,
-    draw,
+    draw_section,
     number_columns,
-    plain,
+    plain_table,
 )
 
 CLASSES_SHOWN = 4
@@ -369,7 +369,7 @@ def _print_views(views: Sequence[PlanView]) -> None:
             console.print()
         for block in _view_blocks(view):
             if isinstance(block, Section):
-                console.print(draw(block, console.width))
+                console.print(draw_section(block, console.width))
             else:
                 console.print(block)
         # A schedule is a grid of characters: wrapped lines would be unreadable.
@@ -411,7 +411,7 @@ def programs_table(view: PlanView) -> Section:
     for name, program in view.programs.items():
         note = "in the background" if program["background"] else ""
         rows.append((name, " ".join(program["command"]), note))
-    return plain([Column("device"), Column("command"), Column("")], rows)
+    return plain_table([Column("device"), Column("command"), Column("")], rows)
 
 
 def pass_kinds(view: PlanView) -> list[str]:
@@ -459,7 +459,7 @@ def pieces_table(view: PlanView) -> Section:
     empty_cells = [""] * (4 + len(time_headings))
     for name in view.idle:
         rows.append((name, "-", *empty_cells))
-    return plain(
+    return plain_table(
         [
             Column("device"),
             Column("units"),
@@ -506,7 +506,7 @@ def hosts_table(view: PlanView) -> Iterator[Section | str]:
         memory = f"{formats.size(each['memory'])} of {formats.size(each['of'])}"
         rows.append((each["host"], devices, cores, memory, str(each["leaving"])))
     yield ""
-    yield plain(
+    yield plain_table(
         [
             Column("host"),
             Column("devices"),
@@ -529,7 +529,7 @@ def data_table(data: DataView) -> Iterator[Section | str]:
         classes = str(len(counts))
         rows.append((owner["device"], samples, classes, ", ".join(largest)))
     yield ""
-    yield plain(
+    yield plain_table(
         [
             Column("device"),
             *number_columns("samples", "classes"),
@@ -556,7 +556,7 @@ def radio_table(radio: RadioView) -> Iterator[Section | str]:
         all_ratios += row.values()
     mean = f", {fmean(all_ratios):.1%} on average" if all_ratios else ""
     yield ""
-    yield plain(
+    yield plain_table(
         [
             Column(""),
             Column("device"),
@@ -590,7 +590,7 @@ def alternatives_table(alternatives: Sequence[Alternative]) -> Iterator[Section 
             )
         )
     yield ""
-    yield plain(
+    yield plain_table(
         [
             Column("scheme"),
             *number_columns("weights", "memory", "T", "C", "on the wire", "time"),

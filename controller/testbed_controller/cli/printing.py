@@ -60,9 +60,9 @@ def print_section(
     console: Console, columns: Sequence[Column], rows: Iterable[Sequence[str]]
 ) -> None:
     """Print a table in the format of reports."""
-    from testbed_controller.report.tables import draw, plain
+    from testbed_controller.report.tables import draw_section, plain_table
 
-    console.print(draw(plain(columns, rows), console.width))
+    console.print(draw_section(plain_table(columns, rows), console.width))
 
 
 def options(model: type[BaseModel]) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ def print_catalogue(
     entries: Sequence[dict[str, Any]], about: Callable[[dict[str, Any]], str]
 ) -> None:
     """Print entries with their options; ``about`` returns the description of an entry."""
-    from testbed_controller.report.tables import Cell, Column, Section, draw
+    from testbed_controller.report.tables import Cell, Column, Section, draw_section
 
     console = make_console()
     columns = (Column("", "name"), Column(""))
@@ -111,7 +111,7 @@ def print_catalogue(
         if not rows:
             summary += "; no options"
         section = Section(entry["name"], "", summary, columns, rows)
-        console.print(draw(section, console.width))
+        console.print(draw_section(section, console.width))
 
 
 def _plain_text(values: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from testbed_controller.report.tables import (
     Cell,
     Column,
     Section,
-    draw,
+    draw_section,
     number_columns,
 )
 from testbed_controller.report.terminal import VERDICTS
@@ -49,7 +49,7 @@ AROUND = 20
 
 def show(console: Console, compared: Mapping[str, Any]) -> None:
     """Print a comparison: a row per metric, a column per run or group of repetitions, with ratios to the first."""
-    console.print(draw(metrics_of(compared), console.width))
+    console.print(draw_section(metrics_of(compared), console.width))
     if compared["clocks"]:
         style = "green" if compared["clocks"]["agree"] else "yellow"
         console.print(Text("  " + clocks_text(compared["clocks"]), style=style))

@@ -73,7 +73,12 @@ def tables(run: Run) -> Iterator[Section]:
         brief = table.note.partition(". ")[0].rstrip(".")
         if rows:
             yield Section(
-                table.title, table.note, brief, tuple(columns), rows, most=-12
+                table.title,
+                table.note,
+                brief,
+                tuple(columns),
+                rows,
+                max_printed_rows=-12,
             )
 
 

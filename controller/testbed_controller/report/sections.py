@@ -62,7 +62,7 @@ Shown = tuple[str, str, Mapping[str, Any]]
 def _devices_section(run: Run) -> Section:
     devices = run.metrics["devices"]
     selected = devices_shown(devices)
-    left_out = len(devices) - len(selected)
+    omitted_rows = len(devices) - len(selected)
     has_been_down = any(row["down"] for row in devices.values())
     note = (
         "Time and share of the run. A send lasts until the receiver has acknowledged. Time in which a device sends, "
@@ -75,7 +75,7 @@ def _devices_section(run: Run) -> Section:
             " Deficit: share of the undisturbed steps by which the host was too slow."
         )
     rows: list[Shown] = []
-    if left_out:
+    if omitted_rows:
         combined = _combine_devices(devices.values())
         rows.append((f"all {len(devices):,}", "", combined))
         note += (
@@ -84,7 +84,7 @@ def _devices_section(run: Run) -> Section:
         )
     for name, reason in selected.items():
         rows.append((name, reason, devices[name]))
-    cells = _device_cells(run, selected=bool(left_out), has_been_down=has_been_down)
+    cells = _device_cells(run, selected=bool(omitted_rows), has_been_down=has_been_down)
     table = []
     for row in rows:
         table.append([make_cell(row) for make_cell in cells.values()])
@@ -95,8 +95,8 @@ def _devices_section(run: Run) -> Section:
         brief,
         tuple(cells),
         table,
-        most=MOST_PRINTED,
-        left_out=left_out,
+        max_printed_rows=MOST_PRINTED,
+        omitted_rows=omitted_rows,
     )
 
 
@@ -109,13 +109,13 @@ def _device_cells(
         Column("Device", "name"): lambda row: Cell(row[0])
     }
     if selected:
-        cells[Column("Shown for", where="wide")] = lambda row: Cell(row[1])
-    cells[Column("Profile", where="wide")] = _profile_cell
+        cells[Column("Shown for", shown_on="wide")] = lambda row: Cell(row[1])
+    cells[Column("Profile", shown_on="wide")] = _profile_cell
     if units:
-        cells[Column("Model units", where="page")] = lambda row: Cell(
+        cells[Column("Model units", shown_on="page")] = lambda row: Cell(
             units.get(row[0], formats.NONE)
         )
-    cells[Column("Share", where="wide")] = _bar_cell
+    cells[Column("Share", shown_on="wide")] = _bar_cell
     for kind in ("compute", "send", "receive", "down", "idle"):
         if kind != "down" or has_been_down:
             cells[Column(kind.capitalize(), "number")] = partial(_time_cell, kind)
@@ -201,19 +201,19 @@ def _links_section(run: Run) -> Section:
     shaped = _describe_shaping(run) if is_emulated else ""
     shaped += _describe_hosts(run)
     groups = [(group, "") for group in group_links(links)]
-    left_out = 0
+    omitted_rows = 0
     # With this many groups, nearly every link has values of its own: the notable links are shown instead.
     if len(groups) > MOST:
         selected = links_shown(links)
-        left_out = len(links) - len(selected)
+        omitted_rows = len(links) - len(selected)
         groups = [(together(links), "")]
         for link, reason in selected:
             groups.append((group_links([link])[0], reason))
     cells: dict[Column, Callable[[LinkGroup, str], Cell]] = {
         Column("Link", "name"): lambda link, _: Cell(link.name)
     }
-    if left_out:
-        cells[Column("Shown for", where="wide")] = lambda _, reason: Cell(reason)
+    if omitted_rows:
+        cells[Column("Shown for", shown_on="wide")] = lambda _, reason: Cell(reason)
     cells[Column("Requested")] = lambda link, _: Cell(link.requested)
     note = (
         "Rate and one-way delay of the scenario; a simulation does not measure links. "
@@ -232,7 +232,13 @@ def _links_section(run: Run) -> Section:
         rows.append([make_cell(group, reason) for make_cell in cells.values()])
     brief = f"rate, one-way delay{shaped}"
     return Section(
-        "Links", note, brief, tuple(cells), rows, most=MOST_PRINTED, left_out=left_out
+        "Links",
+        note,
+        brief,
+        tuple(cells),
+        rows,
+        max_printed_rows=MOST_PRINTED,
+        omitted_rows=omitted_rows,
     )
 
 
@@ -291,8 +297,8 @@ def _changes_section(run: Run) -> Section:
         brief,
         columns,
         rows,
-        most=12,
-        all_in="events.jsonl",
+        max_printed_rows=12,
+        complete_file="events.jsonl",
     )
 
 
@@ -305,9 +311,9 @@ def directions(run: Run) -> Section | None:
         return None
     is_emulated = run.outcome.runtime == "emulate"
     selected = links_shown(links)
-    left_out = len(links) - len(selected)
+    omitted_rows = len(links) - len(selected)
     columns = [Column("From", "name"), Column("To", "name")]
-    if left_out:
+    if omitted_rows:
         columns.append(Column("Shown for"))
     columns.append(Column("Requested"))
     if is_emulated:
@@ -316,7 +322,7 @@ def directions(run: Run) -> Section | None:
     rows = []
     for link, reason in selected:
         row = [Cell(link["source"]), Cell(link["destination"])]
-        if left_out:
+        if omitted_rows:
             row.append(Cell(reason))
         row.append(Cell(describe(link["requested"])))
         if is_emulated:
@@ -326,7 +332,7 @@ def directions(run: Run) -> Section | None:
         row.append(Cell(formats.size(link["bytes"])))
         row.append(Cell(formats.share(link["used_share"])))
         rows.append(row)
-    return Section("", "", "", tuple(columns), rows, left_out=left_out)
+    return Section("", "", "", tuple(columns), rows, omitted_rows=omitted_rows)
 
 
 def _objects_section(metrics: Mapping[str, Any]) -> Section:
@@ -353,7 +359,15 @@ def _objects_section(metrics: Mapping[str, Any]) -> Section:
         Column("Object", "name"),
         *number_columns("Score", "Left", "Top", "Right", "Bottom"),
     )
-    return Section("Objects", note, brief, columns, rows, most=20, all_in="boxes.json")
+    return Section(
+        "Objects",
+        note,
+        brief,
+        columns,
+        rows,
+        max_printed_rows=20,
+        complete_file="boxes.json",
+    )
 
 
 def _faults_section(metrics: Mapping[str, Any]) -> Section:
@@ -378,7 +392,7 @@ def _faults_section(metrics: Mapping[str, Any]) -> Section:
     )
     columns = (
         Column("Fault", "name"),
-        *number_columns("Scheduled", "Late", where="page"),
+        *number_columns("Scheduled", "Late", shown_on="page"),
     )
     columns += number_columns("Injected", "Detected", "Reverted", "Resumed", "Recovery")
     return Section(
@@ -387,7 +401,7 @@ def _faults_section(metrics: Mapping[str, Any]) -> Section:
         "time since the start of the workload",
         columns,
         rows,
-        most=MOST_PRINTED,
+        max_printed_rows=MOST_PRINTED,
     )
 
 

@@ -49,7 +49,7 @@ def show(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """
     console.print(Text())
     for part in tables.split_wide(section(summary), "Point", console.width):
-        console.print(tables.draw(part, console.width))
+        console.print(tables.draw_section(part, console.width))
         if not part.title:
             console.print(Text())
     console.print(where(folder, "sweep.html"))
@@ -90,7 +90,7 @@ def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
     for number, point in enumerate(points):
         row = []
         for key in keys:
-            row.append(Cell(_value_label(point, key), order=sort_keys[key][number]))
+            row.append(Cell(_value_label(point, key), sort_key=sort_keys[key][number]))
         row.append(_runs_cell(point))
         row += [metric.cell(point) for metric in metrics]
         rows.append(row)
@@ -122,7 +122,7 @@ def _runs_cell(point: Point) -> Cell:
     links = []
     for number, name in enumerate(point["runs"], 1):
         links.append((str(number), quote(f"{name}/report.html")))
-    return Cell(str(count), note, order=count, links=links)
+    return Cell(str(count), note, sort_key=count, links=links)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class _MetricColumn:
             return Cell(formats.NONE)
         half_width = metric["ci95"]
         note = "" if half_width is None else f"± {self.scale.write(half_width)}"
-        return Cell(self.scale.write(metric["mean"]), note, order=metric["mean"])
+        return Cell(self.scale.write(metric["mean"]), note, sort_key=metric["mean"])
 
 
 def choose_metrics(summary: Mapping[str, Any], chosen: Sequence[str]) -> Names:

@@ -80,14 +80,14 @@ class Cell:
 
     text: str
     note: str = ""
-    """Smaller text beside or below."""
+    """Smaller text beside or below, such as an interval."""
     tone: Literal["", "yes", "no"] = ""
     """Whether the text reports success or failure."""
     shares: Mapping[str, float] | None = None
     """Drawn as a bar: shares of `BAR_ACTIVITIES`."""
     hint: str = ""
     """Tooltip on a page."""
-    order: float | str | None = None
+    sort_key: float | str | None = None
     """Sort key on a page."""
     links: Sequence[tuple[str, str]] = ()
     """Texts with link targets, which replace the text on a page."""
@@ -100,8 +100,8 @@ class Column:
     heading: str
     kind: Literal["name", "text", "number"] = "text"
     """Numbers are aligned on the right."""
-    where: Literal["", "wide", "page"] = ""
-    """Shown only on wide terminals and on the page, or on the page alone."""
+    shown_on: Literal["", "wide", "page"] = ""
+    """Where the column is shown: everywhere, on the page and on terminals from `WIDE` on, or on the page alone."""
 
 
 @dataclass(frozen=True)
@@ -111,24 +111,24 @@ class Section:
     title: str
     note: str
     """Explanation of the metrics, for the page."""
-    brief: str
+    terminal_note: str
     """A shorter explanation for the terminal: a phrase without a full stop."""
     columns: tuple[Column, ...]
     rows: list[list[Cell]]
-    most: int = 1000
+    max_printed_rows: int = 1000
     """Maximum number of rows on the terminal; a negative number selects the last rows."""
     sortable: bool = False
     """Whether a click on a heading of the page sorts the rows."""
-    left_out: int = 0
+    omitted_rows: int = 0
     """Number of rows omitted everywhere."""
-    all_in: str = "metrics.json"
+    complete_file: str = "metrics.json"
     """File with all rows, relative to the page."""
 
 
-def plain(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Section:
+def plain_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Section:
     """Return a table of texts without a title.
 
-    >>> plain([Column("Device", "name")], [["a"], ["b"]]).rows[1][0].text
+    >>> plain_table([Column("Device", "name")], [["a"], ["b"]]).rows[1][0].text
     'b'
     """
     cells = [[Cell(text) for text in row] for row in rows]
@@ -136,14 +136,14 @@ def plain(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Section:
 
 
 def number_columns(
-    *headings: str, where: Literal["", "wide", "page"] = ""
+    *headings: str, shown_on: Literal["", "wide", "page"] = ""
 ) -> tuple[Column, ...]:
     """Return right-aligned columns with these headings.
 
     >>> [column.heading for column in number_columns("Sent", "Received")]
     ['Sent', 'Received']
     """
-    return tuple(Column(heading, "number", where) for heading in headings)
+    return tuple(Column(heading, "number", shown_on) for heading in headings)
 
 
 class VisibleConsole(Console):
@@ -164,22 +164,19 @@ class VisibleConsole(Console):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-def draw(section: Section, width: int) -> Group:
+def draw_section(section: Section, width: int) -> Group:
     """Render a section for a terminal of this width.
 
     In a table too wide for the terminal, notes of numbers move below their numbers, and cells are wrapped.
     """
-    rows = section.rows[: section.most]
+    rows = _printed_rows(section)
     # Where the last rows are shown, those left out everywhere are earlier ones as well (`thinning.shortened`).
-    before = ""
-    if section.most < 0:
-        rows = section.rows[section.most :]
-        before = " before them"
+    before = " before them" if section.max_printed_rows < 0 else ""
     table = _fitted_table(section, rows, width)
     parts: list[RenderableType] = [table]
     hidden = {
         "the report": len(section.rows) - len(rows),
-        section.all_in: section.left_out,
+        section.complete_file: section.omitted_rows,
     }
     notes = []
     for place, count in hidden.items():
@@ -190,11 +187,18 @@ def draw(section: Section, width: int) -> Group:
     if not section.title:
         return Group(*parts)
     # Outside the table, since rich wraps a table's own title at the width of the table.
-    gap = "  " if len(section.title) + len(section.brief) < width - 3 else "\n "
+    gap = "  " if len(section.title) + len(section.terminal_note) < width - 3 else "\n "
     title = Text(f" {section.title}", style="bold").append(
-        f"{gap}{section.brief}", style="not bold dim"
+        f"{gap}{section.terminal_note}", style="not bold dim"
     )
     return Group(title, *parts, Text())
+
+
+def _printed_rows(section: Section) -> Sequence[Sequence[Cell]]:
+    """Return the rows for the terminal: the first ones, or the last ones if their maximum number is negative."""
+    if section.max_printed_rows < 0:
+        return section.rows[section.max_printed_rows :]
+    return section.rows[: section.max_printed_rows]
 
 
 _RULER = Console(width=100_000)
@@ -221,7 +225,7 @@ def split_wide(section: Section, row_heading: str, width: int) -> list[Section]:
         if places:
             parts += _split_columns(section, places, row_heading, width)
     # The title stands above the first table, and belongs to all of them.
-    untitled = [replace(part, title="", brief="") for part in parts[1:]]
+    untitled = [replace(part, title="", terminal_note="") for part in parts[1:]]
     return [parts[0], *untitled]
 
 
@@ -248,7 +252,7 @@ def _fits(section: Section, width: int) -> bool:
     Rich tears words rather than refuse a table, and says nothing, so the drawn words are compared with those of the
     cells.
     """
-    table = _fitted_table(section, section.rows[: section.most], width)
+    table = _fitted_table(section, _printed_rows(section), width)
     expected: set[str] = set()
     for column in table.columns:
         for text in (column.header, *column.cells):
@@ -307,7 +311,7 @@ def _make_table(
 
 def _is_shown(column: Column, width: int) -> bool:
     """Whether a column is shown on a terminal of this width."""
-    return not column.where or (column.where == "wide" and width >= WIDE)
+    return not column.shown_on or (column.shown_on == "wide" and width >= WIDE)
 
 
 def _cell_text(cell: Cell, column: Column, separator: str) -> Text:
@@ -318,7 +322,7 @@ def _cell_text(cell: Cell, column: Column, separator: str) -> Text:
     if cell.shares is not None:
         text = _time_bar(cell.shares)
     # Optional columns are the least important: the terminal leaves out their notes.
-    if cell.note and not column.where:
+    if cell.note and not column.shown_on:
         before = separator if column.kind == "number" else "\n"
         text.append(before + cell.note, style="dim")
     return text
@@ -342,7 +346,7 @@ def _time_bar(shares: Mapping[str, float]) -> Text:
 def latex(section: Section) -> str:
     r"""Return a section as a LaTeX table, which needs the package booktabs.
 
-    >>> print(latex(plain([Column("rate")], [["5 %"]])))
+    >>> print(latex(plain_table([Column("rate")], [["5 %"]])))
     \begin{tabular}{l}
     \toprule
     rate \\
@@ -354,7 +358,7 @@ def latex(section: Section) -> str:
     """
     shown = []
     for place, column in enumerate(section.columns):
-        if column.where != "page":
+        if column.shown_on != "page":
             shown.append((place, column))
     alignments = ""
     headings = []

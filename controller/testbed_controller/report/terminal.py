@@ -18,7 +18,7 @@ from testbed.trace.outcome import LinkMeasurement
 from testbed_controller.report import declared
 from testbed_controller.report.grouping import group_links
 from testbed_controller.report.sections import expected, sections
-from testbed_controller.report.tables import Cell, Column, Section, draw
+from testbed_controller.report.tables import Cell, Column, Section, draw_section
 from testbed_controller.results.available import metric_value
 from testbed_controller.results.run import Run
 
@@ -56,9 +56,9 @@ def render(run: Run, width: int) -> RenderableType:
         _metrics_table(run),
         Text(),
     ]
-    parts += [draw(section, width) for section in sections(run)]
+    parts += [draw_section(section, width) for section in sections(run)]
     if run.expectations:
-        parts.append(draw(expected(run), width))
+        parts.append(draw_section(expected(run), width))
     parts.append(_verdict_panel(run.metrics["verdict"]))
     # Written instead of one file if the devices have no common version of the model.
     files = sorted(path.name for path in run.path.glob("weights-*.safetensors"))

@@ -80,8 +80,10 @@ def shortened(section: Section) -> Section:
     excess = len(section.rows) - MOST
     if excess <= 0:
         return section
-    rows = section.rows[excess:] if section.most < 0 else section.rows[:MOST]
-    return replace(section, rows=rows, left_out=excess)
+    rows = (
+        section.rows[excess:] if section.max_printed_rows < 0 else section.rows[:MOST]
+    )
+    return replace(section, rows=rows, omitted_rows=excess)
 
 
 def abridged(value: Any, file: str) -> Any:

@@ -18,7 +18,7 @@ from testbed.wire.framing import wire_bytes
 from testbed.wire.message import ENVELOPE
 from testbed.work import WorkloadPart
 from testbed_controller.cli.plan import alternatives_table
-from testbed_controller.report.tables import draw
+from testbed_controller.report.tables import draw_section
 from testbed_stahl.candidates import fitting_plan
 from testbed_stahl.communication import make_phases, predict_interval, predict_latency
 from testbed_stahl.dataflow import make_dataflow
@@ -146,7 +146,7 @@ def test_every_scheme_is_shown_beside_the_one_that_is_chosen() -> None:
 
 def test_the_alternatives_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     _, table, _ = alternatives_table(alternatives(problem(memory=1.4e6)))
-    Console(width=160).print(draw(table, 160))
+    Console(width=160).print(draw_section(table, 160))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["scheme", "weights", "memory"]
     assert [line.split()[0] for line in lines[2:8]] == [

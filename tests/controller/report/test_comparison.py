@@ -21,7 +21,7 @@ from testbed_controller.cli.report import report as report_command
 from testbed_controller.report import drawing, sweep
 from testbed_controller.report.charts import Axis, Line, LinePlot
 from testbed_controller.report.comparison import metrics_of, plots, render, show
-from testbed_controller.report.tables import Column, VisibleConsole, latex, plain
+from testbed_controller.report.tables import Column, VisibleConsole, latex, plain_table
 from testbed_controller.results import files
 from testbed_controller.results.comparison import compare, side_by_side
 from testbed_controller.results.run import Run, run_name
@@ -496,7 +496,7 @@ def test_latex_tables_hold_no_sign_that_pdflatex_refuses(tmp_path: Path) -> None
 
 
 def test_latex_tables_show_where_pdflatex_knows_no_sign() -> None:
-    section = plain([Column("α")], [["−5 °C"], ["3 m²"], ["Ħa"], ["日"]])
+    section = plain_table([Column("α")], [["−5 °C"], ["3 m²"], ["Ħa"], ["日"]])
     rows = [line for line in latex(section).splitlines() if line.endswith(r"\\")]
     assert rows == [
         r"? \\",

@@ -119,7 +119,7 @@ def test_the_table_of_many_devices_has_all_together_and_those_that_stand_out() -
     assert list(shown)[:2] == [f"all {MANY:,}", "d8"]
     assert shown["d8"].startswith("longest down")
     assert "computes longest" in shown["d7"]
-    assert len(shown) - 1 + table.left_out == MANY
+    assert len(shown) - 1 + table.omitted_rows == MANY
     compute = table.rows[0][
         [column.heading for column in table.columns].index("Compute")
     ]
@@ -131,7 +131,7 @@ def test_few_devices_are_all_in_their_table() -> None:
     (table,) = (
         section for section in sections(crowd(MOST)) if section.title == "Devices"
     )
-    assert (len(table.rows), table.left_out, table.columns[1].heading) == (
+    assert (len(table.rows), table.omitted_rows, table.columns[1].heading) == (
         MOST,
         0,
         "Profile",
@@ -146,12 +146,12 @@ def test_links_that_carried_most_are_shown_whether_or_not_all_are_alike() -> Non
         "d9",
         "carried most, used most",
     )
-    assert len(table.rows) + table.left_out == MANY
+    assert len(table.rows) + table.omitted_rows == MANY
     assert directions(unlike) is None
     (links,) = (section for section in sections(unlike) if section.title == "Links")
     assert names_of(links)[:2] == [f"all {MANY:,}", "d0 → d9"]
     assert links.rows[0][3].text == "10 MB"
-    assert len(links.rows) - 1 + links.left_out == MANY
+    assert len(links.rows) - 1 + links.omitted_rows == MANY
 
 
 def test_the_page_of_many_devices_is_small_and_says_what_it_leaves_out() -> None:
@@ -184,9 +184,9 @@ def test_the_terminal_has_few_rows_of_many_devices() -> None:
 def test_a_long_table_has_its_first_rows_or_its_last_where_these_matter() -> None:
     rows = [[Cell(str(number))] for number in range(MOST + 5)]
     table = Section("Rounds", "", "", (Column("Round"),), rows)
-    first, last = shortened(table), shortened(replace(table, most=-12))
-    assert (names_of(first)[0], len(first.rows), first.left_out) == ("0", MOST, 5)
-    assert (names_of(last)[-1], len(last.rows), last.left_out) == (
+    first, last = shortened(table), shortened(replace(table, max_printed_rows=-12))
+    assert (names_of(first)[0], len(first.rows), first.omitted_rows) == ("0", MOST, 5)
+    assert (names_of(last)[-1], len(last.rows), last.omitted_rows) == (
         str(MOST + 4),
         MOST,
         5,

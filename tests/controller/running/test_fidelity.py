@@ -8,7 +8,7 @@ from rich.console import Console
 
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
-from testbed_controller.report.tables import draw
+from testbed_controller.report.tables import draw_section
 from testbed_controller.report.terminal import measurements_table
 from testbed_controller.running.fidelity import (
     LinksError,
@@ -156,7 +156,7 @@ def test_the_table_shows_the_limit_of_an_access() -> None:
     )
     console = Console(width=140)
     with console.capture() as captured:
-        console.print(draw(measurements_table([limited]), 140))
+        console.print(draw_section(measurements_table([limited]), 140))
     assert "50 mbit, 5 ms" in captured.get()
     assert LinkMeasurement.from_json(limited.to_json()) == limited
 
@@ -164,7 +164,7 @@ def test_the_table_shows_the_limit_of_an_access() -> None:
 def test_table_lists_failed_links_first() -> None:
     console = Console(width=140, record=True, file=None, quiet=False)
     with console.capture() as captured:
-        console.print(draw(measurements_table([*FINE, SLOW]), 140))
+        console.print(draw_section(measurements_table([*FINE, SLOW]), 140))
     lines = [line.strip() for line in captured.get().splitlines() if line.strip()]
     assert lines[0].split() == ["Link", "Requested", "Measured", "Problem"]
     assert lines[2].startswith("a → c")
