@@ -229,6 +229,7 @@ def main(check: bool) -> int:
     """Write all outdated files, or with ``check`` print the names of these files; return the exit status."""
     is_current = True
     for path, text in generate_files():
+        # A file that is current keeps its time of change.
         if path.exists() and path.read_text() == text:
             continue
         is_current = False

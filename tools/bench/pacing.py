@@ -98,15 +98,21 @@ def measure() -> Iterator[Measurement]:
             for series in pace():
                 spans += series.spans
         errors = [span.error for span in spans]
-        detail = f"{len(spans)} spans of {min(CHARGES) * 1e3:g} to {max(CHARGES) * 1e3:g} ms on {DEVICES} devices"
-        mean, worst = fmean(errors), float(np.percentile(errors, 99))
+        unreported_errors = [span.unreported for span in spans]
+        shortest, longest = min(CHARGES) * 1e3, max(CHARGES) * 1e3
+        detail = (
+            f"{len(spans)} spans of {shortest:g} to {longest:g} ms on {DEVICES} devices"
+        )
+        mean = fmean(errors)
+        worst = float(np.percentile(errors, 99))
         yield Measurement(
             f"pacing, {name}: mean error of a span", mean, "", TOLERANCE, detail=detail
         )
+        # Without a target: on a loaded host, a span may end late, and the run then reports the lateness.
         yield Measurement(
             f"pacing, {name}: 99th percentile of the error", worst, "", detail=detail
         )
-        unreported = float(np.percentile([span.unreported for span in spans], 99))
+        unreported = float(np.percentile(unreported_errors, 99))
         yield Measurement(
             f"pacing, {name}: the same beyond what is reported as late",
             unreported,

@@ -90,6 +90,7 @@ def data(
         data: {name: mnist, train: 6000}
     """
     if name is None:
+        # Options about one data set would have no effect on the list of all.
         for option, value in (
             ("--split", split),
             ("--folder", folder),
@@ -123,6 +124,7 @@ def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
     if split is None:
         return part
     kind, _, value = split.partition("=")
+    # `iid` is a word in a scenario, and `dirichlet=0.3` a mapping.
     how: Any = kind
     if value:
         how = {kind: _parse_value(value)}

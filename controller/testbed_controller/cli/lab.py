@@ -186,6 +186,7 @@ def ps(as_json: bool) -> None:
     rows = []
     progress_lines = []
     for run, containers in labs.items():
+        # None for a lab without a run, and for a run of another user.
         folder = runstate.results_of(run)
         current = Progress()
         if folder is not None:
@@ -243,6 +244,7 @@ def logs(device: str, run_id: str | None, follow: bool) -> None:
     run = runstate.choose(run_id)
     has_output = False
     for piece in container_logs(engine_of(run, device), run, device, follow=follow):
+        # Bytes, since a program may print anything; flushed, since --follow is read while the program runs.
         sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
         has_output = True

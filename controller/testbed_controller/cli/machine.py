@@ -220,6 +220,7 @@ def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> N
     """
     from testbed_controller.profiling import board
 
+    # The module needs nothing of the testbed, so its source text is the program.
     if program:
         click.echo(Path(board.__file__).read_text(), nl=False)
         return

@@ -256,6 +256,7 @@ def _plain_time(prepared: Prepared) -> float | None:
     if all(device.precision == "f32" for device in problem.devices):
         return None
     devices = tuple(replace(device, precision="f32") for device in problem.devices)
+    # Planned again, since another partition may then be the best.
     return prepared.method.plan(replace(problem, devices=devices)).step_time
 
 
@@ -521,6 +522,7 @@ def data_table(data: DataView) -> Iterator[Section | str]:
     rows = []
     for owner in data.owners:
         counts = owner["classes"]
+        # The most frequent class first; of equally frequent ones, in their own order.
         labels = sorted(counts, key=lambda label: (-counts[label], label))
         largest = [f"{label}: {counts[label]:,}" for label in labels[:CLASSES_SHOWN]]
         if len(labels) > CLASSES_SHOWN:

@@ -79,6 +79,7 @@ def reach(name: str) -> Host:
             f"{name}: no engine responds at {url} ({error}): try 'docker --context {name} info'"
         ) from None
     swarm = info["Swarm"]
+    # The engine answers null outside a swarm.
     peers = swarm.get("RemoteManagers") or ()
     return Host(
         name=name,
@@ -105,6 +106,7 @@ def reach_all(names: Sequence[str]) -> dict[str, Host]:
     """
     with ThreadPoolExecutor(len(names)) as pool:
         hosts = dict(zip(names, pool.map(reach, names), strict=True))
+    # On one engine, the shapers and keepers of both hosts would have the same names.
     engines: dict[str, str] = {}
     for name, host in hosts.items():
         other = engines.setdefault(host.engine, name)
@@ -162,6 +164,7 @@ def _forward_socket(name: str, url: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="testbed-ssh-"))
     path = folder / "engine"
     target = _ssh_target(url)
+    # A context such as ssh://user@node1/run/user/1000/docker.sock names another socket of the host.
     forward = f"{path}:{urlsplit(url).path or SOCKET}"
     process = subprocess.Popen(
         ["ssh", "-T", *_SSH_OPTIONS, "-L", forward, *target, "cat"],

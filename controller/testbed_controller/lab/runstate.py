@@ -158,6 +158,7 @@ def choose(run: str | None) -> str:
     Raises InputError if no run or several runs exist.
     """
     known = runs()
+    # Not looked up here: `down` also removes runs without a state file.
     if run is not None:
         return run
     if not known:

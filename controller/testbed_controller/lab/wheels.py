@@ -178,6 +178,7 @@ def requirements(kind: str, target: Target) -> dict[str, str]:
     """
     packages: dict[str, str] = {}
     absent: dict[str, Requirement] = {}
+    # Pairs of package and extra whose dependencies are known, since dependencies may form a cycle.
     expanded: set[tuple[str, str]] = set()
     listed = [Requirement(name) for name in list_packages(kind)]
     waiting = list(listed)

@@ -101,6 +101,7 @@ class DockerFaultTarget:
 
         A change refused by the shaper is not stored. A device deployed in the meantime reads the stored state.
         """
+        # The links that the devices know, so that only differences are sent.
         before = self.shown
         # The shaper first, which may refuse.
         if changed.links:
@@ -130,6 +131,7 @@ class DockerFaultTarget:
 
         Raises `TestbedError` if the program continues.
         """
+        # A device that is down already has nothing to hand over.
         with suppress(AgentGone):
             agent = self._agent(device)
             if agent is not None:
@@ -202,6 +204,7 @@ class DockerFaultTarget:
 
     def _send_speeds(self, factors: Mapping[str, float]) -> None:
         for name, factor in factors.items():
+            # A device that is down gets its speed after its start (see `inform`).
             with suppress(AgentGone):
                 agent = self._agent(name)
                 if agent is not None:

@@ -84,6 +84,7 @@ def batches(
             due = math.inf
         else:
             newest = due = pace * (time.monotonic() - began)
+        # At a slow pace, events that are due later are left in the file rather than in memory.
         if not waiting or waiting[-1]["time"] <= newest:
             waiting.extend(tail.read_lines())
         ready = _pop_due(waiting, due)

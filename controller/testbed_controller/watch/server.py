@@ -104,6 +104,7 @@ def describe_run(trial: Trial, declared: MetricsSpec) -> dict[str, Any]:
     experiment = trial.experiment
     radio = experiment.radio
     drawn = [device.name for device in experiment.devices[:MOST]]
+    # A set, since a mesh of `MOST` devices has a link for each pair.
     names = frozenset(drawn)
     links = []
     for (source, destination), link in experiment.links.items():

@@ -36,6 +36,7 @@ class _Connection:
         self.arrived: asyncio.Queue[bytes] = asyncio.Queue()
         """Data to forward; an empty piece marks the end."""
         self.room = WINDOW
+        """Bytes that may still be sent before the other end has forwarded earlier ones."""
         self.more_room = asyncio.Event()
 
 
@@ -94,6 +95,7 @@ class Streams:
             self._connections[number] = _Connection()
             connecting = self._connect_target(number, json.loads(content))
             task = asyncio.get_running_loop().create_task(connecting)
+            # Stored, since event loops hold only weak references to tasks.
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif connection is None:
