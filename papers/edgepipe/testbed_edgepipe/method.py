@@ -1,8 +1,9 @@
 """EdgePipe (Yoon et al., "EdgePipe: Tailoring Pipeline Parallelism With Deep Neural Networks for Volatile Wireless
 Edge Devices", IEEE Internet of Things Journal, 2022).
 
-Layers and batches are numbered from 0, in the paper from 1. Layer 0 is the input layer, whose neurons are the values of
-a sample. `EdgePipeOptions.baselines` has the paper's baselines except Naive, which is a scenario of one device.
+Numbers of layers and batches begin at 0, and in the paper at 1. Layer 0 is the input layer, whose neurons are the
+values of a sample. `EdgePipeOptions.baselines` has the paper's baselines, except Naive, the training on a single
+device: a scenario with one device is this baseline.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from dataclasses import replace
 from testbed.device import Device
 from testbed.ml.method import PlanningProblem, ProgramContext
 from testbed.ml.slots.metrics import DECLARED, details_of
-from testbed.ml.slots.planner import SlotDetails, SlotMethod, plan
+from testbed.ml.slots.planner import SlotDetails, SlotMethod
+from testbed.ml.slots.planner import plan as plan_slots
 from testbed.plan import Plan
 from testbed.trace.metrics_spec import Metric
 from testbed.trace.record import RunView
-from testbed_edgepipe.planner import INFORMING, EdgePipeOptions
+from testbed_edgepipe.planner import PARTITION_MESSAGES, EdgePipeOptions
 
 
 def _update_share(record: RunView) -> float | None:
@@ -43,9 +45,10 @@ def _update_share(record: RunView) -> float | None:
 
 
 def _model_partition_bytes(record: RunView) -> int | None:
+    """Return the bytes of requests and answers; None for a run whose devices take the partition from the plan."""
     total = 0
     for event in record.of("send"):
-        if event.fields["message"] in INFORMING:
+        if event.fields["message"] in PARTITION_MESSAGES:
             total += event.fields["bytes"]
     return total or None
 
@@ -70,13 +73,14 @@ FORMER_METRICS = {
     "informing_bytes": "model_partition_bytes",
     "learned": "update_share",
 }
-"""Former names of metrics with the present ones."""
+"""Former name -> present name of each renamed metric."""
 
 
 class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
-    """Super neurons trained in fixed timeslots over lossy casts; missing values count as zero.
+    """Training in fixed timeslots over lossy casts; missing values count as zero.
 
-    A device that restarts continues in the current slot with its initial weights.
+    A super neuron is the set of neurons, of several successive layers, that one device has. A device that restarts
+    continues in the current slot with its initial weights.
     """
 
     name = "edgepipe"
@@ -90,12 +94,15 @@ class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
     )
 
     def plan(self, problem: PlanningProblem[EdgePipeOptions]) -> Plan[SlotDetails]:
-        """Divide the layers, map the super neurons and time the slots. Raises `InputError` for an impossible plan."""
+        """Divide layers into super neurons, choose a device for each, and compute the length of a timeslot.
+
+        Raises `InputError` if such a plan is impossible.
+        """
         options = problem.options
         micro_batches = options.micro_batches
         if micro_batches == "devices":
             micro_batches = len(problem.devices)
-        return plan(
+        return plan_slots(
             self.name,
             problem,
             options.divide,
@@ -106,9 +113,10 @@ class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
     async def program(
         self, device: Device, context: ProgramContext[EdgePipeOptions, SlotDetails]
     ) -> None:
-        """Work as a super neuron, slot by slot."""
-        if device.name in context.plan.devices:
-            # Imported here, since only devices need torch.
-            from testbed_edgepipe.program import run
+        """Do the work of the device's super neuron, slot by slot; nothing on a device without one."""
+        if device.name not in context.plan.devices:
+            return
+        # Imported here, since only devices need torch.
+        from testbed_edgepipe.program import run
 
-            await run(device, context)
+        await run(device, context)

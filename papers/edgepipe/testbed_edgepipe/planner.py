@@ -1,4 +1,4 @@
-"""EdgePipe's options and placement of neurons."""
+"""EdgePipe's options, and the assignment of neurons to devices that a plan implies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from testbed.ml.slots.arrangement import Allocation, NeuronAssignment, partition
 from testbed.ml.slots.planner import Divide, SlotDetails, SlotOptions, layer_sizes
 from testbed.plan import Plan
 
-INFORMING = ("needs_arrangement", "arrangement")
-"""Kinds of the messages before the first timeslot, see `EdgePipeOptions.send_model_partition`."""
+PARTITION_MESSAGES = ("needs_arrangement", "arrangement")
+"""Kinds of the messages by which devices request and receive the model partition before the first timeslot, if
+`EdgePipeOptions.send_model_partition` is set."""
 UpdateCondition = Literal["all_losses", "all_results", "all_transmissions"]
 
 
@@ -22,9 +23,10 @@ class EdgePipeOptions(SlotOptions):
     """Options of `EdgePipe`."""
 
     baselines: ClassVar[Baselines] = {
-        # Section VI's Model: model parallelism without a pipeline of batches.
+        # Section VI's Model: model parallelism alone, where a batch begins after the one before is complete.
         "model": {"pipelined": False},
-        # GPipe and PipeDream place whole layers on devices, as Vertical does.
+        # Section VI compares with the core of GPipe and PipeDream, both on the allocation Vertical. It divides a batch
+        # into as many micro-batches as there are devices.
         "gpipe": {"allocation": "vertical", "micro_batches": "devices"},
         "pipedream": {"allocation": "vertical"},
         # Figure 8's Random: super neurons on devices in a random order.
@@ -37,36 +39,41 @@ class EdgePipeOptions(SlotOptions):
         "masks": "mask_missing_outputs",
     }
     allocation: Allocation = "hybrid"
-    """Groups of layers: one layer each, by equation (1), or all layers in one."""
+    """Groups of layers, each divided among devices of its own. `vertical`: one layer in each group, as far as there are
+    devices. `hybrid`: as many layers in each as equation (1) says. `horizontal`: all layers in one group."""
     micro_batches: Annotated[int, Field(ge=1)] | Literal["devices"] = 1
-    """Parts of a batch. More than one is GPipe, which needs the vertical division: all parts go forward, then all go
-    backward, one a slot. `devices` takes one part per device."""
+    """Number of parts of a batch. With more than one the schedule is GPipe's, and `allocation` must be `vertical`: all
+    parts go forward, one in each slot, then all go backward, and the weights change after the last. `devices`: as many
+    parts as devices."""
     update_condition: UpdateCondition = "all_losses"
-    """The data of a batch without which a layer makes no update. `all_losses`: a missing input counts as zero, and a
-    layer computes gradients "only if it receives all of the losses from its next layer" (Section V-B). `all_results`:
-    the output layer also needs all results. `all_transmissions`: each layer also needs all outputs of the previous
-    layer."""
+    """The transmissions of a batch that a layer on a device must have received to learn from the batch. `all_losses`:
+    all losses of the next layer, as in the paper: a layer computes gradients "only if it receives all of the losses
+    from its next layer" (Section V-B), and a missing input counts as zero. The output layer has no next layer, and
+    learns from those shared results that have arrived. `all_results`: as before, but the output layer must have
+    received all shared results. `all_transmissions`: as before, and each layer must have received all outputs of the
+    previous layer."""
     mask_missing_outputs: bool = True
-    """Whether an output that counted as zero gets no losses, as the gradient of a constant is zero. The paper does not
-    state this; otherwise losses of outputs that nobody received let weights grow without bound."""
+    """Whether an output that was missing, and counted as zero, gets no losses: the zero is a constant, and the gradient
+    by a constant is zero. The paper does not state this. If such losses are sent, as with `false`, they are those of a
+    batch without inputs, which learning cannot lower: weights grew until the loss was not a number."""
     send_model_partition: bool = False
-    """Whether the coordinator sends all other devices their neurons before the first timeslot, as in Algorithm 1.
-    Otherwise each device reads the plan."""
+    """Whether the device coordinator sends the model partition to all other devices before the first timeslot, as in
+    Algorithm 1. Otherwise each device takes its neurons from the plan, without a message."""
 
     @property
     def divide(self) -> Divide:
-        """The division of layers by `layers_per_group` or `allocation`.
+        """The division of neurons over devices: by `layers_per_group` if it is set, otherwise by `allocation`.
 
         >>> EdgePipeOptions(allocation="vertical").divide([4, 4], ["a", "b"]).devices
         ('a', 'b')
         """
-        return partial(
-            partition_neurons, allocation=self.layers_per_group or self.allocation
-        )
+        # A number of layers in place of an allocation's name is the paper's M_layers.
+        allocation = self.layers_per_group or self.allocation
+        return partial(partition_neurons, allocation=allocation)
 
 
 def planned_assignment(
     problem: PlanningProblem[EdgePipeOptions], plan: Plan[SlotDetails]
 ) -> NeuronAssignment:
-    """Return the placement of neurons in a plan."""
+    """Return the assignment of neurons of a plan, which stores the order of the devices alone."""
     return problem.options.divide(layer_sizes(problem), plan.details.devices)

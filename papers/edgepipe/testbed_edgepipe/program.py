@@ -18,19 +18,19 @@ from testbed.ml.slots.planner import SlotDetails
 from testbed.ml.slots.program import KINDS, FixedAssignment, SlotProgram, transmit_of
 from testbed.ml.slots.weights import Needs, receive_initial_weights, request_data
 from testbed_edgepipe.planner import (
-    INFORMING,
+    PARTITION_MESSAGES,
     EdgePipeOptions,
     UpdateCondition,
     planned_assignment,
 )
 
 
-class NeedsPartition(Needs, kind=INFORMING[0]):
+class NeedsPartition(Needs, kind=PARTITION_MESSAGES[0]):
     """Request for the model partition, to the device coordinator."""
 
 
 @dataclass(frozen=True)
-class ModelPartition(TypedMessage, kind=INFORMING[1]):
+class ModelPartition(TypedMessage, kind=PARTITION_MESSAGES[1]):
     """From the device coordinator: the task of each device (line 22 of Algorithm 1)."""
 
     layers: list[dict[str, list[int]]]
