@@ -147,7 +147,9 @@ def _unchanged_buffers(network: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, copy in copies:
-                buffer.copy_(copy)
+                # A buffer whose elements share memory, such as an expanded mask, is unchanged and cannot be written.
+                if not torch.equal(buffer, copy):
+                    buffer.copy_(copy)
 
 
 def _find_constants(program: Any) -> dict[str, torch.Tensor]:

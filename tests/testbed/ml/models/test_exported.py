@@ -82,3 +82,23 @@ def test_tracing_leaves_running_statistics_as_they_were() -> None:
     exported._export_network(root, InputSpec((8,)))
     for name, buffer in root.named_buffers():
         assert torch.equal(buffer, before[name]), name
+
+
+class Masked(nn.Module):
+    """A network with a buffer whose rows share their memory."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(1, 8).expand(3, 8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(samples * self.mask.sum(0))
+        return result
+
+
+def test_buffers_whose_elements_share_memory_are_exported() -> None:
+    traced = exported._export_network(Masked(), InputSpec((8,)))
+    assert len(traced.runs) == 2
