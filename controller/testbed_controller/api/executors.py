@@ -21,6 +21,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 
 from testbed.common import formats
 from testbed.common.logs import PACKAGES
@@ -86,7 +87,8 @@ class InTurn:
             if len(runs) > 1:
                 rest = _estimate_rest(began, finished_runs, len(runs))
                 title = f"[bold]run {finished_runs + 1} of {len(runs)}[/]"
-                console.print(f"{title} {_point_name(run.trial)}{rest}")
+                # Escaped, since rich reads brackets in a label as its markup.
+                console.print(f"{title} {escape(_point_name(run.trial))}{rest}")
             finished = run_recorded(
                 run.prepared, self.runtime, run.folder, initial, console, self.options
             )
@@ -265,7 +267,8 @@ def collect(
             # Without events, which a sweep of many runs could not hold in memory.
             finished = load_metrics(result_folder(number, ended))
             rest = _estimate_rest(began, count, total)
-            console.print(f"[bold]{count} of {total}[/] {finished.path.name}{rest}")
+            name = escape(finished.path.name)
+            console.print(f"[bold]{count} of {total}[/] {name}{rest}")
             done(number, finished)
 
 

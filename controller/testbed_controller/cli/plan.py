@@ -176,9 +176,12 @@ class PlanView:
 
     @property
     def title(self) -> str:
-        """Name of the scenario and, of a sweep, the point."""
+        """Name of the scenario and, of a sweep, the point, with rich's markup."""
+        title = f"[bold]{self.scenario}[/bold]"
         point = point_text(self.point)
-        return f"[bold]{self.scenario}[/bold]{' at ' + point if point else ''}"
+        if point:
+            title += f" at {escape(point)}"
+        return title
 
 
 def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
@@ -493,7 +496,7 @@ def time_lines(view: PlanView) -> Iterator[str]:
             )
             yield f"[yellow]{view.fastest_alone['device']} alone would be faster: {text}[/yellow]"
     for text in view.advice:
-        yield f"[yellow]{text}[/yellow]"
+        yield f"[yellow]{escape(text)}[/yellow]"
 
 
 def hosts_table(view: PlanView) -> Iterator[Section | str]:

@@ -296,7 +296,8 @@ def _make_table(
         texts = [column.heading, *(row[index].text for row in rows)]
         longest = max(len(text) for text in texts)
         table.add_column(
-            column.heading,
+            # As `Text`, since rich reads brackets in a label as its markup.
+            Text(column.heading),
             style="bold" if column.kind == "name" else "",
             justify="right" if column.kind == "number" else "left",
             overflow="fold",

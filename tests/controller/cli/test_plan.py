@@ -147,6 +147,13 @@ def test_an_optimal_plan_says_what_an_even_one_would_take():
     )
 
 
+def test_brackets_in_the_label_of_a_point_are_shown():
+    point = "points=[{label: 'as in [/paper]', seed: 1}]"
+    result = CliRunner().invoke(command_line, ["plan", "quickstart", "--set", point])
+    assert result.exit_code == 0, result.output
+    assert "at as in [/paper]" in result.output
+
+
 def test_the_plan_names_a_device_that_alone_is_quicker():
     slow_link = [
         "--set",

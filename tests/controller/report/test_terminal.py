@@ -14,7 +14,15 @@ from testbed.trace.metrics import metrics
 from testbed.trace.metrics_spec import Metric, MetricsSpec, Row
 from testbed_controller.report import html, sweep, terminal
 from testbed_controller.report.grouping import group_links
-from testbed_controller.report.tables import Cell, Section, number_columns, split_wide
+from testbed_controller.report.tables import (
+    Cell,
+    Column,
+    Section,
+    draw_section,
+    number_columns,
+    plain_table,
+    split_wide,
+)
 from testbed_controller.results import files
 from testbed_controller.results.comparison import compare
 from testbed_controller.results.run import Run
@@ -245,6 +253,16 @@ def test_a_summary_of_many_swept_keys_has_a_legend_of_numbered_points(
     [metrics] = [line for line in lines if "Accuracy" in line]
     assert "Step time (s)" in metrics
     assert "Duration (s)" in metrics
+
+
+def test_brackets_in_headings_are_shown() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    section = plain_table([Column("FedAvg [paper]")], [["[bold]1"]])
+    console.print(draw_section(section, 80))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "FedAvg [paper]" in shown
+    assert "[bold]1" in shown
 
 
 def test_tables_of_more_metrics_than_a_terminal_holds_are_divided() -> None:

@@ -1,0 +1,32 @@
+"""Executors of prepared runs, and what they report meanwhile."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from testbed_controller.api import executors
+from testbed_controller.api.executors import InTurn, PlannedRun
+from tests.helpers import recorded
+
+
+def test_brackets_in_the_label_of_a_point_are_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    finished = SimpleNamespace(outcome=SimpleNamespace(status="finished"))
+    monkeypatch.setattr(executors, "run_recorded", lambda *_: finished)
+    runs = {}
+    for number in range(2):
+        trial = replace(recorded.trial(), point={"label": f"FedAvg [paper {number}]"})
+        prepared = cast(Any, SimpleNamespace(trial=trial))
+        runs[number] = PlannedRun(prepared, tmp_path)
+    console = Console(file=io.StringIO(), width=80)
+    InTurn("simulate").execute(runs, console, lambda *_: None)
+    assert isinstance(console.file, io.StringIO)
+    assert "FedAvg [paper 0]" in console.file.getvalue()
