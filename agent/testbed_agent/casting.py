@@ -37,9 +37,17 @@ _LOOK_SECONDS = 0.02
 
 # linux/net_tstamp.h: the kernel reports the instant at which the interface gets a datagram, without its content.
 _SO_TIMESTAMPING = 37
-_REPORT = struct.pack("I", 1 << 4 | 1 << 11)
-_NOTE = [(socket.SOL_SOCKET, _SO_TIMESTAMPING, struct.pack("I", 1 << 1))]
+_TX_SOFTWARE = 1 << 1
+"""SOF_TIMESTAMPING_TX_SOFTWARE: take the time as the datagram is handed to the interface."""
+_SOFTWARE = 1 << 4
+"""SOF_TIMESTAMPING_SOFTWARE: report times taken by the kernel, not by the interface."""
+_ONLY_TIME = 1 << 11
+"""SOF_TIMESTAMPING_OPT_TSONLY: report the time without the datagram."""
+_REPORT = struct.pack("I", _SOFTWARE | _ONLY_TIME)
+_NOTE = [(socket.SOL_SOCKET, _SO_TIMESTAMPING, struct.pack("I", _TX_SOFTWARE))]
+"""Control message of a datagram whose departure is to be reported."""
 _STAMP = struct.Struct("@qq")
+"""Seconds and nanoseconds of the wall clock."""
 _IP_PKTINFO = 8
 """The constant of linux/in.h, which Python defines from 3.12 on."""
 _PACKET_INFORMATION = struct.Struct("=I4s4s")
@@ -73,9 +81,14 @@ class Addresses:
 
 @dataclass
 class _Partial:
+    """A message of which some datagrams are missing."""
+
     start: float
+    """Monotonic instant of the first datagram."""
     count: int
+    """Number of datagrams in all."""
     chunks: dict[int, bytes] = field(default_factory=dict)
+    """Received parts by their number."""
 
 
 class Caster:
@@ -114,6 +127,7 @@ class Caster:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CAST_BUFFER)
         self._socket.bind(addresses.listen)
         self._partial: OrderedDict[tuple[str, int, int], _Partial] = OrderedDict()
+        """Incomplete messages by source address, incarnation and broadcast number, the oldest first."""
         self._closed = False
 
     def start(self, inbox: Inbox) -> None:
@@ -191,6 +205,7 @@ class Caster:
     def _listen(self, inbox: Inbox) -> None:
         with self._socket:
             while True:
+                # More than any datagram of IPv4 holds.
                 datagram, source = self._socket.recvfrom(65536)
                 if self._closed:
                     return
@@ -202,11 +217,13 @@ class Caster:
         run, incarnation, number, index, count = _PREFIX.unpack_from(datagram)
         if run != self._mark or index >= count:
             return  # of another run on the same network, or malformed
+        # Too large for the device: nothing is stored for a message that could never be complete.
         if count * CAST_CHUNK > self._limit + CAST_CHUNK:
             return
         # By address rather than by the sender's name, which only the whole message holds.
         key = (source, incarnation, number)
         partial = self._partial.setdefault(key, _Partial(time.monotonic(), count))
+        # Datagrams of one message agree about their number; this one is malformed.
         if partial.count != count:
             return
         partial.chunks[index] = datagram[_PREFIX.size :]

@@ -65,6 +65,7 @@ class RealDevice:
         """Functions that return weights; the key is True for the device's part of the model alone."""
         self.processors = Processors(spec.processors, pace)
         self.lanes: dict[str, Lane] = {}
+        """Delivery to each peer that has been sent a message."""
         self.totals = Totals()
         largest = largest_message(spec)
         tokens = {name: peer.received for name, peer in peers.items()}
@@ -76,6 +77,7 @@ class RealDevice:
         # A link may have changed between the deployment and the start of the program.
         self._slowness |= slowness or {}
         self._computes = problem.workload.is_computed
+        """Whether the run has values, not times alone."""
         self._specs = {device_spec.name: device_spec for device_spec in problem.devices}
         self._origin = origin
         self._time = DeviceTime(max(origin, time.monotonic()))
@@ -84,6 +86,7 @@ class RealDevice:
         self._incarnation = time.monotonic_ns()
         self._sequence = count()
         self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
+        """Messages not yet received by the program."""
         self.disk = Disk(settings, origin)
         # Two writes at once would share a temporary file; two broadcasts at once would mix their departures.
         self._writing = asyncio.Lock()

@@ -35,13 +35,18 @@ class EventLog:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._dropped = 0
+        """Number of lines dropped so far, and thus the number of the oldest line kept."""
         self._sealed: deque[tuple[int, bytes]] = deque()
-        """Blocks of (number of lines, compressed lines)."""
+        """Blocks of (number of lines, compressed lines), the oldest first."""
         self._sealed_lines = 0
+        """Number of lines in all blocks."""
         self._sealed_bytes = 0
+        """Compressed bytes of all blocks."""
         self._recent: deque[bytes] = deque()
+        """The newest lines, uncompressed."""
         self._recent_bytes = 0
         self._open = True
+        """Whether more lines may follow."""
         self._changed = threading.Condition()
 
     def append(self, line: str) -> None:
@@ -51,6 +56,7 @@ class EventLog:
             self._recent.append(data)
             self._recent_bytes += len(data)
             self._changed.notify_all()
+            # Half of the lines stay uncompressed, so that a live reader finds them.
             if self._recent_bytes > 2 * BLOCK:
                 self._compress_oldest()
 
@@ -90,6 +96,7 @@ class EventLog:
         return self._follow(after)
 
     def _follow(self, position: int) -> Iterator[bytes]:
+        # The monotonic instant of the last batch of recent lines.
         sent = 0.0
         while True:
             sleep(max(0.0, sent + GATHER - monotonic()))
@@ -135,6 +142,7 @@ class EventLog:
         while size < BLOCK:
             lines.append(self._recent.popleft())
             size += len(lines[-1])
+        # Level 1, the fastest: appending waits for it.
         block = zlib.compress(b"".join(lines), 1)
         self._recent_bytes -= size
         self._sealed.append((len(lines), block))

@@ -61,7 +61,9 @@ class Pace:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: list[tuple[float, float]] = [(-math.inf, 1.0)]
+        """Monotonic instant of each change, and the speed from then on."""
         self._watchers: list[threading.Event] = []
+        """Events set at each change; see `watch`."""
 
     def watch(self) -> threading.Event:
         """Return an event, set at each speed change, for a thread waiting for the end of a task."""
@@ -152,6 +154,8 @@ class DeviceTime:
 
 @dataclass(frozen=True)
 class _PacedWork:
+    """The arguments of `Processors.put`."""
+
     work: Callable[[], Any]
     charge: Charge
     begin: Callable[[float], bool]
@@ -174,7 +178,9 @@ class Processors:
         self.computed = 0.0
         """Processor time of all work so far, in seconds."""
         self._queue: queue.SimpleQueue[_PacedWork | None] = queue.SimpleQueue()
+        """Waiting work of all processors; None ends a thread."""
         self._stop = threading.Event()
+        # One event for each thread, since a thread clears its own.
         self._changed = [self._pace.watch() for _ in range(count)]
         self._threads = [
             threading.Thread(
@@ -257,6 +263,7 @@ class Processors:
 
     def _run_tasks(self, changed: threading.Event) -> None:
         precise_sleep()
+        # The monotonic instant from which the processor is free, on the emulated device.
         free = 0.0
         while True:
             item = self._queue.get()
@@ -319,9 +326,9 @@ def precise_sleep() -> None:
     """Ask the kernel for punctual wake-ups of the calling thread, instead of up to 50 us later to save power."""
     import ctypes
 
-    ctypes.CDLL(None, use_errno=True).prctl(
-        _PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0
-    )
+    # In nanoseconds; the kernel's default is 50,000.
+    slack = ctypes.c_ulong(1000)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, slack, 0, 0, 0)
 
 
 def _wait_for_event(event: threading.Event, seconds: float) -> None:

@@ -74,6 +74,7 @@ class Inbox:
         self.arriving: dict[str, float] = {}
         """Monotonic instant of the last received bytes, for each sender with an incomplete message."""
         self._senders = {f"Bearer {token}": name for name, token in peers.items()}
+        """Peers by the Authorization header of their requests."""
         self._limit = limit
         self._deliver = deliver
         # Reentrant: the receiver may release the message at once.
@@ -147,6 +148,7 @@ class DataServer:
         self._strangers: deque[_Connection] = deque()
         """Connections without an authenticated request, the oldest first."""
         self._known: dict[str, deque[_Connection]] = defaultdict(deque)
+        """Connections of each peer, the oldest first."""
 
     @property
     def address(self) -> Address:
@@ -208,10 +210,13 @@ class _Connection:
         self._link = link
         self._loop = loop
         self._heard = time.monotonic()
+        """Monotonic instant of the last received bytes."""
         self._reading = False
         """Whether a message is incomplete."""
         self._together = 1
+        """Number of received bytes at which the kernel wakes up the loop (SO_RCVLOWAT)."""
         link.setblocking(False)
+        # Runs up to its first wait for data.
         self._requests: Generator[int, None, None] = self._take_requests()
         next(self._requests)
         loop.add_reader(link, self._readable)

@@ -65,6 +65,7 @@ class Runner:
         self._lock = threading.RLock()
         self._deployment: Deployment | None = None
         self._message_loss: dict[str, float] = {}
+        """Current fraction of each peer's broadcasts that this device loses."""
         self._slowness: dict[str, float] = {}
         """Current round-trip time of a few packets to each peer, in seconds."""
         self._input: Any = None
@@ -73,11 +74,15 @@ class Runner:
         self.computing: dict[str, Any] | None = None
         """The processor and the compute kernels of programs; None before torch is imported."""
         self._task: asyncio.Task[None] | None = None
+        """The task of the running program."""
         self._ending: asyncio.Task[None] | None = None
         """The task that waits for the program's end; stored because event loops hold only weak references to tasks."""
         self._begun: Loop | None = None
+        """The program's event loop; None until the first use of `_start_loop`."""
         self._beginning = threading.Lock()
+        """Held while the loop is created, since two threads may need it first."""
         self._over = threading.Event()
+        """Set when the program has ended; cleared at its start."""
         threading.Thread(target=self._await_peer, name="peers", daemon=True).start()
 
     def health(self) -> dict[str, Any]:

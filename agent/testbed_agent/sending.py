@@ -28,12 +28,13 @@ _LOG = logging.getLogger(__name__)
 CONNECT_SECONDS = 1.5
 """Time-out of the first connection attempts, in seconds."""
 CONNECT_SECONDS_MOST = 3.0
-"""The kernel repeats a lost SYN after one second and again after two, so a healed link is detected within two
-seconds."""
+"""Maximum of this time-out, in seconds. The kernel repeats a lost SYN after one second and again after two, so a healed
+link is detected within two seconds."""
 STALL_SECONDS = 2.0
 """Seconds without an answer after which the sender reconnects."""
 STALL_SECONDS_MOST = 30.0
-"""The time-out grows when a connection stalls, so that a link slowed down by a fault works in the end."""
+"""Maximum of this time-out, in seconds. The time-out grows when a connection stalls, so that a link slowed down by a
+fault works in the end."""
 QUIET_SECONDS = 0.05
 """Time without a response after all data was sent, in seconds, before the kernel probes the peer (keepalive)."""
 UNSENT_BYTES = 128 << 10
@@ -94,11 +95,14 @@ class Connection:
         self._keepalive = False
         """Whether the kernel probes the peer (keepalive)."""
         self._received = b""
+        """Bytes of the first incomplete response."""
         self._ready: asyncio.Future[bool] | None = None
         """The future awaited by `wait`."""
         self._slowness = slowness
         self._connect_seconds = CONNECT_SECONDS + slowness
+        """Time-out of the next attempt to connect."""
         self._stall_seconds = STALL_SECONDS + slowness
+        """Time without an acknowledgement after which the kernel gives up the connection."""
 
     def set_slowness(self, slowness: float) -> None:
         """Adapt all time-outs to a slower or faster link.
@@ -329,11 +333,14 @@ class _Outgoing:
     """One unacknowledged message."""
 
     head: bytes
+    """Request line and headers."""
     body: bytes
     not_before: float
+    """Monotonic instant before which the message must not leave."""
     delivered: asyncio.Future[Delivery] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    """Done with the acknowledgement or a final refusal; cancelled for a withdrawn message."""
     begun: float = 0.0
     """Monotonic instant of the first byte, or 0 before."""
 
@@ -368,9 +375,11 @@ class Lane:
         self._broken_off = False
         """Whether a partially written message was withdrawn."""
         self._backoff = BACKOFF_SECONDS
+        """Pause before the next attempt after a broken connection, in seconds."""
         self._problem = "not connected yet"
         """Reason of the last broken connection; empty since an acknowledgement."""
         self._sending: asyncio.Task[None] | None = None
+        """The task that sends all messages; done or None on an idle lane."""
 
     @property
     def waiting(self) -> int:
@@ -424,9 +433,11 @@ class Lane:
 
     def _start_over(self) -> None:
         """Reset the state of the connection, and drop withdrawn messages."""
-        self._messages = deque(
-            message for message in self._messages if not message.delivered.done()
-        )
+        remaining: deque[_Outgoing] = deque()
+        for message in self._messages:
+            if not message.delivered.done():
+                remaining.append(message)
+        self._messages = remaining
         self._written = 0
         self._offset = 0
         self._unacknowledged = 0
@@ -504,6 +515,7 @@ class Lane:
         pieces: list[bytes | memoryview] = []
         for index in range(self._written, len(self._messages)):
             outgoing = self._messages[index]
+            # A message that has begun to leave is finished, whatever the window and the time.
             if not offset:
                 if room <= 0:
                     break
@@ -528,6 +540,7 @@ class Lane:
             outgoing = self._messages[self._written]
             if not self._offset:
                 self._unacknowledged += len(outgoing.body)
+                # A message that is sent again keeps the instant at which it first left.
                 outgoing.begun = outgoing.begun or time.monotonic()
             step = min(written, outgoing.size - self._offset)
             written -= step

@@ -9,6 +9,7 @@ from typing import Any
 from testbed.wire.ports import CAST_PORT, CONTROL_PORT, DATA_PORT
 
 Address = tuple[str, int]
+"""IPv4 address and port."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,10 @@ class Settings:
 
         Raises SystemExit with the name of a missing or invalid variable.
         """
-        missing = [
-            name
-            for name in ("TESTBED_RUN", "TESTBED_DEVICE", "TESTBED_TOKEN")
-            if not environment.get(name)
-        ]
+        missing = []
+        for name in ("TESTBED_RUN", "TESTBED_DEVICE", "TESTBED_TOKEN"):
+            if not environment.get(name):
+                missing.append(name)
         if missing:
             raise SystemExit(f"agent: set {', '.join(missing)} in the environment")
         parsers: Mapping[Any, Callable[[str], Any]] = {
