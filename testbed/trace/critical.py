@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from testbed.common.lazy import np, npt
 from testbed.experiment import Experiment
@@ -95,28 +95,13 @@ class CriticalPaths:
         pieces: dict[str, _Pieces] = defaultdict(_Pieces)
         links = _LinksInForce(log, experiment)
         sent = _index_departures(log, links)
-        fields = (
-            "event",
-            "device",
-            "start",
-            "duration",
-            "late",
-            "deficit",
-            "peer",
-            "message",
-            "bytes",
-        )
-        for (
-            event,
-            device,
-            start,
-            duration,
-            late,
-            deficit,
-            peer,
-            message,
-            size,
-        ) in log.of("compute", "receive").rows(*fields):
+        fields = ("event", "device", "start", "duration")
+        of_work = ("late", "deficit")
+        of_message = ("peer", "message", "bytes")
+        # One pass for both: activities that end at one instant keep the order of the log.
+        ended = log.of("compute", "receive").rows(*fields, *of_work, *of_message)
+        for event, device, start, duration, *others in ended:
+            late, deficit, peer, message, size = others
             end = start + duration
             if event == "compute":
                 if late is None:
@@ -126,8 +111,10 @@ class CriticalPaths:
                 continue
             departures = sent.get((peer, device, message))
             departure = None if departures is None else departures.take(end)
+            # A sender that was killed before the acknowledgement has not recorded the message.
             if departure is None:
                 continue
+            # Seconds that the link itself needs; None where no single time follows from its properties.
             needed = None
             if not departure.broadcast:
                 needed = links.time((peer, device), size or 0, departure.called)
@@ -234,14 +221,19 @@ _BLURRED = ("jitter", "loss", "bursts", "duplicate", "reorder", "corrupt")
 
 
 class _Departure(NamedTuple):
+    """A message that has left its sender; instants are seconds of the run."""
+
     called: float
+    """Time of the call of ``send`` or ``cast``."""
     queued: float
     """Seconds behind earlier messages to the same device: until the link was free and the window had room."""
     late: float
     """Seconds of avoidable delay before departure."""
     begun: float
+    """Time when the first byte left."""
     acknowledged: float = math.inf
     """Time when the sender received the acknowledgement; infinite for a broadcast."""
+    # A number as well, since `_Departures` stores all fields in arrays of numbers.
     broadcast: float | bool = False
     """Whether the message was sent at the rate of the slowest of several links."""
 
@@ -251,6 +243,7 @@ class _Departures:
 
     def __init__(self) -> None:
         self._columns = tuple(array("d") for _ in _Departure._fields)
+        """The values of each field of `_Departure`, in arrays because a long run has millions of messages."""
         self._next = 0
         """Index of the first message still in transit."""
 
@@ -287,22 +280,24 @@ class _Outlet:
 
     def __init__(self) -> None:
         self._free = -math.inf
+        """Time when the last message so far has left."""
         self._unacknowledged: deque[tuple[float, float]] = deque()
-        """Instant of the acknowledgement, and bytes."""
+        """Time of the acknowledgement and bytes of each message that may fill the window, the oldest first."""
 
     def ready(self, called: float) -> float:
         """Return when a message could leave."""
-        could = max(called, self._free)
+        ready = max(called, self._free)
         unacknowledged = 0.0
         for instant, size in self._unacknowledged:
-            if instant > could:
+            if instant > ready:
                 unacknowledged += size
+        # Each acknowledgement makes room in the window, in the order of the messages.
         while unacknowledged >= WINDOW:
             instant, size = self._unacknowledged.popleft()
-            if instant > could:
-                could = instant
+            if instant > ready:
+                ready = instant
                 unacknowledged -= size
-        return could
+        return ready
 
     def occupy(self, until: float, acknowledged: float, size: float) -> None:
         """Record the departure of a message."""
@@ -321,33 +316,18 @@ def _index_departures(
         _Departures
     )
     outlets: dict[Pair, _Outlet] = defaultdict(_Outlet)
-    fields = (
-        "event",
-        "device",
-        "start",
-        "queued",
-        "encode",
-        "peers",
-        "peer",
-        "message",
-        "bytes",
-        "duration",
-    )
-    for (
-        event,
-        device,
-        called,
-        queued,
-        encode,
-        peers,
-        peer,
-        message,
-        size,
-        duration,
-    ) in log.of("send", "cast").sorted_by(
-        lambda row: row[2] + (row[3] or 0.0) + (row[4] or 0.0), *fields
-    ):
-        begun = float(called + (queued or 0.0) + (encode or 0.0))
+    fields = ("event", "device", "start", "queued", "encode")
+    further = ("peers", "peer", "message", "bytes", "duration")
+
+    def departure_time(row: Sequence[Any]) -> float:
+        _, _, called, queued, encode, *_ = row
+        return float(called + (queued or 0.0) + (encode or 0.0))
+
+    # Events are recorded with the acknowledgement, so their order is not that of the departures.
+    sent = log.of("send", "cast").sorted_by(departure_time, *fields, *further)
+    for row in sent:
+        event, device, called, _, _, peers, peer, message, size, duration = row
+        begun = departure_time(row)
         if event == "cast":
             departure = _Departure(called, 0.0, 0.0, begun, broadcast=True)
             for receiver in peers:
@@ -355,13 +335,14 @@ def _index_departures(
             continue
         pair, content = (device, peer), size or 0
         outlet = outlets[pair]
-        could = outlet.ready(called)
+        ready = outlet.ready(called)
         acknowledged = called + duration
-        late = max(0.0, begun - could)
-        departure = _Departure(called, could - called, late, begun, acknowledged)
+        # Encoding on the host, or a thread that woke up late: the emulated device would have sent at once.
+        late = max(0.0, begun - ready)
+        departure = _Departure(called, ready - called, late, begun, acknowledged)
         departures[(*pair, message)].add(departure)
         busy = links.transmission(pair, content, called)
         # A shared or random link is busy until the acknowledgement at the latest.
-        until = acknowledged if busy is None else could + late + busy
+        until = acknowledged if busy is None else ready + late + busy
         outlet.occupy(until, acknowledged, content)
     return departures

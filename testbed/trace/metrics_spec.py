@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from testbed.common.formats import MetricKind
 from testbed.trace.events import EVENTS, EventType
-from testbed.trace.record import RunView, Tell
+from testbed.trace.record import DescribeRecovery, RunView
 
 Metrics = Mapping[str, Any]
 """Contents of ``metrics.json``: metrics and lists by name."""
@@ -126,7 +126,7 @@ class MetricsSpec:
     metrics: tuple[Metric, ...] = ()
     lists: Mapping[str, Callable[[RunView], list[dict[str, Any]]]] | None = None
     """Functions for lists of JSON values in ``metrics.json`` by name; empty lists are omitted."""
-    recovery: Tell | None = None
+    recovery: DescribeRecovery | None = None
     """Function that extends an entry of ``recovery_list`` from the phases of ``recovery`` events."""
     events: tuple[EventType, ...] = ()
     rows: tuple[Row, ...] = ()

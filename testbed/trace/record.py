@@ -30,7 +30,7 @@ from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome
 
 Computed = TypeVar("Computed")
-Tell = Callable[[Recovery, "RunView"], dict[str, Any]]
+DescribeRecovery = Callable[[Recovery, "RunView"], dict[str, Any]]
 """Function that extends an entry of ``recovery_list`` from the phases of ``recovery`` events."""
 
 
@@ -89,14 +89,14 @@ class RunView:
         experiment: Experiment,
         plan: Plan,
         events: Collection[EventType] = (),
-        recovery: Tell | None = None,
+        recovery: DescribeRecovery | None = None,
     ) -> None:
         """Wrap an outcome; ``events`` and ``recovery`` come from the method's `MetricsSpec`."""
         self.outcome = outcome
         self.log = EventLog.made_of(outcome.events)
         self.experiment = experiment
         self.plan = plan
-        self.tell_recovery = recovery
+        self.describe_recovery = recovery
         self._own_events = events
         self._made: dict[Callable[[RunView], object], object] = {}
 

@@ -98,12 +98,12 @@ def recovery_list(record: RunView) -> list[dict[str, Any]]:
     ``deficit`` is the lateness of computations in seconds caused by the host during the recovery: the mean over the
     processors of the worst device.
     """
-    details = record.tell_recovery
+    describe = record.describe_recovery
     rows = []
     for item in record.recoveries:
         row = _recovery_item(item, record)
-        if details is not None:
-            row |= details(item, record)
+        if describe is not None:
+            row |= describe(item, record)
         rows.append(row)
     return rows
 

@@ -170,5 +170,5 @@ def test_a_recoverys_deficit_is_the_worst_devices_on_the_mean_of_its_processors(
 
 def test_a_method_adds_what_it_reports_of_its_own_recovery() -> None:
     record = recorded.record()
-    record.tell_recovery = lambda item, _: {"redistributed": item.resumed}
+    record.describe_recovery = lambda item, _: {"redistributed": item.resumed}
     assert recovery_list(record)[0]["redistributed"] == 4.0
