@@ -262,10 +262,10 @@ def deployments(
     method_code, work_code = code_of(prepared.method), code_of(prepared.workload)
     if method_code is not None and work_code is not None:
         # A package with both is sent once.
-        modules = method_code.sources.keys() - work_code.sources.keys()
-        own = {
-            name: text for name, text in method_code.sources.items() if name in modules
-        }
+        own = {}
+        for name, text in method_code.sources.items():
+            if name not in work_code.sources:
+                own[name] = text
         method_code = method_code.model_copy(update={"sources": own})
     return Deployments(
         prepared.method,

@@ -32,6 +32,7 @@ Kind = Literal[
 one; ``other`` is work outside layers: updates, copies, averages."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+"""All kinds of layers, in the order of `Cost`."""
 
 
 Precision = Literal["f32", "f16", "bf16", "int8"]
@@ -50,6 +51,7 @@ class Work(NamedTuple):
 
 
 _FIELDS = len(Work._fields)
+"""Number of amounts of one kind of layer in `Cost`."""
 
 
 @dataclass(frozen=True, init=False)
@@ -125,7 +127,9 @@ class Span:
 
     name: str
     batch: int | None = None
+    """Number of the batch or request, counted from 0; None for work outside of batches."""
     micro: int | None = None
+    """Number of the micro-batch within its batch, counted from 0; None for a whole batch."""
 
     def row(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Return the names and the values of all set fields."""

@@ -102,6 +102,7 @@ class Alternative:
     step_time: float | None = None
     """Predicted seconds per training step or inference; None if unpredictable."""
     notes: str = ""
+    """Remarks for the table of `testbed plan`."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Values of JSON."""
 

@@ -115,7 +115,7 @@ def _expect_problems(
     for name, text in trial.scenario.expect.items():
         key: Key = ("expect", name)
         parts = name.split(".")
-        # devices.worker1.bytes_sent
+        # A name such as devices.worker1.bytes_sent.
         of_device = parts[0] == "devices" and len(parts) == 3
         if of_device:
             for _, wrong in no_such_devices([(key, parts[1])], trial.scenario, names):

@@ -26,13 +26,16 @@ MOST_STEPS = 10**9
 """Upper bound of options that count steps, rounds or epochs."""
 GROUP = "testbed.workloads"
 """Entry point group of workloads in installed packages: ``task = "module:Class"``."""
+# As text, since the core must not import machine learning.
 _CLASSES = {
     "train": "testbed.ml.learning:Training",
     "infer": "testbed.ml.learning:Inference",
     "program": "testbed.methods.program.workload:Programs",
 }
 _DEFAULT = "train"
+"""Task of a scenario without the key."""
 _registered: dict[str, Any] = {}
+"""Workloads of packages that a device has received as source text, by task."""
 
 
 class MethodPart(ConfigModel):

@@ -9,8 +9,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Python's default of 700 objects made a collection every few events, none of which found garbage.
 _RARE = (100_000, 50, 100)
+"""Thresholds of the collector's three generations, see `gc.set_threshold`. With Python's default of 700 objects,
+there was a collection every few events, none of which found garbage."""
 
 
 def collect_garbage_rarely() -> None:
@@ -42,10 +43,10 @@ def keep_imports() -> Iterator[None]:
 
 
 def skip_garbage_at_exit() -> None:
-    """Never look at present objects again: as Python ends, a last look through torch's modules takes 0.6 s."""
+    """Exempt all present objects: at the end of Python, a last search through torch's modules takes 0.6 s."""
     gc.freeze()
 
 
 def never_collect() -> None:
-    """Never look for garbage: a collection in the wrong moment makes packets late. The process must make no cycles."""
+    """Disable collection in a process that must not be late with packets, and that makes no reference cycles."""
     gc.disable()

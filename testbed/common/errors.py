@@ -16,7 +16,10 @@ def parse_key(dotted: str) -> Key:
     >>> parse_key("faults.0.when.batch")
     ('faults', 0, 'when', 'batch')
     """
-    return tuple(int(part) if part.isdecimal() else part for part in dotted.split("."))
+    key: list[str | int] = []
+    for part in dotted.split("."):
+        key.append(int(part) if part.isdecimal() else part)
+    return tuple(key)
 
 
 def format_key(key: Key) -> str:

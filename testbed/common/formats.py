@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 NONE = "–"
+"""Text of a missing value."""
 
 MetricKind = Literal["share", "seconds", "bytes", "joules", "number", "bool", "text"]
 """Kind of quantity measured by a metric; decides unit and format."""
 
 
 _Steps = tuple[tuple[float, str], ...]
+"""Units of one kind by size, the largest first: size in base units and name."""
 _SECONDS: _Steps = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _JOULES: _Steps = ((1e3, "kJ"), (1.0, "J"))
 _BYTES: _Steps = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
@@ -110,7 +112,11 @@ def escape_control(text: str, max_characters: int = 2000) -> str:
     >>> escape_control("\x1b[31mred")
     '\\x1b[31mred'
     """
-    escaped = "".join(each if is_visible(each) else repr(each)[1:-1] for each in text)
+    pieces = []
+    for character in text:
+        # Without the quotes of `repr`.
+        pieces.append(character if is_visible(character) else repr(character)[1:-1])
+    escaped = "".join(pieces)
     if len(escaped) <= max_characters:
         return escaped
     return f"{escaped[:max_characters]}... ({len(escaped) - max_characters} more characters)"

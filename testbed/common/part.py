@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema, PydanticKnownError
 from pydantic_core.core_schema import no_info_before_validator_function
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
-
+"""Name of a device or scenario, which becomes part of the names of containers and hosts."""
 
 MOST = 10**12
 """Default bound on the absolute value of numbers in a scenario."""

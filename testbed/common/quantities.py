@@ -166,8 +166,9 @@ def on_one_scale(values: Sequence[object]) -> tuple[list[float], str] | None:
         if quantity is None:
             return None
         quantities.append(quantity)
+    # A zero without a unit goes with any unit.
+    used = {unit for number, unit in quantities if unit or number != 0}
     for units in _UNITS_OF_KINDS:
-        used = {unit for number, unit in quantities if unit or number != 0}
         if used and used <= units.keys():
             largest = max(used, key=units.__getitem__)
             scaled = []

@@ -26,6 +26,7 @@ def deriving(seed: int, *names: str | int) -> Callable[[str | int], int]:
     >>> deriving(7, "weights")(3) == derive(7, "weights", 3)
     True
     """
+    # The empty text leaves a "/" at the end, to which the last name is added.
     begun = hashlib.sha256("/".join(map(str, (seed, *names, ""))).encode())
 
     def derive_last(name: str | int) -> int:

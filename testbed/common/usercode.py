@@ -38,8 +38,9 @@ MOST_CHARACTERS = 2_000_000
 
 
 _HOME = Path(__file__).resolve().parents[2]
-"""Where the testbed's own packages lie."""
+"""Folder of the testbed's own packages."""
 _PACKAGES = ("testbed", "testbed_agent", "testbed_controller")
+"""The testbed's own packages, which may be imported from a checkout."""
 
 
 class Code(BaseModel):
@@ -304,6 +305,7 @@ def _other_origin(name: str, path: Path) -> str | None:
 
 
 def _source_digest(source: _Source, folder: Path) -> str:
+    """Return a digest of a source and all its imports, which distinguishes its module from an edited one."""
     sources: dict[Path, _Source] = {}
     waiting = [source]
     while waiting:

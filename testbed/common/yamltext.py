@@ -9,9 +9,9 @@ import yaml
 from yaml.cyaml import CSafeDumper, CSafeLoader
 
 DEEPEST = 200
-"""How deep a text may nest: libyaml's reader ends the process where a stack does."""
+"""Maximum depth of a text: a much deeper one overflows the stack of libyaml's reader, which ends the process."""
 
-# The core schema, https://yaml.org/spec/1.2.2/#103-core-schema; what comes first holds.
+# The core schema, https://yaml.org/spec/1.2.2/#103-core-schema; the first pattern that matches holds.
 _TAGS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -24,7 +24,7 @@ _TAGS = {
 
 
 class _Reader(CSafeLoader):
-    """Reads YAML 1.2, in which yes is a word and 1:30 no number of seconds."""
+    """Reads YAML 1.2, in which `yes` is a text and not true, and 1:30 a text and not 90."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (as the library declares it)
     depth = 0

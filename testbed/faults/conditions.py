@@ -21,6 +21,7 @@ from testbed.network.radio import Radio
 DeviceState = Literal["up", "down", "paused", "retired"]
 """State of a device. A booting device is "up"; a retired device soon becomes "down"."""
 FaultPhase = Literal["strike", "undo"]
+"""Whether an action is applied or reverted."""
 ALL = "all"
 """Target of an action on all devices and links."""
 
@@ -253,7 +254,7 @@ class SystemState:
 
     def diff_since(self, earlier: SystemState) -> StateDiff:
         """Return the difference to an earlier state of the same run."""
-        # Only links and speeds that these actions touch are computed twice and compared.
+        # Only links and speeds that these actions touch can differ: a network may have a million links.
         changed_actions = [
             *_values_not_in(self.in_force, earlier.in_force),
             *_values_not_in(earlier.in_force, self.in_force),
@@ -353,34 +354,36 @@ class FaultTarget(Protocol):
         """Continue a paused device."""
 
 
-def apply_step(step: RecordedStep, machines: FaultTarget) -> StateDiff:
+def apply_step(step: RecordedStep, target: FaultTarget) -> StateDiff:
     """Apply a step and return the resulting changes. State changes take no lock because booting is slow."""
     if step.switches:
         # Looked up, not remembered: a device may have died by itself.
-        before = replace(machines.shown, devices=machines.states())
+        before = replace(target.shown, devices=target.states())
         diff = step.apply(before).diff_since(before)
         for name, state in diff.devices.items():
-            _switch_device(machines, name, before.devices[name], state)
+            _switch_device(target, name, before.devices[name], state)
         return diff
     # Two steps at once would each start from the same state, and the second undo the first.
-    with machines.lock():
-        before = machines.shown
+    with target.lock():
+        before = target.shown
         after = step.apply(before)
         diff = after.diff_since(before)
-        machines.show(after, diff)
+        target.show(after, diff)
     return diff
 
 
 def _switch_device(
-    machines: FaultTarget, device: str, before: DeviceState, after: DeviceState
+    target: FaultTarget, device: str, before: DeviceState, after: DeviceState
 ) -> None:
+    """Bring a device from one state to another."""
     if after == "down":
-        machines.kill(device)
+        target.kill(device)
     elif after == "retired":
-        machines.retire(device)
+        target.retire(device)
     elif after == "paused":
-        machines.pause(device)
+        target.pause(device)
+    # Up again: a paused device continues where it was, any other one boots.
     elif before == "paused":
-        machines.resume(device)
+        target.resume(device)
     else:
-        machines.restart(device)
+        target.restart(device)

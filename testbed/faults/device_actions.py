@@ -20,6 +20,7 @@ from testbed.faults.conditions import (
 States = Mapping[DeviceState, DeviceState]
 """Transitions between device states; states without an entry stay unchanged."""
 _BOOTS: States = {"down": "up", "retired": "up"}
+"""Transitions of a device that is switched on."""
 MIN_FACTOR = 1e-6
 """Lowest share of full speed of a device."""
 
@@ -30,7 +31,7 @@ class StateAction(FaultAction[str]):
     switches = True
     changes: ClassVar[States]
     restores: ClassVar[States] = {}
-    """Transitions of the reversal."""
+    """Transitions of the reversal; none by default, since a repair is not reverted."""
 
     # States are not kept in force under a handle: a device that was restarted by hand is simply up.
     def apply(self, now: SystemState, handle: str) -> SystemState:

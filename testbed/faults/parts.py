@@ -60,6 +60,7 @@ _FIELDS: dict[str, Any] = {
     name: (kind.schema | None, Field(None, description=kind.summary))
     for name, kind in ACTIONS.items()
 }
+# Made from the registry, so that an action of a package is a key of a scenario as well.
 _Keys: Any = create_model("_Keys", __base__=ConfigModel, **_FIELDS)
 
 
@@ -193,16 +194,17 @@ def problems(
     diagnostics: list[Diagnostic] = []
     for index, part in enumerate(faults):
         action = part.action
+        # The checks look up the devices by name.
         if any(name not in names for _, name in devices_named(part)):
             continue
-        found = list(_time_problems(index, part, setting.time_limit))
+        of_fault = list(_time_problems(index, part, setting.time_limit))
         for key, text in action.problems(setting):
-            found.append(((action.name, *key), text))
-        found += _repair_problems(part, faults)
+            of_fault.append(((action.name, *key), text))
+        of_fault += _repair_problems(part, faults)
         if part.when is not None:
             known = spans(part.when.device)
-            found += _trigger_problems(part.when, known, batches, events)
-        for key, text in found:
+            of_fault += _trigger_problems(part.when, known, batches, events)
+        for key, text in of_fault:
             diagnostics.append(Diagnostic(("faults", index, *key), text))
     return diagnostics
 
@@ -249,6 +251,7 @@ def _trigger_problems(
     batches: int | None,
     events: Mapping[str, Collection[str]],
 ) -> Problems:
+    # Any name may be right where the spans are unknown.
     if trigger.begins is not None and spans is not None and trigger.begins not in spans:
         begun = "it has no part in this plan"
         if spans:

@@ -86,11 +86,15 @@ class FaultScript:
     def __init__(self, faults: Sequence[FaultPart] = ()) -> None:
         self._faults = [(part, part.action) for part in faults]
         self._index = {_handle_of(index): index for index in range(len(faults))}
+        """Place in the file of each fault, by its handle."""
         self._struck: set[int] = set()
+        """Places of the faults that have struck at least once."""
         self._deadlines: list[tuple[float, int, bool, FaultOperation]] = []
+        """Heap of (time, place in the file, whether it is a reversal, operation)."""
         self._under_way: list[FaultOperation] = []
-        """Handed out, and not done yet."""
+        """Operations handed out by `due` or `observe`, and not yet reported `done`."""
         self._triggers: dict[int, TriggerPart] = {}
+        """Triggers that have not fired, by the places of their faults."""
         self._turns: dict[int, Iterator[tuple[FaultPhase, float]]] = {}
         """Remaining turns of started repeating actions."""
         for index, part in enumerate(faults):
@@ -143,7 +147,7 @@ class FaultScript:
         coming = [*self._under_way, *(deadline[-1] for deadline in self._deadlines)]
         for index, (part, _) in enumerate(self._faults):
             if index not in self._struck:
-                # When is of no matter here.
+                # Only the effect matters here, not the time.
                 coming.append(self._make_operation(index, "strike", math.inf))
                 if part.for_ is not None:
                     coming.append(self._make_operation(index, "undo", math.inf))
@@ -294,6 +298,7 @@ class TraceScript:
     def __init__(self, changes: Sequence[Change] = ()) -> None:
         self._changes = changes
         self._next = 0
+        """Index of the first change that is not yet due."""
 
     def next_deadline(self) -> float | None:
         """Return the instant of the next change; None after the last one."""

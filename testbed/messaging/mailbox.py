@@ -136,6 +136,7 @@ class Tasks:
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
         self._running: dict[asyncio.Task[Any], None] = {}
+        """Unfinished tasks, in the order of their start."""
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine in the background."""
@@ -236,15 +237,21 @@ class Mailbox:
         self._tasks = Tasks()
         self.sends = Outbox(device, links, self._tasks, limit)
         self._handlers: dict[str, Callable[[Any], None]] = {}
+        """Handlers by kind of message; see `on`."""
         self._opened: list[Callable[[], None]] = []
+        """Callbacks of each new configuration; see `on_open`."""
         self._in_configuration: dict[asyncio.Task[Any], None] = {}
+        """Unfinished tasks that end with the current configuration."""
         self._waiters: list[_Waiter] = []
+        """Calls of `take` that wait for a message, the oldest first."""
         self._kept: dict[str, dict[Hashable, TypedMessage]] = {}
         """Stored messages by kind and key, oldest first."""
         self._expired: dict[str, Any] = {}
         """Lowest valid key by kind; see `discard_before`."""
         self._numbers = count()
+        """Keys of stored messages whose kind has no key."""
         self._news: list[asyncio.Future[Any]] = []
+        """Calls of `changed` that wait for the next message."""
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -371,7 +378,7 @@ class Mailbox:
         return bool(kept) if key is ANY else key in kept
 
     def pop(self, kinds: Kinds[K], key: Hashable = ANY) -> K | None:
-        """Remove and return the oldest matching stored message, or return None."""
+        """Remove and return the oldest matching stored message of the first kind that has one, or return None."""
         for name in _kind_names(kinds):
             kept: dict[Hashable, Any] = self._kept.get(name, {})
             if kept and key is ANY:
@@ -418,12 +425,14 @@ class Mailbox:
         """Give a message to the first matching `take`, or store the message."""
         for waiter in self._waiters:
             if waiter.matches(message):
+                # The waiter removes itself from the list as soon as its task runs.
                 waiter.message.set_result(message)
                 return
         self._store_message(message)
 
     def _is_current(self, message: TypedMessage) -> bool:
         """Return whether a message belongs to the current configuration or opens a new one, and has not expired."""
+        # Messages without a configuration are valid in all of them.
         configuration = getattr(message, "configuration", None)
         if configuration == self.configuration:
             self.arrived += 1

@@ -159,7 +159,9 @@ class Membership:
         self._device = mailbox.device
         self._mailbox = mailbox
         self._probes: dict[str, asyncio.Future[None]] = {}
+        """The latest probe of each device, done with its acknowledgement."""
         self._question = 0
+        """Number of the latest round of probes, which tells its replies from late ones."""
         mailbox.on_open(self._reset_presence)
         # A device greets unasked when its program starts, for the first time or again.
         mailbox.on(

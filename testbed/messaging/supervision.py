@@ -66,7 +66,7 @@ class Timeouts:
     standstill: float
     """Time without progress, although all devices reply, before the devices count as lost."""
     startup: float = 10.0
-    """Patience until the first configuration is established, since devices start at different times."""
+    """Stall timeout until the first configuration is established, since devices start at different times."""
 
 
 class Supervisor:
@@ -88,8 +88,8 @@ class Supervisor:
         self.device = mailbox.device
         self.membership = Membership(mailbox, [spec.name for spec in problem.devices])
         self.timeouts = timeouts
-        # Until the first configuration is established: devices start at different times.
         self.stall_timeout = max(timeouts.startup, timeouts.stall_timeout)
+        """Time without news before devices are probed, in seconds: longer at first, and for slow devices."""
         self.progress = 0
         """Number of completed tasks: if it is unchanged between two recoveries, the first was fruitless."""
         self.layout: Sequence[Assignment] = ()
@@ -97,6 +97,7 @@ class Supervisor:
         self.presence = presence
         self._backlog = backlog
         self._established = False
+        """Whether all devices have been ready for their roles once."""
         self._still: tuple[int, float] = (-1, 0.0)
         """Total number of completed tasks on all devices, and the instant of its last change."""
         mailbox.on_open(self.begin)
@@ -137,10 +138,10 @@ class Supervisor:
             restarted = self.membership.restarted & self.membership.assigned
             if restarted:
                 raise Lost(restarted, back=restarted)
-            heard = self._count_news()
+            before = self._count_news()
             has_arrived = await self.mailbox.changed(self.stall_timeout)
             # A message may arrive in the same turn of the loop as the time-out.
-            if not has_arrived and self._count_news() == heard:
+            if not has_arrived and self._count_news() == before:
                 await self._probe_devices()
 
     async def ready(self) -> None:

@@ -90,12 +90,16 @@ K = TypeVar("K", bound=TypedMessage)
 
 @dataclass(frozen=True)
 class _Form:
+    """How the fields of one kind of message are encoded."""
+
     values: tuple[tuple[str, bool], ...]
     """JSON fields, and whether a None is omitted."""
     tensors: tuple[str, ...]
+    """Fields with one tensor each."""
     fixed: tuple[str, ...]
     """The JSON fields of constant length."""
     state: str | None
+    """The field with a mapping of all other tensors; None without one."""
 
 
 class _Tensor:
@@ -201,11 +205,12 @@ def decode(kind: type[K], message: Message) -> K:
         if name in message.tensors:
             arguments[name] = message.tensors[name]
     if form.state is not None:
-        names = message.tensors.keys() - {*form.tensors}
+        state = {}
         # In the order of the message: the order of keys decides the order of sums.
-        arguments[form.state] = {
-            name: value for name, value in message.tensors.items() if name in names
-        }
+        for name, value in message.tensors.items():
+            if name not in form.tensors:
+                state[name] = value
+        arguments[form.state] = state
     try:
         for name in form.fixed:
             if arguments.get(name) is not None:

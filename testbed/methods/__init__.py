@@ -17,6 +17,7 @@ from testbed.work import WorkloadPart
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+# As text: each module is imported with the first use of its method, and the core imports no machine learning.
 _CLASSES = {
     "single": "testbed.ml.methods.single:Single",
     "sequential": "testbed.ml.methods.sequential:Sequential",

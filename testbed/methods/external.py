@@ -21,6 +21,7 @@ from testbed.workload import Workload
 GROUP = "testbed.methods"
 """Entry point group of methods in installed packages: ``name = "module:Class"``."""
 FILE_KEY = ("method", "file")
+"""Scenario key, below `workload`, at which errors of a method's file are reported."""
 
 
 def from_file(file: Path, name: str) -> Method:

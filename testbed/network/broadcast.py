@@ -12,6 +12,7 @@ from testbed.wire.cast import with_gaps
 from testbed.wire.message import Message
 
 _DRAWS = float(1 << 63)
+"""Number of values of a derived seed, which is equally likely to be any of them."""
 
 
 @lru_cache(10_000)

@@ -72,6 +72,7 @@ def _chained_losses(states: GilbertElliott, seed: str) -> Callable[[], bool]:
 
     def lost() -> bool:
         nonlocal bad
+        # The state moves before the fate of the packet is drawn (`GilbertElliott`).
         if random() < leave[bad]:
             bad = not bad
         return random() < lose[bad]

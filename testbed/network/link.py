@@ -12,6 +12,7 @@ Pair = tuple[str, str]
 
 
 Distribution = Literal["normal", "uniform", "pareto"]
+"""Distribution of a jitter, by netem's names."""
 
 
 def least_rate(*rates: float | None) -> float | None:
@@ -98,6 +99,7 @@ class Link:
     """Capacity in packets of the queue before the rate limit; None derives the capacity from the bandwidth-delay
     product."""
     up: bool = True
+    """Whether packets get through at all."""
     frame: int | None = None
     """Bytes of a frame, where casts are lost by frames; None: whole."""
 
@@ -178,6 +180,7 @@ def cell_of(pair: Pair, cells: Iterable[Cell]) -> Cell | None:
 
 
 Topology = Literal["mesh", "star", "line", "explicit"]
+"""Rule that decides which devices are linked; see `directed_pairs`."""
 
 
 def directed_pairs(topology: Topology, names: Sequence[str]) -> list[Pair]:

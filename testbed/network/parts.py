@@ -282,8 +282,9 @@ class NetworkPart(ConfigModel):
 
 
 # `up` is a fault's to change, and a frame belongs to the whole network.
+_OTHER_FIELDS = ("up", "frame")
 PROPERTIES = tuple(
-    field.name for field in fields(Link) if field.name not in ("up", "frame")
+    field.name for field in fields(Link) if field.name not in _OTHER_FIELDS
 )
 """The keys with which a part of a scenario describes a link, beside ``preset``."""
 
@@ -378,3 +379,4 @@ _PRESETS = (
 )
 
 PRESETS = {preset.name: preset for preset in _PRESETS}
+"""Link presets by their names in a scenario."""

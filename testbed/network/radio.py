@@ -54,6 +54,7 @@ _TRANSCEIVERS = (
 )
 
 TRANSCEIVERS = {each.name: each for each in _TRANSCEIVERS}
+"""Radios by the names of `network.radio.preset`."""
 
 
 @dataclass(frozen=True)

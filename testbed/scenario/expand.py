@@ -60,6 +60,7 @@ def _expand_points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, obj
         mode="json", by_alias=True, exclude_none=True, exclude={"sweep", "points"}
     )
     for written, point in sweep_points(scenario):
+        # A scenario without a sweep has one point without values: itself.
         if not point:
             yield scenario, {}
             return

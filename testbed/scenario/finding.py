@@ -14,6 +14,7 @@ from testbed.common.errors import InputError
 GROUP = "testbed.scenarios"
 """Entry point group of scenarios: ``FOLDER = "package"`` or ``FOLDER.KEY = "package"``."""
 SCENARIOS = Path("scenarios")
+"""Folder of scenarios in the current folder, in a checkout and beside a package."""
 _INSTALLED = Path(__file__).parent / "shipped"
 SHIPPED = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / SCENARIOS
 """Folder of the testbed's own scenarios, included in the wheel by setup.py."""

@@ -32,6 +32,7 @@ from testbed.scenario.explaining import explain
 LINK_KEYS = tuple(name for name in PROPERTIES if name != "bursts")
 """Link properties that a trace can change."""
 _DEVICE_KEYS = ("speed", "slowdown")
+"""Properties of a device that a trace can change."""
 # A source does not end with '-', which belongs to the arrow.
 _LINK = re.compile(r"link\s+([\w-]*\w)\s*(<?->)\s*([\w-]+)\s+(\w+)")
 _DEVICE = re.compile(r"device\s+([\w-]+)\s+(\w+)")

@@ -158,6 +158,7 @@ class _Reader:
         self.open: list[Node] = []
         """The collections that contain the present node; an alias of one of them would never end."""
         self.values = 0
+        """Number of values so far, each use of an alias included."""
 
     def read(self, text: str) -> tuple[dict[str, Any], Source]:
         # Counted before parsing, which may take long.

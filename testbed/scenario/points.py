@@ -87,9 +87,10 @@ def short_keys(keys: Sequence[str]) -> dict[str, str]:
     for key, own in parts.items():
         others = [other for other_key, other in parts.items() if other_key != key]
         length = 1
-        while length < len(own) and own[-length:] in [
-            other[-length:] for other in others
-        ]:
+        # One part more as long as another key ends in the same parts.
+        while length < len(own):
+            if own[-length:] not in [other[-length:] for other in others]:
+                break
             length += 1
         shortened[key] = " ".join(own[-length:]).replace("_", " ")
     return shortened

@@ -164,12 +164,14 @@ class ProfilePart(ConfigModel):
     )
 
 
+# By a tag, so that an error concerns the form that was written; without one, pydantic would report both forms.
 DeviceProfile = Annotated[
     Annotated[str, Tag("[name]")] | Annotated[ProfilePart, Tag("[keys]")],
     Discriminator(
         lambda value: "[keys]" if isinstance(value, dict | ProfilePart) else "[name]"
     ),
 ]
+"""A profile by name or file, or the keys of a profile."""
 
 
 class DevicePart(ConfigModel):
@@ -299,6 +301,7 @@ class MachinePart(ConfigModel):
 
 
 TOGETHER = "together"
+"""Key of a sweep under which several keys change together."""
 SweepPart = dict[str, tuple[Any, ...] | dict[str, tuple[Any, ...]]]
 """Dotted key -> values; `TOGETHER` -> keys with as many values each, of which the first belong together, and so on."""
 

@@ -89,21 +89,26 @@ class Parcel:
     ) -> None:
         self.channel = channel
         self.sender = sender
+        """The program, from one boot to the next, that sends the message."""
         self.message = message
         self.bytes = size
+        """Size of the message, without framing."""
         self.called = called
+        """Time of the call of ``send``."""
         self.future = future
+        """Done with the acknowledgement; cancelled if the sender gives up."""
         self.remaining = wire_bytes(size)
         """Bytes on the wire still to leave the sender."""
         self.begun = -1.0
         """Time when the first byte first left; negative before."""
         self.start = -1.0
-        """Start of the current transmission; ``end`` and ``due`` are its end and arrival."""
+        """Start of the current transmission: of the first byte that had not left before."""
         self.end = -1.0
+        """Time when the last byte leaves."""
         self.due = -1.0
-        """Arrival time; negative if unknown."""
+        """Time when the last byte arrives; negative while the message waits for a transmission."""
         self.answer = 0.0
-        """Random extra delay of the acknowledgement."""
+        """Random extra delay of the acknowledgement, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,7 @@ class Channel:
         self._free_at = 0.0
         """When the last transmission scheduled so far ends."""
         self._last_due = 0.0
+        """When the last message scheduled so far arrives; later messages arrive no earlier."""
         self._last_answer = 0.0
         """When the last acknowledgement scheduled so far arrives."""
         self._unacknowledged = 0
@@ -154,7 +160,6 @@ class Channel:
         """Whether acknowledgements get through."""
         self._full = False
         """Whether a message waits for room in the window."""
-        self._open = False
         self.source = source
         self.link = link
         self.largest = largest_message(source.spec, target.spec)
@@ -163,10 +168,13 @@ class Channel:
         """The other direction; see `connect`."""
         self._seed = seed
         self._changes = 0
+        """Number of links that the channel has had so far, the present one included."""
         self.crossing: Crossing | None = None
+        """Random processes of the link; None for a deterministic link."""
         self._window: Window | None = None
         """TCP window of the connection; None before the first random transmission."""
         self._open = self._is_passable()
+        """Whether messages can leave: the link lets packets through, the target is on and the source runs."""
         self._refused = target.device is None
         """Whether the target was off at any time since the channel was last open."""
         self._at_door: list[Parcel] = []
@@ -233,10 +241,11 @@ class Channel:
         if start < self._event_queue.now:
             start = self._event_queue.now
         self._unacknowledged += parcel.bytes
-        wire, lag, least = parcel.remaining, 0.0, 0.0
+        wire, least, lag = parcel.remaining, 0.0, 0.0
         if self._chance:
             wire, least, lag, parcel.answer = self._draw_crossing(wire)
         end = start + self.link.transmission_time(wire)
+        # Over a link that loses packets, TCP's window may take longer than the rate.
         if end < start + least:
             end = start + least
         if parcel.begun < 0:
@@ -293,6 +302,7 @@ class Channel:
         if parcel.due != self._event_queue.now:
             return
         parcel.due = -1.0
+        # Messages arrive in the order of the list.
         del self._waiting[0]
         self._blocked_since = None
         if self.target.paused:
@@ -342,6 +352,7 @@ class Channel:
         parcel.future.set_result(None)
         now, called = self._event_queue.now, parcel.called
         queued = parcel.begun - called
+        # The last value is 0: encoding takes none of the device's time.
         row = (
             now,
             source.name,
@@ -395,6 +406,7 @@ class Channel:
         for parcel in self._waiting:
             if parcel.due < 0:
                 continue
+            # A message that has left completely arrives as scheduled.
             if parcel.end <= now:
                 self._last_due = parcel.due
                 continue
@@ -405,6 +417,7 @@ class Channel:
             elif parcel.begun == parcel.start:
                 # Its first byte has not left after all.
                 parcel.begun = -1.0
+            # Drawn again with the next transmission.
             parcel.answer = 0.0
             self._mark_for_relaunch(parcel)
 
@@ -429,6 +442,7 @@ class Channel:
         self._refused = False
         if since is None or since == now:
             return now
+        # A stopped target answers at once that nobody listens, so attempts follow each other soon.
         if refused:
             attempts = math.ceil((now - since) / REFUSED_SECONDS)
             return since + attempts * REFUSED_SECONDS

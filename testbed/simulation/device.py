@@ -37,6 +37,7 @@ CAST: Form = ("cast", ("peers", "message", "bytes", "start", "duration", "number
 
 @cache
 def _work_forms(span: tuple[str, ...]) -> tuple[Form, Form]:
+    """Return the forms of the events at the start and end of work, whose span has the given fields."""
     return ("begin", span), (
         "compute",
         (*span, "start", "duration", "flops", "busy", "deficit"),
@@ -76,8 +77,9 @@ class _ChargedWork:
     span: Span
     future: asyncio.Future[Any]
     start: float = 0.0
+    """Time when a processor took up the work."""
     remaining: float = 0.0
-    """Seconds of work left while the device is paused."""
+    """Seconds of work left at the start, or at the last halt."""
     ends: float = -1.0
     """End time; negative if unknown."""
     share: SharedTransfer | None = None
@@ -111,12 +113,15 @@ class SimulatedDevice:
         """Functions that return the weights, by whether they cover only the device's part."""
         self._world = world
         self._form: CastForm | None = None
+        """Encoding of broadcasts; None before the first one."""
         self._casts = 0
+        """Number of broadcasts since the boot."""
         self._cast_until = 0.0
         """Time when the last broadcast has left."""
         self._queue: list[_ChargedWork] = []
         """Work waiting for a processor."""
         self._under_way: list[_ChargedWork] = []
+        """Work on the processors, also while these are paused."""
         self._charged = lru_cache(256)(
             lambda cost: (host.spec.seconds(cost), cost.of().flops)
         )
@@ -256,6 +261,7 @@ class SimulatedDevice:
         """Put a message into the inbox; ``cast`` is the number of a broadcast."""
         if self._listener is None and not self._hand_to_waiter(message):
             self._inbox.append(message)
+        # The last value is 0: decoding takes none of the device's time.
         row = (
             self._event_queue.now,
             self.name,
@@ -410,7 +416,7 @@ class SimulatedDevice:
         self.alive = False
         for work in self._under_way:
             self._halt_work(work)
-        # A paused device's tasks must run once more, to be cancelled.
+        # Tasks of a paused device must run once more, to be cancelled.
         self._event_queue.thaw(self)
         for task in list(self.tasks):
             task.cancel()
@@ -427,6 +433,7 @@ class SimulatedDevice:
         self._under_way.remove(work)
         keys, values = work.span.row()
         now, flops = self._event_queue.now, self._charged(work.cost)[1]
+        # The host has no part in this clock, so ``busy`` and ``deficit`` are 0.
         row = (now, self.name, *values, work.start, now - work.start, flops, 0.0, 0.0)
         self.add(_work_forms(keys)[1], row)
         # The processor finishes work whose caller has been cancelled.

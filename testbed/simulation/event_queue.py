@@ -89,10 +89,13 @@ class EventQueue:
         """Whether `run` is to return once nothing is ready."""
         self._failed = failed
         self._ready: deque[Callback] = deque()
+        """Callbacks of the present instant, in order."""
         self._due: list[tuple[float, int, Callable[[Any], object], Any]] = []
-        # A heap is not stable: a running number keeps equal instants in the order of the calls.
+        """Heap of (time, running number, action, argument)."""
+        # A heap is not stable: the running number keeps equal instants in the order of the calls.
         self._ties: int = 0
         self._frozen: dict[Hashable, list[Callback]] = {}
+        """Callbacks held back, by suspended owner."""
 
     def at(self, when: float, action: Callable[[Any], object], argument: Any) -> None:
         """Call ``action(argument)`` at an instant; cheaper than `timer`, and cannot be cancelled."""

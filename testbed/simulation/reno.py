@@ -116,8 +116,11 @@ class Transmission:
         lost: Chance,
         unheard: Chance,
     ) -> None:
-        """``spacing`` is the time of a packet on the link; ``lost`` and ``unheard`` draw the fates of a packet and of
-        an acknowledgement: true if lost."""
+        """Begin with all packets unsent.
+
+        ``spacing`` is the time of a packet on the link and ``round_trip`` the sum of both delays, in seconds. ``lost``
+        and ``unheard`` draw the fates of the next packet and of the next acknowledgement: true if lost.
+        """
         self.sent = 0
         """Packets sent in all."""
         self.busy = 0.0
@@ -138,15 +141,18 @@ class Transmission:
         self._lost = lost
         self._unheard = unheard
         self._now = 0.0
+        """Seconds since the first packet began to leave."""
         self._recovering = False
+        """Whether the round repeats lost packets, so that Linux is in the state Recovery or Loss."""
         self._timed_out = False
-        """Whether the current recovery has had a time-out."""
+        """Whether the current recovery has had a time-out, which is Linux's state Loss."""
         self._budget = 0
         """Number of packets per round during recovery."""
         self._new_before_halving = 0
         """Number of new packets in the next round that leave before the sender learns of the loss; their loss does not
         halve the window again."""
         self._attempts = 0
+        """Number of rounds and repetitions so far."""
         self._attempt_limit = packets + _ATTEMPTS
         self._largest_round = packets
         """Number of packets that leave in one round at most; further ones wait in the socket."""

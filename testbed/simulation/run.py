@@ -17,7 +17,7 @@ from testbed.simulation.event_queue import EmptySchedule, TimeLimit
 from testbed.simulation.faults import FaultExecution, TraceExecution
 from testbed.simulation.host import Guest
 from testbed.simulation.recorder import Recorder
-from testbed.simulation.world import LeadGoneError, ProgramError, World
+from testbed.simulation.world import CoordinatorGoneError, ProgramError, World
 from testbed.trace.events import Event
 from testbed.trace.outcome import UNGATHERED, Outcome, Status, ended
 from testbed.wire import arrays
@@ -50,6 +50,7 @@ def simulate(
     work = prepared.workload
     work.begin(problem.workload)
     inputs = work.inputs(prepared, data, weights)
+    # `Outcome.weights` has arrays of this library; messages are not encoded on this clock.
     arrays.choose(work.arrays)
     shared = method.simulation_state(problem)
 
@@ -122,12 +123,12 @@ def _run_world(world: World, experiment: Experiment) -> tuple[Status, str | None
         world.run()
     except ProgramError as failure:
         return "failed", f"{failure}: {_error_message(failure.__cause__)}"
-    except LeadGoneError as gone:
+    except CoordinatorGoneError as gone:
         return "failed", str(gone)
     except KeyboardInterrupt:
         return "interrupted", "stopped by the user"
     except EmptySchedule:
-        reason = world.describe_missing_lead()
+        reason = world.describe_missing_coordinator()
         return "failed", reason or f"deadlock: {world.describe_waits()}"
     except TimeLimit:
         limit = f"not over after {experiment.time_limit:g} s"

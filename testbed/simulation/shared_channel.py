@@ -38,7 +38,9 @@ class SharedChannel(Channel):
         self._present: Parcel | None = None
         """Message in transmission, or the next one."""
         self._flow: SharedTransfer | None = None
+        """The transmission of the present message; None before its start."""
         self._lag = 0.0
+        """Seconds by which chance delays the arrival of the present message."""
 
     def _launch_parcel(self, parcel: Parcel) -> None:
         # The next message starts when the present one has left: see `_finish_leaving`.
@@ -98,6 +100,7 @@ class SharedChannel(Channel):
         parcel, flow = self._present, self._flow
         if parcel is not None:
             self._present = self._flow = None
+            # The share of the message that has not left.
             left = 1.0
             if flow is not None:
                 left = self._sharing.stop(flow) / flow.whole

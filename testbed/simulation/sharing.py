@@ -46,6 +46,7 @@ class SharedTransfer:
     bits: float = field(init=False)
     """Unsent bits at time ``since``."""
     rate: float = 0.0
+    """bit/s since the time ``since``; 0 while other traffic has reserved a shared rate."""
     since: float = 0.0
     ends: float = -1.0
     """End time at the current rate; negative without a rate."""
@@ -64,6 +65,7 @@ class Sharing:
     def __init__(self, event_queue: EventQueue) -> None:
         self._event_queue = event_queue
         self._touched: dict[Shared, None] = {}
+        """Shared rates whose users have changed at this instant, in the order of the changes."""
 
     def begin(self, flow: SharedTransfer) -> None:
         """Add a transmission."""

@@ -35,7 +35,7 @@ DEVICES_NAMED = 16
 Program = Callable[[SimulatedDevice], Coroutine[Any, Any, None]]
 
 
-class LeadGoneError(Exception):
+class CoordinatorGoneError(Exception):
     """Raised when the coordinator is off and no pending operation restarts the device."""
 
 
@@ -92,6 +92,7 @@ class World:
         self._coordinator = coordinator
         self._seed = seed
         self._channels: dict[Pair, Channel] = {}
+        """Channels used so far, by (source, destination)."""
         self.sharing = Sharing(self.event_queue)
         for machine in machines:
             cores = Shared(machine.cores)
@@ -106,8 +107,11 @@ class World:
             if host.spec.downlink:
                 self._downlinks[name] = Shared(host.spec.downlink)
         self._cast_media: dict[str, list[Medium]] = {}
+        """Cached results of `cast_media`."""
         self._cast_rates: dict[str, float | None] = {}
+        """Cached results of `cast_rate`, until a link changes."""
         self._end: asyncio.Future[None] = self.loop.create_future()
+        """Done at the end of the run: when the coordinator's program returns, or with the error of a failed run."""
         _WORLDS.add(self)
 
     def record(self, event: str, **fields: Any) -> None:
@@ -177,7 +181,7 @@ class World:
     def run(self) -> None:
         """Run until the coordinator's program returns.
 
-        Raises `ProgramError`, `LeadGoneError`, `EmptySchedule` or `TimeLimit` if the run ends otherwise.
+        Raises `ProgramError`, `CoordinatorGoneError`, `EmptySchedule` or `TimeLimit` if the run ends otherwise.
         """
         with rare_collection():
             self.loop.run_until_complete(self._end)
@@ -288,7 +292,7 @@ class World:
             if host.device is not None:
                 host.device.change_speed(factor / before)
 
-    def describe_missing_lead(self) -> str | None:
+    def describe_missing_coordinator(self) -> str | None:
         """Describe the end of the run if the coordinator is off, because all others wait for the coordinator."""
         if self.hosts[self._coordinator].state() != "down":
             return None
@@ -296,9 +300,9 @@ class World:
 
     def end_without_coordinator(self, may_start: Callable[[str], bool]) -> None:
         """End the run if the coordinator is off and ``may_start`` knows no operation that restarts the device."""
-        reason = self.describe_missing_lead()
+        reason = self.describe_missing_coordinator()
         if reason and not may_start(self._coordinator) and not self._end.done():
-            self._end.set_exception(LeadGoneError(reason))
+            self._end.set_exception(CoordinatorGoneError(reason))
 
     def describe_waits(self) -> str:
         """Describe the awaited event of each device."""
@@ -377,6 +381,7 @@ class World:
 
 
 _WORLDS: WeakSet[World] = WeakSet()
+"""Worlds whose memory has not been freed."""
 
 
 def drop_finished() -> None:

@@ -23,6 +23,7 @@ from testbed.trace.metrics_spec import Metric
 from testbed.trace.record import RunView
 
 _SPENT = ("compute", "send", "receive", "communicate", "down", "idle")
+"""Activities whose seconds and share are metrics of a device; see the module for their meaning."""
 _COUNTED = (
     "messages_sent",
     "bytes_sent",
@@ -32,9 +33,11 @@ _COUNTED = (
     "busy",
     "deficit",
 )
+"""Metrics of a device that add up over its events; 0 for a device without any."""
 _TOGETHER = 1 << 17
 """Approximate number of bars processed together: those of all devices of a long run would fill memory."""
 KINDS: tuple[BarKind, ...] = ("compute", "send", "receive", "down")
+"""Kinds of bars of the Gantt chart from which all activities follow."""
 OF_DEVICES: dict[str, MetricKind] = {
     **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
     **dict.fromkeys(
@@ -112,6 +115,7 @@ def _activity_of_group(
     instants = np.unique(
         np.concatenate([(0.0, end), *(each.ravel() for each in stretches)])
     )
+    # Each device begins where the one before ends on the axis.
     devices = np.arange(len(charted))[:, None] * len(instants)
 
     def on_axis(times: Intervals, owners: Any) -> Intervals:

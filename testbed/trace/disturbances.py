@@ -170,6 +170,7 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
             causes=_find_causes(strikes, cause, since, until, missing),
         )
 
+    # A recovery lasts from the first "detected" to the next "resumed"; other phases are the method's own.
     for event in EventLog.made_of(events).of("recovery"):
         phase = str(event.fields.get("phase"))
         names = _device_names(event.fields.get("missing"))

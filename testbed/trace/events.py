@@ -229,11 +229,12 @@ def find_invalid_field(
     "field 'loss' must be a number or null"
     """
     known = _FIELD_TYPES.get(event, {})
-    for name, found in zip(names, types, strict=True):
+    for name, actual in zip(names, types, strict=True):
         if name not in known:
             continue
         kind, expected = known[name]
-        if not issubclass(found, expected):
+        # A boolean counts as a number here, as in Python's arithmetic.
+        if not issubclass(actual, expected):
             return f"field '{name}' must be {kind}"
     return None
 

@@ -162,6 +162,7 @@ def _begun_more_often_than_done(log: EventLog) -> dict[_Work, list[float]]:
         change = 1 if name == "begin" else -1
         for work in zip(*columns, strict=False):
             balance = left.pop(work, 0) + change
+            # Finished work leaves the dictionary, which would otherwise grow to all computations of the run.
             if balance:
                 left[work] = balance
     return {work: [] for work, balance in left.items() if balance > 0}
@@ -212,12 +213,15 @@ def spans(
     The intervals are those of `bars`, computed by columns instead of one by one: a long run has millions.
     """
     log = EventLog.made_of(events)
+    # Each (device, kind, label) gets the next number at its first use.
     numbers: defaultdict[tuple[str, BarKind, str], int] = defaultdict(count().__next__)
     indices, began, ended = array("i"), array("d"), array("d")
     for name, begin, stop, (device, span, message) in _charted_columns(
         log, "device", "span", "message"
     ):
-        labels = (each or "" for each in (span if name == "compute" else message))
+        # A computation has a span, and a transmission the kind of its message.
+        texts = span if name == "compute" else message
+        labels = (text or "" for text in texts)
         keys = zip(device, repeat(_KINDS[name]), labels, strict=False)
         indices.extend(map(numbers.__getitem__, keys))
         began.frombytes(begin.tobytes())

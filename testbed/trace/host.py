@@ -130,6 +130,7 @@ def waited(log: EventLog, phase: Intervals) -> dict[str, float]:
         first = np.searchsorted(phase[:, 1], start)
         last = np.searchsorted(phase[:, 0], time, "right")
         covered = total(clip(phase[first:last], start, time))
+        # An event has only the sum of its interval, so a phase gets the part of the time that it covers.
         waits[device] += seconds * covered / interval
     return waits
 

@@ -35,6 +35,7 @@ Items = Callable[[Form, Columns], Iterable[Item]]
 CHUNK = 1024
 """Events per chunk on disk; the latest events, fewer than one chunk, stay in memory."""
 _PLAIN = {int, float, str, bool, type(None)}
+"""Types that are stored as they are; all others go through JSON."""
 _DECODED = 16
 """Number of decoded chunk columns kept in memory for repeated reads."""
 
@@ -57,11 +58,13 @@ class _Store:
         self._recent: list[Row] = []
         """The forms and the rows of the events since the last chunk."""
         self._devices: set[str] = set()
-        """Devices of the events in chunks."""
+        """Devices of the events in chunks, so that a query of all devices reads no chunk."""
         self._last: tuple[int, _Chunk] | None = None
         """The recent events as a chunk, and their number when the chunk was made."""
         self._file: Any = None
+        """Temporary file with the columns of the chunks; None before the first chunk."""
         self._size = 0
+        """Bytes of the file."""
         self.decode = lru_cache(_DECODED)(self._decode_columns)
         self.complete: Callable[[_Chunk], None] = lambda _: None
         """Callback for each chunk before its write, and finally for the recent events."""
@@ -163,6 +166,7 @@ def _pack_column(column: Sequence[Any]) -> _Packed:
     # Lists and numpy's numbers become plain values, as in a line of the events' file.
     if not kinds <= _PLAIN:
         return "list", json.loads(json.dumps(column))
+    # The ends are compared first, since a count passes over the whole column.
     if (
         len(kinds) == 1
         and column[0] == column[-1]
@@ -171,6 +175,7 @@ def _pack_column(column: Sequence[Any]) -> _Packed:
         return "same", (column[0], len(column))
     if kinds == {float}:
         return "d", array("d", column)
+    # Type I has four bytes without a sign, half of what a float takes.
     if kinds == {int} and min(column) >= 0 and max(column) < 1 << 32:
         return "I", array("I", column)
     return "list", list(column)

@@ -20,13 +20,7 @@ def unmodelled_effects(experiment: Experiment) -> list[str]:
     """Return a text for each link property that the virtual clock does not model."""
     # By identity: a mesh of a thousand devices has a million links, but few values.
     links = list({id(link): link for link in experiment.links.values()}.values())
-    changes: list[LinkPart] = []
-    for fault in experiment.faults:
-        if isinstance(fault.action, Degrade):
-            changes.append(fault.action.value)
-    for change in experiment.changes:
-        if change.link is not None:
-            changes.append(change.link)
+    changes = _changed_properties(experiment)
     parts: list[Link | LinkPart] = [*links, *changes]
     texts = []
     if any(part.limit is not None for part in parts):
@@ -44,6 +38,18 @@ def unmodelled_effects(experiment: Experiment) -> list[str]:
             f"TCP where the jitter is more than {MOST_JITTER:.0%} of the delay"
         )
     return texts
+
+
+def _changed_properties(experiment: Experiment) -> list[LinkPart]:
+    """Return the properties that faults and the link trace give to links during the run."""
+    changes: list[LinkPart] = []
+    for fault in experiment.faults:
+        if isinstance(fault.action, Degrade):
+            changes.append(fault.action.value)
+    for change in experiment.changes:
+        if change.link is not None:
+            changes.append(change.link)
+    return changes
 
 
 def _loses_much(link: Link) -> bool:

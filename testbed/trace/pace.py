@@ -88,6 +88,7 @@ def busiest_share(record: RunView) -> float | None:
     busy = []
     for spec in record.experiment.devices:
         computing = record.spans(spec.name, "compute")
+        # Computations that overlap ran on different processors, whose busy times add up.
         processors = lanes(computing)
         own = 0.0
         for number in range(processors.max(initial=-1) + 1):

@@ -23,16 +23,20 @@ MOST_NAMED = 8
 class _Phase:
     name: str
     start: float
+    """Time when the phase first began, in seconds of the run."""
     seconds: float = 0.0
+    """Duration of all pieces of the run with the phase's disturbances."""
     whole: list[Step] = field(default_factory=list)
+    """Comparable steps that lie within one piece."""
     latencies: list[float] = field(default_factory=list)
+    """Seconds of each request within one piece."""
 
     def _comparable_durations(self) -> list[float]:
         """Return the durations of steps of one size: the usual size, or else the most frequent one."""
         usual = [step.seconds for step in self.whole if step.usual]
         if usual or not self.whole:
             return usual
-        # A device that is out takes its samples along; a single step of another size is but the end of an epoch.
+        # All steps have fewer samples while a device is out; a single step of another size is the end of an epoch.
         size, number = Counter(step.samples for step in self.whole).most_common(1)[0]
         if number == 1:
             return []

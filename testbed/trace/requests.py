@@ -28,6 +28,7 @@ def _answered_requests(record: RunView) -> tuple[list[float], list[float], int]:
     programs may ask on several devices; each counts its own requests.
     """
     ends = record.events.of("request", "failed")
+    # Two passes with a mark for each event: a long run has millions of requests, and their values stay on disk.
     last = {}
     for index, (device, request) in enumerate(ends.rows("device", "request")):
         last[device, request] = index
@@ -148,6 +149,7 @@ def _over_predicted(record: RunView) -> float | None:
 
 def _over_bound(record: RunView) -> float | None:
     whole = record.cached(_whole_window)
+    # No order of the work lets all requests together take less time than the busiest processor or link.
     needed = busiest(record.events, record.experiment, whole) if whole else 0.0
     return (whole[1] - whole[0]) / needed if whole and needed else None
 

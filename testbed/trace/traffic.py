@@ -120,6 +120,7 @@ def _link_uses(record: RunView) -> dict[Pair, LinkUse]:
     for event, (own, peer, peers, sizes) in sent.columns(
         "device", "peer", "peers", "bytes"
     ):
+        # A tuple for each message: its one receiver, or all receivers of a broadcast.
         receivers_of: Iterable[tuple[str, ...]] = zip(peer, strict=False)
         if event == "cast":
             receivers_of = (tuple(names or ()) for names in peers)
@@ -165,6 +166,7 @@ def links(record: RunView) -> list[dict[str, Any]]:
 
 
 def _utilisation(link: Link | None, wire_bytes: float, end: float) -> float | None:
+    """Return the share of the run for which a link transmitted; None for a link without a rate."""
     if link is None or link.rate is None or end <= 0:
         return None
     return link.transmission_time(wire_bytes) / end

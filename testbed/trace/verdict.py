@@ -254,6 +254,7 @@ def _check_faults(
     experiment: Experiment, log: EventLog, struck: Sequence[Strike]
 ) -> list[Check]:
     wanted = Counter(fault.action.name for fault in experiment.faults)
+    # Faults by hand strike as well, but no number of them is wanted.
     if not wanted and not struck:
         return []
     absent = wanted - Counter(strike.action for strike in struck)

@@ -17,6 +17,7 @@ from testbed.wire import tensors
 from testbed.wire.tensors import Buffer, Raw, TensorError
 
 GROUP = "testbed.arrays"
+"""Entry point group of array libraries: the name of the library's own package -> a module with `ArrayLibrary`."""
 _MODULES = {"numpy": "testbed.wire.numpyarrays", "torch": "testbed.ml.arrays"}
 
 
@@ -77,6 +78,8 @@ def library_of(array: Any) -> ArrayLibrary:
 
 
 class _Chosen:
+    """The array library of the process; one for all messages, since a program expects one type of array."""
+
     name = "torch"
 
 

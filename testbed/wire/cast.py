@@ -36,6 +36,7 @@ from testbed.wire.tensors import Raw, TensorError
 HEADER = 64
 """Bytes before the values of a cast that carries one tensor and two small fields, at most, among 64 devices."""
 _TYPES = tuple(safetensors.ITEM_SIZES)
+"""Types of tensors; the code of a type, one byte, is its place here."""
 
 
 def size_around(tensor: float) -> float:
@@ -54,11 +55,13 @@ class CastForm:
 
     def __init__(self, name: str, devices: Iterable[str]) -> None:
         self.name = name
+        # Sorted, so that all devices agree on the indices.
         self._names = sorted({name, *devices})
         self._places = {name: place for place, name in enumerate(self._names)}
         self._bitmap = math.ceil(len(self._names) / 8)
         """Bytes of the audience."""
         self._header_sizes: dict[object, int] = {}
+        """Size in bytes of each form of header so far."""
 
     def header_size(self, message: Message, peers: Collection[str], fields: int) -> int:
         """Return the size of `header` in bytes, mostly from a cache; raises the same errors.

@@ -197,6 +197,7 @@ def _content_size(message: Message, sender: str, fields: int) -> int:
 def _read_back(message: Message) -> tuple[Mapping[str, Any], int]:
     """Return the fields as read back from JSON (tuples become lists), and the JSON size in bytes."""
     fields = message.fields
+    # Without fields, JSON is the two braces.
     length = _flat_size(fields) if fields else 2
     if length:
         return dict(fields), length
@@ -220,7 +221,8 @@ def _quoted_size(text: str) -> int:
 def _flat_size(fields: Mapping[str, Any]) -> int:
     """Return the JSON size of an object without nested values, or 0 if only encoding can tell."""
     # Most messages have a few numbers: adding up lengths is several times as fast as encoding them.
-    length = 1
+    # Two braces, and each field is counted with a comma, of which the last one has none.
+    length = len("{}") - 1
     for key, value in fields.items():
         kind = type(value)
         if type(key) is not str:
@@ -230,10 +232,10 @@ def _flat_size(fields: Mapping[str, Any]) -> int:
         elif kind is int or (kind is float and isfinite(value)):
             length += len(repr(value))
         elif kind is bool or value is None:
-            length += 5 if value is False else 4
+            length += len("false") if value is False else len("true")
         else:
             return 0
-        length += _quoted_size(key) + 2
+        length += _quoted_size(key) + len(":,")
     return length
 
 

@@ -139,22 +139,11 @@ def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
     Raises TensorError for malformed bytes.
     """
     view = memoryview(body).cast("B")
-    if len(view) < 8:
-        raise TensorError("truncated tensors: the length of the header is incomplete")
-    length = int.from_bytes(view[:8], "little")
-    if length > min(HEADER_LIMIT, len(view) - 8):
-        raise TensorError("the header of the tensors exceeds its limit or the body")
-    try:
-        header = json.loads(bytes(view[8 : 8 + length]))
-    except (ValueError, RecursionError) as error:
-        raise TensorError("the header of the tensors is not JSON") from error
-    if not isinstance(header, dict):
-        raise TensorError("the header of the tensors is not an object")
+    header, values = _split_header(view)
     metadata = header.pop("__metadata__", {})
     is_mapping = isinstance(metadata, dict)
     if not is_mapping or any(type(value) is not str for value in metadata.values()):
         raise TensorError("the metadata of the tensors must map text to text")
-    values = view[8 + length :]
     entries = [_parse_entry(name, entry, len(values)) for name, entry in header.items()]
     # The safetensors format allows neither gaps nor overlaps.
     entries.sort(key=lambda entry: entry[2:])
@@ -169,7 +158,24 @@ def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
         result[name] = Raw(name, dtype, shape, values[first:last])
     if end != len(values):
         raise TensorError("trailing bytes after the last tensor")
+    # In the order of the header, which is that of the sender.
     return [result[name] for name in header], metadata
+
+
+def _split_header(view: memoryview) -> tuple[dict[str, Any], memoryview]:
+    """Return the JSON header of a safetensors body and the bytes of all values. Raises TensorError."""
+    if len(view) < 8:
+        raise TensorError("truncated tensors: the length of the header is incomplete")
+    length = int.from_bytes(view[:8], "little")
+    if length > min(HEADER_LIMIT, len(view) - 8):
+        raise TensorError("the header of the tensors exceeds its limit or the body")
+    try:
+        header = json.loads(bytes(view[8 : 8 + length]))
+    except (ValueError, RecursionError) as error:
+        raise TensorError("the header of the tensors is not JSON") from error
+    if not isinstance(header, dict):
+        raise TensorError("the header of the tensors is not an object")
+    return header, view[8 + length :]
 
 
 def _parse_entry(

@@ -77,6 +77,7 @@ class Lease:
 
     def _count_down(self) -> None:
         # Sleeping does not count while the container is paused, unlike the monotonic clock.
+        # A short lease is looked at more often: it may end up to a tick late.
         tick = min(_TICK, self._seconds / 4)
         while self._left > 0:
             time.sleep(tick)

@@ -1,6 +1,7 @@
-"""The user's own programs: a command on each device, on the same links, with the same faults, measuring and record.
+"""The user's own programs: a command on each device, with the same links, faults, measurements and events as methods.
 
-Only containers run commands. They take the host's time, not the device's: `cpus` and `memory` hold them.
+Only containers run commands. A command takes as long as on the host, not the charged time of an emulated device: only
+`cpus` and `memory` limit its processors and memory.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from testbed.trace.metrics_spec import MetricsSpec, Row
 from testbed.trace.rounds import ROUND, ROUND_TIME
 
 PORT = 29500
-"""Where torch.distributed meets by default."""
+"""Port at which the processes of torch.distributed meet by default."""
 _LAST_LINES = 5
 """Number of output lines quoted in the error of a failed program."""
 LONGEST = 1 << 20
@@ -55,19 +56,19 @@ _NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "round": (("round",), ("start", "duration")),
 }
 """Required and optional numeric fields of the events that metrics are computed from."""
-_KEPT = ("TESTBED_TOKEN",)
-"""Environment variables of the agent hidden from programs."""
+_HIDDEN = ("TESTBED_TOKEN",)
+"""Environment variables of the agent that programs must not see: the token authorises requests to the agent."""
 
 
 @dataclass(frozen=True)
 class Ended(TypedMessage, kind="ended", key=("sender",)):
-    """To the coordinator: my program has ended well."""
+    """Message to the coordinator: the device's program has ended with status 0."""
 
 
 class Program(Method[Options]):
     """Run the commands of `workload.programs` until all except those in the background have ended.
 
-    A command that ends with another status than 0 fails the run. On a device that restarts it begins again.
+    A command that ends with another status than 0 fails the run. On a device that restarts, the command begins again.
     """
 
     name = "program"
@@ -106,7 +107,7 @@ class Program(Method[Options]):
                 ("programs",),
             )
         names = [device.name for device in problem.devices]
-        # A device whose program ends has the least to wait for.
+        # In the order of preference: a device whose program ends has the least to wait for.
         for candidate in (*ending, *programs, *names):
             if _is_linked(problem, candidate, ending):
                 break
@@ -193,7 +194,9 @@ async def execute(
     """Run the command of a device, then end all its processes. Raises `TestbedError` for a failed command."""
     assert isinstance(problem, ProgramsProblem)
     part = _programs_by_device(problem)[device.name]
-    inherited = {name: value for name, value in os.environ.items() if name not in _KEPT}
+    inherited = dict(os.environ)
+    for name in _HIDDEN:
+        inherited.pop(name, None)
     with tempfile.TemporaryDirectory(prefix="program-") as folder:
         _place_files(Path(folder), {name: problem.files[name] for name in part.files})
         tree = ProcessTree()
@@ -222,6 +225,7 @@ async def execute(
 
 
 def _describe_status(status: int) -> str:
+    # asyncio reports a process that a signal has ended by the negative number of the signal.
     if status >= 0:
         return f"status {status}"
     with suppress(ValueError):
@@ -310,6 +314,7 @@ class LineSplitter:
 
     def __init__(self) -> None:
         self._begun = b""
+        """Bytes of the incomplete last line."""
 
     def split(self, chunk: bytes) -> Iterator[str]:
         """Yield the lines completed by more output; a line longer than `LONGEST` bytes is split."""
@@ -333,6 +338,18 @@ def _decode_line(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
+def _has_numbers(
+    fields: Mapping[str, Any], needed: Sequence[str], optional: Sequence[str]
+) -> bool:
+    """Return whether the needed fields are finite numbers, and the optional ones numbers if present."""
+    for key in needed:
+        value = fields.get(key)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return False
+    # A loss may be NaN: the run has diverged, which the report shows.
+    return all(isinstance(fields.get(key, 0), int | float) for key in optional)
+
+
 def parse_event(line: str) -> dict[str, Any] | None:
     """Parse a line as an event; None for other text.
 
@@ -354,14 +371,9 @@ def parse_event(line: str) -> dict[str, Any] | None:
     needed, optional = _NUMBERS.get(name, ((), ()))
     if name in known and not needed:
         return None
-    for key in needed:
-        value = fields.get(key)
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            return None
-    # A loss may be NaN: the run has diverged, which the report shows.
-    for key in optional:
-        if not isinstance(fields.get(key, 0), int | float):
-            return None
+    if not _has_numbers(fields, needed, optional):
+        return None
+    # A program may write a whole number as 3.0; the search for missing steps needs integers.
     if needed:
         fields[needed[0]] = int(fields[needed[0]])
     # The device records its own time and name.

@@ -79,6 +79,7 @@ def by_device(
     written: Mapping[str, ProgramPart], names: Sequence[str]
 ) -> dict[str, ProgramPart]:
     """Return each device's program in the order of the devices. Raises `InputError` for an unknown name."""
+    # A `count` names the devices of a group by the group's name and a number.
     groups = {name: name.rstrip("0123456789") for name in names}
     for entry in written:
         if entry not in names and entry not in groups.values():
