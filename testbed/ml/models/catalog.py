@@ -139,7 +139,10 @@ def find(name: str) -> Entry:
 
 
 def create(
-    name: str, options: Mapping[str, Any], input_shape: Shape, classes: int
+    name: str,
+    options: Mapping[str, Any],
+    input_shape: Shape,
+    classes: int,
 ) -> Model:
     """Create a catalogue model for images of ``input_shape``; 0 ``classes`` means data without labels.
 

@@ -55,7 +55,8 @@ class Unit:
     @cached_property
     def _layer_inputs(self) -> list[tuple[Layer, Shape]]:
         """Each layer with its input shape."""
-        return list(zip(self.layers, self._shapes[:-1], strict=True))
+        input_shapes = self._shapes[:-1]
+        return list(zip(self.layers, input_shapes, strict=True))
 
     @cached_property
     def output(self) -> Shape:
@@ -326,7 +327,9 @@ class Model:
             # This unit lies behind the cut before it, so its own output does not cross that cut.
             read_later.discard(index)
             read_later.update(self.reads(index))
-            tensors = [(read, self.made(read)) for read in sorted(read_later)]
+            tensors = []
+            for read in sorted(read_later):
+                tensors.append((read, self.made(read)))
             crossings.append(tuple(tensors))
         return tuple(reversed(crossings))
 
@@ -575,8 +578,8 @@ def chain(
         reads = routes.get(index, ())
         # Without a route the previous unit; before unit 0 that is `INPUT`.
         sources = reads or (index - 1,)
-        entering = joined([outputs[source] for source in sources])
-        unit = Unit(unit_name, tuple(unit_layers), entering, reads)
+        input_shape = joined([outputs[source] for source in sources])
+        unit = Unit(unit_name, tuple(unit_layers), input_shape, reads)
         units.append(unit)
         outputs[index] = unit.output
     return Model(name, outputs[INPUT], classes, tuple(units), detector)

@@ -37,6 +37,7 @@ def _conv_layers(
     *,
     batch_norm: bool = True,
 ) -> list[Layer]:
+    """Return a convolution that keeps the size of the image, up to its stride, and perhaps a normalisation."""
     # A bias before the normalisation would be subtracted by it at once.
     convolution = Conv2d(
         channels, kernel, stride, kernel // 2, groups, bias=not batch_norm
@@ -70,6 +71,7 @@ def mlp(options: MlpOptions, shape: Shape, classes: int) -> Model:
     """
     units = _hidden_units(options.hidden)
     units.append(("output", [Linear(classes)]))
+    # Without hidden layers, the first unit is the output.
     _, first_layers = units[0]
     first_layers.insert(0, Flatten())
     return chain("mlp", shape, classes, units)
@@ -99,9 +101,10 @@ def cnn(options: CnnOptions, shape: Shape, classes: int) -> Model:
     """
     units: Units = []
     for index, channels in enumerate(options.channels, 1):
-        units.append((f"conv{index}", [Conv2d(channels, padding=1), ReLU()]))
-    for _, layers in units[-2:]:
-        layers.append(MaxPool2d())
+        layers: list[Layer] = [Conv2d(channels, padding=1), ReLU()]
+        units.append((f"conv{index}", layers))
+    for _, pooled in units[-2:]:
+        pooled.append(MaxPool2d())
     _, last_layers = units[-1]
     # In the last convolution's unit: the fully connected layers then take features, wherever the model is cut.
     last_layers.append(Flatten())
@@ -154,20 +157,24 @@ def resnet18(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     11181642
     """
     norm = options.batch_norm
-    stem = [*_conv_layers(64, 7, 2, batch_norm=norm), ReLU(), MaxPool2d(3, 2, 1)]
+    stem = _conv_layers(64, kernel=7, stride=2, batch_norm=norm)
+    stem += [ReLU(), MaxPool2d(kernel=3, stride=2, padding=1)]
     units: Units = [("stem", stem)]
-    entering = 64
+    input_channels = 64
     for group, (channels, first) in enumerate(RESNET_GROUPS, 1):
         for block, stride in ((1, first), (2, 1)):
-            path = [*_conv_layers(channels, 3, stride, batch_norm=norm), ReLU()]
+            path = _conv_layers(channels, stride=stride, batch_norm=norm)
+            path.append(ReLU())
             path += _conv_layers(channels, batch_norm=norm)
             shortcut: list[Layer] = []
-            if stride > 1 or entering != channels:
+            if stride > 1 or input_channels != channels:
                 # The block changes the shape, so its input cannot be added as it is.
-                shortcut = _conv_layers(channels, 1, stride, batch_norm=norm)
+                shortcut = _conv_layers(
+                    channels, kernel=1, stride=stride, batch_norm=norm
+                )
             residual = Residual(tuple(path), tuple(shortcut))
             units.append((f"block{group}-{block}", [residual, ReLU()]))
-            entering = channels
+            input_channels = channels
     _, last_layers = units[-1]
     last_layers.append(GlobalAveragePool2d())
     units.append(("output", [Linear(classes)]))
@@ -230,6 +237,7 @@ def vgg16(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
 
 
 def _classifier_layers(options: ImagenetOptions, classes: int, number: int) -> Units:
+    """Return the three fully connected layers at the end, named by their number in the network from ``number``."""
     first, second = options.hidden
     return [
         (f"fc{number}", [Flatten(), Linear(first), ReLU()]),
@@ -271,20 +279,25 @@ def mobilenetv2(options: MobileNetV2Options, shape: Shape, classes: int) -> Mode
     """
     if len(shape) != 3:
         raise ValueError(f"MobileNetV2 needs (channels, height, width), not {shape}")
-    is_small = options.stem == "small" if options.stem else min(shape[1:]) < SMALL
-    entering = _scale_channels(32, options.width)
-    stem = _conv_layers(entering, 3, 1 if is_small else 2)
+    is_small = min(shape[1:]) < SMALL
+    if options.stem is not None:
+        is_small = options.stem == "small"
+    input_channels = _scale_channels(32, options.width)
+    stem = _conv_layers(input_channels, 3, 1 if is_small else 2)
     units: Units = [("stem", [*stem, ReLU(6.0)])]
     for group, (expansion, channels, blocks, stride) in enumerate(MOBILENET_GROUPS, 1):
-        leaving = _scale_channels(channels, options.width)
+        output_channels = _scale_channels(channels, options.width)
         first = 1 if is_small and group == 2 else stride
         for block in range(blocks):
             own_stride = first if block == 0 else 1
-            layers = _bottleneck_block(entering, leaving, own_stride, expansion)
+            layers = _bottleneck_block(
+                input_channels, output_channels, own_stride, expansion
+            )
             units.append((f"block{group}-{block + 1}", layers))
-            entering = leaving
+            input_channels = output_channels
     # Narrow models keep the width of the head, as in the paper.
-    head = _conv_layers(_scale_channels(1280, max(1.0, options.width)), 1)
+    head_channels = _scale_channels(1280, max(1.0, options.width))
+    head = _conv_layers(head_channels, kernel=1)
     units.append(("head", [*head, ReLU(6.0), GlobalAveragePool2d()]))
     output: list[Layer] = [Linear(classes)]
     if options.dropout:
@@ -299,19 +312,25 @@ def _scale_channels(channels: int, width: float) -> int:
     As in the authors' own code.
     """
     exact = channels * width
+    # Half of 8 is added, so that the integer division rounds to the nearest multiple.
     rounded = max(8, int(exact + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * exact else rounded
 
 
 def _bottleneck_block(
-    entering: int, leaving: int, stride: int, expansion: int
+    input_channels: int,
+    output_channels: int,
+    stride: int,
+    expansion: int,
 ) -> list[Layer]:
     """Expand, filter each channel, project without activation; with a shortcut if the shape is unchanged."""
-    hidden = entering * expansion
+    hidden = input_channels * expansion
     layers: list[Layer] = []
     if expansion > 1:
-        layers += [*_conv_layers(hidden, 1), ReLU(6.0)]
-    layers += [*_conv_layers(hidden, 3, stride, groups=hidden), ReLU(6.0)]
-    layers += _conv_layers(leaving, 1)
-    has_shortcut = stride == 1 and entering == leaving
+        layers += _conv_layers(hidden, kernel=1)
+        layers.append(ReLU(6.0))
+    layers += _conv_layers(hidden, stride=stride, groups=hidden)
+    layers.append(ReLU(6.0))
+    layers += _conv_layers(output_channels, kernel=1)
+    has_shortcut = stride == 1 and input_channels == output_channels
     return [Residual(tuple(layers))] if has_shortcut else layers

@@ -114,8 +114,12 @@ def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
 
 
 def _read_header(path: Path, file: IO[bytes]) -> Header:
+    """Read the header at the beginning of a file; raises `InputError` for other files."""
     raw = file.read(_VERSION.size)
-    version = _VERSION.unpack(raw) if len(raw) == _VERSION.size else (_MOST, 0, 0)
+    # A shorter file has no version, which the check below refuses.
+    version = (_MOST, 0, 0)
+    if len(raw) == _VERSION.size:
+        version = _VERSION.unpack(raw)
     major, minor, revision = version
     if max(major, minor) >= _MOST:
         raise InputError(
@@ -138,7 +142,7 @@ def _fold_normalisation(
     path: Path, file: IO[bytes], each: Convolution
 ) -> tuple[FileValues, FileValues]:
     """Read one convolution; return its kernels and biases without normalisation."""
-    channels = each.kernel[0]
+    channels, *_ = each.kernel
     bias = _read_values(path, file, each, channels)
     if not each.normalised:
         return _read_kernel(path, file, each), bias
@@ -154,18 +158,24 @@ def _fold_normalisation(
     # In float64, so that folding rounds once.
     deviation = np.sqrt(variance.astype(np.float64)) + EPSILON
     factor = scale.astype(np.float64) / deviation
-    folded = (kernel * factor[:, None, None, None]).astype(np.float32)
-    return folded, (bias - factor * mean).astype(np.float32)
+    folded_kernel = kernel * factor[:, None, None, None]
+    folded_bias = bias - factor * mean
+    return folded_kernel.astype(np.float32), folded_bias.astype(np.float32)
 
 
 def _read_kernel(path: Path, file: IO[bytes], each: Convolution) -> FileValues:
+    """Read the kernels of a convolution, (output channels, input channels, rows, columns)."""
     values = _read_values(path, file, each, math.prod(each.kernel))
     return values.reshape(each.kernel)
 
 
 def _read_values(
-    path: Path, file: IO[bytes], each: Convolution, count: int
+    path: Path,
+    file: IO[bytes],
+    each: Convolution,
+    count: int,
 ) -> FileValues:
+    """Read the next values of a file, (count,); raises `InputError` for values that are not finite."""
     content = file.read(BYTES_PER_VALUE * count)
     values = np.frombuffer(content, "<f4").astype(np.float32)
     if not np.isfinite(values).all():

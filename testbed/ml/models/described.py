@@ -43,6 +43,7 @@ _ACTIVATIONS = (
     "Mish",
 )
 """Element-wise functions with their modules' default arguments."""
+# torch has no public way to ask a module for its hooks.
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -100,7 +101,7 @@ def describe_layers(
         if not _joins_channels(row[0]):
             return ()
         before = row.pop(0)
-    entering = shape(before)
+    input_shape = shape(before)
     named: list[tuple[str, Layer]] = []
     for node in row:
         layers = _describe_node(root, node, shape(node))
@@ -113,7 +114,7 @@ def describe_layers(
     # The descriptions are only trusted if they agree with torch in the output's size and in the number of weights.
     layers_alone = [layer for _, layer in named]
     try:
-        passing = shapes_through(layers_alone, entering)
+        passing = shapes_through(layers_alone, input_shape)
     except ValueError:
         return ()
     described_weights = 0
@@ -132,23 +133,21 @@ def _joins_channels(node: fx.Node) -> bool:
 def _describe_node(
     root: nn.Module, node: fx.Node, made: Shape
 ) -> tuple[Layer, ...] | None:
-    """Return the layers of a node, empty for an identity; None for an unknown operation. ``made`` is its output."""
+    """Return the layers of a node, empty for an identity; None for an unknown operation.
+
+    ``made`` is the shape of the node's output for one sample.
+    """
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         # Hooks may change the module's values.
         if any(getattr(module, hooks) for hooks in _HOOKS):
             return None
         return _describe_module(module)
-    name = getattr(node.target, "__name__", "")
-    if node.op == "call_method":
-        name = str(node.target)
-    name = name.lstrip("_")
+    name = _operation_name(node)
     if name in ("flatten", "view", "reshape"):
         return (Flatten(),) if len(made) == 1 else None
     if name == "mean":
-        along = (*node.args[1:], *node.kwargs.values())
-        is_over_pixels = along in (((2, 3),), ([2, 3],), ([-2, -1],), ((-2, -1),))
-        return (GlobalAveragePool2d(),) if is_over_pixels else None
+        return (GlobalAveragePool2d(),) if _is_over_pixels(node) else None
     if name not in _FUNCTIONS:
         return None
     try:
@@ -159,12 +158,31 @@ def _describe_node(
     return _describe_module(module)
 
 
+def _operation_name(node: fx.Node) -> str:
+    """Return the name of a function or method, without the underscores of private functions of torch."""
+    if node.op == "call_method":
+        return str(node.target).lstrip("_")
+    name: str = getattr(node.target, "__name__", "")
+    return name.lstrip("_")
+
+
+def _is_over_pixels(node: fx.Node) -> bool:
+    """Return whether a mean is over height and width, and keeps neither as an axis."""
+    arguments = [*node.args[1:], *node.kwargs.values()]
+    if len(arguments) != 1 or not isinstance(arguments[0], tuple | list):
+        # A mean over one axis, or one that keeps the axes.
+        return False
+    return list(arguments[0]) in ([2, 3], [-2, -1])
+
+
 def _describe_module(module: Any) -> tuple[Layer, ...] | None:
+    """Return the layers of a module, empty for an identity; None for an unknown module."""
     kind = type(module)
     name = kind.__name__
     # By their texts, which hold the arguments: modules have no equality.
     if name in _ACTIVATIONS and repr(module) == repr(getattr(nn, name)()):
         return (Activation(name),)
+    # By the exact type: a subclass may compute something else.
     return _KINDS[kind](module) if kind in _KINDS else None
 
 

@@ -49,6 +49,7 @@ class Detector:
     anchors: tuple[tuple[float, float], ...]
     """Width and height, in cells of the grid."""
     labels: tuple[str, ...]
+    """Names of the classes, in the order of the channels."""
     threshold: float = 0.5
     """Minimum score of a box."""
     overlap: float = 0.45
@@ -56,7 +57,9 @@ class Detector:
 
     def channels(self, classes: int) -> tuple[int]:
         """Return the number of output channels, as the beginning of a shape."""
-        return (len(self.anchors) * (5 + classes),)
+        # Position, size and objectness.
+        values_per_box = 5 + classes
+        return (len(self.anchors) * values_per_box,)
 
     def boxes(self, output: Floats) -> list[Box]:
         """Return the objects in one sample's output (channels, height, width), best first."""
@@ -69,14 +72,17 @@ class Detector:
         """
         _, height, width = output.shape
         # (anchors, 5 + classes, height, width), in float64: exponents magnify the rounding of float32.
-        values = output.astype(np.float64).reshape(len(self.anchors), -1, height, width)
-        sizes = np.array(self.anchors)[:, :, None, None]
+        values = output.astype(np.float64)
+        values = values.reshape(len(self.anchors), -1, height, width)
+        anchor_sizes = np.array(self.anchors)[:, :, None, None]
         rows, columns = np.mgrid[0:height, 0:width]
         centre_x = (columns + _sigmoid(values[:, 0])) / width
         centre_y = (rows + _sigmoid(values[:, 1])) / height
         # An exponent that no real box has would overflow and warn.
-        box_width = sizes[:, 0] * np.exp(np.minimum(values[:, 2], 50)) / width
-        box_height = sizes[:, 1] * np.exp(np.minimum(values[:, 3], 50)) / height
+        width_factor = np.exp(np.minimum(values[:, 2], 50))
+        height_factor = np.exp(np.minimum(values[:, 3], 50))
+        box_width = anchor_sizes[:, 0] * width_factor / width
+        box_height = anchor_sizes[:, 1] * height_factor / height
         scores = _class_scores(values)
         best = scores.max(axis=1)
         classes = scores.argmax(axis=1)
@@ -87,12 +93,16 @@ class Detector:
             centre_y + box_height / 2,
         )
         boxes = []
-        for place in zip(*np.nonzero(best >= self.threshold), strict=True):
+        reaches_threshold = best >= self.threshold
+        # (anchor, row, column) of each such box.
+        for place in zip(*np.nonzero(reaches_threshold), strict=True):
+            # A box may extend beyond the image.
             left, top, right, bottom = (
                 float(np.clip(edge[place], 0, 1)) for edge in edges
             )
             label = self.labels[int(classes[place])]
-            boxes.append(Box(label, float(best[place]), left, top, right, bottom))
+            score = float(best[place])
+            boxes.append(Box(label, score, left, top, right, bottom))
         return sorted(boxes, key=lambda box: -box.score)
 
 
@@ -103,8 +113,9 @@ def _sigmoid(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 def _class_scores(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return objectness times softmax, (anchors, classes, height, width)."""
+    classes = values[:, 5:]
     # The largest is subtracted, so that no exponential overflows.
-    odds = np.exp(values[:, 5:] - values[:, 5:].max(axis=1, keepdims=True))
+    odds = np.exp(classes - classes.max(axis=1, keepdims=True))
     objectness = _sigmoid(values[:, 4])[:, None]
     scores: npt.NDArray[np.float64] = objectness * odds
     total: npt.NDArray[np.float64] = odds.sum(axis=1, keepdims=True)
@@ -119,15 +130,22 @@ def overlap(one: Box, other: Box) -> float:
     >>> overlap(left_half, whole)
     0.5
     """
-    width = min(one.right, other.right) - max(one.left, other.left)
-    height = min(one.bottom, other.bottom) - max(one.top, other.top)
+    left = max(one.left, other.left)
+    right = min(one.right, other.right)
+    top = max(one.top, other.top)
+    bottom = min(one.bottom, other.bottom)
+    # Negative for boxes apart from each other.
+    width = right - left
+    height = bottom - top
     shared = max(width, 0.0) * max(height, 0.0)
     union = _area(one) + _area(other) - shared
     return shared / union if union > 0 else 0.0
 
 
 def _area(box: Box) -> float:
-    return (box.right - box.left) * (box.bottom - box.top)
+    width = box.right - box.left
+    height = box.bottom - box.top
+    return width * height
 
 
 def suppress(boxes: Sequence[Box], limit: float) -> list[Box]:

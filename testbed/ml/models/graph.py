@@ -262,7 +262,9 @@ class Graph:
 
     def outputs_of(self, index: int) -> int:
         """Return the output elements of a layer, or the input elements of the model for `INPUT`."""
-        return self.layers[0].inputs if index == INPUT else self.layers[index].outputs
+        if index == INPUT:
+            return self.layers[0].inputs
+        return self.layers[index].outputs
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -292,9 +294,9 @@ class Graph:
         following = index + 1
         if following == len(self.layers):
             return False
-        if not self.layers[index].splits or not self.layers[following].splits:
-            return False
-        return self.follows(following) and self.readers[index] == (following,)
+        both_split = self.layers[index].splits and self.layers[following].splits
+        is_only_reader = self.readers[index] == (following,)
+        return both_split and is_only_reader and self.follows(following)
 
     @cached_property
     def weights(self) -> int:
@@ -356,8 +358,8 @@ def _described_unit(
         # A function has no module; "-" is the name of no tensor.
         names.append(name or "-")
     # Inputs of described layers are joined along the channels, in contrast to those of other traced units.
-    entering = joined(model.input_shapes(index))
-    described = replace(unit, layers=tuple(layers), input=entering)
+    input_shape = joined(model.input_shapes(index))
+    described = replace(unit, layers=tuple(layers), input=input_shape)
     return described, tuple(names)
 
 
@@ -382,9 +384,13 @@ def _layers_of_unit(
     """
     layers: list[GraphLayer] = []
     input_shapes = shapes_through(unit.layers, unit.input)
-    for place, numbers in enumerate(_group_layers(unit, joins=len(sources) > 1)):
-        # A layer of features after a map: the input of the layer has fewer axes than the arriving value.
-        flattens = bool(numbers) and len(input_shapes[numbers[0]]) < len(shape)
+    groups = _group_layers(unit, joins=len(sources) > 1)
+    for place, numbers in enumerate(groups):
+        flattens = False
+        if numbers:
+            # A layer of features after a map: the input of the layer has fewer axes than the arriving value.
+            main_input = input_shapes[numbers[0]]
+            flattens = len(main_input) < len(shape)
         layer = GraphLayer(
             name=f"{unit.name}.{place}" if place else unit.name,
             sequence=tuple(unit.layers[number] for number in numbers),

@@ -168,7 +168,10 @@ class Layer:
         return replace(self, initialisation=how)
 
     def draw(
-        self, shape: Shape, generator: torch.Generator, part: Slice
+        self,
+        shape: Shape,
+        generator: torch.Generator,
+        part: Slice,
     ) -> dict[str, torch.Tensor]:
         """Return the slice ``part`` of the weights drawn by `build`, by name in the module; empty tensors are omitted.
 
@@ -237,8 +240,8 @@ def build_sequence(
     modules = []
     # A shape more than there are layers: the last one is the output of the row.
     shapes = shapes_through(layers, shape)
-    for layer, entering in zip(layers, shapes, strict=False):
-        modules.append(layer.build(entering, generator))
+    for layer, input_shape in zip(layers, shapes, strict=False):
+        modules.append(layer.build(input_shape, generator))
     return nn.Sequential(*modules)
 
 
@@ -261,7 +264,10 @@ def _window_count(size: int, window: PixelWindow, layer: str) -> int:
 
 
 def _draw_slice(
-    weight: Shape, generator: torch.Generator, part: Slice, limit: float
+    weight: Shape,
+    generator: torch.Generator,
+    part: Slice,
+    limit: float,
 ) -> torch.Tensor:
     """Draw a weight tensor between ``-limit`` and ``limit`` in blocks of rows; return a slice of the tensor.
 
@@ -280,7 +286,8 @@ def _draw_slice(
         begin = bisect_left(part.rows, first)
         end = bisect_left(part.rows, last)
         if begin < end:
-            block = pick(block, 0, part.rows[begin:end], range(first, last))
+            rows_of_block = part.rows[begin:end]
+            block = pick(block, 0, rows_of_block, range(first, last))
             kept[begin:end] = pick(block, 1, part.columns)
     return kept
 
@@ -304,7 +311,9 @@ class ReLU(Layer):
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Build the torch module."""
-        return nn.ReLU() if self.ceiling is None else nn.Hardtanh(0.0, self.ceiling)
+        if self.ceiling is None:
+            return nn.ReLU()
+        return nn.Hardtanh(0.0, self.ceiling)
 
 
 @dataclass(frozen=True)
@@ -486,7 +495,10 @@ class BatchNorm2d(Layer):
         return 2 * shape[0]
 
     def draw(
-        self, shape: Shape, generator: torch.Generator, part: Slice
+        self,
+        shape: Shape,
+        generator: torch.Generator,
+        part: Slice,
     ) -> dict[str, torch.Tensor]:
         """Return the identity normalisation with fresh statistics; nothing is random."""
         channels = len(part.channels)
@@ -546,10 +558,10 @@ class Conv2d(Layer):
 
     def output(self, shape: Shape) -> Shape:
         """(channels, height, width); raises ValueError where groups or the kernel do not fit."""
-        entering, height, width = _check_image(shape, "Conv2d")
-        if entering % self.groups or self.channels % self.groups:
+        input_channels, height, width = _check_image(shape, "Conv2d")
+        if input_channels % self.groups or self.channels % self.groups:
             raise ValueError(
-                f"Conv2d from {entering} to {self.channels} channels cannot have {self.groups} groups"
+                f"Conv2d from {input_channels} to {self.channels} channels cannot have {self.groups} groups"
             )
         rows = _window_count(height, self.window, "Conv2d")
         columns = _window_count(width, self.window, "Conv2d")
@@ -557,7 +569,8 @@ class Conv2d(Layer):
 
     def weight_shape(self, shape: Shape) -> Shape:
         """(output channels, input channels of a group, kernel, kernel)."""
-        return (self.channels, shape[0] // self.groups, self.kernel, self.kernel)
+        input_channels = shape[0] // self.groups
+        return (self.channels, input_channels, self.kernel, self.kernel)
 
     def product(
         self,
@@ -681,36 +694,36 @@ class Residual(Layer):
     def parameters(self, shape: Shape) -> int:
         """Trained values of block and shortcut."""
         values = 0
-        for layer, entering in self._inner_layers(shape):
-            values += layer.parameters(entering)
+        for layer, input_shape in self._inner_layers(shape):
+            values += layer.parameters(input_shape)
         return values
 
     def weights(self, shape: Shape) -> int:
         """Elements of the kernels of block and shortcut."""
         elements = 0
-        for layer, entering in self._inner_layers(shape):
-            elements += layer.weights(entering)
+        for layer, input_shape in self._inner_layers(shape):
+            elements += layer.weights(input_shape)
         return elements
 
     def flops(self, shape: Shape) -> float:
         """FLOPs of block and shortcut; the sum has none, since it is no matrix product."""
         flops = 0.0
-        for layer, entering in self._inner_layers(shape):
-            flops += layer.flops(entering)
+        for layer, input_shape in self._inner_layers(shape):
+            flops += layer.flops(input_shape)
         return flops
 
     def activations(self, shape: Shape) -> int:
         """Outputs within block and shortcut, and the sum."""
         values = math.prod(self.output(shape))
-        for layer, entering in self._inner_layers(shape):
-            values += layer.activations(entering)
+        for layer, input_shape in self._inner_layers(shape):
+            values += layer.activations(input_shape)
         return values
 
     def accesses(self, shape: Shape) -> int:
         """Return the accesses of block, shortcut and sum."""
         values = self._sum_accesses(shape)
-        for layer, entering in self._inner_layers(shape):
-            values += layer.accesses(entering)
+        for layer, input_shape in self._inner_layers(shape):
+            values += layer.accesses(input_shape)
         return values
 
     def _sum_accesses(self, shape: Shape) -> int:
@@ -722,19 +735,22 @@ class Residual(Layer):
         """Return the cost of block, shortcut and sum; the sum counts as an activation."""
         accessed = BYTES_PER_VALUE * self._sum_accesses(shape)
         cost = Cost(accessed=accessed, kind="activation")
-        for layer, entering in self._inner_layers(shape):
-            cost += layer.cost(entering)
+        for layer, input_shape in self._inner_layers(shape):
+            cost += layer.cost(input_shape)
         return cost
 
     def least_samples(self, shape: Shape) -> int:
         """The largest minimum of the layers of block and shortcut."""
         samples = 1
-        for layer, entering in self._inner_layers(shape):
-            samples = max(samples, layer.least_samples(entering))
+        for layer, input_shape in self._inner_layers(shape):
+            samples = max(samples, layer.least_samples(input_shape))
         return samples
 
     def draw(
-        self, shape: Shape, generator: torch.Generator, part: Slice
+        self,
+        shape: Shape,
+        generator: torch.Generator,
+        part: Slice,
     ) -> dict[str, torch.Tensor]:
         """Return all initial weights, for any slice but an empty one."""
         # Built in any case: the generator has to advance.

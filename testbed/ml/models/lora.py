@@ -62,7 +62,8 @@ class AdaptedLinear(nn.Linear):
         # Through the rank first: the product of B and A would be as large as W.
         lowered = functional.linear(values, self.lora_down)
         adapted = functional.linear(lowered, self.lora_up)
-        return functional.linear(values, self.weight, self.bias) + self.scale * adapted
+        outputs = functional.linear(values, self.weight, self.bias)
+        return outputs + self.scale * adapted
 
 
 def adapt(network: nn.Module, lora: Lora) -> None:

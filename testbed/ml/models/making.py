@@ -21,7 +21,7 @@ KEY = ("model", "file")
 
 @dataclass(frozen=True)
 class Maker:
-    """Constructs the network by calling the user's function with its arguments."""
+    """Constructs the network by calling the user's function with certain arguments."""
 
     # `Code` holds a dictionary, which has no hash; the arguments distinguish enough.
     code: Code = field(hash=False)
@@ -32,14 +32,16 @@ class Maker:
 
     def __call__(self) -> nn.Module:
         """Construct the network; raises `InputError` naming the failing line."""
-        made = usercode.call(self.code, KEY, **json.loads(self.arguments))
+        keywords = json.loads(self.arguments)
+        made = usercode.call(self.code, KEY, **keywords)
         if not isinstance(made, nn.Module):
             text = f"{self.code.name} returned {type(made).__name__}, not a torch.nn.Module"
             raise InputError(text, (KEY[0], "name"))
         if self.lora is not None:
             from testbed.ml.models.lora import Lora, adapt
 
-            adapt(made, Lora(self.lora.rank, self.lora.alpha, self.lora.modules))
+            part = self.lora
+            adapt(made, Lora(part.rank, part.alpha, part.modules))
         return made
 
 
@@ -48,12 +50,13 @@ class CountedUnit(Layer):
     """A unit of a traced network as one layer, with sizes measured by torch."""
 
     shape: Shape
-    """Shape of its output."""
+    """Shape of the unit's output."""
     trained: int
+    """Number of trained values."""
     matrices: int
     """Trained values in tensors of two and more axes."""
     kept: int
-    """Values of all outputs made within it for a sample."""
+    """Values of all outputs made within the unit for a sample."""
     charged: Cost
     """FLOPs, and bytes read and written, for a sample by kind of layer; bytes of weights."""
     undivided_reason: str = field(default="", compare=False)
@@ -69,7 +72,7 @@ class CountedUnit(Layer):
     untrained: int = 0
     """Values of parameters whose `requires_grad` is off."""
 
-    # The layers within the unit are unknown here.
+    # The layers within the unit are unknown here; `described` are divided in its place.
     division = "no"
 
     def output(self, shape: Shape) -> Shape:
@@ -85,7 +88,7 @@ class CountedUnit(Layer):
         return self.trained
 
     def frozen(self, shape: Shape) -> int:
-        """Number of values that are not trained."""
+        """Number of frozen values."""
         return self.untrained
 
     def weights(self, shape: Shape) -> int:
@@ -101,8 +104,9 @@ class CountedUnit(Layer):
         return self.kept
 
     def accesses(self, shape: Shape) -> int:
-        """Values that forward reads and writes for one sample."""
-        return int(self.charged.of().accessed) // BYTES_PER_VALUE
+        """Values read and written by forward for one sample."""
+        accessed_bytes = self.charged.of().accessed
+        return int(accessed_bytes) // BYTES_PER_VALUE
 
     def cost(self, shape: Shape) -> Cost:
         """Return the cost of forward for one sample."""
@@ -110,4 +114,6 @@ class CountedUnit(Layer):
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Build the torch module; raises TypeError for units only the whole model can build."""
-        return super().build(shape, generator) if self.make is None else self.make()
+        if self.make is not None:
+            return self.make()
+        return super().build(shape, generator)

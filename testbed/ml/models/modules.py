@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import nn
@@ -23,10 +22,10 @@ class Sum(nn.Sequential):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Sequential
         """Add the children's outputs, which have one shape, in their order."""
-        first, *others = (child(input) for child in self)
-        total = cast(torch.Tensor, first)
-        for other in others:
-            total = total + other
+        outputs: list[torch.Tensor] = [child(input) for child in self]
+        total = outputs[0]
+        for output in outputs[1:]:
+            total = total + output
         return total
 
 
@@ -48,11 +47,14 @@ class DarknetReorganise(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Sequential
         """Reorder the values of every sample, (samples, channels, height, width)."""
         step = self.stride
+        area = step**2
         samples, channels, height, width = input.shape
-        images = input.reshape(samples, channels // step**2, height, step, width, step)
+        # The same memory as larger images: (height x step) rows of (width x step) pixels.
+        images = input.reshape(samples, channels // area, height, step, width, step)
+        # First the place within each square of step x step pixels, then the square.
         reordered = images.permute(0, 3, 5, 1, 2, 4)
         return reordered.reshape(
-            samples, channels * step**2, height // step, width // step
+            samples, channels * area, height // step, width // step
         )
 
 
@@ -76,6 +78,7 @@ class SplitInputs(nn.Module):
     """Wraps a unit with several inputs, which arrive as one tensor with all values along one axis."""
 
     def __init__(self, unit: nn.Module, shapes: Sequence[Shape]) -> None:
+        """``shapes`` are those of the unit's inputs for one sample, in order."""
         super().__init__()
         self._shapes = shapes
         # Weights are loaded by the unit's own names, without the wrapper's.
@@ -101,12 +104,16 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
     >>> sorted(frozen_names(layer))
     ['bias']
     """
-    named = module.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, parameter in named if not parameter.requires_grad)
+    names = set()
+    # A weight with several names is in the state dictionary under each of them.
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            names.add(name)
+    return frozenset(names)
 
 
 class Segment(nn.Sequential):
-    """Consecutive units of a model, each reading the previously computed values it names."""
+    """Consecutive units of a model, each of which reads the outputs of certain earlier units."""
 
     def __init__(
         self,
@@ -115,6 +122,14 @@ class Segment(nn.Sequential):
         reads: Sequence[Sequence[int]],
         crossing: Sequence[Sequence[Made]],
     ) -> None:
+        """Take consecutive units of a model.
+
+        Args:
+            first: index of the first unit in the model.
+            units: a module for each unit.
+            reads: for each unit, the units whose outputs the unit reads, by index in the model.
+            crossing: for the cut before each unit and behind the last, the crossing tensors (`Model.crossing`).
+        """
         named = OrderedDict()
         for place, unit in enumerate(units):
             named[str(first + place)] = unit
@@ -122,7 +137,6 @@ class Segment(nn.Sequential):
         self._first = first
         self._reads = reads
         self._crossing = crossing
-        """The crossing tensors at the cut before each unit and after the last."""
 
     def forward(
         self,
@@ -133,16 +147,18 @@ class Segment(nn.Sequential):
 
         ``input`` is (samples, ...), several tensors flattened and joined. Values are dropped after their last use.
         """
-        made = _split_tensors(input, self._crossing[0])
+        # Outputs by the index of their unit in the model.
+        outputs = _split_tensors(input, self._crossing[0])
         for place, (name, unit) in enumerate(self.named_children()):
             if before is not None:
                 before(name)
-            inputs = [made[index] for index in self._reads[place]]
-            made[self._first + place] = unit(*inputs)
+            inputs = [outputs[index] for index in self._reads[place]]
+            outputs[self._first + place] = unit(*inputs)
             # Without this list, too, the inputs would live until the next unit has run.
             del inputs
-            made = {index: made[index] for index, _ in self._crossing[place + 1]}
-        return _join_tensors(made, self._crossing[-1])
+            needed = self._crossing[place + 1]
+            outputs = {index: outputs[index] for index, _ in needed}
+        return _join_tensors(outputs, self._crossing[-1])
 
 
 def _split_tensors(
@@ -150,7 +166,9 @@ def _split_tensors(
 ) -> dict[int, torch.Tensor]:
     """Return the tensors crossing a cut, each (samples, ...), by the units that made them."""
     if len(crossing) == 1:
-        return {crossing[0][0]: packed}
+        # A single tensor crosses with its own shape.
+        [(only, _)] = crossing
+        return {only: packed}
     sizes = [math.prod(shape) for _, shape in crossing]
     parts = torch.split(packed, sizes, dim=1)
     tensors = {}
@@ -160,11 +178,14 @@ def _split_tensors(
 
 
 def _join_tensors(
-    made: dict[int, torch.Tensor], crossing: Sequence[Made]
+    outputs: dict[int, torch.Tensor], crossing: Sequence[Made]
 ) -> torch.Tensor:
+    """Return the tensors crossing a cut as one, as `_split_tensors` reads it."""
     if len(crossing) == 1:
-        return made[crossing[0][0]]
-    return torch.cat([made[index].flatten(1) for index, _ in crossing], dim=1)
+        [(only, _)] = crossing
+        return outputs[only]
+    parts = [outputs[index].flatten(1) for index, _ in crossing]
+    return torch.cat(parts, dim=1)
 
 
 class ChannelMean(nn.Module):

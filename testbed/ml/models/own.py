@@ -35,21 +35,28 @@ def create_own(
 ) -> Model:
     """Create a model from a user's function, for samples of a shape.
 
-    ``options`` are the function's arguments; arguments called ``shape`` or ``classes`` default to the data's.
-    ``units`` names the modules beginning a unit; None leaves the choice to `testbed.ml.models.tracing`.
-    ``integers``: samples are integers, passed to the network as such if it accepts them, else as float32.
-    ``lora`` adds adapters to the linear layers.
-    ``fields``: the inputs of a sample; the function's ``shape`` is then a mapping by input name.
+    Args:
+        code: the text of the file and the name of the function.
+        options: arguments of the function; arguments called ``shape`` or ``classes`` default to those of the data.
+        shape: shape of a sample.
+        classes: number of classes, or of predicted values of a sample.
+        units: names of the modules beginning a unit; None leaves the choice to `testbed.ml.models.tracing`.
+        integers: whether samples are integers, passed to the network as such if it accepts them, else as float32.
+        fields: the inputs of a sample, if there are several; the function's ``shape`` is then a mapping by input name.
+        lora: adapters of the linear layers.
+
     Raises `InputError` naming the line if the network cannot be built or traced.
     """
     arguments = _bind_arguments(code, options, shape, classes, fields)
-    text = code.model_dump_json()
-    wanted = None if units is None else tuple(units)
+    # As texts and tuples, since the key of a cache needs a hash.
+    code_text = code.model_dump_json()
+    arguments_text = json.dumps(arguments)
+    named_units = None if units is None else tuple(units)
 
     def trace_with(*, integers: bool) -> Model:
-        entering = InputSpec(tuple(shape), integers, fields)
+        input_spec = InputSpec(tuple(shape), integers, fields)
         return _trace_cached(
-            text, json.dumps(arguments), entering, classes, wanted, lora
+            code_text, arguments_text, input_spec, classes, named_units, lora
         )
 
     if fields:
@@ -59,25 +66,30 @@ def create_own(
     # Tokens have to stay integers for an embedding, while integers of a table may be ordinary features.
     try:
         return trace_with(integers=True)
-    except InputError as first:
+    except InputError as integer_error:
         try:
             return trace_with(integers=False)
         except InputError as error:
-            raise InputError(
-                f"{error.text}; with samples as whole numbers: {first.text}", error.key
-            ) from None
+            # Which of the two the user meant is unknown, so both reasons are given.
+            text = f"{error.text}; with samples as whole numbers: {integer_error.text}"
+            raise InputError(text, error.key) from None
 
 
 def _bind_arguments(
-    code: Code, options: Mapping[str, Any], shape: Shape, classes: int, fields: Fields
+    code: Code,
+    options: Mapping[str, Any],
+    shape: Shape,
+    classes: int,
+    fields: Fields,
 ) -> dict[str, Any]:
-    """Return the arguments of the user's function; raises `InputError` for options that the function lacks."""
+    """Return the arguments of the user's function; raises `InputError` for options unknown to the function."""
     signature = inspect.signature(usercode.function(code, KEY))
     arguments: dict[str, Any] = {}
     if "shape" in signature.parameters:
         arguments["shape"] = {each.name: each.shape for each in fields} or shape
     if "classes" in signature.parameters:
         arguments["classes"] = classes
+    # Options of the scenario replace the values of the data.
     arguments |= options
     try:
         signature.bind(**arguments)
@@ -92,7 +104,7 @@ def _bind_arguments(
 def _trace_cached(
     code: str,
     arguments: str,
-    entering: InputSpec,
+    input_spec: InputSpec,
     classes: int,
     units: tuple[str, ...] | None,
     lora: LoraPart | None,
@@ -100,4 +112,4 @@ def _trace_cached(
     from testbed.ml.models.tracing import trace_model
 
     maker = Maker(Code.model_validate_json(code), arguments, lora)
-    return trace_model(maker, entering, classes, units)
+    return trace_model(maker, input_spec, classes, units)

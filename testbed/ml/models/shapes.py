@@ -6,8 +6,9 @@ Shape = tuple[int, ...]
 """(channels, height, width) or (features,)."""
 
 Made = tuple[int, Shape]
-"""The output of a unit, by the unit's index and its shape; index `INPUT` is what enters the model."""
+"""The output of a unit: the index of the unit, and the shape of the output."""
 
 INPUT = -1
+"""Index that stands for the model's input wherever units are named by index."""
 BYTES_PER_VALUE = 4
 """Float32."""

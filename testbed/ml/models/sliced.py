@@ -95,7 +95,10 @@ def _cut_built_units(
 
 
 def _draw_unit(
-    model: Model, index: int, slices: Mapping[str, Slice], seed: int
+    model: Model,
+    index: int,
+    slices: Mapping[str, Slice],
+    seed: int,
 ) -> dict[str, torch.Tensor]:
     """Draw the slices of a unit's layers, by module name; layers without a slice are drawn and dropped.
 
@@ -118,14 +121,19 @@ def _draw_unit(
 
 
 class SlicedLayer:
-    """A slice of a layer with the slice's tensors, which computes all or some of its channels.
+    """A slice of a layer with the slice's tensors, which computes all or some of the channels.
 
-    By output channels, a device calls `run`, or `sums` and then `finish`. By input channels, the devices add their
-    `sums`, and each calls `finish` for the channels it finishes.
+    If the weights are cut by output channels, a device calls `run`, or `sums` and then `finish`. If they are cut by
+    input channels, the `sums` of all devices are added, and each device calls `finish` for some channels.
     """
 
     def __init__(
-        self, layer: GraphLayer, part: Slice, state: Tensors, *, training: bool = False
+        self,
+        layer: GraphLayer,
+        part: Slice,
+        state: Tensors,
+        *,
+        training: bool = False,
     ) -> None:
         """Take the tensors of the slice, as returned by `cut_tensors`; tensors of other layers are ignored.
 
@@ -161,11 +169,13 @@ class SlicedLayer:
         """
         columns = self.part.columns if columns is None else columns
         rows = self.part.rows if rows is None else rows
-        weight = pick(self._states[0]["weight"], 0, rows, self.part.rows)
+        own_weight = self._states[0]["weight"]
+        weight = pick(own_weight, 0, rows, self.part.rows)
         weight = pick(weight, 1, columns, self.part.columns)
         pixels = self.layer.entering[1:]
         maps = inputs.reshape(len(inputs), len(columns), *pixels)
-        return self.layer.sequence[0].product(maps, weight).flatten(1)
+        products = self.layer.sequence[0].product(maps, weight)
+        return products.flatten(1)
 
     def finish(
         self, sums: torch.Tensor, channels: Channels | None = None
@@ -211,7 +221,8 @@ class SlicedLayer:
             return self.finish(self.sums(inputs))
         if self.layer.by_channel:
             channels = len(self.part.channels)
-            maps = inputs.reshape(len(inputs), channels, *self.layer.input[1:])
+            pixels = self.layer.input[1:]
+            maps = inputs.reshape(len(inputs), channels, *pixels)
             values = self.layer.sequence[0].product(maps, None)
             return self.finish(values.flatten(1))
         if self.layer.joins:
@@ -234,8 +245,9 @@ class SlicedLayer:
         modules = nn.Sequential()
         # Element-wise layers accept maps of any size; only the number of channels counts.
         shape = (len(channels), 1, 1)
-        followers = zip(self.layer.sequence[1:], self._states[1:], strict=True)
-        for layer, state in followers:
+        followers = self.layer.sequence[1:]
+        states = self._states[1:]
+        for layer, state in zip(followers, states, strict=True):
             module = layer.build(shape, torch.Generator())
             own = {}
             for name, tensor in state.items():
@@ -274,7 +286,7 @@ def _tensors_of(module: str, state: Tensors) -> dict[str, torch.Tensor]:
 class SlicedShape:
     """The result shapes of `SlicedLayer` in inference, without computation: meta tensors of torch.
 
-    The methods have the arguments of `SlicedLayer`'s. Timing-only runs send such tensors.
+    The methods have the same arguments as the methods of `SlicedLayer`. Timing-only runs send such tensors.
     """
 
     def __init__(self, layer: GraphLayer, part: Slice) -> None:

@@ -44,7 +44,10 @@ class Slice:
 
 
 def pick(
-    tensor: torch.Tensor, axis: int, wanted: Channels, held: Channels | None = None
+    tensor: torch.Tensor,
+    axis: int,
+    wanted: Channels,
+    held: Channels | None = None,
 ) -> torch.Tensor:
     """Return the entries ``wanted`` along an axis with the entries ``held``; None means all, numbered from 0.
 

@@ -105,7 +105,7 @@ class Traced:
 
 
 def trace_by_fx(
-    maker: Maker, entering: InputSpec, whole: Sequence[str] | None
+    maker: Maker, input_spec: InputSpec, whole: Sequence[str] | None
 ) -> Traced:
     """Trace and measure a network by torch.fx; raises `InputError` naming the failing line.
 
@@ -116,24 +116,27 @@ def trace_by_fx(
     attempts = (("meta", ()), ("cpu", tuple(whole or ())))
     for device, names in attempts:
         try:
-            return _trace_on_device(maker, entering, device, names)
+            return _trace_on_device(maker, input_spec, device, names)
         except InputError as error:
             refusal = error
     raise refusal
 
 
 def _trace_on_device(
-    maker: Maker, entering: InputSpec, device: str, whole: Sequence[str]
+    maker: Maker,
+    input_spec: InputSpec,
+    device: str,
+    whole: Sequence[str],
 ) -> Traced:
     """Trace in training and evaluation; if the two differ, keep modules without weights as single steps."""
     try:
-        return _trace_modes(maker, entering, device, whole)
+        return _trace_modes(maker, input_spec, device, whole)
     except InputError as error:
         if _UNLIKE not in error.text:
             raise
     # DropPath, for example, branches on `self.training`: such a module is kept as one step, with both branches.
     weightless = _weightless_modules(maker)
-    return _trace_modes(maker, entering, device, (*whole, *weightless))
+    return _trace_modes(maker, input_spec, device, (*whole, *weightless))
 
 
 def _weightless_modules(maker: Maker) -> list[str]:
@@ -190,11 +193,14 @@ def _make_network(maker: Maker) -> nn.Module:
 
 
 def _trace_modes(
-    maker: Maker, entering: InputSpec, device: str, whole: Sequence[str]
+    maker: Maker,
+    input_spec: InputSpec,
+    device: str,
+    whole: Sequence[str],
 ) -> Traced:
     """Trace in training and in evaluation; booleans differing between the two follow the unit's mode."""
-    tracer = _trace_mode(maker, entering, device, whole, training=True)
-    evaluation = _trace_mode(maker, entering, device, whole, training=False)
+    tracer = _trace_mode(maker, input_spec, device, whole, training=True)
+    evaluation = _trace_mode(maker, input_spec, device, whole, training=False)
     _follow_mode(tracer, evaluation.graph, maker)
     # Backwards, so that a node read only by erased ones is erased as well.
     for node in reversed(tracer.graph.nodes):
@@ -219,7 +225,7 @@ def _find_constants(tracer: _Tracer) -> dict[str, torch.Tensor]:
 
 def _trace_mode(
     maker: Maker,
-    entering: InputSpec,
+    input_spec: InputSpec,
     device: str,
     whole: Sequence[str],
     *,
@@ -233,7 +239,8 @@ def _trace_mode(
         # Any seed: values serve branches of the user's code alone, and all weights are drawn again in units.
         root = seeded_network(maker, 0)
     root.train(training)
-    tracer = _Tracer(entering, device, whole, usercode.file_of(maker.code.module))
+    file = usercode.file_of(maker.code.module)
+    tracer = _Tracer(input_spec, device, whole, file)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             tracer.trace(root)
@@ -290,7 +297,8 @@ def _arguments_by_mode(node: fx.Node, other: fx.Node, mode: fx.Node) -> Any:
     ``node`` was traced in training, ``other`` in evaluation; ``mode`` is the node of the unit's mode.
     """
     # Targets are compared as text: each trace has functions and paths of its own.
-    if (node.op, str(node.target)) != (other.op, str(other.target)):
+    is_same_function = str(node.target) == str(other.target)
+    if node.op != other.op or not is_same_function:
         return None
     in_training = (node.args, node.kwargs)
     in_evaluation = (other.args, other.kwargs)
@@ -353,7 +361,11 @@ class _WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._weights = weights
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         if func.name().partition(".")[0] in _PRODUCTS:
             _check_types(args)
@@ -368,7 +380,12 @@ class _WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _count_work(
-        self, func: Any, args: Any, kwargs: Any, created: torch.Tensor, flops: float
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        created: torch.Tensor,
+        flops: float,
     ) -> None:
         """Add the cost of an operation from its arguments and the created tensor."""
         leaves = pytree.tree_leaves((args, kwargs))
@@ -458,20 +475,20 @@ def single_tensor(result: Any) -> Any:
     return next(iter(tensors.values()))
 
 
-def samples_of(entering: InputSpec, size: int) -> torch.Tensor:
+def samples_of(input_spec: InputSpec, size: int) -> torch.Tensor:
     """Return sample inputs for a network, (size, ...); integers are zero, a valid index of every embedding.
 
     >>> samples_of(InputSpec((1, 8, 8)), 2).shape
     torch.Size([2, 1, 8, 8])
     """
     generator = torch.Generator().manual_seed(size)
-    samples = torch.rand(size, *entering.shape, generator=generator)
+    samples = torch.rand(size, *input_spec.shape, generator=generator)
     # Inputs of integers beside inputs of floats: the row of a sample is float32 then.
-    for begin, end, _, kind in entries(entering.fields).values():
+    for begin, end, _, kind in entries(input_spec.fields).values():
         if kind != "float32":
             samples[:, begin:end] = 0
     # Values in [0, 1) become zero.
-    return samples.long() if entering.integers else samples
+    return samples.long() if input_spec.integers else samples
 
 
 def storage_ids(root: nn.Module) -> frozenset[int]:
@@ -521,9 +538,12 @@ def measure_step(
 
 def _execute_node(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_module":
-        return root.get_submodule(str(node.target))(*args, **kwargs)
+        module = root.get_submodule(str(node.target))
+        return module(*args, **kwargs)
     if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        owner, *others = args
+        method = getattr(owner, str(node.target))
+        return method(*others, **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
@@ -637,9 +657,13 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(
-        self, entering: InputSpec, device: str, whole: Sequence[str], file: str
+        self,
+        input_spec: InputSpec,
+        device: str,
+        whole: Sequence[str],
+        file: str,
     ) -> None:
-        """Prepare for samples as ``entering`` describes.
+        """Prepare for samples as ``input_spec`` describes.
 
         ``device`` is "cpu", or "meta" for tensors without values; ``whole`` names modules that are single steps;
         ``file`` is the user's file.
@@ -649,7 +673,7 @@ class _Tracer(fx.Tracer):
         self._autowrap_search.append(torch)
         self._file = file
         self.runs: tuple[dict[str, Measure], ...] = ({}, {})
-        self._entering = entering
+        self._input_spec = input_spec
         self._weights: Collection[int] = ()
         self._device = device
         self._whole = _innermost_names(whole)
@@ -666,13 +690,16 @@ class _Tracer(fx.Tracer):
     # Methods called by torch.fx, with its names for their arguments
 
     def create_args_for_root(
-        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+        self,
+        root_fn: Callable[..., Any],
+        is_module: bool,
+        concrete_args: Any = None,
     ) -> Any:
         """Pass the samples alone; other arguments keep the defaults of the user's code."""
         self._weights = storage_ids(self.root)
         # "self" and the samples are always passed.
         required = _required_arguments(root_fn)
-        fields = self._entering.fields
+        fields = self._input_spec.fields
         if len(required) > 2 and not fields:
             names = ", ".join(required[1:])
             raise InputError(
@@ -702,7 +729,11 @@ class _Tracer(fx.Tracer):
         return super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         """Trace a call, or execute the call within a step; trace stacked layers one by one."""
         if self._running:
@@ -784,7 +815,10 @@ class _Tracer(fx.Tracer):
         return _RecurrentStates(layer_states, joined)
 
     def getattr(
-        self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]
+        self,
+        attr: str,
+        attr_val: Any,
+        parameter_proxy_cache: dict[str, Any],
     ) -> Any:
         """Return a proxy of an attribute, or the attribute itself within a step."""
         if self._running:
@@ -865,7 +899,7 @@ class _Tracer(fx.Tracer):
         """Execute a step for both batch sizes."""
         for size, measures in zip(BATCHES, self.runs, strict=True):
             if node.op == "placeholder":
-                samples = samples_of(self._entering, size).to(self._device)
+                samples = samples_of(self._input_spec, size).to(self._device)
                 measure = Measure(samples)
             else:
                 measure = measure_step(

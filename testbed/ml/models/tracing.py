@@ -46,17 +46,20 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, *STACKS)
 
 
 def trace_model(
-    maker: Maker, entering: InputSpec, classes: int, units: Sequence[str] | None = None
+    maker: Maker,
+    input_spec: InputSpec,
+    classes: int,
+    units: Sequence[str] | None = None,
 ) -> Model:
     """Trace, measure and cut a network; raises `InputError` naming the failing line.
 
     Args:
         maker: constructs the network.
-        entering: shape and type of the samples.
+        input_spec: shape and type of the samples.
         classes: number of values the network returns for a sample, or for each token of a sample.
         units: names of the modules that begin a unit; None leaves the choice to this module.
     """
-    traced = _trace_network(maker, entering, units)
+    traced = _trace_network(maker, input_spec, units)
     steps = _make_steps(maker, traced)
     cuts = _choose_cuts(steps) if units is None else _cuts_before(steps, units)
     edges = [0, *cuts, len(steps.nodes)]
@@ -65,7 +68,7 @@ def trace_model(
         pieces.append(steps.nodes[begin:end])
     names = _name_units(steps, pieces, units)
     named_pieces = dict(zip(names, pieces, strict=True))
-    return _make_chain(maker, steps, named_pieces, entering, classes)
+    return _make_chain(maker, steps, named_pieces, input_spec, classes)
 
 
 def _name_units(
@@ -96,17 +99,17 @@ def _unique_names(names: Sequence[str]) -> list[str]:
 
 
 def _trace_network(
-    maker: Maker, entering: InputSpec, units: Sequence[str] | None
+    maker: Maker, input_spec: InputSpec, units: Sequence[str] | None
 ) -> Traced:
     """Trace a network by torch.fx, or by the slower torch.export if torch.fx fails."""
     try:
-        return trace_by_fx(maker, entering, units)
+        return trace_by_fx(maker, input_spec, units)
     except InputError as fx_error:
         # Imported here, since most networks do not need it.
         from testbed.ml.models.exported import trace_by_export
 
         try:
-            return trace_by_export(maker, entering)
+            return trace_by_export(maker, input_spec)
         except InputError as export_error:
             # Both reasons: either of them may be easier to mend.
             text = f"{fx_error.text}; {export_error.text}"
@@ -414,7 +417,7 @@ def _narrowest_place(steps: _Steps, begin: int, places: Sequence[int]) -> int | 
     narrowest: int | None = None
     fewest = 0
     for place in places:
-        if _why_not(steps, begin, place) or _is_within_module(steps, place):
+        if _reason_against_cut(steps, begin, place) or _is_within_module(steps, place):
             continue
         values = _crossing_values(steps, place)
         # Of equally narrow places the last: an activation, which keeps the size, stays in the unit of its layer.
@@ -435,7 +438,7 @@ def _reasons_uncut(steps: _Steps, begin: int, end: int) -> str:
         if not is_between:
             continue
         where = source_line(steps.nodes[place], steps.maker)
-        reason = _why_not(steps, begin, place)
+        reason = _reason_against_cut(steps, begin, place)
         if reason:
             return f"{where}: no unit can begin here: {reason}"
         if _is_within_module(steps, place):
@@ -451,7 +454,7 @@ def _crossing_values(steps: _Steps, cut: int) -> int:
     return values
 
 
-def _why_not(steps: _Steps, begin: int, cut: int) -> str | None:
+def _reason_against_cut(steps: _Steps, begin: int, cut: int) -> str | None:
     """Explain why the unit beginning at step ``begin`` cannot end at a cut; None if the cut is possible."""
     crossing = steps.crossing(cut)
     unit = steps.nodes[begin:cut]
@@ -522,7 +525,7 @@ def _cuts_before(steps: _Steps, units: Sequence[str]) -> list[int]:
             raise InputError(
                 f"'{name}' must come after the previously named modules", key
             )
-        reason = _why_not(steps, begin, first)
+        reason = _reason_against_cut(steps, begin, first)
         if reason:
             where = source_line(steps.nodes[first], steps.maker)
             raise InputError(f"{where}: no unit can begin at '{name}': {reason}", key)
@@ -599,7 +602,7 @@ def _make_chain(
     maker: Maker,
     steps: _Steps,
     named_pieces: Mapping[str, Sequence[fx.Node]],
-    entering: InputSpec,
+    input_spec: InputSpec,
     classes: int,
 ) -> Model:
     """Return the model whose units are the named rows of steps; raises `InputError` for an impossible chain."""
@@ -619,17 +622,18 @@ def _make_chain(
         # Inputs of a traced unit may have any shapes: they arrive as all values along one axis.
         arriving = joined(shapes, whole=False)
         counted = _measure_unit(steps, piece, result, read)
-        units.append(Unit(name, (counted,), arriving, reads, joins=False))
+        unit = Unit(name, (counted,), arriving, reads, joins=False)
+        units.append(unit)
         graphs.append(_unit_graph(steps, piece, read, result))
     _, _, file_name = usercode.file_of(maker.code.module).rpartition("/")
     try:
         return Model(
             name=file_name.removesuffix(".py"),
-            input=entering.shape,
+            input=input_spec.shape,
             classes=classes,
             units=tuple(units),
-            integers=entering.integers,
-            fields=entering.fields,
+            integers=input_spec.integers,
+            fields=input_spec.fields,
             builder=TracedUnits(maker, tuple(graphs), steps.traced.constants),
             tied=_tied_weights(steps, pieces),
         )
@@ -679,14 +683,15 @@ def _measure_unit(
         values += measure.created_values
         min_samples = max(min_samples, measure.min_samples)
     # Measured for a batch: all but the weights is proportional to the number of samples.
-    samples = BATCHES[0]
+    samples, _ = BATCHES
+    per_sample = 1 / samples
     begin = steps.nodes.index(piece[0])
     return CountedUnit(
         shape=steps.shape(result),
         trained=trained,
         matrices=matrices,
         kept=values // samples,
-        charged=cost.scaled(flops=1 / samples, accessed=1 / samples, weights=1),
+        charged=cost.scaled(flops=per_sample, accessed=per_sample, weights=1),
         undivided_reason=_reasons_uncut(steps, begin, begin + len(piece)),
         least=min_samples,
         described=_describe_unit(steps, piece, result, read, trained),
@@ -714,7 +719,8 @@ def _describe_unit(
 
 def _unit_name(piece: Sequence[fx.Node], steps: _Steps) -> str:
     """Return the innermost module around all work of a unit, or the module in which the work begins."""
-    working = [node for node in piece if steps.runs[0][node.name].has_work]
+    small, _ = steps.runs
+    working = [node for node in piece if small[node.name].has_work]
     if not working:
         working = list(piece)
     paths_of_nodes = [_module_paths(node) for node in working]
@@ -728,7 +734,10 @@ def _unit_name(piece: Sequence[fx.Node], steps: _Steps) -> str:
 
 
 def _unit_graph(
-    steps: _Steps, piece: Sequence[fx.Node], read: Sequence[fx.Node], result: fx.Node
+    steps: _Steps,
+    piece: Sequence[fx.Node],
+    read: Sequence[fx.Node],
+    result: fx.Node,
 ) -> fx.Graph:
     """Return a graph of a unit's steps and local nodes, with a placeholder for each value of ``read``."""
     graph = fx.Graph()
@@ -749,7 +758,8 @@ def _unit_graph(
             if node.op == "get_attr" or node.target is by_mode:
                 copies[node] = graph.node_copy(node, copied)
             else:
-                copies[node] = _copy_size(steps, node, steps.values(node), first, graph)
+                values = steps.values(node)
+                copies[node] = _copy_size(steps, node, values, first, graph)
         return copies[node]
 
     for node in steps.with_local_nodes(piece):

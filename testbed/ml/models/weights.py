@@ -11,7 +11,7 @@ import mmap
 import pickle
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from testbed.common.errors import InputError
 from testbed.ml import arrays
@@ -53,6 +53,7 @@ def is_scenario(path: Path) -> bool:
 def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
     """Return a file's weights, keyed as in `Model.build`; raises `InputError` naming the problem."""
     if not path.is_file() or _detect_format(path) == "darknet":
+        # Raises for a missing file.
         check(path, model)
         return darknet.read(path, model)
     tensors = _match_names(path, _load_tensors(path), model)
@@ -75,8 +76,9 @@ def export_state(state: State, model: Model, seed: int) -> dict[str, torch.Tenso
     own = {}
     added = {}
     for name, tensor in state.items():
-        if plain_name(name) in own_names:
-            own[plain_name(name)] = tensor
+        own_name = plain_name(name)
+        if own_name in own_names:
+            own[own_name] = tensor
         else:
             added[name] = tensor
     # Not strict, since tensors that no unit uses are missing.
@@ -125,13 +127,15 @@ def _empty_tensors(content: mmap.mmap) -> dict[str, torch.Tensor]:
 
 
 def _load_pickle(path: Path) -> object:
+    """Return the content of a file of `torch.save`; raises `InputError` for objects other than tensors."""
     try:
         with path.open("rb") as file:
             is_archive = file.read(4) == _TORCH[0]
         # weights_only: any other pickle runs code of whoever wrote it. Only archives can be mapped into memory.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        # torch's messages have many lines of advice for programmers.
+        reason, _, _ = str(error).strip().partition("\n")
         text = "holds more than tensors, or is damaged: save the `state_dict()` of the network alone"
         raise InputError(f"{path}: {text} ({reason[:200]})") from None
 
@@ -141,25 +145,31 @@ def _unwrap_checkpoint(path: Path, content: object) -> dict[str, torch.Tensor]:
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    is_state = isinstance(content, Mapping) and all(
-        isinstance(each, torch.Tensor) for each in content.values()
-    )
-    if not isinstance(content, Mapping) or not is_state:
+    if not _is_state(content):
         raise InputError(
             f"{path}: holds no `state_dict`: save that of the network, by torch.save(net.state_dict(), ...)"
         )
     return {str(name): tensor for name, tensor in content.items()}
 
 
+def _is_state(content: object) -> TypeGuard[Mapping[Any, torch.Tensor]]:
+    """Return whether the content of a file is a mapping of tensors, as a `state_dict` is."""
+    if not isinstance(content, Mapping):
+        return False
+    return all(isinstance(value, torch.Tensor) for value in content.values())
+
+
 def _match_names(path: Path, tensors: State, model: Model) -> dict[str, torch.Tensor]:
     """Return the tensors of a file by the names of `Model.build`; raises `InputError` for a mismatch."""
     from testbed.ml.models.lora import is_adapter
 
-    wanted = _state_shapes(lambda: model.build(0, len(model.units), 0))
+    # Any seed: the values are replaced.
+    wanted = _state_shapes(lambda: model.build(0, len(model.units), seed=0))
     names, known = _names_in_file(wanted, tensors, model)
     tensors = _without_prefixes(tensors, known)
     other = f"{path}: not the weights of {model.name} as the scenario has it"
     remedy = "use those of this model with its options, for as many classes"
+    # A file of the network without adapters suffices.
     adapters = {name for name in names.values() if is_adapter(name)}
     missing = _without_counters(names.values()) - tensors.keys() - adapters
     if missing:
@@ -176,8 +186,10 @@ def _match_names(path: Path, tensors: State, model: Model) -> dict[str, torch.Te
         if given is None:
             given = _missing_values(own_name, empty)
         if given.shape != empty.shape or given.dtype != empty.dtype:
+            actual = _type_and_shape(given)
+            needed = _type_and_shape(empty)
             raise InputError(
-                f"{other}: {own_name} is {_type_and_shape(given)} instead of {_type_and_shape(empty)}; {remedy}"
+                f"{other}: {own_name} is {actual} instead of {needed}; {remedy}"
             )
         result[name] = given
     return result
@@ -186,18 +198,21 @@ def _match_names(path: Path, tensors: State, model: Model) -> dict[str, torch.Te
 def _names_in_file(
     wanted: State, tensors: State, model: Model
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the name in the file for each name of `Model.build`, and all names that a file may have."""
-    with_index = {name: name for name in wanted}
-    if model.builder is None:
-        return with_index, set(wanted)
-    # Files of earlier versions have the units' indices in the names.
-    if _without_counters(tensors) == _without_counters(wanted):
-        return with_index, set(wanted)
+    """Return the name in the file for each name of `Model.build`, and all permitted names of the file.
+
+    ``wanted`` is the state of the model, ``tensors`` that of the file.
+    """
+    # Files of a user's network by earlier versions have the units' indices in the names, as the model has.
+    has_indices = _without_counters(tensors) == _without_counters(wanted)
     builder = model.builder
+    if builder is None or has_indices:
+        unchanged = {name: name for name in wanted}
+        return unchanged, set(wanted)
     network = _state_shapes(lambda: builder.network(0))
     names = {name: plain_name(name) for name in wanted}
     # The network may have tensors that no unit uses.
-    return names, {*names.values(), *network}
+    known = {*names.values(), *network}
+    return names, known
 
 
 def _missing_values(name: str, empty: torch.Tensor) -> torch.Tensor:
@@ -231,11 +246,13 @@ def _without_prefixes(tensors: State, known: Collection[str]) -> State:
     # Wrappers may be nested, each with a prefix of its own.
     while known and tensors:
         prefix = _common_prefix(tensors)
+        # The network's own names may begin with a module of such a name.
         if prefix is None or _all_begin(known, prefix):
             break
-        tensors = {
-            name.removeprefix(prefix): tensor for name, tensor in tensors.items()
-        }
+        without_prefix = {}
+        for name, tensor in tensors.items():
+            without_prefix[name.removeprefix(prefix)] = tensor
+        tensors = without_prefix
     renamed = {}
     for name, tensor in tensors.items():
         # torch.compile of single layers puts its prefix into the middle of names.
@@ -245,6 +262,7 @@ def _without_prefixes(tensors: State, known: Collection[str]) -> State:
 
 
 def _common_prefix(names: Collection[str]) -> str | None:
+    """Return the prefix of a wrapper with which all names begin; None without one."""
     for prefix in _PREFIXES:
         if _all_begin(names, prefix):
             return prefix
@@ -276,8 +294,9 @@ def facts(path: Path, model: Model) -> dict[str, Any]:
     if kind != "darknet":
         return {"format": kind, **known}
     header = darknet.check(path, model)
+    version = ".".join(map(str, header.version))
     return {
-        "format": f"darknet {'.'.join(map(str, header.version))}",
+        "format": f"darknet {version}",
         **known,
         "images_seen": header.seen,
     }

@@ -97,7 +97,8 @@ class Yolov2Options(ConfigModel):
 
 def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
     """Create YOLOv2, trained for images of 416x416 to 608x608; raises ValueError unless sides are multiples of 32."""
-    if len(shape) != 3 or shape[0] != 3 or shape[1] % STRIDE or shape[2] % STRIDE:
+    has_colours = len(shape) == 3 and shape[0] == 3
+    if not has_colours or any(side % STRIDE for side in shape[1:]):
         raise ValueError(
             f"the input needs three channels and sides that are multiples of {STRIDE}, such as 3x416x416"
         )
