@@ -19,10 +19,10 @@ _KEY: Key = ("data", "augment", "transforms")
 
 @dataclass(frozen=True)
 class Drawing:
-    """Draws augmented samples from seed, epoch and sample index alone, independent of owner and time."""
+    """Draws augmented samples as a function of seed, epoch and sample index, independent of owner and time."""
 
     chain: Any
-    """Takes a picture, (channels, height, width), and returns one of that shape."""
+    """A transform of torchvision: from a picture, (channels, height, width), to a picture of the same shape."""
     seed: int
     workload: LearningPart
     """The workload, which gives the number of epochs."""
@@ -31,7 +31,7 @@ class Drawing:
 
     @property
     def copies(self) -> int:
-        """Number of distinct epochs; later epochs repeat them."""
+        """Number of distinct epochs; later epochs repeat these."""
         workload = self.workload
         part = workload.data.augment
         if part is not None and part.copies is not None:
@@ -48,7 +48,10 @@ class Drawing:
         return replace(self, places=self.places[indices])
 
     def __call__(
-        self, images: npt.NDArray[Any], indices: Indices, epoch: int
+        self,
+        images: npt.NDArray[Any],
+        indices: Indices,
+        epoch: int,
     ) -> npt.NDArray[np.float32]:
         """Return the images of an epoch, (samples, channels, height, width), like those given at ``indices``.
 
@@ -60,10 +63,11 @@ class Drawing:
         with torch.random.fork_rng(devices=[]):
             for number, index in enumerate(indices):
                 place = int(self.places[index])
-                drawn = derive(self.seed, "augment", epoch % self.copies, place)
+                copy = epoch % self.copies
+                seed = derive(self.seed, "augment", copy, place)
                 # The generator of this processor alone, as in `testbed.ml.layers.shard`.
-                torch.default_generator.manual_seed(drawn)
-                random.seed(drawn)
+                torch.default_generator.manual_seed(seed)
+                random.seed(seed)
                 try:
                     augmented[number] = self.chain(torch.tensor(images[number]))
                 except (TypeError, ValueError, RuntimeError) as error:
@@ -75,7 +79,10 @@ class Drawing:
 
 
 def drawing(
-    workload: LearningPart, seed: int, shape: tuple[int, ...], samples: int
+    workload: LearningPart,
+    seed: int,
+    shape: tuple[int, ...],
+    samples: int,
 ) -> Drawing:
     """Return the augmentation a workload configures for a number of training samples of one shape.
 
@@ -91,11 +98,15 @@ def drawing(
     steps = []
     try:
         for transform in workload.data.augment.transforms:
-            options = {key: value for key, value in transform.items() if key != "name"}
-            steps.append(getattr(known, transform["name"])(**options))
+            options = dict(transform)
+            name = options.pop("name")
+            definition = getattr(known, name)
+            steps.append(definition(**options))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"unknown torchvision transform: {error}", _KEY) from None
-    augmentation = Drawing(known.Compose(steps), seed, workload, np.arange(samples))
+    places = np.arange(samples)
+    augmentation = Drawing(known.Compose(steps), seed, workload, places)
     # One black picture, so that a transform that fails is reported before the run.
-    augmentation(np.zeros((1, *shape), np.float32), np.arange(1), 0)
+    black = np.zeros((1, *shape), np.float32)
+    augmentation(black, places[:1], epoch=0)
     return augmentation

@@ -36,7 +36,11 @@ def steps_per_epoch(samples: int, batch_size: int, *, drop_last: bool = True) ->
 
 
 def batch_length(
-    samples: int, batch_size: int, step: int, *, drop_last: bool = True
+    samples: int,
+    batch_size: int,
+    step: int,
+    *,
+    drop_last: bool = True,
 ) -> int:
     """Return the number of samples of a training step from 0.
 

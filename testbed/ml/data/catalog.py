@@ -1,11 +1,14 @@
-"""The catalogue of data sets, and `load`, which reads them.
+"""The catalogue of data sets, and `load`, which reads a set of the catalogue or of the user.
+
+Most sets are files in a folder. ``synthetic`` sets are computed, ``digits`` are embedded, photographs come from
+scikit-learn or a file, and the user's own sets are read by `testbed.ml.data.own`.
 
 Nothing here downloads files: `testbed.ml.data.fetch` does so for the command `testbed setup data`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +27,7 @@ Samples = tuple[Bytes, Bytes]
 """Images and labels as stored in the files."""
 LARGE_DIGITS = "digits-28"
 DIGITS = ("digits", LARGE_DIGITS)
+"""Names of the embedded sets."""
 DIGITS_TRAIN = 1438
 """Training samples of the embedded set, known without an import of its package."""
 TEST_SHARE = 0.2
@@ -90,12 +94,11 @@ def _required_files(source: DataSource, *folders: Path) -> list[Path]:
     paths = []
     missing = []
     for name in source.files:
-        places = [files.find(folder, name) for folder in folders]
-        present = [path for path in places if path is not None]
-        if present:
-            paths.append(present[0])
-        else:
+        path = _find_first(name, folders)
+        if path is None:
             missing.append(name)
+        else:
+            paths.append(path)
     if missing:
         raise InputError(
             f"{folders[0]}: {source.name} needs {', '.join(missing)} there (plain or .gz); "
@@ -104,14 +107,30 @@ def _required_files(source: DataSource, *folders: Path) -> list[Path]:
     return paths
 
 
+def _find_first(name: str, folders: Sequence[Path]) -> Path | None:
+    """Return a file from the first folder that contains the file; None if all lack it."""
+    for folder in folders:
+        path = files.find(folder, name)
+        if path is not None:
+            return path
+    return None
+
+
 def _split_parts(samples: Samples) -> tuple[Samples, Samples]:
-    """Divide the samples of a set without a test part."""
+    """Divide the samples of a set without a test part into training and test samples."""
     images, labels = samples
     train, test = holdout(labels.astype(np.int64), TEST_SHARE)
-    return (images[train], labels[train]), (images[test], labels[test])
+    train_part = (images[train], labels[train])
+    test_part = (images[test], labels[test])
+    return train_part, test_part
+
+
+# Readers of sets: each returns the name of the files read, training samples and test samples
 
 
 def _read_mnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
+    """Read MNIST or a set in the same files; the test part alone is a smaller set with a name of its own."""
+
     def read_pair(images: Path, labels: Path) -> Samples:
         height, width = source.shape[1:]
         return files.read_idx_pair(images, labels, (height, width), source.classes)
@@ -125,10 +144,13 @@ def _read_mnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples
         samples = read_pair(test_images, test_labels)
         return f"{source.name}-t10k", *_split_parts(samples)
     paths = _required_files(source, folder)
-    return source.name, read_pair(*paths[:2]), read_pair(*paths[2:])
+    train = read_pair(*paths[:2])
+    test = read_pair(*paths[2:])
+    return source.name, train, test
 
 
 def _read_emnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
+    """Read a split of EMNIST; raises `InputError` for labels outside its classes."""
     # The letters are numbered from 1.
     begin = 1 if source.name == "emnist-letters" else 0
 
@@ -144,10 +166,13 @@ def _read_emnist(source: DataSource, folder: Path) -> tuple[str, Samples, Sample
         return pixels.transpose(0, 1, 3, 2), targets - np.uint8(begin)
 
     paths = _required_files(source, folder)
-    return source.name, read_pair(*paths[:2]), read_pair(*paths[2:])
+    train = read_pair(*paths[:2])
+    test = read_pair(*paths[2:])
+    return source.name, train, test
 
 
 def _read_cifar10(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
+    """Read CIFAR-10's binary version: five files of training samples, and one of test samples."""
     # The archive has its files in a folder of this name.
     unpacked = folder / "cifar-10-batches-bin"
     *train, test = _required_files(source, folder, unpacked)
@@ -166,27 +191,34 @@ def _digits_table() -> npt.NDArray[np.uint8]:
 
 
 def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
+    """Read the embedded digits, of 8x8 pixels or enlarged to MNIST's 28x28."""
     table = _digits_table()
-    # 16 grey levels and black, stretched to the range of a byte like every other set.
     levels = table[:, :-1].reshape(-1, 1, 8, 8)
+    labels = table[:, -1].copy()
+    # 16 grey levels and black, stretched to the range of a byte like every other set.
     images = np.round(levels * (255 / 16)).astype(np.uint8)
     if source.name == LARGE_DIGITS:
+        # 3 x 8 pixels, and 2 at each edge.
         enlarged = images.repeat(3, axis=2).repeat(3, axis=3)
+        unchanged = (0, 0)
         frame = (2, 2)
-        images = np.pad(enlarged, ((0, 0), (0, 0), frame, frame))
-    return source.name, *_split_parts((images, table[:, -1].copy()))
+        images = np.pad(enlarged, (unchanged, unchanged, frame, frame))
+    return source.name, *_split_parts((images, labels))
 
 
 def _read_pictures(source: DataSource, path: Path) -> tuple[str, Samples, Samples]:
     """Read photographs as test samples only: training is impossible without labels."""
     photographs = [pictures.read(path)] if source.from_path else pictures.photos()
-    images = np.stack(
-        [pictures.letterbox(picture, source.shape) for picture in photographs]
-    )
+    fitted = []
+    for picture in photographs:
+        fitted.append(pictures.letterbox(picture, source.shape))
+    images = np.stack(fitted)
     labels = np.zeros(len(images), dtype=np.uint8)
-    return source.name, (images[:0], labels[:0]), (images, labels)
+    no_samples = (images[:0], labels[:0])
+    return source.name, no_samples, (images, labels)
 
 
+# MNIST's own names, which Fashion-MNIST has as well.
 _IDX = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -198,12 +230,15 @@ _IDX = (
 def _idx_remotes(
     bases: tuple[str, ...], md5s: tuple[str, str, str, str]
 ) -> tuple[Remote, ...]:
-    return tuple(
-        Remote(f"{name}.gz", bases, md5) for name, md5 in zip(_IDX, md5s, strict=True)
-    )
+    """Return the downloads of the four files of MNIST or a similar set, from their checksums in the order of `_IDX`."""
+    remotes = []
+    for name, md5 in zip(_IDX, md5s, strict=True):
+        remotes.append(Remote(f"{name}.gz", bases, md5))
+    return tuple(remotes)
 
 
 def _emnist_source(name: str, split: str, summary: str, classes: int) -> DataSource:
+    """Return a split of EMNIST; all splits are in one archive."""
     parts = (
         "train-images-idx3",
         "train-labels-idx1",
@@ -222,7 +257,15 @@ def _emnist_source(name: str, split: str, summary: str, classes: int) -> DataSou
     )
 
 
-_CIFAR = (*(f"data_batch_{index}.bin" for index in range(1, 6)), "test_batch.bin")
+_CIFAR = (
+    "data_batch_1.bin",
+    "data_batch_2.bin",
+    "data_batch_3.bin",
+    "data_batch_4.bin",
+    "data_batch_5.bin",
+    "test_batch.bin",
+)
+"""Five files of training samples, then the file of the test samples."""
 
 DATASETS: dict[str, DataSource] = {
     source.name: source
@@ -377,6 +420,7 @@ def part_of(text: str) -> DataPart:
     >>> part_of("mnist").name
     'mnist'
     """
+    # A name after a colon is a function of a Python file, or the label column of a table.
     place, _, name = text.rpartition(":")
     if place.endswith(".py"):
         return DataPart(file=place, name=name)
@@ -420,7 +464,8 @@ def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
     source = describe(part.name)
     if source.read is None:
         return synthetic.train_labels(part.name, part.train)
-    name, (_, labels), _ = source.read(source, folder)
+    name, train, _ = source.read(source, folder)
+    _, labels = train
     _check_limit(name, "train", len(labels), part.train)
     return labels[: part.train].astype(np.int64)
 
@@ -433,7 +478,7 @@ def train_groups(part: DataPart, folder: Path) -> npt.NDArray[np.int64] | None:
 
 
 def known_samples(part: DataPart) -> int | None:
-    """Return the number of training samples of a scenario; None if only the data files can tell.
+    """Return the number of training samples of a scenario; None for a number known from the data files only.
 
     >>> known_samples(DataPart(name="digits"))
     1438
@@ -468,6 +513,7 @@ def problems(part: DataPart, path: Path) -> Iterator[tuple[Key, str]]:
 def _folder_problems(
     source: DataSource, name: str, folder: Path
 ) -> Iterator[tuple[Key, str]]:
+    """Yield (key, problem) for the folder of a catalogue set; only headers of its files are read."""
     places = [files.find(folder, each) for each in source.files]
     present = [path for path in places if path is not None]
     download = f"`testbed setup data {name}` downloads them"
@@ -479,6 +525,7 @@ def _folder_problems(
     elif not present:
         yield ("folder",), f"{folder} contains no file of {name}: {download}"
     for file in present:
+        # Files of labels, and of CIFAR-10, declare no size of an image.
         if "-images-" not in file.name:
             continue
         try:
@@ -506,7 +553,8 @@ def load(part: DataPart, folder: Path | None = None, *, blank: bool = False) -> 
     source = describe(part.name)
     if source.read is None:
         return synthetic.make(part.name, part.train, part.test, blank=blank)
-    name, train, test = source.read(source, _data_location(source, part, folder))
+    location = _data_location(source, part, folder)
+    name, train, test = source.read(source, location)
     train_images, train_labels = _take_first(name, "train", train, part.train)
     test_images, test_labels = _take_first(name, "test", test, part.test)
     dataset = Dataset(
@@ -538,18 +586,24 @@ def _limit_samples(dataset: Dataset, part: DataPart) -> Dataset:
     """Return a set reduced to the samples a scenario uses."""
     _check_limit(part.name, "train", len(dataset.train_labels), part.train)
     _check_limit(part.name, "test", len(dataset.test_labels), part.test)
+    # A limit of None keeps all.
+    train = slice(part.train)
+    test = slice(part.test)
     return replace(
         dataset,
-        train_images=dataset.train_images[: part.train],
-        train_labels=dataset.train_labels[: part.train],
-        groups=None if dataset.groups is None else dataset.groups[: part.train],
-        test_images=dataset.test_images[: part.test],
-        test_labels=dataset.test_labels[: part.test],
+        train_images=dataset.train_images[train],
+        train_labels=dataset.train_labels[train],
+        groups=None if dataset.groups is None else dataset.groups[train],
+        test_images=dataset.test_images[test],
+        test_labels=dataset.test_labels[test],
     )
 
 
 def _take_first(
-    name: str, part: str, samples: Samples, limit: int | None
+    name: str,
+    part: str,
+    samples: Samples,
+    limit: int | None,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Return the first ``limit`` samples as floats; only these are widened to four bytes a pixel."""
     images, labels = samples
@@ -560,6 +614,7 @@ def _take_first(
 
 
 def _check_limit(name: str, part: str, samples: int, limit: int | None) -> None:
+    """Raise `InputError` if a scenario asks for more samples than a part, "train" or "test", has."""
     if limit is not None and limit > samples:
         raise InputError(
             f"{name} has {samples} samples in this part, not {limit}", ("data", part)

@@ -1,4 +1,4 @@
-"""A data set in memory and its safetensors encoding for the coordinator."""
+"""A data set, in memory or in files larger than memory, and its safetensors encoding for devices."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class Dataset:
     """Changes training samples anew in each epoch. Not sent: `pack` draws them for all epochs."""
 
     def batch(
-        self, indices: npt.NDArray[np.int64], epoch: int, values: slice | None = None
+        self,
+        indices: npt.NDArray[np.int64],
+        epoch: int,
+        values: slice | None = None,
     ) -> Images:
         """Return training samples, (samples, ...), of an epoch; augmentation differs in each epoch.
 
@@ -63,8 +66,9 @@ class Dataset:
         samples = len(self.train_labels)
         copies = max(1, len(self.train_images) // max(1, samples))
         copy = epoch % copies
-        every = _select_values(values, self.train_images)
-        chosen: Images = every[indices + copy * samples]
+        # The values first: the samples are copied, and only these values of them.
+        images = _select_values(values, self.train_images)
+        chosen: Images = images[indices + copy * samples]
         return _scale_bytes(chosen)
 
     def tests(self, indices: Sequence[int]) -> Images:
@@ -119,10 +123,13 @@ class Dataset:
         """Return a copy with the augmented training samples of all epochs, independent of the augmentation."""
         if self.drawing is None or not len(self.train_labels):
             return replace(self, drawing=None)
-        every = np.arange(len(self.train_labels))
+        all_indices = np.arange(len(self.train_labels))
         epochs = range(self.drawing.copies)
-        copies: Images = np.concatenate([self.batch(every, epoch) for epoch in epochs])
-        return replace(self, train_images=copies, drawing=None)
+        parts: list[npt.NDArray[Any]] = [
+            self.batch(all_indices, epoch) for epoch in epochs
+        ]
+        images: Images = np.concatenate(parts)
+        return replace(self, train_images=images, drawing=None)
 
     def noisy(self, deviation: float, seed: int) -> Dataset:
         """Return a copy with Gaussian noise of a standard deviation on the training samples, as float32."""
@@ -140,10 +147,14 @@ class Dataset:
 
 def _select_values(values: slice | None, images: Images) -> Images:
     """Return the selected values of each image; None returns the images unchanged. Memory is shared."""
-    return images if values is None else images.reshape(len(images), -1)[:, values]
+    if values is None:
+        return images
+    rows = images.reshape(len(images), -1)
+    return rows[:, values]
 
 
 def _scale_bytes(images: Images) -> Images:
+    """Return bytes scaled to [0, 1], and other values unchanged."""
     if images.dtype.kind != "u":
         return images
     # float32 / float32: a Python number would widen the values first.
@@ -151,12 +162,15 @@ def _scale_bytes(images: Images) -> Images:
 
 
 def _blank_images(images: Images) -> Images:
+    """Return images of zeros with shape and type of the given ones."""
+    one = np.zeros((1, *images.shape[1:]), images.dtype)
     # Strides of zero: all samples are one and the same image in memory.
-    return np.broadcast_to(np.zeros((1, *images.shape[1:]), images.dtype), images.shape)
+    return np.broadcast_to(one, images.shape)
 
 
 def _select_images(images: Images, indices: npt.NDArray[np.int64]) -> Images:
     """Return the selected images; a selection of blank images takes no memory either."""
+    # `_blank_images` makes the only arrays without a stride between samples.
     is_blank = len(images) > 0 and images.strides[0] == 0
     return images[: len(indices)] if is_blank else images[indices]
 
@@ -171,7 +185,7 @@ _ARRAYS = {
 
 
 def pack(dataset: Dataset) -> bytes:
-    """Return the message body: its arrays, with name and number of classes as metadata.
+    """Return a data set as the body of a message: its arrays, with name and number of classes as metadata.
 
     >>> from testbed.ml.data.synthetic import make
     >>> dataset = make("synthetic-1x4x4-2", train=4, test=2)
@@ -189,14 +203,14 @@ def unpack(body: Buffer) -> Dataset:
     # The bytes come from the network, so everything is checked.
     raw, metadata = tensors.read(body)
     arrays = tensors.to_numpy(raw)
-    if set(metadata) != {"name", "classes"}:
-        raise TensorError("a data set has a name and a number of classes")
-    if not re.fullmatch("[0-9]{1,9}", metadata["classes"]):
+    has_keys = set(metadata) == {"name", "classes"}
+    if not has_keys or not re.fullmatch("[0-9]{1,9}", metadata["classes"]):
         raise TensorError("a data set has a name and a number of classes")
     _check_types(arrays)
     for part in ("train", "test"):
         _check_lengths(arrays, part)
-    train, test = arrays["train_images"], arrays["test_images"]
+    train = arrays["train_images"]
+    test = arrays["test_images"]
     if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
         raise TensorError("training and test samples are of one shape and one type")
     given: dict[str, Any] = dict(arrays)
@@ -204,16 +218,21 @@ def unpack(body: Buffer) -> Dataset:
 
 
 def _check_types(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    has_all_arrays = set(arrays) == set(_ARRAYS)
-    if has_all_arrays and all(
-        array.dtype.name in _ARRAYS[name] for name, array in arrays.items()
-    ):
+    """Raise `TensorError` unless exactly the arrays of a data set are given, each of a permitted type."""
+    is_valid = set(arrays) == set(_ARRAYS)
+    for name, array in arrays.items():
+        if array.dtype.name not in _ARRAYS.get(name, ()):
+            is_valid = False
+    if is_valid:
         return
-    wanted = [f"{name} ({' or '.join(types)})" for name, types in _ARRAYS.items()]
+    wanted = []
+    for name, types in _ARRAYS.items():
+        wanted.append(f"{name} ({' or '.join(types)})")
     raise TensorError(f"a data set has the arrays {', '.join(wanted)}")
 
 
 def _check_lengths(arrays: Mapping[str, npt.NDArray[Any]], part: str) -> None:
+    """Raise `TensorError` unless the arrays of a part, "train" or "test", have as many samples as labels."""
     images = arrays[f"{part}_images"]
     labels = arrays[f"{part}_labels"]
     has_equal_lengths = len(images) == len(labels)

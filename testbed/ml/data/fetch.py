@@ -46,16 +46,25 @@ def fetch(
         )
     folder.mkdir(parents=True, exist_ok=True)
     for remote in source.remotes:
-        wanted = remote.members or (remote.name,)
-        places = [find(folder, member.removesuffix(".gz")) for member in wanted]
-        if None in places:
+        if not _is_complete(remote, folder):
             _download_file(remote, folder, [*bases, *remote.bases], progress)
     paths = [find(folder, file) for file in source.files]
     return [path for path in paths if path is not None]
 
 
+def _is_complete(remote: Remote, folder: Path) -> bool:
+    """Return whether a folder contains a download, or all members of an archive."""
+    names = remote.members or (remote.name,)
+    # Users may have unpacked a file: `find` accepts both forms.
+    places = [find(folder, name.removesuffix(".gz")) for name in names]
+    return None not in places
+
+
 def _download_file(
-    remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadProgress
+    remote: Remote,
+    folder: Path,
+    bases: Sequence[str],
+    progress: DownloadProgress,
 ) -> None:
     """Download one file from the first working address, and unpack archives."""
     failures = []
@@ -82,7 +91,10 @@ def _download_file(
 
 
 def _write_download(
-    address: str, file: Path, remote: Remote, progress: DownloadProgress
+    address: str,
+    file: Path,
+    remote: Remote,
+    progress: DownloadProgress,
 ) -> None:
     """Write the content of an address to a file; raises ValueError for a wrong checksum."""
     # The sets are published with MD5 hashes; they detect damage, not an attack.

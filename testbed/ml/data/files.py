@@ -114,7 +114,10 @@ def _declared_sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
 
 
 def read_idx_pair(
-    images: Path, labels: Path, shape: tuple[int, int], classes: int
+    images: Path,
+    labels: Path,
+    shape: tuple[int, int],
+    classes: int,
 ) -> tuple[Bytes, Bytes]:
     """Read images (samples, 1, height, width) and labels (samples,); raises `InputError` if their numbers differ."""
     pixels = read_idx(images, 3)
@@ -153,5 +156,6 @@ def read_cifar(paths: Sequence[Path], classes: int = 10) -> tuple[Bytes, Bytes]:
         targets = records[:, 0]
         _check_labels(path, targets, classes)
         labels.append(targets)
-        images.append(records[:, 1:].reshape(-1, *CIFAR_IMAGE))
+        pixels = records[:, 1:]
+        images.append(pixels.reshape(-1, *CIFAR_IMAGE))
     return np.concatenate(images), np.concatenate(labels)

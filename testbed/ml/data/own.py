@@ -69,7 +69,7 @@ def load(part: DataPart, path: Path, test_share: float) -> Dataset:
     """Return all samples of the file or folder ``path``; raises `InputError` for malformed data.
 
     Bytes are scaled to [0, 1]; other values stay as they are, and integers stay int64. If the data have no test part,
-    ``test_share`` of the samples is used for tests. The last result is cached until the file changes.
+    ``test_share`` of the samples is used for tests. The last two results are cached until their files change.
     """
     if is_packaged(part):
         # Messages show the name in place of a path. An imported package does not change.
@@ -116,7 +116,11 @@ def _key_of(part: DataPart) -> Key:
 
 @lru_cache(maxsize=2)
 def _load_cached(
-    text: str, path: Path, changed: int, test_share: float, column: str | None
+    text: str,
+    path: Path,
+    changed: int,
+    test_share: float,
+    column: str | None,
 ) -> Dataset:
     """Read and check a set; ``text`` is the data part as JSON, ``changed`` distinguishes states of the files."""
     part = DataPart.model_validate_json(text)
@@ -127,7 +131,10 @@ def _load_cached(
 
 
 def _check_set(
-    part: DataPart, path: Path, stored: _StoredSet, test_share: float
+    part: DataPart,
+    path: Path,
+    stored: _StoredSet,
+    test_share: float,
 ) -> Dataset:
     """Return a set with checked arrays and a test part; raises `InputError` for malformed data."""
     key = _key_of(part)
@@ -173,7 +180,10 @@ def _hold_out(
 
 
 def _match_types(
-    train: Arrays, test: Arrays, path: Path, key: Key
+    train: Arrays,
+    test: Arrays,
+    path: Path,
+    key: Key,
 ) -> tuple[Arrays, Arrays]:
     """Return both parts with samples of one type; raises `InputError` for differing shapes or label types."""
     samples, labels = train
@@ -199,7 +209,10 @@ def _match_types(
 
 
 def _count_classes(
-    train: npt.NDArray[Any], test: npt.NDArray[Any], path: Path, key: Key
+    train: npt.NDArray[Any],
+    test: npt.NDArray[Any],
+    path: Path,
+    key: Key,
 ) -> int:
     """Return the number of classes, or of predicted values per sample; raises `InputError` for invalid labels."""
     if train.dtype.kind == "f":
@@ -310,7 +323,10 @@ def _check_inputs(
 
 
 def _check_count(
-    values: npt.NDArray[Any], labels: npt.NDArray[Any], what: str, key: Key
+    values: npt.NDArray[Any],
+    labels: npt.NDArray[Any],
+    what: str,
+    key: Key,
 ) -> None:
     """Raise `InputError` for arrays without samples, or with another number of labels."""
     has_axes = values.ndim > 0 and labels.ndim > 0
@@ -425,7 +441,8 @@ def _from_function(part: DataPart, path: Path) -> _StoredSet:
         package = plugins.installed(GROUP)[part.name]
         result = plugins.load(package, _NAME, lambda function: function())
     else:
-        result = usercode.call(usercode.read(path, part.name, _FILE), _FILE)
+        code = usercode.read(path, part.name, _FILE)
+        result = usercode.call(code, _FILE)
     where = f"{path}: {part.name}"
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise InputError(

@@ -57,7 +57,9 @@ def parse(name: str) -> tuple[str, tuple[int, int, int]]:
         )
     height = int(match["height"] or SIZE[0])
     width = int(match["width"] or SIZE[1])
-    if not (1 <= height <= MOST_PIXELS and 1 <= width <= MOST_PIXELS):
+    smallest = min(height, width)
+    largest = max(height, width)
+    if smallest < 1 or largest > MOST_PIXELS:
         raise InputError(
             f"'{name}' needs sides of 1 to {MOST_PIXELS} pixels, such as {match['kind']}-608x608",
             ("data", "name"),
@@ -94,6 +96,7 @@ def letterbox(picture: Image, shape: Sequence[int]) -> Bytes:
     filled = np.full(tuple(shape), BORDER, dtype=np.uint8)
     rows = slice(place.top, place.top + place.height)
     columns = slice(place.left, place.left + place.width)
+    # Pillow has the colours last.
     filled[:, rows, columns] = np.asarray(resized).transpose(2, 0, 1)
     return filled
 
@@ -116,7 +119,8 @@ def read(path: Path) -> Image:
             upright = ImageOps.exif_transpose(picture)
             # Pillow would cut what exceeds 255 instead of scaling it, and leave a picture all white.
             if upright.mode.startswith("I;16"):
-                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+                upper_bytes = np.asarray(upright) >> 8
+                upright = Image.fromarray(upper_bytes.astype(np.uint8))
             return upright.convert("RGB")
     except UnidentifiedImageError:
         raise InputError(

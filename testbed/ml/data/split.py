@@ -166,7 +166,10 @@ def _split_iid(labels: Indices, devices: int, seed: int) -> list[Indices]:
 
 
 def _split_by_sizes(
-    labels: Indices, owners: Sequence[str], sizes: Sequence[int], seed: int
+    labels: Indices,
+    owners: Sequence[str],
+    sizes: Sequence[int],
+    seed: int,
 ) -> list[Indices]:
     """Distribute samples at random in the given sizes."""
     key = (*_KEY, "sizes")
@@ -188,7 +191,10 @@ def _split_by_sizes(
 
 
 def _split_dirichlet(
-    labels: Indices, devices: int, concentration: float, generator: np.random.Generator
+    labels: Indices,
+    devices: int,
+    concentration: float,
+    generator: np.random.Generator,
 ) -> list[Indices]:
     """Distribute each class in proportions drawn from a Dirichlet distribution (Hsu et al., 2019)."""
     shares = _empty_shares(devices)
@@ -220,7 +226,10 @@ def _shuffled_members(
 
 
 def _split_by_quantity(
-    labels: Indices, devices: int, concentration: float, generator: np.random.Generator
+    labels: Indices,
+    devices: int,
+    concentration: float,
+    generator: np.random.Generator,
 ) -> list[Indices]:
     """Distribute samples at random in sizes drawn from a Dirichlet distribution ("quantity skew", Li et al., 2022)."""
     proportions = generator.dirichlet([concentration] * devices)
@@ -248,7 +257,11 @@ def _split_by_column(groups: Indices, devices: int) -> list[Indices]:
 
 
 def _split_by_shards(
-    labels: Indices, classes: int, devices: int, count: int, seed: int
+    labels: Indices,
+    classes: int,
+    devices: int,
+    count: int,
+    seed: int,
 ) -> list[Indices]:
     """Assign ``count`` classes to each device, all classes about equally often; owners share a class evenly.
 
@@ -277,7 +290,10 @@ def _split_by_shards(
 
 
 def _deal_classes(
-    classes: int, devices: int, count: int, generator: np.random.Generator
+    classes: int,
+    devices: int,
+    count: int,
+    generator: np.random.Generator,
 ) -> list[list[int]]:
     """Deal ``count`` different classes to each device from decks of all classes, as cards are dealt.
 

@@ -35,10 +35,10 @@ def parse(name: str) -> tuple[tuple[int, int, int], int]:
             ("data", "name"),
         )
     defaults = (1, 8, 8, 10)
-    channels, height, width, classes = (
-        int(text or default)
-        for text, default in zip(match.groups(), defaults, strict=True)
-    )
+    numbers = []
+    for text, default in zip(match.groups(), defaults, strict=True):
+        numbers.append(int(text or default))
+    channels, height, width, classes = numbers
     if min(channels, height, width) < 1 or classes < 2:
         raise InputError(
             f"'{name}' needs sizes of at least 1 and at least 2 classes",
@@ -54,11 +54,16 @@ def train_labels(name: str, train: int | None) -> npt.NDArray[np.int64]:
 
 
 def _class_labels(count: int, classes: int) -> npt.NDArray[np.int64]:
+    # One class after the other, so that all have equally many samples, also among the first ones.
     return np.arange(count, dtype=np.int64) % classes
 
 
 def make(
-    name: str, train: int | None, test: int | None, *, blank: bool = False
+    name: str,
+    train: int | None,
+    test: int | None,
+    *,
+    blank: bool = False,
 ) -> Dataset:
     """Generate the set of this name, independent of the scenario's seed; ``blank``: labels with black images.
 
@@ -75,6 +80,7 @@ def make(
         labels = _class_labels(count, classes)
         if blank:
             black = np.zeros((1, *shape), np.float32)
+            # One image in memory for all samples.
             return np.broadcast_to(black, (count, *shape)), labels
         generator = np.random.default_rng(derive(0, "synthetic", part, *shape, classes))
         images = prototypes[labels]
@@ -86,7 +92,8 @@ def make(
     if classes != 10:
         full_name += f"-{classes}"
     train_part = draw("train", train or TRAIN)
-    return Dataset(full_name, classes, *train_part, *draw("test", test or TEST))
+    test_part = draw("test", test or TEST)
+    return Dataset(full_name, classes, *train_part, *test_part)
 
 
 def _class_prototypes(
@@ -98,6 +105,7 @@ def _class_prototypes(
         derive(0, "synthetic", "prototypes", *shape, classes)
     )
     # Blocks of equal pixels, so that convolution and pooling leave something to distinguish the classes by.
+    # Rounded up: the blocks at the lower and right edge are cut off.
     rows = -(-height // _BLOCK)
     columns = -(-width // _BLOCK)
     coarse = generator.random((classes, channels, rows, columns), dtype=np.float32)

@@ -40,7 +40,10 @@ class Table:
 
 
 def read(
-    path: Path, label: str | None, columns: Columns | None, group: str | None
+    path: Path,
+    label: str | None,
+    columns: Columns | None,
+    group: str | None,
 ) -> Table:
     """Read a table; words become integers in alphabetical order, in labels and in inputs.
 
@@ -52,7 +55,8 @@ def read(
     inputs = _input_columns(path, label, columns, group)
     assert label is not None
     # A column may serve several inputs, and is read once.
-    names = list(dict.fromkeys([label, *chain.from_iterable(inputs.values())]))
+    chosen = chain.from_iterable(inputs.values())
+    names = list(dict.fromkeys([label, *chosen]))
     # A first reading finds the types, a second the words, a third fills the arrays: a column's type depends on its last
     # row, too.
     kinds, rows = _column_kinds(path, names)
@@ -94,7 +98,10 @@ def _read_groups(path: Path, name: str | None) -> npt.NDArray[np.int64] | None:
 
 
 def _input_columns(
-    path: Path, label: str | None, columns: Columns | None, group: str | None
+    path: Path,
+    label: str | None,
+    columns: Columns | None,
+    group: str | None,
 ) -> Mapping[str, Sequence[str]]:
     """Return the columns of each input by name, "" for a single input; raises `InputError` for unknown columns."""
     existing = _column_names(path)
