@@ -28,7 +28,8 @@ from testbed.ml.training.optimizers import (
 from testbed.ml.training.schedules import Schedule
 from testbed.ml.training.schema import TrainingPart
 
-_OPTIMIZER, _LOSS = ("training", "optimizer"), ("training", "loss")
+_OPTIMIZER = ("training", "optimizer")
+_LOSS = ("training", "loss")
 _WITHOUT = ("LBFGS", "SparseAdam", "Muon")
 """Optimizers that need a closure, sparse gradients, or matrices alone."""
 _PROBE = (64, 64)
@@ -53,7 +54,11 @@ class TrainingConfig:
 
     def check(self) -> None:
         """Resolve all names; raises `InputError` with the key in the workload."""
-        _ = self.update_flops, self._loss_function, self.settings(0), self.metrics()
+        # Each of these resolves the names of one part: optimizer, loss, schedule and metrics.
+        _ = self.update_flops
+        _ = self._loss_function
+        _ = self.settings(0)
+        _ = self.metrics()
 
     def optimizer(self) -> Optimizer:
         """Return a new optimizer without parameters."""
@@ -94,7 +99,9 @@ class TrainingConfig:
         values: float = 1 if optimizer.momentum else 0
         if not optimizer.is_plain:
             values = self._measure_optimizer(_PROBE).values
-        return values if self.part.ema is None else values + 1
+        if self.part.ema is not None:
+            values += 1
+        return values
 
     @cached_property
     def update_flops(self) -> float:
@@ -107,11 +114,14 @@ class TrainingConfig:
         4.0
         """
         optimizer = self.part.optimizer
-        if optimizer.is_plain:
-            operations = [True, optimizer.momentum, optimizer.weight_decay]
-            flops = 2.0 * sum(bool(each) for each in operations)
-        else:
+        if not optimizer.is_plain:
             flops = self._measure_optimizer(_PROBE).flops
+        else:
+            flops = 2.0
+            if optimizer.momentum:
+                flops += 2.0
+            if optimizer.weight_decay:
+                flops += 2.0
         if self.part.clip is not None:
             flops += 2.0
         if self.part.ema is not None:
@@ -137,8 +147,10 @@ class TrainingConfig:
         """
         samples = len(labels)
         criterion = self._loss_function
+        # Labels without values, in timing-only runs, and numbers: none of them is ignored.
         if labels.is_meta or labels.is_floating_point():
             return samples
+        # Its labels are sequences of different lengths, and its mean is that of the samples.
         if isinstance(criterion, torch.nn.CTCLoss):
             return samples
         counted: torch.Tensor = labels != _ignored_label(criterion)
@@ -146,10 +158,14 @@ class TrainingConfig:
         if isinstance(criterion, classes) and criterion.weight is not None:
             # Ignored labels have no class weight: 0 stands in for them, and is multiplied by 0.
             counted = criterion.weight[labels.where(counted, 0)] * counted
-        return samples * (float(counted.sum()) / labels.numel())
+        share = float(counted.sum()) / labels.numel()
+        return samples * share
 
     def loss(
-        self, outputs: torch.Tensor, labels: torch.Tensor, whole: float | None
+        self,
+        outputs: torch.Tensor,
+        labels: torch.Tensor,
+        whole: float | None,
     ) -> torch.Tensor:
         """Return these samples' part of the mean loss of a batch, without axes; arguments are (samples, ...).
 
@@ -161,7 +177,8 @@ class TrainingConfig:
         """
         weight = None if whole is None else self.weight(labels)
         if weight == 0:
-            # The mean of no labels would be NaN, and so would its gradients.
+            # The mean of no labels would be NaN, and so would its gradients. Zero depends on the outputs, so that the
+            # backward pass reaches all weights.
             return (outputs * 0.0).sum()
         criterion = self._loss_function
         if isinstance(criterion, torch.nn.CTCLoss):
@@ -194,6 +211,7 @@ class TrainingConfig:
             return count_decoded(criterion.blank, outputs, labels), len(labels)
         # Ignored labels are negative.
         is_counted = labels >= 0
+        # Classes are the second axis.
         answers = aligned(outputs, labels).argmax(dim=1)
         is_correct = (answers == labels) & is_counted
         return int(is_correct.sum()), int(is_counted.sum())
@@ -239,13 +257,16 @@ class TrainingConfig:
             return partial(factory, **part.options())
         options = {}
         for name, value in part.options().items():
-            # Class weights, for example, which torch wants as a tensor.
-            options[name] = torch.tensor(value) if isinstance(value, tuple) else value
+            if isinstance(value, tuple):
+                # Class weights, for example, which torch wants as a tensor.
+                value = torch.tensor(value)
+            options[name] = value
         return named.call_definition(factory, part, _LOSS, **options)
 
     def _make_optimizer(
         self, parameters: list[torch.nn.Parameter]
     ) -> torch.optim.Optimizer:
+        """Return a new optimizer of torch or of a file; raises `InputError` for unknown names and options."""
         part = self.part.optimizer
         factory = named.find_definition(
             part,
@@ -261,15 +282,15 @@ class TrainingConfig:
         return made
 
     def _measure_optimizer(self, shape: tuple[int, ...]) -> Measured:
+        """Return the state and the operations of the optimizer for a weight of a shape."""
         part = self.part.optimizer
         # A file that was edited is another module.
         module = self.codes[part.title].module if part.file is not None else ""
         # Cached outside of this object, since a sweep makes one for each of its runs.
         key = (part.model_dump_json(), module, shape)
         if key not in _MEASURED:
-            _MEASURED[key] = measure_optimizer(
-                TorchOptimizer(self._make_optimizer), shape
-            )
+            optimizer = TorchOptimizer(self._make_optimizer)
+            _MEASURED[key] = measure_optimizer(optimizer, shape)
         return _MEASURED[key]
 
     @cached_property
@@ -306,10 +327,15 @@ def _mean_cross_entropy(
 def temporal_loss(
     criterion: torch.nn.CTCLoss, outputs: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Return the loss of outputs, (samples, length, classes), for labels, (samples, most labels), padded below 0."""
+    """Return the loss of outputs, (samples, length, classes), for labels, (samples, most labels).
+
+    Shorter sequences of labels are padded with negative values.
+    """
     # torch wants the time steps first.
     log_probabilities = outputs.log_softmax(-1).movedim(1, 0)
-    steps = torch.full((len(outputs),), outputs.shape[1], dtype=torch.int64)
+    samples = len(outputs)
+    length = outputs.shape[1]
+    steps = torch.full((samples,), length, dtype=torch.int64)
     lengths = (labels >= 0).sum(1)
     value: torch.Tensor = criterion(
         log_probabilities, labels.clamp(min=0), steps, lengths

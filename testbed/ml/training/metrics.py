@@ -26,8 +26,8 @@ class Metric(Protocol):
         """Return the value over all added outputs."""
 
 
-class _OfFile:
-    """A function of all outputs and labels together."""
+class _FunctionMetric:
+    """A metric by a function of a file, which is called with all outputs and labels together."""
 
     def __init__(self, function: Any, options: Mapping[str, Any]) -> None:
         self._function = function
@@ -41,7 +41,8 @@ class _OfFile:
 
     def compute(self) -> Any:
         outputs = torch.cat(self._outputs)
-        return self._function(outputs, torch.cat(self._labels), **self._options)
+        labels = torch.cat(self._labels)
+        return self._function(outputs, labels, **self._options)
 
 
 def aligned(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -58,11 +59,17 @@ def aligned(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return outputs
     if labels.is_floating_point():
         return outputs.squeeze(-1)
-    return outputs if outputs.ndim == 2 else outputs.movedim(-1, 1)
+    if outputs.ndim == 2:
+        # (samples, classes): the classes are the second axis already.
+        return outputs
+    return outputs.movedim(-1, 1)
 
 
 def make_metric(
-    part: MetricPart, codes: Mapping[str, Code], loss: str, classes: int
+    part: MetricPart,
+    codes: Mapping[str, Code],
+    loss: str,
+    classes: int,
 ) -> Metric:
     """Return a new metric; raises `InputError` for an unknown one, or without an installed torchmetrics.
 
@@ -70,9 +77,9 @@ def make_metric(
     and several labels.
     """
     if part.file is not None:
-        return _OfFile(
-            named.find_definition(part, codes, KEY, inspect, object), part.options()
-        )
+        # The module and the base class serve names of a library alone.
+        function = named.find_definition(part, codes, KEY, inspect, object)
+        return _FunctionMetric(function, part.options())
     torchmetrics = require_extra(
         "torchmetrics", "metrics", f"the metric '{part.name}'", KEY
     )
@@ -85,7 +92,10 @@ def make_metric(
         "num_labels": classes,
     }
     accepted = inspect.signature(factory).parameters
-    options = {key: value for key, value in defaults.items() if key in accepted}
+    options = {}
+    for key, value in defaults.items():
+        if key in accepted:
+            options[key] = value
     options |= part.options()
     if options.get("task") == "multilabel":
         # torchmetrics rejects both numbers together.
@@ -102,7 +112,10 @@ def _task_of(loss: str, classes: int) -> str:
 
 
 def update_metric(
-    metric: Metric, name: str, outputs: torch.Tensor, labels: torch.Tensor
+    metric: Metric,
+    name: str,
+    outputs: torch.Tensor,
+    labels: torch.Tensor,
 ) -> None:
     """Add outputs and labels, both (samples, ...), to a metric; raises `InputError` if the metric rejects them.
 
@@ -111,10 +124,12 @@ def update_metric(
     """
     kind = type(metric).__name__
     is_binary = kind.startswith(("Multilabel", "Binary"))
-    keeps_layout = isinstance(metric, _OfFile) or kind.endswith("Perplexity")
+    keeps_layout = isinstance(metric, _FunctionMetric) or kind.endswith("Perplexity")
     try:
         if not keeps_layout:
-            outputs = aligned(outputs, labels.float() if is_binary else labels)
+            # Each label of a binary metric has a value of its own, as if the labels were numbers.
+            layout_labels = labels.float() if is_binary else labels
+            outputs = aligned(outputs, layout_labels)
         if is_binary:
             labels = labels.long()
         metric.update(outputs, labels)

@@ -36,8 +36,9 @@ def find_definition(
     if part.file is not None:
         return usercode.function(codes[part.title], (*key, "file"))
     known = _subclasses(module, base, without)
+    wanted = _normalise_name(part.name, suffix)
     for name, definition in known.items():
-        if _normalise_name(name, suffix) == _normalise_name(part.name, suffix):
+        if _normalise_name(name, suffix) == wanted:
             return definition
     raise InputError(
         f"{module.__name__} has no '{part.name}' supported here; available: {', '.join(sorted(known))}",
@@ -59,7 +60,11 @@ def _subclasses(
 
 
 def call_definition(
-    called: Callable[..., Any], part: NamedPart, key: Key, *given: Any, **options: Any
+    called: Callable[..., Any],
+    part: NamedPart,
+    key: Key,
+    *given: Any,
+    **options: Any,
 ) -> Any:
     """Call a class or function with the options of a part; raises `InputError` for wrong options."""
     try:
@@ -73,5 +78,6 @@ def call_definition(
 
 
 def _normalise_name(name: str, suffix: str) -> str:
+    """Return a name without case, dashes and suffix: "smooth-l1" and "SmoothL1Loss" are one name."""
     letters = re.sub("[-_ ]", "", name.lower())
     return letters.removesuffix(suffix.lower())

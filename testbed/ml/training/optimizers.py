@@ -74,7 +74,10 @@ class Sgd:
                 parameter.add_(gradient, alpha=-rate)
 
     def _add_momentum(
-        self, name: str, gradient: torch.Tensor, share: float
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        share: float,
     ) -> torch.Tensor:
         """Return the running sum of a parameter's gradients, including this one."""
         running = self.momentum.get(name)
@@ -87,9 +90,10 @@ class Sgd:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the momentum."""
-        return {
-            MOMENTUM + name: running.clone() for name, running in self.momentum.items()
-        }
+        state = {}
+        for name, running in self.momentum.items():
+            state[MOMENTUM + name] = running.clone()
+        return state
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore momentum; missing momentum starts from zero."""
@@ -109,7 +113,7 @@ class TorchOptimizer:
         # torch's classes refuse an empty list of parameters.
         self._optimizer = make([torch.nn.Parameter(torch.zeros(1, 1))])
         self._state: dict[str, dict[str, Any]] = {}
-        """State by kind, for each parameter by name: torch has it by object, which differs in each version."""
+        """State by kind, for each parameter by name: torch keys it by object, which differs in each version."""
 
     def step(
         self,
@@ -128,6 +132,7 @@ class TorchOptimizer:
                 # Some optimizers of older torch have a state when they are made, others from their first step.
                 self._state[name] = self._make([parameter]).state[parameter]
             known[parameter] = self._state[name]
+        # torch expects an empty state for an unknown parameter.
         self._optimizer.state = defaultdict(dict, known)
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
@@ -157,6 +162,7 @@ class TorchOptimizer:
             if is_weight(key) or key.startswith(AVERAGE):
                 continue
             kind, name = key.split(":", 1)
+            # A number, as `state` marks it.
             is_number = tensor.ndim == 0 and tensor.dtype in numbers
             value = tensor.item() if is_number else tensor.clone()
             self._state.setdefault(name, {})[kind] = value
@@ -183,7 +189,11 @@ def measure_optimizer(optimizer: TorchOptimizer, shape: tuple[int, ...]) -> Meas
         count = 0
 
         def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            self,
+            function: Any,
+            types: Any,
+            args: Any = (),
+            kwargs: Any = None,
         ) -> Any:
             made = function(*args, **(kwargs or {}))
             if isinstance(made, torch.Tensor) and made.numel() == weight.numel():
@@ -203,4 +213,5 @@ def measure_optimizer(optimizer: TorchOptimizer, shape: tuple[int, ...]) -> Meas
         kept[f"{kind}:"] = (tuple(tensor.shape), tensor.dtype)
         values += tensor.numel()
     # Rounded, since counters are a value for the whole weight.
-    return Measured(kept, round(values / weight.numel(), 2), 2.0 * counting.count)
+    per_value = round(values / weight.numel(), 2)
+    return Measured(kept, per_value, flops=2.0 * counting.count)

@@ -1,4 +1,8 @@
-"""The learning rate as a function of the step: torch's schedulers, run ahead on a dummy optimizer."""
+"""The learning rate as a function of the step: torch's schedulers, run ahead on a dummy optimizer.
+
+Devices reach a step at different times, and repeat steps after a fault, while a scheduler of torch only counts its own
+steps. A schedule therefore keeps the settings of all steps that the scheduler has reached.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +48,15 @@ class Schedule:
         self._every = every
         """Training steps for each step of the schedule."""
         self._last = None if steps is None else (steps - 1) // every
+        """Last step of the schedule in the workload; None if unknown."""
         self._optimizer = optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
+        # All in steps of the schedule: where each schedule but the last ends, and the length of the last one.
         lengths = [(part.steps or 0) // every for part in parts[:-1]]
         ends = list(accumulate(lengths))
         remaining = None
         if steps is not None:
-            remaining = math.ceil(steps / every) - (ends[-1] if ends else 0)
+            earlier = ends[-1] if ends else 0
+            remaining = math.ceil(steps / every) - earlier
         schedulers = []
         for part in parts:
             length = remaining if part.steps is None else part.steps // every

@@ -13,7 +13,9 @@ from testbed.common.errors import Key
 from testbed.common.part import ConfigModel
 
 FILE = "Python file that defines it, relative to the scenario file; it is sent to the devices"
-SGD, CROSS_ENTROPY = "sgd", "cross-entropy"
+"""Description of the key ``file``."""
+SGD = "sgd"
+CROSS_ENTROPY = "cross-entropy"
 
 
 class NamedPart(ConfigModel):
@@ -108,7 +110,11 @@ class OptimizerPart(NamedPart):
         # torch has no default rate for SGD; the other classes have their own.
         rate = self.rate if self._is_sgd else self.learning_rate
         own = {"lr": rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
-        given = {key: value for key, value in own.items() if value is not None}
+        given = {}
+        for key, value in own.items():
+            # Without a value, torch's default of the class applies.
+            if value is not None:
+                given[key] = value
         return given | self.options()
 
 
@@ -264,7 +270,9 @@ class TrainingPart(ConfigModel):
 
     @model_validator(mode="after")
     def _check_evaluated_names(self) -> Self:
-        known = ["accuracy", "test_loss", *(f"metrics.{name}" for name in self.metrics)]
+        known = ["accuracy", "test_loss"]
+        for name in self.metrics:
+            known.append(f"metrics.{name}")
         used = list(self.until)
         if self.best:
             used.append(self.best)
@@ -281,9 +289,11 @@ class TrainingPart(ConfigModel):
         """Return the stopping conditions; raises ValueError for invalid ones."""
         conditions = {}
         for name, text in self.until.items():
-            conditions[name] = parse_condition(
-                text, "share" if name == "accuracy" else "number"
-            )
+            if name == "accuracy":
+                # A share, which may be written in per cent.
+                conditions[name] = parse_condition(text, "share")
+            else:
+                conditions[name] = parse_condition(text, "number")
         return conditions
 
     def given_keys(self) -> set[str]:
@@ -362,9 +372,12 @@ class TrainingPart(ConfigModel):
 
     def parts(self) -> list[tuple[str, NamedPart]]:
         """Return the parts that may come from a file, with their keys."""
-        return [
+        parts: list[tuple[str, NamedPart]] = [
             ("optimizer", self.optimizer),
             ("loss", self.loss),
-            *(("schedule", each) for each in self.schedules),
-            *(("metrics", each) for each in self.metrics.values()),
         ]
+        for schedule in self.schedules:
+            parts.append(("schedule", schedule))
+        for metric in self.metrics.values():
+            parts.append(("metrics", metric))
+        return parts

@@ -1,4 +1,8 @@
-"""Decisions after evaluations: early stopping, and the choice of the final weights."""
+"""Decisions after evaluations: early stopping, and the choice of the final weights.
+
+An evaluation has the values accuracy, test_loss and metrics.NAME. One of them is watched: a better value resets the
+count of evaluations without improvement, and its weights may become the final ones.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,10 @@ class Stopping:
         """The last step with an evaluation."""
 
     def judge(
-        self, step: int, fields: Mapping[str, Any], weights: Callable[[], State]
+        self,
+        step: int,
+        fields: Mapping[str, Any],
+        weights: Callable[[], State],
     ) -> None:
         """Process an evaluation, once for each step; ``weights`` returns the evaluated weights."""
         # After a restart, steps are evaluated again.
@@ -55,18 +62,23 @@ class Stopping:
         for name, value in fields.get("metrics", {}).items():
             values[f"metrics.{name}"] = value
         watched = values[self._watched]
+        # A run without classes has no accuracy, for example.
         if watched is not None:
             self._compare_value(watched, weights)
-        is_reached = bool(self._until) and all(
-            condition.holds(values[name]) for name, condition in self._until.items()
-        )
-        if is_reached:
+        if self._until and self._meets_conditions(values):
             self.reason = "what `until` asks for holds"
         elif self._patience is not None and self._worse >= self._patience:
             self.reason = f"{self._worse} evaluations in a row were no better"
 
+    def _meets_conditions(self, values: Mapping[str, Any]) -> bool:
+        """Return whether an evaluation meets all conditions of `until`."""
+        return all(
+            condition.holds(values[name]) for name, condition in self._until.items()
+        )
+
     def _compare_value(self, value: float, weights: Callable[[], State]) -> None:
         """Record the best value so far, with its weights if requested."""
+        # A higher rank is better, whatever the value measures.
         rank = -value if self._is_lower_better else value
         if self._best is not None:
             best_rank, _ = self._best
