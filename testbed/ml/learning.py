@@ -1,4 +1,9 @@
-"""Training and inference as workloads: a model, data owned by devices, and initial weights."""
+"""Training and inference as workloads: a model, data owned by devices, and initial weights.
+
+The controller describes a run by a `PlanningProblem`, which contains the model without weights, and sends the facts of
+the problem to the devices, which rebuild the problem. Before the run, each device gets its samples and weights: the
+coordinator all initial weights, the other devices the frozen ones.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +44,7 @@ else:
     preparation = Lazy("testbed.ml.preparation")
 
 Weights = Mapping[str, "torch.Tensor"]
+"""Tensors by their names in `Model.build`."""
 
 
 class Facts(BaseModel):
@@ -73,18 +79,26 @@ class Learning(Workload):
         return preparation.find_problems(scenario, method)
 
     def extend_problem(
-        self, given: core.PlanningProblem, scenario: Scenario, method: core.Method
+        self,
+        given: core.PlanningProblem,
+        scenario: Scenario,
+        method: core.Method,
     ) -> PlanningProblem:
         """Describe the data and create the model, without weights."""
         workload = preparation.workload_section(scenario)
         codes = preparation.codes_of(scenario, given.options)
-        kind = preparation.described_data(scenario)
-        code = preparation.model_code(scenario)
-        model = model_of(workload, code, kind.classes, kind.entering)
-        return _pose_problem(given, method, model, {}, codes, code)
+        source = preparation.described_data(scenario)
+        model_code = preparation.model_code(scenario)
+        model = model_of(workload, model_code, source.classes, source.entering)
+        # `divide` adds the number of samples of each device.
+        no_samples: dict[str, int] = {}
+        return _pose_problem(given, method, model, no_samples, codes, model_code)
 
     def divide(
-        self, scenario: Scenario, method: core.Method, problem: core.PlanningProblem
+        self,
+        scenario: Scenario,
+        method: core.Method,
+        problem: core.PlanningProblem,
     ) -> tuple[PlanningProblem, preparation.Division]:
         """Divide the samples among the devices with data, and check everything independent of a plan."""
         assert isinstance(method, Method)
@@ -92,9 +106,12 @@ class Learning(Workload):
         return preparation.divide(scenario, method, problem)
 
     def check(
-        self, method: core.Method, problem: core.PlanningProblem, plan: Plan
+        self,
+        method: core.Method,
+        problem: core.PlanningProblem,
+        plan: Plan,
     ) -> None:
-        """Reject plans that separate units sharing a weight."""
+        """Raise `InputError` for plans separating units with a shared weight."""
         assert isinstance(method, Method)
         assert isinstance(problem, PlanningProblem)
         preparation.check_tied(method, problem, plan)
@@ -111,52 +128,62 @@ class Learning(Workload):
         return preparation.planned_total(scenario)
 
     def facts(self, problem: core.PlanningProblem) -> Mapping[str, Any]:
-        """Return the facts of the model and the data."""
+        """Return the facts of the model and the data, the fields of `Facts`, as plain values."""
         assert isinstance(problem, PlanningProblem)
         model = problem.model
-        code = problem.model_code
+        fields = TypeAdapter(Fields).dump_python(model.fields, mode="json")
         codes = {}
-        for name, text in problem.codes.items():
-            codes[name] = text.model_dump(mode="json")
+        for name, code in problem.codes.items():
+            codes[name] = code.model_dump(mode="json")
+        model_code = None
+        if problem.model_code is not None:
+            model_code = problem.model_code.model_dump(mode="json")
         return {
             "shape": model.input,
             "classes": model.classes,
             "integers": model.integers,
-            "fields": TypeAdapter(Fields).dump_python(model.fields, mode="json"),
+            "fields": fields,
             "samples": dict(problem.samples),
-            "model_code": None if code is None else code.model_dump(mode="json"),
+            "model_code": model_code,
             "codes": codes,
         }
 
     def rebuild_problem(
-        self, given: core.PlanningProblem, method: core.Method, facts: Mapping[str, Any]
+        self,
+        given: core.PlanningProblem,
+        method: core.Method,
+        facts: Mapping[str, Any],
     ) -> PlanningProblem:
-        """Create the model on a device."""
+        """Return the problem on a device, with a model created from the facts."""
         known = Facts.model_validate(facts)
         assert isinstance(given.workload, LearningPart)
-        entering = InputSpec(known.shape, known.integers, known.fields)
-        model = model_of(given.workload, known.model_code, known.classes, entering)
+        input_spec = InputSpec(known.shape, known.integers, known.fields)
+        model = model_of(given.workload, known.model_code, known.classes, input_spec)
         return _pose_problem(
             given, method, model, known.samples, known.codes, known.model_code
         )
 
     def begin(self, workload: WorkloadPart) -> None:
-        """Fix torch's kernels if the scenario asks for them: torch reads the variables at import."""
+        """Fix torch's kernels for a reproducible workload."""
+        # Before torch is imported, since torch reads the variables of the environment at import.
         if workload.is_reproducible:
             kernels.fix()
 
     def load(self, prepared: Prepared) -> Dataset:
-        """Read the samples; raises `InputError` if a batch exceeds the data set."""
+        """Read the samples; raises `InputError` for a batch larger than the data set."""
         return preparation.load_data(prepared)
 
     def inputs(
-        self, prepared: Prepared, data: Any, weights: Weights | None
+        self,
+        prepared: Prepared,
+        data: Any,
+        weights: Weights | None,
     ) -> LearningInputs:
         """Return samples and weights by device."""
         return LearningInputs(prepared, data, weights)
 
     def prepare_device(self, problem: core.PlanningProblem) -> dict[str, Any] | None:
-        """Import torch and fix its kernels if the scenario asks for them."""
+        """Import torch and fix the kernels for a reproducible workload; return processor and torch version."""
         assert isinstance(problem, PlanningProblem)
         import_torch()
         kernels.switch(reproducible=problem.workload.reproducible)
@@ -196,7 +223,7 @@ class Learning(Workload):
     def simulation_context(
         self, problem: core.PlanningProblem
     ) -> AbstractContextManager[None]:
-        """Seed torch, restrict torch to one thread, and fix its kernels if the scenario asks for them."""
+        """Seed torch, restrict torch to one thread, and fix the kernels for a reproducible workload."""
         assert isinstance(problem, PlanningProblem)
         return self._fixed_computation(problem)
 
@@ -209,7 +236,7 @@ class Learning(Workload):
         return preparation.samples_by_class(prepared)
 
     def export_outcome(self, prepared: Prepared, outcome: Outcome) -> Outcome:
-        """Return an outcome whose weights have the names of the user's own network, if there is one."""
+        """Return an outcome whose weights have the names of the user's own network; else the outcome unchanged."""
         return preparation.export_weights(prepared, outcome)
 
     def library_versions(self) -> dict[str, Any] | None:
@@ -233,7 +260,10 @@ class LearningInputs(Inputs):
     """Samples by owner, initial weights on the coordinator, and frozen weights on every device."""
 
     def __init__(
-        self, prepared: Prepared, dataset: Dataset | None, weights: Weights | None
+        self,
+        prepared: Prepared,
+        dataset: Dataset | None,
+        weights: Weights | None,
     ) -> None:
         assert isinstance(prepared.problem, PlanningProblem)
         self._prepared = prepared
@@ -276,12 +306,13 @@ class LearningInputs(Inputs):
         """Return the samples a device owns; augmented ones for all epochs."""
         from testbed.ml.data.dataset import pack
 
-        own = self._samples_of(device)
-        return None if own is None else pack(own)
+        own_samples = self._samples_of(device)
+        return None if own_samples is None else pack(own_samples)
 
     def weights(self, device: str) -> bytes | None:
-        """Return the initial weights on the coordinator, the frozen ones elsewhere."""
-        if device == self._prepared.plan.coordinator and self._weights is not None:
+        """Return the initial weights on the coordinator, the frozen weights on other devices."""
+        is_coordinator = device == self._prepared.plan.coordinator
+        if is_coordinator and self._weights is not None:
             return arrays.pack(self._weights)
         return self._frozen_body
 
@@ -303,6 +334,7 @@ def _pose_problem(
     codes: Mapping[str, Code],
     model_code: Code | None,
 ) -> PlanningProblem:
+    """Extend a problem by model, samples by device, and source texts of the user's files."""
     assert isinstance(given.workload, LearningPart)
     return PlanningProblem(
         devices=given.devices,
@@ -327,12 +359,29 @@ def _make_context(
     frozen: Weights,
     on_weights: Callable[[], None],
 ) -> ProgramContext:
-    given = None
+    """Return the context of a device's program.
+
+    Args:
+        device: name of the device.
+        problem: the planning problem.
+        plan: the plan of the run.
+        dataset: the samples owned by the device; None without any.
+        weights: all initial weights; None for weights drawn from the seed, and on other devices.
+        frozen: the weights that the model of every device contains.
+        on_weights: called at the first read of the weights.
+    """
+    trained = None
     if device == plan.coordinator and weights is not None:
-        given = {name: tensor for name, tensor in weights.items() if name not in frozen}
-    posed = with_frozen(problem, frozen)
+        trained = {}
+        for name, tensor in weights.items():
+            if name not in frozen:
+                trained[name] = tensor
     return ProgramContext(
-        problem=posed, plan=plan, dataset=dataset, given=given, on_weights=on_weights
+        problem=with_frozen(problem, frozen),
+        plan=plan,
+        dataset=dataset,
+        given=trained,
+        on_weights=on_weights,
     )
 
 
@@ -345,14 +394,15 @@ def frozen_part(
         return {}
     from testbed.ml.models.modules import frozen_names
 
-    # The names alone, without drawing weights.
+    # The names alone, without drawing weights: on the meta device, tensors have no values.
     with torch.device("meta"):
-        names = frozen_names(model.build(0, len(model.units), 0))
+        module = model.build(0, len(model.units), seed=0)
+    names = frozen_names(module)
     return {name: tensor for name, tensor in weights.items() if name in names}
 
 
 def with_frozen(problem: PlanningProblem, frozen: Weights) -> PlanningProblem:
-    """Return a problem whose model builds frozen weights with these values instead of the seed's."""
+    """Return a problem whose model builds frozen weights with given values instead of values drawn from the seed."""
     if not frozen:
         return problem
     return replace(problem, model=replace(problem.model, given=frozen))
@@ -368,6 +418,7 @@ def add_frozen(
     from testbed.ml.models.modules import frozen_names
 
     placed = with_frozen(problem, frozen_part(problem, given)).model
+    # Frozen weights without an initial value from a file are drawn from the seed, as on the devices.
     module = placed.build(0, len(model.units), problem.seed)
     frozen = frozen_names(module)
     weights = arrays.unpack(bytearray(trained))
@@ -378,16 +429,23 @@ def add_frozen(
 
 
 def model_of(
-    workload: LearningPart, code: Code | None, classes: int, entering: InputSpec
+    workload: LearningPart,
+    code: Code | None,
+    classes: int,
+    input_spec: InputSpec,
 ) -> Model:
-    """Return a workload's model for the given data; ``code`` is the text of a user's network. Raises `InputError`."""
+    """Return a workload's model without weights; raises `InputError` for keys that the model does not have.
+
+    ``code`` is the text of a user's network, None for a catalogue model. ``classes`` and ``input_spec`` describe the
+    data.
+    """
     part = workload.model
     lora = workload.training.lora
     if code is None:
         if lora is not None:
             text = f"'{part.title}' is built from layer descriptions, but adapters need a network from a 'file'"
             raise InputError(text, ("training", "lora"))
-        model = create(part.name, part.options(), entering.shape, classes)
+        model = create(part.name, part.options(), input_spec.shape, classes)
         return model.initialised(workload.initialisation or "lecun")
     if workload.initialisation is not None:
         text = f"'{part.title}' initialises its own weights: remove the key, and initialise the weights in its file"
@@ -395,18 +453,18 @@ def model_of(
     return create_own(
         code,
         part.options(),
-        entering.shape,
+        input_spec.shape,
         classes,
         part.units,
-        integers=entering.integers,
-        fields=entering.fields,
+        integers=input_spec.integers,
+        fields=input_spec.fields,
         lora=lora,
     )
 
 
 @cache
 def import_torch() -> None:
-    """Import torch and trigger its lazy setup, so no program's first batch pays for the setup."""
+    """Import torch and trigger torch's lazy setup, so no program's first batch pays for the setup."""
     with keep_imports():
         torch.set_num_threads(1)
         # A forward and a backward of the usual operations: each loads its kernels when first used.

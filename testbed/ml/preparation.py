@@ -489,7 +489,8 @@ def _check_normalisation(method: Method, problem: PlanningProblem) -> None:
     if problem.workload.task != "train":
         return
     # A device with fewer samples than a batch has smaller batches.
-    samples = min([method.samples_at_once(problem), *problem.samples.values()])
+    owned = problem.samples.values()
+    samples = min([method.samples_at_once(problem), *owned])
     for unit in problem.model.units:
         if samples < unit.least_samples:
             raise InputError(
@@ -540,7 +541,8 @@ def model_code(scenario: Scenario) -> Code | None:
     part = workload_section(scenario).model
     if part.file is None:
         return models.code_of(part.name)
-    return usercode.read(scenario.source.folder / part.file, part.name, MODEL_FILE)
+    path = scenario.source.folder / part.file
+    return usercode.read(path, part.name, MODEL_FILE)
 
 
 def training_codes(scenario: Scenario) -> dict[str, Code]:
@@ -568,7 +570,8 @@ def _option_codes(scenario: Scenario, options: BaseModel) -> dict[str, Code]:
 
 
 def _read_code(scenario: Scenario, named: NamedPart, key: Key) -> Code:
-    return usercode.read(scenario.source.folder / str(named.file), named.name, key)
+    path = scenario.source.folder / str(named.file)
+    return usercode.read(path, named.name, key)
 
 
 def _divide_samples(

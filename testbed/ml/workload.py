@@ -21,7 +21,7 @@ from testbed.ml.training.schema import TrainingPart
 from testbed.work import MOST_STEPS, WorkloadPart
 
 MOST_SAMPLES = 2_000_000
-"""Maximum samples of a data set, and of a batch."""
+"""Maximum number of samples used from a data set, and of samples in a batch."""
 Initialisation = Literal["lecun", "he", "glorot", "torch"]
 """Distribution of initial weights, see `testbed.ml.models.layers`."""
 
@@ -141,9 +141,12 @@ class SplitPart(ConfigModel):
         ways = ("sizes", "dirichlet", "shards", "quantity", "noise", "column")
         given = [way for way in ways if getattr(self, way) is not None]
         if len(given) != 1:
-            names = ", ".join(map(repr, ways[:-1]))
-            raise ValueError(f"takes exactly one of {names} and '{ways[-1]}'")
-        if self.min_samples is not None and given[0] not in ("dirichlet", "quantity"):
+            *first, last = ways
+            names = ", ".join(map(repr, first))
+            raise ValueError(f"takes exactly one of {names} and '{last}'")
+        [way] = given
+        # The sizes of the other ways are not random, so another draw would not help.
+        if self.min_samples is not None and way not in ("dirichlet", "quantity"):
             raise ValueError(
                 "'min_samples' requires 'dirichlet' or 'quantity', whose shares are random"
             )
@@ -163,6 +166,7 @@ Split = Annotated[
 
 
 _SIZE = r"^[1-9][0-9]{0,3}x[1-9][0-9]{0,3}$"
+"""HEIGHTxWIDTH of images, each from 1 to 9,999 pixels."""
 
 
 class AugmentPart(ConfigModel):
@@ -383,7 +387,8 @@ class LearningPart(WorkloadPart):
             )
         if value.get("programs") == {}:
             # Results of version 1.0 have this key.
-            value = {key: each for key, each in value.items() if key != "programs"}
+            value = dict(value)
+            del value["programs"]
         return value
 
     @model_validator(mode="after")
@@ -394,6 +399,7 @@ class LearningPart(WorkloadPart):
             )
         lengths = ("epochs", "steps", "requests")
         given = [key for key in lengths if getattr(self, key) is not None]
+        # An inference without a length is one pass over the test samples.
         if self.task == "infer" and given not in ([], ["requests"]):
             raise ValueError(
                 "the length of an inference workload is given by 'requests'"
@@ -441,7 +447,7 @@ class LearningPart(WorkloadPart):
         return self.steps if self.task == "train" else self.requests
 
     def paths(self) -> Iterator[tuple[str, str | None]]:
-        """Yield the keys naming data and weights beside the scenario."""
+        """Yield the keys naming data and weights beside the scenario, with their values."""
         yield "data.folder", self.data.folder
         yield "data.path", self.data.path
         yield "model.weights", self.model.weights
