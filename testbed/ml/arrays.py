@@ -1,4 +1,7 @@
-"""Tensors of torch in messages."""
+"""Tensors of torch in messages: the functions that `testbed.wire.tensors` needs of an array library.
+
+Libraries are registered there; the core knows their arrays only through these functions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
-    """Serialize tensors to bytes, without a copy if they are contiguous.
+    """Serialize tensors of any shape to bytes, without a copy if they are contiguous.
 
     >>> to_raw({"weight": torch.zeros(2, 3)})[0].shape
     (2, 3)
@@ -27,8 +30,10 @@ def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
             # A tensor without numbers weighs as much as one with them. Not `zeros_like`, nor arithmetic or `cat` of
             # meta tensors: there torch imports sympy, which takes every device a second or more.
             values = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        flat = values.to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        result.append(Raw(name, dtype, tuple(tensor.shape), flat.numpy().data))
+        flat = values.to("cpu").contiguous().reshape(-1)
+        # Bytes, since numpy lacks some of torch's types, such as bfloat16.
+        data = flat.view(torch.uint8).numpy().data
+        result.append(Raw(name, dtype, tuple(tensor.shape), data))
     return result
 
 
@@ -51,8 +56,10 @@ def from_raw(raws: Sequence[Raw]) -> dict[str, torch.Tensor]:
                     f"tensor '{raw.name}': its shape is too large"
                 ) from error
             continue
+        # Torch warns of memory that it cannot write to.
         data = bytearray(raw.data) if raw.data.readonly else raw.data
-        result[raw.name] = torch.frombuffer(data, dtype=dtype).reshape(raw.shape)
+        flat = torch.frombuffer(data, dtype=dtype)
+        result[raw.name] = flat.reshape(raw.shape)
     return result
 
 
@@ -90,4 +97,5 @@ def empty(raw: Raw) -> torch.Tensor:
     >>> empty(to_raw({"bias": torch.ones(2)})[0]).shape
     torch.Size([2])
     """
-    return torch.empty(raw.shape, dtype=getattr(torch, NAMES[raw.dtype]), device="meta")
+    dtype = getattr(torch, NAMES[raw.dtype])
+    return torch.empty(raw.shape, dtype=dtype, device="meta")

@@ -1,6 +1,7 @@
-"""Samples of several inputs, stored as one row of numbers each and handled like any other samples.
+"""Samples of several inputs, such as tokens and a mask, stored as one row of numbers for each sample.
 
-Before the forward, a row is cut into the named inputs, each with its shape and type.
+Data sets, batches and messages handle rows like any other samples. Before the forward, a row is cut into the named
+inputs, each with its shape and type.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Field:
 
 
 Fields = tuple[Field, ...]
+"""The inputs of a sample, in the order of their values in a row."""
 
 
 @dataclass(frozen=True)
@@ -70,26 +72,38 @@ def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], Fiel
     array([[1, 1, 1, 0],
            [1, 1, 1, 0]])
     """
-    fields = tuple(
-        Field(name, each.shape[1:], each.dtype.name)  # type: ignore[arg-type]
-        for name, each in arrays.items()
-    )
+    fields = []
+    for name, array in arrays.items():
+        kind: Any = array.dtype.name
+        fields.append(Field(name, array.shape[1:], kind))
     is_whole = all_whole(fields)
-    for name, each in arrays.items():
-        if is_whole or each.dtype.kind != "i":
-            continue
-        if abs(each).max(initial=0) > EXACT:
-            text = f"input '{name}' has whole numbers above {EXACT}, inexact in float32: renumber the values"
-            raise InputError(text, ("data",))
+    if not is_whole:
+        # Integers become float32 beside the other inputs.
+        for name, array in arrays.items():
+            if array.dtype.kind == "i" and abs(array).max(initial=0) > EXACT:
+                raise InputError(
+                    f"input '{name}' has whole numbers above {EXACT}, inexact in float32: renumber the values",
+                    ("data",),
+                )
     dtype = np.int64 if is_whole else np.float32
-    rows = [each.reshape(len(each), -1).astype(dtype) for each in arrays.values()]
-    return np.concatenate(rows, axis=1), fields
+    columns = []
+    for array in arrays.values():
+        flat = array.reshape(len(array), -1)
+        columns.append(flat.astype(dtype))
+    return np.concatenate(columns, axis=1), tuple(fields)
 
 
 def entry(
-    samples: torch.Tensor, begin: int, end: int, shape: tuple[int, ...], kind: str
+    samples: torch.Tensor,
+    begin: int,
+    end: int,
+    shape: tuple[int, ...],
+    kind: str,
 ) -> torch.Tensor:
-    """Extract one input of a batch, (samples, *shape), from rows, (samples, values)."""
+    """Return one input of a batch, (samples, *shape), from rows, (samples, values).
+
+    The input has the values ``begin`` to ``end`` (exclusive) of a row, and ``kind`` names its type.
+    """
     values = samples[:, begin:end].reshape(samples.shape[0], *shape)
     return values.to(getattr(torch, kind))
 
@@ -114,7 +128,10 @@ def entries(
 def arguments(
     forward: Callable[..., Any], inputs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return how ``forward`` accepts inputs: by position, by keyword, or as one mapping; raises `InputError`.
+    """Return the positional and the keyword arguments that pass ``inputs`` to ``forward``.
+
+    Inputs named by numbers are passed by position, others by keyword, or as one mapping if ``forward`` has a single
+    parameter of another name. Raises `InputError` if the names do not fit.
 
     >>> def forward(tokens, mask): ...
     >>> arguments(forward, {"mask": 1, "tokens": 2})
@@ -122,22 +139,24 @@ def arguments(
     """
     if all(name.isdecimal() for name in inputs):
         return list(inputs.values()), {}
-    parameters = [
-        each
-        for each in inspect.signature(forward).parameters.values()
-        if each.name != "self"
-    ]
-    names = {each.name for each in parameters}
-    accepts_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    if accepts_all or inputs.keys() <= names:
-        return [], dict(inputs)
+    names = []
     required = []
-    for each in parameters:
-        if each.default is each.empty and each.kind is not each.VAR_POSITIONAL:
-            required.append(each)
-    if len(required) == 1 and not names & inputs.keys():
+    accepts_any_keyword = False
+    for parameter in inspect.signature(forward).parameters.values():
+        if parameter.name == "self":
+            continue
+        names.append(parameter.name)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            accepts_any_keyword = True
+        has_default = parameter.default is not parameter.empty
+        if not has_default and parameter.kind is not parameter.VAR_POSITIONAL:
+            required.append(parameter)
+    if accepts_any_keyword or inputs.keys() <= set(names):
+        return [], dict(inputs)
+    if len(required) == 1 and inputs.keys().isdisjoint(names):
         # One argument, by any name, is a mapping of all inputs.
         return [dict(inputs)], {}
-    accepted = ", ".join(each.name for each in parameters)
-    text = f"forward takes {accepted}, and the data have {', '.join(inputs)}: give them the same names"
-    raise InputError(text, ("model", "file"))
+    raise InputError(
+        f"forward takes {', '.join(names)}, and the data have {', '.join(inputs)}: give them the same names",
+        ("model", "file"),
+    )

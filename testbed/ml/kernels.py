@@ -1,8 +1,8 @@
-"""Selection of torch's kernels, which torch makes by instruction set and whose results differ in rounding.
+"""Selection of torch's kernels: torch chooses them by the processor, and their results differ in rounding.
 
-`workload.reproducible` fixes the kernels. The order of the sums in a matrix product, and fused multiplication and
-addition, depend on the instruction set; after a few training steps losses differ in nearly all digits. The fixed
-kernels run on every processor and are slower.
+The order of the sums in a matrix product, and whether a multiplication and an addition are fused, depend on the
+instruction set of the processor; after a few training steps losses differ in nearly all digits. The key
+`workload.reproducible` fixes the kernels to those that every processor has, which are slower.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from testbed.ml.lazy import torch
 FIXED = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
 """Environment variables selecting kernels available on every processor, for torch and for MKL's matrix products."""
 _KEY = ("workload", "reproducible")
+"""The scenario's key, for errors."""
 
 
 def fix() -> None:
-    """Set the environment variables `FIXED`, read once by torch and MKL; raises `InputError` if torch read other
-    values.
+    """Set the environment variables `FIXED`; raises `InputError` if torch has read other values already.
+
+    Torch and MKL read the variables once, when they are imported.
     """
     if all(os.environ.get(name) == value for name, value in FIXED.items()):
         return
     if "torch" in sys.modules:
-        variables = " ".join(f"{name}={value}" for name, value in FIXED.items())
+        settings = [f"{name}={value}" for name, value in FIXED.items()]
+        variables = " ".join(settings)
         raise InputError(
             f"torch has chosen its kernels already: start this process with {variables}",
             _KEY,
@@ -44,7 +47,9 @@ def fix_or_restart() -> None:
         fix()
     except InputError:
         environment = {**os.environ, **FIXED}
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+        command = [sys.executable, *sys.orig_argv[1:]]
+        # Replaces this process: nothing after this line is executed.
+        os.execve(sys.executable, command, environment)
 
 
 def switch(*, reproducible: bool) -> None:
@@ -65,7 +70,7 @@ def fixed_kernels(*, reproducible: bool) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Restrict torch to one thread within the block."""
+    """Context in which torch uses one thread, since sums are cut differently among several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -75,7 +80,9 @@ def one_thread() -> Iterator[None]:
 
 
 def computing() -> dict[str, Any] | None:
-    """Return the environment numerics depend on: processor, instruction set and torch version; None without torch.
+    """Return the properties of this process that decide the rounding of results; None without torch.
+
+    These are processor, instruction set and torch's version.
 
     >>> computing()  # doctest: +SKIP
     {'processor': 'AMD EPYC', 'instruction_set': 'AVX512', 'torch': '2.13.0+cpu'}
@@ -91,7 +98,7 @@ def computing() -> dict[str, Any] | None:
 
 
 def named(kinds: Sequence[Mapping[str, Any]]) -> str:
-    """Format the processors of a run as text.
+    """Format the processors of a run, each a result of `computing`, as text.
 
     >>> named([{"processor": "Cortex-A72", "instruction_set": "DEFAULT", "torch": "2.9.0"}])
     'Cortex-A72 (DEFAULT, torch 2.9.0)'

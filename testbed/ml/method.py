@@ -1,4 +1,8 @@
-"""Methods for training and inference: their problem, context and contract, extending those of any method."""
+"""The interface of methods for training and inference.
+
+`PlanningProblem` is the input of a method's planner, `ProgramContext` that of its program on a device, and `Method` the
+class to derive from. They extend the classes of `testbed.method`, which know nothing of models and data.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +49,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PlanningProblem(core.PlanningProblem[ProblemOptions]):
-    """The planner's input; a device's program sees only the result of `Method.facts`."""
+    """The input of a method's planner; the program of a device receives only the result of `Method.facts`."""
 
     workload: LearningPart
+    """The keys of the workload in the scenario."""
     model: Model = field(kw_only=True)
     samples: Mapping[str, int] = field(default_factory=dict)
     """Training samples by device, for devices with data; empty if all samples are at the coordinator."""
@@ -60,16 +65,17 @@ class PlanningProblem(core.PlanningProblem[ProblemOptions]):
 
     @cached_property
     def training(self) -> TrainingConfig:
-        """How the model is trained."""
+        """Optimizer, schedule, loss and metrics of the training."""
         workload = self.workload
         # Frozen weights of the seed are drawn on every device; those of a file have to be sent, unless they are placed.
         are_sent = workload.model.weights is not None and not self.frozen_placed
+        frozen_travels = are_sent or workload.training.exchange == "all"
         return TrainingConfig(
             workload.training,
             self.codes,
             workload.steps,
             self.model.classes,
-            are_sent or workload.training.exchange == "all",
+            frozen_travels,
         )
 
 
@@ -81,8 +87,8 @@ class ProgramContext(core.ProgramContext[ProblemOptions, DetailsType]):
     dataset: Dataset | None = field(kw_only=True)
     """The training samples of this device, and on the plan's coordinator the test samples; None without samples.
 
-    If the workload does not split its data, the coordinator has all samples, or every device, if the method supports
-    ``all_samples``."""
+    If the workload does not split its data, the coordinator has all samples; with a method that supports
+    ``all_samples``, every device has."""
     given: Mapping[str, torch.Tensor] | None = None
     """The result of `weights`; set by runtimes."""
     on_weights: Callable[[], None] = lambda: None
@@ -90,9 +96,9 @@ class ProgramContext(core.ProgramContext[ProblemOptions, DetailsType]):
 
     @cached_property
     def weights(self) -> Mapping[str, torch.Tensor] | None:
-        """Initial state instead of the seeded one, keyed as `Model.build` names it; only on the plan's coordinator.
+        """Initial weights instead of those of the seed, by their names in `Model.build`; only on the coordinator.
 
-        None if the scenario names no weights. A method that reads this supports ``initial_weights``.
+        None if the scenario names no weights. A method that reads this property supports ``initial_weights``.
         """
         if self.given is not None:
             self.on_weights()
@@ -114,7 +120,7 @@ class Method(core.Method[MethodOptions, MethodDetails]):
     async def program(
         self, device: Device, context: ProgramContext[MethodOptions, MethodDetails]
     ) -> None:
-        """Run on one device in the role given by the plan. A restarted device runs this again without its memory."""
+        """Run on one device in the role that the plan gives the device; again, without memory, after a restart."""
 
     def facts(
         self,
@@ -122,7 +128,7 @@ class Method(core.Method[MethodOptions, MethodDetails]):
         plan: Plan[MethodDetails],
         device: str,
     ) -> tuple[PlanningProblem[MethodOptions], Plan[MethodDetails]]:
-        """Return the facts about problem and plan for a device's program; pure."""
+        """Return the parts of problem and plan that the program of a device receives; pure."""
         return super().facts(problem, plan, device)
 
     def data_owners(self, problem: PlanningProblem[MethodOptions]) -> tuple[str, ...]:
@@ -137,7 +143,7 @@ class Method(core.Method[MethodOptions, MethodDetails]):
         return problem.workload.batch_size
 
     def simulation_state(self, problem: PlanningProblem[MethodOptions]) -> Any:
-        """Return an object shared by the devices of a simulation for joint computation; None if each computes alone."""
+        """Return an object with which the devices of a simulation compute together; None if each computes alone."""
         return None
 
     def largest_messages(

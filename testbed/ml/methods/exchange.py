@@ -14,7 +14,10 @@ from testbed.wire.message import Message
 DEFAULT_REQUESTS = 50
 """Number of exchanges if the scenario gives none."""
 LISTENING_SECONDS = 0.2
-"""Seconds the coordinator waits after its last cast beyond the longest delay, so the cast is still received."""
+"""Seconds beyond the longest delay that the coordinator waits after its last cast.
+
+The run ends with the coordinator's program, and the others must receive the cast before.
+"""
 
 
 class ExchangeOptions(Options):
@@ -23,7 +26,7 @@ class ExchangeOptions(Options):
     payload: Size = 1e6
     """Bytes of the tensor in each message."""
     peer: str | None = None
-    """Receiver of the messages; None is the second device of the scenario."""
+    """Receiver of the messages; None: the second device of the scenario."""
     cast: bool = False
     """Cast each message to all neighbours at once, best effort, instead of sending it to one reliably."""
     everyone: bool = False
@@ -52,10 +55,11 @@ class Exchange(Method[ExchangeOptions]):
             receivers = [self._linked_peer(problem, source)]
         # A message and its encoded form: see `testbed.hardware.largest_message`.
         memory = 2 * problem.options.payload
-        assignments = [
-            Assignment(device=name, start=0, stop=0, memory=memory)
-            for name in (source, *receivers)
-        ]
+        assignments = []
+        for name in (source, *receivers):
+            # No units of the model take part.
+            assignment = Assignment(device=name, start=0, stop=0, memory=memory)
+            assignments.append(assignment)
         return Plan(
             method=self.name, coordinator=source, assignments=tuple(assignments)
         )
@@ -63,6 +67,7 @@ class Exchange(Method[ExchangeOptions]):
     def _cast_receivers(
         self, problem: PlanningProblem[ExchangeOptions], source: str
     ) -> list[str]:
+        """Return the devices that receive the coordinator's casts; raises `InputError` if none does."""
         if problem.options.peer is not None:
             text = "a cast goes to all neighbours; remove the peer"
             raise InputError(text, ("method", "peer"))
@@ -75,6 +80,7 @@ class Exchange(Method[ExchangeOptions]):
     def _linked_peer(
         self, problem: PlanningProblem[ExchangeOptions], source: str
     ) -> str:
+        """Return the receiver of sent messages; raises `InputError` without links to and from the receiver."""
         if problem.options.everyone:
             raise InputError("requires casts: add cast: true", ("method", "everyone"))
         peer = self._peer_name(problem)
@@ -94,6 +100,7 @@ class Exchange(Method[ExchangeOptions]):
         elif is_coordinator:
             await self._send_messages(device, context)
         if not is_coordinator:
+            # Until the runtime cancels the program, at the end of the coordinator's.
             while True:
                 await device.receive()
 
@@ -101,27 +108,31 @@ class Exchange(Method[ExchangeOptions]):
         self, device: Device, context: ProgramContext[ExchangeOptions]
     ) -> None:
         peer = self._peer_name(context.problem)
-        for request, message in _message_sizes(context):
+        for request, message in _make_messages(context):
             began = device.now()
             await device.send(peer, message)
-            device.record("request", request=request, latency=device.now() - began)
+            latency = device.now() - began
+            device.record("request", request=request, latency=latency)
 
     async def _cast_messages(
         self, device: Device, context: ProgramContext[ExchangeOptions]
     ) -> None:
+        is_coordinator = device.name == context.plan.coordinator
         neighbours = _linked_neighbours(context.problem, device.name)
-        for request, message in _message_sizes(context):
+        for request, message in _make_messages(context):
             began = device.now()
             await device.cast(neighbours, message)
-            if device.name == context.plan.coordinator:
-                device.record("request", request=request, latency=device.now() - began)
-        if device.name == context.plan.coordinator:
+            latency = device.now() - began
+            if is_coordinator:
+                device.record("request", request=request, latency=latency)
+        if is_coordinator:
             links = context.problem.links.values()
             # Four standard deviations: hardly any packet of a link with jitter takes longer.
             longest = max(link.delay + 4 * link.jitter for link in links)
             await device.sleep(LISTENING_SECONDS + longest)
 
     def _peer_name(self, problem: PlanningProblem[ExchangeOptions]) -> str:
+        """Return the device that receives sent messages; raises `InputError` for an unknown one."""
         names = [device.name for device in problem.devices]
         if len(names) < 2:
             raise InputError("an exchange needs two of them", ("devices",))
@@ -143,12 +154,15 @@ def _has_both_links(problem: PlanningProblem, one: str, other: str) -> bool:
     return (one, other) in problem.links and (other, one) in problem.links
 
 
-def _message_sizes(
+def _make_messages(
     context: ProgramContext[ExchangeOptions],
 ) -> list[tuple[int, Message]]:
-    payload = torch.zeros(int(context.problem.options.payload) // BYTES_PER_VALUE)
-    requests = range(context.problem.workload.requests or DEFAULT_REQUESTS)
-    return [
-        (request, Message("payload", {"request": request}, {"payload": payload}))
-        for request in requests
-    ]
+    """Return the number and the message of each request."""
+    values = int(context.problem.options.payload) // BYTES_PER_VALUE
+    payload = torch.zeros(values)
+    count = context.problem.workload.requests or DEFAULT_REQUESTS
+    messages = []
+    for request in range(count):
+        message = Message("payload", {"request": request}, {"payload": payload})
+        messages.append((request, message))
+    return messages

@@ -19,7 +19,7 @@ class FederatedOptions(GroupOptions):
 
 
 class Federated(RoundMethod[FederatedOptions]):
-    """Each device trains the whole model on its own data; the server averages the models weighted by sample counts."""
+    """Devices train the whole model on their own data; the server averages the models weighted by sample counts."""
 
     name = "federated"
     summary = "federated learning: devices train the whole model on their data, the server averages"
@@ -50,7 +50,7 @@ class SplitLearning(SplitMethod[SplitLearningOptions]):
     in_turn = True
 
     def hooks(self, options: SplitLearningOptions) -> Hooks:
-        """Give each device its turn."""
+        """Return the defaults: every present device participates in a round, one after the other."""
         return Hooks()
 
     def plan(
@@ -61,6 +61,7 @@ class SplitLearning(SplitMethod[SplitLearningOptions]):
             self.name,
             Participants(problem),
             problem.options.split_point,
+            # The devices train in turn.
             concurrent_clients=1,
         )
 
@@ -87,10 +88,11 @@ class SplitFederated(SplitMethod[SplitFederatedOptions]):
         self, problem: PlanningProblem[SplitFederatedOptions]
     ) -> Plan[RoundDetails]:
         """Split the model for each device. Raises `InputError` for impossible splits."""
-        team = Participants(problem)
+        participants = Participants(problem)
         return split_plan(
             self.name,
-            team,
+            participants,
             problem.options.split_point,
-            concurrent_clients=len(team.devices),
+            # All devices keep the server busy at once.
+            concurrent_clients=len(participants.devices),
         )

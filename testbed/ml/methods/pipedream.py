@@ -1,4 +1,8 @@
-"""PipeDream and ResPipe as compared with FTPipeHD: asynchronous 1F1B with a fixed partition."""
+"""PipeDream and ResPipe as compared with FTPipeHD: asynchronous 1F1B with a fixed partition.
+
+PipeDream (Narayanan et al., 2019) and ResPipe do not adapt to the speeds that devices have at run time; they differ in
+the recovery from the loss of a device.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +42,17 @@ class PipeDreamPartitioner(Partitioner[PipeDreamOptions]):
     """Treats all devices, or even all units, as equal."""
 
     def cut(self, pipeline: AsynchronousPipeline) -> Cuts:
-        """Return the cuts the options ask for; raises `InputError` for cuts that do not fit."""
+        """Return the cuts that the option `partition` asks for; raises `InputError` if no cuts fit."""
         if self.problem.options.partition == "even":
             return pipeline.even()
         return super().cut(pipeline)
 
 
 class PipeDream(AsynchronousMethod[PipeDreamOptions]):
-    """Never adapts. After a failure, training resumes from the first device's checkpoint with a new partition."""
+    """Asynchronous 1F1B on a partition that never adapts to measurements.
+
+    After a failure, training resumes from the first device's checkpoint with a new partition of the same kind.
+    """
 
     name = "pipedream"
     summary = "asynchronous 1F1B with weight stashing on the partition for equal devices; recovery from checkpoints"
@@ -75,7 +82,10 @@ class ResPipeOptions(AsynchronousOptions):
 
 
 class TakeOverPartitioner(Partitioner[ResPipeOptions]):
-    """The device holding a lost stage's replica takes over its units; devices never rejoin and nothing else changes."""
+    """After a loss, the device with the replicas of the lost stage takes over the stage's units.
+
+    Devices never rejoin, and the units of all other stages stay where they are.
+    """
 
     admits_devices = False
 
@@ -87,7 +97,8 @@ class TakeOverPartitioner(Partitioner[ResPipeOptions]):
 
     def after_loss(self, old: StagePartition, present: Sequence[str]) -> StagePartition:
         """Return the partition over the remaining devices."""
-        return take_over(old, set(old.devices).difference(present))
+        lost = set(old.devices).difference(present)
+        return take_over(old, lost)
 
     def due(self, done: int) -> bool:
         """Never look for a better partition."""
@@ -95,23 +106,33 @@ class TakeOverPartitioner(Partitioner[ResPipeOptions]):
 
 
 def take_over(old: StagePartition, lost: Collection[str]) -> StagePartition:
-    """Return ResPipe's partition: the next remaining stage takes all units of a lost one.
+    """Return ResPipe's partition: the next remaining stage takes all units of a lost stage.
 
-    The last stage's replica is at the coordinator. A pipeline cannot end at its first device, so the last stage's units
-    go to the stage before, which fetches them from the coordinator. Raises ValueError if no device is left.
+    The replica of the last stage is at the coordinator. A pipeline cannot end at its first device, so the units of the
+    last stage go to the stage before, which fetches them from the coordinator. Raises ValueError if no device is left.
 
     >>> take_over(StagePartition(("a", "b", "c"), (0, 2, 4, 6)), {"b"})
     StagePartition(devices=('a', 'c'), cuts=(0, 2, 6))
     """
-    left = tuple(device for device in old.devices if device not in lost)
+    left = []
+    ends = []
+    for device in old.devices:
+        if device not in lost:
+            left.append(device)
+            ends.append(old.of(device).stop)
     if not left:
         raise ValueError("no device is left to take over")
-    ends = [old.of(device).stop for device in left]
-    return StagePartition(left, (0, *ends[:-1], old.units))
+    # Each remaining stage begins where the one before ends, and thus has the units of lost stages in between.
+    cuts = (0, *ends[:-1], old.units)
+    return StagePartition(tuple(left), cuts)
 
 
 class ResPipe(AsynchronousMethod[ResPipeOptions]):
-    """A take-over moves no weights, since the next worker has replicas. A last worker's units go to its predecessor."""
+    """Asynchronous 1F1B in which the next worker takes over the units of a lost one.
+
+    A take-over moves no weights, since the next worker has replicas of the units. Only the units of the last worker go
+    to the worker before, which has to fetch them.
+    """
 
     name = "respipe"
     summary = "asynchronous 1F1B; a lost worker's layers are taken over by the next one, which has their replica"

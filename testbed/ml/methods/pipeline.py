@@ -13,9 +13,9 @@ from testbed.ml.pipeline.planning import SynchronousOptions
 class Pipeline(SynchronousMethod):
     """Model parallelism, GPipe and 1F1B with one update of the whole batch, independent of schedule and cuts.
 
-    A batch is cut into micro-batches whose gradients sum to the batch's, so weights equal the undivided model's to
-    round-off. Only batch normalisation depends on micro-batches, as in GPipe. For stages that crash, return or stay
-    away see `testbed.ml.pipeline.checkpointing`.
+    A batch is cut into micro-batches whose gradients sum to that of the batch, so the trained weights equal those of
+    the undivided model to round-off. Only batch normalisation depends on micro-batches, as in GPipe. For stages that
+    crash, return or stay away see `testbed.ml.pipeline.checkpointing`.
     """
 
     name = "pipeline"
@@ -23,7 +23,7 @@ class Pipeline(SynchronousMethod):
 
 
 class GPipeOptions(SynchronousOptions):
-    """Options of `GPipe`: those of the pipeline except the schedule."""
+    """Options of `GPipe`: as of `Pipeline`, but with a fixed schedule."""
 
     schedule: Literal["gpipe"] = Field("gpipe", description="fixed for this method")
     recompute: bool = Field(
@@ -41,7 +41,7 @@ class GPipe(SynchronousMethod):
 
 
 class ModelParallelismOptions(SynchronousOptions):
-    """Options of `ModelParallelism`: those of the pipeline except the schedule."""
+    """Options of `ModelParallelism`: as of `Pipeline`, but with a fixed schedule."""
 
     schedule: Literal["model-parallelism"] = Field(
         "model-parallelism", description="fixed for this method"

@@ -36,16 +36,20 @@ class SequentialOptions(StagesOptions):
 
 
 class InferenceChain(Chain):
-    """A chain shared by several requests at once, whose outputs return to the first device."""
+    """Devices in a row that work on one or more requests at once, and return the outputs to the first device."""
 
     def bottleneck(self, cuts: Cuts) -> float:
         """Return the seconds between two outputs with many requests in flight."""
-        return max(super().bottleneck(cuts), self.way_back[0])
+        busy, _ = self.way_back
+        return max(super().bottleneck(cuts), busy)
 
     @property
     def way_back(self) -> tuple[float, float]:
-        """Seconds a link is busy with the outputs, and its delay."""
-        link = self.links.get((self.devices[-1].name, self.devices[0].name))
+        """Seconds for which the outputs of a batch occupy the link to the first device, and the link's delay."""
+        last = self.devices[-1].name
+        first = self.devices[0].name
+        link = self.links.get((last, first))
+        # A single device, which has the outputs already.
         if link is None:
             return 0.0, 0.0
         size = size_around(self.batch_size * self.units[-1].output_bytes)
@@ -67,9 +71,9 @@ class SequentialDetails(PlanDetails):
 class Sequential(Method[SequentialOptions, SequentialDetails]):
     """Each device computes its units and forwards the result; the outputs return to the first device.
 
-    With one request in flight, latency is that of the whole chain; with more, the devices work on several requests at
-    once ("layer pipelining"). For crashed devices see `testbed.ml.pipeline.checkpointing`; requests lost with them are
-    sent again, and their latency counts from the first attempt.
+    With one request in flight, the latency of a request is the time of the whole chain; with more, the devices work on
+    several requests at once ("layer pipelining"). For crashed devices see `testbed.ml.pipeline.checkpointing`; requests
+    under way at a crash are sent again, and their latency counts from the first attempt.
     """
 
     name = "sequential"
@@ -83,8 +87,9 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     def plan(
         self, problem: PlanningProblem[SequentialOptions]
     ) -> Plan[SequentialDetails]:
-        """Cut the model over the devices; raises `InputError` for too many stages, missing links or insufficient
-        memory.
+        """Cut the model over the devices.
+
+        Raises `InputError` for too many stages, missing links or insufficient memory.
         """
         options = problem.options
         chain, cuts = _choose_cuts(problem, all_devices(problem))
@@ -94,6 +99,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
             method=self.name,
             coordinator=problem.devices[0].name,
             assignments=stage_assignments(chain, cuts),
+            # Few requests in flight do not keep the slowest stage or link busy.
             step_time=max(bottleneck, latency / options.in_flight),
             details=SequentialDetails(
                 partition=options.partition, latency=latency, bottleneck=bottleneck
@@ -119,14 +125,14 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
             chain, cuts = _choose_cuts(context.problem, devices)
             return stage_assignments(chain, cuts)
 
-        await run_inference(
-            device, context, assign_stages, context.problem.options.in_flight
-        )
+        in_flight = context.problem.options.in_flight
+        await run_inference(device, context, assign_stages, in_flight)
 
 
 def _choose_cuts(
     problem: PlanningProblem[SequentialOptions], devices: Sequence[DeviceSpec]
 ) -> tuple[InferenceChain, Cuts]:
+    """Return the devices as a chain, and the cuts that the option `partition` asks for."""
     options = problem.options
     chain = InferenceChain(
         problem.model,

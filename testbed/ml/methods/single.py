@@ -1,4 +1,7 @@
-"""Training and inference on one device, the reference for every division of the work."""
+"""Training and inference on one device, the reference for every division of the work.
+
+The program is also the shortest complete one: it shows how a method charges computations and records events.
+"""
 
 from __future__ import annotations
 
@@ -115,21 +118,27 @@ async def _train_model(
     shard: Shard | ShapeShard,
     stopping: Stopping,
 ) -> None:
+    """Train all steps, evaluating in between and at the end, unless early stopping ends the training."""
     training = Training(dataset, problem.workload, problem.seed)
     training.record_left_out(device)
     requests = Requests(dataset, problem.workload.batch_size)
     due = IntervalTrigger(problem.options.evaluate_every, device.now())
+    has_numbers = problem.workload.numerics != "none"
+
+    def weights() -> State:
+        return result_of(shard.state())
+
     for step in range(training.steps):
         images, labels = training.batch(step)
         loss = await _train_step(device, problem, shard, step, images, labels)
-        fields = loss_fields(loss, computed=problem.workload.numerics != "none")
+        fields = loss_fields(loss, computed=has_numbers)
         device.record("step", step=step, samples=len(labels), **fields)
         done = step + 1
         if done == training.steps or due(done, device.now()):
             fields = await _evaluate(device, problem, shard, requests)
             device.record("evaluate", step=done, **fields)
             due.made(device.now())
-            stopping.judge(done, fields, lambda: result_of(shard.state()))
+            stopping.judge(done, fields, weights)
             if stopping.reason:
                 break
 
@@ -181,13 +190,16 @@ async def _answer_requests(
     dataset: Dataset,
     shard: Shard | ShapeShard,
 ) -> None:
-    requests = Requests(dataset, problem.workload.batch_size, problem.workload.requests)
+    """Answer all requests, one after the other."""
+    workload = problem.workload
+    requests = Requests(dataset, workload.batch_size, workload.requests)
     answers = Answers(device, problem, requests)
     for index in range(len(requests)):
         asked = device.now()
         images = requests.images(index)
         outputs = await _infer(device, problem, shard, images, Span("forward", index))
-        device.record("request", request=index, latency=device.now() - asked)
+        latency = device.now() - asked
+        device.record("request", request=index, latency=latency)
         answers.add(index, outputs)
     answers.finish()
 
@@ -199,5 +211,7 @@ async def _infer(
     images: torch.Tensor,
     span: Span,
 ) -> torch.Tensor:
+    """Return the outputs of a batch, (samples, ...)."""
+    work = partial(shard.infer, images)
     cost = costs.forward_cost(problem.model.units, len(images))
-    return await device.compute(lambda: shard.infer(images), cost, span)
+    return await device.compute(work, cost, span)

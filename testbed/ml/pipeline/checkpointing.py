@@ -24,7 +24,7 @@ from testbed.plan import Assignment
 Partitioner = Callable[[Collection[str]], Sequence[Assignment]]
 """Available devices -> their parts; raises `InputError` if no partition fits."""
 MakeConfigure = Callable[[Assignment, State | None], TypedMessage]
-"""(part, state of the checkpoint; None: the seed's) -> the configuration message of a device."""
+"""(part, state of the checkpoint or None for the seed's) -> the configuration message of the part's device."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Checkpoint:
     step: int
     """The next step to be done."""
     state: State | None
-    """The state; None for the seed's."""
+    """Weights and optimizer state of the whole model; None for the seed's."""
 
 
 class Collector:
@@ -43,9 +43,10 @@ class Collector:
     def __init__(self, units: int) -> None:
         self._units = units
         self._pieces: dict[int, dict[int, Mapping[str, torch.Tensor]]] = {}
+        """Step -> unit -> state of the unit."""
 
     def add(self, step: int, unit: int, state: State) -> Checkpoint | None:
-        """Add one unit; return the checkpoint if complete."""
+        """Add the state of one unit before ``step``; return the checkpoint if all units are there."""
         states = self._pieces.setdefault(step, {})
         states[unit] = state
         if len(states) < self._units:
@@ -55,6 +56,7 @@ class Collector:
             if other <= step:
                 del self._pieces[other]
         whole: dict[str, torch.Tensor] = {}
+        # In the order of the model, whatever the order of arrival.
         for index in sorted(states):
             whole.update(states[index])
         return Checkpoint(step, whole)
@@ -65,7 +67,10 @@ class Collector:
 
 
 class CheckpointRecovery:
-    """A `testbed.messaging.supervision.RecoveryPolicy`; the device exposes the last checkpoint."""
+    """Recovery from the last checkpoint, on the coordinator; a `testbed.messaging.supervision.RecoveryPolicy`.
+
+    The device exposes the weights of the last checkpoint.
+    """
 
     def __init__(
         self,
@@ -75,7 +80,7 @@ class CheckpointRecovery:
         units: int,
         weights: State | None,
     ) -> None:
-        """``units`` are the model's units, ``weights`` the initial ones; None draws them from the seed."""
+        """``units`` is the number of the model's units, ``weights`` the initial weights; None: those of the seed."""
         self.checkpoint = Checkpoint(0, weights)
         self._mailbox = supervisor.mailbox
         self._device = supervisor.mailbox.device
@@ -111,44 +116,47 @@ class CheckpointRecovery:
             "recovery", phase="detected", step=start, missing=lost.missing
         )
         known = dict(self._members.known)
-        await self._gather_devices(
-            self._members.assigned, self._supervisor.timeouts.rejoin_timeout
-        )
+        window = self._supervisor.timeouts.rejoin_timeout
+        await self._gather_devices(self._members.assigned, window)
         self._supervisor.learn_stall_timeout(lost, known)
         self._assign_stages()
 
     async def admit_joiners(self) -> None:
-        """Admit new or returned devices at a checkpoint if they allow more stages. Raises `Lost`."""
+        """Admit new or returned devices at a checkpoint if more stages become possible. Raises `Lost`."""
         joiners = self._members.joiners
         if not joiners:
             return
+        wanted = joiners | self._members.assigned
         try:
-            possible = self._partitioner(joiners | self._members.assigned)
+            possible = self._partitioner(wanted)
         except InputError:
             possible = ()
         if len(possible) <= len(self._supervisor.layout):
+            # Not asked again at every checkpoint: the same devices would not help then either.
             joiners.clear()
             return
         text = f"{', '.join(sorted(joiners))} join at step {self.checkpoint.step}"
         self._device.record("log", text=text)
-        wanted = joiners | self._members.assigned
         await self._gather_devices(wanted, self._supervisor.stall_timeout)
         self._assign_stages()
         await self.establish()
 
     async def _gather_devices(self, names: Collection[str], seconds: float) -> None:
-        """Open a configuration; wait for the answers of these devices up to a time limit."""
+        """Open a configuration, and wait for the answers of the devices ``names``, at most ``seconds``."""
         self._mailbox.open(self._mailbox.configuration + 1)
-        deadlines = dict.fromkeys(names, self._device.now() + seconds)
+        deadline = self._device.now() + seconds
+        deadlines = dict.fromkeys(names, deadline)
         await self._members.gather(deadlines, greeted=True)
 
     def _assign_stages(self) -> None:
         """Keep the stages if exactly their devices are present, otherwise plan for the present devices."""
-        there = {self._device.name, *self._members.present} - self._members.excluded
-        if self._members.assigned == there:
+        members = self._members
+        present = {self._device.name, *members.present} - members.excluded
+        if members.assigned == present:
             return
         try:
-            self._supervisor.watch(self._partitioner(there))
+            self._supervisor.watch(self._partitioner(present))
         except InputError as error:
             raise TestbedError(f"not enough devices: {error.text}") from error
-        self._members.joiners = there - self._members.assigned
+        # Devices beyond the last stage stand by.
+        members.joiners = present - members.assigned

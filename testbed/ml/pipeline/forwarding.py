@@ -21,10 +21,10 @@ async def forward_all(
     window: int,
     images: Callable[[int], torch.Tensor],
 ) -> AsyncIterator[tuple[int, torch.Tensor]]:
-    """Send the wanted batches through the stages, ``window`` at a time; yield index and outputs of each.
+    """Send the wanted batches through the stages, ``window`` at a time; yield index and outputs of each batch.
 
-    ``images`` returns a batch's inputs, (samples, channels, height, width), and is called when they are sent. Raises
-    `Lost` when outputs can no longer arrive.
+    ``images`` returns the inputs of a batch, (samples, channels, height, width), and is called when the batch is sent.
+    Outputs are (samples, ...). Raises `Lost` when outputs can no longer arrive.
     """
     mailbox = supervisor.mailbox
     waiting = deque(wanted)
@@ -34,10 +34,18 @@ async def forward_all(
             index = waiting.popleft()
             under_way.add(index)
             inputs = images(index)
+            # A batch passes as a single micro-batch.
             activation = Activation(
-                mailbox.configuration, work, index, 0, 1, len(inputs), inputs
+                configuration=mailbox.configuration,
+                work=work,
+                batch=index,
+                micro=0,
+                micros=1,
+                samples=len(inputs),
+                tensor=inputs,
             )
-            mailbox.post(supervisor.layout[0].device, activation)
+            first_stage = supervisor.layout[0].device
+            mailbox.post(first_stage, activation)
         output = await supervisor.take(Output)
         under_way.remove(output.batch)
         supervisor.progress += 1
@@ -49,6 +57,7 @@ async def evaluate(
 ) -> dict[str, Any]:
     """Send the test part through the stages, with enough batches to keep all busy; record and return the score."""
     score = Score(training)
+    # A batch in each stage, and one on the way to each.
     window = 2 * len(supervisor.layout)
     async for index, output in forward_all(
         supervisor, "evaluate", range(len(tests)), window, tests.images
@@ -60,7 +69,7 @@ async def evaluate(
 
 
 class Serving:
-    """A `testbed.messaging.supervision.ResumableWork` that answers every request once, despite failures."""
+    """Answers every request once, despite failures; a `testbed.messaging.supervision.ResumableWork`."""
 
     def __init__(
         self,
@@ -70,7 +79,10 @@ class Serving:
         *,
         gives_up: bool = False,
     ) -> None:
-        """``gives_up``: requests under way when a device is lost fail instead of being sent again."""
+        """``in_flight`` requests are under way at once.
+
+        ``gives_up``: requests under way when a device is lost fail instead of being sent again.
+        """
         assert context.dataset is not None
         workload = context.problem.workload
         self._device = supervisor.device
@@ -81,7 +93,7 @@ class Serving:
             context.dataset, workload.batch_size, workload.requests
         )
         self._asked: dict[int, float] = {}
-        """When each request was first sent."""
+        """When each request was first sent, in seconds: a repeated request has the latency from then on."""
         self._unanswered = list(range(len(self._requests)))
         self._answers = Answers(self._device, context.problem, self._requests)
 
@@ -118,14 +130,11 @@ class Serving:
         """Record requests under way during a loss as failed."""
         under_way = [index for index in self._unanswered if index in self._asked]
         for index in under_way:
+            # Not sent again after the recovery.
             self._unanswered.remove(index)
             error = f"{lost} was lost during the inference: use method.on_loss replan to have such requests repeated"
-            self._device.record(
-                "failed",
-                request=index,
-                error=error,
-                after=self._device.now() - self._asked[index],
-            )
+            waited = self._device.now() - self._asked[index]
+            self._device.record("failed", request=index, error=error, after=waited)
 
     def _request_images(self, index: int) -> torch.Tensor:
         self._asked.setdefault(index, self._device.now())

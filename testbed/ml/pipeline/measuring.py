@@ -1,4 +1,8 @@
-"""Runtime measurements: the time of each unit, link rates, and the reachability of standby devices."""
+"""Measurements at run time: the time of each unit, link rates, and the reachability of standby devices.
+
+FTPipeHD's coordinator profiles the units and the links before training (Section III-B), and chooses partitions by the
+results. Here links are watched as well: a link whose messages take longer or shorter than measured is measured again.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,6 @@ LARGE = 256_000
 ENOUGH = 0.1
 """Additional seconds of a large message after which the rate of a link counts as measured: far above jitter."""
 
-
 RECENT = 10
 """Number of successive messages that must all deviate before a link counts as changed."""
 NOTICEABLE = 0.01
@@ -52,20 +55,27 @@ async def profile_units(
 ) -> UnitTimes:
     """Train every unit separately on one batch, ``runs`` times; return the mean seconds.
 
-    ``images`` are (samples, channels, height, width). The trained weights are discarded.
+    ``images`` are (samples, channels, height, width), ``labels`` (samples,). The trained weights are discarded.
     """
     units = problem.model.units
     count = len(units)
     samples = len(labels)
     whole = problem.training.weight(labels)
-    shards = [make_shard(problem, unit, unit + 1, device.name) for unit in range(count)]
+    # One shard for each unit, since the times of single units are wanted.
+    shards = []
+    for unit in range(count):
+        shards.append(make_shard(problem, unit, unit + 1, device.name))
     forward = [0.0] * count
     backward = [0.0] * count
     update = [0.0] * count
 
     async def timed(
-        spent: list[float], index: int, work: Callable[[], T], cost: Cost
+        spent: list[float],
+        index: int,
+        work: Callable[[], T],
+        cost: Cost,
     ) -> T:
+        """Compute, and add the share of this run in the mean seconds to ``spent[index]``."""
         begun = device.now()
         result = await device.compute(work, cost, Span("profile"))
         spent[index] += (device.now() - begun) / runs
@@ -85,12 +95,12 @@ async def profile_units(
         gradient: torch.Tensor | None = None
         for index in reversed(range(count)):
             shard = shards[index]
-            unit = units[index : index + 1]
+            own_units = units[index : index + 1]
             back = partial(shard.backward, key, gradient)
-            cost = costs.backward_cost(unit, samples)
+            cost = costs.backward_cost(own_units, samples)
             gradient = await timed(backward, index, back, cost)
             step = partial(shard.update, run)
-            cost = costs.update_cost(unit, problem.training)
+            cost = costs.update_cost(own_units, problem.training)
             await timed(update, index, step, cost)
     return UnitTimes(tuple(forward), tuple(backward), tuple(update))
 
@@ -105,12 +115,13 @@ class MeasuredLink:
     """Seconds until a message of `SMALL` bytes is acknowledged."""
 
     def seconds(self, size: float) -> float:
-        """Return the expected seconds until a message of this many bytes on the wire is acknowledged."""
-        return max(0.0, self.latency + 8 * (size - wire_bytes(SMALL)) / self.rate)
+        """Return the expected seconds until a message of ``size`` bytes on the wire is acknowledged."""
+        more_bytes = size - wire_bytes(SMALL)
+        return max(0.0, self.latency + 8 * more_bytes / self.rate)
 
 
 class LinkWatch:
-    """Compares regular messages over a link with its measured rate."""
+    """Compares the regular messages over a link with the measured rate of the link."""
 
     def __init__(self, measurement: MeasuredLink) -> None:
         self._measurement = measurement
@@ -119,21 +130,26 @@ class LinkWatch:
         self._usual = 1.0
         """The smallest initial ratio: below 1 if the link was shared during its measurement."""
         self._seen = 0
+        """Number of messages with a ratio."""
         self._last = -math.inf
         """Time of the previous acknowledgement."""
 
     def deviates(self, size: float, posted: float, acknowledged: float) -> bool:
-        """Record a message of this many bytes on the wire; return whether all recent ones were slower, or all faster.
+        """Record a message, and return whether all recent messages were slower than expected, or all faster.
 
-        A message waits for the previous one, whose bytes have left one latency before its acknowledgement.
+        The message has ``size`` bytes on the wire, and was posted and acknowledged at these times, in seconds.
         """
-        start = max(posted, self._last - self._measurement.latency)
+        # A message waits for the previous one, whose bytes have left one latency before its acknowledgement.
+        previous_left = self._last - self._measurement.latency
+        start = max(posted, previous_left)
         self._last = acknowledged
         transfer_time = acknowledged - start
         expected = self._measurement.seconds(size)
         if max(transfer_time, expected) < NOTICEABLE:
             return False
-        ratio = transfer_time / expected if expected else math.inf
+        ratio = math.inf
+        if expected:
+            ratio = transfer_time / expected
         self._ratios.append(ratio)
         self._seen += 1
         # Faster than the smallest initial ratio: a link measured while others used it looks faster from then on.
@@ -149,15 +165,16 @@ class LinkWatch:
 async def measure_link(mailbox: Mailbox, peer: str) -> MeasuredLink:
     """Measure the link to a peer: the rate follows from the additional time of a larger message.
 
-    The messages are posted, so a message to an unreachable peer becomes overdue like any other.
-
-    The delay cancels. Messages grow until one takes long enough to be distinguished, so neither is a slow link kept
-    busy for long nor a fast one measured by its jitter.
+    The delay of the link is in the time of both messages and cancels. Messages grow until one takes long enough to be
+    distinguished, so neither is a slow link kept busy for long nor a fast one measured by its jitter. The messages are
+    posted, so a message to an unreachable peer becomes overdue like any other.
     """
 
     async def transfer_time(size: int) -> float:
+        """Return the seconds until a message with ``size`` bytes of payload is acknowledged."""
+        packet = Packet(mailbox.configuration, padding=size)
         begun = mailbox.device.now()
-        await mailbox.post(peer, Packet(mailbox.configuration, padding=size))
+        await mailbox.post(peer, packet)
         return mailbox.device.now() - begun
 
     # Opens the connection, which would count as time of a measured message.
@@ -170,12 +187,13 @@ async def measure_link(mailbox: Mailbox, peer: str) -> MeasuredLink:
         longer = await transfer_time(size) - latency
     rate = math.inf
     if longer > 0:
-        rate = 8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer
+        more_bytes = wire_bytes(size) - wire_bytes(SMALL)
+        rate = 8 * more_bytes / longer
     return MeasuredLink(rate, latency)
 
 
 class LinkProfiler:
-    """Measures unknown links while the pipeline is empty, and links to standby devices during training."""
+    """The coordinator's measurements: unknown links while the pipeline is empty, standby devices during training."""
 
     def __init__(
         self,
@@ -204,13 +222,15 @@ class LinkProfiler:
     @property
     def lacks_measurements(self) -> bool:
         """Whether the choice of a partition lacks measurements."""
-        return bool(
-            self._runs or self._partitioner.unmeasured_links(self._recovery.partition)
-        )
+        if self._runs:
+            return True
+        partition = self._recovery.partition
+        return bool(self._partitioner.unmeasured_links(partition))
 
     async def measure_missing(self) -> None:
         """Measure everything the choice needs while training pauses: all links at once, as in training."""
         if self._runs:
+            # The first batch stands for all: the time does not depend on the values.
             images, labels = self._training.batch(0)
             times = await profile_units(
                 self._supervisor.device, self._problem, images, labels, self._runs
@@ -223,7 +243,7 @@ class LinkProfiler:
         await self._supervisor.until(lambda: self._awaited.isdisjoint(pairs))
 
     def measure_standby(self, *, repeats: bool) -> None:
-        """Make the neighbouring stages measure their links to standby devices.
+        """Make stages measure the links to standby devices that would be their neighbours.
 
         Training continues. ``repeats`` includes devices that were tried before: a device that was cut off or too slow
         may become a stage again once reachable.
@@ -246,10 +266,12 @@ class LinkProfiler:
             self._measure_links(pairs)
 
     def _measure_links(self, pairs: list[Pair]) -> None:
+        """Make the source of each pair measure the link to the target, unless a measurement is under way."""
         for source, target in pairs:
             if (source, target) not in self._awaited:
                 self._awaited.add((source, target))
-                self._mailbox.post(source, Measure(self._mailbox.configuration, target))
+                request = Measure(self._mailbox.configuration, target)
+                self._mailbox.post(source, request)
 
     def _store_link(self, measured: Measured) -> None:
         source = measured.sender
@@ -261,6 +283,7 @@ class LinkProfiler:
         )
         self._partitioner.store_rate((source, target), rate)
         is_last = all(awaited != target for _, awaited in self._awaited)
+        # All neighbours have reached the device.
         if is_last:
             self._recovery.standby.reached(target)
 
@@ -268,5 +291,6 @@ class LinkProfiler:
         self._partitioner.discard_rate(report.sender, report.target)
 
     def _start_over(self) -> None:
+        """Forget measurements under way, which a new configuration cancels."""
         self._awaited.clear()
         self._tried.clear()

@@ -28,7 +28,7 @@ Points = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Configure(ConfigurationMessage, kind="configure", opens=True):
-    """From the coordinator: become this stage."""
+    """From the coordinator: become the stage that ``stages`` gives the receiver."""
 
     stages: Stages
     steps: int
@@ -36,24 +36,26 @@ class Configure(ConfigurationMessage, kind="configure", opens=True):
     given: bool
     """Whether the message contains the state; otherwise the state comes from the seed."""
     state: State
+    """Weights and optimizer state of the receiver's units."""
 
 
 @dataclass(frozen=True)
 class Prepare(ConfigurationMessage, kind="configure", opens=True):
-    """From the coordinator: obtain the state of this stage."""
+    """From the coordinator: obtain the state of the stage that ``stages`` gives the receiver."""
 
     stages: Stages
     steps: int
     """Training steps of the whole workload."""
     made: int
+    """The configuration that has made the state to resume from."""
     step: int
-    """The point to resume from."""
+    """The batch to resume with; `made` and `step` are a `testbed.ml.pipeline.placement.Point`."""
     seeded: bool
     """Whether the units come from the seed, without fetching."""
     fetch: Mapping[str, Sequence[int]]
-    """Missing units by holder."""
+    """Missing units by the device that holds them."""
     origins: Sequence[tuple[int, int, Sequence[int]]] | None = None
-    """(configuration, step, units) for units that come from other points; unset if all are of this point."""
+    """(configuration, step, units) for units that come from other points; unset if all units are of the point above."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Activation(
     batch: int
     """The training step, or the batch of an evaluation or inference."""
     micro: int
+    """Number of the micro-batch in its batch, from 0."""
     micros: int
     """Micro-batches of the batch."""
     samples: int
@@ -86,7 +89,7 @@ class Labels(ConfigurationMessage, kind="labels", key=("batch",)):
 
 @dataclass(frozen=True)
 class Gradient(ConfigurationMessage, kind="gradient", key=("batch", "micro")):
-    """To the previous stage: the gradient of its outputs; in asynchronous training also reports about the batch."""
+    """To the previous stage: the gradient of the activation; in asynchronous training also reports about the batch."""
 
     batch: int
     micro: int
@@ -100,7 +103,7 @@ class Gradient(ConfigurationMessage, kind="gradient", key=("batch", "micro")):
 
 @dataclass(frozen=True)
 class Norms(ConfigurationMessage, kind="norms", key=("batch", "whole")):
-    """For clipping by norm: to the previous stage, gradient norms of this and later stages; back, the norms of all."""
+    """For clipping by norm: to the previous stage, norms of the sender and later stages; back, norms of all stages."""
 
     batch: int
     whole: bool
@@ -113,7 +116,7 @@ class Norms(ConfigurationMessage, kind="norms", key=("batch", "whole")):
 class TiedGradient(
     ConfigurationMessage, kind="tied", key=("sender", "batch", "weight")
 ):
-    """For a weight shared by stages: its gradient, to the first of the stages; back, the sum of all gradients."""
+    """For a weight shared by stages: one stage's gradient, to the first of the stages; back, the sum of all."""
 
     batch: int
     weight: int
@@ -161,7 +164,7 @@ class UnitState(ConfigurationMessage, kind="state"):
 
 @dataclass(frozen=True)
 class End(ConfigurationMessage, kind="end", key=("batch",)):
-    """To the next stage, in place of an activation: no more batches from this one on until further notice."""
+    """To the next stage, in place of the activation of ``batch``: this batch and later ones do not follow for now."""
 
     batch: int
 
@@ -173,37 +176,39 @@ class End(ConfigurationMessage, kind="end", key=("batch",)):
 
 @dataclass(frozen=True)
 class Drained(ConfigurationMessage, kind="drained", key=("sender",)):
-    """To the coordinator: all updates before this step are done, and none after."""
+    """To the coordinator: the sender has done all updates before ``step``, and none after."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Commit(ConfigurationMessage, kind="commit"):
-    """From the coordinator: all stages are prepared; begin, and free all other points."""
+    """From the coordinator: all stages are prepared; begin, and free all points but ``keep``."""
 
     keep: Points
 
 
 @dataclass(frozen=True)
 class Keep(ConfigurationMessage, kind="keep"):
-    """From the coordinator: free all points except these and later ones."""
+    """From the coordinator: free all points except ``keep`` and later ones."""
 
     keep: Points
 
 
 @dataclass(frozen=True)
 class Fetch(ConfigurationMessage, kind="fetch", opens=True):
-    """To any device: send these units of a point."""
+    """To any device: send units of a point."""
 
     made: int
+    """Configuration of the point."""
     step: int
+    """Step of the point."""
     units: Sequence[int]
 
 
 @dataclass(frozen=True)
 class FetchedUnit(ConfigurationMessage, kind=MOVED):
-    """The answer to a fetch, one message per unit."""
+    """The answer to a `Fetch`, one message for each unit, with weights and optimizer state."""
 
     made: int
     step: int
@@ -213,7 +218,7 @@ class FetchedUnit(ConfigurationMessage, kind=MOVED):
 
 @dataclass(frozen=True)
 class Replica(ConfigurationMessage, kind="replica"):
-    """To the next stage, or to the coordinator: keep this replica."""
+    """To the next stage, or to the coordinator: keep a replica of one unit after ``step`` batches."""
 
     step: int
     unit: int
@@ -222,7 +227,7 @@ class Replica(ConfigurationMessage, kind="replica"):
 
 @dataclass(frozen=True)
 class Replicated(ConfigurationMessage, kind="replicated"):
-    """To the coordinator: the sender's units of this step have reached their keepers."""
+    """To the coordinator: the replicas of the sender's units after ``step`` batches have reached their keepers."""
 
     step: int
 
@@ -236,7 +241,7 @@ class Measure(ConfigurationMessage, kind="measure"):
 
 @dataclass(frozen=True)
 class Deviates(ConfigurationMessage, kind="deviates"):
-    """To the coordinator: the link to another stage deviates from its measured rate."""
+    """To the coordinator: the rate of the link to another stage deviates from the measured rate."""
 
     target: str
 
@@ -261,13 +266,16 @@ FORWARD_KINDS: tuple[type[TypedMessage], ...] = (
     Activation,
     Output,
 )
+"""Messages of inference."""
 SYNCHRONOUS_KINDS: tuple[type[TypedMessage], ...] = (
     *FORWARD_KINDS,
     *(Labels, Gradient, Norms, TiedGradient, UnitState, Loss, Updated),
 )
+"""Messages of training with one update a step."""
 ASYNCHRONOUS_KINDS: tuple[type[TypedMessage], ...] = (
     *MEMBERSHIP_KINDS,
     *(Prepare, Commit, Keep, Fetch, FetchedUnit, Replica, Replicated),
     *(Activation, Labels, Gradient, End, Updated, Output, Drained),
     *(Measure, Deviates, Packet, Measured),
 )
+"""Messages of training with an update after every batch."""

@@ -1,4 +1,7 @@
-"""Common parts of pipeline training methods, which differ in options, schedule and partitions."""
+"""Common parts of pipeline training methods, which differ in options, schedule and partitions.
+
+A synchronous method takes its options and possibly another schedule; an asynchronous method also has a `Partitioner`.
+"""
 
 from __future__ import annotations
 
@@ -101,13 +104,12 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
 
     def draw(self, plan: Plan[PipelineDetails]) -> str | None:
         """Draw a step as a grid with one row per stage and one column per slot."""
-        if len(plan.assignments) < 2:
+        stages = len(plan.assignments)
+        # A single stage has nothing to wait for.
+        if stages < 2:
             return None
-        return draw_grid(
-            SCHEDULES[plan.details.schedule],
-            len(plan.assignments),
-            plan.details.micro_batches,
-        )
+        schedule = SCHEDULES[plan.details.schedule]
+        return draw_grid(schedule, stages, plan.details.micro_batches)
 
 
 class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
@@ -142,38 +144,40 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
     )
     declared = DECLARED
     Partitioner: ClassVar[type[Partitioner[Any]]]
-    """What chooses the partitions."""
+    """Class of the object that chooses the partitions."""
 
     def plan(
         self, problem: PlanningProblem[SpecificOptions]
     ) -> Plan[AsynchronousDetails]:
-        """Cut the model over the devices; raises `InputError` for too many stages, missing links or insufficient
-        memory.
+        """Cut the model over the devices.
+
+        Raises `InputError` for too many stages, missing links or insufficient memory.
         """
         partitioner = self.Partitioner(problem)
         partition = partitioner.initial()
         cuts = partition.cuts
         # Predicted with the actual speeds, whatever the partitioner knows of them.
-        true = as_given(problem, partition.devices)
-        without_links = replace(true, links=dict.fromkeys(true.links, Link()))
-        stage_times = [
-            true.stage_time(stage, first, last)
-            for stage, (first, last) in enumerate(pairwise(cuts))
-        ]
-        speeds = [1 / capacity for capacity in true.capacities]
+        actual = as_given(problem, partition.devices)
+        # A link without a rate takes no time.
+        instant_links = dict.fromkeys(actual.links, Link())
+        without_links = replace(actual, links=instant_links)
+        best_cuts = actual.least_bottleneck()
+        best_cuts_without_links = without_links.least_bottleneck()
+        stage_times = []
+        for stage, (first, last) in enumerate(pairwise(cuts)):
+            stage_times.append(actual.stage_time(stage, first, last))
+        speeds = [1 / capacity for capacity in actual.capacities]
         return Plan(
             method=self.name,
             coordinator=problem.devices[0].name,
             assignments=partitioner.assignments(partition),
-            step_time=true.batch_time(cuts),
+            step_time=actual.batch_time(cuts),
             details=AsynchronousDetails(
                 in_flight=problem.options.window(len(partition.devices)),
-                bottleneck=true.bottleneck(cuts),
-                slowest_stage=true.slowest_stage(cuts),
-                least_bottleneck=true.bottleneck(true.least_bottleneck()),
-                least_slowest_stage=without_links.bottleneck(
-                    without_links.least_bottleneck()
-                ),
+                bottleneck=actual.bottleneck(cuts),
+                slowest_stage=actual.slowest_stage(cuts),
+                least_bottleneck=actual.bottleneck(best_cuts),
+                least_slowest_stage=without_links.bottleneck(best_cuts_without_links),
                 divisible_limit=divisible_limit(speeds),
                 stage_times=tuple(stage_times),
             ),
@@ -211,4 +215,5 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         def schedule(stages: int, stage: int, batches: int) -> Iterator[Action]:
             return asynchronous_1f1b(stages, stage, batches, plan.details.in_flight)
 
+        # Enough batches to show how the pipeline fills and drains.
         return draw_grid(schedule, stages, 2 * stages)

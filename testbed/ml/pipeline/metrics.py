@@ -23,7 +23,7 @@ from testbed.trace.record import RunView
 MOVED = "unit"
 """The kind of message in which weights and optimizer state of a unit move to the device that needs them."""
 
-# How it recovers: the phases "repartitioned", "redistributed" and "trained" of its recovery events.
+# Recoveries: the phases "repartitioned", "redistributed" and "trained" of the method's recovery events.
 
 
 def _received_bytes(record: RunView, start: float, end: float) -> float:
@@ -36,24 +36,30 @@ def _received_bytes(record: RunView, start: float, end: float) -> float:
 
 
 def _recovery_time(item: Recovery, record: RunView) -> dict[str, Any]:
+    """Return the times of a recovery's phases, the bytes moved and the case; None for a phase that is missing."""
+    fields: dict[str, Any] = dict.fromkeys(
+        ("repartitioned", "redistributed", "trained", "moved", "case")
+    )
     decided = item.phases.get("repartitioned")
+    if decided is not None:
+        fields["repartitioned"] = decided.time
+        fields["case"] = decided.fields.get("case")
     sent = item.phases.get("redistributed")
+    if sent is not None:
+        fields["redistributed"] = sent.time
+        fields["moved"] = _received_bytes(record, item.detected, sent.time)
     trained = item.phases.get("trained")
-    return {
-        "repartitioned": decided.time if decided else None,
-        "redistributed": sent.time if sent else None,
-        "trained": trained.time if trained else None,
-        "moved": _received_bytes(record, item.detected, sent.time) if sent else None,
-        "case": decided.fields.get("case") if decided else None,
-    }
+    if trained is not None:
+        fields["trained"] = trained.time
+    return fields
 
 
 def _all_recoveries(record: RunView) -> list[dict[str, Any]]:
-    return [
-        {"struck": item.struck, "detected": item.detected}
-        | _recovery_time(item, record)
-        for item in record.recoveries
-    ]
+    recoveries = []
+    for item in record.recoveries:
+        begin = {"struck": item.struck, "detected": item.detected}
+        recoveries.append(begin | _recovery_time(item, record))
+    return recoveries
 
 
 def _outage_time(record: RunView, recovery: Item) -> float | None:
@@ -73,13 +79,16 @@ def _outage_time(record: RunView, recovery: Item) -> float | None:
 
 
 def _remaining_time(record: RunView) -> float | None:
-    """Return the seconds from the last resumption to the last batch; empty if that batch was trained earlier."""
+    """Return the seconds from the last resumption to the last batch; 0 if the last batch was trained earlier."""
     resumed = [item.resumed for item in record.recoveries if item.resumed is not None]
     steps = record.of("step")
-    return max(0.0, steps[-1].time - resumed[-1]) if resumed and steps else None
+    if not resumed or not steps:
+        return None
+    return max(0.0, steps[-1].time - resumed[-1])
 
 
 def _span_between(item: Item, start_event: str, end_event: str) -> float | None:
+    """Return the seconds between two times of a recovery; None if one of them is unknown."""
     first = item.get(start_event)
     last = item.get(end_event)
     if first is None or last is None:
@@ -88,28 +97,42 @@ def _span_between(item: Item, start_event: str, end_event: str) -> float | None:
 
 
 def _longest_time(seconds: Iterable[float | None]) -> float | None:
+    # A recovery that ended the run has only some of its phases.
     known = [time for time in seconds if time is not None]
     return max(known, default=None)
 
 
 def _phase_metric(name: str, start_event: str, end_event: str, meaning: str) -> Metric:
+    """Return the metric of the longest time between two events of a recovery."""
+
     def compute(record: RunView) -> float | None:
-        return _longest_time(
-            _span_between(item, start_event, end_event)
-            for item in record.cached(_all_recoveries)
-        )
+        times = []
+        for item in record.cached(_all_recoveries):
+            times.append(_span_between(item, start_event, end_event))
+        return _longest_time(times)
 
     return Metric(name, "seconds", f"longest, {meaning}", compute)
 
 
+def _longest_outage(record: RunView) -> float | None:
+    times = []
+    for recovery in record.cached(_all_recoveries):
+        times.append(_outage_time(record, recovery))
+    return _longest_time(times)
+
+
 def _moved_bytes(record: RunView) -> float | None:
+    """Return the bytes that all recoveries have moved; None if no recovery got so far."""
     recoveries = record.cached(_all_recoveries)
     moved = [item["moved"] for item in recoveries if item["moved"] is not None]
-    return sum(moved) if moved else None
+    if not moved:
+        return None
+    total: float = sum(moved)
+    return total
 
 
 def _decided_recoveries(metrics: Metrics) -> list[Item]:
-    """Return the recoveries that reached a decision."""
+    """Return the recoveries in which the coordinator chose a partition, or training continued without one."""
     decided = []
     for item in metrics["recovery_list"]:
         phases = (item.get("repartitioned"), item.get("trained"))
@@ -144,9 +167,7 @@ RECOVERY = (
             "maximum time from a fault until a new batch is trained, including "
             "repeated batches"
         ),
-        lambda record: _longest_time(
-            _outage_time(record, each) for each in record.cached(_all_recoveries)
-        ),
+        _longest_outage,
     ),
     Metric(
         "remaining_time",
@@ -197,7 +218,7 @@ RECOVERIES = Table(
 )
 
 
-# Changes of the partition in a run that goes on: its events "repartition".
+# Changes of the partition without a failure: the events "repartition".
 
 
 def _all_repartitions(record: RunView) -> list[dict[str, Any]]:
@@ -219,14 +240,33 @@ def _of_longest(record: RunView, key: str) -> float | None:
 
 def _changed_bytes(record: RunView) -> float | None:
     changes = record.cached(_all_repartitions)
-    return sum(item["bytes"] for item in changes) if changes else None
+    if not changes:
+        return None
+    total: float = sum(item["bytes"] for item in changes)
+    return total
+
+
+def _longest_moving(record: RunView) -> float | None:
+    """Return the longest time of a repartition after the pipeline was empty."""
+    times = []
+    for item in record.cached(_all_repartitions):
+        times.append(item["seconds"] - item["draining"])
+    return _longest_time(times)
+
+
+def _repartition_count(record: RunView) -> int | None:
+    # Only asynchronous training, which records versions, changes its partition without a fault.
+    if not record.of("versions"):
+        return None
+    return len(record.of("repartition"))
 
 
 def _partition_text(item: Item) -> str:
-    return ", ".join(
-        f"{device} {format_units(first, last)}"
-        for device, first, last in item["partition"]
-    )
+    """Return the units of each device as text, such as ``a 0–2, b 3``."""
+    texts = []
+    for device, first, last in item["partition"]:
+        texts.append(f"{device} {format_units(first, last)}")
+    return ", ".join(texts)
 
 
 def format_units(first: int, last: int) -> str:
@@ -247,7 +287,7 @@ CHANGES = (
         "repartitions",
         "number",
         "changes of the partition without a fault",
-        lambda record: len(record.of("repartition")) if record.of("versions") else None,
+        _repartition_count,
     ),
     Metric(
         "repartition_pause",
@@ -265,10 +305,7 @@ CHANGES = (
         "repartition_moving",
         "seconds",
         "maximum time of such a change after draining: agreement and moves",
-        lambda record: _longest_time(
-            item["seconds"] - item["draining"]
-            for item in record.cached(_all_repartitions)
-        ),
+        _longest_moving,
     ),
     Metric(
         "repartition_bytes",
@@ -301,6 +338,7 @@ def _replicating(record: RunView) -> float | None:
     """Return the mean seconds of the batches during which replicas arrived anywhere."""
     arrivals = []
     for event in record.of("receive"):
+        # The kind of `testbed.ml.pipeline.messages.Replica`.
         if event.fields["message"] == "replica":
             arrivals.append(event.time)
     seconds = []
@@ -378,16 +416,32 @@ REPLICATING = Metric(
 )
 
 
-# Versions of the weights: its events "versions", one of each stage and stretch.
+# Versions of the weights: the events "versions", one of each stage and stretch of training.
+
+
+def _most_versions(record: RunView) -> int | None:
+    kept = [event.fields["kept"] for event in record.of("versions")]
+    return max(kept, default=None)
+
+
+def _list_versions(record: RunView) -> list[dict[str, Any]]:
+    versions = []
+    for event in record.of("versions"):
+        versions.append({"device": event.device, **event.fields})
+    return versions
+
+
+def _versions_by_stretch(metrics: Metrics) -> list[Item]:
+    """Return the versions of all stages in the first stretch of training, then in the next, and so on."""
+    versions: Iterable[Item] = metrics.get("version_list", ())
+    return sorted(versions, key=lambda item: (item["step"], item["stage"]))
 
 
 VERSIONS_KEPT = Metric(
     "versions_kept",
     "number",
     "maximum number of weight versions stored by a stage",
-    lambda record: max(
-        (event.fields["kept"] for event in record.of("versions")), default=None
-    ),
+    _most_versions,
 )
 
 VERSIONS = Table(
@@ -395,9 +449,7 @@ VERSIONS = Table(
     "What each stage held at most, in each stretch of training between two changes of the partition. A stretch that a "
     "failure ended is missing. In use: versions that batches under way still needed. Kept: with the latest, and those "
     "kept for aggregation. Allowed: batches that may be under way from this stage on. Replicas: of other stages.",
-    lambda metrics: sorted(
-        metrics.get("version_list", ()), key=lambda item: (item["step"], item["stage"])
-    ),
+    _versions_by_stretch,
     (
         Column("Until batch", "number", "step", wide=True),
         Column("Stage", "number", "stage"),
@@ -416,22 +468,22 @@ def _changed_partitions(metrics: Metrics) -> bool:
 
 
 def _pause_note(metrics: Metrics) -> str:
-    single = metrics["repartitions"] == 1
-    what = (
-        "pause for a repartition"
-        if single
-        else "longest pause of {repartitions} repartitions"
-    )
-    return what + "; {repartition_draining} of it the pipeline ran empty"
+    pause = "longest pause of {repartitions} repartitions"
+    if metrics["repartitions"] == 1:
+        pause = "pause for a repartition"
+    return pause + "; {repartition_draining} of it the pipeline ran empty"
+
+
+def _busiest_note(metrics: Metrics) -> str:
+    since = " since then" if _changed_partitions(metrics) else ""
+    return f"of the time{since}, one device or link"
 
 
 DECLARED = MetricsSpec(
     former_metrics={"outage": "outage_time", "rest": "remaining_time"},
     metrics=(*RECOVERY, *CHANGES, REPLICATING, *REPLICATION_STEPS, VERSIONS_KEPT),
     lists={
-        "version_list": lambda record: [
-            {"device": each.device, **each.fields} for each in record.of("versions")
-        ],
+        "version_list": _list_versions,
         "repartition_list": _all_repartitions,
     },
     recovery=_recovery_time,
@@ -484,9 +536,7 @@ DECLARED = MetricsSpec(
         Row(
             "Busiest",
             "{busiest_share}",
-            lambda metrics: (
-                f"of the time{' since then' if _changed_partitions(metrics) else ''}, one device or link"
-            ),
+            _busiest_note,
             when=lambda metrics: "versions_kept" in metrics,
         ),
         Row("Versions", "{versions_kept}", "of its weights, kept at once by a stage"),

@@ -1,5 +1,8 @@
 """Replicas of units at points of the training, and the choice of the point to resume from.
 
+A replica is a copy of a unit's weights and optimizer state. A point is a state of the whole model, named by the batches
+that led to it; a device holds some units of some points.
+
 Batches are counted from 0; "after n batches" is the state made by the update of batch n - 1, and batch n comes next. A
 state is complete only if every unit is held by some device. Each stage therefore keeps, beside the replicas it sends to
 others, its own units at that point.
@@ -22,6 +25,7 @@ from testbed.messaging.membership import ReplicaList
 from testbed.ml.layers.shard import State, restrict
 from testbed.ml.lazy import torch
 from testbed.ml.partition.redistribution import (
+    HeldUnits,
     Need,
     StagePartition,
     missing_units,
@@ -31,12 +35,16 @@ from testbed.ml.pipeline.messages import Fetch, FetchedUnit, Keep, Replica
 from testbed.wire.message import Message
 
 StepInventory = Mapping[str, Mapping[int, Collection[int]]]
-"""Device -> number of batches done -> complete units of this state."""
+"""Device -> number of batches done -> units of this state that the device holds."""
 
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """A state of the whole model: the result of the batches before ``step`` in one configuration."""
+    """A state of the whole model: the result of the batches before ``step`` in one configuration.
+
+    After a recovery the same batches may be trained again in another configuration, with another result: a point is
+    therefore more than the number of its batches.
+    """
 
     configuration: int
     step: int
@@ -45,7 +53,7 @@ class Point:
 BEGINNING = Point(0, 0)
 """The initial state: from the seed, or the coordinator's given weights."""
 RUNNING = -1
-"""Step of the point of the weights a stage was training with; no lineage contains such a point."""
+"""Step of the point for the weights that a stage was training with; no lineage contains such a point."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +73,36 @@ class Lineage:
     """
 
     begun: tuple[tuple[int, int], ...] = ()
+    """(configuration, first step) of each configuration, in order."""
 
     def __contains__(self, point: Point) -> bool:
-        """Return whether a state belongs to the batches not undone."""
+        """Return whether no batch of a state has been undone."""
         if point == BEGINNING:
             return True
         for index, (configuration, begin) in enumerate(self.begun):
             if configuration != point.configuration:
                 continue
+            # The state a configuration resumed from belongs to the configuration that made it.
             if point.step <= begin:
                 return False
             is_last = index + 1 == len(self.begun)
-            return is_last or point.step <= self.begun[index + 1][1]
+            if is_last:
+                return True
+            _, next_begin = self.begun[index + 1]
+            return point.step <= next_begin
         return False
 
     def branch(self, step: int, configuration: int) -> Lineage:
-        """Return the lineage of a configuration resuming from one of these states."""
-        earlier = [begun for begun in self.begun if begun[1] < step]
+        """Return the lineage of a configuration that resumes after ``step`` batches of this lineage."""
+        earlier = []
+        for other, begin in self.begun:
+            # A configuration that began later has no state of its own that is still valid.
+            if begin < step:
+                earlier.append((other, begin))
         return Lineage((*earlier, (configuration, step)))
 
     def point(self, step: int) -> Point:
-        """Return the point of a step in the configuration that made the step."""
+        """Return the valid state after ``step`` batches, with the configuration that has made the state."""
         makers = [made for made, begin in self.begun if begin < step]
         if not makers:
             return BEGINNING
@@ -98,6 +115,7 @@ class Lineage:
         valid: dict[str, dict[int, Sequence[int]]] = {}
         for device, points in inventory.items():
             by_step = valid.setdefault(device, {})
+            # A lineage has one point for each step, so the configuration is no longer needed.
             for made, step, units in points:
                 if Point(made, step) in self:
                     by_step[step] = units
@@ -106,7 +124,7 @@ class Lineage:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """The resume point of a configuration, and the sources of its stages' units."""
+    """The state that a configuration resumes from, and the sources of the units of each stage."""
 
     point: Point
     needs: Mapping[str, Need]
@@ -116,25 +134,29 @@ class RestorePlan:
 
     @property
     def branch_step(self) -> int:
-        """The step after which the configuration makes its own states.
+        """The step after which the configuration makes states of its own.
 
-        A mixture is made by the configuration that begins with it, so it lies one step behind the branch.
+        A mixture of weights from several points is the first state made by the configuration that begins with the
+        mixture, so the branch lies one step before the mixture.
         """
-        return self.point.step - 1 if self.origins else self.point.step
+        if self.origins:
+            return self.point.step - 1
+        return self.point.step
 
     def origins_of(self, device: str) -> list[tuple[int, int, list[int]]] | None:
         """Return the origins of a device's units in message form; None where all come from the resume point."""
         if not self.origins:
             return None
         need = self.needs[device]
-        units = {*need.local}.union(*need.fetch.values())
+        units = set(need.local).union(*need.fetch.values())
         by_point: dict[Point, list[int]] = {}
         for unit in sorted(units):
-            by_point.setdefault(self.origins[unit], []).append(unit)
-        return [
-            (point.configuration, point.step, by_point[point])
-            for point in sorted(by_point)
-        ]
+            of_point = by_point.setdefault(self.origins[unit], [])
+            of_point.append(unit)
+        origins = []
+        for point in sorted(by_point):
+            origins.append((point.configuration, point.step, by_point[point]))
+        return origins
 
 
 def place(
@@ -155,7 +177,9 @@ def place(
     """
     valid = lineage.valid_units(inventory)
     if seeded:
-        valid.setdefault(old.coordinator, {})[0] = list(range(old.units))
+        # Any device draws initial weights from the seed: the coordinator stands for all of them.
+        of_coordinator = valid.setdefault(old.coordinator, {})
+        of_coordinator[0] = list(range(old.units))
     step = resume_point(valid, old.units)
     if step is None:
         raise ValueError("no device has the initial state")
@@ -164,9 +188,16 @@ def place(
     holders = units_at(valid, step)
     sources = needs(old, new, holders, local_first=local_first)
     if step == steps:
-        whole = StagePartition((old.coordinator,), (0, old.units))
-        sources |= needs(old, whole, holders, local_first=local_first)
+        sources |= _needs_of_coordinator(old, holders, local_first=local_first)
     return RestorePlan(lineage.point(step), sources)
+
+
+def _needs_of_coordinator(
+    old: StagePartition, holders: HeldUnits, *, local_first: bool
+) -> dict[str, Need]:
+    """Return the sources of all units for the coordinator, which exposes the trained model."""
+    whole = StagePartition((old.coordinator,), (0, old.units))
+    return needs(old, whole, holders, local_first=local_first)
 
 
 def place_newest(
@@ -182,8 +213,9 @@ def place_newest(
 ) -> RestorePlan | None:
     """Choose the newest weights of every unit, and their sources, to continue with the batch ``resumed.step``.
 
-    ``running`` is the configuration whose stages were training; the weights of those that remain count as the newest.
-    Returns None if a unit exists in its initial state alone: the point of `place` is the only one then.
+    ``running`` is the configuration whose stages were training; the weights of its remaining stages count as the
+    newest. Returns None if a unit exists in its initial state alone: the point of `place` is the only one then. Other
+    arguments are as in `place`.
     """
     origins: dict[int, Point] = {}
     holders: dict[str, set[int]] = {}
@@ -196,36 +228,44 @@ def place_newest(
             holders.setdefault(device, set()).add(unit)
     sources = needs(old, new, holders, local_first=local_first)
     if resumed.step == steps:
-        whole = StagePartition((old.coordinator,), (0, old.units))
-        sources |= needs(old, whole, holders, local_first=local_first)
+        sources |= _needs_of_coordinator(old, holders, local_first=local_first)
     return RestorePlan(resumed, sources, origins)
 
 
 def _newest_of(
-    unit: int, lineage: Lineage, inventory: Mapping[str, ReplicaList], running: int
+    unit: int,
+    lineage: Lineage,
+    inventory: Mapping[str, ReplicaList],
+    running: int,
 ) -> tuple[Point, list[str]] | None:
-    """Return the newest point of a unit and the devices that hold the unit at this point."""
-    devices: dict[Point, list[str]] = {}
+    """Return the newest point of a unit with the devices that hold the unit there; None without trained weights."""
+    holders: dict[Point, list[str]] = {}
     for device, points in inventory.items():
         for made, step, units in points:
             if unit in units:
-                devices.setdefault(Point(made, step), []).append(device)
+                holders_at_point = holders.setdefault(Point(made, step), [])
+                holders_at_point.append(device)
+    # Weights under training are newer than any replica.
     trained = Point(running, RUNNING)
-    if trained in devices:
-        return trained, devices[trained]
-    replicas = [point for point in devices if point in lineage and point.step > 0]
-    if not replicas:
+    if trained in holders:
+        return trained, holders[trained]
+    newest: Point | None = None
+    for point in holders:
+        if point not in lineage or point.step == 0:
+            continue
+        if newest is None or point.step > newest.step:
+            newest = point
+    if newest is None:
         return None
-    newest = max(replicas, key=lambda point: point.step)
-    return newest, devices[newest]
+    return newest, holders[newest]
 
 
 def resume_point(inventory: StepInventory, units: int) -> int | None:
-    """Return the newest complete state, as its number of batches done; None if all states are incomplete.
+    """Return the number of batches done in the newest complete state; None if all states are incomplete.
 
     The number is also the batch to resume with: later batches are undone on all devices. The inventory must exclude
     lost devices. State 0 is the initial one; a device able to produce it (from the seed or the coordinator's disk) has
-    an entry.
+    an entry for it.
 
     >>> resume_point({"a": {0: [0, 1, 2], 20: [0, 1]}, "b": {20: [2], 40: [2]}}, units=3)
     20
@@ -245,11 +285,11 @@ def units_at(inventory: StepInventory, done: int) -> dict[str, Collection[int]]:
     >>> units_at({"a": {20: [0, 1]}, "b": {20: [2], 40: [2]}}, done=40)
     {'b': [2]}
     """
-    return {
-        device: by_step[done]
-        for device, by_step in inventory.items()
-        if done in by_step
-    }
+    units: dict[str, Collection[int]] = {}
+    for device, by_step in inventory.items():
+        if done in by_step:
+            units[device] = by_step[done]
+    return units
 
 
 @dataclass(frozen=True)
@@ -274,10 +314,11 @@ class FailureCase:
 def classify_failure(
     stages: Mapping[str, float], answers: Mapping[str, float]
 ) -> FailureCase:
-    """Compare the incarnations at the configuration of the stages with the incarnations in the answers.
+    """Return the case of FTPipeHD's fault handler (Section III-F) for the answers of the devices.
 
-    A device with a changed incarnation has lost its memory, whatever its answer contains. Answers of devices without a
-    stage are ignored.
+    ``stages`` and ``answers`` have the incarnation of a device's program, the time of its start: when its stage was set
+    up, and in its answer. A device with a changed incarnation has lost its memory, whatever its answer contains.
+    Answers of devices without a stage are ignored.
 
     >>> classify_failure({"a": 0.0, "b": 0.0}, answers={"a": 0.0, "b": 7.5})
     FailureCase(case='refill', gone=(), empty=('b',))
@@ -300,7 +341,7 @@ def classify_failure(
 
 
 class Replicas:
-    """The replicas of one device: its own units at points of the training, and units kept for others.
+    """The replicas on one device: of its own units at points of the training, and of units of other stages.
 
     >>> import torch
     >>> replicas = Replicas()
@@ -311,6 +352,7 @@ class Replicas:
 
     def __init__(self) -> None:
         self._held: dict[Point, dict[int, State]] = {}
+        """Point -> unit -> weights and optimizer state of the unit."""
 
     def put(self, point: Point, state: State, units: Iterable[int]) -> None:
         """Keep units of a point."""
@@ -333,6 +375,7 @@ class Replicas:
     def keep(self, points: Collection[Point], *, later: bool = True) -> None:
         """Free every point except these; with ``later`` also keep newer points of the newest configuration."""
         newest = max(points, default=None)
+        # A later replication may be under way while the message about this one arrives.
         for point in self.points():
             is_later = (
                 newest is not None
@@ -348,10 +391,11 @@ class Replicas:
 
     def inventory(self) -> ReplicaList:
         """Return the held units by point, in message form."""
-        return [
-            (point.configuration, point.step, sorted(self._held[point]))
-            for point in self.points()
-        ]
+        inventory = []
+        for point in self.points():
+            units = sorted(self._held[point])
+            inventory.append((point.configuration, point.step, units))
+        return inventory
 
     def bytes(self) -> int:
         """Return the bytes of all replicas."""
@@ -365,6 +409,7 @@ class Replicas:
         """Serialize all replicas as one message, for the disk."""
         tensors = {}
         for point in self.points():
+            # In front, so that `load` can split them off whatever the name contains.
             prefix = f"{point.configuration}/{point.step}"
             state = self.state(point, sorted(self.units(point)))
             for name, tensor in state.items():
@@ -376,14 +421,16 @@ class Replicas:
         states: dict[Point, dict[str, torch.Tensor]] = {}
         for path, tensor in dumped.tensors.items():
             made, step, name = path.split("/", 2)
-            states.setdefault(Point(int(made), int(step)), {})[name] = tensor
+            point = Point(int(made), int(step))
+            state = states.setdefault(point, {})
+            state[name] = tensor
         for configuration, done, units in dumped["held"]:
             point = Point(configuration, done)
             self.put(point, states.get(point, {}), units)
 
 
 class RunningStage(Protocol):
-    """A stage whose weights others may need after its configuration has ended."""
+    """A stage whose weights other devices may fetch after the end of the stage's configuration."""
 
     @property
     def point(self) -> Point:
@@ -398,7 +445,10 @@ class RunningStage(Protocol):
 
 
 class ReplicaStore:
-    """The replicas of a device, accessible to others; outlives configurations, which all begin from replicas."""
+    """The replicas of a device, which other devices fetch from and add to.
+
+    The store outlives configurations, since each configuration begins with replicas of earlier ones.
+    """
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.replicas = Replicas()
@@ -408,8 +458,8 @@ class ReplicaStore:
         """Sends the last replicas."""
         self._copying = asyncio.Lock()
         self._mailbox = mailbox
-        mailbox.on(Fetch, self._hand_out)
-        mailbox.on(Replica, self._take_in)
+        mailbox.on(Fetch, self._answer_fetch)
+        mailbox.on(Replica, self._store_replica)
         mailbox.on(Keep, self._free_others)
 
     def inventory(self) -> ReplicaList:
@@ -422,6 +472,7 @@ class ReplicaStore:
 
     async def keep_running(self) -> None:
         """Copy the weights of the stage that has stopped to the replicas, once."""
+        # Several devices may ask at the same time: the later ones wait for the copy of the first.
         async with self._copying:
             stage = self.running
             if stage is not None:
@@ -436,20 +487,21 @@ class ReplicaStore:
             await asyncio.wait({self.sending})
 
     def _free_others(self, keep: Keep) -> None:
-        self.replicas.keep([Point(*point) for point in keep.keep])
+        points = [Point(made, step) for made, step in keep.keep]
+        self.replicas.keep(points)
 
-    def _take_in(self, replica: Replica) -> None:
+    def _store_replica(self, replica: Replica) -> None:
         point = Point(replica.configuration, replica.step)
         self.replicas.put(point, replica.state, [replica.unit])
 
-    def _hand_out(self, fetch: Fetch) -> None:
+    def _answer_fetch(self, fetch: Fetch) -> None:
         self._mailbox.open(fetch.configuration)
         if fetch.step == RUNNING:
-            self._mailbox.start_in_configuration(self._hand_out_running(fetch))
+            self._mailbox.start_in_configuration(self._send_running_units(fetch))
         else:
             self._send_units(fetch)
 
-    async def _hand_out_running(self, fetch: Fetch) -> None:
+    async def _send_running_units(self, fetch: Fetch) -> None:
         await self.keep_running()
         self._send_units(fetch)
 
@@ -461,6 +513,10 @@ class ReplicaStore:
         for unit in fetch.units:
             state = self.replicas.state(point, [unit])
             answer = FetchedUnit(
-                fetch.configuration, fetch.made, fetch.step, unit, state
+                configuration=fetch.configuration,
+                made=fetch.made,
+                step=fetch.step,
+                unit=unit,
+                state=state,
             )
             self._mailbox.post(fetch.sender, answer)

@@ -1,4 +1,8 @@
-"""Assignment of stages to devices, at the start and after a failure: options and planners, without execution."""
+"""Assignment of stages to devices, at the start and after a failure: options and planners, without execution.
+
+Synchronous pipelines are cut by `synchronous_cut`, asynchronous ones by a `Partitioner`, which methods override: it
+also decides what happens to the stages after a loss, and when another partition is worth a change.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ MICRO_BATCHES = {"model-parallelism": 1, "gpipe": 4, "1f1b": 4}
 
 
 class StagesOptions(Options):
-    """Options of every method with its devices in a row."""
+    """Options of every method whose devices are the stages of a pipeline, in the order of the scenario."""
 
     stages: int | None = Field(
         None,
@@ -115,11 +119,13 @@ class CheckpointedPipeline(SynchronousPipeline):
     """A pipeline whose first stage also stores the last checkpoint and collects the next one."""
 
     checkpoint_bytes: float = 0.0
+    """Bytes of a checkpoint: all weights and the optimizer's state."""
 
     def memory(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
+        """Return the bytes that a stage needs with units ``first`` to ``last`` (exclusive)."""
         memory = super().memory(stage, first, last)
         if stage == 0:
+            # The last complete checkpoint, and the next one, which arrives unit by unit.
             memory += 2 * self.checkpoint_bytes
         return memory
 
@@ -140,7 +146,7 @@ class PipelineDetails(PlanDetails):
 def synchronous_cut(
     problem: PlanningProblem[SynchronousOptions], devices: Sequence[DeviceSpec]
 ) -> tuple[CheckpointedPipeline, Cuts]:
-    """Return the pipeline over these devices and its cuts; raises `InputError` if none fit."""
+    """Return the pipeline over these devices, and the cuts of the model; raises `InputError` if no cuts fit."""
     options = problem.options
     pipeline = CheckpointedPipeline(
         model=problem.model,
@@ -168,12 +174,15 @@ def all_devices(problem: PlanningProblem[StagesOptions]) -> tuple[DeviceSpec, ..
             f"{count} stages need {count} devices, there are {len(problem.devices)}",
             ("method", "stages"),
         )
-    lead, *others = (device.name for device in problem.devices)
+    coordinator, *others = [device.name for device in problem.devices]
     for other in others:
-        if (lead, other) not in problem.links or (other, lead) not in problem.links:
+        has_way_there = (coordinator, other) in problem.links
+        has_way_back = (other, coordinator) in problem.links
+        # Spare devices are included: they may become stages later.
+        if not has_way_there or not has_way_back:
             raise InputError(
-                f"{lead} coordinates the others and needs links to and from each, but none is between {lead} and "
-                f"{other}: use the topology mesh or add the link",
+                f"{coordinator} coordinates the others and needs links to and from each, but none is between "
+                f"{coordinator} and {other}: use the topology mesh or add the link",
                 ("network", "topology"),
             )
     return problem.devices[:count]
@@ -182,7 +191,7 @@ def all_devices(problem: PlanningProblem[StagesOptions]) -> tuple[DeviceSpec, ..
 def devices_among(
     problem: PlanningProblem[StagesOptions], present: Collection[str]
 ) -> tuple[DeviceSpec, ...]:
-    """Return the usable devices among those present, in the scenario's order."""
+    """Return the devices that become stages among the ``present`` ones, in the scenario's order."""
     devices = [device for device in problem.devices if device.name in present]
     stages = problem.options.stages or len(devices)
     # Every stage needs a unit.
@@ -191,14 +200,17 @@ def devices_among(
 
 
 def stage_assignments(chain: Chain, cuts: Cuts) -> tuple[Assignment, ...]:
-    """Return the stages made by the cuts, with the memory each needs."""
+    """Return the stages made by the cuts, with the memory that each stage needs."""
     assignments = []
     for stage, device in enumerate(chain.devices):
         first, last = cuts[stage : stage + 2]
-        memory = chain.memory(stage, first, last)
-        assignments.append(
-            Assignment(device=device.name, start=first, stop=last, memory=memory)
+        assignment = Assignment(
+            device=device.name,
+            start=first,
+            stop=last,
+            memory=chain.memory(stage, first, last),
         )
+        assignments.append(assignment)
     return tuple(assignments)
 
 
@@ -307,7 +319,10 @@ class AsynchronousOptions(StagesOptions):
         >>> AsynchronousOptions(in_flight=2).window(stages=3)
         2
         """
-        return stages if self.in_flight is None else min(stages, self.in_flight)
+        if self.in_flight is None:
+            return stages
+        # Further batches would only wait before a stage.
+        return min(stages, self.in_flight)
 
     def chain_due(self, done: int) -> bool:
         """Return whether each stage's units are replicated to the next stages after ``done`` batches."""
@@ -318,14 +333,17 @@ class AsynchronousOptions(StagesOptions):
         return is_due(done, self.global_replication_interval)
 
     def keepers(self, stage: int, stages: int) -> list[int]:
-        """Return the stages keeping a stage's chain replica; if too few follow, the coordinator's stage is
-        among them.
+        """Return the stages that keep a chain replica of ``stage``.
+
+        These are the following stages; if too few stages follow, also the coordinator's, stage 0.
 
         >>> AsynchronousOptions(replicas=2).keepers(stage=1, stages=3)
         [2, 0]
         """
-        end = min(stages, stage + 1 + self.replicas)
-        keepers = list(range(stage + 1, end))
+        following = stage + 1
+        end = min(stages, following + self.replicas)
+        keepers = list(range(following, end))
+        # Stage 0 keeps its own units anyway.
         if len(keepers) < self.replicas and stage > 0:
             keepers.append(0)
         return keepers
@@ -339,47 +357,49 @@ def stage_messages(
     ``by_unit``: initial weights are sent unit by unit, as gathered ones always are.
     """
     model = problem.model
-    lead = plan.coordinator
+    coordinator = plan.coordinator
     samples = problem.workload.batch_size
-    share, _ = problem.options.shares
-    before = lead
+    activation_share, _ = problem.options.shares
+    # The coordinator sends the samples to the first stage, and the last stage returns the outputs.
+    before = coordinator
     for assignment in plan.assignments:
-        yield (
-            before,
-            assignment.device,
-            samples * share * model.cut_bytes(assignment.start),
-        )
+        activations = samples * activation_share * model.cut_bytes(assignment.start)
+        yield before, assignment.device, activations
         before = assignment.device
         if problem.workload.task == "train":
-            yield assignment.device, lead, largest_unit(problem, assignment)
+            yield assignment.device, coordinator, largest_unit(problem, assignment)
         if problem.workload.model.weights is not None:
             units = model.units[assignment.start : assignment.stop]
             parts = [[unit] for unit in units] if by_unit else [units]
             sizes = [costs.weight_bytes(part, problem.training) for part in parts]
-            yield lead, assignment.device, max(sizes)
-    yield before, lead, samples * model.cut_bytes(len(model.units))
+            yield coordinator, assignment.device, max(sizes)
+    outputs = samples * model.cut_bytes(len(model.units))
+    yield before, coordinator, outputs
 
 
 def replica_messages(
     problem: PlanningProblem[AsynchronousOptions], plan: Plan
 ) -> Iterator[PlannedMessage]:
     """Yield the replicas stages send to one another."""
-    if not problem.options.chain_replication_interval:
+    options = problem.options
+    if not options.chain_replication_interval:
         return
+    stages = len(plan.assignments)
     for stage, assignment in enumerate(plan.assignments):
         size = largest_unit(problem, assignment)
-        for keeper in problem.options.keepers(stage, len(plan.assignments)):
-            yield assignment.device, plan.assignments[keeper].device, size
+        for keeper in options.keepers(stage, stages):
+            keeping_device = plan.assignments[keeper].device
+            yield assignment.device, keeping_device, size
 
 
 def largest_unit(
     problem: PlanningProblem[StagesOptions], assignment: Assignment
 ) -> float:
     """Return the bytes of the largest unit state in a part; units are sent one by one."""
-    return max(
-        costs.state_bytes([unit], problem.training)
-        for unit in problem.model.units[assignment.start : assignment.stop]
-    )
+    sizes = []
+    for unit in problem.model.units[assignment.start : assignment.stop]:
+        sizes.append(costs.state_bytes([unit], problem.training))
+    return max(sizes)
 
 
 Known = TypeVar("Known", bound=AsynchronousOptions, default=AsynchronousOptions)
@@ -391,13 +411,18 @@ def pipeline_over(
     profile: UnitTimes | None = None,
     capacities: Sequence[float] | None = None,
 ) -> AsynchronousPipeline:
-    """Return the pipeline over these devices, by default all as fast as the first, with unit times by formula."""
+    """Return the asynchronous pipeline over these devices.
+
+    ``profile`` are the unit times on the coordinator, by default those of the formula. ``capacities`` are the relative
+    times of the devices, by default 1 for each: all devices as fast as the coordinator.
+    """
     options = problem.options
     training = problem.training
     units = problem.model.units
     batch_size = problem.workload.batch_size
     has_chain = options.chain_replication_interval > 0
     if profile is None:
+        # The first device is the coordinator, to which capacities refer.
         profile = UnitTimes.by_formula(
             units, batch_size, problem.devices[0], training.update_flops
         )
@@ -405,10 +430,10 @@ def pipeline_over(
     def extra(stage: int, start: int, end: int) -> float:
         """Return the maximum bytes of replicas on a stage.
 
-        A stage has its own units, and in a chain those of previous stages, for which the planner counts all units
-        before its own. Up to three points are held: the last one, the next, still incomplete one, and the resume point
-        of a repartition. The first device has everything of two points, and may have the last stage's units of a chain
-        point.
+        A stage keeps copies of its own units, and with chain replication those of previous stages, for which the
+        planner counts all units before the stage's own. Up to three points of the training are kept: the last one, the
+        next, still incomplete one, and the resume point of a repartition. The first device has all units at two points,
+        and may have the last stage's units of a chain point.
         """
         if stage == 0:
             points = 3 if has_chain else 2
@@ -418,7 +443,10 @@ def pipeline_over(
         return points * costs.state_bytes(units[first:end], training)
 
     def replicas(stage: int, start: int, end: int) -> dict[int, float]:
-        """Return the bytes of a stage's units sent to the next stage and to the first, divided by the interval."""
+        """Return the bytes of replicas that a stage sends to each other stage, per batch.
+
+        Each replication sends the state of all units of the stage, and takes place once in an interval of batches.
+        """
         state = costs.state_bytes(units[start:end], training)
         sent = dict.fromkeys(range(len(names)), 0.0)
         if has_chain:
@@ -430,14 +458,17 @@ def pipeline_over(
         del sent[stage]
         return {target: size for target, size in sent.items() if size}
 
+    devices = [problem.device(name) for name in names]
+    if not capacities:
+        capacities = [1.0] * len(names)
     return AsynchronousPipeline(
         model=problem.model,
-        devices=tuple(problem.device(name) for name in names),
+        devices=tuple(devices),
         links=problem.links,
         shares=options.shares,
         batch_size=batch_size,
         profile=profile,
-        capacities=tuple(capacities or [1.0] * len(names)),
+        capacities=tuple(capacities),
         state_values=training.state_values,
         vertical_sync=options.vertical_sync,
         counts_traffic=options.partition_objective == "link-traffic",
@@ -448,7 +479,12 @@ def pipeline_over(
 
 
 class Partitioner(Generic[Known]):
-    """PipeDream's partition, and the hooks of all others: equal devices, without adaptation to measurements."""
+    """Chooses the partitions of an asynchronous pipeline, at the start and whenever devices leave or return.
+
+    This class is PipeDream's choice: the least bottleneck for equal devices, without adaptation to measurements.
+    Methods override `cut` and `pipeline` to choose other partitions, `after_loss`, `due` and `propose_repartition` to
+    change them at other times, and the methods beginning with ``store`` to use measurements.
+    """
 
     admits_devices = True
     """Whether a returning or standby device may become a stage."""
@@ -460,7 +496,8 @@ class Partitioner(Generic[Known]):
 
     def initial(self) -> StagePartition:
         """Return the initial partition; raises `InputError` if none fits."""
-        return self.partition_for([device.name for device in all_devices(self.problem)])
+        names = [device.name for device in all_devices(self.problem)]
+        return self.partition_for(names)
 
     def partition_for(self, names: Sequence[str]) -> StagePartition:
         """Return the partition over the first of these devices; raises `InputError` if none fits."""
@@ -471,8 +508,11 @@ class Partitioner(Generic[Known]):
             # If tied weights allow no cut at all, planning for all devices fails and names the weights.
             if model.untied_parts > 1:
                 stages = min(stages, model.untied_parts)
-        chosen = names[: min(stages, len(model.units))]
-        return StagePartition(tuple(chosen), self.cut(self.pipeline(chosen)))
+        # Every stage needs a unit.
+        count = min(stages, len(model.units))
+        chosen = names[:count]
+        cuts = self.cut(self.pipeline(chosen))
+        return StagePartition(tuple(chosen), cuts)
 
     def cut(self, pipeline: AsynchronousPipeline) -> tuple[int, ...]:
         """Return the cuts of the model; raises `InputError` if none fit."""
@@ -483,20 +523,19 @@ class Partitioner(Generic[Known]):
         return pipeline_over(self.problem, names)
 
     def assignments(self, partition: StagePartition) -> tuple[Assignment, ...]:
-        """Return the partition with the memory each stage needs."""
-        return stage_assignments(self.pipeline(partition.devices), partition.cuts)
+        """Return the partition with the memory that each stage needs."""
+        pipeline = self.pipeline(partition.devices)
+        return stage_assignments(pipeline, partition.cuts)
 
     def after_loss(self, old: StagePartition, present: Sequence[str]) -> StagePartition:
         """Return the partition over the present devices; raises `InputError` if none fits."""
         return self.partition_for(present)
 
     def due(self, done: int) -> bool:
-        """Return whether repartitioning is considered after ``done`` batches."""
+        """Return whether repartitioning is considered after ``done`` batches: by default at each replication."""
         options = self.problem.options
-        return is_due(
-            done,
-            options.chain_replication_interval or options.global_replication_interval,
-        )
+        chain_interval = options.chain_replication_interval
+        return is_due(done, chain_interval or options.global_replication_interval)
 
     def propose_repartition(
         self, old: StagePartition, present: Sequence[str]
@@ -505,6 +544,7 @@ class Partitioner(Generic[Known]):
         if set(present) == set(old.devices):
             return None
         candidate = self.partition_for(present)
+        # A change pauses the training, so a new device must become a further stage.
         if len(candidate.devices) <= len(old.devices):
             return None
         return candidate
@@ -531,16 +571,17 @@ class Partitioner(Generic[Known]):
 def momentum_advice(
     problem: PlanningProblem[AsynchronousOptions], window: int
 ) -> tuple[str, ...]:
-    """Explain momentum with gradients several batches old; ``window`` is the number of batches under way."""
-    share = problem.workload.training.optimizer.momentum
-    old = window - 1
-    if not share or not old:
+    """Return advice about momentum with gradients several batches old; ``window`` batches are under way at once."""
+    momentum = problem.workload.training.optimizer.momentum
+    staleness = window - 1
+    if not momentum or not staleness:
         return ()
-    # The sum of 1 + share + share^2 + ...: the batches over which momentum repeats an update.
-    far = f"{1 / (1 - share):.0f}"
+    # The sum of 1 + m + m^2 + ... for the momentum m: the batches over which momentum repeats an update.
+    repeats = f"{1 / (1 - momentum):.0f}"
     return (
-        f"momentum {share:g} carries each update on for {far} batches, and gradients are up to {old} old when "
-        f"they arrive: training may not learn; leave momentum out, or take a learning_rate {far} times smaller",
+        f"momentum {momentum:g} carries each update on for {repeats} batches, and gradients are up to {staleness} old "
+        "when they arrive: training may not learn; leave momentum out, or take a learning_rate "
+        f"{repeats} times smaller",
     )
 
 
@@ -561,14 +602,15 @@ class AsynchronousDetails(PlanDetails):
     divisible_limit: float
     """Slowdown of equal parts relative to optimal ones, for an infinitely divisible model."""
     stage_times: tuple[float, ...]
+    """Seconds of each stage."""
 
 
 def as_given(
     problem: PlanningProblem[AsynchronousOptions], names: Sequence[str]
 ) -> AsynchronousPipeline:
-    """Return the pipeline over these devices with the scenario's speeds."""
+    """Return the pipeline over these devices with the speeds of the scenario, which a run has to measure."""
     devices = [problem.device(name) for name in names]
-    known = relative_capacities(
-        devices, problem.model.units, problem.workload.batch_size
-    )
-    return pipeline_over(problem, names, capacities=known)
+    units = problem.model.units
+    batch_size = problem.workload.batch_size
+    capacities = relative_capacities(devices, units, batch_size)
+    return pipeline_over(problem, names, capacities=capacities)

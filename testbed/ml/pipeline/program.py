@@ -1,4 +1,8 @@
-"""The program of every device of a pipeline: one executor, with method-specific arguments."""
+"""The program of every device of a pipeline: one executor, with method-specific arguments.
+
+Every device may become a stage, in configurations that the coordinator opens. The coordinator is also a device with a
+stage, and beside it supervises the others and feeds the pipeline.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +104,7 @@ async def run_asynchronous(
     options = context.problem.options
     async with _open_mailbox(device, context, ASYNCHRONOUS_KINDS) as mailbox:
         member = ReplicatingMember(mailbox, context)
-        # Devices that answer, but do nothing for this long, count as lost.
+        # Devices that answer, but do nothing for this many seconds, count as lost.
         standstill = max(2 * options.stall_timeout, options.rejoin_timeout)
         supervisor = await _make_supervisor(mailbox, member.holder, context, standstill)
         recovery = ReplicaRecovery(
@@ -122,14 +126,17 @@ async def _run_with_checkpoints(
     partition: PlanStages,
     work: Callable[[Supervisor, CheckpointRecovery, ProgramContext[O]], ResumableWork],
 ) -> None:
-    """Coordinate on the plan's coordinator; run a stage on every device, with the state the coordinator sends."""
+    """Coordinate on the plan's coordinator; run a stage on every device, with the state the coordinator sends.
+
+    ``updates`` is None for inference, and ``work`` makes the coordinator's work: training, or answering requests.
+    """
     problem = context.problem
-    lead = context.plan.coordinator
+    coordinator = context.plan.coordinator
     async with _open_mailbox(device, context, kinds) as mailbox:
-        holder = RoleHolder(mailbox, lead)
+        holder = RoleHolder(mailbox, coordinator)
 
         def stage_of(configure: Configure) -> Stage:
-            position = StagePosition.from_message(device.name, lead, configure)
+            position = StagePosition.from_message(device.name, coordinator, configure)
             state = configure.state if configure.given else None
             return Stage(mailbox, problem, position, state, updates)
 
@@ -141,9 +148,8 @@ async def _run_with_checkpoints(
             supervisor, configure, partition, len(problem.model.units), context.weights
         )
         supervisor.start(context.plan.assignments)
-        await run_with_recovery(
-            work(supervisor, recovery, context), recovery, supervisor
-        )
+        own_work = work(supervisor, recovery, context)
+        await run_with_recovery(own_work, recovery, supervisor)
 
 
 def _open_mailbox(
@@ -166,7 +172,10 @@ async def _make_supervisor(
     context: ProgramContext[StagesOptions],
     standstill: float,
 ) -> Supervisor:
-    """Return the supervisor of the stages on the coordinator; elsewhere, wait for its messages until cancelled."""
+    """Return the supervisor of the stages on the coordinator; elsewhere, serve as a stage until cancelled.
+
+    ``standstill`` is the number of seconds after which an answering device without progress counts as lost.
+    """
     problem = context.problem
     options = problem.options
     if mailbox.device.name != context.plan.coordinator:
@@ -185,10 +194,11 @@ async def _make_supervisor(
 
 
 class ReplicatingMember:
-    """A device that keeps replicas, and becomes a stage once all stages have their units.
+    """A device that keeps replicas, and becomes a stage of a configuration in two phases.
 
-    The device fetches missing units. Between `Prepare` and `Commit` it keeps all previous units for others to fetch,
-    also in a later configuration if this preparation fails.
+    After `Prepare` the device fetches the units that its stage misses, and reports once it has all. After `Commit`,
+    which follows when all stages have reported, it begins to work. In between it keeps all previous units for others to
+    fetch, also in a later configuration if this preparation fails.
     """
 
     def __init__(
@@ -209,31 +219,34 @@ class ReplicatingMember:
         self._watches: dict[str, LinkWatch] = {}
         """Watches of the links that this device has measured, by their targets."""
         mailbox.sends.acknowledged = self._watch_link
-        mailbox.on_open(self._give_up)
+        mailbox.on_open(self._abandon_stage)
         mailbox.on(Prepare, self._prepare_stage)
-        mailbox.on(FetchedUnit, self._take_in)
+        mailbox.on(FetchedUnit, self._store_unit)
         mailbox.on(Commit, self._commit_stage)
         mailbox.on(Measure, self._start_measuring)
         # A packet only has to be acknowledged, but without a handler it would stay in the mailbox.
         mailbox.on(Packet, lambda packet: None)
 
-    def _give_up(self) -> None:
+    def _abandon_stage(self) -> None:
+        """Drop the stage of the previous configuration."""
         self._stage = None
 
     def _with_replicas(self, status: Status) -> Status:
         return replace(status, held=self.store.inventory())
 
     def _prepare_stage(self, prepare: Prepare) -> None:
+        """Make a stage, and fetch its missing units."""
         problem = self._context.problem
         updates = partial(AsynchronousUpdates, problem.options, self.store)
         stages: list[Stage] = []
 
         def role() -> Stage:
-            position = StagePosition.from_message(
-                self._mailbox.device.name, self._context.plan.coordinator, prepare
-            )
-            stages.append(Stage(self._mailbox, problem, position, updates=updates))
-            return stages[0]
+            own_name = self._mailbox.device.name
+            coordinator = self._context.plan.coordinator
+            position = StagePosition.from_message(own_name, coordinator, prepare)
+            stage = Stage(self._mailbox, problem, position, updates=updates)
+            stages.append(stage)
+            return stage
 
         # The holder refuses an outdated configuration, and then makes no stage.
         if not self.holder.assume(prepare.configuration, role):
@@ -241,7 +254,9 @@ class ReplicatingMember:
         self._stage = stages[0]
         self._point = Point(prepare.made, prepare.step)
         self._seeded = prepare.seeded
-        self._awaited = set[int]().union(*prepare.fetch.values())
+        self._awaited = set()
+        for units in prepare.fetch.values():
+            self._awaited.update(units)
         if prepare.origins is None:
             for owner, units in prepare.fetch.items():
                 self._fetch(owner, self._point, units)
@@ -251,7 +266,10 @@ class ReplicatingMember:
 
     def _fetch(self, owner: str, point: Point, units: Sequence[int]) -> None:
         fetch = Fetch(
-            self._mailbox.configuration, point.configuration, point.step, units
+            configuration=self._mailbox.configuration,
+            made=point.configuration,
+            step=point.step,
+            units=units,
         )
         self._mailbox.post(owner, fetch)
 
@@ -260,7 +278,10 @@ class ReplicatingMember:
         fetch: Mapping[str, Sequence[int]],
         origins: Sequence[tuple[int, int, Sequence[int]]],
     ) -> None:
-        """Fetch units from their points of origin, and copy the units held by this device."""
+        """Fetch units whose newest weights are at other points, and copy the units that this device holds.
+
+        ``fetch`` has the units to fetch by device, and ``origins`` (configuration, step, units) of each point.
+        """
         local: dict[Point, list[int]] = {}
         for made, step, units in origins:
             point = Point(made, step)
@@ -277,16 +298,18 @@ class ReplicatingMember:
             self._mailbox.start_in_configuration(self._copy_local(local))
 
     async def _copy_local(self, units_by_origin: Mapping[Point, Sequence[int]]) -> None:
-        """Add units held by this device to the state to resume with."""
+        """Add units that this device holds to the state to resume with."""
         replicas = self.store.replicas
         for origin, units in units_by_origin.items():
             if origin.step == RUNNING:
                 await self.store.keep_running()
-            replicas.put(self._point, replicas.state(origin, units), units)
+            state = replicas.state(origin, units)
+            replicas.put(self._point, state, units)
             self._awaited.difference_update(units)
         self._report_prepared()
 
-    def _take_in(self, fetched: FetchedUnit) -> None:
+    def _store_unit(self, fetched: FetchedUnit) -> None:
+        # Without a stage there is no preparation to complete.
         if self._stage is None:
             return
         # A unit from another point becomes part of the state to resume with.
@@ -296,17 +319,21 @@ class ReplicatingMember:
         self._report_prepared()
 
     def _report_prepared(self) -> None:
-        """Report once that all units of the new configuration are present."""
+        """Report to the coordinator if all units of the new configuration are present."""
         if not self._awaited:
             self.holder.ready()
 
     def _commit_stage(self, commit: Commit) -> None:
+        """Begin the work of the prepared stage, and free the points that no recovery needs any more."""
         if self._stage is None:
             return
         replicas = self.store.replicas
         units = range(*self._stage.position.units)
-        self._stage.state = None if self._seeded else replicas.state(self._point, units)
-        replicas.keep([Point(*point) for point in commit.keep], later=False)
+        self._stage.state = None
+        if not self._seeded:
+            self._stage.state = replicas.state(self._point, units)
+        kept = [Point(made, step) for made, step in commit.keep]
+        replicas.keep(kept, later=False)
         offers_weights = self._context.problem.options.resume == "next-batch"
         self.store.running = self._stage if offers_weights else None
         self.holder.begin()
@@ -327,11 +354,12 @@ class ReplicatingMember:
         self._mailbox.post(self._context.plan.coordinator, measured)
 
     def _watch_link(self, peer: str, size: float, posted: float) -> None:
-        """Report once that a link deviates from its measured rate."""
+        """Report to the coordinator, once, that a link deviates from the measured rate."""
         watch = self._watches.get(peer)
         if watch is None:
             return
-        if watch.deviates(size, posted, self._mailbox.device.now()):
+        acknowledged = self._mailbox.device.now()
+        if watch.deviates(size, posted, acknowledged):
             del self._watches[peer]
             deviates = Deviates(self._mailbox.configuration, peer)
             self._mailbox.post(self._context.plan.coordinator, deviates)
@@ -347,14 +375,19 @@ def _total_steps(context: ProgramContext) -> int:
 
 
 def configure_stage(
-    supervisor: Supervisor, steps: int, part: Assignment, state: State | None
+    supervisor: Supervisor,
+    steps: int,
+    part: Assignment,
+    state: State | None,
 ) -> Configure:
-    """Return the message making a device a stage, with its units of a state; None draws them from the seed."""
-    given = {} if state is None else restrict(state, part.start, part.stop)
+    """Return the message that makes a device a stage, with the stage's units of ``state``; None: of the seed."""
+    own_state: State = {}
+    if state is not None:
+        own_state = restrict(state, part.start, part.stop)
     return Configure(
-        supervisor.mailbox.configuration,
-        supervisor.stages,
-        steps,
-        state is not None,
-        given,
+        configuration=supervisor.mailbox.configuration,
+        stages=supervisor.stages,
+        steps=steps,
+        given=state is not None,
+        state=own_state,
     )

@@ -36,7 +36,10 @@ from testbed.wire.message import Message
 
 
 class ReplicaIndex:
-    """Tracks replications: which points are valid, safe, or complete on this device; frees all others."""
+    """The coordinator's knowledge of replicated points: valid, safe, or complete here; all other points are freed.
+
+    A point is valid while its batches are not undone, and safe if the loss of any one device leaves every unit.
+    """
 
     def __init__(self, supervisor: Supervisor, store: ReplicaStore, units: int) -> None:
         self.lineage = Lineage()
@@ -56,6 +59,7 @@ class ReplicaIndex:
     def branch(self, step: int) -> None:
         """Continue from a step in the current configuration; later points become void."""
         self.lineage = self.lineage.branch(step, self._mailbox.configuration)
+        # Points with batches that were undone are of no use, complete or not.
         if self.safe not in self.lineage:
             self.safe = BEGINNING
         if self.whole not in self.lineage:
@@ -63,11 +67,17 @@ class ReplicaIndex:
         self._replicated.clear()
 
     def needed(self, device: str, points: Collection[Point]) -> list[tuple[int, int]]:
-        """Return the points a device must keep, in message form: the given ones, and the newest complete one here."""
+        """Return the points a device must keep, in message form.
+
+        These are ``points``, and on the coordinator also the newest complete one, the result of the run so far.
+        """
         needed = set(points)
         if device == self._device.name:
             needed.add(self.whole)
-        return [(point.configuration, point.step) for point in sorted(needed)]
+        in_message = []
+        for point in sorted(needed):
+            in_message.append((point.configuration, point.step))
+        return in_message
 
     def has_all(self, step: int) -> bool:
         """Return whether every unit after a step is on this device."""
@@ -117,9 +127,11 @@ class ReplicaIndex:
         if self._is_whole(point):
             self.whole = point
         for part in self._supervisor.layout:
-            keep = Keep(self._mailbox.configuration, self.needed(part.device, {point}))
+            needed = self.needed(part.device, {point})
+            keep = Keep(self._mailbox.configuration, needed)
             self._mailbox.post(part.device, keep)
-        self._mailbox.start(self._device.save("replicas", self._replicas.dump()))
+        saving = self._device.save("replicas", self._replicas.dump())
+        self._mailbox.start(saving)
 
     def _is_whole(self, point: Point) -> bool:
         return len(self._replicas.units(point)) == self._units
@@ -136,11 +148,12 @@ class ReplicaIndex:
 
 
 FROM_BEGINNING = RestorePlan(BEGINNING, {})
+"""The plan of a first configuration whose units all come from the seed."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The stages and the state they begin with."""
+    """The stages of a configuration, and the state that these begin with."""
 
     partition: StagePartition
     restore: RestorePlan = FROM_BEGINNING
@@ -151,8 +164,8 @@ class Configuration:
 class Standby:
     """Devices without a stage, and which of them may become one.
 
-    A device lost in silence and present with the same incarnation did not crash: it was slow or cut off. The device
-    becomes usable once the links of all its neighbours reach it.
+    A device that did not answer and is present again with the same incarnation (the start time of its program) did not
+    crash: it was slow or cut off. The device becomes usable once the links of all its neighbours reach it.
     """
 
     def __init__(self, members: Membership, *, admits_devices: bool) -> None:
@@ -161,6 +174,7 @@ class Standby:
         self._silenced: dict[str, float] = {}
         """Devices that were lost in silence, with their incarnations."""
         self._reachable: set[str] = set()
+        """Silenced devices that were reached by a measurement since."""
 
     def lose(self, names: Collection[str], known: Mapping[str, float]) -> None:
         """Record devices lost in silence; ``known`` are the incarnations of devices with stages."""
@@ -222,9 +236,8 @@ class ReplicaRecovery:
         assignments = context.plan.assignments
         units = len(problem.model.units)
         devices = tuple(assignment.device for assignment in assignments)
-        planned = StagePartition(
-            devices, (0, *(assignment.stop for assignment in assignments))
-        )
+        ends = [assignment.stop for assignment in assignments]
+        planned = StagePartition(devices, (0, *ends))
         self._configuration = Configuration(planned)
         self.points = ReplicaIndex(supervisor, store, units)
         supervisor.device.expose(self.points.weights)
@@ -247,7 +260,7 @@ class ReplicaRecovery:
         self._committed = 0
         """The configuration whose stages were committed last."""
         self._waited: Lost | None = None
-        """The last loss recorded and awaited."""
+        """The last loss that `await_return` has recorded, and after which it has waited for the devices."""
         self._members.refusal = None
         if not partitioner.admits_devices:
             self._members.refusal = "its units are another's"
@@ -269,6 +282,7 @@ class ReplicaRecovery:
         if saved is not None:
             self._configuration = Configuration(saved)
         layout = self._partitioner.assignments(self.partition)
+        # The first start, or one without a disk.
         if saved is None:
             self._supervisor.start(layout)
             self.adopt(await self._select_devices())
@@ -294,7 +308,9 @@ class ReplicaRecovery:
             fetch: dict[str, list[int]] = {}
             need = restore.needs.get(part.device)
             if need is not None:
-                fetch = {owner: list(units) for owner, units in need.fetch.items()}
+                for owner, units in need.fetch.items():
+                    fetch[owner] = list(units)
+            # Without needs, all units of a stage come from the seed.
             prepare = Prepare(
                 configuration=number,
                 stages=supervisor.stages,
@@ -336,12 +352,13 @@ class ReplicaRecovery:
     async def await_return(self, lost: Lost) -> bool:
         """Wait for silent devices; return whether all are present again with their memory.
 
-        Then nothing is undone and nothing is moved: training continues with the batch lacking gradients, the first case
-        of the paper's fault handler.
+        If they are, nothing is undone and nothing is moved: training continues with the batch that lacks gradients, the
+        first case of FTPipeHD's fault handler (Section III-F).
         """
         supervisor = self._supervisor
         members = self._members
         window = supervisor.timeouts.rejoin_timeout
+        # A device that is cut off from others, or back after a restart, makes a new configuration necessary.
         if lost.cut or lost.back or not lost.missing or not window:
             return False
         self._record_detection(lost)
@@ -384,7 +401,7 @@ class ReplicaRecovery:
         )
 
     async def _select_devices(self) -> StagePartition:
-        """Invite devices, and return a partition over those answering in time."""
+        """Invite all devices, and return a partition over the devices that answer in time."""
         members = self._members
         seconds = self._problem.options.join_timeout
         deadlines = dict.fromkeys(members.others, self._device.now() + seconds)
@@ -402,13 +419,14 @@ class ReplicaRecovery:
         return self._fitting_partition(choose, self.ordered(there))
 
     async def regroup(self, names: Collection[str]) -> list[str]:
-        """Open a configuration without a failure; return the present devices in order.
+        """Open a configuration without a failure; return the devices present for it, in the scenario's order.
 
-        Raises `Lost` for a missing stage.
+        Waits for the answers of ``names``. Raises `Lost` for a missing stage.
         """
         self._mailbox.open(self._mailbox.configuration + 1)
         await self._gather_inventories(names, self._supervisor.stall_timeout)
         there = self._eligible_devices()
+        # A stage that has crashed meanwhile is a failure, with another resume point.
         present = self._present_incarnations(there)
         failure = classify_failure(self._configuration.incarnations, present)
         if failure.lost:
@@ -418,12 +436,8 @@ class ReplicaRecovery:
     def adopt(self, partition: StagePartition) -> None:
         """Adopt a partition to be established, from the state that the option ``resume`` asks for."""
         members = self._members
-        inventory: dict[str, ReplicaList] = {self._device.name: self._store.inventory()}
-        # Replicas of a device that has restarted since its answer are gone.
-        unusable = members.restarted | members.excluded
-        for name, answer in members.answers.items():
-            inventory[name] = [] if name in unusable else list(answer.held)
         before = self.partition
+        inventory = self._collect_inventory()
         restore = self._restore_plan(inventory, partition)
         self._configuration = replace(
             self._configuration, partition=partition, restore=restore
@@ -439,6 +453,16 @@ class ReplicaRecovery:
         if self._partitioner.admits_devices:
             standby = members.answers.keys() - set(partition.devices)
             members.joiners = standby - members.excluded
+
+    def _collect_inventory(self) -> dict[str, ReplicaList]:
+        """Return the units that each usable device holds, by its answer."""
+        members = self._members
+        inventory: dict[str, ReplicaList] = {self._device.name: self._store.inventory()}
+        # Replicas of a device that has restarted since its answer are gone.
+        unusable = members.restarted | members.excluded
+        for name, answer in members.answers.items():
+            inventory[name] = [] if name in unusable else list(answer.held)
+        return inventory
 
     def _restore_plan(
         self, inventory: Mapping[str, ReplicaList], partition: StagePartition
@@ -478,7 +502,10 @@ class ReplicaRecovery:
         present = self._present_incarnations(there)
         # A device that no configuration has reached yet has nothing to lose: it counts as it is.
         known = present | dict(self._configuration.incarnations)
-        configured = {name: known.get(name, 0.0) for name in self.partition.devices}
+        # The value for an absent device does not matter, since it has no answer to compare with.
+        configured = {}
+        for name in self.partition.devices:
+            configured[name] = known.get(name, 0.0)
         case = classify_failure(configured, present).case
         self.adopt(partition)
         self.recovering = True
@@ -492,10 +519,15 @@ class ReplicaRecovery:
         )
 
     async def _gather_inventories(
-        self, names: Collection[str], seconds: float, missing: Collection[str] = ()
+        self,
+        names: Collection[str],
+        seconds: float,
+        missing: Collection[str] = (),
     ) -> None:
-        """Request all inventories; wait up to a time limit for these devices, and for missing ones up to
-        their window.
+        """Request the inventories of all devices, and wait for some of the answers.
+
+        Waits at most ``seconds`` for the devices ``names``, and for ``missing`` ones at most the option
+        `rejoin_timeout`.
         """
         now = self._device.now()
         returning = now + self._supervisor.timeouts.rejoin_timeout
@@ -519,7 +551,10 @@ class ReplicaRecovery:
         """Return the incarnations of present devices."""
         # The coordinator's own device is not among the members that answer.
         own = self._supervisor.presence.incarnation
-        return {name: self._members.present.get(name, own) for name in names}
+        incarnations = {}
+        for name in names:
+            incarnations[name] = self._members.present.get(name, own)
+        return incarnations
 
     def _after_loss(self) -> tuple[StagePartition, list[str]]:
         """Return the stages to resume with, and the present devices.
@@ -542,8 +577,11 @@ class ReplicaRecovery:
             return self._fitting_partition(choose, there), there
 
     def _fitting_partition(
-        self, choose: Callable[[Sequence[str]], StagePartition], present: Sequence[str]
+        self,
+        choose: Callable[[Sequence[str]], StagePartition],
+        present: Sequence[str],
     ) -> StagePartition:
+        """Return the partition chosen for the present devices; raises `TestbedError` if none fits."""
         try:
             return choose(present)
         except InputError as error:

@@ -1,6 +1,8 @@
 """One stage of a pipeline in one configuration: receives inputs, computes, and forwards results by any schedule.
 
-The `UpdatePolicy` of a stage is the difference between synchronous and asynchronous training.
+A schedule is a sequence of actions, such as F0 F1 B0; `run_schedule` waits for the inputs of each action, computes, and
+sends the results to the neighbouring stages. The `UpdatePolicy` of a stage is the difference between synchronous and
+asynchronous training.
 """
 
 from __future__ import annotations
@@ -56,8 +58,10 @@ class StagePosition:
 
     configuration: int
     coordinator: str
+    """The device that feeds the pipeline and collects the results."""
     stages: Stages
     index: int
+    """This stage, counted from 0."""
     steps: int
     """Training steps of the whole workload."""
 
@@ -65,10 +69,14 @@ class StagePosition:
     def from_message(
         device: str, coordinator: str, message: Configure | Prepare
     ) -> StagePosition:
-        """Return the position a device was given in the coordinator's message."""
-        index = [name for name, _, _ in message.stages].index(device)
+        """Return the position that the coordinator's message gives a device."""
+        names = [name for name, _, _ in message.stages]
         return StagePosition(
-            message.configuration, coordinator, message.stages, index, message.steps
+            configuration=message.configuration,
+            coordinator=coordinator,
+            stages=message.stages,
+            index=names.index(device),
+            steps=message.steps,
         )
 
     @property
@@ -78,7 +86,7 @@ class StagePosition:
         return first, last
 
     def holders(self, model: Model) -> list[list[int]]:
-        """Return the stages using each of the model's tied weights."""
+        """Return the stages that use each of the model's tied weights, in the order of `Model.tied`."""
         cuts = [first for _, first, _ in self.stages]
         return [tied.holders(cuts) for tied in model.tied]
 
@@ -87,14 +95,16 @@ class StagePosition:
         """The device of the previous stage; None for the first."""
         if self.index == 0:
             return None
-        return self.stages[self.index - 1][0]
+        device, _, _ = self.stages[self.index - 1]
+        return device
 
     @property
     def after(self) -> str | None:
         """The device of the next stage; None for the last."""
         if self.index + 1 == len(self.stages):
             return None
-        return self.stages[self.index + 1][0]
+        device, _, _ = self.stages[self.index + 1]
+        return device
 
 
 class Stage:
@@ -121,8 +131,10 @@ class Stage:
         self.device = mailbox.device
         self.units = problem.model.units[slice(*position.units)]
         self.actions = 0
+        """Number of operations and arrivals so far, by which the coordinator tells a slow device from a stuck one."""
         self.computing = False
         self.shard: Shard | ShapeShard
+        """The weights of the stage; set by `prepare`."""
         self.weights = threading.Lock()
         """Held while weights change or are copied: work of an ended configuration may still run in its thread."""
         self._is_loaded = False
@@ -141,7 +153,10 @@ class Stage:
         self._is_loaded = True
         if self._updates is not None:
             # The coordinator exposes the whole model as last gathered: these serve where gathering fails.
-            self.device.expose(lambda: result_of(self.shard.state()), part=True)
+            self.device.expose(self._exposed_weights, part=True)
+
+    def _exposed_weights(self) -> State:
+        return result_of(self.shard.state())
 
     @property
     def copy_cost(self) -> Cost:
@@ -156,7 +171,9 @@ class Stage:
     @property
     def held_units(self) -> list[int]:
         """The units of the stage; none before their weights are loaded."""
-        return list(range(*self.position.units)) if self._is_loaded else []
+        if not self._is_loaded:
+            return []
+        return list(range(*self.position.units))
 
     async def snapshot(self) -> State:
         """Return a copy of the newest weights and the optimizer's state."""
@@ -170,6 +187,7 @@ class Stage:
     async def serve(self) -> None:
         """Train and forward incoming micro-batches until cancelled."""
         while True:
+            # Not taken: the policy takes the inputs of training itself, in the order of its schedule.
             first = await self.mailbox.peek(Activation)
             if first.work == "train":
                 assert self._updates is not None
@@ -191,20 +209,23 @@ class Stage:
     ) -> tuple[T, float]:
         """Compute; return the result and the seconds taken."""
         begun = self.device.now()
-        return await self.compute(work, cost, span), self.device.now() - begun
+        result = await self.compute(work, cost, span)
+        return result, self.device.now() - begun
 
     async def _forward_only(self, given: Activation) -> None:
         """Forward one micro-batch; the last stage sends the outputs to the coordinator."""
         inputs = given.tensor
         position = self.position
+        work = partial(self.shard.infer, inputs)
         cost = costs.forward_cost(self.units, len(inputs))
         span = Span(SPANS[given.work], given.batch)
-        outputs = await self.compute(lambda: self.shard.infer(inputs), cost, span)
+        outputs = await self.compute(work, cost, span)
         if position.after is None:
             result = Output(position.configuration, given.work, given.batch, outputs)
             self.mailbox.post(position.coordinator, result)
         else:
-            self.mailbox.post(position.after, replace(given, tensor=outputs))
+            activation = replace(given, tensor=outputs)
+            self.mailbox.post(position.after, activation)
 
 
 @dataclass(frozen=True)
@@ -227,7 +248,7 @@ class Passage:
 
 
 BatchNews = tuple[Times, float]
-"""Mean seconds of a batch on each stage from one on, and the loss of the batch."""
+"""Mean seconds of a batch on a stage and each later stage, and the loss of the batch."""
 
 
 class UpdatePolicy(Protocol):
@@ -242,7 +263,7 @@ class UpdatePolicy(Protocol):
         """Do the training started by a first micro-batch, by calling `run_schedule` with a schedule."""
 
     async def arrival(self, number: int) -> Activation | None:
-        """Return the inputs of the ``number``-th forward; None if no more micro-batches will arrive."""
+        """Return the inputs of forward ``number`` of the schedule; None if no more micro-batches will arrive."""
 
     def version(self, batch: int) -> int | None:
         """Return the version of the weights for a batch; None selects the newest."""
@@ -265,9 +286,13 @@ class UpdatePolicy(Protocol):
 async def run_schedule(
     stage: Stage, policy: UpdatePolicy, actions: Iterable[Action]
 ) -> None:
-    """Execute all actions in order; stop early once no more forwards arrive and all received ones are updated."""
+    """Execute all actions in order.
+
+    An infinite schedule ends once no more inputs arrive and all received micro-batches have been updated.
+    """
     executor = _Executor(stage, policy)
     ended = False
+    """Whether the inputs have ended."""
     for action in actions:
         if action.kind == "forward":
             # Once a forward has found no input, the schedule's further forwards must not wait for one.
@@ -283,13 +308,15 @@ async def run_schedule(
 
 
 class _Executor:
-    """Waits for the inputs of each action and sends its results."""
+    """Executes single actions: waits for the inputs, computes, and sends the results."""
 
     def __init__(self, stage: Stage, policy: UpdatePolicy) -> None:
         self._stage = stage
         self._policy = policy
         self.under_way: dict[int, Passage] = {}
+        """Micro-batches between forward and backward, by their number in the schedule."""
         self._labels: Labels | None = None
+        """Labels of the last batch, which all micro-batches of the batch use."""
 
     async def forward(self, number: int) -> bool:
         """Execute one forward; return whether its input arrived."""
@@ -301,13 +328,13 @@ class _Executor:
         cost = costs.forward_cost(stage.units, samples)
         span = self._make_span("forward", activation.batch, activation.micro)
         loss = 0.0
+        # The last stage has the end of the model, and computes the loss in its forward.
         if stage.position.after is None:
             forward_loss = await self._loss_work(activation)
             loss, seconds = await stage.timed(forward_loss, cost, span)
         else:
-            outputs, seconds = await stage.timed(
-                self._forward_work(activation), cost, span
-            )
+            forward = self._forward_work(activation)
+            outputs, seconds = await stage.timed(forward, cost, span)
             result = replace(activation, tensor=outputs)
             stage.mailbox.post(stage.position.after, result)
         passage = Passage(activation.batch, activation.micro, samples, loss, seconds)
@@ -316,6 +343,7 @@ class _Executor:
         return True
 
     def _forward_work(self, activation: Activation) -> Callable[[], torch.Tensor]:
+        """Return the forward of a micro-batch through this stage."""
         shard = self._stage.shard
         key = (activation.batch, activation.micro)
         rows = (_rows_of(activation).start, activation.samples)
@@ -334,16 +362,17 @@ class _Executor:
         part = _rows_of(activation)
         return partial(
             stage.shard.forward_loss,
-            (activation.batch, activation.micro),
-            activation.tensor,
-            labels[part],
-            stage.problem.training.weight(labels),
-            self._policy.version(activation.batch),
-            (part.start, activation.samples),
+            key=(activation.batch, activation.micro),
+            inputs=activation.tensor,
+            labels=labels[part],
+            whole=stage.problem.training.weight(labels),
+            version=self._policy.version(activation.batch),
+            rows=(part.start, activation.samples),
         )
 
     async def _labels_of(self, batch: int) -> Any:
         """Return the labels of a batch, (samples,)."""
+        # All micro-batches of a batch use the labels of one message.
         if self._labels is None or self._labels.batch != batch:
             self._labels = await self._stage.mailbox.take(Labels, batch)
         return self._labels.tensor
@@ -359,6 +388,7 @@ class _Executor:
         if position.after is not None:
             arrived = await stage.mailbox.take(Gradient, passage.key)
             output_gradient = arrived.tensor
+            # The backward repeats the forward first, whose activations were not kept.
             if self._policy.recompute:
                 cost += costs.forward_cost(stage.units, passage.samples)
         del self.under_way[number]
@@ -366,6 +396,7 @@ class _Executor:
         span = self._make_span("backward", *passage.key)
         input_gradient, seconds = await stage.timed(work, cost, span)
         news = self._policy.backward_done(passage, seconds, arrived)
+        # Nobody needs the gradient of the samples.
         if position.before is None:
             return
         assert input_gradient is not None

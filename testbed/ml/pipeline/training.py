@@ -41,7 +41,7 @@ class Evaluations:
         is_complete: Callable[[int], bool],
         weights: Callable[[], State],
     ) -> None:
-        """``is_complete(step)``: whether all weights after a step are here; ``weights``: the newest complete ones."""
+        """``is_complete`` returns whether all weights after a step are here, ``weights`` the newest complete ones."""
         assert context.dataset is not None
         self.stopping = Stopping(context.problem.training)
         self._supervisor = supervisor
@@ -50,14 +50,19 @@ class Evaluations:
         self._steps = steps
         self._is_complete = is_complete
         self._weights = weights
-        supervisor.device.expose(lambda: self.stopping.result(weights()))
+        supervisor.device.expose(self._exposed_weights)
+
+    def _exposed_weights(self) -> State:
+        return self.stopping.result(self._weights())
 
     async def make(self, step: int) -> bool:
-        """Evaluate after a step, waiting for its state if the step is or may be the last.
+        """Evaluate the model after ``step`` steps; return whether training continues.
 
-        Return whether to continue.
+        If the step is the last one, or early stopping may end training here, wait until its weights are complete: they
+        may become the result.
         """
-        if step == self._steps or self._training.part.uses_evaluations:
+        may_be_last = step == self._steps or self._training.part.uses_evaluations
+        if may_be_last:
             await self._supervisor.until(lambda: self._is_complete(step))
         fields = await evaluate(self._supervisor, step, self._tests, self._training)
         self.stopping.judge(step, fields, self._weights)
@@ -105,6 +110,7 @@ class SynchronousTrainer:
         """Train from the last checkpoint to the end, gather the weights and evaluate. Raises `Lost`."""
         steps = self._training.steps
         device = self._supervisor.device
+        # Not again where training resumes at a later step.
         if not self.start:
             self._training.record_left_out(self._supervisor.device)
         for step in range(self.start, steps):
@@ -122,7 +128,7 @@ class SynchronousTrainer:
         await self._evaluations.make(steps)
 
     def _is_checkpointed(self, step: int) -> bool:
-        """Return whether the checkpoint of this step is complete."""
+        """Return whether the checkpoint after ``step`` steps is complete."""
         return self._recovery.checkpoint.step == step
 
     async def _train_step(self, step: int) -> None:
@@ -134,18 +140,28 @@ class SynchronousTrainer:
         # An incomplete last batch may have fewer samples than micro-batches.
         micro_batches = min(self._options.micro_batches, samples)
         parts = cut_batch(samples, micro_batches)
-        number = mailbox.configuration
+        configuration = mailbox.configuration
         self._reports.clear()
-        mailbox.post(supervisor.layout[-1].device, Labels(number, step, labels))
+        first_stage = supervisor.layout[0].device
+        last_stage = supervisor.layout[-1].device
+        mailbox.post(last_stage, Labels(configuration, step, labels))
         for micro, part in enumerate(parts):
             activation = Activation(
-                number, "train", step, micro, len(parts), samples, images[part]
+                configuration=configuration,
+                work="train",
+                batch=step,
+                micro=micro,
+                micros=len(parts),
+                samples=samples,
+                tensor=images[part],
             )
-            mailbox.post(supervisor.layout[0].device, activation)
+            mailbox.post(first_stage, activation)
+        # The loss of the last stage, and the update of the first one.
         await supervisor.until(lambda: len(self._reports) == 2)
 
     def _record_step(self, report: Loss | Updated) -> None:
         """Record the current step once both its loss and its update have arrived."""
+        # The reports come from the last and from the first stage, in any order.
         self._reports[report.kind] = report
         loss = self._reports.get(Loss.kind)
         if loss is None or loss.loss is None or len(self._reports) < 2:
@@ -164,8 +180,9 @@ class Feeding:
     """State: the pipeline is being filled, starting with a batch."""
 
     first: int
+    """The first batch."""
     draining: float = 0.0
-    """Seconds in which the pipeline ran empty before."""
+    """Seconds that the pipeline took to run empty before."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +193,9 @@ class Draining:
     """The first batch that is not done on all stages."""
     end: int
     target: StagePartition | None
-    """The partition to change to afterwards."""
+    """The partition to change to afterwards; None keeps the present one."""
     since: float
+    """When the last batch was fed, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -185,12 +203,18 @@ class Reconfiguring:
     """State: the pipeline is empty and receives another partition."""
 
     step: int
+    """The batch to continue with."""
     target: StagePartition
     draining: float
+    """Seconds that the pipeline took to run empty."""
 
 
 class AsynchronousTrainer:
-    """A `testbed.messaging.supervision.ResumableWork` with the states `Feeding`, `Draining` and `Reconfiguring`."""
+    """Asynchronous training on the coordinator; a `testbed.messaging.supervision.ResumableWork`.
+
+    A state machine with the states `Feeding`, `Draining` and `Reconfiguring`: the pipeline runs empty for evaluations
+    and for changes of the partition, and is filled again afterwards.
+    """
 
     def __init__(
         self,
@@ -228,6 +252,7 @@ class AsynchronousTrainer:
 
     async def run(self) -> None:
         """Train to the last batch, evaluating in between and at the end. Raises `Lost`."""
+        # Not again where training resumes at a later step.
         if not self.start:
             self._record_warnings()
             self._training.record_left_out(self._device)
@@ -262,6 +287,7 @@ class AsynchronousTrainer:
         if target is not None:
             return await self._after_draining(first, target, state.draining)
         window = self._window_size
+        # A stretch is the training between two times at which the pipeline is empty.
         self._device.record(
             "stretch",
             step=first,
@@ -301,12 +327,14 @@ class AsynchronousTrainer:
         return batch > first and self._must_evaluate(batch)
 
     def _post_batch(self, batch: int, *, begins_stretch: bool) -> None:
+        """Send the labels of a batch to the last stage, and the samples to the first."""
         layout = self._supervisor.layout
-        number = self._mailbox.configuration
+        configuration = self._mailbox.configuration
         images, labels = self._training.batch(batch)
-        self._mailbox.post(layout[-1].device, Labels(number, batch, labels))
+        labels_message = Labels(configuration, batch, labels)
+        self._mailbox.post(layout[-1].device, labels_message)
         activation = Activation(
-            configuration=number,
+            configuration=configuration,
             work="train",
             batch=batch,
             micro=0,
@@ -320,14 +348,15 @@ class AsynchronousTrainer:
     def _end_stretch(
         self, done: int, end: int, target: StagePartition | None = None
     ) -> Draining:
-        """Make the pipeline run empty before batch ``end``."""
+        """Make the pipeline run empty before batch ``end``; all batches before ``done`` are done."""
         now = self._device.now()
         first_stage = self._supervisor.layout[0].device
-        self._mailbox.post(first_stage, End(self._mailbox.configuration, end))
+        last_message = End(self._mailbox.configuration, end)
+        self._mailbox.post(first_stage, last_message)
         return Draining(done, end, target, now)
 
     async def _await_drain(self, state: Draining) -> Reconfiguring | Feeding | None:
-        """Wait for the batches under way."""
+        """Wait until the batches under way are done, and all stages have reported that they are drained."""
         target = state.target
         for batch in range(state.done, state.end):
             await self._wait_until_done(batch)
@@ -357,7 +386,8 @@ class AsynchronousTrainer:
         recovery = self._recovery
         before = recovery.partition
         begun = self._device.now()
-        present = await recovery.regroup({*before.devices, *state.target.devices})
+        wanted = {*before.devices, *state.target.devices}
+        present = await recovery.regroup(wanted)
         # Chosen again: a device of the target partition may have left meanwhile.
         better = self._partitioner.propose_repartition(before, present)
         recovery.adopt(before if better is None else better)
@@ -400,13 +430,14 @@ class AsynchronousTrainer:
                     raise
 
     def _must_evaluate(self, step: int) -> bool:
+        """Return whether an evaluation after a step is due and not done yet."""
         # The last step is evaluated in any case, at the end of training.
         if step in (self._evaluated, self._training.steps):
             return False
         return self._due(step, self._device.now())
 
     def _must_reconsider(self, done: int, fed: int) -> bool:
-        """Have links to standby devices measured; return whether to reconsider the partition after a batch."""
+        """Return whether to reconsider the partition after ``done`` batches; measure links to standby devices first."""
         due = self._partitioner.due(done)
         self._profiler.measure_standby(repeats=due)
         return due and fed < self._training.steps

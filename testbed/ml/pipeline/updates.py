@@ -1,4 +1,8 @@
-"""Weight updates: the two `testbed.ml.pipeline.stage.UpdatePolicy` classes, once a step or after every batch."""
+"""Weight updates: the two `testbed.ml.pipeline.stage.UpdatePolicy` classes, once a step or after every batch.
+
+Both also make the copies of the weights from which training resumes after a failure: `SynchronousUpdates` sends
+checkpoints to the coordinator, `AsynchronousUpdates` sends replicas to other stages.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ from testbed.ml.pipeline.stage import BatchNews, Passage, Stage, run_schedule
 from testbed.ml.schedule import Action, Schedule, asynchronous_1f1b, versions
 
 RECENT = 10
-"""Number of batches in the mean of a stage's execution time."""
+"""Number of last batches in the mean of a stage's execution time, which FTPipeHD's repartition uses."""
 
 
 class SynchronousUpdates:
@@ -50,7 +54,9 @@ class SynchronousUpdates:
         self._options = options
         self._stage = stage
         self._batch = 0
+        """The batch of the current step."""
         self._loss = 0.0
+        """Loss of the current batch, from its micro-batches so far; 0 except on the last stage."""
         self._sending: asyncio.Task[None] | None = None
         """The checkpoint that is being sent."""
 
@@ -59,18 +65,18 @@ class SynchronousUpdates:
         self._batch = first.batch
         self._loss = 0.0
         position = self._stage.position
-        actions = self._schedule(len(position.stages), position.index, first.micros)
+        stages = len(position.stages)
+        actions = self._schedule(stages, position.index, first.micros)
         update = Action("update", first.batch)
         await run_schedule(self._stage, self, chain(actions, [update]))
 
     async def arrival(self, number: int) -> Activation:
         """Return the inputs of a micro-batch of this step."""
-        return await self._stage.mailbox.take(
-            Activation, ("train", self._batch, number)
-        )
+        key = ("train", self._batch, number)
+        return await self._stage.mailbox.take(Activation, key)
 
     def version(self, batch: int) -> None:
-        """All micro-batches use the newest weights."""
+        """Return None for every batch: all micro-batches use the newest weights."""
 
     def forward_done(self, passage: Passage) -> None:
         """Add to the loss of the batch."""
@@ -79,7 +85,7 @@ class SynchronousUpdates:
     def backward_done(
         self, passage: Passage, seconds: float, given: Gradient | None
     ) -> None:
-        """The shard accumulates the gradient; no further action is needed."""
+        """Do nothing: the shard accumulates the gradient."""
 
     async def update(self, number: int) -> None:
         """Take an optimizer step, report to the coordinator, and make a checkpoint if due."""
@@ -101,14 +107,15 @@ class SynchronousUpdates:
         is_evaluated = is_judged and is_due(done, self._options.evaluate_every)
         if is_evaluated or self._options.checkpoints(done, position.steps):
             await self._start_checkpoint(batch)
+        # The first stage is the last one to update, so its report ends the step.
         if position.before is None:
             updated = Updated(position.configuration, batch)
             stage.mailbox.post(position.coordinator, updated)
 
     async def _add_tied(self, batch: int) -> None:
-        """Distribute the complete gradients of weights shared by stages, so their copies stay equal.
+        """Sum the gradients of weights that several stages share, so that the stages' copies stay equal.
 
-        The first stage using such a weight sums the gradients of all stages in order.
+        The first stage that uses such a weight sums the gradients of all stages in order, and returns the sum.
         """
         stage = self._stage
         position = stage.position
@@ -117,10 +124,12 @@ class SynchronousUpdates:
         """Weights with this stage first, and the devices of the others."""
         summed_elsewhere: list[tuple[int, str]] = []
         """Weights with another stage first, and the device of that stage."""
-        for index, holders in enumerate(position.holders(stage.problem.model)):
-            first, *others = [position.stages[holder][0] for holder in holders]
-            if not others or position.index not in holders:
+        holders_by_weight = position.holders(stage.problem.model)
+        for index, holders in enumerate(holders_by_weight):
+            # A weight shared by units of one stage has one gradient already.
+            if len(holders) == 1 or position.index not in holders:
                 continue
+            first, *others = [position.stages[holder][0] for holder in holders]
             if holders[0] == position.index:
                 summed_here.append((index, others))
             else:
@@ -136,36 +145,46 @@ class SynchronousUpdates:
             stage.shard.put_gradient(tied[index], total.tensor)
 
     def _send_tied(
-        self, device: str, batch: int, index: int, gradient: torch.Tensor
+        self,
+        device: str,
+        batch: int,
+        index: int,
+        gradient: torch.Tensor,
     ) -> None:
         configuration = self._stage.position.configuration
         message = TiedGradient(configuration, batch, index, gradient)
         self._stage.mailbox.post(device, message)
 
     async def _sum_tied(self, batch: int, index: int, others: Sequence[str]) -> None:
-        """Add the gradients of other stages to the local one, and send them the sum."""
+        """Add the gradients of ``others``, the other stages' devices, to the own one, and return the sum to them."""
         stage = self._stage
         tied = stage.problem.model.tied[index]
         total = stage.shard.gradient(tied)
+        cost = Cost(tied.values)
+        span = Span("update", batch)
         # In the order of the stages, which decides how the sum is rounded.
         for other in others:
             part = await stage.mailbox.take(TiedGradient, (other, batch, index))
             add = partial(torch.add, total, part.tensor)
-            total = await stage.compute(add, Cost(tied.values), Span("update", batch))
+            total = await stage.compute(add, cost, span)
         stage.shard.put_gradient(tied, total)
         for other in others:
             self._send_tied(other, batch, index, total)
 
     async def _exchange_norms(self, batch: int) -> torch.Tensor | None:
-        """Return the gradient norms of all stages if gradients are clipped by norm, exchanged down the row and back.
+        """Return the gradient norms of all stages, (tensors,), if gradients are clipped by norm.
 
-        Norms are summed in the order of the model for any cuts, so clipping is bitwise independent of the cuts.
+        The norms pass from the last stage to the first, each stage adding its own, and then back. They are summed in
+        the order of the model for any cuts, so clipping is bitwise independent of the cuts.
         """
         stage = self._stage
         position = stage.position
         clip = stage.problem.workload.training.clip
-        if clip is None or clip.norm is None or len(position.stages) == 1:
+        clips_by_norm = clip is not None and clip.norm is not None
+        # A single stage has all norms already.
+        if not clips_by_norm or len(position.stages) == 1:
             return None
+        # A tied weight has one gradient, equal on all its stages, and counts once.
         norms = stage.shard.norms(self._counted_elsewhere())
         if position.after is not None:
             later = await stage.mailbox.take(Norms, (batch, False))
@@ -182,11 +201,12 @@ class SynchronousUpdates:
         return norms
 
     def _counted_elsewhere(self) -> set[str]:
-        """Return the names of tied weights whose norm is counted by another stage, the first to use them."""
+        """Return the names of tied weights whose norm another stage counts: the first stage that uses the weight."""
         position = self._stage.position
         model = self._stage.problem.model
         names: set[str] = set()
-        for tied, holders in zip(model.tied, position.holders(model), strict=True):
+        holders_by_weight = position.holders(model)
+        for tied, holders in zip(model.tied, holders_by_weight, strict=True):
             if holders[0] != position.index:
                 names.update(tied.names)
         return names
@@ -217,9 +237,9 @@ class SynchronousUpdates:
 class AsynchronousUpdates:
     """An update after every batch, with weight stashing and vertical sync.
 
-    Training proceeds in stretches: from a batch filling the empty pipeline to the end draining it again. Within a
-    stretch forwards and backwards alternate strictly, so the version used by a batch depends on its number alone,
-    independent of timing.
+    Training proceeds in stretches: from the batch that begins to fill the empty pipeline to the batch after which the
+    pipeline is empty again. Within a stretch forwards and backwards alternate strictly, so the version used by a batch
+    depends on the number of the batch alone, not on timing.
     """
 
     recompute = False
@@ -235,13 +255,18 @@ class AsynchronousUpdates:
         count = len(position.stages)
         self._window = options.window(count)
         self._depth = versions.max_in_flight(count, position.index, self._window)
-        self._staleness = self._window if options.vertical_sync else self._depth
+        """Maximum number of batches between forward and backward on this stage."""
+        self._staleness = self._depth
         """Staleness of forwards in batches, plus one."""
+        if options.vertical_sync:
+            # All stages use the version of the first stage, on which the whole window is in flight.
+            self._staleness = self._window
         self._base = 0
         """The first batch of the stretch: all weights are of this version when it begins."""
         self._end = 0
         """The batch after the last one of the stretch."""
         self._under_way: set[int] = set()
+        """Batches between forward and backward."""
         self._last: tuple[float, Times, float]
         """Of the last backward: seconds of forward and backward, times of the later stages, the loss."""
         self._spent: deque[float] = deque(maxlen=RECENT)
@@ -252,9 +277,10 @@ class AsynchronousUpdates:
         """Peak number of versions used by batches under way."""
 
     async def train(self, first: Activation) -> None:
-        """Train the stretch a batch begins."""
+        """Train the stretch that begins with the batch of ``first``."""
         position = self._stage.position
         self._base = first.batch
+        # Version v has the updates of all batches before v.
         self._stage.shard.versions.restart(self._base)
         self._kept = 1
         self._in_use = 0
@@ -269,17 +295,21 @@ class AsynchronousUpdates:
         batch = self._base + number
         position = self._stage.position
         # An end has the key of the activation that will not come.
-        arrived = await self._stage.mailbox.take((Activation, End), ("train", batch, 0))
+        key = ("train", batch, 0)
+        arrived = await self._stage.mailbox.take((Activation, End), key)
         if isinstance(arrived, Activation):
             return arrived
         self._end = batch
         if position.after is not None:
-            self._stage.mailbox.post(position.after, End(position.configuration, batch))
+            end = End(position.configuration, batch)
+            self._stage.mailbox.post(position.after, end)
         return None
 
     def version(self, batch: int) -> int:
         """Return the version used by both forward and backward of a batch."""
-        return self._base + versions.version_used(batch - self._base, self._staleness)
+        within_stretch = batch - self._base
+        used = versions.version_used(within_stretch, self._staleness)
+        return self._base + used
 
     def forward_done(self, passage: Passage) -> None:
         """Count the versions in use."""
@@ -290,7 +320,7 @@ class AsynchronousUpdates:
     def backward_done(
         self, passage: Passage, seconds: float, given: Gradient | None
     ) -> BatchNews:
-        """Store the data the update will report; return the reports of this and later stages about the batch."""
+        """Store the data for the report of the update; return the times of this and later stages, and the loss."""
         self._under_way.remove(passage.batch)
         later: Times = []
         loss = passage.loss
@@ -334,7 +364,10 @@ class AsynchronousUpdates:
         def advance() -> None:
             with stage.weights:
                 stage.shard.advance(
-                    (batch, 0), self.version(batch), self.version(done), aggregated
+                    key=(batch, 0),
+                    version=self.version(batch),
+                    oldest_needed=self.version(done),
+                    aggregate=aggregated,
                 )
 
         _, seconds = await stage.timed(advance, cost, Span("update", batch))
@@ -353,8 +386,10 @@ class AsynchronousUpdates:
         targets: set[str] = set()
         if options.chain_due(done):
             targets.add(own)
-            for keeper in options.keepers(position.index, len(position.stages)):
-                targets.add(position.stages[keeper][0])
+            keepers = options.keepers(position.index, len(position.stages))
+            for keeper in keepers:
+                device, _, _ = position.stages[keeper]
+                targets.add(device)
         # An evaluation that may end the training needs the state it judges, as the end needs the result.
         is_judged = self._stage.problem.workload.training.uses_evaluations
         is_evaluated = is_judged and is_due(done, options.evaluate_every)
@@ -370,6 +405,7 @@ class AsynchronousUpdates:
         """
         await self._store.finish_sending()
         state = await self._keep_snapshot(done, "replicate")
+        # The device itself has kept its snapshot.
         keepers = self._replica_targets(done) - {self._stage.device.name}
         sending = self._send_replicas(done, state, keepers)
         self._store.sending = self._stage.mailbox.start_in_configuration(sending)
@@ -383,7 +419,12 @@ class AsynchronousUpdates:
         self._store.replicas.put(point, state, range(*stage.position.units))
         return state
 
-    async def _send_replicas(self, done: int, state: State, keepers: set[str]) -> None:
+    async def _send_replicas(
+        self,
+        done: int,
+        state: State,
+        keepers: set[str],
+    ) -> None:
         """Send a state unit by unit, so activations and gradients are interleaved."""
         position = self._stage.position
         mailbox = self._stage.mailbox
@@ -399,8 +440,10 @@ class AsynchronousUpdates:
         """Report the drained pipeline, and keep the state for the next holders of these units."""
         stage = self._stage
         position = stage.position
+        # A stretch may end before its first batch.
         if self._end > self._base:
             await self._keep_snapshot(self._end, "keep")
+            version_bytes = sum(unit.weight_bytes for unit in stage.units)
             stage.device.record(
                 "versions",
                 stage=position.index,
@@ -408,7 +451,7 @@ class AsynchronousUpdates:
                 in_use=self._in_use,
                 kept=self._kept,
                 allowed=versions.max_in_flight(len(position.stages), position.index),
-                bytes=self._kept * sum(unit.weight_bytes for unit in stage.units),
+                bytes=self._kept * version_bytes,
                 replicas=self._store.replicas.bytes(),
             )
         drained = Drained(position.configuration, self._end)
