@@ -78,7 +78,7 @@ class Chain:
     """Whether stages with copies of one weight train them as a single weight."""
 
     def __post_init__(self) -> None:
-        cutting.check_counts(len(self.units), len(self.devices))
+        cutting.check_counts(*self._counts)
         for source, target in _neighbour_pairs(self.devices):
             if (source, target) not in self.links:
                 raise InputError(
@@ -91,6 +91,11 @@ class Chain:
     def units(self) -> tuple[Unit, ...]:
         """The model's units in their order."""
         return self.model.units
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        """Number of units, and of stages."""
+        return len(self.units), len(self.devices)
 
     @cached_property
     def _cumulative_costs(self) -> list[Cost]:
@@ -192,7 +197,7 @@ class Chain:
             return 0.0
 
         costs = Costs(self._memory_share, no_cost)
-        return cutting.best_cuts(len(self.units), len(self.devices), costs, max)
+        return cutting.best_cuts(*self._counts, costs, max)
 
     def _memory_share(self, stage: int, first: int, last: int) -> float:
         """Return the bytes that a stage needs as a fraction of its device's memory."""
@@ -266,7 +271,8 @@ class Chain:
         """
         last = self.devices[-1]
         devices = self.devices
-        for count in range(len(self.devices) + 1, len(self.units) + 1):
+        units, stages = self._counts
+        for count in range(stages + 1, units + 1):
             copied = replace(last, name=f"{last.name}+{count - 1}")
             devices = (*devices, copied)
             # Memory does not depend on the rates of links.
@@ -289,7 +295,9 @@ class Chain:
             return self.forward_time(index, first, last, self.batch_size)
 
         def boundary(index: int, cut: int) -> float:
-            return sum(self.transfer(index, index + 1, cut, self.batch_size))
+            following = index + 1
+            busy, delay = self.transfer(index, following, cut, self.batch_size)
+            return busy + delay
 
         return Costs(stage, boundary)
 
@@ -300,7 +308,7 @@ class Chain:
     def least_latency(self) -> Cuts:
         """Return the fitting partition with the least latency; raises `InputError` if none fits."""
         fitting = self._fitting_costs(self.latency_costs)
-        best = cutting.least_total(len(self.units), len(self.devices), fitting)
+        best = cutting.least_total(*self._counts, fitting)
         return self._check_optimum(best)
 
     @property
@@ -313,7 +321,8 @@ class Chain:
         """Busy seconds of each stage and link for one batch; a link's delay does not count as busy."""
 
         def boundary(stage: int, cut: int) -> float:
-            busy, _ = self.transfer(stage, stage + 1, cut, self.batch_size)
+            following = stage + 1
+            busy, _ = self.transfer(stage, following, cut, self.batch_size)
             return busy
 
         return replace(self.latency_costs, boundary=boundary)
@@ -325,14 +334,12 @@ class Chain:
     def least_bottleneck(self) -> Cuts:
         """Return the fitting cuts of least bottleneck, then quickest passage; raises `InputError` if none fit."""
         fitting = self._fitting_costs(self.bottleneck_costs)
-        best = cutting.least_bottleneck(
-            len(self.units), len(self.devices), fitting, self.passage_costs
-        )
+        best = cutting.least_bottleneck(*self._counts, fitting, self.passage_costs)
         return self._check_optimum(best)
 
     def even(self) -> Cuts:
         """Return cuts into equally many units for each stage; raises `InputError` for insufficient memory."""
-        cuts = cutting.even_cuts(len(self.units), len(self.devices))
+        cuts = cutting.even_cuts(*self._counts)
         self.check(cuts)
         self._check_tied(cuts)
         return cuts
@@ -376,8 +383,9 @@ class TrainingPipeline(Chain):
         """Busy seconds of each stage and each direction of a link, per batch or micro-batch."""
 
         def boundary(stage: int, cut: int) -> float:
-            there, _ = self.transfer(stage, stage + 1, cut, self.samples)
-            back, _ = self.transfer(stage + 1, stage, cut, self.samples)
+            following = stage + 1
+            there, _ = self.transfer(stage, following, cut, self.samples)
+            back, _ = self.transfer(following, stage, cut, self.samples)
             # The two directions of a link do not share its rate.
             return max(there, back)
 
@@ -388,8 +396,9 @@ class TrainingPipeline(Chain):
         """Summands of the time of a batch or micro-batch forward through all stages and back."""
 
         def boundary(stage: int, cut: int) -> float:
-            there = sum(self.transfer(stage, stage + 1, cut, self.samples))
-            back = sum(self.transfer(stage + 1, stage, cut, self.samples))
+            following = stage + 1
+            there = sum(self.transfer(stage, following, cut, self.samples))
+            back = sum(self.transfer(following, stage, cut, self.samples))
             return there + back
 
         return Costs(cache(self.stage_time), boundary)
@@ -532,9 +541,7 @@ class SynchronousPipeline(TrainingPipeline):
         `InputError` if none fits.
         """
         fitting = self._fitting_costs(self.bottleneck_costs)
-        candidates = cutting.trade_offs(
-            len(self.units), len(self.devices), fitting, self.passage_costs
-        )
+        candidates = cutting.trade_offs(*self._counts, fitting, self.passage_costs)
         if not candidates:
             self.check(self.fullness[1])
         return min(candidates, key=self.step_time)
