@@ -1,6 +1,6 @@
-"""Tensors of torch in messages: the functions that `testbed.wire.tensors` needs of an array library.
+"""Tensors of torch in messages: the functions that `testbed.wire.arrays` needs of every array library.
 
-Libraries are registered there; the core knows their arrays only through these functions.
+The core imports this module only where torch is used, and knows tensors through these functions alone.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ class PipeDreamOptions(AsynchronousOptions):
             "numbers of units"
         ),
     )
+    # PipeDream has checkpoints alone, and no replicas on neighbouring devices.
     chain_replication_interval: int = Field(
         0,
         ge=0,
@@ -71,6 +72,7 @@ class ResPipeOptions(AsynchronousOptions):
         ),
     )
 
+    # ResPipe has replicas on the next worker alone.
     global_replication_interval: int = Field(
         0,
         ge=0,

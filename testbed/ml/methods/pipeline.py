@@ -26,6 +26,7 @@ class GPipeOptions(SynchronousOptions):
     """Options of `GPipe`: as of `Pipeline`, but with a fixed schedule."""
 
     schedule: Literal["gpipe"] = Field("gpipe", description="fixed for this method")
+    # GPipe drops activations within a stage after the forward, and computes them again for the backward.
     recompute: bool = Field(
         True,
         description="all stages but the last discard activations and recompute them before backward",

@@ -96,6 +96,7 @@ class Single(Method[SingleOptions]):
         stopping = Stopping(problem.training)
 
         def result() -> State:
+            # With early stopping the best weights so far, otherwise the newest.
             return stopping.result(result_of(shard.state()))
 
         device.expose(result)
@@ -198,6 +199,7 @@ async def _answer_requests(
         asked = device.now()
         images = requests.images(index)
         outputs = await _infer(device, problem, shard, images, Span("forward", index))
+        # Scoring the outputs is no part of the request.
         latency = device.now() - asked
         device.record("request", request=index, latency=latency)
         answers.add(index, outputs)

@@ -303,6 +303,7 @@ class Client:
     def _begin_round(self, begin: Begin) -> None:
         """Start a round, cancelling a previous one still running."""
         self._mailbox.open(begin.configuration)
+        # The server has left an earlier round, or attempt at this one, and would ignore its update.
         if self._running is not None:
             self._running.cancel()
         self._running = self._mailbox.start(self._train_and_send(begin))
@@ -319,6 +320,7 @@ class Client:
             last=steps.stop,
         )
         self._mailbox.post(self._server, begun)
+        # None in the first round, and for methods that keep nothing.
         saved = device.saved(OWN)
         own: State = {} if saved is None else saved.tensors
         start, extra = split_extra(begin.state)

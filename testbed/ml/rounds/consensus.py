@@ -109,6 +109,7 @@ class Consensus:
             snapshot = await self._mailbox.take(
                 Snapshot, (step, name), deadline=deadline
             )
+            # A device that is off or late is left out, and recorded below.
             if snapshot is not None:
                 states[name] = snapshot.state
         # Each device counts as one, however many samples it has.

@@ -369,6 +369,7 @@ def graph_stages(count: int) -> Iterator[GraphStage]:
     for n in range(1, count + 1):
         yield "forward", n
     for n in range(1, count + 1):
+        # From the upload to the download, a mini-batch waits only for itself and earlier ones.
         for kind in KINDS[1:-1]:
             yield kind, n
     for n in range(1, count + 1):

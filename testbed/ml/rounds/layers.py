@@ -104,6 +104,7 @@ class Layers:
         ``samples`` is the number of samples of the whole iteration; ``begin`` is the place of the mini-batch's first
         sample among them, which decides the random numbers of dropout.
         """
+        # Random numbers are drawn as for the whole iteration, so they do not depend on the number of mini-batches.
         rows = (begin, samples)
         work = partial(self._shard.forward, (step, micro), inputs, rows=rows)
         cost = costs.forward_cost(self._units, len(inputs))
@@ -138,7 +139,11 @@ class Layers:
         return await self._device.compute(work, cost, Span("forward", step, micro))
 
     async def backward(
-        self, step: int, micro: int, samples: int, gradient: torch.Tensor | None = None
+        self,
+        step: int,
+        micro: int,
+        samples: int,
+        gradient: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Do the backward of a mini-batch of ``samples`` samples; return the gradient of the inputs, (samples, ...).
 

@@ -35,6 +35,7 @@ def _epoch_time(record: RunView) -> float | None:
     for name, client in record.plan.details.model_dump()["clients"].items():
         updates = []
         for _, done in record.spans(name, "compute", "update").tolist():
+            # Updates of the first round, one for each iteration.
             if start <= done <= end:
                 updates.append(done)
         # A single update has no period.

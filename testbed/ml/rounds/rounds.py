@@ -181,6 +181,7 @@ class Rounds:
         """Return the participants among the present devices, in their order."""
         if not present:
             return []
+        # Seeded by the round, so that a repeated attempt with the same devices draws the same.
         draw = random.Random(derive(self._seed, "round", number))
         chosen = set(self._policy.choose(number, present, draw))
         return [name for name in present if name in chosen]
@@ -257,6 +258,7 @@ class Rounds:
         if names:
             self._device.record("missed", round=number, devices=names)
         for name in names:
+            # A restarted device has greeted already, and is ready for the next round.
             if name not in self._restarted:
                 self._absent.add(name)
                 # Not posted by the mailbox: a new configuration would withdraw the message.

@@ -167,6 +167,7 @@ class GlobalModel:
         self._averages: Memory = {}
         """Moving averages of the weights; empty if the weights themselves are evaluated."""
         self._diverged = False
+        # After a restart the disk has the rounds that are done.
         if saved is not None:
             self._restore(saved)
         elif context.weights is not None:
@@ -452,6 +453,7 @@ class Server:
         trained = []
         for update in updates:
             weights, extra = split_extra(update.state)
+            # Merges of all other methods expect weights.
             if self.changes:
                 weights = _add_changes(state, weights)
             whole, loss = self._whole_model(replace(update, state=weights))
