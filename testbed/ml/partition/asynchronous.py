@@ -89,6 +89,7 @@ class AsynchronousPipeline(TrainingPipeline):
     window: int | None = None
     """Batches in the pipeline at once, at most one per stage; None for one per stage."""
     vertical_sync: bool = True
+    """Whether all stages use the same weight version for a batch, which takes more versions on later stages."""
     counts_traffic: bool = False
     """Whether the bottleneck counts each direction of a link and the replicas, instead of equation (5) as printed."""
     extra: Extra = lambda stage, first, last: 0.0
@@ -109,7 +110,7 @@ class AsynchronousPipeline(TrainingPipeline):
             )
 
     def memory(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
+        """Return the bytes that a stage needs with units ``first`` to ``last`` (exclusive)."""
         stages = len(self.devices)
         in_flight = max_in_flight(stages, stage, self.window)
         versions = max_versions(stages, stage, vertical_sync=self.vertical_sync)
@@ -157,7 +158,7 @@ class AsynchronousPipeline(TrainingPipeline):
 
     def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a forward of ``samples`` samples."""
-        # The profile has whole batches, and time grows with the samples.
+        # The profile has whole batches; fewer samples take their share of the time.
         seconds = self.seconds("forward", stage, first, last)
         return seconds * samples / self.batch_size
 
