@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,6 +107,11 @@ def differences_in(folder: Path, **known: Any) -> list[str]:
     )
 
 
+def fresh_folder(folder: Path) -> Path:
+    """Return a new folder in a folder: a test of time is repeated with the same one, and results need an empty one."""
+    return Path(tempfile.mkdtemp(dir=folder))
+
+
 def is_running(out: Path) -> bool:
     return "running" in out.with_suffix(".log").read_text().split()
 
@@ -138,7 +144,7 @@ def test_a_method_from_a_file_runs_in_containers_with_its_own_figure(
     tmp_path: Path,
 ) -> None:
     ring = ROOT / "scenarios" / "examples" / "ring.yaml"
-    out = tmp_path / "ring"
+    out = fresh_folder(tmp_path) / "ring"
     # A round takes three seconds; the fault strikes in the first, and one more shows that it goes on.
     fault = "faults=[{kill: worker2, when: {device: worker2, begins: hold, batch: 0}, for: 1s}]"
     changes = [fault, "workload.requests=2", "expect.requests=== 2"]
@@ -262,6 +268,7 @@ def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(
     tmp_path: Path,
 ) -> None:
     """EdgePipe, then VersatileFL on the same containers."""
+    folder = fresh_folder(tmp_path)
     smoke = ROOT / "scenarios" / "smoke" / "edgepipe.yaml"
     common = ["faults=[]", "expect={}", "network.link.delay=20ms"]
     same_lab = [part for change in common for part in ("--set", change)]
@@ -271,10 +278,10 @@ def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(
             sets = ["--set", f"workload.method={json.dumps(options)}"]
             sets += ["--set", f"workload.steps={steps}"]
             for runtime, arguments in ON_A_LAB.items():
-                out = tmp_path / method / runtime
+                out = folder / method / runtime
                 done = command("run", smoke, *arguments, "--out", out, *same_lab, *sets)
                 assert done.returncode == 0, done.stderr
-            check_both_clocks(tmp_path / method, slot, steps)
+            check_both_clocks(folder / method, slot, steps)
     finally:
         assert command("down").returncode == 0
 
