@@ -33,7 +33,6 @@ from tools.bench.flows import measure_flows, tcp_rates, udp_rates
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.timed,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
 ]
 
@@ -79,6 +78,7 @@ def mesh(link: Link) -> dict[tuple[str, str], Link]:
     }
 
 
+@pytest.mark.timed
 def test_delay_is_one_way_and_by_direction(net: Network, shaping: Shaping) -> None:
     links = mesh(Link()) | {("a", "b"): Link(delay=0.02), ("c", "b"): Link(delay=0.005)}
     shaping.attach(net.endpoints.values(), links)
@@ -91,6 +91,7 @@ def test_delay_is_one_way_and_by_direction(net: Network, shaping: Shaping) -> No
     assert statistics.median(one_way(net, "b", "a", 50, 0.002)) < DELAY
 
 
+@pytest.mark.timed
 def test_rate_is_charged_at_the_sender_per_pair(net: Network, shaping: Shaping) -> None:
     links = mesh(Link(rate=20e6, delay=0.005))
     shaping.attach(net.endpoints.values(), links)
@@ -102,6 +103,7 @@ def test_rate_is_charged_at_the_sender_per_pair(net: Network, shaping: Shaping) 
     )
 
 
+@pytest.mark.timed
 def test_a_message_over_a_slow_link_ends_when_its_last_frame_has_had_its_time(
     net: Network, shaping: Shaping
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_message_over_a_slow_link_ends_when_its_last_frame_has_had_its_time(
     )
 
 
+@pytest.mark.timed
 def test_loss_is_within_its_binomial_bounds(net: Network, shaping: Shaping) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link()) | {("a", "b"): Link(loss=0.1)})
     lost = 2000 - len(one_way(net, "a", "b", 2000, 0.0002))
@@ -176,6 +179,7 @@ def algorithms(net: Network) -> set[str]:
     return {option.rstrip(b"\0").decode() for option in options}
 
 
+@pytest.mark.timed
 def test_devices_are_plugged_into_a_bridge_that_nothing_else_is_on(
     shaping: Shaping,
 ) -> None:
@@ -240,6 +244,7 @@ def ports(shaping: Shaping) -> set[str]:
     return shaping.registry.bridge.run(interface_names) - {"lo", "data"}
 
 
+@pytest.mark.timed
 def test_a_change_spares_the_flows_of_others(net: Network, shaping: Shaping) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(rate=100e6, delay=0.002)))
     arrived: list[float] = []
@@ -263,6 +268,7 @@ def test_a_change_spares_the_flows_of_others(net: Network, shaping: Shaping) -> 
     assert len(arrived) == 2000
 
 
+@pytest.mark.timed
 def test_a_device_that_restarts_is_shaped_again(net: Network, shaping: Shaping) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(delay=0.01)))
     net.stop("b")
@@ -296,6 +302,7 @@ def test_bad_requests_name_what_is_wrong(net: Network, shaping: Shaping) -> None
         shaping.attach([Endpoint("x", 2**22 + 1, "198.18.0.9")], {})
 
 
+@pytest.mark.timed
 def test_probes_find_what_was_asked(net: Network, shaping: Shaping) -> None:
     links = {
         ("a", "b"): Link(rate=50e6, delay=0.005),
@@ -318,6 +325,7 @@ def test_probes_find_what_was_asked(net: Network, shaping: Shaping) -> None:
     assert by_pair["b", "c"].loss == 1
 
 
+@pytest.mark.timed
 def test_probes_know_every_impairment_and_access_limits(
     net: Network, shaping: Shaping
 ) -> None:
@@ -347,6 +355,7 @@ def test_probes_know_every_impairment_and_access_limits(
     assert rates["c", "b"] == pytest.approx(30e6, rel=RATE)
 
 
+@pytest.mark.timed
 def test_probes_find_what_is_not_as_asked(net: Network, shaping: Shaping) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(rate=50e6, delay=0.005)))
     net.sh(
@@ -357,6 +366,7 @@ def test_probes_find_what_is_not_as_asked(net: Network, shaping: Shaping) -> Non
     assert "mbit instead of 50 mbit" in (found.problem or "")
 
 
+@pytest.mark.timed
 def test_probes_verify_links_as_slow_as_sensors_have(
     net: Network, shaping: Shaping
 ) -> None:
@@ -375,6 +385,7 @@ def test_probes_verify_links_as_slow_as_sensors_have(
         assert measured[pair].rate == pytest.approx(rate, rel=0.01)
 
 
+@pytest.mark.timed
 def test_probes_verify_an_access_whose_sender_has_no_limit(
     net: Network, shaping: Shaping
 ) -> None:
@@ -439,6 +450,7 @@ def served() -> Iterator[str]:
     assert process.wait(10) == 0
 
 
+@pytest.mark.timed
 def test_the_shaper_over_http(net: Network, served: str) -> None:
     shaper = Shaper(served, "secret")
     assert shaper.facts()["backend"] in ("userspace", "netem")
@@ -559,6 +571,7 @@ def test_partition_is_silent_both_ways(net: Network, shaping: Shaping) -> None:
             assert accepted.recv(100) == b"into the void"
 
 
+@pytest.mark.timed
 def test_impossible_links_are_refused_and_nothing_changes(
     net: Network, shaping: Shaping
 ) -> None:
