@@ -58,7 +58,8 @@ class Window:
     def grow(self, sent: int) -> None:
         """Grow after a round without loss that used the window.
 
-        Below the threshold a round uses the window with more than half of it, above only with all of it.
+        Below the threshold a round uses the window with more than half of it, above only with all of it
+        (Linux, `tcp_is_cwnd_limited`).
         """
         if self.size >= self.threshold or self.size < 2 * sent:
             self.raise_by(sent)
@@ -77,7 +78,7 @@ class Window:
 
     def restart(self) -> None:
         """Shrink to the minimum after a time-out; the window then grows fast up to the threshold."""
-        # Not one: the repeated packet is acknowledged by then.
+        # Linux begins with one packet (`tcp_enter_loss`), whose acknowledgement makes two.
         self.size = _MIN_WINDOW
 
 

@@ -183,7 +183,8 @@ def _interrupted_bars(
     for (device, span, batch, micro), time in lost:
         own = intervals(sorted(done[device]))
         starts, ends = own[:, 0], np.sort(own[:, 1])
-        # As many processors as ever computed at once; the first start that needs this one shows that it was free.
+        # The log does not say when lost work ended. The device has as many processors as ever computed at once: the
+        # first later start that finds all of them busy shows that the lost work no longer occupied one.
         processors = int(lanes(own).max(initial=-1)) + 1
         lost_later = [start for start in begun[device] if start > time]
         later = np.sort([*starts[starts > time], *lost_later])
