@@ -210,14 +210,14 @@ class Channel:
     def _is_reachable(self) -> bool:
         return is_passable(self.link) and self.target.device is not None
 
-    def waits(self, device: Guest) -> bool:
+    def awaits_acknowledgement(self, device: Guest) -> bool:
         """Return whether a message of this device is unacknowledged."""
         parcels = [*self._waiting, *self._at_door]
         parcels += [parcel for _, parcel in self._unanswered]
         own = [parcel for parcel in parcels if parcel.sender is device]
         return not all(parcel.future.done() for parcel in own)
 
-    def arrives(self) -> bool:
+    def has_partial_arrival(self) -> bool:
         """Return whether a message has arrived in part."""
         now, delay = self._event_queue.now, self.link.delay
         return any(
@@ -282,13 +282,13 @@ class Channel:
         if self.crossing is not None:
             if self._window is None:
                 self._window = Window()
-            unheard = _always_heard if back is None else back.lost
+            unheard = _lose_no_answer if back is None else back.draw_loss
             spacing = self.link.transmission_time(PACKET)
-            wire, least, lag = self.crossing.message(
+            wire, least, lag = self.crossing.draw_message(
                 wire, spacing, self.round_trip, self._window, unheard
             )
         if back is not None:
-            answer = back.answer(self.round_trip)
+            answer = back.draw_answer(self.round_trip)
         return wire, least, lag, answer
 
     @property
@@ -476,21 +476,21 @@ class Channel:
         self._free_at = self._event_queue.now
         self._unacknowledged = 0
 
-    def cast_delay(self, cast: Cast) -> float | None:
-        """Return the delay in seconds of a broadcast that has just left; None if lost."""
+    def draw_cast_delay(self, cast: Cast) -> float | None:
+        """Draw the delay in seconds of a broadcast that has just left; None if lost."""
         delay = self.link.delay
         if self.crossing is not None:
             pieces = range(chunks(cast.bytes))
             # A sum, not any(): all datagrams are drawn, whatever became of the first ones.
-            if sum(self.crossing.lost() for _ in pieces):
+            if sum(self.crossing.draw_loss() for _ in pieces):
                 return None
-            delay = max(self.crossing.delay() for _ in pieces)
+            delay = max(self.crossing.draw_delay() for _ in pieces)
         return delay if self.link.up else None
 
-    def hear(self, cast: Cast, delay: float) -> None:
+    def deliver_cast(self, cast: Cast, delay: float) -> None:
         """Deliver a broadcast to the target, subject to random loss."""
         if self.target.paused:
-            self.target.held.append((hear, ([self], cast, delay)))
+            self.target.held.append((deliver_casts, ([self], cast, delay)))
             return
         device, link = self.target.device, self.link
         if device is None:
@@ -520,8 +520,8 @@ class Channel:
         device.deliver(own, cast.bytes, start, now - start, cast.number)
 
 
-def _always_heard() -> bool:
-    """Lose no acknowledgement."""
+def _lose_no_answer() -> bool:
+    """Draw that an acknowledgement arrives: its direction of the link loses none."""
     return False
 
 
@@ -533,8 +533,8 @@ def _on_acknowledgement(parcel: Parcel) -> None:
     parcel.channel.acknowledge(parcel)
 
 
-def hear(arriving: tuple[list[Channel], Cast, float]) -> None:
+def deliver_casts(arriving: tuple[list[Channel], Cast, float]) -> None:
     """Deliver a broadcast to the targets of several channels, at each delay in seconds."""
     channels, cast, delay = arriving
     for channel in channels:
-        channel.hear(cast, delay)
+        channel.deliver_cast(cast, delay)

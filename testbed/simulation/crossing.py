@@ -37,17 +37,17 @@ class Crossing:
         self._corrupted = impairments.bernoulli_process(link.corrupt, f"{seed} corrupt")
         self._delays = impairments.delay_process(link, f"{seed} delay")
 
-    def lost(self) -> bool:
-        """Draw the fate of the next packet."""
+    def draw_loss(self) -> bool:
+        """Draw the fate of the next packet: true if lost."""
         # Both are drawn for each packet, so that a change of one does not shift the draws of the other.
         gone = self._lost is not None and self._lost()
         return (self._corrupted is not None and self._corrupted()) or gone
 
-    def delay(self) -> float:
-        """Draw the delay of the next packet."""
+    def draw_delay(self) -> float:
+        """Draw the delay of the next packet, in seconds."""
         return self._delay if self._delays is None else self._delays()
 
-    def message(
+    def draw_message(
         self,
         wire: float,
         spacing: float,
@@ -67,20 +67,25 @@ class Crossing:
         # Packets of equal size: which of them is the smaller last one makes no difference to speak of.
         size = wire / packets
         course = Transmission(
-            window, packets, spacing * size / PACKET, round_trip, self.lost, unheard
+            window,
+            packets,
+            spacing * size / PACKET,
+            round_trip,
+            self.draw_loss,
+            unheard,
         )
         course.run()
         lateness = course.over - course.busy
         lateness += self._latest_arrival(course.last, spacing)
         return course.sent * size, course.busy, lateness
 
-    def answer(self, round_trip: float) -> float:
+    def draw_answer(self, round_trip: float) -> float:
         """Draw the lateness, relative to the link's delay, of an answer of one packet in a connection's other
         direction."""
         lag = 0.0
         timeout = round_trip + RETRANSMISSION_TIMEOUT
         for _ in range(_ATTEMPTS):
-            if not self.lost():
+            if not self.draw_loss():
                 break
             lag += timeout
             timeout = double_timeout(timeout, round_trip)

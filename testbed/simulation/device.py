@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from testbed.device import Cost, Span
 from testbed.hardware import check_message
 from testbed.network.link import transmission_time
-from testbed.simulation.channel import Cast, Channel, Parcel, hear
+from testbed.simulation.channel import Cast, Channel, Parcel, deliver_casts
 from testbed.simulation.event_queue import EventQueue
 from testbed.simulation.host import Host
 from testbed.simulation.loop import VirtualLoop
@@ -242,12 +242,12 @@ class SimulatedDevice:
         # One entry of the event queue for all receivers at the same delay, mostly one in all.
         arriving: dict[float, list[Channel]] = {}
         for channel in channels:
-            delay = channel.cast_delay(cast)
+            delay = channel.draw_cast_delay(cast)
             if delay is not None:
                 arriving.setdefault(delay, []).append(channel)
         for delay, together in arriving.items():
             self._event_queue.at(
-                self._event_queue.now + delay, hear, (together, cast, delay)
+                self._event_queue.now + delay, deliver_casts, (together, cast, delay)
             )
 
     def deliver(
@@ -311,7 +311,7 @@ class SimulatedDevice:
 
     def receives(self, peer: str) -> bool:
         """Return whether a message from the peer is arriving."""
-        return self._world.channel(peer, self.name).arrives()
+        return self._world.channel(peer, self.name).has_partial_arrival()
 
     async def listen(self, take: Callable[[Message], None]) -> NoReturn:
         """Call a function with each message at its arrival, like a program that only awaits `receive`.
@@ -451,7 +451,7 @@ class SimulatedDevice:
             return "has finished"
         reasons = []
         for name, channel in self._channels.items():
-            if channel.waits(self):
+            if channel.awaits_acknowledgement(self):
                 reasons.append(f"{name} to acknowledge")
         reasons += [f"its processor ({work.span.name})" for work in self._under_way]
         if any(not receiver.done() for receiver in self._receivers):

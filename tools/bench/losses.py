@@ -177,10 +177,10 @@ def simulate_mean_time(link: Link, size: int, count: int) -> float:
             least = late = 0.0
             # A link without losses and jitter has no random crossing.
             if forward is not None and backward is not None:
-                sent_bytes, least, late, *_ = forward.message(
-                    wire_bytes, packet_time, round_trip, window, backward.lost
+                sent_bytes, least, late, *_ = forward.draw_message(
+                    wire_bytes, packet_time, round_trip, window, backward.draw_loss
                 )
-                late += backward.answer(round_trip)
+                late += backward.draw_answer(round_trip)
             # The link or the window limits the message, whichever takes longer.
             transmission = max(sent_bytes * 8 / link.rate, least)
             times.append(transmission + late + round_trip)

@@ -33,9 +33,9 @@ def latencies(link: Link, count: int, padding: int = 0) -> list[float]:
 
 def cross(way: Crossing, packets: int, spacing: float, round_trip: float) -> float:
     """Return by how much a message over a new connection is late, no acknowledgement being lost."""
-    return way.message(packets * PACKET, spacing, round_trip, Window(), lambda: False)[
-        2
-    ]
+    return way.draw_message(
+        packets * PACKET, spacing, round_trip, Window(), lambda: False
+    )[2]
 
 
 def test_link_without_chance_has_no_processes():
@@ -88,7 +88,7 @@ def test_corruption_is_loss():
 def test_bursts_affect_retransmissions():
     bursts = GilbertElliott(p=0.02, r=0.1)
     way = Crossing(Link(bursts=bursts), "seed")
-    fates = [way.lost() for _ in range(100_000)]
+    fates = [way.draw_loss() for _ in range(100_000)]
     assert fmean(fates) == pytest.approx(bursts.loss, rel=0.1)
     bursty = Crossing(Link(delay=0.01, bursts=bursts), "seed")
     plain = Crossing(Link(delay=0.01, loss=bursts.loss), "seed")
@@ -135,6 +135,6 @@ def test_chance_depends_on_the_seed_and_on_how_often_the_link_has_changed():
 def test_time_out_of_a_lost_answer_doubles_with_its_round_trip(monkeypatch):
     way = Crossing(Link(loss=0.5), "0")
     fates = iter([True, True, False])
-    monkeypatch.setattr(way, "lost", lambda: next(fates))
+    monkeypatch.setattr(way, "draw_loss", lambda: next(fates))
     first = 0.1 + RETRANSMISSION_TIMEOUT
-    assert way.answer(0.1) == pytest.approx(first + 2 * first)
+    assert way.draw_answer(0.1) == pytest.approx(first + 2 * first)
