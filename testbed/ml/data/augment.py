@@ -53,7 +53,12 @@ class Drawing:
         indices: Indices,
         epoch: int,
     ) -> npt.NDArray[np.float32]:
-        """Return the images of an epoch, (samples, channels, height, width), like those given at ``indices``.
+        """Return the augmented images of an epoch, (samples, channels, height, width).
+
+        Args:
+            images: the images without augmentation, of the same shape.
+            indices: (samples,): the place of each image among the samples of `places`.
+            epoch: number of the epoch, from 0.
 
         Raises `InputError` for a transform that does not accept the images or changes their shape.
         """

@@ -367,25 +367,30 @@ def _convert_numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArr
         raise InputError(text, key)
     if values.dtype.kind == "b":
         return values
-    is_bytes = values.dtype == np.uint8
-    if values.dtype.kind != "f" and not is_bytes:
+    if values.dtype.kind != "f" and values.dtype != np.uint8:
         # Without a copy of a file that may be larger than memory, if it has this type already.
         return values.astype(np.int64, copy=False)
-    numbers = values
-    # A file that may be larger than memory stays a file: `Dataset` scales its bytes as samples are read.
-    is_file = isinstance(values, np.memmap)
-    is_readable_as_is = is_bytes or values.dtype == np.float32
-    if not (is_file and is_readable_as_is):
-        # Too large a float64 becomes infinite, which is reported below.
-        with np.errstate(over="ignore"):
-            numbers = values.astype(np.float32)
-        if is_bytes:
-            numbers /= 255
+    numbers = _scale_numbers(values)
     if not _is_finite(numbers):
         raise InputError(
             f"{what}: contain values that are not finite in float32: fix or remove them",
             key,
         )
+    return numbers
+
+
+def _scale_numbers(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return bytes scaled to [0, 1], or floats, as float32; files of bytes or float32 unchanged."""
+    is_bytes = values.dtype == np.uint8
+    is_file = isinstance(values, np.memmap)
+    if is_file and (is_bytes or values.dtype == np.float32):
+        # It may be larger than memory, and stays a file: `Dataset` scales its bytes as samples are read.
+        return values
+    # Too large a float64 becomes infinite, which the caller reports.
+    with np.errstate(over="ignore"):
+        numbers = values.astype(np.float32)
+    if is_bytes:
+        numbers /= 255
     return numbers
 
 
@@ -647,8 +652,27 @@ def _from_hugging_face(part: DataPart, path: Path) -> _StoredSet:
 
 
 def _read_columns(part: DataPart, rows: Any, path: Path) -> Samples:
-    """Return the chosen columns of a data set of Hugging Face, and its labels."""
-    names = list(rows.column_names)
+    """Return the chosen columns of a data set of Hugging Face, and the labels."""
+    label, chosen = _choose_columns(part, list(rows.column_names), path)
+    inputs = {}
+    try:
+        for name in chosen:
+            inputs[name] = _stack_samples(rows[name], filling=0)
+        labels = _stack_samples(rows[label], filling=IGNORED)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{path}: samples have to be numbers: name their `columns`: {error}", _PATH
+        ) from None
+    return _only_or_all(inputs), labels
+
+
+def _choose_columns(
+    part: DataPart, names: Sequence[str], path: Path
+) -> tuple[str, Sequence[str]]:
+    """Return the column of the labels and the columns of a sample; raises `InputError` for unknown columns.
+
+    Without keys in the scenario, the labels are called "label" or "labels", and all other columns form a sample.
+    """
     has_plural = "labels" in names and "label" not in names
     label = part.label or ("labels" if has_plural else "label")
     if isinstance(part.columns, Mapping):
@@ -664,16 +688,7 @@ def _read_columns(part: DataPart, rows: Any, path: Path) -> Samples:
                 f"{path} has no column {name}: there are {', '.join(names)}",
                 ("data", key),
             )
-    inputs = {}
-    try:
-        for name in chosen:
-            inputs[name] = _stack_samples(rows[name], filling=0)
-        labels = _stack_samples(rows[label], filling=IGNORED)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"{path}: samples have to be numbers: name their `columns`: {error}", _PATH
-        ) from None
-    return _only_or_all(inputs), labels
+    return label, chosen
 
 
 # Readers of arrays

@@ -86,7 +86,10 @@ def frame(width: int, height: int, shape: Sequence[int]) -> Frame:
 
 
 def letterbox(picture: Image, shape: Sequence[int]) -> Bytes:
-    """Return an image as (3, height, width) with its aspect ratio kept and grey borders."""
+    """Return an image, enlarged or reduced to fit into a shape, (3, height, width), with grey borders.
+
+    The aspect ratio stays the same.
+    """
     from PIL import Image
 
     place = frame(picture.width, picture.height, shape)

@@ -65,7 +65,10 @@ def make(
     *,
     blank: bool = False,
 ) -> Dataset:
-    """Generate the set of this name, independent of the scenario's seed; ``blank``: labels with black images.
+    """Generate the set of a name such as synthetic-1x4x4-2, which does not depend on the scenario's seed.
+
+    ``train`` and ``test`` are numbers of samples, None for the defaults `TRAIN` and `TEST`. With ``blank``, the images
+    are black and only the labels are generated. Raises `InputError` for an invalid name.
 
     >>> make("synthetic-1x4x4-2", train=4, test=2).train_labels
     array([0, 1, 0, 1])

@@ -89,7 +89,7 @@ def describe_layers(
 
     Args:
         root: the network.
-        nodes: nodes of the unit in order; the last one makes its output.
+        nodes: nodes of the unit in order; the last one makes the unit's output.
         read: nodes of other units read by this unit.
         shape: output shape of a node for a sample, without the axis of the samples.
         weights: trained values of the unit, which the layers must have as well.
@@ -98,6 +98,7 @@ def describe_layers(
     row = list(nodes)
     before = read[0]
     if len(read) > 1:
+        # Several inputs make a route, which joins them before the layers.
         if not _joins_channels(row[0]):
             return ()
         before = row.pop(0)
@@ -106,28 +107,48 @@ def describe_layers(
     for node in row:
         layers = _describe_node(root, node, shape(node))
         inputs = [each for each in node.all_input_nodes if each in tensors]
+        # In a sequence, each layer reads the layer before and nothing else.
         if layers is None or inputs != [before]:
             return ()
         path = str(node.target) if node.op == "call_module" else ""
-        named += [(path, layer) for layer in layers]
+        for layer in layers:
+            named.append((path, layer))
         before = node
-    # The descriptions are only trusted if they agree with torch in the output's size and in the number of weights.
     layers_alone = [layer for _, layer in named]
-    try:
-        passing = shapes_through(layers_alone, input_shape)
-    except ValueError:
+    if not _agrees_with_torch(layers_alone, input_shape, shape(before), weights):
         return ()
+    return tuple(named)
+
+
+def _agrees_with_torch(
+    layers: Sequence[Layer],
+    input_shape: Shape,
+    output_shape: Shape,
+    weights: int,
+) -> bool:
+    """Return whether described layers have the output size and the number of trained values measured by torch.
+
+    Otherwise the description is not trusted.
+    """
+    try:
+        shapes = shapes_through(layers, input_shape)
+    except ValueError:
+        return False
     described_weights = 0
-    for layer, size in zip(layers_alone, passing, strict=False):
-        described_weights += layer.parameters(size)
-    has_same_size = math.prod(passing[-1]) == math.prod(shape(before))
-    return tuple(named) if described_weights == weights and has_same_size else ()
+    for layer, shape in zip(layers, shapes, strict=False):
+        described_weights += layer.parameters(shape)
+    # By the number of values: a flattened map and the map are the same output.
+    has_same_size = math.prod(shapes[-1]) == math.prod(output_shape)
+    return has_same_size and described_weights == weights
 
 
 def _joins_channels(node: fx.Node) -> bool:
     """Return whether a node concatenates a unit's inputs along the channels."""
+    if node.target not in (torch.cat, torch.concat):
+        return False
+    # torch.cat(tensors, dim=0)
     along = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    return node.target in (torch.cat, torch.concat) and along in (1,)
+    return along in (1,)
 
 
 def _describe_node(

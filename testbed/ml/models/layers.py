@@ -706,7 +706,7 @@ class Residual(Layer):
         return elements
 
     def flops(self, shape: Shape) -> float:
-        """FLOPs of block and shortcut; the sum has none, since it is no matrix product."""
+        """FLOPs of block and shortcut; only matrix products count, and not the sum of the two."""
         flops = 0.0
         for layer, input_shape in self._inner_layers(shape):
             flops += layer.flops(input_shape)

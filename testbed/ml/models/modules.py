@@ -180,7 +180,7 @@ def _split_tensors(
 def _join_tensors(
     outputs: dict[int, torch.Tensor], crossing: Sequence[Made]
 ) -> torch.Tensor:
-    """Return the tensors crossing a cut as one, as `_split_tensors` reads it."""
+    """Return the tensors crossing a cut as one tensor, the inverse of `_split_tensors`."""
     if len(crossing) == 1:
         [(only, _)] = crossing
         return outputs[only]

@@ -70,6 +70,11 @@ def pick(
             raise ValueError(f"{wanted} are not all among {held}")
         # No copy: all planned divisions are of ranges.
         return tensor.narrow(axis, wanted[0] - held[0], len(wanted))
+    return tensor.index_select(axis, torch.tensor(_places_of(wanted, held)))
+
+
+def _places_of(wanted: Channels, held: Channels) -> list[int]:
+    """Return the place of each wanted channel among the held ones; raises ValueError for channels not held."""
     places = {}
     for place, channel in enumerate(held):
         places[channel] = place
@@ -78,7 +83,7 @@ def pick(
         if channel not in places:
             raise ValueError(f"{wanted} are not all among {held}")
         indices.append(places[channel])
-    return tensor.index_select(axis, torch.tensor(indices))
+    return indices
 
 
 def even_ranges(size: int, count: int) -> tuple[range, ...]:

@@ -159,7 +159,7 @@ def seeded_network(maker: Maker, seed: int) -> nn.Module:
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value is no tensor: a number or size, which depends at most on the number of samples.
+    """Return whether a value contains no tensor, and therefore depends on the number of samples at most.
 
     >>> is_plain((3, torch.float32))
     True

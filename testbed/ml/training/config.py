@@ -181,15 +181,9 @@ class TrainingConfig:
             # backward pass reaches all weights.
             return (outputs * 0.0).sum()
         criterion = self._loss_function
-        if isinstance(criterion, torch.nn.CTCLoss):
-            value = temporal_loss(criterion, outputs, labels)
-        else:
-            outputs = aligned(outputs, labels)
-            if criterion is None and labels.ndim == 1:
-                return _mean_cross_entropy(outputs, labels, whole)
-            if criterion is None:
-                criterion = torch.nn.functional.cross_entropy
-            value = criterion(outputs, labels)
+        if criterion is None and labels.ndim == 1:
+            return _mean_cross_entropy(aligned(outputs, labels), labels, whole)
+        value = _call_loss(criterion, outputs, labels)
         # A sum is no mean that would have to be weighted.
         is_sum = getattr(criterion, "reduction", "mean") == "sum"
         if weight is None or weight == whole or is_sum:
@@ -299,6 +293,21 @@ class TrainingConfig:
         if not parts:
             return None
         return Schedule(parts, self.codes, self.steps, self._make_optimizer)
+
+
+def _call_loss(
+    criterion: Any, outputs: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """Return a loss of outputs and labels, (samples, ...) both, in the layout expected by torch's losses.
+
+    ``criterion`` is None for plain cross-entropy.
+    """
+    if isinstance(criterion, torch.nn.CTCLoss):
+        return temporal_loss(criterion, outputs, labels)
+    if criterion is None:
+        criterion = torch.nn.functional.cross_entropy
+    value: torch.Tensor = criterion(aligned(outputs, labels), labels)
+    return value
 
 
 def _ignored_label(criterion: Any) -> int:

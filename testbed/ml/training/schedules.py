@@ -70,7 +70,10 @@ class Schedule:
         """The settings of all steps of the schedule so far."""
 
     def settings_at(self, step: int) -> Mapping[str, Any]:
-        """Return the settings of a step, counted from 0, such as ``lr``; the last settings stay."""
+        """Return the optimizer's settings in a training step, counted from 0, such as ``lr``.
+
+        After the last step of the workload the settings stay as they are.
+        """
         wanted = step // self._every
         if self._last is not None:
             wanted = min(wanted, self._last)
