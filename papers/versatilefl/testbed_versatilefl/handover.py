@@ -37,8 +37,8 @@ class Moved(TypedMessage, kind="moved"):
 class Handover:
     """The neurons of one device as assignments change.
 
-    A device holds the neurons that the newest received assignment gives to it. A neuron that has not arrived yet has its
-    initial weights until then, and keeps them if its previous holder has failed.
+    A device holds the neurons that the newest received assignment gives to it. A neuron that has not arrived has its
+    initial weights until it does, and keeps them if its previous holder has failed.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Handover:
     ) -> None:
         """``planned`` is the plan's assignment, from which all later ones take their layer sizes and groups.
 
-        The constructor does not apply ``planned``: a restarted device has lost its neurons, and waits for an assignment.
+        The constructor does not apply ``planned``: a restarted device has lost its neurons and awaits an assignment.
         ``on_layer_changed`` is called with the index of each layer in which neurons of this device were added, removed
         or replaced.
         """
@@ -179,8 +179,8 @@ class Handover:
             self._neurons.release(moved.layer, own)
             self._neurons.add(moved.layer, own, _select_neurons(moved, own).state)
             self._on_layer_changed(moved.layer)
-        # This device may know a newer assignment than the sender of the neurons, and passes the neurons of other devices
-        # on. The message carries the newer version: a holder that has not received this assignment keeps the neurons
+        # This device may know a newer assignment than the sender of the neurons, and forwards those of other devices.
+        # The message carries the newer version: a holder that has not received this assignment keeps the neurons
         # until it has, instead of returning them.
         self._send(assignment, replace(moved, version=assignment.version))
 
