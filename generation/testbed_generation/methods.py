@@ -1,11 +1,14 @@
-"""Methods of the workload ``generate``: ranges of layers in a row, and shards of every layer."""
+"""Methods of the workload ``generate``: ranges of layers in a row, and shards of every layer.
+
+Planning needs no torch, so this module imports the programs of devices only when they run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -42,8 +45,13 @@ from testbed_generation.ring import (
     halda,
     memory_windows,
 )
-from testbed_generation.sharding import check_rows
+from testbed_generation.sharding import Shard, check_rows
 from testbed_generation.workload import GenerateContext, GenerateProblem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from testbed_generation.messages import Assign
 
 
 class StagesOptions(Options):
@@ -78,9 +86,9 @@ class StagesDetails(GenerationDetails):
     """Predicted times of a plan with ranges of layers, in seconds."""
 
     token_time: float
-    """Of one decoded token in the middle of a text, alone."""
+    """Time of one decoded token in the middle of a text, without other requests."""
     bottleneck: float
-    """Between two tokens when many requests are in flight."""
+    """Time between two tokens when many requests are in flight."""
 
 
 class Sequential(Method[StagesOptions, StagesDetails]):
@@ -152,9 +160,9 @@ class Sequential(Method[StagesOptions, StagesDetails]):
         self, problem: GenerateProblem[StagesOptions], plan: Plan[StagesDetails]
     ) -> Iterator[PlannedMessage]:
         """Return the values of the longest prompt between stages."""
-        size = problem.model.message_bytes(
-            max(len(request.prompt) for request in problem.requests)
-        )
+        # All tokens of a prompt pass the stages together, all later ones singly or with a few drafts.
+        longest = max(len(request.prompt) for request in problem.requests)
+        size = problem.model.message_bytes(longest)
         names = [plan.coordinator, *plan.devices]
         for sender, receiver in pairwise(names):
             if sender != receiver:
@@ -164,6 +172,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
         self, device: Device, context: GenerateContext[StagesOptions, StagesDetails]
     ) -> None:
         """Hold layers; on the source, serve the requests."""
+        # Imported here, since only devices need torch.
         from testbed_generation.messages import KINDS
         from testbed_generation.programs import (
             draft_of,
@@ -183,61 +192,36 @@ class Sequential(Method[StagesOptions, StagesDetails]):
             serve_requests,
         )
         from testbed_generation.stage import Holder
-        from testbed_generation.weights import Given, assigned_weights
+        from testbed_generation.weights import Given
 
-        problem, lead = context.problem, context.plan.coordinator
+        problem, coordinator = context.problem, context.plan.coordinator
         options, model = problem.options, problem.model
         source = weights_of(context)
         async with Mailbox(device, problem.links, KINDS) as mailbox:
             holder = Holder(
                 mailbox,
-                lead,
+                coordinator,
                 model,
                 sampling_of(problem),
+                # Layers that a device takes over come with their weights, unless these are drawn from the seed.
                 lambda assign: source if not assign.weights else Given(assign.weights),
                 lambda assign: load_seconds(problem, assign.last - assign.first),
                 self.disk_of(device, problem),
             )
-            if device.name != lead:
+            if device.name != coordinator:
+                # Until the end of the run, which cancels the programs of all devices but the coordinator's.
                 await holder.serve_steps()
             # The source holds layers as well, and sends itself steps like any other stage.
             mailbox.start(holder.serve_steps())
-
-            def plan_over(there: Collection[str]) -> Layers:
-                first = first_devices(problem, options.spares)
-                names = [name for name in first if name in there]
-                spares = [name for name in options.spares if name in there]
-                # Spares take layers only where the others have no room, one after the other.
-                while True:
-                    try:
-                        return self.layers_over(problem, names)
-                    except InputError:
-                        if not spares:
-                            raise
-                        names.append(spares.pop(0))
-
-            def sent_weights(name: str, assign: Any) -> Mapping[str, Any]:
-                placed = [
-                    (assignment.start, assignment.stop)
-                    for assignment in context.plan.assignments_of(name)
-                ]
-                if (
-                    context.weights is None
-                    or name == lead
-                    or (assign.first, assign.last) in placed
-                ):
-                    return {}
-                return assigned_weights(context.weights, model.architecture, assign)
-
             row = Row(
                 mailbox,
                 [device.name for device in problem.devices],
-                plan_over,
+                partial(self._layers_over_reachable, problem),
                 lambda name: layer_capacity(problem, problem.device(name)),
                 RowOptions(
                     options.recovery, options.heartbeat, options.failure_timeout
                 ),
-                sent_weights,
+                partial(_weights_to_send, context),
             )
             await row.assign_layers()
             embedder = Embedder(mailbox, model, embedding_of(source))
@@ -250,6 +234,40 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                     device, calls, row, embedder, draft_of(device, context)
                 )
             await serve_requests(device, drive, service_of(device, context))
+
+    def _layers_over_reachable(
+        self, problem: GenerateProblem[StagesOptions], reachable: Collection[str]
+    ) -> Layers:
+        """Return the stages over the reachable devices, with as few spares as possible; raises `InputError`."""
+        options = problem.options
+        planned = first_devices(problem, options.spares)
+        names = [name for name in planned if name in reachable]
+        spares = [name for name in options.spares if name in reachable]
+        # Spares take layers only where the others have no room, one after the other.
+        while True:
+            try:
+                return self.layers_over(problem, names)
+            except InputError:
+                if not spares:
+                    raise
+                names.append(spares.pop(0))
+
+
+def _weights_to_send(
+    context: GenerateContext[StagesOptions, StagesDetails], name: str, assign: Assign
+) -> Mapping[str, Tensor]:
+    """Return the weights that the source sends to a device with an assignment; empty if the device has them."""
+    if context.weights is None or name == context.plan.coordinator:
+        return {}
+    for planned in context.plan.assignments_of(name):
+        # Weights of planned layers were placed on the device before the run.
+        if (planned.start, planned.stop) == (assign.first, assign.last):
+            return {}
+    # Imported here, since only devices need torch.
+    from testbed_generation.weights import assigned_weights
+
+    architecture = context.problem.model.architecture
+    return assigned_weights(context.weights, architecture, assign)
 
 
 class EdgeShard(Sequential):
@@ -279,7 +297,10 @@ class PetalsOptions(StagesOptions):
 
 
 class Petals(Sequential):
-    """Borzunov et al. (2023): the client keeps the inputs of each server, and replaces lost servers."""
+    """Borzunov et al. (2023): the client keeps the inputs of each server, and replaces lost servers.
+
+    The client is our source, the servers are the other stages.
+    """
 
     name = "petals"
     summary = "generation: the client keeps what it sent to each stage and replaces lost ones (Borzunov et al., 2023)"
@@ -318,7 +339,10 @@ class RingOptions(StagesOptions):
 
 
 class PipedRing(Sequential):
-    """Li et al. (2025): layers are assigned round a ring several times, and may be read from disks."""
+    """Li et al. (2025): layers are assigned round a ring several times, and may be read from disks.
+
+    `testbed_generation.ring` explains windows and rounds.
+    """
 
     name = "ring"
     summary = "generation: layers round a ring several times, disks included (prima.cpp; Li et al., 2025)"
@@ -353,6 +377,7 @@ class PipedRing(Sequential):
         if rate is None:
             return None
         spec = problem.device(device.name)
+        # The head of the ring has the output matrix, since a token returns there after the last round.
         is_head = spec is problem.devices[0]
         memory = free_memory(problem, spec, holds_output=is_head)
         return Disk(
@@ -479,7 +504,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
         """Divide the layers; raises `InputError` for too many devices or too little memory."""
         refuse_draft(problem, "use the method 'sequential'")
         options, number = problem.options, len(problem.devices)
-        # A power of two has one bit, which all lower bits replace when 1 is taken from it.
+        # A power of two has one bit set; subtracting 1 clears this bit and sets all lower ones, so nothing is common.
         if options.power_of_two and number & (number - 1):
             raise InputError(
                 f"{number} devices are no power of two: use 1, 2, 4, 8, ... devices, or leave 'power_of_two' out",
@@ -497,30 +522,37 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
                 f"{len(options.shares)} shares for {number} devices: give one for each device",
                 ("workload", "method", "shares"),
             )
-        model, architecture = problem.model, problem.model.architecture
-        source = problem.devices[0]
         assignments = []
         cache = {}
         shards = shards_of(problem, options.shares)
+        architecture = problem.model.architecture
         for device, shard in zip(problem.devices, shards, strict=True):
+            assignments.append(self._assign_shard(problem, device, shard))
+            # A device keeps the caches of its own heads only.
             share = shard.heads / architecture.kv_heads
-            layers = model.layer_memory() * architecture.layers * share
-            ends = model.end_memory(device is source, device is source)
-            part = f"heads {shard.first_head} to {shard.last_head - 1}"
-            memory = layers + model.buffer_memory() + ends
-            seconds = pass_seconds(
-                problem,
-                device,
-                partial(model.shard_layers, shard),
-                is_last=device is source,
+            cache[device.name] = (
+                share * architecture.layers * problem.model.layer_cache()
             )
-            flops = model.shard_layers(shard, 1, middle_position(problem)).of().flops
-            assignment = self._assign(problem, device, memory, part)
-            assignments.append(
-                assignment.model_copy(update={"pass_seconds": seconds, "flops": flops})
-            )
-            cache[device.name] = share * architecture.layers * model.layer_cache()
         return self._plan(problem, assignments, cache)
+
+    def _assign_shard(
+        self, problem: GenerateProblem[ShardsOptions], device: DeviceSpec, shard: Shard
+    ) -> Assignment:
+        """Return a device's heads and hidden columns of all layers as an assignment."""
+        model, architecture = problem.model, problem.model.architecture
+        # The source alone embeds tokens and multiplies with the output matrix.
+        is_source = device is problem.devices[0]
+        share = shard.heads / architecture.kv_heads
+        layers = model.layer_memory() * architecture.layers * share
+        ends = model.end_memory(is_source, is_source)
+        memory = layers + model.buffer_memory() + ends
+        part = f"heads {shard.first_head} to {shard.last_head - 1}"
+        parameters = architecture.layers * shard.parameters(architecture)
+        assignment = self._assign(problem, device, memory, part, parameters)
+        cost = partial(model.shard_layers, shard)
+        seconds = pass_seconds(problem, device, cost, is_last=is_source)
+        flops = model.shard_layers(shard, 1, middle_position(problem)).of().flops
+        return assignment.model_copy(update={"pass_seconds": seconds, "flops": flops})
 
     def _plan_gather(
         self, problem: GenerateProblem[ShardsOptions]
@@ -534,7 +566,9 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
                 "with 'dataflow: gather' all devices hold equal parts: leave 'shares' out",
                 ("workload", "method", "shares"),
             )
+        # A block of Q8_0 cannot cross two devices.
         check_rows(architecture, number, BLOCK if options.transport == "q8_0" else 1)
+        parameters = architecture.layers * architecture.layer_values // number
         weights = architecture.layers * architecture.layer_bytes(model.storage)
         caches = architecture.layers * model.layer_cache()
         assignments = []
@@ -543,7 +577,8 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
             if device is source:
                 memory += caches + model.end_memory(first=True, last=True)
             part = f"rows {place} of {number}"
-            assignments.append(self._assign(problem, device, memory, part))
+            assignment = self._assign(problem, device, memory, part, parameters)
+            assignments.append(assignment)
         return self._plan(problem, assignments, {source.name: caches})
 
     def _assign(
@@ -552,11 +587,17 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
         device: DeviceSpec,
         memory: float,
         part: str,
+        parameters: int,
     ) -> Assignment:
         check_memory(device, memory)
-        layers = problem.model.architecture.layers
         return Assignment(
-            device=device.name, start=0, stop=layers, memory=memory, part=part
+            device=device.name,
+            # Every device has a part of every layer.
+            start=0,
+            stop=problem.model.architecture.layers,
+            memory=memory,
+            part=part,
+            parameters=parameters,
         )
 
     def _plan(
@@ -576,7 +617,54 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
         self, device: Device, context: GenerateContext[ShardsOptions, GenerationDetails]
     ) -> None:
         """Hold a shard; on the source, serve the requests."""
+        if context.problem.options.dataflow == "gather":
+            await self._gather_rows(device, context)
+        else:
+            await self._reduce_shards(device, context)
+
+    async def _gather_rows(
+        self, device: Device, context: GenerateContext[ShardsOptions, GenerationDetails]
+    ) -> None:
+        # Imported here, since only devices need torch.
         from testbed_generation import gather
+        from testbed_generation.programs import (
+            embedding_of,
+            sampling_of,
+            service_of,
+            weights_of,
+        )
+        from testbed_generation.source import Embedder, serve_requests
+        from testbed_generation.tensor_parallel import TensorParallelSource
+        from testbed_generation.transport import Transport
+
+        problem = context.problem
+        names = [each.name for each in problem.devices]
+        source = weights_of(context)
+        async with Mailbox(device, problem.links, gather.KINDS) as mailbox:
+            transport = Transport(problem.options.transport)
+            place = names.index(device.name)
+            rows = gather.Rows(problem.model, place, len(names), transport, source)
+            if device.name != context.plan.coordinator:
+                # Until the end of the run, which the coordinator's program ends.
+                await gather.serve_rows(mailbox, context.plan.coordinator, rows)
+            own = gather.GatherSource(mailbox, names[1:], rows, source)
+            embedder = Embedder(mailbox, problem.model, embedding_of(source))
+            drive = TensorParallelSource(
+                mailbox,
+                problem.model,
+                # No device but the source is sent a whole forward: workers get the inputs of each product.
+                names[:1],
+                own,
+                embedder,
+                sampling_of(problem),
+                source,
+            )
+            await serve_requests(device, drive, service_of(device, context))
+
+    async def _reduce_shards(
+        self, device: Device, context: GenerateContext[ShardsOptions, GenerationDetails]
+    ) -> None:
+        # Imported here, since only devices need torch.
         from testbed_generation.collectives import make_all_reduce
         from testbed_generation.programs import (
             embedding_of,
@@ -592,40 +680,16 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
         )
         from testbed_generation.transport import Transport
 
-        problem = context.problem
+        problem, options = context.problem, context.problem.options
         names = [each.name for each in problem.devices]
         source = weights_of(context)
-        if problem.options.dataflow == "gather":
-            async with Mailbox(device, problem.links, gather.KINDS) as mailbox:
-                transport = Transport(problem.options.transport)
-                rows = gather.Rows(
-                    problem.model,
-                    names.index(device.name),
-                    len(names),
-                    transport,
-                    source,
-                )
-                if device.name != context.plan.coordinator:
-                    await gather.serve_rows(mailbox, context.plan.coordinator, rows)
-                own = gather.GatherSource(mailbox, names[1:], rows, source)
-                embedder = Embedder(mailbox, problem.model, embedding_of(source))
-                drive = TensorParallelSource(
-                    mailbox,
-                    problem.model,
-                    names[:1],
-                    own,
-                    embedder,
-                    sampling_of(problem),
-                    source,
-                )
-                await serve_requests(device, drive, service_of(device, context))
-            return
         async with Mailbox(device, problem.links, KINDS) as mailbox:
-            transport = Transport(problem.options.transport)
-            reduce = make_all_reduce(problem.options.reduce, mailbox, names, transport)
-            shard = shards_of(problem, problem.options.shares)[names.index(device.name)]
+            transport = Transport(options.transport)
+            reduce = make_all_reduce(options.reduce, mailbox, names, transport)
+            shard = shards_of(problem, options.shares)[names.index(device.name)]
             holder = ShardHolder(mailbox, problem.model, shard, source, reduce)
             if device.name != context.plan.coordinator:
+                # Until the end of the run, which the coordinator's program ends.
                 await holder.serve_forwards()
             embedder = Embedder(mailbox, problem.model, embedding_of(source))
             drive = TensorParallelSource(

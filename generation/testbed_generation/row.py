@@ -139,9 +139,14 @@ class Row:
         """Wait until all stages hold their layers."""
         await self._whole.wait()
 
+    @property
+    def first_layers(self) -> tuple[int, ...]:
+        """The first layers of the present stages: the cuts at which the layers are divided."""
+        return tuple(stage.first for stage in self.stages)
+
     def stage_at(self, first: int) -> Stage:
-        """Return the stage whose first layer is ``first``."""
-        return next(stage for stage in self.stages if stage.first == first)
+        """Return the stage whose first layer is ``first``. Raises ValueError if no present stage begins there."""
+        return self.stages[self.first_layers.index(first)]
 
     def release_request(self, request: int) -> None:
         """Let all stages forget the caches of a request."""

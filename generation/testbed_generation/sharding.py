@@ -21,9 +21,10 @@ class Shard:
     last_column: int
 
     def rows(self, name: str, architecture: Architecture) -> tuple[int, slice]:
-        """Return along which axis of a weight the shard is cut, and where; axis -1 is a whole vector.
+        """Return the axis along which a weight is cut, and the shard's indices on this axis.
 
-        ``name`` is the short name of a weight, such as ``self_attn.q_proj``.
+        Axis -1 means that every shard has the whole weight: a vector. ``name`` is the short name of a weight, such as
+        ``self_attn.q_proj``.
 
         >>> from testbed_generation.architecture import preset
         >>> Shard(0, 2, 0, 1000).rows("self_attn.k_proj", preset("llama-3-8b"))
@@ -48,14 +49,28 @@ class Shard:
         }
         return cuts.get(name, (-1, slice(None)))
 
+    def parameters(self, architecture: Architecture) -> int:
+        """Return the number of values in the shard's matrices of one layer.
+
+        >>> from testbed_generation.architecture import preset
+        >>> llama = preset("llama-3-8b")
+        >>> Shard(0, 4, 0, 7168).parameters(llama) / llama.layer_values
+        0.5
+        """
+        attention = architecture.attention_values * self.heads // architecture.kv_heads
+        experts = max(1, architecture.experts) * architecture.expert_values
+        columns = experts * self.columns // architecture.hidden
+        # Every shard scores the experts of a token itself, so the router is not cut.
+        return attention + columns + architecture.router_values
+
     @property
     def heads(self) -> int:
-        """Key-value heads of the shard."""
+        """Number of key-value heads of the shard."""
         return self.last_head - self.first_head
 
     @property
     def columns(self) -> int:
-        """Hidden columns of the shard."""
+        """Number of hidden columns of the shard."""
         return self.last_column - self.first_column
 
 
@@ -84,6 +99,8 @@ def divide_layer(
 def apportion(total: int, shares: Sequence[float], what: str) -> tuple[int, ...]:
     """Divide a total into whole numbers of at least one each, as nearly in proportion to shares as possible.
 
+    ``what`` names the divided things in the `InputError` that is raised for more shares than things.
+
     Example:
         >>> apportion(8, (1.0, 1.0, 2.0), "heads")
         (2, 2, 4)
@@ -94,22 +111,25 @@ def apportion(total: int, shares: Sequence[float], what: str) -> tuple[int, ...]
         )
     exact = [max(1.0, total * share / sum(shares)) for share in shares]
     parts = [int(part) for part in exact]
+
+    def deficit(index: int) -> float:
+        return exact[index] - parts[index]
+
+    # Rounding down leaves some; `max` gives equal deficits to the first device, so the result is always the same.
     while sum(parts) < total:
-        furthest = max(range(len(parts)), key=lambda index: exact[index] - parts[index])
-        parts[furthest] += 1
+        parts[max(range(len(parts)), key=deficit)] += 1
+    # Parts that were raised to 1 may add up to more than the total: the others then give some back.
     while sum(parts) > total:
-        largest = max(
-            range(len(parts)),
-            key=lambda index: (
-                parts[index] - exact[index] if parts[index] > 1 else -total
-            ),
-        )
-        parts[largest] -= 1
+        reducible = [index for index, part in enumerate(parts) if part > 1]
+        parts[min(reducible, key=deficit)] -= 1
     return tuple(parts)
 
 
 def check_rows(architecture: Architecture, devices: int, block: int) -> None:
-    """Raise `InputError` where the rows of a matrix do not divide over devices in blocks of so many."""
+    """Raise `InputError` where the rows of a matrix do not divide over devices in blocks of ``block`` rows.
+
+    ``block`` is the number of values that are packed together for transport; 1 if each travels by itself.
+    """
     matrices = {
         "query": architecture.query_values,
         "key": architecture.kv_values,

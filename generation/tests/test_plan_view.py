@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from testbed_controller.api import load, simulate
 from testbed_controller.cli.main import testbed as command_line
+from testbed_generation.architecture import preset
 
 SCENARIO = """
 name: planned
@@ -84,3 +86,22 @@ def test_table_has_columns_for_prefill_and_token(tmp_path: Path) -> None:
         each["pass_times"]["token"] for each in json.loads(shards)[0]["assignments"]
     ]
     assert all(seconds > 0 for seconds in times)
+
+
+@pytest.mark.parametrize("dataflow", ["all-reduce", "gather"])
+def test_parameters_of_all_shards_are_those_of_the_layers(
+    dataflow: str, tmp_path: Path
+) -> None:
+    path = write_scenario(tmp_path, f"{{name: tensor-parallel, dataflow: {dataflow}}}")
+    # 192 hidden columns and 64 rows divide over two devices, four key-value heads over any number up to four.
+    text = path.read_text().replace("count: 3", "count: 2")
+    path.write_text(
+        text.replace(
+            "{preset: tinystories-260k}", "{preset: tinystories-260k, hidden: 192}"
+        )
+    )
+    [view] = json.loads(view_plan(path, "--json"))
+    parameters = [each["parameters"] for each in view["assignments"]]
+    architecture = replace(preset("tinystories-260k"), hidden=192)
+    assert sum(parameters) == architecture.layers * architecture.layer_values
+    assert all(number > 0 for number in parameters)

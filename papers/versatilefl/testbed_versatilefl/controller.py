@@ -114,8 +114,8 @@ class ArrangementController:
     async def wait_for_group(self, until: float) -> int | None:
         """Return the own group as soon as the device has one.
 
-        Return None if the device has left and all its neurons have arrived elsewhere, or if the last slot is over. A
-        device that lost its neurons because its casts did not arrive repeats `Join` by cast, once a window: the cast
+        Return None if the device has left and all its neurons have arrived elsewhere, or at the instant ``until``, in
+        seconds, the end of the last slot. A device that lost its neurons because its casts did not arrive repeats `Join` by cast, once a window: the cast
         arrives when the device can be heard again.
         """
         device = self._device
@@ -125,7 +125,7 @@ class ArrangementController:
         next_cast = device.now() + self._seconds
         while self._group is None:
             if device.leaving:
-                await self._handover.wait_until_delivered()
+                await self._handover.wait_until_delivered(until)
                 return None
             if device.now() >= until:
                 return None

@@ -156,9 +156,14 @@ class Handover:
         if released or added:
             self._on_layer_changed(layer)
 
-    async def wait_until_delivered(self) -> None:
-        """Wait until all neurons that left this device have arrived."""
-        await asyncio.gather(*self._sends)
+    async def wait_until_delivered(self, until: float) -> None:
+        """Wait until all neurons that left this device have arrived, at most until an instant, in seconds.
+
+        A message to a dead device is never acknowledged.
+        """
+        if self._sends:
+            timeout = max(0.0, until - self._device.now())
+            await asyncio.wait(self._sends, timeout=timeout)
 
     def _send(self, assignment: NeuronAssignment, moved: Moved) -> None:
         """Send neurons to the other devices that hold them under an assignment."""

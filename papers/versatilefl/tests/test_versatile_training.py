@@ -273,6 +273,30 @@ def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share
     assert losses[-1] == pytest.approx(still[-1], rel=0.05)
 
 
+def test_a_leaving_device_stops_waiting_for_a_dead_receiver_at_the_end_of_the_run():
+    # With gathered results and final weights the coordinator's program continues after the last slot.
+    method = {"allocation": "horizontal", "test_results": "gathered"}
+    planned = plan_scenario(six_devices(method))
+    coordinator = planned.coordinator
+    leaving, dying = [name for name in planned.details.devices if name != coordinator][
+        :2
+    ]
+    step = 11 * planned.details.timeslot
+    faults = [
+        # Both in one slot: the others do not know yet that the receiver is dead.
+        {"kill": dying, "at": f"{20.01 * step}s"},
+        {"retire": leaving, "at": f"{20.01 * step}s"},
+    ]
+    outcome = run(six_devices(method, faults=faults))
+    assert outcome.error is None
+    states = [
+        event.fields["state"]
+        for event in outcome.events
+        if event.event == "state" and event.device == leaving
+    ]
+    assert states == ["up", "started", "finished"]
+
+
 @pytest.mark.parametrize("scored", ["cast", "gathered"])
 def test_a_killed_device_that_restarts_joins_again(scored):
     method = {"allocation": "hybrid", "test_results": scored}

@@ -1,0 +1,71 @@
+"""Requests that lose stages or fail: the text continues, or the error of the request reaches the user as it is."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import testbed
+from testbed.common.errors import TestbedError
+from testbed.simulation.world import ProgramError
+from testbed_generation.requests import Request
+from testbed_generation.source import Progress, Service, serve_requests
+from tests.helpers.worlds import world
+
+
+def tokens_of(result: testbed.Result) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    for event in result.run.outcome.events:
+        if event.event == "token":
+            tokens.setdefault(event.fields["request"], []).append(event.fields["token"])
+    return tokens
+
+
+@pytest.mark.parametrize("spares", [[], ["pi4"]])
+def test_petals_continues_after_all_layers_were_assigned_anew(
+    spares: list[str], tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {
+        "workload.prompts": ["Once upon a time", "The sea"],
+        "workload.tokens": 12,
+        "workload.concurrency": 2,
+        "workload.sampling": {"temperature": 1},
+        "workload.method": {
+            "name": "petals",
+            "partition": "even",
+            "recovery": "restart",
+            "spares": spares,
+        },
+        "faults": [
+            {"kill": "pi3", "when": {"device": "pi1", "event": "token", "micro": 5}}
+        ],
+        "expect": {},
+    }
+    lost = testbed.simulate(testbed.load("generation/kill", changes), tmp_path / "lost")
+    assert lost.run.outcome.status == "finished"
+    whole = testbed.load("generation/kill", {**changes, "faults": []})
+    assert tokens_of(lost) == tokens_of(testbed.simulate(whole, tmp_path / "whole"))
+
+
+def test_error_of_a_request_is_not_wrapped_in_a_group() -> None:
+    class FailingDrive:
+        async def next_tokens(self, progress: Progress) -> list[int]:
+            await asyncio.sleep(0)
+            raise TestbedError(f"no stage for request {progress.request.number}")
+
+        def forget_request(self, number: int) -> None:
+            pass
+
+    requests = [Request(number, (1, 2), 0.0, 3) for number in range(2)]
+
+    async def program(device: Any) -> None:
+        await serve_requests(device, FailingDrive(), Service(requests, concurrency=2))
+
+    with pytest.raises(ProgramError, match="the program of a failed") as raised:
+        world({"a": program}).run()
+    cause = raised.value.__cause__
+    assert isinstance(cause, TestbedError)
+    assert str(cause) == "no stage for request 0"
