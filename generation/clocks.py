@@ -24,11 +24,13 @@ import testbed
 SCENARIO = Path(__file__).with_name("scenarios") / "clocks.yaml"
 
 UNCOMPARED = ("ping", "pong", "release")
-"""Kinds of messages that depend on the duration of a run, or may be in transit at its end."""
+"""Kinds of messages whose number depends on the duration of a run, or that may be in transit at its end."""
 
 SLACK = 64
-"""Bytes by which a message may differ: the simulator assumes the usual number of digits of sequence numbers, and
-safetensors begin at a multiple of 64 bytes."""
+"""Bytes by which a message may differ on both clocks.
+
+The simulator assumes the usual number of digits of sequence numbers, and safetensors begin at a multiple of 64 bytes.
+"""
 
 Route = tuple[str, str, str]
 """Sender, receiver and kind of a message."""
@@ -44,14 +46,16 @@ def points() -> dict[str, Mapping[str, Any]]:
 
 def run_point(changes: Mapping[str, Any], runtime: str, out: Path) -> testbed.Result:
     """Run one point of the scenario; ``runtime`` is ``simulate`` or ``emulate``."""
+    # Without `points` the scenario has one run: the changes are those of the point.
     scenario = testbed.load(SCENARIO, {**changes, "points": []})
     if runtime == "simulate":
         return testbed.simulate(scenario, out)
+    # Links outside their tolerance make the verdict "not trusted"; tokens and bytes are comparable anyway.
     return testbed.emulate(scenario, out, accept_links=True)
 
 
 def tokens_of(result: testbed.Result) -> dict[int, list[int]]:
-    """Return the tokens of each request."""
+    """Return the tokens of each request by its number."""
     tokens: dict[int, list[int]] = defaultdict(list)
     for event in result.run.outcome.events:
         if event.event == "token":
@@ -72,7 +76,7 @@ def messages_of(result: testbed.Result) -> dict[Route, list[int]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One method on both clocks."""
+    """The results of one point of the scenario on both clocks."""
 
     label: str
     simulated: testbed.Result
@@ -89,7 +93,7 @@ class Comparison:
         return bool(self.simulated.run.experiment.faults)
 
     def different_messages(self) -> Iterator[str]:
-        """Yield the differences between the messages on both clocks."""
+        """Yield each difference in the number or the sizes of messages between both clocks."""
         simulated = messages_of(self.simulated)
         containers = messages_of(self.containers)
         for route in sorted(simulated.keys() | containers.keys()):
@@ -109,7 +113,9 @@ class Comparison:
             return f"| {self.label} | failed: {error.strip().splitlines()[-1]} |"
         simulated = self.simulated.run.metrics
         containers = self.containers.run.metrics
-        received = sum(sum(sizes) for sizes in messages_of(self.containers).values())
+        received = 0
+        for sizes in messages_of(self.containers).values():
+            received += sum(sizes)
         cells = (
             self.label,
             "yes" if self.has_same_tokens else "no",

@@ -2,9 +2,10 @@
 
     python generation/overhead.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-Links have no limits and devices are not paced, so what is lost is lost to messages and processes. A stage computes on
-one thread, and with one request in flight only one stage computes at a time: the first ratio is to torch on one
-thread. With four requests in flight all processors of the host are used. docs/generation.md says where the file is.
+Links have no limits and devices are not paced, so only messages and processes can make containers slower than torch. A
+stage computes on one thread, and with one request in flight only one stage computes at a time: the first ratio is to
+torch on one thread. With four requests in flight all processors of the host are used. docs/generation.md says where the
+file is.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DEVICES = 4
 
 
 def torch_rate(file: Path, tokens: int, threads: int) -> float:
-    """Return the tokens a second after the first one of a plain loop in this process."""
+    """Return the tokens a second of a plain loop in this process, without the first token."""
     torch.set_num_threads(threads)
     source = open_weights(file)
     assert isinstance(source, Gguf)
@@ -53,13 +54,15 @@ def torch_rate(file: Path, tokens: int, threads: int) -> float:
             for layer, cache in zip(layers, caches, strict=True):
                 values = layer.forward(values, cache)
             logits = score(values[-1:], norm, output, architecture.epsilon)
+            # The caches have the earlier tokens, so only the newest one is computed next.
             following = [int(logits[0].argmax())]
             times.append(time.perf_counter())
+    # The first token also waited for the prompt.
     return (tokens - 1) / (times[-1] - times[0])
 
 
 def testbed_rates(file: Path, tokens: int, requests: int) -> tuple[float, float]:
-    """Return the tokens a second of a request, median after its first token, and of all requests together."""
+    """Return the tokens a second of one request without its first token, median, and of all requests together."""
     scenario = testbed.build(
         name="overhead",
         workload={
@@ -70,7 +73,7 @@ def testbed_rates(file: Path, tokens: int, requests: int) -> tuple[float, float]
             "concurrency": requests,
             "method": {"name": "sequential", "partition": "even"},
         },
-        # A slowdown of 1 lets computations take what they take; the speed is used by plans alone.
+        # With a slowdown of 1, computations take as long as the host needs; the speed is used by plans alone.
         devices={
             "device": {
                 "count": DEVICES,
@@ -86,7 +89,7 @@ def testbed_rates(file: Path, tokens: int, requests: int) -> tuple[float, float]
 
 
 def main() -> None:
-    """Print rates and ratios."""
+    """Measure both sides, and print rates and ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, help="weights in the GGUF format")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each text")
@@ -97,6 +100,7 @@ def main() -> None:
     print(f"torch, one thread: {alone:.1f} tokens/s")
     parallel = torch_rate(file, tokens, threads)
     print(f"torch, {threads} threads: {parallel:.1f} tokens/s")
+    # With one request only one container computes at a time, so it is compared with one thread.
     single, _ = testbed_rates(file, tokens, 1)
     print(f"{DEVICES} containers, one request: {single:.1f} tokens/s")
     _, total = testbed_rates(file, tokens, DEVICES)

@@ -30,10 +30,11 @@ STYLE = {
 }
 DASHES = {"layers": "-", "tensors": "--"}
 Point = dict[str, str]
+"""One run of a sweep: swept keys and metrics by name, all as text."""
 
 
 def read_points(results: Path) -> list[Point]:
-    """Return the points of a sweep, each with its swept values and metrics by name."""
+    """Return the points of a sweep from the ``summary.csv`` of its results."""
     with (results / "summary.csv").open() as file:
         return list(csv.DictReader(file))
 
@@ -73,13 +74,12 @@ def draw_loss(axes: Axes, points: list[Point]) -> None:
             delays = []
             seconds = []
             for point in points:
-                if (point["workload.method"], point["devices.pi.count"]) == (
-                    method,
-                    count,
-                ):
-                    delays.append(milliseconds(point["network.link.delay"]))
-                    # The mean over the text: a median hides the few tokens that wait for a lost packet.
-                    seconds.append(1 / float(point["request_token_rate"]))
+                line = (point["workload.method"], point["devices.pi.count"])
+                if line != (method, count):
+                    continue
+                delays.append(milliseconds(point["network.link.delay"]))
+                # The mean over the text: a median hides the few tokens that wait for a lost packet.
+                seconds.append(1 / float(point["request_token_rate"]))
             style = {"color": f"C{place}", "linestyle": DASHES[method], "marker": "o"}
             label = f"{method}, {count} boards"
             if count == "1":
@@ -123,6 +123,7 @@ def main(delay: Path, recovery: Path, folder: Path = FOLDER) -> None:
         }
         for name, figure in figures.items():
             file = folder / f"{name}.svg"
+            # Without a date, equal results give equal files.
             figure.savefig(file, metadata={"Date": None})
             print(file)
 

@@ -31,8 +31,9 @@ class Architecture:
     kv_heads: int
     """Key and value heads, which groups of query heads share."""
     hidden: int
-    """Values between the two products of a feed-forward network (``intermediate_size``), of each expert."""
+    """Values between the products of a feed-forward network (``intermediate_size``), or of each expert."""
     vocabulary: int
+    """Number of different tokens."""
     context: int
     """Tokens of the longest sequence, prompt included."""
     rope_base: float = 10_000.0
@@ -43,12 +44,14 @@ class Architecture:
     head_width: int = 0
     """Values of a head; 0: width / heads."""
     experts: int = 0
-    """Feed-forward networks of a layer, of which a router chooses ``active_experts`` for a token; 0: there is one."""
+    """Number of feed-forward networks of a layer, of which a router chooses some for each token; 0: a single network
+    without a router."""
     active_experts: int = 0
+    """Number of experts that a router chooses for a token."""
 
     @property
     def values_per_head(self) -> int:
-        """Values of a query, key or value of one head."""
+        """Number of values of a query, key or value of one head."""
         return self.head_width or self.width // self.heads
 
     @property
@@ -79,20 +82,14 @@ class Architecture:
     @property
     def layer_values(self) -> int:
         """Values of all matrices of a layer; the two normalisations have 2 * width more."""
-        return (
-            self.attention_values
-            + max(1, self.experts) * self.expert_values
-            + self.router_values
-        )
+        experts = max(1, self.experts) * self.expert_values
+        return self.attention_values + experts + self.router_values
 
     @property
     def read_values(self) -> int:
         """Values of a layer's matrices read for one decoded token: of a mixture only the chosen experts."""
-        return (
-            self.attention_values
-            + max(1, self.active_experts) * self.expert_values
-            + self.router_values
-        )
+        experts = max(1, self.active_experts) * self.expert_values
+        return self.attention_values + experts + self.router_values
 
     @property
     def embedding_values(self) -> int:
@@ -103,10 +100,10 @@ class Architecture:
     def parameters(self) -> int:
         """All values of the network; a tied output matrix counts once."""
         matrices = 1 if self.tied else 2
+        # Two normalisations in each layer, and one before the output matrix.
         norms = (2 * self.layers + 1) * self.width
-        return (
-            matrices * self.embedding_values + self.layers * self.layer_values + norms
-        )
+        layers = self.layers * self.layer_values
+        return matrices * self.embedding_values + layers + norms
 
     def layer_bytes(self, storage: Format) -> int:
         """Return the bytes of a layer's weights as stored.
@@ -114,15 +111,14 @@ class Architecture:
         >>> preset("llama-2-7b").layer_bytes("q4_0")
         113868800
         """
-        return stored_bytes(self.layer_values, storage) + stored_bytes(
-            2 * self.width, "f32"
-        )
+        # Vectors stay in float32 in every format.
+        norms = stored_bytes(2 * self.width, "f32")
+        return stored_bytes(self.layer_values, storage) + norms
 
     def read_bytes(self, storage: Format) -> int:
         """Return the bytes of a layer's weights read for one decoded token."""
-        return stored_bytes(self.read_values, storage) + stored_bytes(
-            2 * self.width, "f32"
-        )
+        norms = stored_bytes(2 * self.width, "f32")
+        return stored_bytes(self.read_values, storage) + norms
 
     def embedding_bytes(self, storage: Format) -> int:
         """Return the bytes of the token embedding as stored."""
@@ -130,9 +126,8 @@ class Architecture:
 
     def output_bytes(self, storage: Format) -> int:
         """Return the bytes of the last normalisation and the output matrix as stored."""
-        return stored_bytes(self.embedding_values, storage) + stored_bytes(
-            self.width, "f32"
-        )
+        norm = stored_bytes(self.width, "f32")
+        return stored_bytes(self.embedding_values, storage) + norm
 
     def cache_bytes(self, value_bytes: int = CACHE_BYTES) -> int:
         """Return the bytes of the key and the value of one token in the KV cache of one layer.
@@ -143,16 +138,17 @@ class Architecture:
         return 2 * self.kv_values * value_bytes
 
     def layer_flops(self, tokens: int, past: int = 0) -> float:
-        """Return the FLOPs of one layer for so many tokens of a sequence after ``past`` tokens in the cache.
+        """Return the FLOPs of one layer for ``tokens`` tokens of a sequence after ``past`` tokens in the cache.
 
         A multiplication and an addition are two FLOPs. Each token is multiplied with the matrices that it reads, and
         attends to itself and to all tokens before it: a product with each key and a weighted sum of each value.
         """
+        # Pairs of a new token and a token that it attends to.
         pairs = tokens * past + tokens * (tokens + 1) / 2
         return 2.0 * tokens * self.read_values + 4.0 * self.query_values * pairs
 
     def output_flops(self, tokens: int) -> float:
-        """Return the FLOPs of the output matrix for so many tokens."""
+        """Return the FLOPs of the output matrix for ``tokens`` tokens."""
         return 2.0 * tokens * self.embedding_values
 
 

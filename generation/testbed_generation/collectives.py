@@ -51,7 +51,7 @@ class AllReduce(Protocol):
 
 
 class Star:
-    """All values to the first device, and the sum back."""
+    """All-reduce over the first device: it receives all values, and sends the sum back."""
 
     def __init__(self, mailbox: Mailbox, names: Sequence[str]) -> None:
         """``names`` are all devices, in the same order on each."""
@@ -67,7 +67,9 @@ class Star:
             self._mailbox.post(
                 self._centre, Part(operation, 0, values, padding=padding)
             )
-            return (await self._mailbox.take(Part, (self._centre, operation, 1))).values
+            # Step 0 leads to the centre, step 1 back.
+            total = await self._mailbox.take(Part, (self._centre, operation, 1))
+            return total.values
         # In the order of the devices, not of arrival: the sum of floats depends on the order, and texts must not.
         for name in self._others:
             part = await self._mailbox.take(Part, (name, operation, 0))
@@ -93,13 +95,15 @@ class Ring:
         """Return the sum of all devices' values."""
         number = len(self._names)
         following = self._names[(self._place + 1) % number]
+        # The first device has index -1 here: the last one, which closes the ring.
         before = self._names[self._place - 1]
         chunks = None if values is None else list(values.flatten().chunk(number))
         if chunks is not None:
             # Fewer values than devices: empty chunks travel as well, so that all devices take the same steps.
             chunks += [chunks[0][:0]] * (number - len(chunks))
         for step in range(2 * (number - 1)):
-            # In the first half each device adds its part to what comes; in the second it passes the sums on.
+            # In the first half each device adds its own chunk to the received one; in the second it forwards the sums.
+            is_adding = step < number - 1
             sent = (self._place - step) % number
             taken = (sent - 1) % number
             outgoing = None if chunks is None else chunks[sent]
@@ -111,9 +115,10 @@ class Ring:
             part = await self._mailbox.take(Part, (before, operation, step))
             if chunks is None or part.values is None:
                 continue
-            chunks[taken] = (
-                chunks[taken] + part.values if step < number - 1 else part.values
-            )
+            if is_adding:
+                chunks[taken] = chunks[taken] + part.values
+            else:
+                chunks[taken] = part.values
         if chunks is None or values is None:
             return None
         return torch.cat(chunks).view(values.shape)
@@ -147,6 +152,7 @@ class Exchange:
             if values is not None:
                 shape = tuple(values.shape)
                 parts[name] = self._transport.unpack(received.tensors, shape)
+        # In the order of the devices, not of arrival, as in `Star`.
         total: Tensor | None = None
         for name in self._names:
             part_values = parts.get(name)

@@ -36,11 +36,12 @@ class CostModel:
         return VALUE_BYTES if self.storage == "f32" else CACHE_BYTES
 
     def layers_cost(self, count: float, tokens: int, past: int) -> Cost:
-        """Return the cost of so many layers for tokens of one sequence, after ``past`` tokens in the cache.
+        """Return the cost of ``count`` layers for tokens of one sequence, after ``past`` tokens in the cache.
 
         Weights are read once for all tokens together; each token reads the cache of those before it.
         """
         architecture = self.architecture
+        # The values of each token are read before a layer and written after it.
         activations = 2 * VALUE_BYTES * architecture.width * tokens
         cached = architecture.cache_bytes(self.cache_value_bytes) * (past + tokens)
         weights = architecture.read_bytes(self.storage)
@@ -52,32 +53,27 @@ class CostModel:
             count * flops, count * (activations + cached), count * weights, "linear"
         )
 
-    def shard_part(self, shard: Shard, tokens: int, past: int, attention: bool) -> Cost:
-        """Return the cost of a shard's heads, or of the shard's hidden columns, in one layer."""
+    def shard_part(
+        self, shard: Shard, tokens: int, past: int, *, attention: bool
+    ) -> Cost:
+        """Return the cost of a shard's heads in one layer; with ``attention`` false, of the shard's hidden columns."""
         architecture = self.architecture
+        # Every shard reads and writes the values of whole tokens.
         activations = 2 * VALUE_BYTES * architecture.width * tokens
         if attention:
             share = shard.heads / architecture.kv_heads
-            cached = (
-                architecture.cache_bytes(self.cache_value_bytes)
-                * (past + tokens)
-                * share
-            )
+            entry = architecture.cache_bytes(self.cache_value_bytes)
+            cached = entry * (past + tokens) * share
             values = architecture.attention_values * share
             # Token i of the new ones attends to past + i tokens, itself included.
             pairs = tokens * past + tokens * (tokens + 1) / 2
-            flops = (
-                2.0 * tokens * values + 4.0 * architecture.query_values * share * pairs
-            )
+            products = 2.0 * tokens * values
+            flops = products + 4.0 * architecture.query_values * share * pairs
         else:
             cached = 0.0
-            experts = max(1, architecture.active_experts)
-            values = (
-                experts
-                * architecture.expert_values
-                * shard.columns
-                / architecture.hidden
-            )
+            experts = max(1, architecture.active_experts) * architecture.expert_values
+            values = experts * shard.columns / architecture.hidden
+            # Every shard scores the experts of a token itself.
             values += architecture.router_values
             flops = 2.0 * tokens * values
         weights = stored_bytes(round(values), self.storage)
@@ -89,8 +85,8 @@ class CostModel:
         columns = self.shard_part(shard, tokens, past, attention=False)
         return (heads + columns) * self.architecture.layers
 
-    def product_cost(self, values: int, tokens: int, integers: bool) -> Cost:
-        """Return the cost of multiplying tokens with a matrix of so many values.
+    def product_cost(self, values: int, tokens: int, *, integers: bool) -> Cost:
+        """Return the cost of multiplying tokens with a matrix of ``values`` values.
 
         Products of 8-bit ``integers`` take the time of reading the matrix; only those in float32 count as FLOPs.
         """
@@ -99,6 +95,7 @@ class CostModel:
 
     def attention_cost(self, tokens: int, past: int) -> Cost:
         """Return the cost of attending with all heads of a layer, without the matrices."""
+        # A query and a key are multiplied, and a value is weighted: two products of 2 FLOPs for each pair of tokens.
         pairs = tokens * past + tokens * (tokens + 1) / 2
         cached = self.architecture.cache_bytes(self.cache_value_bytes) * (past + tokens)
         return Cost(4.0 * self.architecture.query_values * pairs, cached, 0.0, "linear")
@@ -109,16 +106,14 @@ class CostModel:
 
     def output_cost(self, tokens: int) -> Cost:
         """Return the cost of the last normalisation and the output matrix for tokens."""
-        values = (
-            VALUE_BYTES
-            * (self.architecture.width + self.architecture.vocabulary)
-            * tokens
-        )
+        # Inputs of one token are as wide as the network, its logits are one for each token of the vocabulary.
+        token_values = self.architecture.width + self.architecture.vocabulary
+        values = VALUE_BYTES * token_values * tokens
         weights = self.architecture.output_bytes(self.storage)
         return Cost(self.architecture.output_flops(tokens), values, weights, "linear")
 
     def layer_cache(self) -> int:
-        """Return the bytes of the KV caches of one layer, of all sequences at their longest."""
+        """Return the bytes of the KV caches of one layer for all sequences at full length."""
         bytes_per_token = self.architecture.cache_bytes(self.cache_value_bytes)
         return bytes_per_token * self.longest * self.sequences
 
@@ -126,7 +121,7 @@ class CostModel:
         """Return the bytes of the weights of one layer and of the caches of all sequences at full length."""
         return self.architecture.layer_bytes(self.storage) + self.layer_cache()
 
-    def end_memory(self, first: bool, last: bool) -> float:
+    def end_memory(self, *, first: bool, last: bool) -> float:
         """Return the bytes of the embedding on the first stage and of the output matrix on the last one.
 
         A tied matrix that is on one device as both counts once.
@@ -139,16 +134,14 @@ class CostModel:
 
     def whole_memory(self) -> float:
         """Return the bytes of the whole network on one device."""
-        return self.architecture.layers * self.layer_memory() + self.end_memory(
-            first=True, last=True
-        )
+        layers = self.architecture.layers * self.layer_memory()
+        return layers + self.end_memory(first=True, last=True)
 
     def buffer_memory(self) -> float:
         """Return the bytes of activations while the longest prompt passes a layer."""
-        values = (
-            max(2 * self.architecture.hidden, self.architecture.vocabulary)
-            + 4 * self.architecture.width
-        )
+        # Gate and up of a feed-forward network, or the logits, whichever are more, and four tensors between layers.
+        widest = max(2 * self.architecture.hidden, self.architecture.vocabulary)
+        values = widest + 4 * self.architecture.width
         return VALUE_BYTES * values * min(self.longest, 512)
 
     def layer_seconds(self, device: DeviceSpec, past: int) -> float:

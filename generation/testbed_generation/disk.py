@@ -21,9 +21,9 @@ class Disk:
         *,
         prefetch: bool = True,
     ) -> None:
-        """Read ``rate`` bytes a second where the layers need more than ``memory`` bytes.
+        """``rate`` is in bytes a second; ``memory`` and ``layer_bytes`` are in bytes.
 
-        Without ``prefetch``, a window is read when it is needed.
+        Layers are read if all of them need more than ``memory``; without ``prefetch``, a window is read at its use.
         """
         self._prefetch = prefetch
         self._device = device
@@ -31,14 +31,15 @@ class Disk:
         self._memory = memory
         self._layer_bytes = layer_bytes
         self._windows: dict[int, int] = {}
-        """Layers of each window by its first layer."""
+        """Number of layers of each window, by its first layer."""
         self._next: int | None = None
-        """First layer of the window that is read ahead."""
+        """First layer of the window that is being read ahead; None without such a window."""
         self._ready = 0.0
-        """Time at which it is in memory."""
+        """Time at which the window read ahead is in memory."""
 
     def hold(self, first: int, layers: int) -> None:
         """Add a window, and drop all windows with a layer in common."""
+        # After a loss, new windows replace those of the former division.
         for other, number in list(self._windows.items()):
             if other < first + layers and first < other + number:
                 del self._windows[other]
@@ -47,15 +48,16 @@ class Disk:
             self._windows[first] = layers
 
     def drop(self, first: int) -> None:
-        """Drop the window with the first layer ``first``, if it is still there."""
+        """Drop the window with the first layer ``first``, if the device still has such a window."""
         self._windows.pop(first, None)
         if self._next == first:
             self._next = None
 
     async def fetch(self, first: int) -> None:
-        """Wait until a window is in memory."""
+        """Wait until the window with the first layer ``first`` is in memory."""
         if first not in self._windows:
             return
+        # Reads are charged as sleeps: the disk works beside the processor.
         wait = self._seconds(first)
         if self._next == first:
             wait = self._ready - self._device.now()
@@ -67,6 +69,7 @@ class Disk:
         """Begin to read the following window, if memory has room for a whole window."""
         if not self._prefetch or first not in self._windows:
             return
+        # A token passes the windows in the order of their layers, and the next token begins with the first one.
         order = sorted(self._windows)
         following = order[(order.index(first) + 1) % len(order)]
         if self._windows[following] * self._layer_bytes <= self._memory:

@@ -1,6 +1,6 @@
-"""Speculative decoding (Leviathan et al., 2023): a small model at the source proposes tokens that the stages verify.
+"""Speculative decoding (Leviathan et al., 2023): a small model on the source proposes tokens that the stages verify.
 
-A proposal is accepted as far as its tokens are those that the stages choose, so the text is that without a draft.
+Proposed tokens are accepted up to the first one that the stages would not choose, so the text is that without a draft.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Source, read_lay
 
 
 @dataclass
-class _Progress:
+class _DraftProgress:
     """The draft model's state of a request."""
 
     tokens: list[int] = field(default_factory=list)
-    """Tokens in the caches."""
+    """Tokens in the caches, prompt included."""
     caches: list[Cache] = field(default_factory=list)
 
 
@@ -39,7 +39,10 @@ class Draft:
         sampling: Sampling,
         source: Source,
     ) -> None:
-        """Propose at most ``tokens`` tokens; ``sampling`` must be the stages' sampling."""
+        """``tokens`` is the maximum number of tokens proposed at once, ``sampling`` the rule of the stages.
+
+        With another rule, the same probabilities would give other tokens, which the stages reject.
+        """
         architecture = model.architecture
         self._device = device
         self._model = model
@@ -47,33 +50,33 @@ class Draft:
         self._sampling = sampling
         self._layers = []
         for layer in range(architecture.layers):
-            self._layers.append(
-                LayerShard(architecture, read_layer(source, architecture, layer))
-            )
+            weights = read_layer(source, architecture, layer)
+            self._layers.append(LayerShard(architecture, weights))
         self._embedding = source.read(EMBEDDING)
         self._norm = source.read(NORM)
         self._output = source.read(EMBEDDING if architecture.tied else OUTPUT)
-        self._requests: dict[int, _Progress] = {}
+        self._requests: dict[int, _DraftProgress] = {}
 
     async def propose_tokens(
         self, request: Request, known: Sequence[int], limit: int
     ) -> list[int]:
         """Return the draft model's choice of the tokens after the known ones, at most ``limit``."""
-        progress = self._requests.setdefault(
-            request.number, _Progress([], [Cache() for _ in self._layers])
-        )
+        empty = _DraftProgress([], [Cache() for _ in self._layers])
+        progress = self._requests.setdefault(request.number, empty)
         self._keep_common(progress, known)
-        new, proposed = list(known[len(progress.tokens) :]), list[int]()
+        # Known tokens that the draft model has not computed yet, the newest one at the least.
+        new = list(known[len(progress.tokens) :])
+        proposed: list[int] = []
         while len(proposed) < min(self._tokens, limit):
             past = len(progress.tokens)
-            cost = self._model.layers_cost(
-                len(self._layers), len(new), past
-            ) + self._model.output_cost(1)
+            layers = self._model.layers_cost(len(self._layers), len(new), past)
+            cost = layers + self._model.output_cost(1)
             span = Span("draft", batch=request.number, micro=past + len(new) - 1)
             propose = partial(self._choose_next, progress, new, request.number)
             token = await self._device.compute(propose, cost, span)
             progress.tokens += new
             proposed.append(token)
+            # Each proposed token follows the one before it.
             new = [token]
         return proposed
 
@@ -81,7 +84,7 @@ class Draft:
         """Drop the caches of a request."""
         self._requests.pop(number, None)
 
-    def _keep_common(self, progress: _Progress, known: Sequence[int]) -> None:
+    def _keep_common(self, progress: _DraftProgress, known: Sequence[int]) -> None:
         """Drop rejected tokens, and the newest known one, from the caches."""
         common = 0
         # The newest known token has not been fed to the draft model, so its caches cannot have it.
@@ -94,16 +97,15 @@ class Draft:
             cache.truncate(common)
 
     def _choose_next(
-        self, progress: _Progress, new: Sequence[int], request: int
+        self, progress: _DraftProgress, new: Sequence[int], request: int
     ) -> int:
         """Return the token after the new ones, which are appended to the caches."""
+        epsilon = self._model.architecture.epsilon
         with torch.inference_mode():
             values = embed(torch.tensor(new), self._embedding)
             for layer, cache in zip(self._layers, progress.caches, strict=True):
                 values = layer.forward(values, cache)
-            logits = score(
-                values[-1:], self._norm, self._output, self._model.architecture.epsilon
-            )[0]
-        return self._sampling.choose_token(
-            logits, request, len(progress.tokens) + len(new)
-        )
+            logits = score(values[-1:], self._norm, self._output, epsilon)[0]
+        # The position of the chosen token in the text: stages draw by the same request and position.
+        position = len(progress.tokens) + len(new)
+        return self._sampling.choose_token(logits, request, position)

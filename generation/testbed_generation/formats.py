@@ -27,7 +27,7 @@ _BLOCKS: dict[Format, tuple[int, int]] = {
 
 
 def stored_bytes(values: int, storage: Format) -> int:
-    """Return the bytes of a matrix of so many values; a partly filled last block takes a whole block.
+    """Return the bytes of a matrix of ``values`` values; a partly filled last block takes a whole block.
 
     Example:
         >>> stored_bytes(64, "q4_0")

@@ -34,11 +34,13 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Inputs(TypedMessage, kind="inputs"):
-    """From the source: multiply with your rows of a product."""
+    """From the source: inputs to multiply with the receiver's rows of a product."""
 
     forward: int
+    """Number of the forward pass."""
     layer: int
     product: str
+    """A key of `PRODUCTS`."""
     tokens: int = 1
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Values of all inputs, packed for transport; of the product ``down`` without those that the worker made itself."""
@@ -48,7 +50,7 @@ class Inputs(TypedMessage, kind="inputs"):
 class Outputs(
     TypedMessage, kind="outputs", key=("sender", "forward", "layer", "product")
 ):
-    """To the source: the rows of a product."""
+    """To the source: the sender's rows of a product."""
 
     forward: int
     layer: int
@@ -70,7 +72,10 @@ class Rows:
         transport: Transport,
         source: Source | None,
     ) -> None:
-        """Hold ``part`` of ``parts``; without a source only time passes."""
+        """Hold part number ``part``, from 0, of ``parts`` equal parts.
+
+        ``source`` has the weights; None without numerics.
+        """
         self.model = model
         self.parts = parts
         self.part = part
@@ -83,15 +88,13 @@ class Rows:
             own = {}
             for names in PRODUCTS.values():
                 for name in names:
-                    own[name] = (
-                        source.read(full_name(layer, name))
-                        .chunk(parts)[part]
-                        .contiguous()
-                    )
+                    whole = source.read(full_name(layer, name))
+                    own[name] = whole.chunk(parts)[part].contiguous()
             self._weights.append(own)
 
     def output_widths(self, product: str) -> tuple[int, ...]:
-        """Return how many values of a token each device makes in a product, by tensor."""
+        """Return the number of values of a token that each device computes in a product, for each tensor."""
+        # Gate and up are multiplied with each other on the device, so one tensor remains of two.
         if product == "hidden":
             return (self.model.architecture.hidden // self.parts,)
         return tuple(self._shapes[name][0] // self.parts for name in PRODUCTS[product])
@@ -99,7 +102,7 @@ class Rows:
     async def multiply(
         self, mailbox: Mailbox, product: str, values: Tensor | None, inputs: Inputs
     ) -> tuple[Tensor, ...] | None:
-        """Return the device's rows of a product; None without numerics."""
+        """Return the device's rows of a product, (tokens, rows) for each tensor; None without numerics."""
 
         def work() -> tuple[Tensor, ...] | None:
             if values is None:
@@ -128,7 +131,9 @@ class Rows:
 
 async def serve_rows(mailbox: Mailbox, source: str, rows: Rows) -> None:
     """Multiply the source's values with the worker's rows, until cancelled."""
-    transport, own = rows.transport, None
+    transport = rows.transport
+    own: Tensor | None = None
+    """The worker's last hidden values, (tokens, own hidden rows)."""
     while True:
         inputs = await mailbox.take(Inputs)
         values = transport.unpack(inputs.tensors, (inputs.tokens, -1))
@@ -140,18 +145,17 @@ async def serve_rows(mailbox: Mailbox, source: str, rows: Rows) -> None:
         # Rounded as on the wire: all devices multiply the values that the source has.
         if inputs.product == "hidden" and made is not None:
             own = transport.rounded(made[0])
-        tensors = {} if made is None else transport.pack(torch.cat(made, dim=1))
-        padding = (
-            transport.size(inputs.tokens * sum(rows.output_widths(inputs.product)))
-            if made is None
-            else 0
+        tensors = {}
+        padding = 0
+        if made is None:
+            width = sum(rows.output_widths(inputs.product))
+            padding = transport.size(inputs.tokens * width)
+        else:
+            tensors = transport.pack(torch.cat(made, dim=1))
+        outputs = Outputs(
+            inputs.forward, inputs.layer, inputs.product, tensors, padding=padding
         )
-        mailbox.post(
-            source,
-            Outputs(
-                inputs.forward, inputs.layer, inputs.product, tensors, padding=padding
-            ),
-        )
+        mailbox.post(source, outputs)
 
 
 class GatherSource:
@@ -164,7 +168,10 @@ class GatherSource:
         rows: Rows,
         source: Source | None,
     ) -> None:
-        """``rows`` are the source's own; the first."""
+        """``rows`` are the source's own, the first part of each matrix.
+
+        ``source`` has the weights; None without numerics.
+        """
         self._mailbox = mailbox
         self._workers = workers
         self._rows = rows
@@ -173,8 +180,8 @@ class GatherSource:
         if source is not None:
             for layer in range(rows.model.architecture.layers):
                 # Workers multiply alone: the source normalises, attends and adds.
-                names = ("input_layernorm", "post_attention_layernorm")
-                first, second = (source.read(full_name(layer, name)) for name in names)
+                first = source.read(full_name(layer, "input_layernorm"))
+                second = source.read(full_name(layer, "post_attention_layernorm"))
                 self._norms.append((first, second))
 
     def release_request(self, request: int) -> None:
@@ -182,49 +189,66 @@ class GatherSource:
         self._caches.pop(request, None)
 
     async def compute_layers(self, forward: Forward) -> Tensor | None:
-        """Return the values of tokens after all layers."""
-        architecture = self._rows.model.architecture
-        caches = self._caches.setdefault(
-            forward.request, [Cache() for _ in range(architecture.layers)]
-        )
+        """Return the values of tokens after all layers, (tokens, width); None without numerics."""
+        layers = self._rows.model.architecture.layers
+        empty = [Cache() for _ in range(layers)]
+        caches = self._caches.setdefault(forward.request, empty)
         values = forward.values
-        sent = received = 0
-        for layer in range(architecture.layers):
-            first, second = self._norms[layer] if self._norms else (None, None)
-            queries, keys, own = await self._gather_product(
-                forward, layer, "qkv", self._normalise_values(values, first)
-            )
-            attended = await self._attend_all_heads(
-                forward, queries, keys, own, caches[layer]
-            )
-            (added,) = await self._gather_product(forward, layer, "output", attended)
-            values = None if values is None or added is None else values + added
-            (hidden,) = await self._gather_product(
-                forward, layer, "hidden", self._normalise_values(values, second)
-            )
-            (added,) = await self._gather_product(forward, layer, "down", hidden)
-            values = None if values is None or added is None else values + added
-            for product in PRODUCTS:
-                sent += len(self._workers) * self._input_bytes(product, forward.tokens)
-                received += len(self._workers) * self._output_bytes(
-                    product, forward.tokens
-                )
-        self._mailbox.device.record(
-            "transfer", request=forward.request, sent=sent, received=received
-        )
+        for layer in range(layers):
+            values = await self._attention(forward, layer, values, caches[layer])
+            values = await self._feed_forward(forward, layer, values)
+        self._record_transfer(forward)
         return values
+
+    async def _attention(
+        self, forward: Forward, layer: int, values: Tensor | None, cache: Cache
+    ) -> Tensor | None:
+        """Return the values after the first half of a layer."""
+        norm, _ = self._norms[layer] if self._norms else (None, None)
+        inputs = self._normalise_values(values, norm)
+        queries, keys, own = await self._gather_product(forward, layer, "qkv", inputs)
+        attended = await self._attend_all_heads(forward, queries, keys, own, cache)
+        (added,) = await self._gather_product(forward, layer, "output", attended)
+        return None if values is None or added is None else values + added
+
+    async def _feed_forward(
+        self, forward: Forward, layer: int, values: Tensor | None
+    ) -> Tensor | None:
+        """Return the values after the second half of a layer."""
+        _, norm = self._norms[layer] if self._norms else (None, None)
+        inputs = self._normalise_values(values, norm)
+        (hidden,) = await self._gather_product(forward, layer, "hidden", inputs)
+        (added,) = await self._gather_product(forward, layer, "down", hidden)
+        return None if values is None or added is None else values + added
+
+    def _record_transfer(self, forward: Forward) -> None:
+        """Record the bytes of all values of a forward, without headers, as distributed-llama's README has them."""
+        sent = received = 0
+        for product in PRODUCTS:
+            sent += self._input_bytes(product, forward.tokens)
+            received += self._output_bytes(product, forward.tokens)
+        transfers = self._rows.model.architecture.layers * len(self._workers)
+        self._mailbox.device.record(
+            "transfer",
+            request=forward.request,
+            sent=transfers * sent,
+            received=transfers * received,
+        )
 
     def _input_bytes(self, product: str, tokens: int) -> int:
         """Return the bytes of the inputs of a product for one worker."""
-        _, columns = layer_shapes(self._rows.model.architecture)[PRODUCTS[product][0]]
+        # All matrices of a product have the same inputs.
+        first_matrix, *_ = PRODUCTS[product]
+        _, columns = layer_shapes(self._rows.model.architecture)[first_matrix]
         if product == "down":
+            # A worker has its own part of the hidden values already.
             columns -= columns // self._rows.parts
         return self._rows.transport.size(tokens * columns)
 
     def _output_bytes(self, product: str, tokens: int) -> int:
-        return self._rows.transport.size(
-            tokens * sum(self._rows.output_widths(product))
-        )
+        """Return the bytes of the outputs of a product from one worker."""
+        width = sum(self._rows.output_widths(product))
+        return self._rows.transport.size(tokens * width)
 
     def _normalise_values(
         self, values: Tensor | None, scale: Tensor | None
@@ -241,7 +265,7 @@ class GatherSource:
         own: Tensor | None,
         cache: Cache,
     ) -> Tensor | None:
-        """Return the weighted values of all heads."""
+        """Return the weighted values of all heads, (tokens, values of all heads); ``own`` are the tokens' values."""
         model = self._rows.model
 
         def work() -> Tensor | None:
@@ -250,20 +274,17 @@ class GatherSource:
             with torch.inference_mode():
                 return attend_to(model.architecture, queries, keys, own, cache)
 
-        span = Span(
-            "attention",
-            batch=forward.request,
-            micro=forward.position + forward.tokens - 1,
-        )
-        return await self._mailbox.device.compute(
-            work, model.attention_cost(forward.tokens, forward.position), span
-        )
+        last_position = forward.position + forward.tokens - 1
+        span = Span("attention", batch=forward.request, micro=last_position)
+        cost = model.attention_cost(forward.tokens, forward.position)
+        return await self._mailbox.device.compute(work, cost, span)
 
     async def _gather_product(
         self, forward: Forward, layer: int, product: str, values: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return all rows of a product, by tensor."""
+        """Return all rows of a product, (tokens, rows) for each tensor; None for each without numerics."""
         rows, transport = self._rows, self._rows.transport
+        # Rounded as on the wire, so that the source multiplies the same values as the workers.
         values = transport.rounded(values)
         for part, name in enumerate(self._workers, start=1):
             sent = values
@@ -271,9 +292,9 @@ class GatherSource:
                 # A worker has its own part of the hidden values already.
                 chunks = list(values.chunk(rows.parts, dim=1))
                 sent = torch.cat(chunks[:part] + chunks[part + 1 :], dim=1)
-            padding = (
-                self._input_bytes(product, forward.tokens) if values is None else 0
-            )
+            padding = 0
+            if values is None:
+                padding = self._input_bytes(product, forward.tokens)
             inputs = Inputs(
                 forward.number,
                 layer,
@@ -283,18 +304,15 @@ class GatherSource:
                 padding=padding,
             )
             self._mailbox.post(name, inputs)
-        own = await rows.multiply(
-            self._mailbox,
-            product,
-            values,
-            Inputs(forward.number, layer, product, forward.tokens),
-        )
+        # The source computes while the workers do.
+        task = Inputs(forward.number, layer, product, forward.tokens)
+        own = await rows.multiply(self._mailbox, product, values, task)
         widths = rows.output_widths(product)
         parts = [] if own is None else [own]
+        # In the order of the devices, not of arrival: rows are concatenated in this order.
         for name in self._workers:
-            outputs = await self._mailbox.take(
-                Outputs, (name, forward.number, layer, product)
-            )
+            key = (name, forward.number, layer, product)
+            outputs = await self._mailbox.take(Outputs, key)
             made = transport.unpack(outputs.tensors, (forward.tokens, sum(widths)))
             if made is not None:
                 parts.append(torch.split(made, list(widths), dim=1))

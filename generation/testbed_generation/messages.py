@@ -12,14 +12,15 @@ from testbed.messaging.typed_messages import TypedMessage
 
 @dataclass(frozen=True)
 class Assign(TypedMessage, kind="assign"):
-    """From the source: hold one more range of layers."""
+    """From the source: load one more range of layers."""
 
     assignment: int
-    """Number of the assignment; no two of a run have the same."""
+    """Number of the assignment; no two assignments of a run have the same number."""
     first: int
     last: int
+    """The layer after the last one."""
     final: bool
-    """Whether the output matrix belongs to it, so that it chooses tokens."""
+    """Whether the output matrix belongs to the range, so that its device chooses tokens."""
     replica: str | None = None
     """The device that receives copies of new entries of the KV caches."""
     oldest: int | None = None
@@ -34,7 +35,7 @@ class Assigned(TypedMessage, kind="assigned"):
 
     assignment: int
     held: Mapping[str, int] = field(default_factory=dict)
-    """Number of tokens that the KV caches hold already, by request: those of which the device had copies."""
+    """By request, the number of tokens in the KV caches already: those of which the device had copies."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Step(TypedMessage, kind="step"):
     assignment: int
     request: int
     attempt: int
-    """Rises when the source sends tokens of a request once more; results of lower attempts count no more."""
+    """Rises when the source sends tokens of a request once more; results of lower attempts are ignored."""
     position: int
     """Number of tokens of the request before this step, all of which are in the KV caches."""
     tokens: int
@@ -84,7 +85,7 @@ class Release(TypedMessage, kind="release"):
 
 @dataclass(frozen=True)
 class Copy(TypedMessage, kind="copy"):
-    """To a neighbour: the new entries of a stage's KV caches after a step."""
+    """To the next stage, which would replace the sender: the new entries of the sender's KV caches after a step."""
 
     first: int
     """First layer of the stage."""
@@ -104,6 +105,7 @@ class Ping(TypedMessage, kind="ping"):
     """From the source: a request for a sign of life."""
 
     question: int
+    """Number of the round of pings; the answer has the same."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Pong(TypedMessage, kind="pong"):
 
     question: int
     incarnation: float
-    """When the device's program started; it differs after a restart, when the device holds nothing."""
+    """Start of the device's program, in seconds; a later start than before shows a restart, which loses all layers."""
 
 
 @dataclass(frozen=True)

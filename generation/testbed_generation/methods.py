@@ -544,7 +544,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
         is_source = device is problem.devices[0]
         share = shard.heads / architecture.kv_heads
         layers = model.layer_memory() * architecture.layers * share
-        ends = model.end_memory(is_source, is_source)
+        ends = model.end_memory(first=is_source, last=is_source)
         memory = layers + model.buffer_memory() + ends
         part = f"heads {shard.first_head} to {shard.last_head - 1}"
         parameters = architecture.layers * shard.parameters(architecture)

@@ -37,7 +37,7 @@ class GenerationDetails(PlanDetails):
 
 @dataclass
 class RequestTimes:
-    """Time of a request's arrival, and of each token.
+    """The times of a request's arrival and of each of its tokens, in seconds.
 
     >>> RequestTimes(request=0, arrival=1.0, prompt=4, tokens=[1.5, 1.75, 2.0]).token_gaps
     [0.25, 0.25]
@@ -46,18 +46,20 @@ class RequestTimes:
     request: int
     arrival: float
     prompt: int
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     tokens: list[float] = field(default_factory=list)
+    """Time of each generated token."""
     end: float | None = None
+    """Time at which the text was complete; None for a request that did not end."""
 
     @property
     def first_seconds(self) -> float | None:
-        """Seconds until the first token."""
+        """Seconds from the arrival until the first token (TTFT)."""
         return self.tokens[0] - self.arrival if self.tokens else None
 
     @property
     def token_gaps(self) -> list[float]:
-        """Seconds between tokens."""
+        """Seconds between successive tokens."""
         return [later - earlier for earlier, later in pairwise(self.tokens)]
 
 
@@ -78,11 +80,13 @@ def request_times(record: RunView) -> list[RequestTimes]:
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:
-    """Return the smallest value not exceeded by at least this share of the values."""
+    """Return the value below which ``share`` of the values lie; None without values."""
     if not values:
         return None
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    # A share of 1 would be one place beyond the last value.
+    place = min(len(ordered) - 1, int(share * len(ordered)))
+    return ordered[place]
 
 
 def _median_ttft(record: RunView) -> float | None:
@@ -111,6 +115,7 @@ def _count_tokens(record: RunView) -> int:
 
 
 def _total_rate(record: RunView) -> float | None:
+    """Return the tokens a second from the first arrival until the last token."""
     times = [each for each in request_times(record) if each.tokens]
     if not times:
         return None
@@ -120,10 +125,15 @@ def _total_rate(record: RunView) -> float | None:
 
 
 def _median_request_rate(record: RunView) -> float | None:
+    """Return the tokens a second after the first token, so that the time of the prompt does not count."""
     rates = []
     for each in request_times(record):
-        if len(each.tokens) > 1 and each.tokens[-1] > each.tokens[0]:
-            rates.append((len(each.tokens) - 1) / (each.tokens[-1] - each.tokens[0]))
+        if len(each.tokens) < 2:
+            continue
+        seconds = each.tokens[-1] - each.tokens[0]
+        # Tokens accepted together from a draft have equal times.
+        if seconds > 0:
+            rates.append((len(each.tokens) - 1) / seconds)
     return median(rates) if rates else None
 
 
@@ -144,7 +154,7 @@ def _token_bytes(record: RunView) -> float | None:
 def _per_token(
     seconds_of: Callable[[RunView, str], float],
 ) -> Callable[[RunView], dict[str, float]]:
-    """Return a metric for each device: seconds of an activity a token."""
+    """Return a metric for each device: the seconds of an activity divided by the number of tokens."""
 
     def compute(record: RunView) -> dict[str, float]:
         number = _count_tokens(record)
@@ -158,6 +168,8 @@ def _per_token(
 
 
 def _seconds_of(event_name: str) -> Callable[[RunView, str], float]:
+    """Return the function that adds up the durations of a device's events of one kind."""
+
     def total(record: RunView, device: str) -> float:
         seconds = 0.0
         for event in record.of(event_name):
@@ -175,8 +187,9 @@ def _waiting_seconds(record: RunView, device: str) -> float:
     waiting = 0.0
     busy_until = min(arrivals)
     busy = [*record.spans(device, "compute"), *record.spans(device, "send")]
+    spans = [(float(start), float(end)) for start, end in busy]
     # A device computes and sends at once, so a gap begins at the latest end so far.
-    for start, end in sorted((float(start), float(end)) for start, end in busy):
+    for start, end in sorted(spans):
         waiting += max(0.0, min(start, max(tokens)) - busy_until)
         busy_until = max(busy_until, end)
     return waiting + max(0.0, max(tokens) - busy_until)
@@ -189,7 +202,7 @@ def _cache_bytes(record: RunView) -> dict[str, float]:
 
 
 def _last_transfer(field_name: str) -> Callable[[RunView], float | None]:
-    """Return the metric of the values of the last token, which was decoded; None with other dataflows."""
+    """Return the metric of the bytes transferred for the last token; None with other dataflows."""
 
     def compute(record: RunView) -> float | None:
         # Earlier transfers contain that of the prompt, which has more tokens.
@@ -233,9 +246,12 @@ def tokens_list(record: RunView) -> list[dict[str, Any]]:
         times += request.tokens
     if not times:
         return []
+    first_arrival = min(request.arrival for request in requests)
     # From 0 on, so that the axis of the chart is linear.
-    times = [min(request.arrival for request in requests), *sorted(times)]
-    return [{"time": time, "tokens": number} for number, time in enumerate(times)]
+    return [
+        {"time": time, "tokens": number}
+        for number, time in enumerate([first_arrival, *sorted(times)])
+    ]
 
 
 def texts_list(record: RunView) -> list[dict[str, Any]]:
@@ -261,16 +277,16 @@ GENERATION = MetricsSpec(
             "seconds",
             "median time from a request's arrival to its first token",
             _median_ttft,
-            True,
-            True,
+            brief=True,
+            compared=True,
         ),
         Metric(
             "tpot",
             "seconds",
             "median time between two tokens of a request",
             _median_tpot,
-            True,
-            True,
+            brief=True,
+            compared=True,
         ),
         Metric(
             "tpot_p99",
@@ -290,8 +306,8 @@ GENERATION = MetricsSpec(
             "number",
             "generated tokens a second, of all requests together",
             _total_rate,
-            True,
-            True,
+            brief=True,
+            compared=True,
         ),
         Metric(
             "request_token_rate",

@@ -33,7 +33,7 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """Tokens in the cache."""
+        """Number of tokens in the cache."""
         return 0 if self.keys is None else self.keys.shape[1]
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,21 +89,23 @@ def attend_to(
     Rotates queries and keys, and appends keys and values to the cache.
     """
 
-    def heads(projected: Tensor) -> Tensor:
-        return projected.view(
-            len(projected), -1, architecture.values_per_head
-        ).transpose(0, 1)
+    def split_heads(projected: Tensor) -> Tensor:
+        """Return (heads, tokens, values of a head)."""
+        by_token = projected.view(len(projected), -1, architecture.values_per_head)
+        return by_token.transpose(0, 1)
 
     first, tokens = cache.length, len(queries)
-    rotated = rotate(heads(queries), first, architecture.rope_base)
-    keys, values = cache.extend(
-        rotate(heads(keys), first, architecture.rope_base), heads(values)
-    )
+    base = architecture.rope_base
+    rotated = rotate(split_heads(queries), first, base)
+    # Keys are cached after their rotation, which depends on their own position alone.
+    new_keys = rotate(split_heads(keys), first, base)
+    keys, values = cache.extend(new_keys, split_heads(values))
     # A single token attends to all of the cache, so it needs no mask.
     mask = None
     if tokens > 1:
         # A new token sees the cache, the new tokens before it, and itself: the diagonal begins after the cache.
         mask = torch.ones(tokens, keys.shape[1], dtype=torch.bool).tril(diagonal=first)
+    # With `enable_gqa`, groups of query heads share a key and value head.
     attended = functional.scaled_dot_product_attention(
         rotated, keys, values, attn_mask=mask, enable_gqa=True
     )
@@ -120,22 +122,18 @@ class LayerShard:
     def attend(self, values: Tensor, cache: Cache) -> Tensor:
         """Return the attention output of the heads for tokens of shape (tokens, width); appends to the cache."""
         architecture = self.architecture
-        normal = normalise(
-            values, self.weights["input_layernorm"], architecture.epsilon
-        )
-        names = ("q_proj", "k_proj", "v_proj")
-        queries, keys, own = (
-            functional.linear(normal, self.weights[f"self_attn.{name}"])
-            for name in names
-        )
-        attended = attend_to(architecture, queries, keys, own, cache)
+        scale = self.weights["input_layernorm"]
+        normal = normalise(values, scale, architecture.epsilon)
+        queries = functional.linear(normal, self.weights["self_attn.q_proj"])
+        keys = functional.linear(normal, self.weights["self_attn.k_proj"])
+        new_values = functional.linear(normal, self.weights["self_attn.v_proj"])
+        attended = attend_to(architecture, queries, keys, new_values, cache)
         return functional.linear(attended, self.weights["self_attn.o_proj"])
 
     def feed_forward(self, values: Tensor) -> Tensor:
         """Return the output of the hidden columns for tokens of shape (tokens, width): SwiGLU (Shazeer, 2020)."""
-        normal = normalise(
-            values, self.weights["post_attention_layernorm"], self.architecture.epsilon
-        )
+        scale = self.weights["post_attention_layernorm"]
+        normal = normalise(values, scale, self.architecture.epsilon)
         gate = functional.silu(functional.linear(normal, self.weights["mlp.gate_proj"]))
         up = functional.linear(normal, self.weights["mlp.up_proj"])
         return functional.linear(gate * up, self.weights["mlp.down_proj"])

@@ -1,13 +1,14 @@
-"""Which device holds which layers: ranges of layers in a row, from the source's device on. Pure.
+"""Assignment of ranges of layers to devices in a row, from the source on. Pure functions without torch.
 
-The layers of a decoder are alike, so how long a stage takes depends on how many layers it has and not on which ones.
-That makes the choice of devices, of their order and of their numbers of layers solvable exactly:
+The layers of a decoder are alike, so the time of a stage depends on the number of its layers and not on which ones it
+has. Therefore the choice of devices, of their order and of their numbers of layers can be solved exactly:
 
 - `least_latency` finds the row of devices with the least time of one token, as EdgeShard's first problem asks for
   (Zhang et al., 2024): the source holds the first layer, any other device may stay unused, memory is limited, and the
   token returns to the source.
-- `least_bottleneck` finds the row with the most tokens a second when many requests are in flight, its second problem.
-- `even` and `by_memory` keep the given row; the latter is exo's rule, which looks at memory alone.
+- `least_bottleneck` finds the row with the most tokens a second when many requests are in flight: EdgeShard's second
+  problem.
+- `even` and `by_memory` keep the given row; `by_memory` is exo's rule, which looks at memory alone.
 
 All functions take one `Row` and return layers by device; they raise `InputError` where the network does not fit.
 """
@@ -29,8 +30,7 @@ REMEDY = (
     "add memory or devices, shorten the sequences, or store the weights in fewer bits"
 )
 MOST_DEVICES = 16
-"""Devices among which an exact choice is made; time and memory double with each one."""
-
+"""Maximum number of devices among which an exact choice is made; time and memory double with each one."""
 
 Way = tuple[int, ...]
 """Places of devices, in the order in which a token visits them."""
@@ -51,9 +51,9 @@ class Row:
     capacity: Mapping[str, int]
     """Number of layers that fit into the free memory of each device."""
     send: Callable[[str, str], float]
-    """Seconds that a token's values take from a device to another; infinite where there is no link."""
+    """Seconds of a token's values from one device to another; infinite where there is no link."""
     answer: Callable[[str, str], float] = lambda one, other: 0.0
-    """Seconds that the chosen token takes from the last device to the source."""
+    """Seconds of the chosen token from the last device to the source."""
     last_seconds: Mapping[str, float] | None = None
     """Time of the output matrix on each device, where it is the last one of the row; None: no time."""
 
@@ -142,7 +142,11 @@ def least_latency(row: Row) -> Layers:
         filled = _fill_row(row, names)
         if filled is None:
             continue
-        seconds = travel + sum(count * row.seconds[name] for name, count in filled)
+        computing = 0.0
+        for name, count in filled:
+            computing += count * row.seconds[name]
+        seconds = travel + computing
+        # Strictly less: of equal rows the first one stays, which has the fewest devices.
         if seconds < best_seconds:
             best, best_seconds = filled, seconds
     if best is None:
@@ -191,8 +195,11 @@ def _fill_row(row: Row, names: Sequence[str]) -> Layers | None:
     """Return the layers of a row with the least computing time: one for each device, and the rest on the fastest."""
     # Layers are alike, so time is linear in their numbers: after one for each device, the fastest get the rest.
     left = row.layers - len(names)
-    if left < 0 or any(row.capacity[name] < 1 for name in names):
+    if left < 0:
         return None
+    for name in names:
+        if row.capacity[name] < 1:
+            return None
     counts = dict.fromkeys(names, 1)
     for name in sorted(names, key=lambda name: row.seconds[name]):
         more = min(left, row.capacity[name] - 1)
@@ -211,7 +218,7 @@ def _extensions(members: int, number: int) -> Iterator[tuple[int, WayEnd]]:
 
 
 def _shortest_rows(row: Row) -> list[tuple[tuple[str, ...], float]]:
-    """Return the order with the least travel time, and the time, for each set of devices with the source.
+    """Return the order with the least travel time, and this time in seconds, for each set of devices with the source.
 
     The recurrence is that of Held and Karp (1962): the best way through a set that ends at a device extends the best
     way through the set without that device.
@@ -241,7 +248,10 @@ def _shortest_rows(row: Row) -> list[tuple[tuple[str, ...], float]]:
 def _closed_rows(
     row: Row, ways: Mapping[WayEnd, tuple[float, Way]]
 ) -> list[tuple[tuple[str, ...], float]]:
-    """Return the best row of each set, with the way back to the source and the output matrix on the last device."""
+    """Return the best row of each set of devices.
+
+    Its seconds include the way back to the source, and the output matrix on the last device.
+    """
     best: dict[int, tuple[float, Way]] = {}
     for (members, last), (seconds, way) in ways.items():
         name = row.devices[last]
@@ -257,7 +267,10 @@ def _closed_rows(
 
 
 def _possible_bottlenecks(row: Row) -> set[float]:
-    """Return all times that can bound a row: of 1 to all layers on a device, of the output matrix, and of links."""
+    """Return all times that can be the bottleneck of a row.
+
+    They are those of 1 to all layers on a device, with and without the output matrix, and those of links.
+    """
     times = set()
     for name in row.devices:
         for count in range(1, min(row.capacity[name], row.layers) + 1):
@@ -290,9 +303,10 @@ def _row_within(row: Row, limit: float) -> Layers | None:
         for (members, last), way in reached.items():
             most = [inside[place] for place in way]
             most[-1] = at_end[last]
-            is_within = len(way) == 1 or (
-                row.answer(row.devices[last], row.devices[0]) <= slack
-            )
+            is_within = True
+            if len(way) > 1:
+                answer = row.answer(row.devices[last], row.devices[0])
+                is_within = answer <= slack
             if is_within and most[-1] >= 1 and sum(most) >= row.layers >= len(way):
                 return _spread_layers(row, way, most)
             for place, end in _extensions(members, number):
@@ -305,7 +319,7 @@ def _row_within(row: Row, limit: float) -> Layers | None:
 
 
 def _layers_within(row: Row, limit: float) -> tuple[list[int], list[int]]:
-    """Return how many layers each device computes in ``limit`` seconds, inside a row and at its end."""
+    """Return the number of layers that each device computes in ``limit`` seconds, inside a row and at its end."""
     inside = []
     at_end = []
     for name in row.devices:
@@ -318,7 +332,7 @@ def _layers_within(row: Row, limit: float) -> tuple[list[int], list[int]]:
 
 
 def _spread_layers(row: Row, way: Sequence[int], most: Sequence[int]) -> Layers:
-    """Return layers for the devices of a way, each at most so many: one each, then the rest from the front on."""
+    """Return layers for the devices of a way, at most ``most`` for each: one each, then the rest from the front on."""
     left = row.layers - len(way)
     layers = []
     for index, bound in zip(way, most, strict=True):

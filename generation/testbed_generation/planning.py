@@ -1,4 +1,4 @@
-"""Rows of devices, room for layers, and shards of a planning problem. Pure; no torch."""
+"""Inputs of the planners from a planning problem, and assignments from their results. Pure functions without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from testbed_generation.sharding import Shard, divide_layer
 from testbed_generation.workload import GenerateProblem
 
 CHOSEN_BYTES = 64
-"""Bytes of a chosen token with the fields of its message, about."""
+"""Approximate bytes of a chosen token with the fields of its message."""
 CHOICES: dict[str, Callable[[Row], Layers]] = {
     "even": placement.even,
     "memory": placement.by_memory,
@@ -60,9 +60,9 @@ def pass_seconds(
 
 
 def layer_capacity(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
-    """Return for how many layers a device has memory, beside the embedding, the output matrix and buffers.
+    """Return the number of layers for which a device has memory, beside embedding, output matrix and buffers.
 
-    Only the source holds the embedding; the output matrix is reckoned on every device, since any may be the last one.
+    Only the source holds the embedding. The output matrix is counted on every device, since any may be the last one.
     """
     free = free_memory(problem, device, holds_output=True)
     return max(0, math.floor(free / problem.model.layer_memory()))
@@ -75,7 +75,7 @@ def free_memory(
     model = problem.model
     is_source = device.name == problem.devices[0].name
     free = device.memory - model.buffer_memory()
-    free -= model.end_memory(is_source, holds_output)
+    free -= model.end_memory(first=is_source, last=holds_output)
     if is_source and problem.draft is not None:
         free -= problem.draft.whole_memory()
     return free
@@ -84,7 +84,7 @@ def free_memory(
 def travel_seconds(
     problem: GenerateProblem[Any], size: int
 ) -> Callable[[str, str], float]:
-    """Return a function of two devices: the seconds of sending so many bytes; infinite without a link."""
+    """Return a function of two devices: the seconds of sending ``size`` bytes; infinite without a link."""
 
     def seconds(one: str, other: str) -> float:
         link = problem.links.get((one, other))
@@ -99,22 +99,25 @@ def travel_seconds(
 def row_over(problem: GenerateProblem[Any], names: Sequence[str]) -> Row:
     """Return the inputs for choosing layers over some devices; the source is the first device."""
     model = problem.model
-    devices = [problem.device(name) for name in names]
+    # Reading the cache takes longer the longer the text is; the middle of the text gives the mean.
     position = middle_position(problem)
-
+    seconds = {}
+    capacity = {}
+    last_seconds = {}
+    for name in names:
+        device = problem.device(name)
+        seconds[name] = model.layer_seconds(device, position)
+        capacity[name] = layer_capacity(problem, device)
+        last_seconds[name] = device.seconds(model.output_cost(1))
     return Row(
         devices=tuple(names),
         layers=model.architecture.layers,
-        seconds={
-            device.name: model.layer_seconds(device, position) for device in devices
-        },
-        capacity={device.name: layer_capacity(problem, device) for device in devices},
+        seconds=seconds,
+        capacity=capacity,
         send=travel_seconds(problem, model.message_bytes(1)),
         # The last device chooses the token, and sends its number instead of values.
         answer=travel_seconds(problem, CHOSEN_BYTES),
-        last_seconds={
-            device.name: device.seconds(model.output_cost(1)) for device in devices
-        },
+        last_seconds=last_seconds,
     )
 
 
@@ -150,7 +153,7 @@ def ring_over(
 
 
 def first_devices(problem: GenerateProblem[Any], spares: Collection[str]) -> list[str]:
-    """Return all devices but the spares."""
+    """Return the names of all devices but the spares, in the order of the scenario, the source first."""
     return [device.name for device in problem.devices if device.name not in spares]
 
 
@@ -160,12 +163,16 @@ def row_assignments(
     """Return the assignments of a row."""
     model, assignments, first = problem.model, [], 0
     for index, (name, count) in enumerate(layers):
-        ends = model.end_memory(index == 0, index == len(layers) - 1)
+        is_first, is_last = index == 0, index == len(layers) - 1
+        ends = model.end_memory(first=is_first, last=is_last)
         memory = count * model.layer_memory() + ends + model.buffer_memory()
-        if index == 0 and problem.draft is not None:
+        # The first stage is the source, which proposes the drafts.
+        if is_first and problem.draft is not None:
             memory += problem.draft.whole_memory()
         parameters = count * model.architecture.layer_values
         flops = model.architecture.layer_flops(1, middle_position(problem)) * count
+        cost = partial(model.layers_cost, count)
+        device = problem.device(name)
         assignment = Assignment(
             device=name,
             start=first,
@@ -173,12 +180,7 @@ def row_assignments(
             memory=memory,
             parameters=parameters,
             flops=flops,
-            pass_seconds=pass_seconds(
-                problem,
-                problem.device(name),
-                partial(model.layers_cost, count),
-                is_last=index == len(layers) - 1,
-            ),
+            pass_seconds=pass_seconds(problem, device, cost, is_last=is_last),
         )
         assignments.append(assignment)
         first += count
@@ -188,7 +190,10 @@ def row_assignments(
 def window_assignments(
     problem: GenerateProblem[Any], layers: Layers
 ) -> tuple[Assignment, ...]:
-    """Return the assignments of a ring; of layers on a disk only as much as the device's memory has room for counts."""
+    """Return the assignments of a ring.
+
+    Layers beyond a device's memory are on its disk, so they count only as far as the memory has room.
+    """
     model = problem.model
     assignments: list[Assignment] = []
     used: dict[str, float] = {}
@@ -242,6 +247,8 @@ def shards_of(
         rates = []
         for device in problem.devices:
             seconds = problem.model.layer_seconds(device, position)
+            # A device that takes no time has no finite rate; such devices get equal shares.
             rates.append(1 / seconds if seconds > 0 else 1.0)
+        # All devices wait for the slowest after each half of a layer, so each should take the same time.
         shares = rates
     return divide_layer(problem.model.architecture, shares)

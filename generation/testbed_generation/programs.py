@@ -33,7 +33,7 @@ def embedding_of(source: Source | None) -> Tensor | None:
 
 
 def sampling_of(problem: GenerateProblem[Any]) -> Sampling:
-    """Return how tokens are chosen."""
+    """Return the rule by which tokens are chosen."""
     part = problem.workload.sampling
     return Sampling(part.temperature, part.top_p, problem.seed)
 
@@ -45,7 +45,7 @@ def draft_of(device: Device, context: GenerateContext[Any, Any]) -> Draft | None
         return None
     source: Source = Seeded(problem.draft.architecture, problem.seed)
     if problem.workload.draft.weights is not None and context.weights is not None:
-        # The weights of both models travel together, and a prefix tells whose they are.
+        # The weights of both models are sent together; the names of the draft model's have a prefix.
         own = {}
         for name, weight in context.weights.items():
             if name.startswith(DRAFT):
@@ -61,7 +61,7 @@ def draft_of(device: Device, context: GenerateContext[Any, Any]) -> Draft | None
 
 
 def load_seconds(problem: GenerateProblem[Any], layers: int) -> float:
-    """Return the seconds of reading so many layers from a device's disk."""
+    """Return the seconds of reading ``layers`` layers from a device's disk; 0 without a `load_rate`."""
     rate = problem.workload.load_rate
     if rate is None:
         return 0.0
@@ -73,24 +73,28 @@ def service_of(device: Device, context: GenerateContext[Any, Any]) -> Service:
     """Return the work of the source; records the text of each complete request if tokens are computed."""
     problem = context.problem
 
-    def complete(number: int, tokens: Sequence[int]) -> None:
-        if problem.workload.is_computed:
-            shown = tokens[:-1] if tokens[-1] == problem.end else tokens
-            device.record("text", request=number, text=text_of(shown, context.pieces))
+    is_computed = problem.workload.is_computed
+
+    def record_text(number: int, tokens: Sequence[int]) -> None:
+        if not is_computed:
+            return
+        # The token that ends a text is no part of the text.
+        shown = tokens[:-1] if tokens[-1] == problem.end else tokens
+        device.record("text", request=number, text=text_of(shown, context.pieces))
 
     decoders: dict[int, TextDecoder] = {}
+    """By request, since a character may take several tokens, between which other requests get theirs."""
 
-    def text(number: int, token: int) -> str:
+    def text_of_token(number: int, token: int) -> str:
         if token == problem.end:
             return ""
         decoder = decoders.setdefault(number, TextDecoder(context.pieces))
         return decoder.decode(token)
 
-    is_computed = problem.workload.is_computed
     return Service(
         problem.requests,
         problem.workload.concurrency,
-        problem.end,
-        complete,
-        text if is_computed else None,
+        end=problem.end,
+        complete=record_text,
+        text=text_of_token if is_computed else None,
     )

@@ -1,4 +1,4 @@
-"""Requests for text: their prompts, when they arrive, and how many tokens each gets. Pure."""
+"""Requests for text: prompts, times of arrival, and numbers of tokens. Pure functions without torch."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ class Request:
 
     number: int
     prompt: tuple[int, ...]
-    """Its tokens."""
+    """Tokens of the prompt."""
     arrival: float
     """Seconds after the start of the run."""
     limit: int
-    """Tokens to generate at most."""
+    """Maximum number of tokens to generate."""
 
 
 def arrivals(
-    count: int, interval: float, poisson: bool, seed: int
+    count: int, interval: float, *, poisson: bool, seed: int
 ) -> tuple[float, ...]:
-    """Return the arrival times of requests: every ``interval`` seconds, or at random with that mean; 0: all at once.
+    """Return the arrival times of ``count`` requests, in seconds, beginning with 0.
+
+    Requests arrive every ``interval`` seconds, or at random with this mean interval; 0: all at once.
 
     Example:
-        >>> arrivals(3, 2.0, False, 0)
+        >>> arrivals(3, 2.0, poisson=False, seed=0)
         (0.0, 2.0, 4.0)
     """
     if not poisson or interval == 0:
         return tuple(number * interval for number in range(count))
+    # A generator of its own: another option that draws numbers does not change the times.
     draw = random.Random(derive(seed, "arrivals"))
     # Times between the events of a Poisson process are exponentially distributed.
     times = [0.0]
@@ -43,10 +46,12 @@ def arrivals(
 def random_prompt(
     length: int, vocabulary: int, seed: int, number: int
 ) -> tuple[int, ...]:
-    """Return a prompt of so many random tokens, always the same for a seed and number.
+    """Return a prompt of ``length`` random tokens, always the same for a seed and number.
 
     >>> len(random_prompt(4, 512, seed=1, number=0))
     4
     """
     draw = random.Random(derive(seed, "prompt", number))
-    return tuple(draw.randrange(min(vocabulary, 256)) for _ in range(length))
+    # The 256 tokens of single bytes, which have a text without a tokenizer.
+    tokens = min(vocabulary, 256)
+    return tuple(draw.randrange(tokens) for _ in range(length))

@@ -15,7 +15,7 @@ solver, and neglects the links, which are counted here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from testbed.common.errors import InputError
@@ -26,7 +26,7 @@ from testbed_generation.sharding import apportion
 def read_seconds(
     window: int, held: int, layer_bytes: float, memory: float, rate: float
 ) -> float:
-    """Return how long a device reads one window of the layers that it holds.
+    """Return the seconds in which a device reads one window of its layers.
 
     A window that fits into memory is charged as by Halda, with its part of the bytes that memory has no room for. A
     larger window is read whole: a page cache evicts the pages used longest ago, so each page is evicted before its
@@ -48,7 +48,8 @@ def read_seconds(
     if missing <= 0:
         return 0.0
     if window * layer_bytes <= memory:
-        return missing / (held / window) / rate
+        windows = held / window
+        return missing / windows / rate
     return window * layer_bytes / rate
 
 
@@ -62,7 +63,7 @@ class Member:
     memory: float
     """Bytes free for layers."""
     disk: float | None = None
-    """Bytes/s at which it reads layers beyond its memory; None: all its layers must fit."""
+    """Bytes/s at which layers beyond the memory are read; None: all layers of the device must fit."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Ring:
     layer_bytes: float
     """Bytes of a layer's weights and caches."""
     send: Callable[[str, str], float]
-    """Seconds that a token's values take from a device to another; infinite where there is no link."""
+    """Seconds of a token's values from one device to another; infinite where there is no link."""
     output_seconds: float = 0.0
     """Time of the output matrix on the head."""
     prefetch: bool = True
@@ -94,7 +95,7 @@ class Ring:
         return math.inf if member.disk is None else computing + missing / member.disk
 
     def read_seconds(self, member: Member, window: int, rounds: int) -> float:
-        """Return how long a device reads one window; 0 for a device without a disk."""
+        """Return the seconds in which a device reads one window; 0 for a device without a disk."""
         if member.disk is None:
             return 0.0
         held = rounds * window
@@ -107,11 +108,11 @@ class Ring:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of a ring."""
+    """The windows of all devices, equal in each round."""
 
     rounds: int
     windows: Layers
-    """Devices in their order, each with its layers of a round."""
+    """Devices in the order of the ring, each with its number of layers in a round."""
 
     def halda_seconds(self, ring: Ring) -> float:
         """Return the objective of Halda: the seconds of one token if nothing is read ahead."""
@@ -135,6 +136,7 @@ class Windows:
             round_seconds += computing
             if not ring.can_prefetch(member, window):
                 round_seconds += reading
+            # Even a read-ahead must end before the device computes again, one round later.
             longest = max(longest, computing + reading)
         return self.rounds * max(round_seconds, longest) + ring.output_seconds
 
@@ -159,6 +161,7 @@ class Windows:
         return (*self.windows * self.rounds, (self.windows[0][0], 0))
 
     def _circle_seconds(self, ring: Ring) -> float:
+        """Return the seconds of all messages of one round."""
         names = [name for name, _ in self.windows]
         if len(names) == 1:
             return 0.0
@@ -171,7 +174,7 @@ States = dict[tuple[int, int], tuple[float, Layers]]
 
 
 def halda(ring: Ring, rounds: int) -> Windows:
-    """Return the windows with Halda's least objective for so many rounds; raises `InputError` where none fit.
+    """Return the windows with Halda's least objective for ``rounds`` rounds; raises `InputError` where none fit.
 
     The head has at least one layer of each round. Other devices may stay unused.
 
@@ -189,6 +192,7 @@ def halda(ring: Ring, rounds: int) -> Windows:
     states: States = {}
     for window in range(1, total + 1):
         seconds = ring.device_seconds(head, window, rounds)
+        # Infinite where the layers do not fit.
         if seconds < math.inf:
             states[0, window] = (seconds, ((head.name, window),))
     for place in range(1, len(ring.members)):
@@ -228,7 +232,7 @@ def _add_member(states: States, ring: Ring, place: int, rounds: int) -> None:
 
 
 def even_windows(ring: Ring, rounds: int) -> Windows:
-    """Return equal windows for all devices, as prima.cpp's option ``-lw`` can ask for."""
+    """Return equal windows for all devices, as prima.cpp's option ``-lw`` can set them."""
     total = _round_layers(ring, rounds)
     sizes = apportion(total, [1.0] * len(ring.members), "layers")
     windows = []
@@ -264,6 +268,7 @@ def memory_windows(ring: Ring, rounds: int) -> Windows:
                 full.append(member)
         if not full:
             break
+        # Nobody is left who could take the layers that do not fit.
         if len(full) == len(sharing):
             raise _does_not_fit(full[0], rounds * sizes[full[0].name])
         for member in full:
@@ -301,17 +306,22 @@ def _does_not_fit(member: Member, layers: int) -> InputError:
     )
 
 
+def _divisors(number: int) -> list[int]:
+    divisors = []
+    for candidate in range(1, number + 1):
+        if number % candidate == 0:
+            divisors.append(candidate)
+    return divisors
+
+
 def best_windows(
     ring: Ring, assign: Callable[[Ring, int], Windows], rounds: int | None
 ) -> Windows:
-    """Return the windows for so many rounds; None: for the number with the least seconds of a token."""
-    candidates: Sequence[int] = (
-        [rounds]
-        if rounds is not None
-        else [
-            number for number in range(1, ring.layers + 1) if ring.layers % number == 0
-        ]
-    )
+    """Return the windows for ``rounds`` rounds; None: for the number of rounds with the least seconds of a token.
+
+    Raises the `InputError` of the first number of rounds if no number allows a division.
+    """
+    candidates = _divisors(ring.layers) if rounds is None else [rounds]
     best: Windows | None = None
     refusal: InputError | None = None
     for number in candidates:

@@ -19,7 +19,7 @@ from testbed_generation.placement import Layers
 _LOG = logging.getLogger(__name__)
 
 Planner = Callable[[Collection[str]], Layers]
-"""Devices that are there -> the row over them; raises `InputError` where the network does not fit."""
+"""Function that divides the layers over the reachable devices; raises `InputError` where the network does not fit."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class RowOptions:
     """Monitoring of stages, and recovery from a lost stage."""
 
     recovery: Literal["restart", "replay", "replicate"]
-    """restart: all devices that are left get layers anew. Otherwise one device takes the layers of the lost one."""
+    """restart: all remaining devices get layers anew. Otherwise one device takes the layers of the lost one."""
     heartbeat: float
-    """Seconds between two questions whether the stages are there."""
+    """Seconds between two rounds of pings."""
     patience: float
     """Seconds without an answer after which a stage counts as lost."""
     startup: float = 10.0
-    """Patience until all stages hold their first layers, since devices in containers start at different times."""
+    """Patience in seconds until all stages hold their first layers: devices in containers start at different times."""
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,32 @@ class Stage:
 
     device: str
     assignment: int
+    """Number of the message that assigned the layers; no two assignments of a run have the same number."""
     first: int
     last: int
+    """The layer after the last one."""
     since: int = 0
-    """Number of the loss after which it got them; 0: it has had them from the beginning."""
+    """Number of the loss after which the device got these layers; 0: it has had them from the beginning."""
     held: Mapping[str, int] = field(default_factory=dict)
-    """Tokens in its caches when it got them, by request: those of which it had copies."""
+    """By request, the number of tokens in the KV caches when the device got these layers: those that it had copies of.
+    """
 
 
 class Watch:
-    """Asks devices for signs of life."""
+    """Pings devices, and finds those that are lost."""
 
     def __init__(self, mailbox: Mailbox) -> None:
-        """Hear the answers of all devices."""
         self._mailbox = mailbox
         self._question = 0
+        """Number of the last round of pings."""
         self._answers: dict[str, Pong] = {}
+        """Answers to the last round, by device."""
         self._incarnations: dict[str, float] = {}
+        """Start time of each device's program, as in its first answer after layers were assigned."""
         mailbox.on(Pong, self._take_pong)
 
     def _take_pong(self, pong: Pong) -> None:
+        # A late answer to an earlier round does not show that the device is alive now.
         if pong.question == self._question:
             self._answers[pong.sender] = pong
 
@@ -71,28 +77,35 @@ class Watch:
 
     async def find_lost(self, names: Collection[str], patience: float) -> set[str]:
         """Return the devices without an answer in time, or with a restart since layers were assigned."""
-        device, sends = self._mailbox.device, self._mailbox.sends
         self._question += 1
         self._answers.clear()
-        pings = {name: self._mailbox.post(name, Ping(self._question)) for name in names}
-        # A ping waits for the messages before it on the link, which may take longer than the patience.
-        deadline = {name: sends.due(name) + patience for name in names}
-        while silent := set(names) - self._answers.keys():
-            left = max(deadline[name] for name in silent) - device.now()
-            if left <= 0:
-                break
-            await self._mailbox.changed(left)
+        pings = {}
+        for name in names:
+            pings[name] = self._mailbox.post(name, Ping(self._question))
+        await self._wait_for_answers(names, patience)
         lost = set(names) - self._answers.keys()
         for name in lost:
             # A message to a dead device would be under way until the end of the run.
             pings[name].cancel()
         for name, pong in self._answers.items():
-            if (
-                self._incarnations.setdefault(name, pong.incarnation)
-                != pong.incarnation
-            ):
+            first_incarnation = self._incarnations.setdefault(name, pong.incarnation)
+            # A device that has restarted answers, and has lost its layers.
+            if pong.incarnation != first_incarnation:
                 lost.add(name)
         return lost
+
+    async def _wait_for_answers(self, names: Collection[str], patience: float) -> None:
+        """Wait until all devices have answered, or until the last deadline of the silent ones."""
+        device, sends = self._mailbox.device, self._mailbox.sends
+        deadlines = {}
+        for name in names:
+            # A ping waits for the messages before it on the link, which may take longer than the patience.
+            deadlines[name] = sends.due(name) + patience
+        while silent := set(names) - self._answers.keys():
+            left = max(deadlines[name] for name in silent) - device.now()
+            if left <= 0:
+                return
+            await self._mailbox.changed(left)
 
 
 class Row:
@@ -107,16 +120,16 @@ class Row:
         options: RowOptions,
         weights: Callable[[str, Assign], Mapping[str, Tensor]],
     ) -> None:
-        """``devices`` may hold layers, the source first; ``room`` returns for how many layers one has memory.
+        """``devices`` may hold layers, the source first; ``room`` returns for how many layers a device has memory.
 
-        ``weights`` are sent to a device with an assignment; empty: it has them.
+        ``weights`` returns the weights to send to a device with an assignment; empty if the device has them.
         """
         self.stages: list[Stage] = []
         self.losses = 0
-        """How often stages were lost and replaced."""
+        """Number of times that stages were lost and have been replaced since."""
         self._mailbox = mailbox
         self._device = mailbox.device
-        self._there = list(devices)
+        self._reachable = list(devices)
         self._plan = plan
         self._room = room
         self._options = options
@@ -126,11 +139,14 @@ class Row:
         self._whole = asyncio.Event()
         self._has_begun = False
         """Whether all stages have held their layers once."""
-        self._loss = 0
-        """How often stages were lost, the present loss included."""
+        self._loss_number = 0
+        """Number of times that stages were lost, including a loss that is being repaired."""
 
     async def assign_layers(self) -> None:
-        """Assign the planned layers, and watch the stages from then on. Raises `TestbedError`."""
+        """Assign the planned layers, and watch the stages from then on.
+
+        Raises `TestbedError` if the network does not fit on the reachable devices.
+        """
         await self._assign_all()
         self._has_begun = True
         self._mailbox.start(self._keep_watch())
@@ -149,7 +165,7 @@ class Row:
         return self.stages[self.first_layers.index(first)]
 
     def release_request(self, request: int) -> None:
-        """Let all stages forget the caches of a request."""
+        """Ask all stages to forget the caches of a request."""
         for stage in self.stages:
             self._mailbox.post(stage.device, Release(request))
 
@@ -157,7 +173,7 @@ class Row:
         """Assign layers to the reachable devices, again without each device lost meanwhile."""
         while True:
             try:
-                planned = self._plan(self._there)
+                planned = self._plan(self._reachable)
             except InputError as error:
                 raise TestbedError(
                     f"too few devices are left for the network: {error}"
@@ -166,10 +182,9 @@ class Row:
             stages = []
             # Numbers of assignments are never used again, so that a late answer is not taken for a new one.
             for name, layers in planned:
-                stages.append(
-                    Stage(name, next(self._numbers), first, first + layers, self._loss)
-                )
-                first += layers
+                number, last = next(self._numbers), first + layers
+                stages.append(Stage(name, number, first, last, self._loss_number))
+                first = last
             # At first there is nothing to drop.
             oldest = stages[0].assignment if stages[0].assignment > 1 else None
             lost = await self._assign_stages(stages, stages, oldest)
@@ -187,37 +202,32 @@ class Row:
         waiting = {}
         for stage in wanted:
             self._watch.forget_start(stage.device)
-            # The last stage of a ring has no layers: the one before it ends with the same layer, and is not the last.
-            final = stage.first == row[-1].first
             assign = Assign(
                 stage.assignment,
                 stage.first,
                 stage.last,
-                final,
-                self._replica_of(stage, row),
-                oldest,
+                # The last stage of a ring has no layers: its predecessor ends with the same layer, and is not the last.
+                final=stage.first == row[-1].first,
+                replica=self._replica_of(stage, row),
+                oldest=oldest,
             )
-            self._mailbox.post(
-                stage.device,
-                replace(assign, weights=self._weights(stage.device, assign)),
-            )
+            weights = self._weights(stage.device, assign)
+            self._mailbox.post(stage.device, replace(assign, weights=weights))
             waiting[stage.assignment] = stage
         self.stages = row
         while waiting:
-            done = await self._mailbox.take(
-                Assigned, deadline=self._device.now() + self._options.heartbeat
-            )
+            deadline = self._device.now() + self._options.heartbeat
+            done = await self._mailbox.take(Assigned, deadline=deadline)
             if done is None:
                 # A device that dies while it loads never answers, and is not watched before the row is whole.
-                lost = await self._find_lost(
-                    {stage.device for stage in waiting.values()}
-                )
+                loading = {stage.device for stage in waiting.values()}
+                lost = await self._find_lost(loading)
                 if lost:
                     return lost
             elif done.assignment in waiting:
                 stage = waiting.pop(done.assignment)
                 self.stages[self.stages.index(stage)] = replace(stage, held=done.held)
-        self.losses = self._loss
+        self.losses = self._loss_number
         self._whole.set()
         return set()
 
@@ -226,6 +236,7 @@ class Row:
         if self._options.recovery != "replicate" or len(row) < 2:
             return None
         following = row[(row.index(stage) + 1) % len(row)].device
+        # A copy on the same device would be lost together with the original.
         return following if following != stage.device else None
 
     async def _find_lost(self, names: set[str]) -> set[str]:
@@ -233,10 +244,12 @@ class Row:
         patience = options.patience
         if not self._has_begun:
             patience = max(options.startup, patience)
-        return await self._watch.find_lost(names - {self._device.name}, patience)
+        # The source itself is always there: a run without it has ended.
+        others = names - {self._device.name}
+        return await self._watch.find_lost(others, patience)
 
     def _forget_devices(self, lost: set[str]) -> None:
-        self._there = [name for name in self._there if name not in lost]
+        self._reachable = [name for name in self._reachable if name not in lost]
 
     # Losses
 
@@ -248,15 +261,17 @@ class Row:
                 await self._recover_from(lost)
 
     async def _recover_from(self, lost: set[str]) -> None:
-        """Go on without the lost devices. Raises `TestbedError` where the layers fit nowhere else."""
+        """Replace the lost stages. Raises `TestbedError` where their layers fit nowhere else."""
         _LOG.info("lost: %s", ", ".join(sorted(lost)))
         self._device.record("recovery", phase="detected", missing=sorted(lost))
+        # Requests wait from here on until all stages hold their layers again.
         self._whole.clear()
-        self._loss += 1
+        self._loss_number += 1
         self._forget_devices(lost)
         if self._options.recovery == "restart":
             await self._assign_all()
         else:
+            # A substitute may be lost while it loads the layers.
             while lost:
                 lost = await self._replace_lost()
                 self._forget_devices(lost)
@@ -268,10 +283,10 @@ class Row:
         row = list(self.stages)
         gaps = []
         for index, stage in enumerate(row):
-            if stage.device not in self._there:
-                name = self._substitute_for(stage, row)
+            if stage.device not in self._reachable:
+                name, number = self._substitute_for(stage, row), next(self._numbers)
                 row[index] = Stage(
-                    name, next(self._numbers), stage.first, stage.last, self._loss
+                    name, number, stage.first, stage.last, self._loss_number
                 )
                 gaps.append(row[index])
         return await self._assign_stages(gaps, row)
@@ -288,9 +303,10 @@ class Row:
             return left
 
         replica = self._replica_of(lost, row)
-        if replica in self._there and room_left(replica) >= layers:
+        # With copies of the caches, no token is computed again.
+        if replica in self._reachable and room_left(replica) >= layers:
             return replica
-        emptiest = max(self._there, key=room_left)
+        emptiest = max(self._reachable, key=room_left)
         if room_left(emptiest) < layers:
             raise TestbedError(
                 f"no device has room for the {layers} layers of {lost.device}: the emptiest is {emptiest} with room "

@@ -32,16 +32,20 @@ class Sequence:
     """The KV caches of one request on one stage."""
 
     attempt: int
+    """Attempt of the last step, see `testbed_generation.messages.Step`."""
     position: int = 0
-    """Tokens in the caches."""
+    """Number of tokens in the caches; also counted without numerics, where there are no caches."""
     caches: list[Cache] = field(default_factory=list)
 
 
 class LayerRange:
-    """Layers ``first`` up to but without ``last`` with the caches of all requests; without weights only time passes."""
+    """The layers of one assignment, with the KV caches of all requests.
+
+    Without weights no values are computed; positions in the caches are counted, since times depend on them.
+    """
 
     def __init__(self, model: CostModel, assign: Assign, source: Source | None) -> None:
-        """Read the weights from ``source``; None: without numerics."""
+        """``source`` has the weights; None without numerics."""
         self.assign = assign
         self.model = model
         self.sequences: dict[int, Sequence] = {}
@@ -52,9 +56,8 @@ class LayerRange:
             return
         architecture = model.architecture
         for layer in range(assign.first, assign.last):
-            self._layers.append(
-                LayerShard(architecture, read_layer(source, architecture, layer))
-            )
+            weights = read_layer(source, architecture, layer)
+            self._layers.append(LayerShard(architecture, weights))
         if assign.final:
             self._output = source.read(EMBEDDING if architecture.tied else OUTPUT)
             self._norm = source.read(NORM)
@@ -67,11 +70,10 @@ class LayerRange:
     def accepts(self, step: Step) -> bool:
         """Return whether a step continues the caches; a newer attempt drops entries from its position on.
 
-        A step of an older attempt, one that was computed already, and one with a gap before it do not.
+        Refused are a step of an older attempt, one that was computed already, and one with a gap before it.
         """
-        sequence = self.sequences.setdefault(
-            step.request, self._empty_sequence(step.attempt)
-        )
+        empty = self._empty_sequence(step.attempt)
+        sequence = self.sequences.setdefault(step.request, empty)
         if step.attempt < sequence.attempt or step.position > sequence.position:
             return False
         if step.attempt == sequence.attempt:
@@ -87,13 +89,15 @@ class LayerRange:
         return Sequence(attempt, caches=[Cache() for _ in self._layers])
 
     def step_cost(self, step: Step) -> Cost:
-        """Return the cost of a step; the output matrix is applied to the last token only."""
+        """Return the cost of a step; the output matrix is applied to its last ``scored`` tokens only."""
         cost = self.model.layers_cost(self.layer_count, step.tokens, step.position)
+        if not self.assign.final:
+            return cost
         # Logits after the earlier tokens of a prompt are not needed.
-        return cost + self.model.output_cost(step.scored) if self.assign.final else cost
+        return cost + self.model.output_cost(step.scored)
 
     def compute_step(self, step: Step) -> Tensor | None:
-        """Return the values after the layers, or the logits after the last tokens from the final stage."""
+        """Return the values after the layers, (tokens, width), or from the final stage logits, (scored, vocabulary)."""
         sequence = self.sequences[step.request]
         sequence.position = step.position + step.tokens
         if step.values is None:
@@ -104,15 +108,15 @@ class LayerRange:
                 values = layer.forward(values, cache)
             if self._output is None or self._norm is None:
                 return values
-            return score(
-                values[-step.scored :],
-                self._norm,
-                self._output,
-                self.model.architecture.epsilon,
-            )
+            last_values = values[-step.scored :]
+            epsilon = self.model.architecture.epsilon
+            return score(last_values, self._norm, self._output, epsilon)
 
     def added_entries(self, step: Step) -> tuple[Tensor, Tensor] | None:
-        """Return the keys and values of a step's tokens, each of shape (layers, heads, tokens, values of a head)."""
+        """Return the keys and values of a step's tokens, each of shape (layers, heads, tokens, values of a head).
+
+        None without numerics, and for a stage without layers.
+        """
         caches = self.sequences[step.request].caches
         if step.values is None or not caches:
             return None
@@ -129,10 +133,10 @@ class LayerRange:
         """Fill the caches of a request from copies in the order of positions, up to the first gap."""
         # Copies of a later attempt replace those of rejected drafts and of texts that began anew.
         for copy in sorted(copies, key=lambda copy: (copy.attempt, copy.position)):
-            sequence = self.sequences.setdefault(
-                copy.request, self._empty_sequence(copy.attempt)
-            )
+            empty = self._empty_sequence(copy.attempt)
+            sequence = self.sequences.setdefault(copy.request, empty)
             if copy.position > sequence.position:
+                # The copy before this one is still on its way, or was lost with its sender.
                 return
             sequence.attempt = copy.attempt
             sequence.position = copy.position + copy.tokens
@@ -146,7 +150,7 @@ class LayerRange:
 
 
 class Holder:
-    """The program of a device: holds assigned layers and answers pings."""
+    """The program of a device with layers: loads assigned layers, computes steps, keeps copies and answers pings."""
 
     def __init__(
         self,
@@ -158,11 +162,13 @@ class Holder:
         load_seconds: Callable[[Assign], float],
         disk: Disk | None = None,
     ) -> None:
-        """Open weights by ``weights``, None without numerics; reading takes ``load_seconds``.
+        """``source`` is the device that assigns layers and receives results.
 
-        With a ``disk``, layers beyond the memory are read from it for each step.
+        ``weights`` returns the weights for an assignment, None without numerics; ``load_seconds`` returns the time to
+        load its layers. Layers beyond the memory are read from the ``disk`` for each step.
         """
         self.ranges: dict[int, LayerRange] = {}
+        """Loaded layers by number of the assignment; several while one replaces another."""
         self._mailbox = mailbox
         self._device: Device = mailbox.device
         self._source = source
@@ -172,9 +178,10 @@ class Holder:
         self._load_seconds = load_seconds
         self._disk = disk
         self._copies: dict[tuple[int, int], list[Copy]] = {}
-        """Copies of others' caches by first layer and request."""
+        """Copies of another stage's caches, by first layer of the stage and request."""
         self._oldest = 0
         """Lowest number of a valid assignment."""
+        # After a restart the program starts later, by which the source notices that the layers are gone.
         self._incarnation = self._device.now()
         mailbox.on(Ping, self._answer_ping)
         mailbox.on(Copy, self._keep_copy)
@@ -186,7 +193,7 @@ class Holder:
         while True:
             step = await self._mailbox.take(Step)
             held = self.ranges.get(step.assignment)
-            # A device that has restarted does not know its assignments any more: the source will notice.
+            # A device that has restarted does not know its assignments any more; the source notices by the next pong.
             if held is not None and held.accepts(step):
                 await self._compute_step(held, step)
 
@@ -211,7 +218,8 @@ class Holder:
     def _drop_before(self, oldest: int) -> None:
         """Drop the ranges of void assignments, whose weights would take memory until the end of the run."""
         self._oldest = oldest
-        for number in [number for number in self.ranges if number < oldest]:
+        void = [number for number in self.ranges if number < oldest]
+        for number in void:
             dropped = self.ranges.pop(number)
             if self._disk is not None:
                 self._disk.drop(dropped.assign.first)
@@ -228,13 +236,14 @@ class Holder:
         self.ranges[assign.assignment] = held
         if self._disk is not None:
             self._disk.hold(assign.first, held.layer_count)
-        positions = {
-            str(request): sequence.position
-            for request, sequence in held.sequences.items()
-        }
+        positions = {}
+        for request, sequence in held.sequences.items():
+            # Keys of JSON are strings.
+            positions[str(request)] = sequence.position
         self._mailbox.post(self._source, Assigned(assign.assignment, positions))
 
     async def _compute_step(self, held: LayerRange, step: Step) -> None:
+        """Compute a step, and send copies of its cache entries and its result."""
         name = "prefill" if step.tokens > 1 else "decode"
         span = Span(name, batch=step.request, micro=step.position + step.tokens - 1)
         if self._disk is not None:
@@ -247,56 +256,71 @@ class Holder:
         if held.assign.replica is not None:
             # Before the values, so that copies of a token are under way when the source learns of the token.
             self._send_copy(held, step, held.assign.replica)
-        end = step.position + step.tokens
         if step.way:
-            (following, assignment), *way = step.way
-            padding = (
-                0 if values is not None else self._model.message_bytes(step.tokens)
-            )
-            later = replace(
-                step, assignment=assignment, way=way, values=values, padding=padding
-            )
-            self._mailbox.post(following, later)
-            return
+            self._forward_values(step, values)
+        else:
+            self._send_result(held, step, values)
+
+    def _forward_values(self, step: Step, values: Tensor | None) -> None:
+        """Send values to the next stage on a step's way."""
+        (following, assignment), *way = step.way
+        later = replace(
+            step,
+            assignment=assignment,
+            way=way,
+            values=values,
+            padding=self._padding_for(values, step.tokens),
+        )
+        self._mailbox.post(following, later)
+
+    def _send_result(self, held: LayerRange, step: Step, values: Tensor | None) -> None:
+        """Send the source the tokens chosen by the final stage, or the values of any other stage."""
         chosen: list[int] = []
         padding = 0
         if held.assign.final:
             chosen = self._choose_tokens(step, values)
+            # The source needs the chosen tokens only, and they take a few bytes.
             values = None
-        elif values is None:
-            padding = self._model.message_bytes(step.tokens)
+        else:
+            padding = self._padding_for(values, step.tokens)
         result = Result(
             step.request,
             step.attempt,
-            end,
-            step.assignment,
-            chosen,
-            values,
+            computed=step.position + step.tokens,
+            assignment=step.assignment,
+            chosen=chosen,
+            values=values,
             padding=padding,
         )
         self._mailbox.post(self._source, result)
 
+    def _padding_for(self, values: Tensor | None, tokens: int) -> int:
+        """Return the bytes that stand for values without numerics, so that links take the same time."""
+        return 0 if values is not None else self._model.message_bytes(tokens)
+
     def _choose_tokens(self, step: Step, logits: Tensor | None) -> list[int]:
-        """Return the tokens after the last ones of a step; without numerics any token stands for all."""
+        """Return the token after each of the last ``scored`` tokens of a step; without numerics always token 0."""
         if logits is None:
             return [0] * step.scored
         chosen = []
+        # Position in the text of the first chosen token; draws depend on the position.
         first = step.position + step.tokens - step.scored + 1
         for place in range(step.scored):
-            token = self._sampling.choose_token(
-                logits[place], step.request, first + place
-            )
+            position = first + place
+            token = self._sampling.choose_token(logits[place], step.request, position)
             chosen.append(token)
         return chosen
 
     def _send_copy(self, held: LayerRange, step: Step, neighbour: str) -> None:
+        """Send the cache entries of a step to the device that would replace this one."""
         added = held.added_entries(step)
-        size = (
-            self._model.architecture.cache_bytes(self._model.cache_value_bytes)
-            * held.layer_count
-            * step.tokens
-        )
         keys, values = added if added is not None else (None, None)
+        padding = 0
+        if added is None:
+            model = self._model
+            # Bytes of one token in the cache of one layer.
+            entry = model.architecture.cache_bytes(model.cache_value_bytes)
+            padding = entry * held.layer_count * step.tokens
         copy = Copy(
             held.assign.first,
             step.request,
@@ -305,6 +329,6 @@ class Holder:
             step.tokens,
             keys,
             values,
-            padding=0 if added is not None else size,
+            padding=padding,
         )
         self._mailbox.post(neighbour, copy)

@@ -39,7 +39,7 @@ class ShardHolder:
         source: Source | None,
         reduce: AllReduce,
     ) -> None:
-        """Read the shard's weights; without a source only time passes."""
+        """``source`` has the weights; None without numerics. ``reduce`` adds up the outputs of all shards."""
         self._mailbox = mailbox
         self._device = mailbox.device
         self._model = model
@@ -64,27 +64,27 @@ class ShardHolder:
         self._caches.pop(request, None)
 
     async def compute_layers(self, forward: Forward) -> Tensor | None:
-        """Return the values of tokens after all layers; equal on all devices."""
-        architecture = self._model.architecture
+        """Return the values of tokens after all layers, (tokens, width), equal on all devices.
+
+        None without numerics.
+        """
+        layers = self._model.architecture.layers
         size = self._model.message_bytes(forward.tokens)
-        caches = self._caches.setdefault(
-            forward.request, [Cache() for _ in range(architecture.layers)]
-        )
+        empty = [Cache() for _ in range(layers)]
+        caches = self._caches.setdefault(forward.request, empty)
         values = forward.values
-        operation = 2 * architecture.layers * forward.number
-        for layer in range(architecture.layers):
-            added = await self._compute_part(
-                layer, forward, values, caches[layer], attention=True
-            )
-            total = await self._reduce.all_reduce(operation + 2 * layer, added, size)
-            values = values if values is None or total is None else values + total
-            added = await self._compute_part(
-                layer, forward, values, caches[layer], attention=False
-            )
-            total = await self._reduce.all_reduce(
-                operation + 2 * layer + 1, added, size
-            )
-            values = values if values is None or total is None else values + total
+        # All devices count alike, so that a part is added to the sum that it belongs to: two sums for each layer.
+        operation = 2 * layers * forward.number
+        for layer in range(layers):
+            for attention in (True, False):
+                added = await self._compute_part(
+                    layer, forward, values, caches[layer], attention=attention
+                )
+                total = await self._reduce.all_reduce(operation, added, size)
+                operation += 1
+                # Both halves of a layer add to their inputs.
+                if values is not None and total is not None:
+                    values = values + total
         return values
 
     async def _compute_part(
@@ -93,36 +93,34 @@ class ShardHolder:
         forward: Forward,
         values: Tensor | None,
         cache: Cache,
+        *,
         attention: bool,
     ) -> Tensor | None:
-        """Return the output of the shard's heads, or of its hidden columns."""
+        """Return the output of the shard's heads; with ``attention`` false, of the shard's hidden columns."""
 
         def work() -> Tensor | None:
             if values is None:
                 return None
             with torch.inference_mode():
                 shard = self._layers[layer]
-                return (
-                    shard.attend(values, cache)
-                    if attention
-                    else shard.feed_forward(values)
-                )
+                if attention:
+                    return shard.attend(values, cache)
+                return shard.feed_forward(values)
 
         cost = self._model.shard_part(
-            self._shard, forward.tokens, forward.position, attention
+            self._shard, forward.tokens, forward.position, attention=attention
         )
         name = "attention" if attention else "feed_forward"
-        span = Span(
-            name, batch=forward.request, micro=forward.position + forward.tokens - 1
-        )
+        last_position = forward.position + forward.tokens - 1
+        span = Span(name, batch=forward.request, micro=last_position)
         return await self._device.compute(work, cost, span)
 
 
 class Computing(Protocol):
-    """The source's part of the layers, which asks other devices for theirs."""
+    """The source's part of the layers, which obtains the parts of other devices over the network."""
 
     async def compute_layers(self, forward: Forward) -> Tensor | None:
-        """Return the values of tokens after all layers."""
+        """Return the values of tokens after all layers, (tokens, width); None without numerics."""
 
     def release_request(self, request: int) -> None:
         """Forget the caches of a request."""
@@ -141,7 +139,10 @@ class TensorParallelSource:
         sampling: Sampling,
         source: Source | None,
     ) -> None:
-        """``names`` are the source and the devices that are sent each forward; ``own`` is the source's part."""
+        """``names`` are the source and the devices that receive each forward; ``own`` is the source's part.
+
+        ``source`` has the weights; None without numerics.
+        """
         self._mailbox = mailbox
         self._device = mailbox.device
         self._model = model
@@ -150,6 +151,7 @@ class TensorParallelSource:
         self._embedder = embedder
         self._sampling = sampling
         self._number = 0
+        """Number of the next forward."""
         # All devices number their all-reduces by forwards: two forwards at once would mix them.
         self._turn = asyncio.Lock()
         self._norm = self._output = None
@@ -163,6 +165,7 @@ class TensorParallelSource:
             return [await self._next_token(progress)]
 
     async def _next_token(self, progress: Progress) -> int:
+        # The first forward has the whole prompt, each later one the newest token.
         position = len(progress.all_tokens) - 1 if progress.tokens else 0
         tokens = len(progress.all_tokens) - position
         values = await self._embedder.embed_tokens(progress, position)
@@ -174,28 +177,23 @@ class TensorParallelSource:
         for name in self._others:
             self._mailbox.post(name, forward)
         values = await self._own.compute_layers(forward)
-        return await self._choose_token(
-            values, progress.request.number, position + tokens
-        )
+        end = position + tokens
+        return await self._choose_token(values, progress.request.number, end)
 
     async def _choose_token(self, values: Tensor | None, request: int, end: int) -> int:
+        """Return the token at position ``end`` of a request, from the values of the tokens before it."""
+
         def work() -> int:
             if values is None or self._norm is None or self._output is None:
+                # Without numerics any token stands for all.
                 return 0
+            epsilon = self._model.architecture.epsilon
             with torch.inference_mode():
-                logits = score(
-                    values[-1:],
-                    self._norm,
-                    self._output,
-                    self._model.architecture.epsilon,
-                )[0]
+                logits = score(values[-1:], self._norm, self._output, epsilon)[0]
             return self._sampling.choose_token(logits, request, end)
 
-        return await self._device.compute(
-            work,
-            self._model.output_cost(1),
-            Span("choose", batch=request, micro=end - 1),
-        )
+        span = Span("choose", batch=request, micro=end - 1)
+        return await self._device.compute(work, self._model.output_cost(1), span)
 
     def forget_request(self, number: int) -> None:
         """Drop the caches of a request on all devices."""

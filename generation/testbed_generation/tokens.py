@@ -19,7 +19,7 @@ class Tokens(Protocol):
     """Converts text to tokens, and knows the text of each token."""
 
     end: int | None
-    """The token after which a text is complete; None: there is none."""
+    """The token after which a text is complete; None for a vocabulary without such a token."""
     pieces: Sequence[bytes]
     """Text of each token, in UTF-8; several tokens may form one letter."""
 
@@ -55,8 +55,12 @@ def text_of(tokens: Sequence[int], pieces: Sequence[bytes]) -> str:
         >>> text_of([104, 105], Bytes().pieces)
         'hi'
     """
-    known = [pieces[token] if token < len(pieces) else UNKNOWN for token in tokens]
-    return b"".join(known).decode(errors="replace")
+    known = b""
+    for token in tokens:
+        # The output matrix of a network may have more rows than its tokenizer has tokens.
+        known += pieces[token] if token < len(pieces) else UNKNOWN
+    # Decoded together: several tokens may form one character.
+    return known.decode(errors="replace")
 
 
 class Bytes:
@@ -74,13 +78,13 @@ class Vocabulary:
     """The tokens of a tokenizer of the package ``tokenizers``."""
 
     def __init__(self, tokenizer: Any, end: int | None) -> None:
-        """Take a ``tokenizers.Tokenizer``."""
+        """``tokenizer`` is a ``tokenizers.Tokenizer``, ``end`` the token that ends a text."""
         self._tokenizer = tokenizer
         self.end = end
-        number = tokenizer.get_vocab_size()
-        self.pieces: Sequence[bytes] = [
-            _token_bytes(tokenizer.id_to_token(token)) for token in range(number)
-        ]
+        pieces = []
+        for token in range(tokenizer.get_vocab_size()):
+            pieces.append(_token_bytes(tokenizer.id_to_token(token)))
+        self.pieces: Sequence[bytes] = pieces
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -88,15 +92,20 @@ class Vocabulary:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return GPT-2's letters for bytes in byte-level vocabularies."""
+    """Return the bytes of a byte-level vocabulary by GPT-2's letters for them."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     ]
-    others = [value for value in range(256) if value not in printable]
     letters = {chr(value): value for value in printable}
-    return letters | {chr(256 + place): value for place, value in enumerate(others)}
+    # GPT-2 gives all other bytes, such as the space, the letters from U+0100 on, in the order of the bytes.
+    letter = 256
+    for value in range(256):
+        if value not in printable:
+            letters[chr(letter)] = value
+            letter += 1
+    return letters
 
 
 _LETTERS = _byte_letters()
@@ -111,9 +120,13 @@ def _token_bytes(token: str | None) -> bytes:
         return bytes([int(token[3:5], 16)])
     if "▁" in token:
         return token.replace("▁", " ").encode()
-    if all(letter in _LETTERS for letter in token):
-        return bytes(_LETTERS[letter] for letter in token)
-    return token.encode()
+    values = []
+    for letter in token:
+        if letter not in _LETTERS:
+            # A special token, or one of a vocabulary of characters.
+            return token.encode()
+        values.append(_LETTERS[letter])
+    return bytes(values)
 
 
 def _import_tokenizers(path: Path) -> Any:
@@ -160,17 +173,18 @@ def _from_gguf(path: Path) -> Tokens:
             KEY,
         )
     texts = file.strings("tokenizer.ggml.tokens")
-    merges = [
-        tuple(merge.split(" ", 1)) for merge in file.strings("tokenizer.ggml.merges")
-    ]
-    model = tokenizers.models.BPE(
-        vocab={text: index for index, text in enumerate(texts)}, merges=merges
-    )
+    vocabulary = {text: index for index, text in enumerate(texts)}
+    # A merge is written as two tokens with a space between them.
+    merges = []
+    for merge in file.strings("tokenizer.ggml.merges"):
+        merges.append(tuple(merge.split(" ", 1)))
+    model = tokenizers.models.BPE(vocab=vocabulary, merges=merges)
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=False
     )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    # Marks such as <|im_start|> are single tokens, which merges of their letters would not give.
     special = [text for text in texts if text.startswith("<|") and text.endswith("|>")]
     tokenizer.add_special_tokens(special)
     end = file.number("tokenizer.ggml.eos_token_id")

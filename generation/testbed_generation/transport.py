@@ -1,4 +1,4 @@
-"""How values travel between devices: in float32, or in blocks of 32 values of 8 bits with one scale (ggml's Q8_0)."""
+"""Formats of values on the wire: float32, or blocks of 32 values of 8 bits with one scale (ggml's Q8_0)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Transport:
     storage: Literal["f32", "q8_0"] = "f32"
 
     def size(self, values: int) -> int:
-        """Return the bytes of so many values.
+        """Return the bytes of ``values`` values.
 
         >>> Transport("q8_0").size(64)
         68
@@ -27,29 +27,29 @@ class Transport:
         return stored_bytes(values, self.storage)
 
     def pack(self, values: Tensor | None) -> dict[str, Tensor]:
-        """Return the tensors that are sent for values; none without numerics."""
+        """Return the tensors to send for values; none without numerics."""
         if values is None:
             return {}
         if self.storage == "f32":
             return {"values": values.contiguous()}
         blocks = values.reshape(-1, BLOCK)
+        # The largest value of a block becomes 127, the largest number of 8 bits with a sign.
         scales = blocks.abs().amax(dim=1, keepdim=True) / 127
+        # A block of zeros has the scale 0.
         rounded = torch.where(scales > 0, blocks / scales, 0.0).round().to(torch.int8)
         # ggml stores the scale of a block in 16 bits.
         return {"values": rounded, "scales": scales.half()}
 
     def rounded(self, values: Tensor | None) -> Tensor | None:
-        """Return values as they arrive."""
-        return (
-            None
-            if values is None
-            else self.unpack(self.pack(values), tuple(values.shape))
-        )
+        """Return values as receivers get them: rounded by the format."""
+        if values is None:
+            return None
+        return self.unpack(self.pack(values), tuple(values.shape))
 
     def unpack(
         self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]
     ) -> Tensor | None:
-        """Return the values that `pack` made tensors of; None where there are none."""
+        """Return the values of tensors made by `pack`, in the given shape; None without tensors."""
         if not tensors:
             return None
         values = tensors["values"]

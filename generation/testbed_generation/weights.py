@@ -25,7 +25,7 @@ EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 OUTPUT = "lm_head.weight"
 DRAFT = "draft."
-"""Precedes the names of the weights of a draft model."""
+"""Prefix of the names of a draft model's weights, which are sent together with those of the model."""
 
 
 def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -69,7 +69,7 @@ def full_name(layer: int, name: str) -> str:
 
 
 class Source(Protocol):
-    """Where weights come from."""
+    """A source of weights: the seed, a file, or weights that a device was given."""
 
     def read(self, name: str) -> Tensor:
         """Return a weight in float32 by its name in a checkpoint."""
@@ -83,7 +83,6 @@ class Seeded:
     """
 
     def __init__(self, architecture: Architecture, seed: int) -> None:
-        """Draw nothing yet."""
         self._architecture = architecture
         self._seed = seed
         self._shapes = shapes(architecture)
@@ -93,9 +92,8 @@ class Seeded:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape)
-        generator = torch.Generator().manual_seed(
-            derive(self._seed, "generation", name)
-        )
+        seed = derive(self._seed, "generation", name)
+        generator = torch.Generator().manual_seed(seed)
         # Products then have the variance of their inputs, and sums over all layers do not grow with their number.
         deviation = 1 / math.sqrt(shape[1])
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -114,9 +112,10 @@ class Checkpoint:
     """Weights of a safetensors file, or of a folder of files with an index, in Hugging Face's Llama layout."""
 
     def __init__(self, path: Path) -> None:
-        """Raise `InputError` if the file is missing."""
+        """Open a file or folder. Raises `InputError` if the file is missing."""
         self._path = path
         self._index: Mapping[str, str] = {}
+        """File of each weight; empty for a checkpoint of one file."""
         index = path / "model.safetensors.index.json"
         if index.is_file():
             self._index = json.loads(index.read_text())["weight_map"]
@@ -141,10 +140,11 @@ class Checkpoint:
 
     @contextmanager
     def _open_file(self, name: str) -> Iterator[Any]:
-        """Open the file with a weight."""
+        """Open the file with a weight; raises `InputError` if the weight is missing or the file is broken."""
         file = self._path
         if name in self._index:
             file = self._path / self._index[name]
+        # Only a folder with an index, which does not list this weight, is still a folder here.
         if file.is_dir():
             raise _missing_weight(file, name)
         try:
@@ -180,7 +180,7 @@ class Gguf:
     """Weights of a GGUF file of a Llama model, converted to float32."""
 
     def __init__(self, path: Path) -> None:
-        """Raise `InputError` where the file cannot be read or the extra is not installed."""
+        """Open a file. Raises `InputError` if the file cannot be read or the package gguf is not installed."""
         try:
             import gguf
         except ImportError:
@@ -262,15 +262,15 @@ class Gguf:
     def read(self, name: str) -> Tensor:
         """Return a weight in float32 by its name in Hugging Face's layout."""
         tensor, inner = self._tensor(name), _gguf_name(name)
-        weight = torch.tensor(
-            self._dequantise(tensor.data, tensor.tensor_type), dtype=torch.float32
-        )
+        values = self._dequantise(tensor.data, tensor.tensor_type)
+        weight = torch.tensor(values, dtype=torch.float32)
         if inner.endswith(("attn_q.weight", "attn_k.weight")):
             return _unpermute(weight, self.architecture, inner)
         return weight
 
 
 def _gguf_name(name: str) -> str:
+    """Return the name in a GGUF file of a weight with a name of Hugging Face's layout."""
     outer = {
         EMBEDDING: "token_embd.weight",
         NORM: "output_norm.weight",
@@ -289,33 +289,31 @@ def _unpermute(weight: Tensor, architecture: Architecture, name: str) -> Tensor:
     """
     heads = architecture.heads if "attn_q" in name else architecture.kv_heads
     half = weight.shape[0] // heads // 2
-    return (
-        weight.view(heads, half, 2, weight.shape[1])
-        .transpose(1, 2)
-        .reshape(weight.shape)
-    )
+    pairs = weight.view(heads, half, 2, weight.shape[1])
+    return pairs.transpose(1, 2).reshape(weight.shape)
 
 
 def open_weights(path: Path) -> Checkpoint | Gguf:
     """Return the weights of a file or folder; raises `InputError`."""
     if path.suffix != ".gguf":
         return Checkpoint(path)
-    return _open_gguf(path, path.stat().st_mtime if path.is_file() else 0.0)
+    changed = path.stat().st_mtime if path.is_file() else 0.0
+    return _open_gguf(path, changed)
 
 
 @lru_cache(maxsize=1)
 def _open_gguf(path: Path, changed: float) -> Gguf:
-    """Open a file that is as it was ``changed`` last, once for its shape, its tokens and its weights."""
+    """Open a file once for its shape, its tokens and its weights, and again after a change at the time ``changed``."""
     return Gguf(path)
 
 
 def check_shapes(source: Checkpoint | Gguf, architecture: Architecture) -> None:
     """Raise `InputError` for a weight that is missing or has another shape than the network's."""
     for name, shape in shapes(architecture).items():
-        found = source.shape(name)
-        if found != shape:
-            sizes = " x ".join(str(size) for size in found)
-            needed = " x ".join(str(size) for size in shape)
+        stored = source.shape(name)
+        if stored != shape:
+            sizes = " x ".join(map(str, stored))
+            needed = " x ".join(map(str, shape))
             raise InputError(
                 f"{name} has the shape {sizes}, the model needs {needed}: choose the preset of these weights",
                 ("workload", "model", "weights"),
@@ -325,12 +323,13 @@ def check_shapes(source: Checkpoint | Gguf, architecture: Architecture) -> None:
 def read_layer(
     source: Source, architecture: Architecture, layer: int, shard: Shard | None = None
 ) -> dict[str, Tensor]:
-    """Return the weights of a layer or shard by short name."""
+    """Return the weights of a layer, or of a shard of the layer, by short name."""
     weights = {}
     for name in layer_shapes(architecture):
         weight = source.read(full_name(layer, name))
         if shard is not None:
             axis, cut = shard.rows(name, architecture)
+            # Axis -1 is that of a vector, which every shard has whole.
             if axis >= 0:
                 weight = weight[cut] if axis == 0 else weight[:, cut]
         weights[name] = weight.contiguous()
@@ -338,10 +337,10 @@ def read_layer(
 
 
 class Given:
-    """Weights that a device was given."""
+    """Weights that a device has received."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        """Take weights by their names in a checkpoint."""
+        """``weights`` are tensors by their names in a checkpoint."""
         self._weights = weights
 
     def read(self, name: str) -> Tensor:
@@ -360,6 +359,7 @@ def names_of_layers(architecture: Architecture, first: int, last: int) -> list[s
     for layer in range(first, last):
         names += [full_name(layer, name) for name in layer_shapes(architecture)]
     if last == architecture.layers:
+        # The stage with the last layer also chooses tokens.
         names += [NORM, EMBEDDING if architecture.tied else OUTPUT]
     return names
 
@@ -368,11 +368,11 @@ def names_of_assignments(
     architecture: Architecture, assignments: Sequence[Assignment]
 ) -> list[str]:
     """Return the names of the weights that the assignments of a device need."""
+    # A dictionary as an ordered set: two assignments may need the same weight.
     names: dict[str, None] = {}
     for assignment in assignments:
-        names |= dict.fromkeys(
-            names_of_layers(architecture, assignment.start, assignment.stop)
-        )
+        own = names_of_layers(architecture, assignment.start, assignment.stop)
+        names |= dict.fromkeys(own)
     return list(names)
 
 
@@ -380,7 +380,5 @@ def assigned_weights(
     weights: Mapping[str, Tensor], architecture: Architecture, assign: Assign
 ) -> dict[str, Tensor]:
     """Return the weights that an assignment needs."""
-    return {
-        name: weights[name]
-        for name in names_of_layers(architecture, assign.first, assign.last)
-    }
+    names = names_of_layers(architecture, assign.first, assign.last)
+    return {name: weights[name] for name in names}

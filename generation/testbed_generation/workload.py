@@ -1,4 +1,7 @@
-"""The workload ``generate``: a language model, prompts, and how many tokens each of them gets."""
+"""The workload ``generate``: its keys in a scenario, its planning problem, and the data and weights of devices.
+
+Modules that need torch are imported in functions: planning, and runs with ``numerics: none``, work without it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 
 PROGRAM_MODULES = ("gather", "programs", "row", "source", "stage", "tensor_parallel")
-"""Modules that the programs of methods import."""
+"""Modules that the programs of methods import, without their package."""
 
 
 class LanguageModelPart(ConfigModel):
@@ -100,6 +103,7 @@ class LanguageModelPart(ConfigModel):
         if self.preset is not None:
             base = asdict(preset(self.preset))
         else:
+            # Without `kv_heads`, each query head has a key and a value head of its own.
             base = {"kv_heads": given.get("heads"), "context": 2048}
             for name in ("layers", "width", "heads", "hidden", "vocabulary"):
                 if name not in given:
@@ -114,12 +118,12 @@ class LanguageModelPart(ConfigModel):
                 "that divides them",
                 ("workload", "model", "kv_heads"),
             )
-        if not architecture.head_width and architecture.width % (
-            2 * architecture.heads
-        ):
+        # Rotary positions turn pairs of values of a head.
+        divisor = 2 * architecture.heads
+        if not architecture.head_width and architecture.width % divisor:
             raise InputError(
                 f"a width of {architecture.width} does not divide over {architecture.heads} heads of an even number of "
-                f"values: give a multiple of {2 * architecture.heads}",
+                f"values: give a multiple of {divisor}",
                 ("workload", "model", "width"),
             )
         return architecture
@@ -232,7 +236,7 @@ class GeneratePart(WorkloadPart):
 
     @property
     def initial_weights(self) -> str | None:
-        """Where the weights are read from."""
+        """The file or folder with the weights; None: drawn from the seed."""
         return self.model.weights
 
     def paths(self) -> Iterator[tuple[str, str | None]]:
@@ -262,7 +266,7 @@ class GenerateProblem(PlanningProblem[ProblemOptions]):
     draft: CostModel | None = None
     """The draft model, which the source holds."""
     requests: tuple[Request, ...] = ()
-    """All on the source, none elsewhere."""
+    """All requests, in the order of their arrival."""
     end: int | None = None
     """The token after which a text is complete."""
 
@@ -273,9 +277,9 @@ class GenerateContext(ProgramContext[ProblemOptions, DetailsType]):
 
     problem: GenerateProblem[ProblemOptions]
     weights: Mapping[str, torch.Tensor] | None = None
-    """By their names in a checkpoint; None: they are drawn from the seed."""
+    """The device's weights by their names in a checkpoint; None: they are drawn from the seed."""
     on_weights: Callable[[], None] = lambda: None
-    """Is called by the source when it uses them."""
+    """Callback for the first use of given weights."""
     pieces: Sequence[bytes] = ()
     """The text of each token, on the source."""
 
@@ -303,23 +307,15 @@ class Generate(Workload):
     ) -> GenerateProblem:
         """Describe the network and read the prompts."""
         model, requests, end = self._describe_model(scenario)
-        return _pose_problem(
-            given,
-            model,
-            requests,
-            end,
-            _draft_model(_part_of(scenario), scenario, model),
-        )
+        draft = _draft_model(_part_of(scenario), scenario, model)
+        return _pose_problem(given, model, requests, end, draft)
 
     def _describe_model(
         self, scenario: Scenario
     ) -> tuple[CostModel, tuple[Request, ...], int | None]:
+        """Return costs of the model, the requests, and the token that ends a text; raises `InputError`."""
         part = _part_of(scenario)
-        weights = (
-            None
-            if part.model.weights is None
-            else _file_path(scenario, part.model.weights)
-        )
+        weights = _optional_path(scenario, part.model.weights)
         architecture = _read_architecture(part.model, weights)
         if architecture.experts and part.is_computed:
             raise InputError(
@@ -328,7 +324,10 @@ class Generate(Workload):
             )
         prompts, end = _read_prompts(part, scenario, architecture, weights)
         times = arrivals(
-            len(prompts), part.arrivals.every, part.arrivals.poisson, scenario.seed
+            len(prompts),
+            part.arrivals.every,
+            poisson=part.arrivals.poisson,
+            seed=scenario.seed,
         )
         requests = []
         for number, (prompt, time) in enumerate(zip(prompts, times, strict=True)):
@@ -340,14 +339,13 @@ class Generate(Workload):
                 f"{architecture.context}: generate fewer, or shorten the prompt",
                 ("workload", "tokens"),
             )
-        return (
-            CostModel(architecture, part.model.storage, longest, part.concurrency),
-            tuple(requests),
-            end,
-        )
+        storage, concurrency = part.model.storage, part.concurrency
+        # Every KV cache has room for the longest sequence, since memory is reserved before the texts are known.
+        model = CostModel(architecture, storage, longest, sequences=concurrency)
+        return model, tuple(requests), end
 
     def facts(self, problem: PlanningProblem) -> Mapping[str, Any]:
-        """Return the network and the requests."""
+        """Return the network and the requests as plain values, which travel to the devices as JSON."""
         assert isinstance(problem, GenerateProblem)
         return {
             "model": asdict(problem.model),
@@ -359,21 +357,20 @@ class Generate(Workload):
     def rebuild_problem(
         self, given: PlanningProblem, method: Method, facts: Mapping[str, Any]
     ) -> GenerateProblem:
-        """Return the problem on a device."""
+        """Return the problem on a device, from the result of `facts`."""
 
         def model_of(values: Mapping[str, Any]) -> CostModel:
-            return CostModel(
-                **{**values, "architecture": Architecture(**values["architecture"])}
-            )
+            architecture = Architecture(**values["architecture"])
+            return CostModel(**{**values, "architecture": architecture})
 
+        model = model_of(facts["model"])
         draft = None if facts["draft"] is None else model_of(facts["draft"])
-        requests = tuple(
-            Request(**{**each, "prompt": tuple(each["prompt"])})
-            for each in facts["requests"]
-        )
-        return _pose_problem(
-            given, model_of(facts["model"]), requests, facts["end"], draft
-        )
+        requests = []
+        for values in facts["requests"]:
+            # JSON has lists instead of tuples.
+            prompt = tuple(values["prompt"])
+            requests.append(Request(**{**values, "prompt": prompt}))
+        return _pose_problem(given, model, tuple(requests), facts["end"], draft)
 
     def load(self, prepared: Prepared) -> Loaded:
         """Read the text of all tokens, and the weights of the file that the scenario names."""
@@ -384,15 +381,15 @@ class Generate(Workload):
         from testbed_generation.weights import DRAFT, open_weights, read_all
 
         path = _file_path(prepared.scenario, part.model.weights)
+        # Prompts of random tokens need no tokenizer, and a safetensors file may be without one.
         is_random = isinstance(part.prompts, PromptsPart) and part.prompts.file is None
         tokens = tokens_of(None if is_random else path)
         weights = read_all(open_weights(path), problem.model.architecture)
-        if (
-            part.draft is not None
-            and part.draft.weights is not None
-            and problem.draft is not None
-        ):
-            draft = open_weights(_file_path(prepared.scenario, part.draft.weights))
+        draft_path = None
+        if part.draft is not None:
+            draft_path = _optional_path(prepared.scenario, part.draft.weights)
+        if draft_path is not None and problem.draft is not None:
+            draft = open_weights(draft_path)
             for name, weight in read_all(draft, problem.draft.architecture).items():
                 weights[f"{DRAFT}{name}"] = weight
         return Loaded(tokens.pieces, weights)
@@ -400,7 +397,7 @@ class Generate(Workload):
     def inputs(
         self, prepared: Prepared, data: Any, weights: Mapping[str, Any] | None
     ) -> Inputs:
-        """Return the weights by device: all on the source, elsewhere those of the device's pieces."""
+        """Return the weights by device: all on the source, elsewhere those of the device's assignments."""
         return GenerateInputs(prepared, data)
 
     def read_data(self, body: bytearray) -> Sequence[bytes]:
@@ -408,7 +405,7 @@ class Generate(Workload):
         return [piece.encode("latin-1") for piece in json.loads(body)]
 
     def prepare_device(self, problem: PlanningProblem) -> dict[str, Any] | None:
-        """Import the modules of all programs; return the processor and the kernels where tokens are computed."""
+        """Import the modules of all programs; return the processor and the kernels if tokens are computed."""
         assert isinstance(problem, GenerateProblem)
         # These imports, of torch above all, take seconds. After the start of the run, the source would count a device
         # that still imports as lost.
@@ -444,7 +441,7 @@ class Generate(Workload):
     def simulation_context(
         self, problem: PlanningProblem
     ) -> AbstractContextManager[None]:
-        """Keep torch on one thread."""
+        """Restrict torch to one thread during a simulation."""
         assert isinstance(problem, GenerateProblem)
         if not problem.workload.is_computed:
             return super().simulation_context(problem)
@@ -455,7 +452,7 @@ class Generate(Workload):
 
 @dataclass(frozen=True)
 class Loaded:
-    """Contents of files."""
+    """The contents of the files that a scenario names."""
 
     pieces: Sequence[bytes]
     """The text of each token."""
@@ -467,7 +464,6 @@ class GenerateInputs(Inputs):
     """The weights of each device, and the text of tokens on the source."""
 
     def __init__(self, prepared: Prepared, loaded: Loaded) -> None:
-        """Take the contents of files."""
         self.begins_with_weights = loaded.weights is not None
         self._plan = prepared.plan
         self._weights = loaded.weights
@@ -476,13 +472,13 @@ class GenerateInputs(Inputs):
         self._architecture = prepared.problem.model.architecture
 
     def _weights_of(self, device: str) -> Mapping[str, torch.Tensor] | None:
+        # After a loss the source sends other devices the weights of their new layers, so it needs all.
         if self._weights is None or device == self._plan.coordinator:
             return self._weights
         from testbed_generation.weights import names_of_assignments
 
-        names = names_of_assignments(
-            self._architecture, self._plan.assignments_of(device)
-        )
+        assignments = self._plan.assignments_of(device)
+        names = names_of_assignments(self._architecture, assignments)
         return {name: self._weights[name] for name in names}
 
     def program_context(
@@ -508,7 +504,7 @@ class GenerateInputs(Inputs):
         return json.dumps([piece.decode("latin-1") for piece in self._pieces]).encode()
 
     def weights(self, device: str) -> bytes | None:
-        """Return the weights that a device in a container is sent."""
+        """Return the weights that a device in a container receives, as a safetensors file."""
         given = self._weights_of(device)
         if given is None:
             return None
@@ -523,7 +519,12 @@ def _part_of(scenario: Scenario) -> GeneratePart:
 
 
 def _file_path(scenario: Scenario, name: str) -> Path:
+    # Paths in a scenario are relative to its file.
     return scenario.source.folder / name
+
+
+def _optional_path(scenario: Scenario, name: str | None) -> Path | None:
+    return None if name is None else _file_path(scenario, name)
 
 
 def _pose_problem(
@@ -548,12 +549,13 @@ def _pose_problem(
 
 
 def _read_architecture(part: LanguageModelPart, weights: Path | None) -> Architecture:
-    """Return the shape that the scenario gives, or that of a GGUF file; raises `InputError` for weights of another."""
+    """Return the shape given by the scenario, or by a GGUF file; raises `InputError` for weights of another shape."""
     if weights is None:
         return part.architecture()
     from testbed_generation.weights import Gguf, check_shapes, open_weights
 
     file = open_weights(weights)
+    # A GGUF file describes its network, a safetensors file has the weights alone.
     if isinstance(file, Gguf) and part.preset is None and part.layers is None:
         return file.architecture
     architecture = part.architecture()
@@ -567,9 +569,7 @@ def _draft_model(
     """Return the draft model; raises `InputError` for one with other tokens."""
     if part.draft is None:
         return None
-    weights = (
-        None if part.draft.weights is None else _file_path(scenario, part.draft.weights)
-    )
+    weights = _optional_path(scenario, part.draft.weights)
     architecture = _read_architecture(part.draft, weights)
     # Proposed tokens are compared with those of the model by their numbers.
     if architecture.vocabulary != model.architecture.vocabulary:
@@ -596,23 +596,17 @@ def _read_prompts(
     """Return the tokens of all prompts, and the token that ends a text."""
     prompts = part.prompts
     if isinstance(prompts, PromptsPart) and prompts.file is None:
-        numbers = range(prompts.count)
-        return [
-            random_prompt(prompts.length, architecture.vocabulary, scenario.seed, each)
-            for each in numbers
-        ], None
+        random_prompts = []
+        for number in range(prompts.count):
+            prompt = random_prompt(
+                prompts.length, architecture.vocabulary, scenario.seed, number
+            )
+            random_prompts.append(prompt)
+        return random_prompts, None
     texts: Sequence[str]
     if isinstance(prompts, PromptsPart):
         assert prompts.file is not None
-        file = _file_path(scenario, prompts.file)
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-            texts = [line for line in lines if line.strip()]
-        except OSError as error:
-            raise InputError(
-                f"{file}: {error.strerror or error}: name a text file with a prompt on each line",
-                ("workload", "prompts", "file"),
-            ) from None
+        texts = _read_lines(_file_path(scenario, prompts.file))
     else:
         texts = prompts
     tokens = tokens_of(weights)
@@ -631,8 +625,21 @@ def _read_prompts(
     return encoded, tokens.end
 
 
+def _read_lines(file: Path) -> list[str]:
+    """Return the lines of a file of prompts without empty ones; raises `InputError`."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"{file}: {error.strerror or error}: name a text file with a prompt on each line",
+            ("workload", "prompts", "file"),
+        ) from None
+    return [line for line in text.splitlines() if line.strip()]
+
+
 def tokens_of(weights: Path | None) -> Tokens:
-    """Return how text becomes tokens; raises `InputError`."""
+    """Return the tokenizer of a file of weights; without one, single bytes. Raises `InputError`."""
+    # Imported here, since the module imports torch.
     from testbed_generation.tokens import open_tokens
 
     return open_tokens(weights)

@@ -104,7 +104,7 @@ def test_a_ring_takes_more_messages_and_fewer_bytes_on_each_link() -> None:
 def test_costs_of_all_shards_are_those_of_the_layers() -> None:
     shards = divide_layer(TINY, [1.0, 1.0])
     flops = sum(
-        MODEL.shard_part(shard, 1, 5, attention).of().flops
+        MODEL.shard_part(shard, 1, 5, attention=attention).of().flops
         for shard in shards
         for attention in (True, False)
     )

@@ -115,8 +115,8 @@ class ArrangementController:
         """Return the own group as soon as the device has one.
 
         Return None if the device has left and all its neurons have arrived elsewhere, or at the instant ``until``, in
-        seconds, the end of the last slot. A device that lost its neurons because its casts did not arrive repeats `Join` by cast, once a window: the cast
-        arrives when the device can be heard again.
+        seconds, the end of the last slot. A device that lost its neurons because its casts did not arrive repeats
+        `Join` by cast, once a window: the cast arrives when the device can be heard again.
         """
         device = self._device
         if self._handover.newest is None:
