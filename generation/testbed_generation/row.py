@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal
@@ -84,9 +84,10 @@ class Watch:
             pings[name] = self._mailbox.post(name, Ping(self._question))
         await self._wait_for_answers(names, patience)
         lost = set(names) - self._answers.keys()
-        for name in lost:
-            # A message to a dead device would be under way until the end of the run.
-            pings[name].cancel()
+        for name, ping in pings.items():
+            if name in lost:
+                # A message to a dead device would be under way until the end of the run.
+                ping.cancel()
         for name, pong in self._answers.items():
             first_incarnation = self._incarnations.setdefault(name, pong.incarnation)
             # A device that has restarted answers, and has lost its layers.
@@ -220,8 +221,7 @@ class Row:
             done = await self._mailbox.take(Assigned, deadline=deadline)
             if done is None:
                 # A device that dies while it loads never answers, and is not watched before the row is whole.
-                loading = {stage.device for stage in waiting.values()}
-                lost = await self._find_lost(loading)
+                lost = await self._find_lost(waiting.values())
                 if lost:
                     return lost
             elif done.assignment in waiting:
@@ -239,13 +239,16 @@ class Row:
         # A copy on the same device would be lost together with the original.
         return following if following != stage.device else None
 
-    async def _find_lost(self, names: set[str]) -> set[str]:
+    async def _find_lost(self, stages: Iterable[Stage]) -> set[str]:
+        """Return the lost devices of some stages."""
         options = self._options
         patience = options.patience
         if not self._has_begun:
             patience = max(options.startup, patience)
         # The source itself is always there: a run without it has ended.
-        others = names - {self._device.name}
+        # A dictionary as an ordered set: pings leave in the order of the stages in every run with the same seed.
+        others = dict.fromkeys(stage.device for stage in stages)
+        others.pop(self._device.name, None)
         return await self._watch.find_lost(others, patience)
 
     def _forget_devices(self, lost: set[str]) -> None:
@@ -256,7 +259,7 @@ class Row:
     async def _keep_watch(self) -> None:
         while True:
             await self._device.sleep(self._options.heartbeat)
-            lost = await self._find_lost({stage.device for stage in self.stages})
+            lost = await self._find_lost(self.stages)
             if lost:
                 await self._recover_from(lost)
 

@@ -598,10 +598,10 @@ def _read_prompts(
     if isinstance(prompts, PromptsPart) and prompts.file is None:
         random_prompts = []
         for number in range(prompts.count):
-            prompt = random_prompt(
+            drawn = random_prompt(
                 prompts.length, architecture.vocabulary, scenario.seed, number
             )
-            random_prompts.append(prompt)
+            random_prompts.append(drawn)
         return random_prompts, None
     texts: Sequence[str]
     if isinstance(prompts, PromptsPart):

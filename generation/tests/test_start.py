@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +71,29 @@ def test_programs_import_torch_and_their_modules_before_the_start(
         check=True,
     )
     assert run.stdout == ""
+
+
+EVENTS = """
+import testbed
+
+SCENARIO["workload"]["method"]["heartbeat"] = "10ms"
+run = testbed.simulate(testbed.build(**SCENARIO)).run
+for event in run.outcome.events:
+    print(event)
+"""
+
+
+def test_events_do_not_depend_on_the_order_of_sets() -> None:
+    outputs = []
+    # Python draws the order of a set of names by this number.
+    for number in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"SCENARIO = {SCENARIO}\n{EVENTS}"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": number},
+        )
+        outputs.append(done.stdout)
+    assert "ping" in outputs[0]
+    assert outputs[0] == outputs[1]

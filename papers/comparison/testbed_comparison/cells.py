@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 from testbed_comparison.rows import Row
 from testbed_comparison.words import Ours
@@ -13,7 +12,7 @@ NONE = "–"
 
 
 def format_number(value: float) -> str:
-    """Return a number with four significant digits, and all digits before the point.
+    """Return a number with four significant digits, or with all digits before the point if these are more.
 
     >>> format_number(3.14159), format_number(37431.0)
     ('3.142', '37431')
@@ -22,7 +21,7 @@ def format_number(value: float) -> str:
 
 
 def append_unit(text: str, unit: str) -> str:
-    """Return a value with its unit; ratios, whose unit is ``x``, have none.
+    """Return a value with unit; the unit ``x`` of ratios is not shown.
 
     >>> append_unit("2.1", "s"), append_unit("2.1", "x")
     ('2.1 s', '2.1')
@@ -46,7 +45,7 @@ def paper_value(row: Row) -> str:
 
 
 def our_value(ours: Ours | None, unit: str) -> str:
-    """Return our value with its confidence interval, or our range.
+    """Return our value with the confidence interval, or our range, as text.
 
     >>> our_value(Ours(84.4, 84.4, 0.7, runs=5), "%")
     '84.4 ± 0.7 %'
@@ -65,7 +64,11 @@ def paper_range(rows: Sequence[Row]) -> str:
     """Return the least and the largest value of several rows with one unit."""
     if rows[0].kind == "ranking":
         return f"{len(rows)} rankings"
-    ends = sorted(chain.from_iterable(row.ends for row in rows), key=float)
+    ends: list[str] = []
+    for row in rows:
+        ends += row.ends
+    # As text, with the digits of the paper, and sorted as numbers.
+    ends.sort(key=float)
     text = ends[0]
     if ends[0] != ends[-1]:
         text = f"{ends[0]}–{ends[-1]}"

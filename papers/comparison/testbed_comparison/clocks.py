@@ -1,4 +1,4 @@
-"""A short figure of each paper on both clocks: in containers and simulated, kept in ``containers.json``."""
+"""A short figure of each paper on both clocks: in containers and simulated, stored in ``containers.json``."""
 
 from __future__ import annotations
 
@@ -48,15 +48,17 @@ def load_clocks(folder: Path) -> Clocks | None:
     file = folder / FILE
     if not file.is_file():
         return None
-    return Clocks(**json.loads(file.read_text(encoding="utf-8")))
+    values = json.loads(file.read_text(encoding="utf-8"))
+    return Clocks(**values)
 
 
 def measure_clocks(folder: Path, wanted: Containers) -> Clocks:
-    """Run the scenario in containers and simulated, and keep the values.
+    """Run the scenario in containers and simulated, and store the values.
 
-    Raises `InputError` if a run fails or does not finish. A verdict of ``not trusted`` is kept and shown, since the
-    ratio then tells about the host.
+    Raises `InputError` if a run fails or does not finish. A verdict of ``not trusted`` is stored and shown, since the
+    ratio then describes the host.
     """
+    # Simulated first: a mistake in the scenario shows before the longer run in containers.
     simulated = _run_once(folder, wanted, "simulate")
     emulated = _run_once(folder, wanted, "emulate")
     manifest = emulated.run.manifest
@@ -76,10 +78,12 @@ def measure_clocks(folder: Path, wanted: Containers) -> Clocks:
 
 
 def _run_once(folder: Path, wanted: Containers, runtime: str) -> testbed.Result:
+    """Run the scenario anew on one clock."""
     runs = RUNS / f"{wanted.scenario}-{runtime}"
     shutil.rmtree(runs, ignore_errors=True)
     file = folder / "scenarios" / f"{wanted.scenario}.yaml"
-    run_scenario(file, {**wanted.changes, **WITHOUT_EXPECTATIONS}, runs, runtime)
+    changes = {**wanted.changes, **WITHOUT_EXPECTATIONS}
+    run_scenario(file, changes, runs, runtime)
     (result,) = testbed.open_results(runs)
     if result.run.outcome.status != "finished":
         raise InputError(f"{runs}: the run did not finish; its report names the reason")
@@ -87,6 +91,7 @@ def _run_once(folder: Path, wanted: Containers, runtime: str) -> testbed.Result:
 
 
 def _metrics(result: testbed.Result, wanted: Containers) -> dict[str, float]:
+    """Return the compared metrics of a run; raises `InputError` for a run without one of them."""
     values = {}
     for name in wanted.metrics:
         value = metric_of(result, name)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 PAPERS = Path(__file__).resolve().parents[2]
 """The folder with one folder for each system."""
 PAGE = PAPERS.parent / "docs" / "papers.md"
+"""The page with the headlines of all papers."""
 
 
 @click.command()
@@ -76,6 +77,7 @@ def papers(
       testbed papers edgepipe --only 'edgepipe-figure-9*'
       testbed papers --containers
     """
+    # Imported in functions: `testbed --help` lists this command and should not wait for torch.
     from testbed_comparison.tables import all_papers_page, fill_in
 
     everything = {folder.name: folder for folder in system_folders()}
@@ -98,7 +100,10 @@ def papers(
                 tables=tables,
             )
     if not listing:
-        compared = {name: open_system(folder) for name, folder in everything.items()}
+        # The page has all papers, also those that were not run this time.
+        compared = {}
+        for name, folder in everything.items():
+            compared[name] = open_system(folder)
         page = fill_in(PAGE.read_text(encoding="utf-8"), all_papers_page(compared))
         PAGE.write_text(page, encoding="utf-8")
 
@@ -127,7 +132,9 @@ def open_system(folder: Path) -> System:
     from testbed_comparison.results import Results
     from testbed_comparison.rows import load
 
-    return tables.System(folder, load(folder), Results(folder), load_clocks(folder))
+    figures = load(folder)
+    results = Results(folder)
+    return tables.System(folder, figures, results, load_clocks(folder))
 
 
 def _write_page(system: System) -> None:
@@ -157,15 +164,17 @@ def _compare_clocks(folders: Iterable[Path]) -> None:
 def _compare(
     folder: Path, *, only: str, jobs: int, again: bool, listing: bool, tables: bool
 ) -> None:
+    """Run the missing and stale scenarios of a system, or print their commands, and write the system's page."""
     from testbed_comparison.results import compose_command
 
     system = open_system(folder)
     figures = system.figures
     results = system.results
     names: set[str] = set()
-    if not tables:
-        every = {scenario for scenario, _ in figures.values()}
-        names = every if again else set(results.stale(figures))
+    if again and not tables:
+        names = {scenario for scenario, _ in figures.values()}
+    elif not tables:
+        names = set(results.stale(figures))
     for name in sorted(names):
         if not fnmatch(name, only):
             continue
@@ -177,6 +186,7 @@ def _compare(
         # Results are saved after each scenario, so that Ctrl-C loses no finished scenario.
         results.save()
     if not listing:
+        # After the runs, so that values of a removed row do not stay in the file.
         results.prune(figures)
         results.save()
         _write_page(system)

@@ -10,6 +10,7 @@ from testbed_comparison.rows import Plot, Row
 from testbed_comparison.tables import System
 
 FOLDER = "plots"
+"""Folder of the plots in the folder of a system."""
 
 
 def draw_plots(system: System) -> dict[str, str]:
@@ -24,21 +25,25 @@ def draw_plots(system: System) -> dict[str, str]:
         if find_spec("matplotlib") and _has_run(system, plot):
             file.parent.mkdir(exist_ok=True)
             # Without a date, equal results give equal files.
-            _draw_plot(system, plot).savefig(file, metadata={"Date": None})
+            figure = _draw_plot(system, plot)
+            figure.savefig(file, metadata={"Date": None})
         if file.is_file():
             files[plot.title] = place
     return files
 
 
 def _has_run(system: System, plot: Plot) -> bool:
+    """Return whether at least one row of a plot has our value."""
     for series in plot.series:
         for name in series.rows:
-            if system.ours(system.figures.row(name)) is not None:
+            row = system.figures.row(name)
+            if system.ours(row) is not None:
                 return True
     return False
 
 
 def _draw_plot(system: System, plot: Plot) -> Any:
+    # Imported here: tables can be written without matplotlib.
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -51,19 +56,23 @@ def _draw_plot(system: System, plot: Plot) -> Any:
         rows = {}
         for x, name in zip(places, series.rows, strict=True):
             rows[x] = system.figures.row(name)
+        # The paper's values in the colour of ours.
         color = f"C{number}"
         _draw_ours(axes, system, rows, color=color, label=series.label)
         _draw_paper(axes, rows, color=color, label=f"{series.label}, paper")
-        axes.set_ylabel(next(iter(rows.values())).unit)
+        # All rows of a series have one unit.
+        first_row = next(iter(rows.values()))
+        axes.set_ylabel(first_row.unit)
     axes.legend()
     return figure
 
 
 def _draw_paper(axes: Any, rows: Mapping[float, Row], **style: str) -> None:
-    """Draw the paper's values; a ranking and a range have no single value."""
+    """Draw the paper's values, except of rankings and ranges."""
     places: list[float] = []
     values: list[float] = []
     for x, row in rows.items():
+        # A ranking and a range have no single value.
         if row.kind != "ranking" and isinstance(row.paper, str):
             places.append(x)
             values.append(float(row.paper))
@@ -77,7 +86,8 @@ def _x_positions(axes: Any, plot: Plot) -> list[float]:
     if len(numbers) == len(plot.x):
         return numbers
     places = list(range(len(plot.x)))
-    axes.set_xticks(places, [str(x) for x in plot.x])
+    labels = [str(x) for x in plot.x]
+    axes.set_xticks(places, labels)
     return [float(x) for x in places]
 
 

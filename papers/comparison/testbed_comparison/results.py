@@ -1,4 +1,4 @@
-"""Runs of a paper's scenarios: which are missing or stale, and their values, kept in ``results.json``."""
+"""Results of a paper's scenarios in ``results.json``: missing and stale scenarios, runs, and values of metrics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from testbed_comparison.words import Ours, measure
 
 FILE = "results.json"
 RUNS = Path("results/papers")
+"""Folder of all runs, relative to the working directory."""
 PLAN = "plan."
 """Prefix of values that come from the details of the plan instead of the metrics."""
 WITHOUT_EFFECT = ("description", "time_limit", "expect")
 """Keys of a scenario without an effect on the values of its runs."""
 LIST_OF_NUMBERS = re.compile(r"\[[^\[\]{}]*\]")
+"""A list in JSON text without lists or objects inside."""
 UNMET = 1
 """Exit status of `testbed run` if an expectation of the scenario does not hold."""
 
@@ -53,7 +55,7 @@ class Results:
         (self._folder / FILE).write_text(text + "\n", encoding="utf-8")
 
     def stale(self, figures: Figures) -> list[str]:
-        """Return the scenarios whose conditions have changed since their runs, or that lack a value of a row."""
+        """Return the scenarios to run: without results, with other conditions, or without a needed value."""
         stale = []
         for name, keys in _needed_values(figures).items():
             if not self._is_current(name, keys, figures):
@@ -64,25 +66,29 @@ class Results:
         kept = self.scenarios.get(name)
         if kept is None or not keys <= kept["values"].keys():
             return False
-        digest = self.digest(name, figures.changes.get(name, {}))
+        changes = figures.changes.get(name, {})
+        digest = self.digest(name, changes)
         return bool(kept["digest"] == digest)
 
     def digest(self, name: str, changes: Mapping[str, Any]) -> str:
-        """Return a hash of all keys of a scenario that have an effect on its runs."""
+        """Return a hash of all keys of a scenario with an effect on the runs."""
         scenario = testbed.load(self._file(name), changes)
         # Only keys that the file sets: a new option with a default must not make every result stale.
         keys = scenario.model_dump(mode="json", by_alias=True, exclude_unset=True)
         for key in WITHOUT_EFFECT:
             keys.pop(key, None)
+        # The order of keys in a file means nothing.
         text = json.dumps(keys, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        digest = hashlib.sha256(text.encode())
+        return digest.hexdigest()[:16]
 
     def _file(self, name: str) -> Path:
         return self._folder / "scenarios" / f"{name}.yaml"
 
     def prune(self, figures: Figures) -> None:
-        """Remove scenarios and values that no row needs any more."""
+        """Remove scenarios and values without a row."""
         needed = _needed_values(figures)
+        # The difference is a new set, so that entries can be removed meanwhile.
         for name in self.scenarios.keys() - needed.keys():
             del self.scenarios[name]
         for name, kept in self.scenarios.items():
@@ -94,7 +100,7 @@ class Results:
     ) -> Ours | None:
         """Return our value of expressions in a unit; None if a run is missing.
 
-        ``scenario`` is the scenario of values that name none.
+        ``scenario`` is the scenario of all values without a scenario of their own.
         """
         used: set[str] = set()
         for expression in expressions:
@@ -105,21 +111,26 @@ class Results:
 
         def numbers_of(value: Value) -> Sequence[float | None]:
             kept = self.scenarios[value.scenario or scenario]
-            numbers: Sequence[float | None] = kept["values"].get(_value_key(value), ())
+            key = _value_key(value)
+            numbers: Sequence[float | None] = kept["values"].get(key, ())
             return numbers
 
-        is_timing = not any(self.scenarios[name]["trains"] for name in used)
-        return measure(expressions, unit, numbers_of, is_timing=is_timing)
+        trains = any(self.scenarios[name]["trains"] for name in used)
+        return measure(expressions, unit, numbers_of, is_timing=not trains)
 
     def run(self, name: str, figures: Figures, *, jobs: int, again: bool) -> None:
-        """Simulate a scenario, or resume its runs, and keep its values."""
+        """Simulate a scenario, or resume earlier runs, and store the values."""
         changes = figures.changes.get(name, {})
         digest = self.digest(name, changes)
+        # With the digest, runs under other conditions are not taken for parts of this one.
         runs = RUNS / f"{name}-{digest}"
         if again:
             shutil.rmtree(runs, ignore_errors=True)
         run_scenario(self._file(name), changes, runs, "simulate", "--jobs", str(jobs))
-        wanted = [value for scenario, value in figures.values() if scenario == name]
+        wanted = []
+        for scenario, value in figures.values():
+            if scenario == name:
+                wanted.append(value)
         record = _record_runs(testbed.open_results(runs), wanted)
         record["command"] = shlex.join(compose_command(f"papers/{name}", changes))
         record["digest"] = digest
@@ -134,10 +145,13 @@ def run_scenario(
     *options: str,
 ) -> None:
     """Run a scenario in a new process, or resume the runs in a folder; raises `InputError` if the command fails."""
+    # By the interpreter, since the command `testbed` need not be on the path.
     start = "from testbed_controller.cli.main import main; main()"
     _, *arguments = compose_command(str(file), changes, runtime)
     place = ["--resume" if runs.exists() else "--out", str(runs)]
-    command = [sys.executable, "-c", start, *arguments, *place, *options, "--no-events"]
+    command = [sys.executable, "-c", start, *arguments, *place, *options]
+    # Events take most of the space, and all values come from metrics and plans.
+    command.append("--no-events")
     status = subprocess.run(command, check=False).returncode
     if status not in (0, UNMET):
         raise InputError(
@@ -148,13 +162,13 @@ def run_scenario(
 def compose_command(
     scenario: str, changes: Mapping[str, Any], runtime: str = "simulate"
 ) -> list[str]:
-    """Return the command that runs a scenario with some keys changed.
+    """Return the command for running a scenario with some keys changed.
 
     >>> shlex.join(compose_command("papers/stahl-table-1", {"workload.numerics": "none"}))
     'testbed run papers/stahl-table-1 --runtime simulate --set workload.numerics=none'
     """
     command = ["testbed", "run", scenario]
-    # Containers are the default, which the printed command leaves out.
+    # Containers are the default, so the printed command is shorter without the option.
     if runtime != "emulate":
         command += ["--runtime", runtime]
     for key, value in changes.items():
@@ -164,10 +178,11 @@ def compose_command(
 
 
 def _needed_values(figures: Figures) -> dict[str, set[str]]:
-    """Return the keys of the values that rows and sensitivity need, by scenario."""
+    """Return the keys of all values used by rows and sensitivity, by scenario."""
     needed: dict[str, set[str]] = {}
     for scenario, value in figures.values():
-        needed.setdefault(scenario, set()).add(_value_key(value))
+        keys = needed.setdefault(scenario, set())
+        keys.add(_value_key(value))
     return needed
 
 
@@ -182,28 +197,36 @@ def _value_key(value: Value) -> str:
 
 def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any]:
     """Return values and provenance of a scenario's runs; raises `InputError` for unfinished or untrusted runs."""
+    manifests = []
+    seeds = set()
+    seconds = 0.0
+    trains = False
     for result in results:
         _check_run(result)
-    runs = [result.run for result in results]
-    manifests = [run.manifest for run in runs]
+        manifest = result.run.manifest
+        manifests.append(manifest)
+        seeds.add(manifest["seed"])
+        seconds += manifest["wall_seconds"]
+        trains = trains or result.run.metrics.get("accuracy") is not None
     kept = {}
     for value in values:
         kept[_value_key(value)] = _values_at(results, value)
+    first = manifests[0]
     return {
-        "date": manifests[0]["date"][:10],
-        "revision": manifests[0]["revision"],
+        "date": first["date"][:10],
+        "revision": first["revision"],
         "computing": _processors_of(manifests),
-        "seeds": sorted({manifest["seed"] for manifest in manifests}),
-        "runs": len(runs),
-        "seconds": round(sum(manifest["wall_seconds"] for manifest in manifests)),
-        "trains": any(run.metrics.get("accuracy") is not None for run in runs),
+        "seeds": sorted(seeds),
+        "runs": len(manifests),
+        "seconds": round(seconds),
+        "trains": trains,
         "values": kept,
     }
 
 
 def _processors_of(manifests: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the different processors, with version of torch, that computed the runs."""
-    # As text, since dictionaries are no members of sets.
+    """Return the different processors of the runs with their versions of torch."""
+    # As text, since a dictionary cannot be a member of a set.
     texts: set[str] = set()
     for manifest in manifests:
         for processor in manifest["host"].get("computing") or ():
@@ -224,11 +247,12 @@ def _values_at(results: Sequence[Result], value: Value) -> list[float | None]:
     """Return the metric of each repetition in order; None for a run without the metric, such as a time not reached."""
     points: dict[str, list[float | None]] = {}
     for result in results:
-        if _is_at(result, value):
-            point = json.dumps(result.run.trial.point, sort_keys=True)
-            numbers = points.setdefault(point, [])
-            # A place for each repetition, since both values of a ratio must come from the same repetition.
-            numbers.append(metric_of(result, value.metric))
+        if not _is_at(result, value):
+            continue
+        point = json.dumps(result.run.trial.point, sort_keys=True)
+        numbers = points.setdefault(point, [])
+        # A place for each repetition, since both values of a ratio must come from the same repetition.
+        numbers.append(metric_of(result, value.metric))
     if value.minimum:
         return _values_at_minimum(points, value.key)
     if len(points) != 1:
@@ -262,6 +286,7 @@ def _numbers_in(values: Sequence[float | None]) -> list[float]:
 
 
 def _is_at(result: Result, value: Value) -> bool:
+    """Return whether a run belongs to the point of the sweep named by a value."""
     point = result.run.trial.point
     return all(_swept_value(point, key) == wanted for key, wanted in value.at.items())
 
@@ -269,6 +294,7 @@ def _is_at(result: Result, value: Value) -> bool:
 def _swept_value(point: Mapping[str, Any], key: str) -> Any:
     """Return the value of a swept key, or of a key inside a swept value."""
     for swept, value in point.items():
+        # A value with a label is written as both.
         if isinstance(value, Mapping) and value.keys() == {"label", "value"}:
             value = value["value"]
         if key == swept:
@@ -286,6 +312,7 @@ def metric_of(result: Result, name: str) -> float | None:
         value = run.plan.details.model_dump(mode="json")
     for key in name.removeprefix(PLAN).split("."):
         value = _child(value, key)
+    # In Python a boolean is an integer.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     # Nine digits are more than any page shows; further ones differ between builds of torch.

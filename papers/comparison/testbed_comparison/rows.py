@@ -32,14 +32,16 @@ UNITS = {
     "MB": 1e6,
     "MiB": 2.0**20,
 }
-"""Unit of a paper -> its size in the units of metrics: seconds, bytes, shares and plain numbers."""
+"""Unit of a paper -> size of the unit in those of metrics: seconds, bytes, shares and plain numbers."""
 REFERENCE = re.compile(
     r"\b(figures?|tables?|equations?|sections?|algorithms?|phases?)\s*\(?\d+\)?(\([a-z]\))?",
     re.I,
 )
+"""A reference such as ``Figure 9(a)``, whose number is not a value."""
 PAPERS_NUMBER = re.compile(
     r"\b(theirs?|papers?('s)?|authors?('s)?|prints?|printed|says?)\b[^;.]*?\d"
 )
+"""A word for the paper, and a digit in the same half of a sentence."""
 
 
 class _Part(BaseModel):
@@ -50,9 +52,10 @@ class Value(_Part):
     """A metric of the runs at one point of a sweep."""
 
     metric: str = ""
-    """A metric as in `expect`, or ``plan.`` and a dotted key of the plan's details. Default: the metric of the row."""
+    """Name of a metric as in `expect`, or ``plan.`` and a dotted key of the plan's details; default: the row's metric.
+    """
     at: dict[str, Any] = {}
-    """Swept key, or a key inside a swept value -> value, besides those of the row."""
+    """The point of the sweep: swept key, or a key inside a swept value -> value, besides those of the row."""
     scenario: str = ""
     """Default: the scenario of the row."""
     minimum: bool = False
@@ -92,7 +95,7 @@ def operands(
 
 
 def terms(expression: Expression) -> tuple[Value, ...]:
-    """Return the values that an expression combines.
+    """Return the values combined by an expression.
 
     >>> duration = Value(metric="duration")
     >>> terms(Ratio(ratio=(duration, duration))) == (duration, duration)
@@ -122,13 +125,16 @@ class Row(_Part):
     """One figure or claim of a paper."""
 
     item: str
-    """Its figure, table or section."""
+    """The figure, table or section of the paper with the claim."""
     name: str
+    """Name of the row, unique in the file."""
     kind: Literal["arithmetic", "measured", "ranking"]
+    """``arithmetic`` follows from formulas and must be equal; ``measured`` was measured by the authors; ``ranking``
+    compares two values."""
     paper: str | tuple[str | None, str | None]
-    """The paper's value with the digits it prints, or the two ends of a range (null: open).
+    """The paper's value with all printed digits, or the two ends of a range (null: open).
 
-    Of a ranking: ``larger``, if the first value of the expression is the larger one, or ``similar``.
+    For a ranking ``larger``, if the first value of the expression is the larger one, or ``similar``.
     """
     unit: str = ""
     """A key of `UNITS`."""
@@ -144,16 +150,17 @@ class Row(_Part):
     largest: bool = False
     """Whether the paper states a maximum ("up to"), so that ours is the largest of the range alone."""
     fitted: str = ""
-    """The parameter that was set from this figure or a neighbouring one."""
+    """The parameter that was set from this figure or a neighbouring one; empty without such a parameter."""
     data: str = ""
-    """The data of our runs, where they are not the paper's."""
+    """The data of our runs if the paper used other data; empty for the paper's data."""
     note: str = ""
+    """A remark for readers."""
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The paper's value, or the ends of its range that are not open."""
+        """The paper's value, or the ends of a range except open ones."""
         if isinstance(self.paper, tuple):
-            return tuple(end for end in self.paper if end)
+            return tuple(filter(None, self.paper))
         return (self.paper,)
 
     @property
@@ -177,6 +184,7 @@ class Row(_Part):
     @field_validator("note")
     @classmethod
     def _without_numbers(cls, note: str) -> str:
+        # A number in a note would escape the comparison.
         if PAPERS_NUMBER.search(REFERENCE.sub("", note)):
             raise ValueError(
                 "a paper's number is graded in a row of its own; remove it from the note"
@@ -185,11 +193,12 @@ class Row(_Part):
 
     @model_validator(mode="after")
     def _check(self) -> Row:
-        if (self.kind == "ranking") != (self.paper in ("larger", "similar")):
+        is_ranking = self.kind == "ranking"
+        if is_ranking != (self.paper in ("larger", "similar")):
             raise ValueError(
                 "the paper's value of a ranking, and of no other row, is 'larger' or 'similar'"
             )
-        if self.kind == "ranking":
+        if is_ranking:
             self._check_ranking()
         else:
             self._check_numbers()
@@ -249,7 +258,7 @@ class Trial(_Part):
 
 
 class Sensitivity(_Part):
-    """How a row's figure depends on one parameter."""
+    """Our values of a row with other values of one parameter."""
 
     row: str
     parameter: str
@@ -262,11 +271,11 @@ class Headline(_Part):
     claim: str
     rows: tuple[str, ...] = Field(min_length=1)
     differs: str = ""
-    """The condition in which ours differs."""
+    """The condition in which our runs differ from the paper's."""
 
 
 class Series(_Part):
-    """One line of a plot: a row for each place."""
+    """One line of a plot: a row for each position on the x axis."""
 
     label: str
     rows: tuple[str, ...]
@@ -287,7 +296,8 @@ class Plot(_Part):
         >>> Plot(title="Time of an epoch, VGG5", x=(), series=()).file_name
         'time-of-an-epoch-vgg5.svg'
         """
-        return re.sub("[^a-z0-9]+", "-", self.title.lower()).strip("-") + ".svg"
+        words = re.sub("[^a-z0-9]+", "-", self.title.lower())
+        return words.strip("-") + ".svg"
 
 
 class Containers(_Part):
@@ -303,7 +313,7 @@ class Containers(_Part):
 
 
 class Figures(_Part):
-    """The figures of one paper, and the scenarios and expressions that give ours: the contents of ``figures.yaml``."""
+    """The figures of one paper with the scenarios and expressions of our values: the contents of ``figures.yaml``."""
 
     paper: str
     conditions: tuple[Condition, ...]
@@ -318,7 +328,11 @@ class Figures(_Part):
     @model_validator(mode="after")
     def _check(self) -> Figures:
         counts = Counter(row.name for row in self.rows)
-        repeated = sorted(name for name, count in counts.items() if count > 1)
+        repeated = []
+        for name, count in sorted(counts.items()):
+            if count > 1:
+                repeated.append(name)
+        # Headlines, plots and sensitivity refer to rows by name.
         if repeated:
             raise ValueError(f"each row needs a name of its own: {', '.join(repeated)}")
         unknown = sorted(self._used_rows() - counts.keys())
@@ -330,7 +344,7 @@ class Figures(_Part):
         return self
 
     def _used_rows(self) -> set[str]:
-        """Return the names of rows that headlines, plots and sensitivity use."""
+        """Return the names of rows used by headlines, plots and sensitivity."""
         names: set[str] = set()
         for headline in self.headlines:
             names.update(headline.rows)
@@ -346,7 +360,7 @@ class Figures(_Part):
         return next(row for row in self.rows if row.name == name)
 
     def values(self) -> Iterator[tuple[str, Value]]:
-        """Yield each value that rows and sensitivity need, with its scenario."""
+        """Yield the scenario and the value of each term of rows and sensitivity."""
         for row in self.rows:
             for expression in row.expressions:
                 yield from _terms_with_scenario(expression, row.scenario)
@@ -371,12 +385,14 @@ def load(folder: Path) -> Figures:
     """
     file = folder / FILE
     try:
-        return Figures.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+        contents = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return Figures.model_validate(contents)
     except FileNotFoundError:
         raise InputError(
             f"{file}: not found; papers are compared in a checkout of the testbed"
         ) from None
     except ValidationError as error:
+        # All problems at once: the file is written by hand.
         problems = []
         for each in error.errors():
             key = ".".join(map(str, each["loc"]))

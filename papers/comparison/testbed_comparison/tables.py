@@ -23,6 +23,7 @@ from testbed_comparison.rows import Figures, Headline, Row, Sensitivity, Trial
 from testbed_comparison.words import WORDS, Ours, Word, word_for
 
 MARK = re.compile(r"<!-- comparison -->\n.*?<!-- /comparison -->", re.DOTALL)
+"""The generated part of a page; everything outside is written by hand."""
 LEGEND = (
     "[docs/papers.md](../../docs/papers.md) defines the words.\n"
     "Our values are simulated on the virtual clock, except those under *In containers*."
@@ -56,7 +57,7 @@ class System:
         return ours
 
     def word(self, row: Row) -> Word:
-        """Return the word of a row."""
+        """Return the word for our value of a row beside the paper's."""
         return word_for(row, self.ours(row))
 
 
@@ -68,6 +69,7 @@ def fill_in(page: str, content: str) -> str:
     """
     block = f"<!-- comparison -->\n{content}\n<!-- /comparison -->"
     if MARK.search(page):
+        # A function, since backslashes in a replacement text have a meaning.
         return MARK.sub(lambda _: block, page)
     return f"{page.rstrip()}\n\n{block}\n"
 
@@ -102,6 +104,7 @@ def headline_page(systems: Mapping[str, System]) -> str:
         link = f"[{system.figures.paper}](../papers/{name}/README.md)"
         for headline in system.figures.headlines:
             lines.append([link, *_headline_cells(system, headline)])
+            # The name of a paper stands beside its first headline only.
             link = ""
     return _table(["", "claim", "paper", "ours", CONDITION, "word"], lines)
 
@@ -133,7 +136,8 @@ def _summary_section(system: System) -> str:
         blocks.append(_table(heading, headlines))
     rows = system.figures.rows
     blocks.append(f"{len(rows)} rows: {_count_words(system, rows)}. {LEGEND}")
-    blocks.append(_table(["word", "rows", "figures"], _lines_by_word(system, rows)))
+    lines = _lines_by_word(system, rows)
+    blocks.append(_table(["word", "rows", "figures"], lines))
     return "\n\n".join(blocks)
 
 
@@ -145,7 +149,9 @@ def _lines_by_word(system: System, rows: Iterable[Row]) -> Iterator[Line]:
         items = []
         total = 0
         for item, members in groups.items():
-            count = sum(words[row.name] == word for row in members)
+            count = 0
+            for row in members:
+                count += words[row.name] == word
             total += count
             if count == len(members):
                 items.append(item)
@@ -171,7 +177,8 @@ def _headline_cells(system: System, headline: Headline) -> Iterator[str]:
     yield headline.claim
     if len(rows) == 1:
         yield paper_value(rows[0])
-        yield our_value(system.ours(rows[0]), rows[0].unit)
+        ours = system.ours(rows[0])
+        yield our_value(ours, rows[0].unit)
         if _is_too_wide(system, rows[0]):
             differs.append(TOO_WIDE)
     else:
@@ -188,7 +195,8 @@ def _value_ranges(system: System, rows: list[Row]) -> tuple[str, str]:
     """Return the least and the largest value of several rows, the paper's and ours, or only the number of rows."""
     units = {row.unit for row in rows}
     # Plain numbers of a formula count elements, operations and slots, which have no common range.
-    if len(units) > 1 or (units == {""} and rows[0].kind == "arithmetic"):
+    are_counts = units == {""} and rows[0].kind == "arithmetic"
+    if len(units) > 1 or are_counts:
         return f"{len(rows)} figures", ""
     values = []
     for row in rows:
@@ -222,7 +230,9 @@ def _is_too_wide(system: System, row: Row) -> bool:
 
 
 def _conditions_section(system: System) -> str:
-    lines = [[each.condition, each.reason] for each in system.figures.conditions]
+    lines = []
+    for each in system.figures.conditions:
+        lines.append([each.condition, each.reason])
     return "\n\n".join(
         [
             "## Default conditions",
@@ -243,7 +253,9 @@ def _figures_section(system: System) -> str:
             ours = system.ours(row)
             numbers = []
             for remark in _remarks(system, row):
-                numbers.append(str(remarks.setdefault(remark, len(remarks) + 1)))
+                # A remark has the number of its first use.
+                number = remarks.setdefault(remark, len(remarks) + 1)
+                numbers.append(str(number))
             lines.append(
                 [
                     head,
@@ -308,7 +320,8 @@ def _sensitivity_lines(system: System) -> Iterator[Line]:
         by_row.setdefault(each.row, []).append(each)
     for name, parameters in by_row.items():
         row = system.figures.row(name)
-        head = [name, paper_value(row), our_value(system.ours(row), row.unit)]
+        ours = our_value(system.ours(row), row.unit)
+        head = [name, paper_value(row), ours]
         for each in parameters:
             parameter = each.parameter
             for trials in _chunks(each.values, VALUES_A_LINE):
@@ -343,7 +356,7 @@ def _clocks_section(system: System) -> str:
 
 
 def _short_figure(system: System) -> str:
-    """Return the figure that is run on both clocks."""
+    """Return the figure for both clocks."""
     wanted = system.figures.containers
     return NONE if wanted is None else wanted.figure
 
@@ -371,18 +384,19 @@ def _runs_section(system: System) -> str:
     """Return the provenance of all runs, a line for each processor and version of torch."""
     by_host: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for kept in system.results.scenarios.values():
-        by_host.setdefault(_host_cells(kept), []).append(kept)
+        of_host = by_host.setdefault(_host_cells(kept), [])
+        of_host.append(kept)
     lines = []
     for (processor, torch), scenarios in sorted(by_host.items()):
         runs = sum(kept["runs"] for kept in scenarios)
         dates = sorted({kept["date"] for kept in scenarios})
-        revisions = sorted({str(kept["revision"])[:8] for kept in scenarios})
+        revisions = {str(kept["revision"])[:8] for kept in scenarios}
         lines.append(
             [
                 str(len(scenarios)),
                 str(runs),
                 ", ".join(dates),
-                ", ".join(revisions),
+                ", ".join(sorted(revisions)),
                 processor,
                 torch,
             ]

@@ -44,17 +44,18 @@ class Ours:
     """Values of our runs for a row, in the paper's unit."""
 
     low: float
-    """The mean; of a range the minimum of the means."""
+    """The mean; for a range the minimum of the means."""
     high: float
+    """The mean; for a range the maximum of the means."""
     half_width: float | None
     """Half width of the 95 % confidence interval; None for a single run and for a range."""
     runs: int
     is_timing: bool = True
-    """Whether the runs compute times and sizes alone, so that one run is enough."""
+    """Whether the runs compute only times and sizes, which are equal in every run, so that one run is enough."""
 
     @property
     def minimum(self) -> float:
-        """The lower end of the interval.
+        """The lower end of the confidence interval.
 
         >>> ours = Ours(low=84.0, high=84.0, half_width=0.5, runs=5)
         >>> ours.minimum, ours.maximum
@@ -64,14 +65,14 @@ class Ours:
 
     @property
     def maximum(self) -> float:
-        """The upper end of the interval."""
+        """The upper end of the confidence interval."""
         return self.high + (self.half_width or 0.0)
 
 
 def combine(
     expression: Expression, values: Callable[[Value], Sequence[float | None]]
 ) -> list[float]:
-    """Return the value of an expression for each repetition that has all of its metrics.
+    """Return the value of an expression for each repetition with all metrics of the expression.
 
     Both values of a pair come from the same repetition, since they share the seed.
 
@@ -85,17 +86,23 @@ def combine(
     first, second = operands(expression)
     pairs = []
     # An interrupted run may have fewer repetitions of one point than of the other.
-    for one, other in zip(
-        _by_repetition(first, values), _by_repetition(second, values), strict=False
-    ):
+    first_values = _by_repetition(first, values)
+    second_values = _by_repetition(second, values)
+    for one, other in zip(first_values, second_values, strict=False):
         if one is not None and other is not None:
             pairs.append((one, other))
-    if isinstance(expression, Difference):
-        return [one - other for one, other in pairs]
-    ratios = [one / other for one, other in pairs if other]
-    if isinstance(expression, Saving):
-        return [1 - ratio for ratio in ratios]
-    return ratios
+    combined = []
+    for one, other in pairs:
+        if isinstance(expression, Difference):
+            combined.append(one - other)
+        elif not other:
+            # A ratio to zero has no value.
+            continue
+        elif isinstance(expression, Saving):
+            combined.append(1 - one / other)
+        else:
+            combined.append(one / other)
+    return combined
 
 
 def _by_repetition(
@@ -131,6 +138,7 @@ def measure(
         if not numbers:
             return None
         measured.append([number / UNITS[unit] for number in numbers])
+    # An interrupted run may have fewer repetitions of one value than of another.
     runs = min(map(len, measured))
     if len(measured) == 1:
         mean, half_width = interval(measured[0])
@@ -143,6 +151,7 @@ def word_for(row: Row, ours: Ours | None) -> Word:
     """Return the word for a row; papers/README.md and docs/papers.md define the words."""
     if ours is None:
         return "not run"
+    # Other data give other accuracies, whatever the method does.
     if row.data:
         return "not comparable"
     word, holds = _best_word(row, ours)
@@ -150,7 +159,7 @@ def word_for(row: Row, ours: Ours | None) -> Word:
 
 
 def _best_word(row: Row, ours: Ours) -> tuple[Word, bool]:
-    """Return the best possible word of a row, and whether our value deserves this word."""
+    """Return the best possible word of a row, and whether our value meets the condition of this word."""
     if row.kind == "ranking":
         return "same ranking", _has_ranking(row, ours)
     if row.kind == "arithmetic":
@@ -169,6 +178,7 @@ def _contains(row: Row, ours: Ours) -> bool:
 
 
 def _is_near(row: Row, ours: Ours) -> bool:
+    """Return whether our value deviates from the paper's by a share of at most `WITHIN`."""
     low, high = _printed_range(row)
     minimum = low - _margin(row, low)
     maximum = high + _margin(row, high)
@@ -178,19 +188,24 @@ def _is_near(row: Row, ours: Ours) -> bool:
 def _is_narrow(row: Row, ours: Ours) -> bool:
     """Return whether our interval is known and small."""
     if ours.half_width is None:
+        # Times without an interval are exact; the paper's range is an interval itself.
         return ours.is_timing or isinstance(row.paper, tuple)
     return ours.half_width <= _margin(row, ours.low)
 
 
 def _margin(row: Row, value: float) -> float:
-    """Return a share of a value; of a ratio, a share of its distance from 1."""
+    """Return the accepted deviation from a value; for a ratio, a share of the distance from 1."""
+    # A speed-up of 1.1 says 10 % faster: within 10 % of it lies 1, which says the opposite.
     neutral = 1.0 if row.unit == "x" else 0.0
     return WITHIN * abs(value - neutral)
 
 
 def _printed_range(row: Row) -> tuple[float, float]:
-    """Return the minimum and the maximum of the numbers that round to the paper's printed digits."""
-    low, high = row.paper if isinstance(row.paper, tuple) else (row.paper, row.paper)
+    """Return the minimum and the maximum of all numbers with the paper's printed digits after rounding."""
+    if isinstance(row.paper, tuple):
+        low, high = row.paper
+    else:
+        low = high = row.paper
     minimum = -inf
     maximum = inf
     if low is not None:
@@ -216,7 +231,9 @@ def _has_ranking(row: Row, ours: Ours) -> bool:
     if not ours.is_timing and ours.runs < 2:
         return False
     unit = UNITS[row.unit]
-    even = 1.0 / unit if isinstance(row.expressions[0], Ratio) else 0.0
+    # Equal values have the ratio 1 and the difference 0.
+    is_ratio = isinstance(row.expressions[0], Ratio)
+    even = 1.0 / unit if is_ratio else 0.0
     if row.paper == "similar":
         near = SIMILAR / unit
         return even - near <= ours.minimum and ours.maximum <= even + near

@@ -1,4 +1,7 @@
-"""EdgePipe's program, and its rule for missing values (Section V-B): a missing signal "is treated as null"."""
+"""EdgePipe's program, and its rule for missing values (Section V-B): a missing signal "is treated as null".
+
+Layers and batches are numbered from 0; layer 0 is the input layer.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class ModelPartition(TypedMessage, kind=PARTITION_MESSAGES[1]):
     """From the device coordinator: the task of each device (line 22 of Algorithm 1)."""
 
     layers: list[dict[str, list[int]]]
-    """By layer: device -> first neuron and end of its range."""
+    """For each layer: device -> first neuron of the device, and the neuron after its last one."""
 
 
 class TreatedAsNull:
@@ -61,16 +64,19 @@ class TreatedAsNull:
         *,
         mask_missing_outputs: bool = True,
     ) -> None:
-        """An update follows the last of ``micro_batches`` and uses all their gradients that have arrived."""
+        """``micro_batches`` is the number of parts of a batch; an update follows the last part of each batch."""
         self.masks_missing_outputs = mask_missing_outputs
         self._update_condition = update_condition
         self._micro_batches = micro_batches
         self._incomplete: set[tuple[int, int]] = set()
-        """Layers and batches with missing inputs on this device, if such batches are excluded from learning."""
+        """Layers and batches with missing inputs on this device; empty unless such batches are excluded from learning.
+        """
 
     def inputs(self, received: ReceivedParts) -> torch.Tensor:
         """Return the outputs of the layer before, (samples, values), with zeros for missing values."""
-        if self._update_condition == "all_transmissions" and not received.is_complete:
+        needs_all_inputs = self._update_condition == "all_transmissions"
+        if needs_all_inputs and not received.is_complete:
+            # The received outputs are those of the previous layer.
             self._incomplete.add((received.layer + 1, received.batch))
         return received.joined_values()
 
@@ -86,19 +92,22 @@ class TreatedAsNull:
         return self._usable(received.layer, received, values)
 
     async def usable_losses(self, received: ReceivedParts) -> Usable:
-        """Return the gradient of the own outputs if all parts have arrived."""
+        """Return the gradient by the own outputs, (samples, values), if all parts have arrived.
+
+        Section V-B: a layer computes gradients "only if it receives all of the losses from its next layer".
+        """
         values = received.summed_losses() if received.is_complete else None
         return self._usable(received.layer - 1, received, values)
 
     def _usable(
         self, layer: int, received: ReceivedParts, values: torch.Tensor | None
     ) -> Usable:
-        """Return values for learning; none for a batch whose inputs of the layer were incomplete."""
+        """Return values for learning in a layer; none for a batch whose inputs of the layer were incomplete."""
         is_incomplete = (layer, received.batch) in self._incomplete
         # Earlier batches of the layer will not come back.
-        for key in list(self._incomplete):
-            if key[0] == layer and key[1] <= received.batch:
-                self._incomplete.discard(key)
+        for other_layer, batch in list(self._incomplete):
+            if other_layer == layer and batch <= received.batch:
+                self._incomplete.discard((other_layer, batch))
         if is_incomplete or values is None:
             return Usable(None, "nothing")
         return Usable(values, "new")
@@ -111,9 +120,10 @@ class TreatedAsNull:
         gradient: torch.Tensor | None,
         usable: Usable,
     ) -> Work | None:
-        """Accumulate a gradient, (samples, values), and update after the last micro-batch.
+        """Return the work of accumulating a gradient, (samples, values), and of updating after the last micro-batch.
 
-        Without a gradient nothing is cast, so that the previous layers do not learn from this batch either.
+        The work returns the gradient by the layer's inputs, which is cast to the previous layer. Without a gradient
+        nothing is cast, so that the previous layers do not learn from this batch either.
         """
         is_last = (batch + 1) % self._micro_batches == 0
         # Gradients of earlier micro-batches still count if those of the last one are missing.
@@ -133,7 +143,7 @@ class TreatedAsNull:
         return work
 
     def observe_loss(self, step: int, loss: float) -> None:
-        """Do nothing: the rule depends on no loss."""
+        """Do nothing: EdgePipe's rule does not depend on the loss."""
 
 
 async def receive_assignment(
@@ -147,10 +157,11 @@ async def receive_assignment(
     def make_answer() -> ModelPartition:
         layers = []
         for holders in planned.layers:
-            # The neurons of a device are adjacent: two numbers take less of the channel than a list.
-            layers.append(
-                {name: [own[0], own[-1] + 1] for name, own in holders.items()}
-            )
+            ranges = {}
+            for name, own in holders.items():
+                # The neurons of a device are adjacent: two numbers take less of the channel than a list.
+                ranges[name] = [own[0], own[-1] + 1]
+            layers.append(ranges)
         return ModelPartition(layers)
 
     received = await request_data(
@@ -162,7 +173,10 @@ async def receive_assignment(
     )
     layers = []
     for ranges in received.layers:
-        layers.append({name: range(*ends) for name, ends in ranges.items()})
+        holders = {}
+        for name, (first, end) in ranges.items():
+            holders[name] = range(first, end)
+        layers.append(holders)
     return replace(planned, layers=tuple(layers))
 
 
@@ -177,6 +191,7 @@ async def run(
         initial_weights = await receive_initial_weights(mailbox, context)
         neurons = Neurons(device, problem, initial_weights)
         fixed = FixedAssignment(assignment, neurons, device.name)
+        # The plan has the number: the option may be `devices`.
         micro_batches = context.plan.details.micro_batches
         policy = TreatedAsNull(
             options.update_condition,

@@ -1,4 +1,4 @@
-"""FTPipeHD (Chen et al.): asynchronous 1F1B whose partition follows the measured devices and survives their loss.
+"""FTPipeHD (Chen et al.): asynchronous 1F1B with a partition that follows measured devices, and recovery of lost ones.
 
 Equations and sections are those of the paper. The pipeline, replication and recovery are the testbed's; this module
 adds the capacities of devices, the measured links, and the rule that decides when the partition changes.
@@ -36,12 +36,13 @@ from testbed.network.link import Link, Pair
 
 
 class FTPipeHDOptions(AsynchronousOptions):
-    """Options of FTPipeHD; the defaults are those of Section IV-B of the paper."""
+    """Options of FTPipeHD; defaults are the values of Section IV-B of the paper."""
 
     former_keys: ClassVar[Mapping[str, str]] = {
         **AsynchronousOptions.former_keys,
         "least_gain": "min_improvement",
     }
+    # Section III-C: "we aggregate the n - i weights at an interval which is a multiple of n - i".
     aggregation_interval: int = Field(
         1,
         ge=0,
@@ -56,6 +57,7 @@ class FTPipeHDOptions(AsynchronousOptions):
         ge=1,
         description="number of times that the first device runs each unit before training, to measure its time",
     )
+    # Section III-D: "after training 10 batches at epoch 0 [...] and then performs every 100 batches".
     repartition_first: int = Field(
         10,
         ge=0,
@@ -77,16 +79,19 @@ class FTPipeHDOptions(AsynchronousOptions):
 class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
     """Partitions by equations (4) to (7) with measured unit times, capacities of devices and rates of links.
 
-    Before the first measurement all devices have the same capacity, as in Section III-B.
+    Before the first measurement all devices have the same capacity, as in Section III-B. The coordinator, the paper's
+    central node, has the only partitioner.
     """
 
     def __init__(self, problem: PlanningProblem[FTPipeHDOptions]) -> None:
         super().__init__(problem)
         self._profile: UnitTimes | None = None
+        """Measured seconds of each unit on the coordinator; None before the measurement."""
         self._rates: dict[Pair, float] = {}
-        """Measured bit/s of links."""
+        """Measured bit/s of each link, by sender and receiver."""
         self._capacities: dict[str, float] = {}
-        """Measured capacities, the time of a device divided by that of the coordinator for the same units."""
+        """Measured capacity C_i of each device: its time divided by the coordinator's for the same units. A capacity of
+        10 is thus a device with a tenth of the coordinator's speed."""
         self.profile_runs = problem.options.profile_runs
 
     def store_profile(self, profile: UnitTimes) -> None:
@@ -104,6 +109,7 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
 
     def unmeasured_links(self, partition: StagePartition) -> list[Pair]:
         """Return the neighbours, in both directions, whose link was not measured."""
+        # Equation (6) needs no other links: a stage sends to the next one, and gradients return the same way.
         pairs = []
         for pair in _neighbours(partition.devices):
             if pair not in self._rates:
@@ -112,6 +118,8 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return the pipeline over these devices with measured capacities and links."""
+        # Equation (3) multiplies the profiled times by these; a device without a measurement counts as equal to the
+        # coordinator (Section III-F: "assume that all workers have the same computing capacity").
         capacities = [self._capacities.get(name, 1.0) for name in names]
         pipeline = pipeline_over(self.problem, names, self._profile, capacities)
         return replace(pipeline, links=self._links(names))
@@ -124,19 +132,25 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         if not self._rates:
             return self.problem.links
         # A link without a limit has an infinite rate, which would make the mean infinite.
-        finite = [rate for rate in self._rates.values() if not math.isinf(rate)]
+        finite = []
+        for rate in self._rates.values():
+            if not math.isinf(rate):
+                finite.append(rate)
         mean_rate = fmean(finite) if finite else math.inf
-        # Global replication goes to the coordinator from every stage, also from those that are not its neighbours.
+        # Global replication goes to the coordinator from every stage, also from those that are not its neighbours: from
+        # the third stage on.
         to_coordinator = [(name, names[0]) for name in names[2:]]
         rates: dict[Pair, float] = {}
         for source, target in [*_neighbours(names), *to_coordinator]:
+            # A topology may lack a link, and then no measurement may add it.
             if (source, target) in self.problem.links:
                 opposite = self._rates.get((target, source), mean_rate)
-                rates[source, target] = self._rates.get((source, target), opposite)
+                rate = self._rates.get((source, target), opposite)
+                rates[source, target] = rate
         return links_at_rates(rates)
 
     def due(self, done: int) -> bool:
-        """Return whether a better partition is searched after ``done`` batches: once early, then regularly."""
+        """Return whether to search a better partition after ``done`` batches: once early, then regularly."""
         options = self.problem.options
         # Section III-D: after 10 batches, to reach a good partition early, then after every 100.
         is_first = done > 0 and done == options.repartition_first
@@ -157,14 +171,17 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
     def propose_repartition(
         self, old: StagePartition, present: Sequence[str]
     ) -> StagePartition | None:
-        """Return a partition whose improvement is worth the change, or None."""
+        """Return a partition of the ``present`` devices whose improvement is worth the change, or None."""
         try:
             new = self.partition_for(present)
         except InputError:
             # With the measured times no partition fits the devices' memory, so the run keeps the present one.
             return None
-        current = self.pipeline(old.devices).bottleneck(old.cuts)
-        best = self.pipeline(new.devices).bottleneck(new.cuts)
+        # Both by the newest measurements: the old partition may have become slower since it was chosen.
+        old_pipeline = self.pipeline(old.devices)
+        new_pipeline = self.pipeline(new.devices)
+        current = old_pipeline.bottleneck(old.cuts)
+        best = new_pipeline.bottleneck(new.cuts)
         min_improvement = self.problem.options.min_improvement
         if new != old and is_worthwhile(current, best, min_improvement):
             return new
@@ -172,7 +189,7 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
 
 
 def _neighbours(names: Sequence[str]) -> list[Pair]:
-    """Return the pairs of neighbouring stages, in both directions."""
+    """Return the pairs of neighbouring stages, in both directions: activations go one way, gradients the other."""
     pairs: list[Pair] = []
     for one, other in pairwise(names):
         pairs += [(one, other), (other, one)]
@@ -195,8 +212,10 @@ def estimate_capacities(
     for seconds, (first, last) in zip(observed, pairwise(cuts), strict=True):
         if seconds is None:
             capacities.append(1.0)
-        else:
-            capacities.append(seconds / sum(execution[first:last]))
+            continue
+        # Equation (2): the coordinator's time for the units of this stage.
+        profiled = sum(execution[first:last])
+        capacities.append(seconds / profiled)
     return tuple(capacities)
 
 
@@ -212,7 +231,7 @@ def is_worthwhile(current: float, best: float, min_improvement: float = 0.02) ->
 
 
 class FTPipeHD(AsynchronousMethod[FTPipeHDOptions]):
-    """Asynchronous pipeline whose partition follows the measured capacities of its devices.
+    """Asynchronous pipeline with a partition by the measured capacities of the devices.
 
     Training begins with PipeDream's partition for equal devices. After the loss of a device training continues with the
     first batch without gradients (option ``resume``).

@@ -56,9 +56,10 @@ class PipeLearnOptions(GroupOptions):
 
 
 def parallel_batches(profile: PairProfile, split_point: int, batch_size: int) -> int:
-    """Return N for a split point by equation (14), and no more than the batch has samples.
+    """Return N for a split point by equation (14), at most the number of samples of the batch.
 
-    The mini-batches beside the first one fill the time that a device would wait between a forward and its backward.
+    The mini-batches beside the first one fill the time in which a device would otherwise wait between a forward pass
+    and its backward pass.
     """
     whole = profile.durations(split_point, batch_size)
     # The server's sums run over its own layers, P+1..Q; the equation as printed has 1..P for the forward.
@@ -68,9 +69,12 @@ def parallel_batches(profile: PairProfile, split_point: int, batch_size: int) ->
         + whole["server backward"]
         + whole["download"]
     )
+    # The paper's transfers take size over rate alone; messages over our links are delayed as well.
     idle += profile.up.delay + profile.down.delay
+    # A forward or a backward pass of another mini-batch fills the time, whichever is shorter.
     shorter = min(whole["forward"], whole["backward"])
     if shorter == 0:
+        # Any number fits into no time; a mini-batch has at least one sample.
         return batch_size
     return min(1 + math.ceil(idle / shorter), batch_size)
 
@@ -82,6 +86,7 @@ def paper_choices(
 
     ``min_size`` is the minimum number of samples of a mini-batch; the paper has no such limit.
     """
+    # A batch smaller than the minimum size is one mini-batch.
     most = max(1, batch_size // min_size)
     choices = []
     for split_point in range(1, profile.depth + 1):
@@ -99,7 +104,8 @@ def all_choices(
     mini-batches still shorten the time before the link is busy and after its last transfer.
     """
     choices = list(paper_choices(profile, batch_size, min_size))
-    sizes = range(max(1, min(min_size, batch_size)), batch_size + 1)
+    smallest = max(1, min(min_size, batch_size))
+    sizes = range(smallest, batch_size + 1)
     # Fewer mini-batches of the same size take as long each and fill the pipeline less.
     counts = sorted({batch_size // size for size in sizes})
     for split_point in range(1, profile.depth + 1):
@@ -110,7 +116,7 @@ def all_choices(
 
 
 def fewest_trainable_samples(units: Sequence[Unit]) -> int:
-    """Return the fewest samples of a mini-batch that the units can train with.
+    """Return the minimum number of samples of a mini-batch with which the units can train.
 
     Batch normalisation of maps of one pixel needs two samples, because one sample has no deviation.
 
@@ -128,7 +134,7 @@ def fewest_trainable_samples(units: Sequence[Unit]) -> int:
 
 @cache
 def make_choices(min_size: int, candidates: Candidates) -> Choices:
-    """Return the function that lists the candidates for P and N of a device.
+    """Return the function for listing the candidates for P and N of a device.
 
     Equal arguments give the same function, because the planner caches the choice of similar devices by this function.
     """
@@ -158,12 +164,14 @@ class PipeLearn(SplitMethod[PipeLearnOptions]):
         """Choose P and N for each device; raises `InputError` if no choice fits the devices' memory."""
         team = Participants(problem)
         options = problem.options
+        # Torch refuses to train batch normalisation with a single value for each channel.
         trainable = fewest_trainable_samples(problem.model.units)
         min_size = max(options.min_mini_batch_size, trainable)
         return split_plan(
             self.name,
             team,
             options.split_point,
+            # Algorithm 2: the server has a model for each device, and trains all of them at once.
             concurrent_clients=len(team.devices),
             parallel_batches=options.parallel_batches,
             choices=make_choices(min_size, options.parallel_batch_candidates),

@@ -1,4 +1,4 @@
-"""Build the partition plan of a scheme, with shares proportional to speed and bounded by memory."""
+"""Plans of each scheme, with shares proportional to speed and bounded by memory."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ def divided_plan(
     schemes: Schemes,
     tiling: Tiling | None = None,
 ) -> DistributedPlan:
-    """Build the plan in which each device has its share of every layer the scheme splits."""
+    """Return the plan in which each device has a share of every divided layer."""
     layers: list[LayerPlan] = []
-    for index, (layer, scheme) in enumerate(zip(graph.layers, schemes, strict=True)):
+    pairs = zip(graph.layers, schemes, strict=True)
+    for index, (layer, scheme) in enumerate(pairs):
         if scheme in ("lop", "fuse1"):
             outputs = divide(layer.output_channels, shares)
             layers.append(LayerPlan(scheme=scheme, outputs=outputs))
@@ -75,13 +76,19 @@ def divided_plan(
 def _split_input(
     graph: Graph, index: int, shares: Sequence[Fraction]
 ) -> tuple[Range, ...]:
+    """Return each device's input channels of a layer, where possible the channels computed by the device itself."""
     layer = graph.layers[index]
-    if not graph.follows(index) or not graph.layers[index - 1].splits:
+    if not graph.follows(index):
         return divide(layer.input_channels, shares)
-    channels = graph.layers[index - 1].output_channels
+    previous = graph.layers[index - 1]
+    if not previous.splits:
+        return divide(layer.input_channels, shares)
+    # Rounded like the outputs of the previous layer, so that a fused pair needs no exchange in between (Section 4.2).
+    channels = previous.output_channels
     # A fully connected layer has an input channel for each pixel of a feature map; a device has whole maps.
     factor = layer.input_channels // channels
-    return tuple(scaled(part, factor) for part in divide(channels, shares))
+    parts = divide(channels, shares)
+    return tuple(scaled(part, factor) for part in parts)
 
 
 def single_plan(
@@ -95,7 +102,8 @@ def single_plan(
     >>> [layer.owner for layer in single_plan("single", graph, ["a", "b"], source=1).layers]
     [1, 1, 1, 1]
     """
-    return _owned_layers(name, devices, source, [source] * len(graph.layers))
+    owners = [source] * len(graph.layers)
+    return _owned_layers(name, devices, source, owners)
 
 
 def sequential_plan(
@@ -117,13 +125,14 @@ def sequential_plan(
     [0, 0, 1, 1]
     """
     others = [index for index in range(len(devices)) if index != source]
-    # Each device has at least one layer.
+    # Each device has at least one layer, so not more devices than layers take part.
     order = [source, *others][: len(graph.layers)]
 
     def fill_ratio(stage: int, first: int, last: int) -> float:
         weights = sum(layer.weights for layer in graph.layers[first:last])
         return weights / capacities[order[stage]]
 
+    # Only memory decides: the paper uses this mapping to reduce F (Section 3.3), so a cut costs nothing.
     costs = Costs(fill_ratio, lambda _stage, _cut: 0.0)
     _, cuts = best_cuts(len(graph.layers), len(order), costs, max)
     owners: list[int] = []
@@ -142,18 +151,18 @@ def _owned_layers(
 
 
 MOST_TILES = 144
-"""Maximum number of tiles in a finer grid, which is tried if a coarser one does not fit into memory."""
+"""Maximum number of tiles in a finer grid, which is tried if a coarser grid does not fit into memory."""
 _STEPS = 1000
 """Shares bounded by memory are rounded down to thousandths of their value."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its memory demand, which may exceed the memory of some devices."""
+    """A plan with the memory demand of each device, which may exceed the memory of some devices."""
 
     flow: Dataflow
     needs: tuple[float, ...]
-    """Bytes, by device."""
+    """Required bytes of each device, in the order of the plan."""
 
     @classmethod
     def of(cls, flow: Dataflow) -> Self:
@@ -163,7 +172,8 @@ class Candidate:
     def excess(self, devices: Sequence[DeviceSpec]) -> dict[int, float]:
         """Return the missing bytes by device."""
         missing = {}
-        for index, (need, device) in enumerate(zip(self.needs, devices, strict=True)):
+        pairs = zip(self.needs, devices, strict=True)
+        for index, (need, device) in enumerate(pairs):
             if need > device.memory:
                 missing[index] = need - device.memory
         return missing
@@ -178,13 +188,17 @@ class Candidate:
 
     def shortfall(self, devices: Sequence[DeviceSpec]) -> float:
         """Return the bytes missing on the fullest device; 0 if every device fits."""
-        return self.excess(devices).get(self.fullest(devices), 0.0)
+        excess = self.excess(devices)
+        return excess.get(self.fullest(devices), 0.0)
 
 
 def best_candidate(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> Candidate:
-    """Return a plan that fits, otherwise the one with the smallest shortfall; raises `InputError` for invalid ones."""
+    """Return a plan that fits; if none does, the plan with the smallest shortfall of memory.
+
+    Raises `InputError` for options that no plan can satisfy.
+    """
     names = [device.name for device in devices]
     scheme = settings.options.scheme
     if scheme == "single":
@@ -231,13 +245,17 @@ def _bound_by_memory(
         )
         bounded = Candidate.of(make_dataflow(graph, plan, settings))
         excess = bounded.excess(devices)
+        if not excess:
+            return bounded
         # A device that exceeds its memory without any share cannot be relieved.
-        if not excess or any(shares[index] == 0 for index in excess):
+        if any(shares[index] == 0 for index in excess):
             return bounded
         for index, missing in excess.items():
             divisible = BYTES_PER_VALUE * count_divisible_weights(bounded.flow, index)
             remaining = max(0.0, 1 - missing / divisible) if divisible else 0.0
-            caps[index] = shares[index] * Fraction(int(remaining * _STEPS), _STEPS)
+            # Thousandths keep shares ratios of small numbers, which `paper_communication` recovers from floats.
+            rounded = Fraction(int(remaining * _STEPS), _STEPS)
+            caps[index] = shares[index] * rounded
         # No device is left that could take over a share.
         if len(caps) == len(devices):
             return bounded
@@ -247,11 +265,15 @@ def _divide_shares(
     devices: Sequence[DeviceSpec], settings: PlanSettings, caps: Mapping[int, Fraction]
 ) -> tuple[Fraction, ...]:
     """Divide the remaining share among the devices without a memory bound, in proportion to their speed."""
-    unbounded = [index for index in range(len(devices)) if index not in caps]
+    unbounded = []
+    for index in range(len(devices)):
+        if index not in caps:
+            unbounded.append(index)
     speeds = _speeds([devices[index] for index in unbounded], settings)
     remaining = 1 - sum(caps.values())
     shares = dict(caps)
-    for index, share in zip(unbounded, proportional_shares(speeds), strict=True):
+    by_speed = proportional_shares(speeds)
+    for index, share in zip(unbounded, by_speed, strict=True):
         shares[index] = remaining * share
     return tuple(shares[index] for index in range(len(devices)))
 
@@ -271,6 +293,7 @@ def _candidate_schemes(
         return uniform_schemes(graph, options.scheme, tiled)
     if options.scheme == "fuse" and options.fused_pairs is not None:
         return fused_schemes(graph, options.fused_pairs, tiled)
+    # The paper's FUSE has pairs and LOP (Table 2); its integer program may choose LIP as well (equation 11).
     return least_communication(
         graph,
         WorkerTotals.of(shares, settings.source),
@@ -296,6 +319,7 @@ def _candidate_tilings(
         return
     best = best_tiling(layers, speeds, settings.source, reuse)
     yield best
+    # A device computes one tile at a time, so smaller tiles need less memory, for more redundant halos.
     _, height, width = layers[-1].output
     for factor in (2, 3, 4):
         rows = min(factor * best.rows, height)
@@ -305,7 +329,7 @@ def _candidate_tilings(
 
 
 _PROBES: tuple[int, ...] = (*range(1, 9), 12, 16, 24, 32, 48, 64)
-"""Numbers of devices tried in the search for a sufficient number."""
+"""Numbers of devices tried in the search for a sufficient number; growing steps, since each makes a plan."""
 
 
 def fitting_plan(
@@ -353,7 +377,7 @@ def _what_fits(
 def enough_devices(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> int:
-    """Return the number of devices that a scheme needs, or 0 if no number in `_PROBES` suffices.
+    """Return the number of devices required by a scheme, or 0 if no number in `_PROBES` suffices.
 
     Further devices are copies of the last one.
     """
@@ -363,8 +387,10 @@ def enough_devices(
     source_first = replace(settings, source=0)
 
     def fits(count: int) -> bool:
-        tried = [*ordered[:count], *[ordered[-1]] * (count - len(ordered))]
+        added = [ordered[-1]] * (count - len(ordered))
+        tried = [*ordered[:count], *added]
         available = sum(device.memory for device in tried)
+        # Quick to refuse: the weights alone do not fit.
         if BYTES_PER_VALUE * graph.weights > available:
             return False
         return not best_candidate(graph, tried, source_first).excess(tried)

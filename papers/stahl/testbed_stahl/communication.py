@@ -37,7 +37,7 @@ class Transfer:
     messages: tuple[int, ...]
     """Elements of one sample in each message."""
     forwarded: bool = False
-    """Whether the sender forwards data of other devices, or first joins their tiles or merges their sums."""
+    """Whether the sender forwards data of other devices, or first joins tiles or merges sums of other devices."""
     sums: bool = False
     """Whether the data are partial sums, which differ by receiver; all receivers of a value get equal data."""
 
@@ -64,7 +64,7 @@ def all_transfers(flow: Dataflow) -> tuple[Transfer, ...]:
 
 
 def sent_elements(transfers: Sequence[Transfer]) -> int:
-    """Return the elements of one sample in the given transfers; for all transfers of an inference, the paper's C.
+    """Return the elements of one sample in the given transfers; all transfers of an inference have the paper's C.
 
     >>> sent_elements([Transfer(0, 1, 2, (8, 8)), Transfer(1, 0, 3, (4,))])
     20
@@ -75,37 +75,45 @@ def sent_elements(transfers: Sequence[Transfer]) -> int:
 def tile_transfers(flow: Dataflow) -> tuple[Transfer, ...]:
     """Return the transfers of all tiles computed away from the source: input regions and results.
 
-    Data reused between tiles count as outputs of the last tiled layer. Reused data pass through the source like other
-    tile data, unless devices send to each other directly; they always pass through the source if tiles can be stolen.
-    The count assumes no stealing.
+    Data reused between tiles count as outputs of the second-to-last tiled layer. Reused data pass through the source
+    like other tile data, unless devices send to each other directly; they always pass through the source if tiles can
+    be stolen. The count assumes no stealing.
     """
     source = flow.plan.source
     transfers = []
     for tile in flow.plan.tiles:
-        if tile.device != source:
-            first = flow.graph.layers[0]
-            last = flow.graph.layers[flow.tiled - 1]
-            image = first.input[0] * tile.regions[0].pixels
-            result = last.output[0] * tile.regions[-1].pixels
-            transfers.append(Transfer(source, tile.device, INPUT, (image,)))
-            transfers.append(Transfer(tile.device, source, flow.tiled - 1, (result,)))
-    for (lender, borrower), overlaps in flow.overlaps.items():
-        size = sum(map(flow.values, overlaps))
-        route = _route_of_overlap(flow, lender, borrower)
-        for leg, (sender, receiver) in enumerate(pairwise(route)):
-            if sender == receiver:
-                continue
-            is_forwarded = leg == 1 and source != route[0]
-            transfers.append(
-                Transfer(
-                    sender, receiver, flow.tiled - 2, (size,), forwarded=is_forwarded
-                )
-            )
+        if tile.device == source:
+            continue
+        first = flow.graph.layers[0]
+        last = flow.graph.layers[flow.tiled - 1]
+        image = first.input[0] * tile.regions[0].pixels
+        result = last.output[0] * tile.regions[-1].pixels
+        to_device = Transfer(source, tile.device, INPUT, (image,))
+        to_source = Transfer(tile.device, source, flow.tiled - 1, (result,))
+        transfers += [to_device, to_source]
+    for lender, borrower in flow.overlaps:
+        transfers += _overlap_transfers(flow, lender, borrower)
     return tuple(transfers)
 
 
+def _overlap_transfers(
+    flow: Dataflow, lender: int, borrower: int
+) -> Iterator[Transfer]:
+    """Yield the transfers of the regions lent by one tile to another."""
+    overlaps = flow.overlaps[lender, borrower]
+    size = sum(map(flow.values, overlaps))
+    route = _route_of_overlap(flow, lender, borrower)
+    for leg, (sender, receiver) in enumerate(pairwise(route)):
+        if sender == receiver:
+            continue
+        is_forwarded = leg == 1 and flow.plan.source != route[0]
+        # Tiles that wait for others are a phase of their own, to which `make_phases` gives this layer's number.
+        value = flow.tiled - 2
+        yield Transfer(sender, receiver, value, (size,), forwarded=is_forwarded)
+
+
 def _route_of_overlap(flow: Dataflow, lender: int, borrower: int) -> list[int]:
-    """Return the devices that an overlap passes, from the device of the lender to that of the borrower."""
+    """Return the devices on the way of an overlap, from the lender's device to the borrower's."""
     start = flow.plan.tiles[lender].device
     end = flow.plan.tiles[borrower].device
     passes_source = start != end and flow.way == "via-source"
@@ -137,7 +145,9 @@ def _merges_first(flow: Dataflow, value: int, maker: int) -> bool:
     """Return whether a device joins tiles or merges sums of other devices before it has a value."""
     if value == INPUT:
         return False
-    return value == flow.tiled - 1 or flow.tasks[value][maker].work == "sums"
+    if value == flow.tiled - 1:
+        return True
+    return flow.tasks[value][maker].work == "sums"
 
 
 def _piece_sizes(pieces: Pieces, part: Range) -> tuple[int, ...]:
@@ -203,24 +213,28 @@ class Phase:
         3.0
         """
         if self.layerwise:
-            legs = (self.gathering, self.own, self.forwarding)
-            return self.compute + sum(leg.busy + leg.delay for leg in legs)
+            sending = 0.0
+            for leg in (self.gathering, self.own, self.forwarding):
+                sending += leg.busy + leg.delay
+            return self.compute + sending
         gathered = self._computed_and_sent(self.gathering)
         sent = self._computed_and_sent(self.own)
         if not self.forwarding.busy:
             return max(gathered, sent)
         # The source's outgoing link is busy with its own output until the first message to forward has arrived.
         serial = self._serial_share
-        first = serial * (self.compute + self.gathering.busy) + self.gathering.delay
+        gathering = self.gathering
+        first = serial * (self.compute + gathering.busy) + gathering.delay
         begun = max(serial * self.compute + self.own.busy, first)
-        forwarded = max(
-            begun + self.forwarding.busy, gathered + serial * self.forwarding.busy
-        )
+        # The last message to forward leaves after all others, and not before it has arrived.
+        after_others = begun + self.forwarding.busy
+        after_arrival = gathered + serial * self.forwarding.busy
+        forwarded = max(after_others, after_arrival)
         return max(forwarded + self.forwarding.delay, sent)
 
     @property
     def _serial_share(self) -> float:
-        """1 if computing and sending follow one another, 0 if they overlap."""
+        """1 if computing and sending follow one another, 0 if both overlap."""
         # A single message is sent when all is computed and forwarded when all is received. Of several, the first one
         # passes while the layer before still sends its last one, so only the slowest of computing and sending counts.
         return 1.0 if self.chunks == 1 else 0.0
@@ -243,6 +257,7 @@ def predict_interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
     >>> predict_interval([Phase(compute=2.0, network=1.0, gathering=Leg(busy=1.0))], in_flight=2)
     2.0
     """
+    # With many requests in flight, the busiest processor or the busiest link sets the pace.
     computing = sum(phase.compute for phase in phases)
     sending = sum(phase.network for phase in phases)
     return max(computing, sending, predict_latency(phases) / in_flight)
@@ -252,33 +267,35 @@ def make_phases(
     flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]
 ) -> tuple[Phase, ...]:
     """Return the phases of one full request, with devices in the order of the plan."""
-    moved: dict[int, list[Transfer]] = {}
+    transfers: dict[int, list[Transfer]] = {}
     for transfer in all_transfers(flow):
-        moved.setdefault(transfer.value, []).append(transfer)
+        transfers.setdefault(transfer.value, []).append(transfer)
     rows = layer_costs(flow)
-    work = {}
+    seconds = {}
     for index in range(flow.tiled, len(rows)):
-        work[index] = _last_finish([rows[index]], devices)
+        seconds[index] = _last_finish([rows[index]], devices)
     # All tiled layers count as one phase, from the image to their map; with reuse as two, of which the second has the
     # tiles that wait for their neighbours.
-    work[INPUT] = _last_finish(rows[: flow.tiled], devices)
+    seconds[INPUT] = _last_finish(rows[: flow.tiled], devices)
     if flow.overlaps:
-        work[INPUT], work[flow.tiled - 2] = _tile_seconds(flow, devices)
-    made = []
+        seconds[INPUT], seconds[flow.tiled - 2] = _tile_seconds(flow, devices)
+    phases = []
     for value in range(INPUT, len(flow.graph.layers)):
-        seconds = work.get(value, 0.0)
-        sent = moved.get(value, ())
-        made.append(_make_phase(seconds, sent, flow, devices, links))
-    return tuple(made)
+        compute = seconds.get(value, 0.0)
+        sent = transfers.get(value, ())
+        phases.append(_make_phase(compute, sent, flow, devices, links))
+    return tuple(phases)
 
 
 def _last_finish(
     rows: Sequence[Sequence[Cost]], devices: Sequence[DeviceSpec]
 ) -> float:
-    """Return the seconds until the last device has finished its part of these layers."""
+    """Return the seconds until the last device has finished some layers."""
     finish_times = []
     for index, device in enumerate(devices):
-        load = sum((row[index] for row in rows), Cost())
+        load = Cost()
+        for row in rows:
+            load += row[index]
         finish_times.append(device.seconds(load))
     return max(finish_times)
 
@@ -289,7 +306,8 @@ def _tile_seconds(flow: Dataflow, devices: Sequence[DeviceSpec]) -> tuple[float,
     independent = [Cost()] * len(devices)
     dependent = [Cost()] * len(devices)
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
-        cost = sum(tile_costs(layers, made, flow.settings.samples), Cost())
+        costs = tile_costs(layers, made, flow.settings.samples)
+        cost = sum(costs, Cost())
         loads = dependent if is_late(tile.row, tile.column) else independent
         loads[tile.device] += cost
     first_end = 0.0
@@ -314,27 +332,39 @@ def _make_phase(
     devices: Sequence[DeviceSpec],
     links: Mapping[Pair, Link],
 ) -> Phase:
+    """Return the phase with some seconds of computing and some transfers."""
+    # Seconds that each link and each access to the network is busy, for all transfers and for each leg.
     busy: dict[str, defaultdict[tuple[str, int, int], float]] = defaultdict(
         lambda: defaultdict(float)
     )
     delays: defaultdict[str, float] = defaultdict(float)
     for transfer in moved:
         sender, receiver = transfer.sender, transfer.receiver
-        link = links[devices[sender].name, devices[receiver].name]
-        size = 8 * transfer.wire_bytes(flow.settings.samples)
+        pair = (devices[sender].name, devices[receiver].name)
+        link = links[pair]
+        bits = 8 * transfer.wire_bytes(flow.settings.samples)
         leg = _leg_of(transfer, flow.plan.source)
         delays[leg] = max(delays[leg], link.delay)
+        # None is no limit.
         uplink = devices[sender].uplink or inf
         downlink = devices[receiver].downlink or inf
+        on_link = bits / link.rate if link.rate else 0.0
         for seconds in (busy["all"], busy[leg]):
-            seconds["link", sender, receiver] += size / link.rate if link.rate else 0.0
-            seconds["up", sender, sender] += size / uplink
-            seconds["down", receiver, receiver] += size / downlink
-    legs = {leg: Leg(max(busy[leg].values()), delays[leg]) for leg in delays}
-    chunks = max((len(transfer.messages) for transfer in moved), default=1)
+            seconds["link", sender, receiver] += on_link
+            seconds["up", sender, sender] += bits / uplink
+            seconds["down", receiver, receiver] += bits / downlink
+    legs = {}
+    for leg, delay in delays.items():
+        busiest = max(busy[leg].values())
+        legs[leg] = Leg(busiest, delay)
+    chunks = 1
     # Each receiver gets different sums, which are computed one after the other.
-    mergers = {transfer.receiver for transfer in moved if transfer.sums}
-    chunks = max(1, chunks) * max(1, len(mergers))
+    mergers = set()
+    for transfer in moved:
+        chunks = max(chunks, len(transfer.messages))
+        if transfer.sums:
+            mergers.add(transfer.receiver)
+    chunks *= max(1, len(mergers))
     return Phase(
         compute,
         max(busy["all"].values(), default=0.0),

@@ -1,6 +1,6 @@
 """One device of a fully distributed inference in one configuration: its layer slices and its requests.
 
-Concurrent requests share the processor and the links.
+Concurrent requests share the processor and the links. The source is a member like the workers, and has the images.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ K = TypeVar("K", bound=TypedMessage)
 
 
 class InferenceMember:
-    """A `testbed.messaging.membership.Role` bound to one configuration."""
+    """The work of one device in one configuration; a `testbed.messaging.membership.Role`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class InferenceMember:
         coordinator: str,
         state: State | None,
     ) -> None:
-        """``state`` is the member's slices of the weights; None draws them from the seed."""
+        """``state`` has the member's slices of the weights; None draws these from the seed."""
         self._mailbox = mailbox
         self._problem = problem
         self._flow = flow
@@ -54,6 +54,7 @@ class InferenceMember:
         memory = problem.device(mailbox.device.name).memory
         self._context = MemberContext(mailbox, flow, coordinator, memory)
         self._requests: dict[int, RequestWork] = {}
+        # In the order of the plan, by which tiles name their devices.
         speeds = [problem.device(name).speed for name in flow.plan.devices]
         self._tiles = TileWork(self._context, speeds, self._spread_map)
         self._reported = -1
@@ -72,7 +73,8 @@ class InferenceMember:
     async def prepare(self) -> None:
         """Load the weights and start receiving messages."""
         # One operation for each value, as `costs.copy_cost` charges a stage without momentum.
-        cost = Cost(count_parameters(self._flow, self._context.index))
+        values = count_parameters(self._flow, self._context.index)
+        cost = Cost(values)
         await self._context.compute(self._load_weights, cost, Span("load"))
         self._report_memory()
         self._register_handler(Activation, self._begin_request)
@@ -83,28 +85,39 @@ class InferenceMember:
         self._register_handler(TileOutput, self._place_tile)
 
     def _load_weights(self) -> None:
-        """Create the slices of all layers, without values in timing-only runs."""
+        """Create the slices of all layers, and count their bytes."""
+        if self._computes:
+            self._load_values()
+        else:
+            self._load_shapes()
+
+    def _load_shapes(self) -> None:
+        """Create slices without values, for timing-only runs."""
         context = self._context
         layers = self._flow.graph.layers
-        slices = stored_slices(self._flow, context.index)
-        if not self._computes:
-            for index, part in slices.items():
-                context.layers[index] = SlicedShape(layers[index], part)
-            values = count_parameters(self._flow, context.index)
-            context.ledger.weights = BYTES_PER_VALUE * values
-            return
+        for index, part in stored_slices(self._flow, context.index).items():
+            context.layers[index] = SlicedShape(layers[index], part)
+        values = count_parameters(self._flow, context.index)
+        context.ledger.weights = BYTES_PER_VALUE * values
+
+    def _load_values(self) -> None:
+        context = self._context
+        layers = self._flow.graph.layers
         state = self._state
         if state is None:
-            held = stored_layers(self._flow, context.index)
-            state = draw_tensors(self._problem.model, held, self._problem.seed)
-        for index, part in slices.items():
+            stored = stored_layers(self._flow, context.index)
+            state = draw_tensors(self._problem.model, stored, self._problem.seed)
+        for index, part in stored_slices(self._flow, context.index).items():
             context.layers[index] = SlicedLayer(layers[index], part, state)
-        context.ledger.weights = sum(tensor.nbytes for tensor in state.values())
+        weight_bytes = sum(tensor.nbytes for tensor in state.values())
+        context.ledger.weights = weight_bytes
 
     def _begin_request(self, message: Activation) -> None:
         """Start a request on the source by distributing its images."""
         # Tensors on torch's device "meta" have a shape and no values.
-        images = message.tensor if self._computes else message.tensor.to("meta")
+        images = message.tensor
+        if not self._computes:
+            images = images.to("meta")
         request = self._request_work(message.batch)
         if self._flow.plan.tiles:
             self._tiles.begin(message.batch, images)
@@ -124,12 +137,14 @@ class InferenceMember:
 
     def _register_handler(self, kind: type[K], handler: Callable[[K], None]) -> None:
         def handle(message: K) -> None:
+            # A message is progress, too: the supervisor polls devices only after a time without any.
             self._context.actions += 1
             handler(message)
 
         self._mailbox.on(kind, handle)
 
     def _take_tile(self, message: TileInput) -> None:
+        # Begins the later layers of the request, if this is its first message.
         self._request_work(message.request)
         self._tiles.take_input(message.request, message.tile, message.tensor)
 
@@ -156,8 +171,9 @@ class InferenceMember:
     def _request_work(self, number: int) -> RequestWork:
         """Return the state of a request, created by the first message about the request."""
         if number not in self._requests:
-            self._requests[number] = RequestWork(self._context, number)
-            self._context.start(self._answer_request(self._requests[number]))
+            work = RequestWork(self._context, number)
+            self._requests[number] = work
+            self._context.start(self._answer_request(work))
         return self._requests[number]
 
     async def _answer_request(self, work: RequestWork) -> None:
@@ -166,6 +182,7 @@ class InferenceMember:
         self._report_memory()
 
     def _report_memory(self) -> None:
+        """Record the memory of weights and activations if the peak has risen since the last report."""
         ledger = self._context.ledger
         if ledger.peak > self._reported:
             self._reported = ledger.peak

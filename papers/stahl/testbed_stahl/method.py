@@ -52,10 +52,11 @@ DistributedContext = ProgramContext[DistributedOptions, DistributedDetails]
 
 
 TILE_KINDS = (TileInput.kind, TileOverlap.kind, TileOutput.kind)
+"""Kinds of messages that carry tiles."""
 
 
 def _fullest_device(metrics: Metrics) -> tuple[str, Mapping[str, Any]]:
-    """Return the device with the highest reported memory use, and its metrics."""
+    """Return the device with the highest reported memory use, and the metrics of this device."""
 
     def memory_use(item: tuple[str, Mapping[str, Any]]) -> float:
         _, row = item
@@ -78,25 +79,31 @@ def _part_bytes(metrics: Metrics) -> str:
     return f"at most, on {name}: {size(row['weights'])} weights, {size(row['activations'])} activations"
 
 
-def _has_plan_metrics(metrics: Metrics) -> bool:
+def _has_memory_metrics(metrics: Metrics) -> bool:
+    """Return whether a run has requests, and at least one report of a device's memory."""
+    if "requests" not in metrics:
+        return False
     devices = metrics["devices"].values()
-    return "requests" in metrics and any("weights" in row for row in devices)
+    return any("weights" in row for row in devices)
 
 
 def _tile_bytes(record: RunView) -> int | None:
-    sizes: list[int] = []
+    """Return the bytes of all messages of tiles; None without such messages."""
+    total = 0
     for event in record.of("send"):
         if event.fields["message"] in TILE_KINDS:
-            sizes.append(event.fields["bytes"])
-    return sum(sizes) if sizes else None
+            total += event.fields["bytes"]
+    return total or None
 
 
 def _stolen_tiles(record: RunView) -> int | None:
-    assigned = [event.fields for event in record.of("tile")]
-    if not assigned:
-        return None
-    stolen = [fields for fields in assigned if fields["owner"] != fields["by"]]
-    return len(stolen)
+    """Return the number of tiles computed by another device than the owner; None without stealing."""
+    assigned = stolen = 0
+    # Events of tiles are recorded only if idle devices may steal them.
+    for event in record.of("tile"):
+        assigned += 1
+        stolen += event.fields["owner"] != event.fields["by"]
+    return stolen if assigned else None
 
 
 DECLARED = MetricsSpec(
@@ -122,7 +129,7 @@ DECLARED = MetricsSpec(
             _tile_bytes,
         ),
     ),
-    rows=(Row("Memory", _peak_memory, _part_bytes, when=_has_plan_metrics),),
+    rows=(Row("Memory", _peak_memory, _part_bytes, when=_has_memory_metrics),),
 )
 
 
@@ -180,6 +187,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
             holder = RoleHolder(mailbox, source)
             holder.follow(ConfigureMember, member_of)
             if device.name != source:
+                # Until the end of the run, which the source's program ends.
                 await holder.serve()
             timeouts = Timeouts(
                 options.stall_timeout, options.rejoin_timeout, options.rejoin_timeout
@@ -220,6 +228,7 @@ def _configuration_for(
     present = {assignment.device for assignment in supervisor.layout}
     planned = {assignment.device for assignment in context.plan.assignments}
     plan = context.plan.details.distributed
+    # After the loss or the return of a device, the layers are divided anew over those that are present.
     if present != planned:
         plan = distributed(problem, present)
     slices: State = {}
@@ -239,5 +248,7 @@ def _slices_of(
     device: str,
     state: State,
 ) -> State:
+    """Return a device's slices of the weights of the whole network."""
     index = plan.devices.index(device)
-    return cut_copies(stored_layers(flow_of(problem, plan), index), state)
+    layers = stored_layers(flow_of(problem, plan), index)
+    return cut_copies(layers, state)

@@ -24,7 +24,7 @@ SCHEMES: tuple[SchemeName, ...] = (
 
 
 class DistributedOptions(Options):
-    """Options of `testbed_stahl.Distributed`."""
+    """Options of `testbed_stahl.method.Distributed`."""
 
     former_keys: ClassVar[Mapping[str, str]] = {
         "early": "tiled_layers",
@@ -71,12 +71,14 @@ class DistributedOptions(Options):
         "via-source",
         description="via-source: everything passes the source, as in the paper; direct: between all devices",
     )
-    """By ``via-source`` the source collects and merges, pools and routes, and spreads. By ``direct`` each device
-    sends its parts to those that need them. The sums of LIP and of a fused pair's second layer are merged in ranges,
-    one on each device, so that no device's link carries more than its share; pooling is done where the channels are,
-    and routing is nothing but knowing what to ask for. Both move the same elements for LOP and for fused pairs, M (N
-    - 1) for each output M that everybody needs (equations (7) and (9) with the reuse of the own part), but over other
-    links."""
+    """With ``via-source``, the source collects outputs, merges sums, pools and routes, and distributes the results.
+
+    With ``direct``, each device sends its parts to the devices that need them. The sums of LIP and of a fused pair's
+    second layer are merged in ranges, one on each device, so that no device's link carries more than its share. Pooling
+    is done where the channels are, and a route layer sends nothing: its readers ask the devices that made its inputs.
+    For LOP and for fused pairs both move the same number of elements, M (N - 1) for each output M that all devices need
+    (equations (7) and (9) with the reuse of the own part), but over other links.
+    """
     layerwise: bool = Field(
         False,
         description="whether a device computes its part of a layer after all of the input has arrived, sends the whole "
@@ -141,7 +143,7 @@ class PlanSettings:
     source: int = 0
     """Index of the device that has the images."""
     samples: int = 1
-    """Samples in a request, at most."""
+    """Maximum number of samples in a request."""
 
     def with_options(self, **changes: object) -> PlanSettings:
         """Return a copy with other options, without validation.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -28,6 +27,7 @@ class Range(NamedTuple):
 
 
 Pieces = tuple[Range, ...]
+"""Ranges that do not overlap, in ascending order."""
 NOTHING = Range(0, 0)
 
 
@@ -56,7 +56,9 @@ def intersection(one: Range, other: Range) -> Range:
     (Range(first=2, last=4), 0)
     """
     first = max(one.first, other.first)
-    return Range(first, max(first, min(one.last, other.last)))
+    last = min(one.last, other.last)
+    # Ranges without a common part would otherwise have a negative size.
+    return Range(first, max(first, last))
 
 
 def union(one: Pieces, other: Pieces) -> Pieces:
@@ -69,27 +71,33 @@ def union(one: Pieces, other: Pieces) -> Pieces:
     for piece in sorted((*one, *other)):
         if not piece.size:
             continue
-        if merged and piece.first <= merged[-1].last:
-            merged[-1] = Range(merged[-1].first, max(merged[-1].last, piece.last))
-        else:
+        if not merged or piece.first > merged[-1].last:
             merged.append(piece)
+            continue
+        # Pieces that touch become one, so that equal unions are equal tuples.
+        first, last = merged[-1]
+        merged[-1] = Range(first, max(last, piece.last))
     return tuple(merged)
 
 
-def difference(pieces: Pieces, gone: Range) -> Pieces:
-    """Return the ranges without the given range.
+def difference(pieces: Pieces, removed: Range) -> Pieces:
+    """Return the ranges without the range ``removed``.
 
     >>> difference((Range(0, 8),), Range(2, 3))
     (Range(first=0, last=2), Range(first=3, last=8))
     """
-    if not gone.size:
+    # An empty range inside a piece would cut the piece in two.
+    if not removed.size:
         return pieces
     remaining = []
     for piece in pieces:
-        before = Range(piece.first, min(piece.last, gone.first))
-        after = Range(max(piece.first, gone.last), piece.last)
+        end_before = min(piece.last, removed.first)
+        begin_after = max(piece.first, removed.last)
+        before = Range(piece.first, end_before)
+        after = Range(begin_after, piece.last)
         for part in (before, after):
-            if part.last > part.first:
+            # A piece outside the removed range leaves one part whole, and the other one with a negative size.
+            if part.size > 0:
                 remaining.append(part)
     return tuple(remaining)
 
@@ -151,14 +159,19 @@ def divide(size: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
     counts = [int(amount) for amount in exact]
 
     def negative_remainder(index: int) -> tuple[Fraction, int]:
+        # Negative, so that the largest remainders come first, and of equal ones the first share.
         return counts[index] - exact[index], index
 
     by_remainder = sorted(range(len(shares)), key=negative_remainder)
     unassigned = size - sum(counts)
     for index in by_remainder[:unassigned]:
         counts[index] += 1
-    bounds = [0, *accumulate(counts)]
-    return tuple(Range(first, last) for first, last in pairwise(bounds))
+    ranges = []
+    first = 0
+    for count in counts:
+        ranges.append(Range(first, first + count))
+        first += count
+    return tuple(ranges)
 
 
 @lru_cache(maxsize=4096)
@@ -172,10 +185,12 @@ def divide_evenly(size: int, count: int) -> tuple[Range, ...]:
 
 
 Scheme = Literal["lop", "lip", "fuse1", "fuse2", "whole", "tiled"]
-"""``lop``: each device has all of the input and computes some output channels. ``lip``: each has some input channels
-and computes partial sums of all outputs, which the source adds up before bias and activation. ``fuse1`` and
-``fuse2``: as LOP and LIP, but what is between them stays where it is. ``whole``: one device alone. ``tiled``: each
-device computes its tiles of the feature map."""
+"""Division of one layer (Sections 4.1 and 4.2).
+
+``lop``: each device has the whole input and computes some output channels. ``lip``: each device has some input
+channels and computes partial sums of all outputs, which the source adds up before bias and activation. ``fuse1`` and
+``fuse2``: as LOP and LIP, but the values between both layers stay on their devices. ``whole``: one device computes the
+layer. ``tiled``: each device computes its tiles of the feature map."""
 
 
 class Region(NamedTuple):
@@ -193,7 +208,9 @@ class Region(NamedTuple):
         >>> Region(top=0, bottom=4, left=2, right=5).pixels
         12
         """
-        return (self.bottom - self.top) * (self.right - self.left)
+        height = self.bottom - self.top
+        width = self.right - self.left
+        return height * width
 
 
 class _Frozen(BaseModel):
@@ -219,8 +236,8 @@ class Tile(_Frozen):
     column: int
     device: int
     regions: tuple[Region, ...]
-    """Region that the tile needs of each early layer's input, and finally the region that it computes of the last
-    one's output. Regions lie within the map, since pixels outside are padding."""
+    """The required region of each early layer's input, and finally the computed region of the last layer's output.
+    Regions lie within the map, since pixels outside are padding."""
 
 
 class Tiling(_Frozen):
@@ -238,7 +255,7 @@ class DistributedPlan(_Frozen):
     """The scheme as the scenario names it."""
     devices: tuple[str, ...]
     source: int
-    """Holds the image, collects and merges the results of the others, and computes its own share."""
+    """The device with the image, which collects and merges the results of the others, and computes its own share."""
     layers: tuple[LayerPlan, ...]
     """One for each layer of the network."""
     tiling: Tiling | None = None

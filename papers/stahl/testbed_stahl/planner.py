@@ -35,7 +35,6 @@ from testbed_stahl.demands import (
 from testbed_stahl.options import SCHEMES, DistributedOptions, PlanSettings
 from testbed_stahl.plan import DistributedPlan, equal_shares
 from testbed_stahl.schemes import (
-    REUSES,
     Reuse,
     WorkerTotals,
     pairs_of,
@@ -62,14 +61,16 @@ class PlanDemands(BaseModel):
     """C, in elements, without values that the receiving devices already hold."""
     communication_bytes: float
     communication_as_printed: float
-    """C by the paper's equation (9), in elements."""
+    """C with the paper's equation (9) as printed, in elements."""
     communication_as_printed_bytes: float
     sent_elements: int
-    """Elements that are sent."""
+    """Elements in all transfers of the plan."""
     output_elements: tuple[int, ...]
     """Elements of each layer's output."""
     wire_bytes: float
+    """Bytes of all transfers, headers included."""
     messages: int
+    """Number of messages in all transfers."""
     tile_bytes: float = 0.0
     """Bytes on the wire for tiles: regions of the image, reused overlaps, and results."""
     saved_tile_bytes: float = 0.0
@@ -129,8 +130,14 @@ def _check_tile_options(
 def plan_demands(flow: Dataflow) -> PlanDemands:
     """Return the resource demands of a plan, without the savings of tile reuse."""
     sent = all_transfers(flow)
+    wire_bytes = 0.0
+    messages = 0
+    for transfer in sent:
+        wire_bytes += transfer.wire_bytes(flow.settings.samples)
+        messages += len(transfer.messages)
     stored_weights = tuple(count_weights(flow, device) for device in flow.devices)
-    communication, printed = (paper_communication(flow, reuse) for reuse in REUSES)
+    communication = paper_communication(flow, "with-reuse")
+    printed = paper_communication(flow, "equation-9")
     return PlanDemands(
         weight_elements=stored_weights,
         weights_bytes=BYTES_PER_VALUE * max(stored_weights),
@@ -142,8 +149,8 @@ def plan_demands(flow: Dataflow) -> PlanDemands:
         communication_as_printed_bytes=BYTES_PER_VALUE * printed,
         sent_elements=sent_elements(sent),
         output_elements=tuple(layer.outputs for layer in flow.graph.layers),
-        wire_bytes=sum(each.wire_bytes(flow.settings.samples) for each in sent),
-        messages=sum(len(each.messages) for each in sent),
+        wire_bytes=wire_bytes,
+        messages=messages,
         tile_bytes=_tile_bytes(flow),
     )
 
@@ -158,12 +165,16 @@ def paper_communication(flow: Dataflow, reuse: Reuse) -> float:
     if flow.way == "row":
         result = len(graph.layers) - 1
         # The paper does not count the way of the result back to the source.
-        counted = [sent for sent in all_transfers(flow) if sent.value != result]
+        counted = []
+        for transfer in all_transfers(flow):
+            if transfer.value != result:
+                counted.append(transfer)
         return float(sent_elements(counted))
     shares: Sequence[Fraction] = equal_shares(len(plan.devices))
     if plan.shares:
         # Shares are ratios of small numbers; a plan that travels as JSON keeps the nearest float of each.
-        shares = [Fraction(share).limit_denominator(10**9) for share in plan.shares]
+        floats = map(Fraction, plan.shares)
+        shares = [share.limit_denominator(10**9) for share in floats]
     schemes = [layer.scheme for layer in plan.layers]
     workers = WorkerTotals.of(shares, plan.source)
     return float(total_communication(graph, schemes, workers, reuse))
@@ -180,24 +191,28 @@ def _reuse_savings(
     if tiling is None or not flow.overlaps:
         return {}
     grid = (tiling.rows, tiling.columns)
+    # The same grid: another one would be another plan, whose tiles have other halos.
     settings = settings_of(problem, problem.devices).with_options(
         tile_grid=grid, tile_overlap="compute"
     )
     without = best_candidate(flow.graph, problem.devices, settings).flow
+    saved_products = _tile_multiplications(without) - _tile_multiplications(flow)
     return {
         "saved_tile_bytes": _tile_bytes(without) - _tile_bytes(flow),
-        "saved_multiplications": (
-            _tile_multiplications(without) - _tile_multiplications(flow)
-        ),
+        "saved_multiplications": saved_products,
     }
 
 
 def _tile_bytes(flow: Dataflow) -> float:
-    return sum(each.wire_bytes(flow.settings.samples) for each in tile_transfers(flow))
+    total = 0.0
+    for transfer in tile_transfers(flow):
+        total += transfer.wire_bytes(flow.settings.samples)
+    return total
 
 
 def _tile_multiplications(flow: Dataflow) -> int:
-    return sum(sum(row) for row in count_multiplications(flow)[: flow.tiled])
+    tiled_rows = count_multiplications(flow)[: flow.tiled]
+    return sum(map(sum, tiled_rows))
 
 
 def distributed(
@@ -208,14 +223,16 @@ def distributed(
     The source is always present, as it is the device that plans.
     """
     devices = _present_devices(problem, present)
-    return fitting_plan(graph_of(problem.model), devices, settings_of(problem, devices))
+    settings = settings_of(problem, devices)
+    return fitting_plan(graph_of(problem.model), devices, settings)
 
 
 def assignments_for(
     problem: PlanningProblem[DistributedOptions], present: Collection[str]
 ) -> tuple[Assignment, ...]:
     """Plan for the present devices, the source included; raises `InputError` if their memory is insufficient."""
-    return assignments(problem, flow_of(problem, distributed(problem, present)))
+    decided = distributed(problem, present)
+    return assignments(problem, flow_of(problem, decided))
 
 
 def assignments(
@@ -223,13 +240,15 @@ def assignments(
 ) -> tuple[Assignment, ...]:
     """Return the assignments of a plan, one part of every unit per device, with the source first as coordinator."""
     needs = memory_needs(flow)
+    # Both have one row a layer; their columns are the devices.
     products = list(zip(*count_multiplications(flow), strict=True))
-    columns = list(zip(*layer_costs(flow), strict=True))
+    costs = list(zip(*layer_costs(flow), strict=True))
     made = []
     for index, name in enumerate(flow.plan.devices):
-        cost = sum(columns[index], Cost())
+        cost = sum(costs[index], Cost())
         assignment = Assignment(
             device=name,
+            # Every device has a part of every layer.
             start=0,
             stop=len(problem.model.units),
             memory=needs[index],
@@ -240,7 +259,8 @@ def assignments(
             seconds=problem.device(name).seconds(cost),
         )
         made.append(assignment)
-    return (made.pop(flow.plan.source), *made)
+    source = made.pop(flow.plan.source)
+    return (source, *made)
 
 
 def flow_of(
@@ -258,8 +278,9 @@ def alternatives(
 ) -> tuple[Alternative, ...]:
     """Return every scheme over the same devices, except schemes requiring a missing link."""
     settings = settings_of(problem, problem.devices)
+    graph = graph_of(problem.model)
     described = []
-    for each in compare_schemes(graph_of(problem.model), problem.devices, settings):
+    for each in compare_schemes(graph, problem.devices, settings):
         if _has_links(problem, each.flow):
             described.append(_describe_alternative(problem, each))
     return tuple(described)
@@ -278,6 +299,7 @@ def compare_schemes(
         try:
             candidates.append(best_candidate(graph, devices, with_scheme))
         except InputError:
+            # The user has not asked for the other schemes.
             if name == settings.options.scheme:
                 raise
     return candidates
@@ -287,7 +309,8 @@ def _has_links(problem: PlanningProblem[DistributedOptions], flow: Dataflow) -> 
     names = flow.plan.devices
     used = set()
     for transfer in all_transfers(flow):
-        used.add((names[transfer.sender], names[transfer.receiver]))
+        pair = (names[transfer.sender], names[transfer.receiver])
+        used.add(pair)
     return used <= problem.links.keys()
 
 
@@ -329,6 +352,7 @@ def _notes_on(plan: DistributedPlan) -> list[str]:
     """Name the fused pairs of a plan, and the layers divided by input unless all are."""
     schemes = [layer.scheme for layer in plan.layers]
     notes = []
+    # As in the paper's Table 2: 18+19.
     pairs = [f"{one}+{other}" for one, other in pairs_of(schemes)]
     if pairs:
         notes.append(f"fused {', '.join(pairs)}")
@@ -361,7 +385,9 @@ def settings_of(
     options = problem.options
     source = 0
     if options.source:
-        source = [device.name for device in devices].index(options.source)
+        # Indices count the given devices, of which some may have been lost.
+        names = [device.name for device in devices]
+        source = names.index(options.source)
     return PlanSettings(options, source, problem.workload.batch_size)
 
 
@@ -371,9 +397,8 @@ def _check_links(problem: PlanningProblem[DistributedOptions], source: str) -> N
     Idle devices need links too: they register with the source and may take over work.
     """
     options = problem.options
-    needs_all_links = options.scheme != "single" and (
-        options.exchange == "direct" or options.scheme == "sequential"
-    )
+    is_direct = options.exchange == "direct" or options.scheme == "sequential"
+    needs_all_links = is_direct and options.scheme != "single"
     names = [device.name for device in problem.devices]
     for sender, receiver in permutations(names, 2):
         is_needed = needs_all_links or source in (sender, receiver)
@@ -391,10 +416,13 @@ def part_messages(
     """Yield the largest message of each transfer, and the initial weights of each device."""
     devices = plan.details.distributed.devices
     element_bytes = BYTES_PER_VALUE * problem.workload.batch_size
-    for transfer in all_transfers(flow_of(problem, plan.details.distributed)):
+    flow = flow_of(problem, plan.details.distributed)
+    for transfer in all_transfers(flow):
         largest = max(transfer.messages, default=0)
-        sender, receiver = devices[transfer.sender], devices[transfer.receiver]
+        sender = devices[transfer.sender]
+        receiver = devices[transfer.receiver]
         yield sender, receiver, element_bytes * largest
+    # Weights drawn from the seed are not sent.
     if problem.workload.model.weights is not None:
         for assignment in plan.assignments:
             weight_bytes = BYTES_PER_VALUE * (assignment.parameters or 0)

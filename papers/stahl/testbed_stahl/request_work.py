@@ -23,7 +23,7 @@ from testbed.ml.models.sliced import SlicedLayer, SlicedShape
 from testbed.ml.pipeline.messages import Output
 from testbed_stahl.dataflow import Dataflow, LayerTask, Origin, as_range, by_chunks
 from testbed_stahl.messages import OutputPiece, PartialSums
-from testbed_stahl.plan import Range, intersection, scaled, shifted
+from testbed_stahl.plan import Range, intersection, scaled, shifted, total_size
 
 
 class Ledger:
@@ -73,7 +73,9 @@ class MemberContext:
     ) -> None:
         """``memory`` is the memory of the device in bytes."""
         self.actions = 0
+        """Number of computations done, by which the supervisor sees progress."""
         self.computing = False
+        """Whether the device computes right now."""
         self.flow = flow
         self.configuration = mailbox.configuration
         self.device = mailbox.device
@@ -83,9 +85,11 @@ class MemberContext:
         """Stored slices by layer."""
         self.ledger = Ledger(mailbox.device.name, memory)
         self.done_after: dict[int, list[int]] = {}
-        """Values that the device no longer needs after a layer."""
-        for value, readers in flow.last.items():
-            self.done_after.setdefault(readers[self.index], []).append(value)
+        """By layer, the values that the device no longer needs after the layer."""
+        for value, last_readers in flow.last.items():
+            last_reader = last_readers[self.index]
+            values = self.done_after.setdefault(last_reader, [])
+            values.append(value)
         self._mailbox = mailbox
         self._coordinator = coordinator
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -139,23 +143,28 @@ class Store:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._pieces: dict[int, list[tuple[Range, torch.Tensor]]] = {}
+        """Elements of each value with their tensors, in the order of arrival."""
         self._sums: dict[tuple[int, Range], dict[int, torch.Tensor]] = {}
+        """By layer and range of output channels, then by device: partial sums."""
         self._waiter: asyncio.Future[None] | None = None
+        """Ends with the next arrival, if anybody waits for it."""
 
     def put(self, value: int, first: int, tensor: torch.Tensor) -> None:
         """Store elements of a value starting at ``first``, (samples, elements)."""
         part = Range(first, first + tensor.shape[1])
-        self._pieces.setdefault(value, []).append((part, self._ledger.hold(tensor)))
-        self._wake_waiters()
+        pieces = self._pieces.setdefault(value, [])
+        pieces.append((part, self._ledger.hold(tensor)))
+        self._wake_waiter()
 
     def put_sums(
         self, layer: int, made: Range, device: int, tensor: torch.Tensor
     ) -> None:
         """Store a device's partial sums for some output channels of a layer, (samples, elements)."""
-        self._sums.setdefault((layer, made), {})[device] = self._ledger.hold(tensor)
-        self._wake_waiters()
+        by_device = self._sums.setdefault((layer, made), {})
+        by_device[device] = self._ledger.hold(tensor)
+        self._wake_waiter()
 
-    def _wake_waiters(self) -> None:
+    def _wake_waiter(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -165,33 +174,37 @@ class Store:
         await self._waiter
 
     def blocks(self, origins: Iterable[Origin]) -> list[Block]:
-        """Return the received blocks of a layer's input."""
+        """Return the received blocks of a layer's input, in element order."""
         blocks: list[Block] = []
         for origin in origins:
+            # From elements of the value to elements of the layer's input.
             offset = origin.at - origin.part.first
             for part, tensor in self._pieces.get(origin.value, ()):
                 common = intersection(part, origin.part)
                 if common.size:
                     values = _cut_columns(tensor, part, common)
                     blocks.append((shifted(common, offset), values))
+        # Tensors cannot be compared, so the ranges alone decide.
         return sorted(blocks, key=lambda block: block[0])
 
     async def all_of(self, origins: tuple[Origin, ...]) -> list[Block]:
         """Wait until the input of a layer is complete; return the blocks in element order."""
         wanted = sum(origin.part.size for origin in origins)
         blocks = self.blocks(origins)
-        while sum(part.size for part, _ in blocks) < wanted:
+        while _count_elements(blocks) < wanted:
             await self.news()
             blocks = self.blocks(origins)
         return blocks
 
     async def sums(self, layer: int, made: Range, count: int) -> list[torch.Tensor]:
         """Wait for the sums of ``count`` devices; release and return them in device order."""
-        while len(self._sums.get((layer, made), {})) < count:
+        key = (layer, made)
+        while len(self._sums.get(key, ())) < count:
             await self.news()
-        by_device = self._sums.pop((layer, made))
+        by_device = self._sums.pop(key)
         for tensor in by_device.values():
             self._ledger.drop(tensor)
+        # In device order, not of arrival: the sum of floats depends on the order, and the result must not.
         return [by_device[device] for device in sorted(by_device)]
 
     def forget(self, value: int) -> None:
@@ -210,6 +223,7 @@ class Store:
 
 
 SPAN = "forward"
+"""Name of all computations of layers, for which faults can wait."""
 
 
 class RequestWork:
@@ -221,11 +235,11 @@ class RequestWork:
         self._member = member
         self._flow = member.flow
         self._layers = member.flow.graph.layers
-        self._collects = (
-            member.flow.way == "via-source" and member.index == member.flow.plan.source
-        )
+        is_source = member.index == member.flow.plan.source
+        self._collects = is_source and member.flow.way == "via-source"
+        """Whether this device forwards the outputs of all others."""
         self._collected: dict[int, list[tuple[int, Range, torch.Tensor]]] = {}
-        """Parts of values, with who made them, that the source has not sent on."""
+        """By value, the parts that the source has not forwarded yet: maker, elements and tensor."""
 
     async def run(self) -> None:
         """Compute this device's part of every layer in order; submit the result on the source."""
@@ -238,10 +252,12 @@ class RequestWork:
                 await self._by_outputs(index, task)
             elif task.work != "none":
                 await self._compute_whole(index, task)
+            # No later layer on this device reads these values.
             for value in member.done_after.get(index, ()):
                 self.store.forget(value)
         if member.index == self._flow.plan.source:
-            result = _join_blocks(await self.store.all_of(self._flow.result()))
+            blocks = await self.store.all_of(self._flow.result())
+            result = _join_blocks(blocks)
             shaped = result.reshape(-1, *self._layers[-1].output)
             output = Output(member.configuration, "infer", self.number, shaped)
             member.post(None, output)
@@ -258,7 +274,8 @@ class RequestWork:
         total = None
         used: set[Range] = set()
         blocks = await self._new_blocks(index, task, used)
-        while sum(taken.size for taken in used) < task.takes.size:
+        # All but the last blocks: their products are added up while the rest is in transit.
+        while total_size(used) < task.takes.size:
             work = partial(self._add_products, index, blocks, task.makes, total)
             cost = self._product_cost(index, blocks, task.makes.size)
             added = await self._compute_layer(index, work, cost)
@@ -286,6 +303,7 @@ class RequestWork:
         """Wait for unused parts of a layer's input and mark them as used."""
         origins = self._flow.origins(index, task.takes)
         if self._flow.settings.options.layerwise:
+            # Computing begins with the complete input.
             await self.store.all_of(origins)
         while True:
             unused = []
@@ -305,20 +323,25 @@ class RequestWork:
         for chunk in self._flow.chunks(index, task.makes):
             sums = await self.store.sums(index, chunk, senders)
             # An addition for each value that is merged.
-            cost = Cost(sum(each.numel() for each in sums[1:]))
+            additions = sum(each.numel() for each in sums[1:])
+            cost = Cost(additions)
             cost += self._finish_cost(index, chunk.size, len(sums[0]))
             work = partial(self._merge_sums, index, sums, chunk)
             made = await self._compute_layer(index, work, cost)
-            self._publish(index, chunk.first * self._layers[index].pixels, made)
+            first = chunk.first * self._layers[index].pixels
+            self._publish(index, first, made)
 
     async def _send_sums(self, index: int, task: LayerTask) -> None:
         """Compute the partial sums of each merger in ring order, and those of the device itself last."""
         tasks = self._flow.tasks[index]
         own = self._member.index
-        blocks = await self.store.all_of(self._flow.origins(index, task.takes))
+        origins = self._flow.origins(index, task.takes)
+        blocks = await self.store.all_of(origins)
+        # In ring order: otherwise all devices would send to the same merger first.
         for step in range(1, len(tasks) + 1):
             merger = (own + step) % len(tasks)
-            for chunk in self._flow.chunks(index, tasks[merger].makes):
+            chunks = self._flow.chunks(index, tasks[merger].makes)
+            for chunk in chunks:
                 work = partial(self._add_products, index, blocks, chunk, None)
                 cost = self._product_cost(index, blocks, chunk.size)
                 added = await self._compute_layer(index, work, cost)
@@ -330,7 +353,7 @@ class RequestWork:
                     self._member.post(merger, sums)
 
     def _product_cost(self, index: int, blocks: Sequence[Block], channels: int) -> Cost:
-        read = sum(taken.size for taken, _ in blocks)
+        read = _count_elements(blocks)
         one_sample = self._layers[index].product_cost(read, channels)
         return forward_of(one_sample, _samples_of(blocks))
 
@@ -363,33 +386,40 @@ class RequestWork:
         made: Range,
         before: torch.Tensor | None,
     ) -> torch.Tensor:
+        """Return some output channels after the last parts of the input, with bias and activation."""
         total = self._add_products(index, blocks, made, before)
-        return self._member.layers[index].finish(total, as_range(made))
+        sliced = self._member.layers[index]
+        return sliced.finish(total, as_range(made))
 
     def _merge_sums(
         self, index: int, sums: Sequence[torch.Tensor], made: Range
     ) -> torch.Tensor:
+        """Return some output channels from the partial sums of all devices: the paper's Merge (Section 4.1)."""
         total = sums[0]
         for each in sums[1:]:
             total = _add_tensors(total, each)
-        return self._member.layers[index].finish(total, as_range(made))
+        sliced = self._member.layers[index]
+        return sliced.finish(total, as_range(made))
 
     async def _compute_whole(self, index: int, task: LayerTask) -> None:
         """Compute a whole layer, or pool some channels."""
         layer = self._layers[index]
         sliced = self._member.layers[index]
-        blocks = await self.store.all_of(self._flow.origins(index, task.takes))
+        origins = self._flow.origins(index, task.takes)
+        blocks = await self.store.all_of(origins)
         one_sample = layer.cost(task.takes.size, task.makes.size)
         cost = forward_of(one_sample, _samples_of(blocks))
         made = await self._compute_layer(
             index, lambda: sliced.run(_join_blocks(blocks)), cost
         )
-        self._publish(index, task.makes.first * layer.pixels, made)
+        first = task.makes.first * layer.pixels
+        self._publish(index, first, made)
 
     async def _compute_layer(
         self, index: int, work: Callable[[], torch.Tensor], cost: Cost
     ) -> torch.Tensor:
-        return await self._member.compute(work, cost, Span(SPAN, self.number, index))
+        span = Span(SPAN, self.number, index)
+        return await self._member.compute(work, cost, span)
 
     # The exchange.
 
@@ -406,8 +436,9 @@ class RequestWork:
         """Send this device's part of a value to its receivers and keep a local copy."""
         part = Range(first, first + tensor.shape[1])
         own = self._member.index
+        ledger = self._member.ledger
         # The tensor counts in the peak even if the device does not keep it.
-        self._member.ledger.drop(self._member.ledger.hold(tensor))
+        ledger.drop(ledger.hold(tensor))
         if self._collects:
             self._send_on(value, part, tensor, own)
         else:
@@ -418,12 +449,12 @@ class RequestWork:
     def _send_on(
         self, value: int, part: Range, tensor: torch.Tensor, maker: int
     ) -> None:
-        """Forward another device's part to its receivers, all parts of a value in layer order."""
+        """Forward a part of a value to its receivers; with `layerwise`, all parts once the last one has arrived."""
         parts = self._collected.setdefault(value, [])
         parts.append((maker, part, tensor))
         if self._flow.settings.options.layerwise:
             own = self._flow.homes[value][self._member.index].size
-            arrived = sum(each.size for _, each, _ in parts)
+            arrived = total_size(each for _, each, _ in parts)
             if arrived < own + self._flow.collected(value):
                 return
         for origin, each, made in self._collected.pop(value):
@@ -444,7 +475,9 @@ class RequestWork:
         self._member.post(receiver, message)
 
     def _keep_part(self, value: int, part: Range, tensor: torch.Tensor) -> None:
-        if self._flow.last[value][self._member.index] >= 0:
+        """Store a part of a value if a layer on this device reads the value, or if it is the result."""
+        last_reader = self._flow.last[value][self._member.index]
+        if last_reader >= 0:
             self.store.put(value, part.first, tensor)
 
     def spread(self, value: int, tensor: torch.Tensor) -> None:
@@ -458,9 +491,15 @@ def _join_blocks(blocks: Sequence[Block]) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0]
     if tensors[0].is_meta:
-        elements = sum(each.shape[1] for each in tensors)
-        return torch.empty((len(tensors[0]), elements), device="meta")
+        # Tensors without values, in timing-only runs.
+        shape = (len(tensors[0]), _count_elements(blocks))
+        return torch.empty(shape, device="meta")
     return torch.cat(tensors, dim=1)
+
+
+def _count_elements(blocks: Iterable[Block]) -> int:
+    """Return the number of elements of one sample in some blocks."""
+    return total_size(part for part, _ in blocks)
 
 
 def _samples_of(blocks: Sequence[Block]) -> int:
@@ -469,7 +508,9 @@ def _samples_of(blocks: Sequence[Block]) -> int:
 
 def _cut_columns(tensor: torch.Tensor, whole: Range, part: Range) -> torch.Tensor:
     """Return a view of the elements ``part`` of a tensor with the elements ``whole``, (samples, elements)."""
-    return tensor[:, part.first - whole.first : part.last - whole.first]
+    first = part.first - whole.first
+    last = part.last - whole.first
+    return tensor[:, first:last]
 
 
 def _add_tensors(total: torch.Tensor, more: torch.Tensor) -> torch.Tensor:

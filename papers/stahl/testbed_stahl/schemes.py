@@ -22,7 +22,6 @@ Reuse = Literal["with-reuse", "equation-9"]
 """Elements that a layer receives after a layer divided by LOP. ``with-reuse``: only the elements that a device lacks,
 which the program sends; for LIP this departs from Section 4.1. ``equation-9``: as printed, where only LOP after LOP has
 this term, and equations (8) and (9) charge LIP and FUSE1 for their input."""
-REUSES: tuple[Reuse, ...] = ("with-reuse", "equation-9")
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class WorkerTotals:
     """Number and total share of the workers, as used in the formulas."""
 
     count: int
-    """Workers that take part, the source not among them."""
+    """Number of workers that take part, without the source; N - 1 in the paper."""
     share: Fraction
-    """Share of each layer that the workers together compute."""
+    """Share of each layer that all workers together compute; (N - 1) / N in the paper."""
 
     @classmethod
     def of(cls, shares: Sequence[Fraction], source: int) -> WorkerTotals:
@@ -43,6 +42,7 @@ class WorkerTotals:
         """
         count = 0
         for index, share in enumerate(shares):
+            # A device without a share receives nothing.
             if index != source and share > 0:
                 count += 1
         return cls(count, 1 - shares[source])
@@ -69,6 +69,7 @@ def layer_communication(
     ``holds_share``: each device already has its share of the input, since the previous layer used LOP and feeds this
     one directly.
     """
+    # M_l (N - 1), M_l (N - 1) / N, K_l (N - 1) / N and K_l (N - 1) of the paper.
     whole_input = Fraction(layer.inputs * workers.count)
     input_shares = layer.inputs * workers.share
     output_shares = layer.outputs * workers.share
@@ -79,15 +80,20 @@ def layer_communication(
     saves_input = holds_share and (scheme == "lop" or reuse == "with-reuse")
     match scheme:
         case "lop":
+            # Equation (7); its o_{l-1} is `holds_share`.
             saved = input_shares if saves_input else Fraction(0)
             return whole_input - saved + output_shares
         case "fuse1":
+            # The outputs stay where they are.
             return whole_input - input_shares if saves_input else whole_input
         case "lip":
+            # Equation (8).
             return whole_output if saves_input else input_shares + whole_output
         case "fuse2":
+            # The inputs are there already.
             return whole_output
         case _:
+            # Layers on one device, and tiles, which C does not count.
             return Fraction(0)
 
 
@@ -113,7 +119,8 @@ def total_communication(
     34
     """
     total = Fraction(0)
-    for index, (layer, scheme) in enumerate(zip(graph.layers, schemes, strict=True)):
+    pairs = zip(graph.layers, schemes, strict=True)
+    for index, (layer, scheme) in enumerate(pairs):
         holds_share = holds_shares(graph, schemes, index)
         total += layer_communication(layer, scheme, workers, holds_share, reuse)
     return total
@@ -139,7 +146,7 @@ def uniform_schemes(graph: Graph, scheme: Scheme, first: int = 0) -> Schemes:
 def fused_schemes(
     graph: Graph, pairs: Collection[LayerPair], first: int = 0
 ) -> Schemes:
-    """Return LOP with the given pairs of layers fused; raises `InputError` listing the valid pairs.
+    """Return LOP with the given pairs of layers fused; raises `InputError` with the valid pairs for any other pair.
 
     >>> from testbed.ml.models import create
     >>> from testbed.ml.models.graph import graph_of
@@ -149,7 +156,8 @@ def fused_schemes(
     """
     schemes = list(uniform_schemes(graph, "lop", first))
     for one, other in pairs:
-        is_pair = other == one + 1 and one >= first and graph.fuses(one)
+        is_successive = other == one + 1 and one >= first
+        is_pair = is_successive and graph.fuses(one)
         # A layer that is in another pair has the scheme fuse1 or fuse2 by now.
         if not is_pair or {schemes[one], schemes[other]} != {"lop"}:
             raise InputError(
@@ -189,7 +197,8 @@ def least_communication(
     ('lop', 'fuse1', 'fuse2', 'lop')
     """
     count = len(graph.layers)
-    # best[index][after_lop]: the least C of this and all later layers, and their schemes.
+    # best[index][after_lop]: the least C of layer ``index`` and all later layers, and their schemes, if the previous
+    # layer used LOP or did not.
     best: dict[int, dict[bool, tuple[Fraction, Schemes]]] = {
         count: dict.fromkeys((False, True), (Fraction(0), ()))
     }
@@ -199,7 +208,8 @@ def least_communication(
             holds_share = after_lop and graph.follows(index)
             options = []
             for chosen in _possible_schemes(graph, index, lip):
-                cost, later = best[index + len(chosen)][chosen[-1] == "lop"]
+                ends_with_lop = chosen[-1] == "lop"
+                cost, later = best[index + len(chosen)][ends_with_lop]
                 for offset, scheme in enumerate(chosen):
                     cost += layer_communication(
                         graph.layers[index + offset],
@@ -212,12 +222,16 @@ def least_communication(
             # min keeps the first of equal costs, so the order of the possible schemes decides ties.
             best[index][after_lop] = min(options, key=lambda option: option[0])
     tiled = uniform_schemes(graph, "lop", first)[:first]
+    # The source has the whole image, or the whole map of the tiles: no device holds a share of the first input.
     _, divided = best[first][False]
     return (*tiled, *divided)
 
 
 def _possible_schemes(graph: Graph, index: int, lip: bool) -> list[Schemes]:
-    """Return the possible schemes for a layer alone or fused with the next one."""
+    """Return the possible schemes of a layer alone, and of the layer fused with the next one.
+
+    Constraints (11) to (13): one scheme for each layer, and a fused layer is followed by its second layer.
+    """
     if not graph.layers[index].splits:
         return [("whole",)]
     possible: list[Schemes] = [("lop",)]

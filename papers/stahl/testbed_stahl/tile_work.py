@@ -34,21 +34,27 @@ def compute_tile(
     """
     borrowed = _unpack_overlaps(flow, number, inputs, taken)
     lent: dict[int, list[torch.Tensor]] = {}
+    """Pieces for each borrower, one for each overlap, in the order of the layers."""
     for lender, borrower in flow.overlaps:
         if lender == number:
             lent[borrower] = []
     values = inputs
     computed = flow.computed[number]
-    for index, (layer, made) in enumerate(zip(layers, computed, strict=True)):
+    pairs = zip(layers, computed, strict=True)
+    for index, (layer, made) in enumerate(pairs):
         parts = borrowed.get(index, [])
         own = None
+        # Neighbours may have computed all that the tile needs of a map.
         if made.pixels:
-            own = ledger.hold(layer.tile(values, tile_padding(layer.layer, made)))
+            padding = tile_padding(layer.layer, made)
+            own = ledger.hold(layer.tile(values, padding))
             parts = [(made, own), *parts]
+        # The inputs are the caller's, and are counted there.
         if values is not inputs:
             ledger.drop(values)
         _lend_regions(flow, number, index, parts, lent, ledger)
         if own is not None and len(parts) == 1:
+            # Nothing was borrowed, so the computed part is the whole region.
             values = own
         else:
             values = _join_region(flow, number, index, inputs, parts, ledger)
@@ -69,15 +75,18 @@ def _lend_regions(
     lent: Mapping[int, list[torch.Tensor]],
     ledger: Ledger,
 ) -> None:
-    """Extract the regions of a layer lent to other tiles, by borrower."""
+    """Append the regions of a layer lent to other tiles to the pieces of each borrower."""
     for borrower, pieces in lent.items():
         for overlap in flow.overlaps[number, borrower]:
-            if overlap.layer == index:
-                region = _cut_region(parts[0], overlap.region)
-                pieces.append(ledger.hold(region.flatten(1)))
+            if overlap.layer != index:
+                continue
+            # A lender borrows nothing itself, so its first part is its whole region.
+            region = _cut_region(parts[0], overlap.region)
+            pieces.append(ledger.hold(region.flatten(1)))
 
 
 def _join_pieces(pieces: Sequence[torch.Tensor], ledger: Ledger) -> torch.Tensor:
+    # One message for each borrower: every message costs a header and a delay.
     whole = ledger.hold(torch.cat([*pieces], dim=1))
     for piece in pieces:
         ledger.drop(piece)
@@ -87,7 +96,7 @@ def _join_pieces(pieces: Sequence[torch.Tensor], ledger: Ledger) -> torch.Tensor
 def _unpack_overlaps(
     flow: Dataflow, number: int, inputs: torch.Tensor, taken: Mapping[int, torch.Tensor]
 ) -> dict[int, list[Part]]:
-    """Return the regions reused from other tiles, by source layer."""
+    """Return the regions reused from other tiles, by the layer that made them."""
     by_layer: dict[int, list[Part]] = {}
     for lender, tensor in taken.items():
         overlaps = flow.overlaps[lender, number]
@@ -98,16 +107,19 @@ def _unpack_overlaps(
             height = region.bottom - region.top
             width = region.right - region.left
             values = part.reshape(len(inputs), -1, height, width)
-            by_layer.setdefault(overlap.layer, []).append((region, values))
+            of_layer = by_layer.setdefault(overlap.layer, [])
+            of_layer.append((region, values))
     return by_layer
 
 
 def _cut_region(part: Part, region: Region) -> torch.Tensor:
     """Return the values of a region inside a larger part."""
     around, values = part
-    rows = slice(region.top - around.top, region.bottom - around.top)
-    columns = slice(region.left - around.left, region.right - around.left)
-    return values[:, :, rows, columns]
+    top = region.top - around.top
+    left = region.left - around.left
+    bottom = region.bottom - around.top
+    right = region.right - around.left
+    return values[:, :, top:bottom, left:right]
 
 
 def _join_region(
@@ -123,14 +135,16 @@ def _join_region(
     channels = flow.graph.layers[index].output[0]
     height = whole.bottom - whole.top
     width = whole.right - whole.left
-    joined = ledger.hold(like.new_empty(len(like), channels, height, width))
+    # Empty, since the parts cover the whole region.
+    joined = like.new_empty(len(like), channels, height, width)
+    ledger.hold(joined)
     for region, values in parts:
         _cut_region((whole, joined), region).copy_(values)
     return joined
 
 
 Item = tuple[int, int]
-"""A request, and the index of a tile in the plan."""
+"""The number of a request, and the index of a tile in the plan."""
 
 
 class TileQueue:
@@ -163,10 +177,12 @@ class TileQueue:
         self._tiles = tiles
         # A tile of pooling layers alone counts as one multiplication, since paces are measured by dividing by it.
         self._work = [max(1, each) for each in work]
+        # By tile, the tiles whose regions it reuses.
         self._lenders: list[list[int]] = [[] for _ in tiles]
         for lender, borrower in lending:
             self._lenders[borrower].append(lender)
         self._pace = [*pace]
+        # The same for all requests: a tile's work does not depend on the image.
         self._order = sorted(range(len(self._tiles)), key=self._tile_rank)
         self._waiting: list[Item] = []
         self._current: dict[int, tuple[Item, float]] = {}
@@ -187,16 +203,27 @@ class TileQueue:
         """Return the tile a device should compute now; None if the device is busy or has no work."""
         if device in self._current:
             return None
-        ready = []
-        for request, number in self._waiting:
-            if self._done[request].issuperset(self._lenders[number]):
-                ready.append((request, number))
-        own = [item for item in ready if self._tiles[item[1]].device == device]
-        item = own[0] if own else self._steal_tile(device, ready, now)
+        ready = self._ready_tiles()
+        item: Item | None = None
+        for request, number in ready:
+            # Its own tiles first, in the order of the queue.
+            if self._tiles[number].device == device:
+                item = request, number
+                break
+        if item is None:
+            item = self._steal_tile(device, ready, now)
         if item is not None:
             self._waiting.remove(item)
             self._current[device] = item, now
         return item
+
+    def _ready_tiles(self) -> list[Item]:
+        """Return the waiting tiles whose lenders are all done, in the order of the queue."""
+        ready = []
+        for request, number in self._waiting:
+            if self._done[request].issuperset(self._lenders[number]):
+                ready.append((request, number))
+        return ready
 
     def _steal_tile(
         self, device: int, ready: Sequence[Item], now: float
@@ -207,20 +234,28 @@ class TileQueue:
             last[self._tiles[number].device] = request, number
         if not last:
             return None
-        owner = max(last, key=lambda each: self._backlog_seconds(each, now))
+
+        def backlog(owner: int) -> float:
+            return self._backlog_seconds(owner, now)
+
+        owner = max(last, key=backlog)
         _, number = last[owner]
         seconds = self._work[number] * self._pace[device]
-        return last[owner] if seconds < self._backlog_seconds(owner, now) else None
+        # A slow thief would make the owner wait for the tile.
+        if seconds < backlog(owner):
+            return last[owner]
+        return None
 
     def _backlog_seconds(self, device: int, now: float) -> float:
-        """Return the seconds a device needs for its current and waiting tiles."""
+        """Return the seconds of a device for the current tile and all waiting tiles."""
         pace = self._pace[device]
         remaining = 0.0
         if device in self._current:
             (_, number), since = self._current[device]
             # A device that has needed longer than expected by now has become slower.
-            pace = max(pace, (now - since) / self._work[number])
-            remaining = self._work[number] * pace - (now - since)
+            elapsed = now - since
+            pace = max(pace, elapsed / self._work[number])
+            remaining = self._work[number] * pace - elapsed
         waiting = 0
         for _, number in self._waiting:
             if self._tiles[number].device == device:
@@ -241,14 +276,16 @@ class TileQueue:
 def tile_queue(flow: Dataflow, speeds: Sequence[float]) -> TileQueue:
     """Return the queue of a plan's tiles; ``speeds`` of its devices in FLOP/s."""
     layers = flow.graph.layers[: flow.tiled]
-    work = [sum(tile_multiplications(layers, made)) for made in flow.computed]
+    work = []
+    for made in flow.computed:
+        work.append(sum(tile_multiplications(layers, made)))
     # A multiplication comes with an addition.
     pace = [2.0 * flow.settings.samples / speed for speed in speeds]
     return TileQueue(flow.plan.tiles, work, flow.overlaps, pace)
 
 
 class TileWork:
-    """Compute each tile once all of its inputs have arrived.
+    """The tiles of all requests on one member: each is computed once all of its inputs have arrived.
 
     Images and maps are (samples, channels, height, width).
     """
@@ -277,6 +314,7 @@ class TileWork:
         self._images: dict[int, torch.Tensor] = {}
         """Images on the source by request, until all tiles are done."""
         self._maps: dict[int, torch.Tensor] = {}
+        """Incomplete outputs of the last tiled layer on the source, by request."""
         self._missing: dict[int, int] = {}
         """Number of tiles missing in the map, by request."""
 
@@ -286,11 +324,13 @@ class TileWork:
 
     def begin(self, request: int, images: torch.Tensor) -> None:
         """Send each tile its part of a request's images, (samples, channels, height, width), from the source."""
-        self._images[request] = self._member.ledger.hold(images)
+        self._member.ledger.hold(images)
+        self._images[request] = images
         if self._queue is not None:
             self._queue.add(request)
             self._hand_out(self._queue)
             return
+        # Without stealing, all tiles leave at once to the devices of the plan.
         for number, tile in enumerate(self._flow.plan.tiles):
             self._assign_tile(request, number, tile.device)
 
@@ -306,7 +346,7 @@ class TileWork:
             self._member.post(device, message)
 
     def _hand_out(self, queue: TileQueue) -> None:
-        """Assign a tile to every idle device, with its reused overlaps."""
+        """Assign a tile with all reused overlaps to every idle device."""
         names = self._flow.plan.devices
         for device in self._flow.devices:
             item = queue.take(device, self._member.device.now())
@@ -314,14 +354,19 @@ class TileWork:
                 continue
             request, number = item
             if device != self._member.index:
-                for lender, tensor in self._borrowed.pop(item, {}).items():
-                    self._member.ledger.drop(tensor)
-                    self._send_overlap(device, request, lender, number, tensor)
+                self._forward_overlaps(item, device)
             self._assign_tile(request, number, device)
             owner = names[self._flow.plan.tiles[number].device]
             self._member.device.record(
                 "tile", request=request, tile=number, owner=owner, by=names[device]
             )
+
+    def _forward_overlaps(self, item: Item, device: int) -> None:
+        """Send the overlaps reused by a tile to the device that computes the tile."""
+        request, number = item
+        for lender, tensor in self._borrowed.pop(item, {}).items():
+            self._member.ledger.drop(tensor)
+            self._send_overlap(device, request, lender, number, tensor)
 
     def _send_overlap(
         self,
@@ -348,6 +393,7 @@ class TileWork:
     ) -> None:
         """Receive an overlap of two tiles, (samples, elements); forward it if another device computes the borrower."""
         receiver = self._flow.plan.tiles[borrower].device
+        # With a queue, the source keeps overlaps until a device has the tile.
         if self._queue is None and receiver != self._member.index:
             self._send_overlap(receiver, request, lender, borrower, tensor)
             return
@@ -371,11 +417,13 @@ class TileWork:
             self._send_overlap(receiver, request, lender, borrower, tensor)
 
     def _begin_if_complete(self, request: int, number: int) -> None:
+        """Start computing a tile if its region of the image and all overlaps have arrived."""
         lenders = 0
         for _, borrower in self._flow.overlaps:
             lenders += borrower == number
         item = (request, number)
-        if item in self._inputs and len(self._borrowed.get(item, ())) == lenders:
+        arrived = len(self._borrowed.get(item, ()))
+        if item in self._inputs and arrived == lenders:
             self._member.start(self._compute_tile(request, number))
 
     async def _compute_tile(self, request: int, number: int) -> None:
@@ -385,11 +433,14 @@ class TileWork:
         borrowed = self._borrowed.pop((request, number), {})
         layers = [self._member.layers[index] for index in range(flow.tiled)]
         tiled = flow.graph.layers[: flow.tiled]
-        cost = sum(tile_costs(tiled, flow.computed[number], len(inputs)), Cost())
+        costs = tile_costs(tiled, flow.computed[number], len(inputs))
+        cost = sum(costs, Cost())
+        # All tiled layers are one computation, under the number of the first one.
+        span = Span(SPAN, request, 0)
         outputs, lent = await self._member.compute(
             lambda: compute_tile(flow, number, layers, inputs, borrowed, ledger),
             cost,
-            Span(SPAN, request, 0),
+            span,
         )
         for tensor in borrowed.values():
             ledger.drop(tensor)
@@ -397,7 +448,8 @@ class TileWork:
             ledger.drop(tensor)
             self._lend_regions(request, number, borrower, tensor)
         if self._is_source:
-            self.place(request, number, outputs, flow.plan.devices[flow.plan.source])
+            name = flow.plan.devices[flow.plan.source]
+            self.place(request, number, outputs, name)
         else:
             ledger.drop(inputs)
             configuration = self._member.configuration
@@ -407,28 +459,36 @@ class TileWork:
     def place(
         self, request: int, number: int, outputs: torch.Tensor, device: str
     ) -> None:
-        """Collect tiles, (samples, channels, height, width), on the source; distribute the complete map."""
+        """Place a tile, (samples, channels, height, width), in its map on the source; distribute the complete map."""
         if self._queue is not None:
             index = self._flow.plan.devices.index(device)
-            self._queue.done(index, self._member.device.now())
+            now = self._member.device.now()
+            self._queue.done(index, now)
             self._hand_out(self._queue)
         tiles = self._flow.plan.tiles
         ledger = self._member.ledger
         if request not in self._maps:
-            shape = self._flow.graph.layers[self._flow.tiled - 1].output
-            self._maps[request] = ledger.hold(outputs.new_empty(len(outputs), *shape))
+            last_layer = self._flow.graph.layers[self._flow.tiled - 1]
+            whole = outputs.new_empty(len(outputs), *last_layer.output)
+            self._maps[request] = ledger.hold(whole)
             self._missing[request] = len(tiles)
-        _crop(self._maps[request], tiles[number].regions[-1])[:] = outputs
+        region = tiles[number].regions[-1]
+        place = _crop(self._maps[request], region)
+        place[:] = outputs
         self._missing[request] -= 1
-        if not self._missing[request]:
-            complete = self._maps.pop(request)
-            if self._queue is not None:
-                self._queue.forget(request)
-            for tensor in (complete, self._images.pop(request)):
-                ledger.drop(tensor)
-            self._spread(request, complete.flatten(1))
+        if self._missing[request]:
+            return
+        complete = self._maps.pop(request)
+        if self._queue is not None:
+            self._queue.forget(request)
+        # No tile of this request needs the image any more, and the receivers of the map count it themselves.
+        ledger.drop(complete)
+        ledger.drop(self._images.pop(request))
+        self._spread(request, complete.flatten(1))
 
 
 def _crop(values: torch.Tensor, region: Region) -> torch.Tensor:
     """Return a view of a region of whole maps, (samples, channels, height, width)."""
-    return values[:, :, region.top : region.bottom, region.left : region.right]
+    rows = slice(region.top, region.bottom)
+    columns = slice(region.left, region.right)
+    return values[:, :, rows, columns]

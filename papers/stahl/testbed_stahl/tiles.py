@@ -55,9 +55,12 @@ def remaining_range(needed: Range, before: Range | None, after: Range | None) ->
     """
     first, last = needed
     if before is not None:
-        first = min(max(needed.first, before.last), needed.last)
+        first = max(first, before.last)
+        # A neighbour that covers everything leaves an empty range at the end.
+        first = min(first, needed.last)
     if after is not None:
-        last = max(first, min(needed.last, after.first))
+        last = min(last, after.first)
+        last = max(first, last)
     return Range(first, last)
 
 
@@ -68,10 +71,10 @@ def computed_regions(tiling: Tiling, number: int) -> tuple[Region, ...]:
         return tile.regions[1:]
     above, below, left, right = _neighbour_tiles(tiling, tile)
     regions = []
+    # The first region is that of the image, which the source sends in full; the last one is the tile's own result.
     for level, region in enumerate(tile.regions[1:-1], 1):
-        rows = remaining_range(
-            _row_range(region), _rows_of(above, level), _rows_of(below, level)
-        )
+        rows = _row_range(region)
+        rows = remaining_range(rows, _rows_of(above, level), _rows_of(below, level))
         columns = remaining_range(
             _column_range(region), _columns_of(left, level), _columns_of(right, level)
         )
@@ -86,13 +89,14 @@ def find_overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
     """
     shared = []
     for number, tile in enumerate(tiling.tiles):
+        # Only tiles that wait reuse anything.
         if not is_late(tile.row, tile.column):
             continue
+        own_regions = computed_regions(tiling, number)[:-1]
         for side, neighbour in enumerate(_neighbour_tiles(tiling, tile)):
             if neighbour is None:
                 continue
             lender = tiling.tiles.index(neighbour)
-            own_regions = computed_regions(tiling, number)[:-1]
             regions = zip(tile.regions[1:-1], own_regions, strict=True)
             for layer, (whole, own) in enumerate(regions):
                 region = _reused_region(whole, own, side)
@@ -102,7 +106,10 @@ def find_overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
 
 
 def _reused_region(whole: Region, own: Region, side: int) -> Region:
-    """Return the part of a region that a neighbour lends: above, below, left or right of the computed part."""
+    """Return the part of a region that a neighbour lends: above, below, left or right of the computed part.
+
+    ``side`` counts in the order of `_neighbour_tiles`.
+    """
     match side:
         case 0:
             return whole._replace(bottom=own.top)
@@ -118,8 +125,9 @@ def _neighbour_tiles(tiling: Tiling, tile: Tile) -> tuple[Tile | None, ...]:
     """Return the tiles above, below, left and right of a tile; None beyond the border."""
 
     def tile_at(row: int, column: int) -> Tile | None:
-        is_inside = 0 <= row < tiling.rows and 0 <= column < tiling.columns
-        return tiling.tiles[row * tiling.columns + column] if is_inside else None
+        if row not in range(tiling.rows) or column not in range(tiling.columns):
+            return None
+        return tiling.tiles[row * tiling.columns + column]
 
     row, column = tile.row, tile.column
     return (
@@ -147,7 +155,7 @@ def _column_range(region: Region) -> Range:
 
 
 def feature_dominated_layers(graph: Graph) -> int:
-    """Return how many of the first layers should be tiled instead of divided by channels.
+    """Return the number of first layers to be tiled instead of divided by channels.
 
     In feature-dominated layers, inputs and outputs have more elements than the weights. The cut maximizes the sum of
     (features - weights) over the layers with weights before the cut; a pooling directly after the cut is tiled too. For
@@ -161,6 +169,7 @@ def feature_dominated_layers(graph: Graph) -> int:
             break
         layer = graph.layers[index]
         if layer.weights == 0:
+            # A pooling layer decides nothing; it is tiled if the cut lies directly before it.
             if cut == index and _closes_stack(graph, index + 1):
                 cut = index + 1
             continue
@@ -190,14 +199,18 @@ def _can_tile(graph: Graph, count: int) -> bool:
     """Return whether the first ``count`` layers can be tiled."""
     if count == 0:
         return True
-    are_tileable = all(_is_tileable(graph, index) for index in range(count))
-    return are_tileable and _closes_stack(graph, count)
+    for index in range(count):
+        if not _is_tileable(graph, index):
+            return False
+    return _closes_stack(graph, count)
 
 
 def _is_tileable(graph: Graph, index: int) -> bool:
     """Return whether a layer works on neighbouring pixels of the previous layer's output only."""
     layer = graph.layers[index]
-    if layer.window is None or layer.sources != (index - 1,):
+    if layer.window is None:
+        return False
+    if layer.sources != (index - 1,):
         return False
     # With a padding as large as the kernel, a border tile might see no pixel of the map.
     return layer.window.padding < layer.window.kernel
@@ -205,6 +218,7 @@ def _is_tileable(graph: Graph, index: int) -> bool:
 
 def _closes_stack(graph: Graph, count: int) -> bool:
     """Return whether no later layer reads a value inside the first ``count`` layers, or the image."""
+    # Only the output of the last tiled layer is collected, so all other values are gone.
     inside = range(INPUT, count - 1)
     for layer in graph.layers[count:]:
         for source in layer.sources:
@@ -218,17 +232,19 @@ def needed_range(layer: GraphLayer, out: Range, size: int) -> Range:
     if not out.size:
         return NOTHING
     seen = _padded_range(layer, out.first, out.last)
-    return Range(max(0, seen.first), min(size, seen.last))
+    first = max(0, seen.first)
+    last = min(size, seen.last)
+    return Range(first, last)
 
 
 def _padded_range(layer: GraphLayer, first: int, last: int) -> Range:
     """Return the padded input range along one axis read for a range of output pixels."""
     window = layer.window
     assert window is not None
-    return Range(
-        first * window.stride - window.padding,
-        (last - 1) * window.stride - window.padding + window.kernel,
-    )
+    # The kernel of output pixel p begins at the padded pixel p * stride.
+    begin = first * window.stride - window.padding
+    end = (last - 1) * window.stride - window.padding + window.kernel
+    return Range(begin, end)
 
 
 def tile_padding(layer: GraphLayer, out: Region) -> tuple[int, int, int, int]:
@@ -238,20 +254,25 @@ def tile_padding(layer: GraphLayer, out: Region) -> tuple[int, int, int, int]:
     """
     _, height, width = layer.input
 
-    def beyond(first: int, last: int, size: int) -> tuple[int, int]:
+    def outside(first: int, last: int, size: int) -> tuple[int, int]:
+        """Return the number of pixels before and after the map along one axis."""
         seen = _padded_range(layer, first, last)
-        return max(0, -seen.first), max(0, seen.last - size)
+        before = max(0, -seen.first)
+        after = max(0, seen.last - size)
+        return before, after
 
-    return (*beyond(out.left, out.right, width), *beyond(out.top, out.bottom, height))
+    horizontal = outside(out.left, out.right, width)
+    vertical = outside(out.top, out.bottom, height)
+    return (*horizontal, *vertical)
 
 
 class _AxisTiles(NamedTuple):
-    """A row or a column of tiles along its axis."""
+    """A row or a column of tiles along one axis."""
 
     needed: list[Range]
-    """Required region of every layer's input, and of the last layer's output."""
+    """Required range of every layer's input, and of the last layer's output."""
     computed: list[Range]
-    """Computed region of every layer's output."""
+    """Computed range of every layer's output."""
 
 
 @dataclass(frozen=True)
@@ -274,8 +295,10 @@ class _Grid:
         return self._axis_lines(self.columns, 2)
 
     def _axis_lines(self, count: int, axis: int) -> list[tuple[_AxisTiles, _AxisTiles]]:
+        """Cut one axis of the last output into ``count`` lines, and trace each back; axis 1 is the height."""
         traced = []
-        for out in divide_evenly(self.layers[-1].output[axis], count):
+        size = self.layers[-1].output[axis]
+        for out in divide_evenly(size, count):
             traced.append(_trace_axis(self.layers, out, axis))
         lines = []
         for index, needs in enumerate(traced):
@@ -291,10 +314,10 @@ class _Grid:
     @cached_property
     def work(self) -> list[int]:
         """Multiplications of each tile, row by row."""
-        per_pixel = [
-            layer.multiplications // (layer.output[1] * layer.output[2])
-            for layer in self.layers
-        ]
+        per_pixel = []
+        for layer in self.layers:
+            pixels = layer.output[1] * layer.output[2]
+            per_pixel.append(layer.multiplications // pixels)
         work = []
         for row, row_lines in enumerate(self._row_lines):
             for column, column_lines in enumerate(self._column_lines):
@@ -309,27 +332,35 @@ class _Grid:
 
     def least_time(self, speeds: Sequence[float]) -> float:
         """Return a lower bound on the time of any assignment, in multiplications per unit of speed."""
-        return max(max(self.work) / max(speeds), sum(self.work) / sum(speeds))
+        # One device computes the largest tile, and all together compute everything.
+        largest = max(self.work) / max(speeds)
+        everything = sum(self.work) / sum(speeds)
+        return max(largest, everything)
 
     def owners(self, speeds: Sequence[float], source: int) -> tuple[list[int], float]:
         """Assign each tile to a device; return the owners and the finish time of the last device."""
         loads = [0] * len(speeds)
         owners = [source] * len(self.work)
+        # Larger tiles first: small ones fill the differences in the end.
         for index in sorted(range(len(owners)), key=self._assignment_rank):
             more = self.work[index]
             ends = []
             for load, speed in zip(loads, speeds, strict=True):
                 ends.append((load + more) / speed)
-            soonest = min(ends)
-            device = source if ends[source] == soonest else ends.index(soonest)
+            earliest = min(ends)
+            # The source needs no transfer, so it gets the tile on ties.
+            device = source if ends[source] == earliest else ends.index(earliest)
             loads[device] += more
             owners[index] = device
-        times = [load / speed for load, speed in zip(loads, speeds, strict=True)]
-        return owners, max(times)
+        last = 0.0
+        for load, speed in zip(loads, speeds, strict=True):
+            last = max(last, load / speed)
+        return owners, last
 
     def _assignment_rank(self, index: int) -> tuple[bool, int]:
         """Return the sort key of a tile: tiles that wait come last, larger ones first."""
-        waits = self.reuse and is_late(*divmod(index, self.columns))
+        row, column = divmod(index, self.columns)
+        waits = self.reuse and is_late(row, column)
         return waits, -self.work[index]
 
     def tiling(self, owners: Sequence[int]) -> Tiling:
@@ -338,7 +369,8 @@ class _Grid:
         tiles = []
         for owner, (row, column) in zip(owners, cells, strict=True):
             regions = self._regions(row, column)
-            tiles.append(Tile(row=row, column=column, device=owner, regions=regions))
+            tile = Tile(row=row, column=column, device=owner, regions=regions)
+            tiles.append(tile)
         return Tiling(rows=self.rows, columns=self.columns, tiles=tuple(tiles))
 
     def _regions(self, row: int, column: int) -> tuple[Region, ...]:
@@ -393,6 +425,7 @@ def best_tiling(
     bounded.sort(key=lambda pair: pair[0])
     best_rank = (inf, 0)
     best: tuple[_Grid, list[int]] | None = None
+    # In the order of their bounds, so that the search can end early.
     for bound, grid in bounded:
         # No assignment of this grid, or of the grids after it, is faster than the best one so far.
         if bound > best_rank[0]:
@@ -424,7 +457,8 @@ def _trace_axis(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Ran
     """Return the range needed along one axis of every layer's input, followed by ``out``."""
     ranges = [out]
     for layer in reversed(layers):
-        ranges.append(needed_range(layer, ranges[-1], layer.input[axis]))
+        size = layer.input[axis]
+        ranges.append(needed_range(layer, ranges[-1], size))
     return ranges[::-1]
 
 
@@ -440,7 +474,8 @@ def _trace_between(
     makes = [out]
     for index in reversed(range(len(layers))):
         layer = layers[index]
-        needs.append(needed_range(layer, makes[-1], layer.input[axis]))
+        size = layer.input[axis]
+        needs.append(needed_range(layer, makes[-1], size))
         # The image comes from the source in full.
         if index:
             lent_before = None if before is None else before[index]
@@ -466,7 +501,8 @@ def tile_costs(
     """Return the cost of each layer in a tile computing these regions: its share of pixels and all weights."""
     by_layer = []
     for layer, region in zip(layers, made, strict=True):
-        share = region.pixels / (layer.output[1] * layer.output[2])
+        _, height, width = layer.output
+        share = region.pixels / (height * width)
         whole = layer.cost(layer.inputs, layer.output_channels)
         # A tile reads all weights of a layer, whatever its share of the pixels.
         part = whole.scaled(flops=share, accessed=share, weights=1)
@@ -478,5 +514,7 @@ def redundant_multiplications(
     layers: Sequence[GraphLayer], made: Sequence[Sequence[Region]]
 ) -> int:
     """Return the extra multiplications of these regions over an undivided computation (halo overhead)."""
-    tiled = sum(sum(tile_multiplications(layers, each)) for each in made)
-    return tiled - sum(layer.multiplications for layer in layers)
+    redundant = -sum(layer.multiplications for layer in layers)
+    for regions in made:
+        redundant += sum(tile_multiplications(layers, regions))
+    return redundant

@@ -1,9 +1,9 @@
 """A device's reaction to long-term volatility (Section V): judge the others, decide, hand over neurons.
 
-At the end of a window each device knows the fraction received of every sender's casts and adds this record to its own
+At the end of a window each device knows the fraction received of every sender's casts, and adds this record to its own
 casts. After the records have reached all devices, the acting coordinator decides for all devices: the first member of
-the assignment whose casts were received in the last window. The plan's coordinator is another role, that of the device
-that scores the tests. The assignment and the neurons that move are sent reliably.
+the assignment whose casts were received in the last window. The plan's coordinator, which scores the tests, is another
+role. The assignment and the neurons that move are sent reliably.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Join(TypedMessage, kind="join"):
 
 @dataclass(frozen=True)
 class Leave(TypedMessage, kind="leave"):
-    """Announcement of a leaving device, which hands over its neurons."""
+    """Announcement of a leaving device, whose neurons other devices take over."""
 
 
 class ArrangementController:
@@ -70,16 +70,19 @@ class ArrangementController:
             details.credibility_threshold, context.plan.coordinator, problem.seed
         )
         names = [device.name for device in problem.devices]
-        self._others = [name for name in names if name != mailbox.device.name]
+        names.remove(mailbox.device.name)
+        self._others = names
         self._steps = window
+        """Number of steps of a window."""
         self._seconds = window * timetable_of(details).period * details.timeslot
         """Duration of a window."""
         self._rearranges = options.rearrangement
         self._until = options.naive_after
+        """Step at which all maintenance ends; None: never, or ended already."""
         self._reported = 0
-        """Windows with recorded counts of maintenance."""
+        """Number of windows with recorded counts of maintenance."""
         self._joining: dict[str, int] = {}
-        """Devices that asked to join, and the version known here at that time."""
+        """Devices that asked to join, and the version of the assignment known here at that time."""
         self._leaving: dict[str, None] = {}
         """Leaving devices, in the order of their messages."""
         self._newcomers: dict[str, float] = {}
@@ -99,11 +102,14 @@ class ArrangementController:
 
     def _on_join(self, message: Join) -> None:
         known = self._handover.newest
-        self._joining[message.sender] = -1 if known is None else known.version
+        # A device that has just booted knows no version; any assignment is newer then.
+        version = -1 if known is None else known.version
+        self._joining[message.sender] = version
         self._newcomers[message.sender] = math.inf
         self._leaving.pop(message.sender, None)
 
     def _on_leave(self, message: Leave) -> None:
+        # A dictionary as an ordered set.
         self._leaving[message.sender] = None
 
     @property
@@ -120,6 +126,7 @@ class ArrangementController:
         """
         device = self._device
         if self._handover.newest is None:
+            # After a restart: the others have this device's neurons, or will have them.
             self._newcomers[device.name] = math.inf
             self._post_to_all(Join())
         next_cast = device.now() + self._seconds
@@ -164,7 +171,9 @@ class ArrangementController:
 
     def _stop_when_due(self, step: int | None) -> None:
         """End all maintenance at the step given by `naive_after` (the comparison of Figure 11)."""
-        if step is not None and self._until is not None and step >= self._until:
+        if step is None or self._until is None:
+            return
+        if step >= self._until:
             self._rearranges = False
             self._until = None
             self._maintenance.stop_maintaining()
@@ -231,7 +240,11 @@ class ArrangementController:
             return
         layers = []
         for holders in assignment.layers:
-            layers.append({name: list(held) for name, held in holders.items()})
+            lists = {}
+            for name, own in holders.items():
+                # A range cannot travel as JSON.
+                lists[name] = list(own)
+            layers.append(lists)
         # The others apply the assignment when the message arrives. Until then, the version in each cast identifies the
         # neurons of its sender.
         self._post_to_all(Arrange(assignment.version, layers))
@@ -239,8 +252,10 @@ class ArrangementController:
         self._forget_joined()
 
     def _record_decision(self, before: NeuronAssignment, decision: Decision) -> None:
+        """Record a decision with the numbers of moved and of reset neurons."""
         moved = reset = 0
         for move in list_moves(before, decision.assignment, decision.gone):
+            # Without a giver nobody has the trained weights.
             if move.giver is None:
                 reset += len(move.neurons)
             else:
@@ -257,6 +272,7 @@ class ArrangementController:
     def _pending_decisions(self, window: int | None) -> Iterator[Decision]:
         """Yield the changes due to joining and leaving devices, and to a window with complete records."""
         assignment, averages, rules = self.assignment, self._averages, self._rules
+        # Joining devices first: they may take the neurons of devices that leave.
         for name in self._joining:
             decision = decide_join(assignment, name, averages, rules)
             assignment = decision.assignment

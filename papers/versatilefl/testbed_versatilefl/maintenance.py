@@ -48,19 +48,20 @@ class DynamicUpdate:
 
     def __init__(self, options: VersatileOptions) -> None:
         self.stage = 0
-        """Counted by the coordinator, which sees the losses, and sent to the others with its casts."""
+        """Number of the stage; the coordinator counts, since it sees the losses, and its casts carry the number."""
         self.options = options
         self._window = 0
         """The current window of `loss_window` steps."""
         self._losses: list[float] = []
         """Exact losses of the current window."""
         self._best = math.inf
+        """The least mean loss of a window so far."""
         self._since: int | None = None
         """End of the window with the best loss, or the step at which the stage began if that is later."""
 
     @property
     def thres_fw(self) -> float:
-        """The option, or 0 in the first stage and 0.1 more in each further one, up to 0.5."""
+        """The option `thres_fw`, or by stage: 0 in the first stage and 0.1 more in each further one, up to 0.5."""
         given = self.options.thres_fw
         if given is not None:
             return given
@@ -69,7 +70,7 @@ class DynamicUpdate:
 
     @property
     def grad_reuse_bw(self) -> int:
-        """The option, or 10 in the first stage and 1 less in each further one, down to 0."""
+        """The option `grad_reuse_bw`, or by stage: 10 in the first stage and 1 less in each further one, down to 0."""
         given = self.options.grad_reuse_bw
         if given is not None:
             return given
@@ -93,6 +94,7 @@ class DynamicUpdate:
         loss = fmean(self._losses)
         end = (self._window + 1) * self.options.loss_window
         self._losses.clear()
+        # Section IV-C: "check whether the train loss becomes worse than the currently best model so far".
         if self._since is None or loss < self._best:
             self._best = loss
             self._since = end
@@ -113,7 +115,7 @@ def is_valid(rates: Iterable[float], thres_fw: float) -> bool:
 
 
 def merge_rates(received: Sequence[Rates], layers: int) -> Rates:
-    """Return the mean success rates into the first ``layers`` layers over the rates sent by several devices.
+    """Return the mean success rate into each of the first ``layers`` layers over the rates sent by several devices.
 
     Each device knows only its own receptions. Without any received rates, all are 0.
 
@@ -130,20 +132,23 @@ def merge_rates(received: Sequence[Rates], layers: int) -> Rates:
 
 
 def _received_rates(received: ReceivedParts, layers: int) -> Rates:
+    """Return the mean of the success rates in the received casts of a batch."""
     rates = []
     for part in received.parts:
-        if part.tensor is not None:
-            note = part.note or {}
-            rates.append(tuple(note["rates"]))
+        if part.tensor is None:
+            continue
+        note = part.note or {}
+        rates.append(tuple(note["rates"]))
     return merge_rates(rates, layers)
 
 
 @dataclass
 class SavedGradients:
-    """Section IV-B: the last new gradients of one layer, and the number of their uses since."""
+    """Section IV-B: the last new gradients of one layer, and the number of uses since."""
 
     gradients: State = field(default_factory=dict)
     used: int = 0
+    """Number of updates with these gradients, except the first one."""
 
 
 class Maintenance:
@@ -152,14 +157,14 @@ class Maintenance:
     A batch that is lost in its forward pass has no effect. If its losses are lost, saved gradients replace new ones.
     """
 
-    # Equation (2): losses go to all neurons of the previous layer.
+    # Equation (2): losses go to all neurons of the previous layer, also to those whose outputs were missing.
     masks_missing_outputs = False
 
     def __init__(self, update: DynamicUpdate, confirm: ConfirmLayer) -> None:
         self.casts_empty_messages = update.options.rearrangement
-        """The others judge a device by its casts, so that it has to cast in every slot."""
+        """A device is judged by its casts (Section V-A), so it has to cast in every slot, also without values."""
         self.rates: dict[tuple[int, int], Rates] = {}
-        """By layer and batch: the success rates of a forwarded batch up to that layer."""
+        """By layer and batch: the success rates of a forwarded batch up to this layer."""
         self._update = update
         self._confirm = confirm
         self._saved: defaultdict[int, SavedGradients] = defaultdict(SavedGradients)
@@ -168,19 +173,21 @@ class Maintenance:
         self._dropped: set[tuple[int, int]] = set()
         """Layers and batches that did not meet the forward criterion here."""
         self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        """By layer, since the last `record_counts`."""
+        """By layer: counts since the last `record_counts`."""
 
     def stop_maintaining(self) -> None:
-        """Continue as the baseline Naive."""
+        """Change the options to those of the baseline that `naive_baseline` names."""
         options = self._update.options
         baseline = options.baselines[options.naive_baseline]
         # Validated, since a baseline has values as in YAML, such as "100%".
         naive = type(options).model_validate(baseline)
+        # Only the keys of the baseline: all other options stay as they are.
         changed = {key: getattr(naive, key) for key in baseline}
         self._update.options = options.model_copy(update=changed)
 
     def forget_layer(self, layer: int) -> None:
-        """Forget the saved values of a layer after its neurons have changed."""
+        """Forget the saved gradients of a layer after a change of neurons."""
+        # Their shapes are those of the former neurons.
         self._saved.pop(layer, None)
 
     def record_counts(self, device: Device, step: int) -> None:
@@ -198,8 +205,10 @@ class Maintenance:
         rates = (*_received_rates(received, received.layer), received.success_rate)
         counts = self._counts[layer]
         for part in received.parts:
-            counts["expected"] += len(part.neurons)
-            counts["missing"] += 0 if part.tensor is not None else len(part.neurons)
+            size = len(part.neurons)
+            counts["expected"] += size
+            if part.tensor is None:
+                counts["missing"] += size
         if not self._accept_batch(layer, received, rates):
             return None
         self.rates[layer, received.batch] = rates
@@ -218,12 +227,14 @@ class Maintenance:
         parts = []
         for part in received.parts:
             outputs = part.tensor
+            # With the neurons: after a rearrangement, the same sender has other neurons.
             key = (received.layer, part.sender, part.neurons)
             if outputs is not None and part.missing is None:
                 self._past[key] = outputs.mean(dim=0)
             elif key in self._past:
                 past = self._past[key].expand(received.samples, -1)
                 if outputs is not None and part.missing is not None:
+                    # A part that has arrived in pieces keeps its received values.
                     past = past.where(part.missing, outputs)
                 part = part._replace(tensor=past)
             parts.append(part)
@@ -244,7 +255,10 @@ class Maintenance:
         return False
 
     async def usable_results(self, received: ReceivedParts) -> Usable:
-        """Return all results; a batch with missing results has no exact loss, and saved gradients are used."""
+        """Return all results; a batch with missing results has no exact loss, and saved gradients are used.
+
+        Section IV-B: only the precise granularities, by layer or by neuron, suit the sharing of results.
+        """
         others_complete = True
         if self._update.options.result_sharing == "layer":
             others_complete = await self._confirm(received.layer, received)
@@ -256,20 +270,24 @@ class Maintenance:
         return Usable(None, "saved")
 
     async def usable_losses(self, received: ReceivedParts) -> Usable:
-        """Return the sum of the received losses (equation 2).
+        """Return the sum of the received losses, (samples, values), by equation (2).
 
-        The option `backward_granularity` decides whether they are new gradients.
+        The option `backward_granularity` decides whether these losses give new gradients.
         """
         options = self._update.options
         layer = received.layer - 1
         others_complete = True
         if options.backward_granularity == "layer":
+            # Figure 3(a): all transmissions to the layer must succeed, also those to its other devices.
             others_complete = await self._confirm(layer, received)
-        received_count = sum(part.tensor is not None for part in received.parts)
+        received_count = 0
+        for part in received.parts:
+            received_count += part.tensor is not None
         if options.backward_granularity == "link":
             # Figure 3(c): any loss suffices, since zeros replace the missing ones.
             is_new = received_count > 0
         else:
+            # Figure 3(b), and (a) with the other devices' confirmation.
             is_new = received_count == len(received.parts) and others_complete
         losses = None
         if received_count and (options.substitution or received.is_complete):
@@ -282,9 +300,9 @@ class Maintenance:
     def _was_dropped(self, layer: int, batch: int) -> bool:
         """Return whether a batch was dropped at a layer, and forget earlier batches of the layer."""
         was_dropped = (layer, batch) in self._dropped
-        for key in list(self._dropped):
-            if key[0] == layer and key[1] <= batch:
-                self._dropped.discard(key)
+        for other_layer, other_batch in list(self._dropped):
+            if other_layer == layer and other_batch <= batch:
+                self._dropped.discard((other_layer, other_batch))
         return was_dropped
 
     def learn(
@@ -295,7 +313,10 @@ class Maintenance:
         gradient: torch.Tensor | None,
         usable: Usable,
     ) -> Work | None:
-        """Learn from new gradients, (samples, values), or from saved ones as often as gradReuse_bw allows."""
+        """Return the work of learning from a gradient, (samples, values), or from saved ones as gradReuse_bw allows.
+
+        The work returns the gradient by the layer's inputs. None if the layer has nothing to compute.
+        """
         if usable.gradient_source == "nothing":
             return None
         saved = self._saved[layer]
@@ -332,7 +353,8 @@ class Maintenance:
         return work
 
     def _may_reuse(self, saved: SavedGradients) -> bool:
-        """Return whether saved gradients may be used once more: each use has the effect of a larger learning rate."""
+        """Return whether saved gradients may be used once more."""
+        # Section IV-B limits the uses, since each one has the effect of a larger learning rate.
         if not self._update.options.reuse_gradients:
             return False
         return saved.used < self._update.grad_reuse_bw and bool(saved.gradients)
@@ -344,7 +366,10 @@ class Maintenance:
 
 @dataclass(frozen=True)
 class Complete(TypedMessage, kind="complete", key=("batch", "layer", "sender")):
-    """Cast to the other devices of a layer: everything of a batch has arrived here. For the granularity ``layer``."""
+    """Cast to the other devices of a layer: all parts of a batch have arrived at the sender.
+
+    Sent with the granularity ``layer`` only.
+    """
 
     batch: int
     layer: int
@@ -359,7 +384,7 @@ class LayerConfirmation:
     def __init__(
         self, mailbox: Mailbox, assignment: Callable[[], NeuronAssignment], wait: float
     ) -> None:
-        """``assignment`` returns the current one; ``wait`` is in seconds."""
+        """``assignment`` returns the current assignment; ``wait`` is the time to wait for answers, in seconds."""
         self._mailbox = mailbox
         self._assignment = assignment
         self._wait = wait
@@ -367,26 +392,28 @@ class LayerConfirmation:
     async def __call__(self, layer: int, received: ReceivedParts) -> bool:
         """Return whether the other devices of the layer have received all parts.
 
-        True if this device lacks a part: then the others do not matter.
+        True if this device lacks a part, because its own gradients are then incomplete in any case.
         """
         device = self._mailbox.device
         holders = self._assignment().holders(layer)
         others = [name for name in holders if name != device.name]
         if not received.is_complete or not others:
             return True
-        await self._mailbox.cast(others, Complete(received.batch, layer))
+        message = Complete(received.batch, layer)
+        await self._mailbox.cast(others, message)
         deadline = device.now() + self._wait
         answers = []
         for name in others:
             key = (received.batch, layer, name)
-            answers.append(await self._mailbox.take(Complete, key, deadline=deadline))
+            answer = await self._mailbox.take(Complete, key, deadline=deadline)
+            answers.append(answer)
         # Late answers of earlier batches would otherwise stay in the mailbox for the whole run.
         self._mailbox.discard_before(Complete, (received.batch,))
         return None not in answers
 
 
 class ReliableResults:
-    """Another `Transmit` for all casts but the shared results of the output layer, which are sent reliably."""
+    """A `Transmit` that sends the shared results of the output layer reliably, and all other casts by another one."""
 
     def __init__(self, mailbox: Mailbox, transmit: Transmit, output: int) -> None:
         """``output`` is the number of the output layer."""

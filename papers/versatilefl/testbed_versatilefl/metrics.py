@@ -20,6 +20,7 @@ from testbed.trace.metrics_spec import (
 from testbed.trace.record import RunView
 
 _UPDATES = ("fresh", "reused", "idle")
+"""Counts of layer updates: with new gradients, with saved ones, and none."""
 _SHARES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "substituted_inputs": (
         "missing",
@@ -42,10 +43,11 @@ _SHARES: dict[str, tuple[str, tuple[str, ...], str]] = {
         "share of layer updates made with new gradients",
     ),
 }
-"""Metric -> the count of ``maintenance`` events, the counts whose sum it is divided by, and its description."""
+"""Metric -> count of ``maintenance`` events, the counts by whose sum the count is divided, and the description."""
 
 
 def _share(name: str, events: Iterable[Event]) -> float | None:
+    """Return a metric of `_SHARES` over some events; None without anything to count."""
     counter, total_counters, _ = _SHARES[name]
     counted = total = 0
     for event in events:
@@ -92,10 +94,11 @@ def _over_time(name: str, record: RunView) -> list[dict[str, Any]]:
 
 
 def _neurons(record: RunView) -> list[dict[str, Any]]:
-    """Return the number of neurons of each device at each change; a failed device has none."""
+    """Return the number of neurons of each device at each change; 0 for a failed device."""
     changes = []
     for event in record.of("arrangement"):
-        changes.append((event.time, event.device, event.fields["neurons"]))
+        neurons = event.fields["neurons"]
+        changes.append((event.time, event.device, neurons))
     for event in record.of("rearrangement"):
         # A failed device cannot record its own change.
         if event.fields["cause"] == "failure":
@@ -113,12 +116,14 @@ def _rearrangements(record: RunView) -> list[dict[str, Any]]:
     rows = []
     for event in record.of("rearrangement"):
         devices = ", ".join(event.fields["devices"])
-        rows.append({**event.fields, "time": event.time, "devices": devices})
+        row = {**event.fields, "time": event.time, "devices": devices}
+        rows.append(row)
     return rows
 
 
 def _credibility(record: RunView) -> list[dict[str, Any]]:
-    """Return credibilities in the order of the devices, which gives these their colours of other plots."""
+    """Return credibilities over time; at one time, in the order of the scenario's devices."""
+    # In this order, devices have the same colours as in other plots.
     order = [spec.name for spec in record.experiment.devices]
 
     def position(event: Event) -> tuple[float, int]:
@@ -146,9 +151,10 @@ def _lowest_credibility(record: RunView) -> float | None:
 
 
 def _accuracy_gain(record: RunView) -> float | None:
-    """Return the gain since the last failure, retirement or join; credibility moves neurons all the time."""
+    """Return the gain of accuracy since the last failure, retirement or join; None without one of these."""
     last_change = None
     for event in record.of("rearrangement"):
+        # Credibility moves neurons all the time.
         if event.fields["cause"] != "credibility":
             last_change = event.time
     if last_change is None:
@@ -169,7 +175,11 @@ def _last_values(
     list_of: Callable[[RunView], list[dict[str, Any]]], name: str, record: RunView
 ) -> dict[str, float]:
     """Return the last entry of each device in a list."""
-    return {entry["device"]: entry[name] for entry in list_of(record)}
+    values = {}
+    for entry in list_of(record):
+        # Later entries replace earlier ones.
+        values[entry["device"]] = entry[name]
+    return values
 
 
 def _share_metrics() -> Iterator[Metric]:
@@ -185,6 +195,7 @@ def _share_metrics() -> Iterator[Metric]:
 
 
 def _share_curve(title: str, note: str, value: str, by: str) -> TimeSeries:
+    """Return the chart of a share over time, with a line for each layer or device."""
     return TimeSeries(title, note, f"{value}_list", value, "share", by)
 
 
@@ -255,10 +266,9 @@ DECLARED = MetricsSpec(
         ),
     ),
     lists={
-        **{
-            f"{name}_list": partial(_over_time, name)
-            for name in ("substituted_inputs", "dropped_batches", "gradients_reused")
-        },
+        "substituted_inputs_list": partial(_over_time, "substituted_inputs"),
+        "dropped_batches_list": partial(_over_time, "dropped_batches"),
+        "gradients_reused_list": partial(_over_time, "gradients_reused"),
         "neurons_list": _neurons,
         "credibility_list": _credibility,
         "rearrangement_list": _rearrangements,

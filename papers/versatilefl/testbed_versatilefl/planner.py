@@ -23,7 +23,7 @@ from testbed.plan import Plan
 from testbed_versatilefl.records import ALPHA
 
 PATIENCE = 60
-"""Steps without a better loss after which the next stage begins; the paper's."""
+"""Steps without a better loss after which the next stage begins; the value of Section VI."""
 MARGIN_STEPS = 4
 """Steps beyond those that a record needs to reach all devices, for casts that are lost on the way."""
 
@@ -121,8 +121,9 @@ class VersatileDetails(SlotDetails):
 
 
 def plan(problem: PlanningProblem[VersatileOptions]) -> Plan[VersatileDetails]:
-    """Plan as EdgePipe does. With `allocation: random`, the schedule is that of Horizontal. Raises `InputError`."""
+    """Plan as EdgePipe does. Raises `InputError` for an impossible plan."""
     options = problem.options
+    # With `random`, every device has neurons of every layer, as in Horizontal, so the schedule is the same.
     allocation: Allocation = "horizontal"
     if options.allocation != "random":
         allocation = options.allocation
@@ -134,6 +135,7 @@ def plan(problem: PlanningProblem[VersatileOptions]) -> Plan[VersatileDetails]:
     record_delay = _record_delay(planner.timetable_of(planned.details))
     window = options.management_window
     if options.rearrangement and window is not None and window <= record_delay:
+        # The next window would end before the decision on this one.
         text = f"{window} steps are too few: records take {record_delay} steps to reach every device"
         raise InputError(text, ("method", "management_window"))
     ratios = [1 - link.message_loss for link in problem.links.values()]
@@ -154,7 +156,8 @@ def plan(problem: PlanningProblem[VersatileOptions]) -> Plan[VersatileDetails]:
 def _record_delay(table: Timetable) -> int:
     """Return the steps in which a record of received casts reaches all devices."""
     # Casts carry records through all layers and back: one whole batch, and some for lost casts.
-    return math.ceil(table.slot_count(1) / table.period) + MARGIN_STEPS
+    steps = math.ceil(table.slot_count(1) / table.period)
+    return steps + MARGIN_STEPS
 
 
 def initial_assignment(
@@ -168,6 +171,7 @@ def initial_assignment(
         return partition_neurons(sizes, names, allocation)
     layers = []
     for layer, size in enumerate(sizes):
+        # Each device computes this placement itself: draws depend on seed and layer alone.
         draws = random.Random(derive(problem.seed, "scatter", layer))
         layers.append(_scatter_neurons(size, names, draws))
     groups = tuple(range(first, stop) for first, stop in details.groups)
@@ -177,7 +181,7 @@ def initial_assignment(
 def _scatter_neurons(
     size: int, names: Sequence[str], draws: random.Random
 ) -> dict[str, Channels]:
-    """Return a layer's neurons by device, each drawn for any of the devices."""
+    """Return a layer's neurons by device; the device of each neuron is drawn."""
     owners = draws.choices(names, k=size)
     # Each device gets a neuron: without any it would never cast, and the others could not judge it.
     owners[: len(names)] = names

@@ -1,4 +1,4 @@
-"""VersatileFL's program: a device in timeslots, with its hooks."""
+"""VersatileFL's program: a device in timeslots, with the hooks for missing data, rearrangement and notes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from testbed_versatilefl.records import ReceptionRecords
 VersatileContext = ProgramContext[VersatileOptions, VersatileDetails]
 KINDS: tuple[type[Any], ...] = (*program.KINDS, Complete, Arrange, Moved, Join, Leave)
 STARTED = "started"
-"""A device's mark on its disk, by which a booting device recognizes a restart."""
+"""Key of a mark on the disk of a device, by which a booting device recognizes a restart."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,17 @@ class VersatileNotes:
             "stage": self.update.stage,
             "records": records,
         }
+        # Losses have no success rate: the forward criterion concerns outputs alone.
         if isinstance(message, Outputs):
             key = (message.layer, message.batch)
             note["rates"] = self.maintenance.rates.pop(key, ())
         return replace(message, note=note)
 
     def read_note(self, message: Values) -> Channels | None:
-        """Process the note of a message; return None if the sender's assignment is unknown here."""
+        """Process the note of a message, and return the sender's neurons of the layer.
+
+        None if the sender's assignment is unknown here, so that the values cannot be placed.
+        """
         note = message.note or {}
         self.records.note_cast(message.sender, received=True)
         self.records.merge_records(note["records"])
@@ -75,7 +79,7 @@ class VersatileNotes:
         return sent_under.neurons_of(message.sender, message.layer)
 
     def note_missing(self, sender: str) -> None:
-        """Record a message missing in its slot."""
+        """Record a message as missing."""
         self.records.note_cast(sender, received=False)
 
 
@@ -100,6 +104,7 @@ async def run(device: Device, context: VersatileContext) -> None:
         # Without rearrangement nobody would send neurons: the device continues with initial weights.
         if not (has_restarted and options.rearrangement):
             handover.apply(first)
+        # Equation (4): C(0) is the initial connectivity of the network.
         ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
         records = ReceptionRecords(
             device.name, ratios, options.alpha, window, details.record_delay

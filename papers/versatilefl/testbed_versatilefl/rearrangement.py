@@ -53,7 +53,7 @@ def decide_after_window(
     averages: Mapping[str, float],
     rules: DecisionRules,
 ) -> Iterator[Decision]:
-    """Yield the decisions of a window: silent devices leave, groups with a poor device are rearranged.
+    """Yield the decisions after a window: silent devices leave, groups with a poor device are rearranged.
 
     ``averages`` are the credibilities of devices; a group with a device without credibility stays. Raises
     `GroupLostError`.
@@ -80,7 +80,10 @@ def _poor_members(
     averages: Mapping[str, float],
     threshold: float,
 ) -> tuple[str, ...]:
-    """Return the devices of a group with less credibility than the threshold; none if one has no credibility."""
+    """Return the devices of a group with less credibility than the threshold (Section V-B: C_s < C_thres).
+
+    Empty if a device of the group has no credibility yet.
+    """
     poor = []
     for name in assignment.members(group):
         # A device that has joined has no credibility until a whole window is over.
@@ -98,7 +101,8 @@ def without_device(
     group = assignment.group_of(device)
     after = remove_device(assignment, device, averages, seed)
     if group is not None and not after.members(group):
-        first, last = assignment.groups[group][0], assignment.groups[group][-1]
+        own_layers = assignment.groups[group]
+        first, last = own_layers[0], own_layers[-1]
         layers = f"layer {first}" if first == last else f"layers {first} to {last}"
         raise GroupLostError(
             f"group {group} ({layers}) is left with no device: {device} was its last"
@@ -153,7 +157,7 @@ class Move:
     layer: int
     neurons: Channels
     giver: str | None
-    """None if their device is gone and they begin with initial weights."""
+    """None if the previous device is gone, so that the neurons begin with initial weights."""
     taker: str
 
 
@@ -173,6 +177,7 @@ def share_neurons(proportions: Sequence[float], total: int) -> list[int]:
     if summed:
         exact = [total * proportion / summed for proportion in proportions]
     else:
+        # Proportions of zero say nothing about the devices.
         exact = [total / len(proportions)] * len(proportions)
     # Without the margin, 0.6 / 0.75 * 10 would be slightly less than 8.
     counts = [max(1, math.floor(value + 1e-9)) for value in exact]
@@ -196,7 +201,9 @@ def rearrange_group(
     seed: int,
 ) -> NeuronAssignment:
     """Return the same members of a group with neurons in proportion to their credibility."""
-    proportions = {name: credibility[name] for name in assignment.members(group)}
+    proportions = {}
+    for name in assignment.members(group):
+        proportions[name] = credibility[name]
     layer_count = len(assignment.groups[group])
     return _next_assignment(assignment, group, [proportions] * layer_count, seed)
 
@@ -219,8 +226,14 @@ def remove_device(
     group = assignment.group_of(device)
     if group is None:
         return assignment
-    others = [name for name in assignment.members(group) if name != device]
-    known = [credibility[name] for name in others if name in credibility]
+    others = []
+    known = []
+    for name in assignment.members(group):
+        if name == device:
+            continue
+        others.append(name)
+        if name in credibility:
+            known.append(credibility[name])
     # A device that has just joined has no credibility yet; with 0 it would lose all neurons that it was given.
     usual = math.fsum(known) / len(known) if known else 1.0
     proportions = {name: credibility.get(name, usual) for name in others}
@@ -249,6 +262,7 @@ def add_device(
     for index, layers in enumerate(assignment.groups):
         count = len(assignment.members(index))
         smallest_layer = min(assignment.sizes[layer] for layer in layers)
+        # Each device needs a neuron of every layer of its group.
         if count < smallest_layer:
             member_counts[index] = count
     if not member_counts:
@@ -257,7 +271,10 @@ def add_device(
     proportions = []
     for layer in assignment.groups[group]:
         holders = assignment.layers[layer]
-        counts = {name: float(len(neurons)) for name, neurons in holders.items()}
+        counts = {}
+        for name, neurons in holders.items():
+            counts[name] = float(len(neurons))
+        # The mean of the present devices, so that the new one gets an even share of the layer.
         counts[device] = assignment.sizes[layer] / max(1, len(holders))
         proportions.append(counts)
     return _next_assignment(assignment, group, proportions, seed)
@@ -283,7 +300,8 @@ def list_moves(
                 if giver != taker:
                     moved_from.setdefault(giver, []).append(neuron)
             for giver, moved in moved_from.items():
-                moves.append(Move(layer, as_channels(moved), giver, taker))
+                channels = as_channels(moved)
+                moves.append(Move(layer, channels, giver, taker))
     return moves
 
 
@@ -324,14 +342,17 @@ def _share_layer(
     kept = {}
     for name, count in counts.items():
         present = holders.get(name, ())
+        kept_count = min(count, len(present))
         # Section V-B: a device with too many neurons "randomly selects" those that it passes on.
-        kept[name] = draws.sample(present, min(count, len(present)))
+        kept[name] = draws.sample(present, kept_count)
+    every = set(range(size))
     # Sorted, since the order of a set is not defined.
-    free = sorted(set(range(size)).difference(*kept.values()))
+    free = sorted(every.difference(*kept.values()))
     draws.shuffle(free)
     assigned = {}
     for name, count in counts.items():
         lacking = count - len(kept[name])
-        assigned[name] = as_channels(kept[name] + free[:lacking])
+        neurons = kept[name] + free[:lacking]
+        assigned[name] = as_channels(neurons)
         free = free[lacking:]
     return assigned

@@ -11,9 +11,9 @@ from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.network.link import Pair
 
 ALPHA = 0.9
-"""Weight of the last window; the paper's."""
+"""Weight of the last window in equation (4); the value of Section VI-B."""
 SERIES = 20
-"""Casts in a row that are missing if a device has failed; all casts of a window that has fewer.
+"""Number of missing casts in a row after which a device counts as failed; all casts of a window with fewer casts.
 
 The paper gives no number. Over a link that loses four casts of five, one series in a hundred is missing by chance.
 """
@@ -25,7 +25,9 @@ Record = dict[str, tuple[float, float]]
 
 
 def update_credibility(recent: float, before: float, alpha: float = ALPHA) -> float:
-    """Return C of equation (4) at the end of a window, in which the fraction ``recent`` of casts was received.
+    """Return C of equation (4) at the end of a window with the fraction ``recent`` of received casts.
+
+    ``before`` is C at the end of the previous window.
 
     >>> round(update_credibility(0.0, 0.9), 2)
     0.09
@@ -36,18 +38,21 @@ def update_credibility(recent: float, before: float, alpha: float = ALPHA) -> fl
 def mean_credibility(table: Ratios, device: str) -> float:
     """Return the credibility of a device, averaged as a sender and as a receiver; 0 without a record of the device.
 
+    Section V-B: "the status as both the sender and the receiver affects the net connectivity".
+
     >>> mean_credibility({("a", "b"): 0.1, ("b", "a"): 0.2, ("b", "c"): 0.9}, "a")
     0.15000000000000002
     """
     values = []
-    for pair, value in table.items():
-        if device in pair and pair[0] != pair[1]:
+    for (sender, receiver), value in table.items():
+        # A device and itself are no link.
+        if device in (sender, receiver) and sender != receiver:
             values.append(value)
     return fmean(values) if values else 0.0
 
 
 def is_silent(latest: Ratios, device: str) -> bool:
-    """Return whether a device has failed: no receiver with a record of the device received its latest casts.
+    """Return whether a device has failed: no receiver with a record of the device has any of its latest casts.
 
     False without such a record.
 
@@ -65,7 +70,7 @@ def is_silent(latest: Ratios, device: str) -> bool:
 
 
 class ReceptionRecords:
-    """One device's records, window after window, and the newest records of other devices, which their casts carry.
+    """One device's records, window after window, and the newest records of other devices from their casts.
 
     Slots go by the clock, and devices without values cast an empty message: a message that is missing in its slot was
     lost. A window has ``steps`` steps.
@@ -74,7 +79,11 @@ class ReceptionRecords:
     def __init__(
         self, device: str, initial: Ratios, alpha: float, steps: int, record_delay: int
     ) -> None:
-        """``initial``: reception ratios of the plan; ``record_delay``: steps that records need to reach all devices."""
+        """``initial`` are the reception ratios of the plan, C(0) of equation (4).
+
+        ``alpha`` is the weight of the last window, ``steps`` the length of a window, and ``record_delay`` the number of
+        steps in which records reach all devices.
+        """
         self.newest: dict[str, tuple[int, Record]] = {}
         """By receiver: the newest window with a known record, and the record."""
         self._device = device
@@ -103,10 +112,11 @@ class ReceptionRecords:
             self._lost_in_a_row = 0 if received else self._lost_in_a_row + 1
 
     def merge_records(self, records: Mapping[str, Sequence[Any]]) -> None:
-        """Keep records newer than the known ones. ``records`` has receiver -> window and record, as in JSON."""
+        """Store all records newer than the known ones. ``records`` has receiver -> window and record, as in JSON."""
         for receiver, (window, shares) in records.items():
             known_window, _ = self.newest.get(receiver, (-1, {}))
             if window > known_window:
+                # JSON has lists instead of tuples.
                 record = {name: tuple(pair) for name, pair in shares.items()}
                 self.newest[receiver] = (window, record)
 
@@ -121,13 +131,16 @@ class ReceptionRecords:
         for sender in assignment.senders(self._device):
             pair = (sender, self._device)
             arrivals = self._arrivals[sender]
+            recent = _received_share(arrivals)
             # Section V-A: "the credibility of the joining resource is recorded with zero".
             known = self._credibility.get(pair, 0.0)
-            value = update_credibility(_received_share(arrivals), known, self._alpha)
+            value = update_credibility(recent, known, self._alpha)
             self._credibility[pair] = value
+            # Only the last casts: a device that failed in the middle of a window has cast before.
             latest = _received_share(arrivals[-SERIES:])
             # Rounded, since every cast carries the records.
-            record[sender] = (round(latest, 4), round(value, 4))
+            share = round(latest, 4)
+            record[sender] = (share, round(value, 4))
         self._arrivals.clear()
         self.newest[self._device] = (self._current_window - 1, record)
 
@@ -140,9 +153,9 @@ class ReceptionRecords:
         return self._last_due_window
 
     def receptions_of(self, window: int) -> tuple[dict[Pair, float], dict[Pair, float]]:
-        """Return the fractions received at the end of a window, and the credibilities, by sender and receiver.
+        """Return the received fractions at the end of a window, and the credibilities, by sender and receiver.
 
-        Both contain the pairs that are known here.
+        Both contain only pairs whose record of this window is known here.
         """
         latest: dict[Pair, float] = {}
         credibilities: dict[Pair, float] = {}
