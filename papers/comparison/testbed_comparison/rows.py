@@ -114,9 +114,15 @@ def complete(expression: Expression, metric: str, at: dict[str, Any]) -> Express
     Value(metric='duration', at={'seed': 1, 'devices': 2}, scenario='', minimum=False, key='')
     """
     if isinstance(expression, Value):
-        update = {"metric": expression.metric or metric, "at": {**at, **expression.at}}
+        # Keys of the value itself take precedence over those of the row.
+        own_metric = expression.metric or metric
+        point = {**at, **expression.at}
+        update = {"metric": own_metric, "at": point}
         return expression.model_copy(update=update)
-    first, second = (complete(each, metric, at) for each in operands(expression))
+    one, other = operands(expression)
+    first = complete(one, metric, at)
+    second = complete(other, metric, at)
+    # The name of the only field: ratio, difference or saving.
     (form,) = type(expression).model_fields
     return expression.model_copy(update={form: (first, second)})
 
@@ -169,7 +175,8 @@ class Row(_Part):
         patterns = self.ours if isinstance(self.ours, tuple) else (self.ours,)
         expressions = []
         for values in product(*self.each.values()):
-            at = {**self.at, **dict(zip(self.each, values, strict=True))}
+            combination = dict(zip(self.each, values, strict=True))
+            at = {**self.at, **combination}
             for pattern in patterns:
                 expressions.append(complete(pattern, self.metric, at))
         return tuple(expressions)

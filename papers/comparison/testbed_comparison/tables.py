@@ -334,7 +334,8 @@ def _sensitivity_lines(system: System) -> Iterator[Line]:
 def _trial_text(system: System, row: Row, trial: Trial) -> str:
     """Return a value of a parameter, and our value of the row for this parameter."""
     unit = trial.unit or row.unit
-    ours = system.results.ours(trial.scenario, trial.expressions(row), unit)
+    expressions = trial.expressions(row)
+    ours = system.results.ours(trial.scenario, expressions, unit)
     return f"{trial.value}: {our_value(ours, unit)}"
 
 

@@ -467,7 +467,10 @@ class _Needs:
 
 
 def _freeze_pieces(rows: Mapping[int, Sequence[T]]) -> dict[int, tuple[T, ...]]:
-    return {value: tuple(row) for value, row in rows.items()}
+    frozen = {}
+    for value, row in rows.items():
+        frozen[value] = tuple(row)
+    return frozen
 
 
 def _at_source(plan: DistributedPlan, size: int) -> tuple[Range, ...]:
@@ -478,7 +481,11 @@ def _at_source(plan: DistributedPlan, size: int) -> tuple[Range, ...]:
 
 
 def _made_pieces(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, ...]:
-    return tuple(scaled(task.makes, layer.pixels) for task in tasks)
+    """Return the elements of a layer's output made by each device."""
+    made = []
+    for task in tasks:
+        made.append(scaled(task.makes, layer.pixels))
+    return tuple(made)
 
 
 def stored_slices(flow: Dataflow, device: int) -> dict[int, Slice]:

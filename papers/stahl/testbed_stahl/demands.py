@@ -63,18 +63,23 @@ def count_parameters(flow: Dataflow, device: int) -> int:
 
 
 def count_multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
-    """Return the multiplications for one sample: one row for each layer, one column for each device."""
+    """Return the multiplications for one sample: one row for each layer, one column for each device.
+
+    The sum of a row is R_l of equations (2) and (5), plus the overlaps of tiles.
+    """
     layers = flow.graph.layers
     tiled = layers[: flow.tiled]
     rows = [[0] * len(flow.devices) for _ in layers]
     for tile, regions in zip(flow.plan.tiles, flow.computed, strict=True):
-        for index, count in enumerate(tiles.tile_multiplications(tiled, regions)):
+        counts = tiles.tile_multiplications(tiled, regions)
+        for index, count in enumerate(counts):
             rows[index][tile.device] += count
     for device in flow.devices:
         for index, part in stored_slices(flow, device).items():
             if index >= flow.tiled:
                 layer = layers[index]
-                rows[index][device] = layer.share(layer.multiplications, part)
+                count = layer.share(layer.multiplications, part)
+                rows[index][device] = count
     return tuple(map(tuple, rows))
 
 
@@ -88,11 +93,13 @@ def layer_costs(flow: Dataflow) -> list[list[Cost]]:
     samples = flow.settings.samples
     rows = [[Cost()] * len(flow.devices) for _ in layers]
     for tile, regions in zip(flow.plan.tiles, flow.computed, strict=True):
-        for index, cost in enumerate(tiles.tile_costs(tiled, regions, samples)):
+        costs = tiles.tile_costs(tiled, regions, samples)
+        for index, cost in enumerate(costs):
             rows[index][tile.device] += cost
     for index in range(flow.tiled, len(layers)):
         for device in flow.devices:
-            rows[index][device] = forward_of(_layer_cost(flow, index, device), samples)
+            one_sample = _layer_cost(flow, index, device)
+            rows[index][device] = forward_of(one_sample, samples)
     return rows
 
 
@@ -138,8 +145,13 @@ def longest_path(flow: Dataflow) -> int:
     rows = count_multiplications(flow)
     # A device computes all layers of its tiles without an exchange of whole maps. A wait for overlaps reused from other
     # tiles is not counted.
-    of_tiles = [sum(column) for column in zip(*rows[: flow.tiled], strict=True)]
-    return max(of_tiles, default=0) + sum(max(row) for row in rows[flow.tiled :])
+    tiled_rows = rows[: flow.tiled]
+    of_tiles = [sum(column) for column in zip(*tiled_rows, strict=True)]
+    path = max(of_tiles, default=0)
+    for row in rows[flow.tiled :]:
+        # The devices exchange data after each layer, so all wait for the slowest.
+        path += max(row)
+    return path
 
 
 def memory_needs(flow: Dataflow) -> tuple[float, ...]:
@@ -234,7 +246,8 @@ def _hold_made_elements(
     """Add the elements of a value that the device makes itself."""
     made = flow.homes[value][device].size
     last_use = flow.last[value][device]
-    if value >= flow.tiled and flow.tasks[value][device].work == "sums":
+    is_divided = value >= flow.tiled
+    if is_divided and flow.tasks[value][device].work == "sums":
         # Each merged chunk takes the place of the partial sums that it was merged from, which `_hold_sums` counts.
         held.hold(value + 1, last_use, made)
     elif last_use >= value:
@@ -277,7 +290,9 @@ def _hold_sums(
     if task.work == "sums" and made:
         # The device merges its own partial sums, if it takes some inputs, with those of all others that do.
         own = 1 if task.takes.size else 0
-        senders = sum(each.takes.size > 0 for each in flow.tasks[index])
+        senders = 0
+        for each in flow.tasks[index]:
+            senders += each.takes.size > 0
         first = _earliest_completion(flow, device, index, arrivals)
         held.hold(first, index, (senders - own) * made)
         held.hold(index, index, own * made)
@@ -310,7 +325,9 @@ def _arrival_of_merged_sums(flow: Dataflow, device: int, value: int) -> int:
     back while the device still computes the others. With a single chunk, and nothing to merge itself, the device has
     finished the layer before the chunk can come back.
     """
-    chunks = sum(len(flow.pieces(value, merger)) for merger in flow.devices)
+    chunks = 0
+    for merger in flow.devices:
+        chunks += len(flow.pieces(value, merger))
     if chunks == 1 and _ends_with_its_sums(flow, device, value):
         return value + 1
     return value
@@ -397,14 +414,16 @@ def _peak_while_tiling(flow: Dataflow, device: int) -> int:
     """
     if flow.settings.options.tile_stealing:
         return _peak_while_stealing(flow, device)
-    own = []
+    within = reused = regions = 0
     for number, tile in enumerate(flow.plan.tiles):
-        if tile.device == device:
-            own.append(number)
-    within = max((_peak_within_tile(flow, number) for number in own), default=0)
-    reused = sum(_reused_elements(flow, number) for number in own)
+        if tile.device != device:
+            continue
+        # Tiles are computed one after the other; the inputs of all may have arrived before the first one begins.
+        within = max(within, _peak_within_tile(flow, number))
+        reused += _reused_elements(flow, number)
+        regions += _image_elements(flow, number)
     if device != flow.plan.source:
-        return within + reused + sum(_image_elements(flow, number) for number in own)
+        return within + reused + regions
     image = flow.graph.layers[0].inputs
     collected = flow.graph.layers[flow.tiled - 1].outputs
     if len(flow.plan.tiles) == 1:
@@ -465,7 +484,8 @@ def _peak_within_tile(flow: Dataflow, number: int) -> int:
     # The first region of a tile is that of the image.
     maps = flow.plan.tiles[number].regions[1:]
     tiled = flow.graph.layers[: flow.tiled]
-    for layer, region, whole in zip(tiled, flow.computed[number], maps, strict=True):
+    regions = flow.computed[number]
+    for layer, region, whole in zip(tiled, regions, maps, strict=True):
         computed = layer.output[0] * region.pixels
         assembled = layer.output[0] * whole.pixels
         peak = max(peak, before + computed)

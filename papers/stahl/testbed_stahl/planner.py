@@ -324,6 +324,8 @@ def _describe_alternative(
     redundant = 0
     if plan.tiling:
         redundant = redundant_multiplications(layers[: plan.tiled], flow.computed)
+    weights = dict(zip(plan.devices, demands.weight_elements, strict=True))
+    memory = dict(zip(plan.devices, candidate.needs, strict=True))
     schemes = {}
     for layer, decided in zip(layers, plan.layers, strict=True):
         schemes[layer.name] = decided.scheme
@@ -331,8 +333,8 @@ def _describe_alternative(
         name=plan.scheme,
         chosen=plan.scheme == problem.options.scheme,
         fits=not candidate.excess(problem.devices),
-        weights=dict(zip(plan.devices, demands.weight_elements, strict=True)),
-        memory=dict(zip(plan.devices, candidate.needs, strict=True)),
+        weights=weights,
+        memory=memory,
         longest_path=demands.longest_path,
         communication=paper_communication(flow, problem.options.communication_formula),
         elements=demands.sent_elements,

@@ -73,10 +73,15 @@ def computed_regions(tiling: Tiling, number: int) -> tuple[Region, ...]:
     regions = []
     # The first region is that of the image, which the source sends in full; the last one is the tile's own result.
     for level, region in enumerate(tile.regions[1:-1], 1):
-        rows = _row_range(region)
-        rows = remaining_range(rows, _rows_of(above, level), _rows_of(below, level))
+        rows = remaining_range(
+            _row_range(region),
+            before=_rows_of(above, level),
+            after=_rows_of(below, level),
+        )
         columns = remaining_range(
-            _column_range(region), _columns_of(left, level), _columns_of(right, level)
+            _column_range(region),
+            before=_columns_of(left, level),
+            after=_columns_of(right, level),
         )
         regions.append(Region(*rows, *columns))
     return (*regions, tile.regions[-1])
@@ -371,7 +376,11 @@ class _Grid:
             regions = self._regions(row, column)
             tile = Tile(row=row, column=column, device=owner, regions=regions)
             tiles.append(tile)
-        return Tiling(rows=self.rows, columns=self.columns, tiles=tuple(tiles))
+        return Tiling(
+            rows=self.rows,
+            columns=self.columns,
+            tiles=tuple(tiles),
+        )
 
     def _regions(self, row: int, column: int) -> tuple[Region, ...]:
         """Return the regions that a tile needs of each layer's input, and its region of the last output."""
@@ -401,7 +410,8 @@ def make_tiling(
         InputError: for a grid finer than the output.
     """
     _, height, width = layers[-1].output
-    for name, parts, size in (("rows", rows, height), ("columns", columns, width)):
+    axes = (("rows", rows, height), ("columns", columns, width))
+    for name, parts, size in axes:
         if not 1 <= parts <= size:
             raise InputError(
                 f"a map of {height}x{width} pixels cannot be cut into {parts} {name}: use 1 to {size}",

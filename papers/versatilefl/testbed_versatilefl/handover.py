@@ -96,7 +96,10 @@ class Handover:
     def _assignment_of(self, message: Arrange) -> NeuronAssignment:
         layers = []
         for holders in message.layers:
-            layers.append({name: as_channels(own) for name, own in holders.items()})
+            by_device = {}
+            for name, own in holders.items():
+                by_device[name] = as_channels(own)
+            layers.append(by_device)
         return replace(self._planned, layers=tuple(layers), version=message.version)
 
     def _receive_due_neurons(self, assignment: NeuronAssignment) -> None:
@@ -182,7 +185,8 @@ class Handover:
         if own:
             # `apply` has added these neurons with initial weights, which the received ones replace.
             self._neurons.release(moved.layer, own)
-            self._neurons.add(moved.layer, own, _select_neurons(moved, own).state)
+            trained = _select_neurons(moved, own).state
+            self._neurons.add(moved.layer, own, trained)
             self._on_layer_changed(moved.layer)
         # This device may know a newer assignment than the sender of the neurons, and forwards those of other devices.
         # The message carries the newer version: a holder that has not received this assignment keeps the neurons

@@ -207,8 +207,8 @@ class Maintenance:
         for part in received.parts:
             size = len(part.neurons)
             counts["expected"] += size
-            if part.tensor is None:
-                counts["missing"] += size
+            # Also 0, so that the event has the count if nothing is missing.
+            counts["missing"] += size if part.tensor is None else 0
         if not self._accept_batch(layer, received, rates):
             return None
         self.rates[layer, received.batch] = rates
