@@ -64,7 +64,10 @@ class TreatedAsNull:
         *,
         mask_missing_outputs: bool = True,
     ) -> None:
-        """``micro_batches`` is the number of parts of a batch; an update follows the last part of each batch."""
+        """``micro_batches`` is the number of parts of a batch.
+
+        An update follows the last part of each batch, and uses the gradients of all parts whose losses have arrived.
+        """
         self.masks_missing_outputs = mask_missing_outputs
         self._update_condition = update_condition
         self._micro_batches = micro_batches
