@@ -146,13 +146,13 @@ RECOVERY = (
         "repartition_time",
         "detected",
         "repartitioned",
-        "from the detection to the decision who goes on with what",
+        "from the detection until the coordinator has chosen the new partition",
     ),
     _phase_metric(
         "redistribution_time",
         "repartitioned",
         "redistributed",
-        "from that decision until all devices have what they need",
+        "from this choice until all devices have received their weights",
     ),
     _phase_metric(
         "first_batch_time",
@@ -185,9 +185,9 @@ RECOVERY = (
 
 RECOVERIES = Table(
     "Recoveries",
-    "How the method went on after a fault. Detection: from the strike. Repartition: from then until it is decided who "
-    "goes on with what. Redistribution: until all devices have what they need for it. First batch: from the detection "
-    "until a batch is trained again.",
+    "How the method continued after a fault. Detection: from the injection. Repartition: from the detection until the "
+    "coordinator has chosen the new partition. Redistribution: from then until all devices have received their weights. "
+    "First batch: from the detection until a batch is trained again.",
     _decided_recoveries,
     (
         Column("Missing", "text", lambda item: ", ".join(item["missing"])),
@@ -317,8 +317,8 @@ CHANGES = (
 
 REPARTITIONS = Table(
     "Repartitions",
-    "Changes of the partition in a run that goes on. Pause: from when no further batch was let in until training could "
-    "go on. Draining: the part of it until the pipeline was empty. Moved: weights and optimizer state.",
+    "Changes of the partition during training. Pause: from the last batch that entered the pipeline until training "
+    "continued. Draining: the part of the pause until the pipeline was empty. Moved: weights and optimizer state.",
     "repartition_list",
     (
         Column("At", "moment", "time"),
