@@ -186,8 +186,8 @@ RECOVERY = (
 RECOVERIES = Table(
     "Recoveries",
     "How the method continued after a fault. Detection: from the injection. Repartition: from the detection until the "
-    "coordinator has chosen the new partition. Redistribution: from then until all devices have received their weights. "
-    "First batch: from the detection until a batch is trained again.",
+    "coordinator has chosen the new partition. Redistribution: from then until all devices have received their "
+    "weights. First batch: from the detection until a batch is trained again.",
     _decided_recoveries,
     (
         Column("Missing", "text", lambda item: ", ".join(item["missing"])),
