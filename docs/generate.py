@@ -115,8 +115,9 @@ def _metrics_table() -> str:
     for metric, methods in users.items():
         cells = [f"`{metric.name}`", metric.kind, metric.meaning, methods]
         lines.append(_table_line(cells))
-    for name, kind in OF_DEVICES.items():
-        cells = [f"`devices.<device>.{name}`", kind, "of one device", "every method"]
+    for name, device_metric in OF_DEVICES.items():
+        label = f"`devices.<device>.{name}`"
+        cells = [label, device_metric.kind, device_metric.meaning, "every method"]
         lines.append(_table_line(cells))
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from testbed.common.formats import MetricKind
 from testbed.common.lazy import np
@@ -38,17 +38,52 @@ _TOGETHER = 1 << 17
 """Approximate number of bars processed together: those of all devices of a long run would fill memory."""
 KINDS: tuple[BarKind, ...] = ("compute", "send", "receive", "down")
 """Kinds of bars of the Gantt chart from which all activities follow."""
-OF_DEVICES: dict[str, MetricKind] = {
-    **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
-    **dict.fromkeys(
-        [*(f"{name}_share" for name in _SPENT), "deficit_share", "waited_share"],
-        "share",
+
+
+class DeviceMetric(NamedTuple):
+    """A metric of one device."""
+
+    kind: MetricKind
+    meaning: str
+
+
+def _device_metrics() -> dict[str, DeviceMetric]:
+    activities = {
+        "compute": "the device computes",
+        "send": "it sends; may overlap its computing",
+        "receive": "it receives; may overlap its computing",
+        "communicate": "it sends or receives without computing",
+        "down": "it is off",
+        "idle": "it is up, and neither computes nor communicates",
+    }
+    metrics = {}
+    for name, meaning in activities.items():
+        metrics[name] = DeviceMetric("seconds", f"time in which {meaning}")
+        share = f"share of the duration in which {meaning}"
+        metrics[f"{name}_share"] = DeviceMetric("share", share)
+    return metrics
+
+
+OF_DEVICES: dict[str, DeviceMetric] = {
+    **_device_metrics(),
+    "busy": DeviceMetric("seconds", "processor time of its computations"),
+    "deficit": DeviceMetric("seconds", "time by which the host delayed computations"),
+    "deficit_share": DeviceMetric(
+        "share", "these delays as a share of the undisturbed steps"
     ),
-    **dict.fromkeys(
-        ["bytes_sent", "bytes_received", "weights", "activations"], "bytes"
+    "waited_share": DeviceMetric(
+        "share", "share of the undisturbed steps in which its threads waited for a core"
     ),
-    **dict.fromkeys(["messages_sent", "messages_received", "flops"], "number"),
-    "energy": "joules",
+    "bytes_sent": DeviceMetric("bytes", "bytes of its messages"),
+    "bytes_received": DeviceMetric("bytes", "bytes of the messages that it received"),
+    "weights": DeviceMetric("bytes", "weights that it holds, if the method reports it"),
+    "activations": DeviceMetric(
+        "bytes", "maximum size of stored activations, if the method reports it"
+    ),
+    "messages_sent": DeviceMetric("number", "messages; a broadcast counts once"),
+    "messages_received": DeviceMetric("number", "messages that it received"),
+    "flops": DeviceMetric("number", "operations of its computations"),
+    "energy": DeviceMetric("joules", "energy, if its watts are given"),
 }
 """The metrics of one device, named as ``devices.<device>.<metric>``."""
 

@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 GROUP = "testbed.metrics"
 """Entry points under which an installed package adds metrics to every run: ``name = "module:METRICS"``."""
 
-OF_DEVICES: Mapping[str, MetricKind] = devices.OF_DEVICES
+OF_DEVICES: Mapping[str, devices.DeviceMetric] = devices.OF_DEVICES
 """The metrics of one device, named as ``devices.<device>.<metric>``."""
 
 
@@ -151,7 +151,7 @@ def metric_kind(name: str, metrics: Mapping[str, Metric]) -> MetricKind:
             return metric.kind
     last = name.rpartition(".")[2]
     if is_member(name, f"devices.<device>.{last}"):
-        return OF_DEVICES[last]
+        return OF_DEVICES[last].kind
     raise KeyError(name)
 
 
