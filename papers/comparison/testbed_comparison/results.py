@@ -118,6 +118,10 @@ class Results:
         trains = any(self.scenarios[name]["trains"] for name in used)
         return measure(expressions, unit, numbers_of, is_timing=not trains)
 
+    def failed_runs(self, name: str) -> int:
+        """Return the number of kept runs of a scenario that the method ended with an error."""
+        return int(self.scenarios.get(name, {}).get("failed", 0))
+
     def run(self, name: str, figures: Figures, *, jobs: int, again: bool) -> None:
         """Simulate a scenario, or resume earlier runs, and store the values."""
         changes = figures.changes.get(name, {})
@@ -218,6 +222,7 @@ def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str
         "computing": _processors_of(manifests),
         "seeds": sorted(seeds),
         "runs": len(manifests),
+        "failed": sum(map(_has_failed, results)),
         "seconds": round(seconds),
         "trains": trains,
         "values": kept,
@@ -234,8 +239,15 @@ def _processors_of(manifests: Sequence[Mapping[str, Any]]) -> list[Any]:
     return [json.loads(text) for text in sorted(texts)]
 
 
+def _has_failed(result: Result) -> bool:
+    """Return whether the method ended a run with an error, which is a result of the method."""
+    return bool(result.run.outcome.status == "failed")
+
+
 def _check_run(result: Result) -> None:
     run = result.run
+    if _has_failed(result):
+        return
     is_trusted = run.metrics["verdict"]["kind"] != "not trusted"
     if run.outcome.status != "finished" or not is_trusted:
         raise InputError(
@@ -252,7 +264,9 @@ def _values_at(results: Sequence[Result], value: Value) -> list[float | None]:
         point = json.dumps(result.run.trial.point, sort_keys=True)
         numbers = points.setdefault(point, [])
         # A place for each repetition, since both values of a ratio must come from the same repetition.
-        numbers.append(metric_of(result, value.metric))
+        # What a failed run measured before its end is not comparable with whole runs.
+        failed = _has_failed(result)
+        numbers.append(None if failed else metric_of(result, value.metric))
     if value.minimum:
         return _values_at_minimum(points, value.key)
     if len(points) != 1:

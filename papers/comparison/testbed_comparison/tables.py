@@ -284,6 +284,9 @@ def _remarks(system: System, row: Row) -> Iterator[str]:
         yield row.note
     if _is_too_wide(system, row):
         yield TOO_WIDE
+    failed = system.results.failed_runs(row.scenario)
+    if failed:
+        yield f"runs of this scenario that the method ended with an error, and that have no value: {failed}"
 
 
 def _plots_table(plots: Mapping[str, str]) -> str:

@@ -293,6 +293,23 @@ def test_a_missing_scenario_is_run_once_and_its_values_are_kept(folder, monkeypa
     assert System(folder, figures, kept).word(figures.rows[0]) == "exact"
 
 
+def test_a_run_that_the_method_ended_with_an_error_has_no_value(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    file = folder / "scenarios" / "one.yaml"
+    sweep = "sweep: {faults: [[], [{kill: a, at: 1ms}]]}"
+    file.write_text(SCENARIO.replace("sweep: {workload.epochs: [1, 2]}", sweep))
+    at = {"faults": [{"kill": "a", "at": "1ms"}]}
+    write(folder, with_row(unit="", ours={"metric": "steps", "at": at}))
+    figures = load(folder)
+    figures = figures.model_copy(update={"rows": figures.rows[:1]})
+    results = Results(folder)
+    results.run("one", figures, jobs=1, again=False)
+    system = System(folder, figures, results)
+    assert results.failed_runs("one") == 1
+    assert system.word(figures.rows[0]) == "not run"
+    assert "have no value: 1" in system_page(system, {})
+
+
 def test_a_value_has_to_name_one_point_of_a_sweep(folder, monkeypatch):
     monkeypatch.chdir(folder)
     write(folder, with_row(ours={"metric": "steps"}))
