@@ -355,7 +355,7 @@ class PipedRing(Sequential):
         check_known(problem, _ring_options(problem).disk, "disk")
         ring = self._ring(problem, names)
         windows = self._windows(problem, ring)
-        assignments = window_assignments(problem, windows.layers())
+        assignments = window_assignments(problem, windows.stages())
         details = StagesDetails(
             cache=cache_of(problem, assignments),
             token_time=windows.token_seconds(ring),
@@ -367,7 +367,7 @@ class PipedRing(Sequential):
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
     ) -> Layers:
         """Return the stages of all rounds over some devices."""
-        return self._windows(problem, self._ring(problem, names)).layers()
+        return self._windows(problem, self._ring(problem, names)).stages()
 
     def disk_of(
         self, device: Device, problem: GenerateProblem[StagesOptions]

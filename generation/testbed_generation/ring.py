@@ -6,17 +6,17 @@ matrix. A device whose layers do not fit into its memory reads them from its dis
 small, the next one can be read while the other devices compute.
 
 `halda` assigns windows by the integer program of prima.cpp's revision bdf9d8e7 (``assign_layers_to_device`` in
-``common/common.cpp``). There, devices are in sets: those with too little memory pay for reading what their memory has
-no room for, the others do not. The cost of a device is thus a function of its own window alone, so dynamic
-programming solves the program exactly, devices that stay unused included. The original iterates over sets with an ILP
-solver, and neglects the links, which are counted here.
+``common/common.cpp``). There, the set of a device decides its cost. A device with too little memory for its layers pays
+for reading the bytes beyond its memory; any other device pays only for computing. The cost of a device thus depends on
+its own window alone. Therefore dynamic programming solves the program exactly, and also finds the devices that stay
+unused. The original iterates over sets with an ILP solver and neglects the links. Here, messages count as well.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from testbed.common.errors import InputError
 from testbed_generation.placement import REMEDY, Layers
@@ -48,8 +48,8 @@ def read_seconds(
     if missing <= 0:
         return 0.0
     if window * layer_bytes <= memory:
-        windows = held / window
-        return missing / windows / rate
+        rounds = held / window
+        return missing / rounds / rate
     return window * layer_bytes / rate
 
 
@@ -58,7 +58,7 @@ class Member:
     """A device of the ring."""
 
     name: str
-    seconds: float
+    layer_seconds: float
     """Time of one layer for one decoded token."""
     memory: float
     """Bytes free for layers."""
@@ -87,14 +87,14 @@ class Ring:
         return next(member for member in self.members if member.name == name)
 
     def device_seconds(self, member: Member, window: int, rounds: int) -> float:
-        """Return Halda's cost of a device for one token; infinite if layers do not fit and there is no disk."""
-        computing = rounds * window * member.seconds
+        """Return Halda's cost of a device for one token; infinite if its layers do not fit and it has no disk."""
+        computing = rounds * window * member.layer_seconds
         missing = rounds * window * self.layer_bytes - member.memory
         if missing <= 0:
             return computing
         return math.inf if member.disk is None else computing + missing / member.disk
 
-    def read_seconds(self, member: Member, window: int, rounds: int) -> float:
+    def device_read_seconds(self, member: Member, window: int, rounds: int) -> float:
         """Return the seconds in which a device reads one window; 0 for a device without a disk."""
         if member.disk is None:
             return 0.0
@@ -102,7 +102,10 @@ class Ring:
         return read_seconds(window, held, self.layer_bytes, member.memory, member.disk)
 
     def can_prefetch(self, member: Member, window: int) -> bool:
-        """Return whether a device reads a window ahead; one beyond its memory is evicted before its use."""
+        """Return whether a device reads a window ahead.
+
+        A window larger than the device's memory is evicted before its use, so it is not read ahead.
+        """
         return self.prefetch and window * self.layer_bytes <= member.memory
 
 
@@ -112,10 +115,13 @@ class Windows:
 
     rounds: int
     windows: Layers
-    """Devices in the order of the ring, each with its number of layers in a round."""
+    """Name and window of each device in the order of the ring; a window is a number of layers."""
 
     def halda_seconds(self, ring: Ring) -> float:
-        """Return the objective of Halda: the seconds of one token if nothing is read ahead."""
+        """Return Halda's objective, with the messages that Halda neglects.
+
+        Computing, messages and reads follow each other. Each byte beyond a device's memory is read once for a token.
+        """
         seconds = ring.output_seconds + self.rounds * self._circle_seconds(ring)
         for name, window in self.windows:
             seconds += ring.device_seconds(ring.member(name), window, self.rounds)
@@ -124,15 +130,15 @@ class Windows:
     def token_seconds(self, ring: Ring) -> float:
         """Return the seconds of one token of a single request, with windows read ahead where possible.
 
-        A round takes at least all its computing, messages and reads that cannot overlap, and at least as long as any
-        device computes and reads.
+        A round takes at least the sum of all computing, all messages, and the reads of devices that cannot read ahead.
+        It also takes at least as long as any single device computes and reads.
         """
         round_seconds = self._circle_seconds(ring)
         longest = 0.0
         for name, window in self.windows:
             member = ring.member(name)
-            computing = window * member.seconds
-            reading = ring.read_seconds(member, window, self.rounds)
+            computing = window * member.layer_seconds
+            reading = ring.device_read_seconds(member, window, self.rounds)
             round_seconds += computing
             if not ring.can_prefetch(member, window):
                 round_seconds += reading
@@ -141,42 +147,62 @@ class Windows:
         return self.rounds * max(round_seconds, longest) + ring.output_seconds
 
     def busiest_seconds(self, ring: Ring) -> float:
-        """Return the seconds between two tokens when many requests are in flight and all devices are busy."""
+        """Return the seconds between two tokens when many requests are in flight and all devices are busy.
+
+        Messages do not count: a device computes for other requests while a message travels.
+        """
         busiest = 0.0
         for name, window in self.windows:
             member = ring.member(name)
-            reading = ring.read_seconds(member, window, self.rounds)
-            busy = self.rounds * (window * member.seconds + reading)
-            if member is ring.members[0]:
+            reading = ring.device_read_seconds(member, window, self.rounds)
+            # A device begins to read a window only after it has computed the one before.
+            busy = self.rounds * (window * member.layer_seconds + reading)
+            if member is ring.members[_HEAD]:
                 busy += ring.output_seconds
             busiest = max(busiest, busy)
         return busiest
 
-    def layers(self) -> Layers:
+    def stages(self) -> Layers:
         """Return the stages of a token: all windows of all rounds, and no layer on the head, for the output matrix.
 
-        >>> Windows(2, (("head", 1), ("other", 3))).layers()
+        >>> Windows(2, (("head", 1), ("other", 3))).stages()
         (('head', 1), ('other', 3), ('head', 1), ('other', 3), ('head', 0))
         """
         return (*self.windows * self.rounds, (self.windows[0][0], 0))
 
-    def _circle_seconds(self, ring: Ring) -> float:
-        """Return the seconds of all messages of one round."""
+    def hops(self) -> list[tuple[str, str]]:
+        """Return sender and receiver of each message of one round; empty for a single device.
+
+        >>> Windows(2, (("head", 1), ("other", 3))).hops()
+        [('head', 'other'), ('other', 'head')]
+        """
         names = [name for name, _ in self.windows]
         if len(names) == 1:
-            return 0.0
+            return []
         following = [*names[1:], names[0]]
-        return sum(map(ring.send, names, following))
+        return list(zip(names, following, strict=True))
 
+    def _circle_seconds(self, ring: Ring) -> float:
+        """Return the seconds of all messages of one round."""
+        hops = self.hops()
+        if not hops:
+            return 0.0
+        return sum([ring.send(one, other) for one, other in hops])
+
+
+_HEAD = 0
+"""Place of the head in the ring."""
 
 States = dict[tuple[int, int], tuple[float, Layers]]
-"""(Last device used, layers assigned) -> the least seconds, and the windows with them."""
+"""(Place of the last device used, layers assigned) -> the least seconds, and the windows that take these seconds."""
 
 
 def halda(ring: Ring, rounds: int) -> Windows:
-    """Return the windows with Halda's least objective for ``rounds`` rounds; raises `InputError` where none fit.
+    """Return the windows with the least `Windows.halda_seconds` for ``rounds`` rounds.
 
     The head has at least one layer of each round. Other devices may stay unused.
+
+    Raises `InputError` if the layers do not divide into the rounds, do not fit into memory, or lack a link.
 
     >>> members = (Member("head", 1.0, 9.0), Member("fast", 0.1, 4.0))
     >>> halda(Ring(members, 8, 1.0, lambda one, other: 0.5), rounds=2).windows
@@ -187,14 +213,22 @@ def halda(ring: Ring, rounds: int) -> Windows:
             f"{ring.layers} layers do not divide into {rounds} rounds: choose a divisor, or leave 'rounds' out",
             ("workload", "method", "rounds"),
         )
+    windows = _least_windows(ring, rounds)
+    if windows is None:
+        raise _no_windows(ring, rounds)
+    return windows
+
+
+def _least_windows(ring: Ring, rounds: int) -> Windows | None:
+    """Return the windows of least cost; None if every choice lacks memory or a link."""
     total = ring.layers // rounds
-    head = ring.members[0]
+    head = ring.members[_HEAD]
     states: States = {}
     for window in range(1, total + 1):
         seconds = ring.device_seconds(head, window, rounds)
         # Infinite where the layers do not fit.
         if seconds < math.inf:
-            states[0, window] = (seconds, ((head.name, window),))
+            states[_HEAD, window] = (seconds, ((head.name, window),))
     for place in range(1, len(ring.members)):
         _add_member(states, ring, place, rounds)
     chosen: Layers | None = None
@@ -202,17 +236,34 @@ def halda(ring: Ring, rounds: int) -> Windows:
     for (last, assigned), (seconds, windows) in states.items():
         if assigned < total:
             continue
-        if last:
+        if last != _HEAD:
             # Values return to the head after each round, for its next window or for the output matrix.
             seconds += rounds * ring.send(ring.members[last].name, head.name)
         if seconds < least:
             chosen, least = windows, seconds
-    if chosen is None:
-        raise InputError(
+    return None if chosen is None else Windows(rounds, chosen)
+
+
+def _no_windows(ring: Ring, rounds: int) -> InputError:
+    """Return the error for a ring without possible windows: it names a missing link, or the missing memory."""
+    # With a link between any two devices, only memory can be missing.
+    connected = replace(ring, send=lambda one, other: 0.0)
+    windows = _least_windows(connected, rounds)
+    if windows is None:
+        return InputError(
             f"{ring.layers} layers do not fit into the memory of the ring: {REMEDY}, or give a 'disk' rate",
             ("workload", "method"),
         )
-    return Windows(rounds, chosen)
+    missing = []
+    for one, other in windows.hops():
+        if ring.send(one, other) == math.inf:
+            missing.append((one, other))
+    one, other = missing[0]
+    return InputError(
+        f"{one} and {other} are neighbours in the ring, but no link leads from {one} to {other}: add the link, or use "
+        "the topology mesh",
+        ("network",),
+    )
 
 
 def _add_member(states: States, ring: Ring, place: int, rounds: int) -> None:
@@ -247,6 +298,7 @@ def memory_windows(ring: Ring, rounds: int) -> Windows:
     """Return windows in proportion to free memory: the rule of exo, and of prima.cpp without Halda.
 
     A device without a disk, such as a GPU, has no more layers than fit into its memory; the others share the rest.
+    Raises `InputError` if the layers do not fit, or if the head has no memory for a layer of each round.
 
     >>> members = (Member("small", 1.0, 2.0, disk=9.0), Member("large", 1.0, 6.0))
     >>> memory_windows(Ring(members, 8, 1.0, lambda one, other: 0.5), rounds=2).windows
@@ -258,7 +310,8 @@ def memory_windows(ring: Ring, rounds: int) -> Windows:
     sizes: dict[str, int] = {}
     sharing = list(ring.members)
     while True:
-        # A device with a disk and no free memory reads all its layers, so it has a share as well.
+        # A device with a disk and no free memory reads all its layers, so it has a share as well: one byte, since
+        # negative shares are no proportions, and shares that are all 0 have no sum to divide by.
         shares = [max(member.memory, 1.0) for member in sharing]
         proportional = apportion(left, shares, "layers")
         full = []
@@ -272,10 +325,15 @@ def memory_windows(ring: Ring, rounds: int) -> Windows:
         if len(full) == len(sharing):
             raise _does_not_fit(full[0], rounds * sizes[full[0].name])
         for member in full:
-            window = int(member.memory / ring.layer_bytes / rounds)
+            # Free memory is negative where embedding and buffers alone do not fit.
+            window = max(0, int(member.memory / ring.layer_bytes / rounds))
             sizes[member.name] = window
             left -= window
             sharing.remove(member)
+    head = ring.members[_HEAD]
+    # The first stage of a token and the output matrix are on the device with the first window.
+    if not sizes[head.name]:
+        raise _does_not_fit(head, rounds)
     windows = []
     for member in ring.members:
         if sizes[member.name] > 0:
@@ -284,7 +342,11 @@ def memory_windows(ring: Ring, rounds: int) -> Windows:
 
 
 def _round_layers(ring: Ring, rounds: int) -> int:
-    """Return the layers of one round, in which every device has a window."""
+    """Return the number of layers of one round.
+
+    Raises `InputError` if the layers do not divide into the rounds, or if a round has fewer layers than the ring has
+    devices.
+    """
     total, number = ring.layers // rounds, len(ring.members)
     if ring.layers % rounds or total < number:
         raise InputError(
@@ -300,8 +362,9 @@ def _fits(ring: Ring, member: Member, window: int, rounds: int) -> bool:
 
 
 def _does_not_fit(member: Member, layers: int) -> InputError:
+    noun = "layer" if layers == 1 else "layers"
     return InputError(
-        f"{member.name} has no memory for {layers} layers: {REMEDY}, or give a 'disk' rate",
+        f"{member.name} has no memory for {layers} {noun}: {REMEDY}, or give a 'disk' rate",
         ("workload", "method"),
     )
 

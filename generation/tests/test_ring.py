@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,7 +74,10 @@ def test_halda_equals_brute_force_in_a_thousand_cases() -> None:
             choices = every_windows(ring, rounds)
             least = min(windows.halda_seconds(ring) for windows in choices)
             if least == math.inf:
-                with pytest.raises(InputError, match="do not fit"):
+                connected = replace(ring, send=lambda one, other: 0.0)
+                fits = min(each.halda_seconds(connected) for each in choices) < math.inf
+                reason = "no link leads from" if fits else "do not fit"
+                with pytest.raises(InputError, match=reason):
                     halda(ring, rounds)
                 continue
             fitting += 1
@@ -124,6 +128,34 @@ def test_windows_by_memory_fill_devices_without_a_disk_and_share_the_rest() -> N
     without_disks = Ring(members[1:2], 20, 1.0, lambda one, other: 0.0)
     with pytest.raises(InputError, match="gpu has no memory for 20 layers"):
         memory_windows(without_disks, 1)
+
+
+def test_missing_link_of_a_ring_is_named() -> None:
+    links = {("a", "b"): 0.1}
+    members = (Member("a", 1.0, 2.0), Member("b", 1.0, 2.0))
+    ring = Ring(members, 4, 1.0, lambda one, other: links.get((one, other), math.inf))
+    with pytest.raises(InputError, match="no link leads from b to a"):
+        halda(ring, 1)
+
+
+def test_device_with_negative_free_memory_takes_no_layer_of_others() -> None:
+    members = (
+        Member("head", 1.0, 6.0),
+        Member("small", 1.0, -3.0),
+        Member("large", 1.0, 9.0),
+    )
+    ring = Ring(members, 8, 1.0, lambda one, other: 0.0)
+    windows = memory_windows(ring, 1).windows
+    assert [name for name, _ in windows] == ["head", "large"]
+    assert sum(window for _, window in windows) == 8
+
+
+def test_head_without_memory_for_a_layer_is_refused() -> None:
+    for memory in (-3.0, 0.5):
+        members = (Member("head", 1.0, memory), Member("large", 1.0, 9.0))
+        ring = Ring(members, 8, 1.0, lambda one, other: 0.0)
+        with pytest.raises(InputError, match="head has no memory for 1 layer:"):
+            memory_windows(ring, 1)
 
 
 SCENARIO: dict[str, Any] = {
