@@ -1,13 +1,15 @@
 """Host overhead on the critical paths of steps and requests.
 
-A late device delays a step only if the step waits for the device. Each step (or request) is therefore walked back from
-its end: the activity that ended last on a device before it continued is the awaited one, either work or a message, and
-a message leads to its sender. Lateness of the host along this path delays the step. Everything is computed from the
-events.
+A late device delays a step only if the step waits for the device. The critical path of a step (or request) is therefore
+found backwards from the end of the step. An activity of a device is a computation or the reception of a message. Before
+a device continued, it waited for the activity that ended last on this device. If this activity is a computation, the
+path continues at its start on the same device; if it is a message, the path continues at the call of ``send`` on the
+sender. The lateness that the host caused in the activities of this path has delayed the step. Everything is computed
+from the events.
 
-For a message on a link with only delay and rate, the lateness is the time beyond the link's own. For a link that also
-loses, reorders or varies, or shares its rate, this difference would not be the host's; only a late departure and the
-mean lateness of packets are counted.
+The lateness of a message depends on its link. If the link has only a delay and a rate, the time that the message needs
+is known, and the rest of the time until its arrival is lateness. If the link is random (`_RANDOM_PROPERTIES`) or shares
+its rate, the rest may be due to the link, so only a late departure and the mean lateness of packets are counted.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from array import array
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from testbed.common.lazy import np, npt
@@ -28,20 +30,24 @@ from testbed.trace.intervals import Interval
 from testbed.trace.log import EventLog
 from testbed.wire.framing import WINDOW, wire_bytes
 
-_SAME = 1e-6
+_EQUAL_WITHIN = 1e-6
 """Seconds within which two times are equal, because times are rounded to nine digits in the log."""
 _LONGEST = 10_000
-"""Maximum number of segments of one path."""
+"""Maximum number of activities of one path. Every path ends without it, since a path has each activity once; it bounds
+the search for one step in a run with millions of activities."""
 
 
 @dataclass(frozen=True)
 class PathTime:
-    """Seconds spent on critical paths, or added by the host."""
+    """Seconds of the activities on critical paths, by kind.
+
+    `CriticalPaths.spent` returns the whole seconds, `CriticalPaths.lateness` the part that the host added.
+    """
 
     computing: float = 0.0
-    """Seconds of computation; for the host: work started, finished or handed over late."""
+    """Seconds of computations. The host adds to them when it starts, finishes or hands over work late."""
     messaging: float = 0.0
-    """Seconds from the send call to the arrival; for the host: time beyond the link's own."""
+    """Seconds from the call of ``send`` to the arrival. The host adds the seconds that are not due to the link."""
 
     def __add__(self, other: PathTime) -> PathTime:
         return PathTime(
@@ -49,15 +55,19 @@ class PathTime:
         )
 
 
-class _Pieces:
-    """Activities that a device may have waited for, ordered by end time, in seconds of the run."""
+class _Activities:
+    """The activities that a device may have waited for, in columns; `sort` orders them by their ends.
+
+    Times are seconds of the run.
+    """
 
     def __init__(self) -> None:
         # Arrays, not a list of objects: a long run has millions of activities.
         self.ends = array("d")
         self.starts = array("d")
         """Time when each activity could begin, or when the message was sent."""
-        self.late = array("d")
+        self.lateness = array("d")
+        """Seconds by which the host delayed each activity."""
         self.senders: list[str | None] = []
         """Sender of each message; None for a computation."""
 
@@ -66,7 +76,7 @@ class _Pieces:
     ) -> None:
         self.ends.append(end)
         self.starts.append(start)
-        self.late.append(lateness)
+        self.lateness.append(lateness)
         self.senders.append(sender)
 
     def sort(self) -> None:
@@ -74,7 +84,7 @@ class _Pieces:
         self.senders = [self.senders[index] for index in order]
         self.ends = _reordered(self.ends, order)
         self.starts = _reordered(self.starts, order)
-        self.late = _reordered(self.late, order)
+        self.lateness = _reordered(self.lateness, order)
 
 
 def _reordered(column: array[float], order: npt.NDArray[np.int64]) -> array[float]:
@@ -82,7 +92,14 @@ def _reordered(column: array[float], order: npt.NDArray[np.int64]) -> array[floa
 
 
 class CriticalPaths:
-    """The pieces of a run's devices, in the order of their ends."""
+    """The critical paths of a run, found in its events.
+
+    A path leads back from the end of an interval, for example of a step, on a device; see the module's docstring.
+    Example::
+
+        paths = CriticalPaths(events, experiment)
+        paths.lateness("coordinator", (12.0, 12.5)).computing  # seconds that the host added to this step
+    """
 
     def __init__(
         self,
@@ -90,77 +107,92 @@ class CriticalPaths:
         experiment: Experiment,
         packet_lateness: float = 0.0,
     ) -> None:
-        """Build the paths; ``packet_lateness`` is the mean lateness of packets in seconds."""
+        """Index the activities of each device; ``packet_lateness`` is the mean lateness of packets in seconds."""
         log = EventLog.made_of(events)
-        pieces: dict[str, _Pieces] = defaultdict(_Pieces)
+        activities: dict[str, _Activities] = defaultdict(_Activities)
         links = _LinksInForce(log, experiment)
-        sent = _index_departures(log, links)
+        departures = _index_departures(log, links)
         fields = ("event", "device", "start", "duration")
         of_work = ("late", "deficit")
         of_message = ("peer", "message", "bytes")
         # One pass for both: activities that end at one instant keep the order of the log.
         ended = log.of("compute", "receive").rows(*fields, *of_work, *of_message)
         for event, device, start, duration, *others in ended:
-            late, deficit, peer, message, size = others
+            late, deficit, peer, kind, size = others
             end = start + duration
             if event == "compute":
                 if late is None:
                     # Logs of older versions have the deficit alone.
                     late = deficit or 0.0
-                pieces[device].add(end, start, late)
+                activities[device].add(end, start, late)
                 continue
-            departures = sent.get((peer, device, message))
-            departure = None if departures is None else departures.take(end)
+            sent = departures.get((peer, device, kind))
+            departure = None if sent is None else sent.take(end)
             # A sender that was killed before the acknowledgement has not recorded the message.
             if departure is None:
                 continue
-            # Seconds that the link itself needs; None where no single time follows from its properties.
+            # Seconds that the link itself needs; None where no single time follows from its properties, as for a cast,
+            # which is sent at the rate of the slowest of several links.
             needed = None
-            if not departure.broadcast:
+            if not departure.is_cast:
                 needed = links.time((peer, device), size or 0, departure.called)
             if needed is None:
-                beyond = departure.late + packet_lateness
+                lateness = departure.late + packet_lateness
             else:
-                beyond = max(0.0, end - departure.called - departure.queued - needed)
-            pieces[device].add(end, departure.called, beyond, peer)
-        self._pieces = pieces
-        for own in pieces.values():
+                lateness = max(
+                    0.0, end - departure.called - departure.link_wait - needed
+                )
+            activities[device].add(end, departure.called, lateness, peer)
+        self._activities = activities
+        for own in activities.values():
             own.sort()
 
-    def lateness(self, device: str, window: Interval) -> PathTime:
-        """Return the host's additions to the path from the end of a window on a device."""
-        return self._sum_path(device, window, lambda own, index: own.late[index])
+    def lateness(self, device: str, interval: Interval) -> PathTime:
+        """Return the seconds that the host added to the path back from the end of an interval on a device.
 
-    def spent(self, device: str, window: Interval) -> PathTime:
-        """Return computation and messaging time of the path from the end of a window on a device."""
+        An activity that began before the interval counts with all of its lateness, since the events do not tell when
+        the lateness occurred.
+        """
+        return self._sum_path(device, interval, lambda own, index: own.lateness[index])
+
+    def spent(self, device: str, interval: Interval) -> PathTime:
+        """Return the seconds within an interval of the path back from the end of the interval on a device."""
+        begun, _ = interval
         return self._sum_path(
             device,
-            window,
-            lambda own, index: own.ends[index] - max(own.starts[index], window[0]),
+            interval,
+            lambda own, index: own.ends[index] - max(own.starts[index], begun),
         )
 
     def _sum_path(
-        self, device: str, window: Interval, seconds: Callable[[_Pieces, int], float]
+        self,
+        device: str,
+        interval: Interval,
+        seconds: Callable[[_Activities, int], float],
     ) -> PathTime:
         total = PathTime()
-        for own, index in self._walk_path(device, window):
+        for own, index in self._walk_path(device, interval):
             is_computation = own.senders[index] is None
             spent = seconds(own, index)
             total += PathTime(spent) if is_computation else PathTime(messaging=spent)
         return total
 
     def _walk_path(
-        self, device: str, window: Interval
-    ) -> Iterator[tuple[_Pieces, int]]:
-        """Yield the segments of the path back from the end of a window on a device."""
-        begun, instant = window
-        # Each piece once: several that take no time would lead to one another for ever.
+        self, device: str, interval: Interval
+    ) -> Iterator[tuple[_Activities, int]]:
+        """Yield the activities of the path back from the end of an interval on a device, the last one first.
+
+        An activity is given as all activities of its device and its index in them.
+        """
+        begun, instant = interval
+        # A path takes only activities before the last one taken on the same device. Otherwise two activities that
+        # begin and end at one instant would lead to one another for ever.
         passed: dict[str, int] = {}
         for _ in range(_LONGEST):
-            own = self._pieces.get(device)
+            own = self._activities.get(device)
             if own is None:
                 return
-            index = bisect_right(own.ends, instant + _SAME)
+            index = bisect_right(own.ends, instant + _EQUAL_WITHIN)
             index = min(index, passed.get(device, index)) - 1
             if index < 0 or own.ends[index] <= begun:
                 return
@@ -175,49 +207,52 @@ class _LinksInForce:
     """The links over time: the scenario's, as changed by faults and traces."""
 
     def __init__(self, log: EventLog, experiment: Experiment) -> None:
-        self._crowded: set[str] = set()
-        """Devices whose messages share a rate with others, so that the duration of one says nothing."""
+        self._sharing: set[str] = set()
+        """Devices whose messages share a rate with others, so that the time of one message is not known."""
         for spec in experiment.devices:
             if spec.uplink is not None or spec.downlink is not None:
-                self._crowded.add(spec.name)
+                self._sharing.add(spec.name)
         for cell in experiment.cells:
-            self._crowded |= set(cell.devices)
-        self._begun: dict[Pair, list[float]] = {}
+            self._sharing |= set(cell.devices)
+        self._changed: dict[Pair, list[float]] = {}
         """Times of the changes of each link."""
-        self._links: dict[Pair, list[Link]] = {
-            pair: [link] for pair, link in experiment.links.items()
-        }
+        self._links: dict[Pair, list[Link | None]] = {}
+        """Each link before its first change and after each change; None while it is random or down."""
+        for pair, link in experiment.links.items():
+            is_random = any(getattr(link, name) for name in _RANDOM_PROPERTIES)
+            self._links[pair] = [link if link.up and not is_random else None]
         for event in log.of("link"):
-            pair = (event.fields["source"], event.fields["destination"])
-            common = {key: event.fields[key] for key in ("rate", "delay", "loss", "up")}
-            is_blurred = any(event.fields.get(key) for key in _BLURRED)
-            # Any blurred property stands for all: only their presence matters here.
-            link = replace(Link(**common), duplicate=1.0 if is_blurred else 0.0)
-            self._links.setdefault(pair, [Link()]).append(link)
-            self._begun.setdefault(pair, []).append(event.time)
+            fields = event.fields
+            pair = (fields["source"], fields["destination"])
+            is_random = any(fields.get(name) for name in _RANDOM_PROPERTIES)
+            changed = None
+            if fields["up"] and not is_random:
+                changed = Link(rate=fields["rate"], delay=fields["delay"])
+            # A link that is missing in the scenario has no limits before its first change.
+            self._links.setdefault(pair, [Link()]).append(changed)
+            self._changed.setdefault(pair, []).append(event.time)
 
-    def time(self, pair: Pair, content: float, instant: float) -> float | None:
-        """Return the seconds for a message on an unshared deterministic link; None for other links."""
-        link = self._unshared_link(pair, instant)
+    def time(self, pair: Pair, size: float, instant: float) -> float | None:
+        """Return the seconds that a message of ``size`` bytes needs; None if the link is random, down or shared."""
+        link = self._known_link(pair, instant)
         if link is None:
             return None
-        return link.delay + link.transmission_time(wire_bytes(content))
+        return link.delay + link.transmission_time(wire_bytes(size))
 
-    def transmission(self, pair: Pair, content: float, instant: float) -> float | None:
-        """Return the seconds for which a message occupies an unshared deterministic link; None for other links."""
-        link = self._unshared_link(pair, instant)
-        return None if link is None else link.transmission_time(wire_bytes(content))
+    def transmission(self, pair: Pair, size: float, instant: float) -> float | None:
+        """Return the seconds for which a message of ``size`` bytes occupies the link: `time` without the delay."""
+        link = self._known_link(pair, instant)
+        return None if link is None else link.transmission_time(wire_bytes(size))
 
-    def _unshared_link(self, pair: Pair, instant: float) -> Link | None:
-        if pair not in self._links or self._crowded & set(pair):
+    def _known_link(self, pair: Pair, instant: float) -> Link | None:
+        """Return the link at an instant; None if the time of one message does not follow from its properties."""
+        if pair not in self._links or self._sharing & set(pair):
             return None
-        link = self._links[pair][bisect_right(self._begun.get(pair, []), instant)]
-        is_blurred = any(getattr(link, name) for name in _BLURRED)
-        return link if link.up and not is_blurred else None
+        return self._links[pair][bisect_right(self._changed.get(pair, []), instant)]
 
 
-_BLURRED = ("jitter", "loss", "bursts", "duplicate", "reorder", "corrupt")
-"""Random properties of a link, with which the time of one message says nothing."""
+_RANDOM_PROPERTIES = ("jitter", "loss", "bursts", "duplicate", "reorder", "corrupt")
+"""Properties of a link with which the time of a message is random."""
 
 
 class _Departure(NamedTuple):
@@ -225,84 +260,113 @@ class _Departure(NamedTuple):
 
     called: float
     """Time of the call of ``send`` or ``cast``."""
-    queued: float
-    """Seconds behind earlier messages to the same device: until the link was free and the window had room."""
+    link_wait: float
+    """Seconds for which the message had to wait behind earlier messages to the same device (see `_LinkQueue`)."""
     late: float
-    """Seconds of avoidable delay before departure."""
+    """Seconds between the instant at which the message could have left and its first byte."""
     begun: float
     """Time when the first byte left."""
     acknowledged: float = math.inf
-    """Time when the sender received the acknowledgement; infinite for a broadcast."""
-    # A number as well, since `_Departures` stores all fields in arrays of numbers.
-    broadcast: float | bool = False
-    """Whether the message was sent at the rate of the slowest of several links."""
+    """Time when the sender received the acknowledgement; infinite for a cast, which has none."""
+    # `_Departures` stores each field in an array of numbers and returns 0.0 or 1.0 for this one.
+    is_cast: float | bool = False
 
 
 class _Departures:
-    """Messages of one kind between two devices in the order of departure."""
+    """Messages of one kind from one device to another, in the order of departure."""
 
     def __init__(self) -> None:
         self._columns = tuple(array("d") for _ in _Departure._fields)
         """The values of each field of `_Departure`, in arrays because a long run has millions of messages."""
         self._next = 0
-        """Index of the first message still in transit."""
+        """Index after the message that arrived last: the first one that can still arrive."""
 
     def add(self, departure: _Departure) -> None:
         """Add a message that left after all previous ones."""
         for column, value in zip(self._columns, departure, strict=True):
             column.append(value)
 
-    def take(self, instant: float) -> _Departure | None:
-        """Return the message that arrives at a time; times never decrease.
+    def take(self, arrival: float) -> _Departure | None:
+        """Return the departure of the message that arrived at a time; None if no message had left by then.
 
-        Messages arrive in their order, before their acknowledgement. A message that a restarted receiver gets again, or
-        a broadcast after lost ones, is the last one that has left by that time.
+        Calls must be in the order of the arrivals. Events of arrivals do not name the departure. Messages arrive in the
+        order of their departures, each after its departure and before its acknowledgement. So the first message that
+        has neither arrived in an earlier call nor been acknowledged before the arrival is returned.
+
+        In two cases the message that left last before the arrival is returned instead. A cast may be lost and has no
+        acknowledgement that would show it. And if every message that left has arrived, the receiver has been restarted
+        and gets a message again.
         """
-        called, _, _, begun, acknowledged, broadcast = self._columns
-        index = bisect_right(begun, instant) - 1
-        is_over = self._next > index and acknowledged[index] < instant - _SAME
-        may_be_next = index + 1 < len(begun) and (index < 0 or is_over)
-        # A busy host may have read the sender's clock after the message had left.
-        if may_be_next and called[index + 1] <= instant:
-            index += 1
-        if index < 0:
+        _, _, _, _, acknowledged, is_cast = self._columns
+        last = self._last_departed(arrival)
+        if last < 0:
             return None
-        while self._next < index and acknowledged[self._next] < instant - _SAME:
+        # Acknowledged messages have arrived, even if the log lacks their receptions.
+        while self._next < last and acknowledged[self._next] < arrival - _EQUAL_WITHIN:
             self._next += 1
-        if self._next <= index and not broadcast[self._next]:
+        index = last
+        if self._next <= last and not is_cast[self._next]:
             index = self._next
         self._next = index + 1
         return _Departure(*(column[index] for column in self._columns))
 
+    def _last_departed(self, arrival: float) -> int:
+        """Return the index of the message that left last before an arrival; -1 if none has left.
 
-class _Outlet:
-    """Occupation of a link by one device's own messages."""
+        A busy host may read the sender's clock only after the message has left, so its recorded departure may even be
+        later than its arrival. If no message that left by its record can be the one that arrives, the next message is
+        taken, provided that it was sent (``called``) before the arrival.
+        """
+        called, _, _, begun, acknowledged, _ = self._columns
+        last = bisect_right(begun, arrival) - 1
+        following = last + 1
+        if following == len(begun) or called[following] > arrival:
+            return last
+        if last < 0:
+            return following
+        has_arrived = last < self._next
+        is_acknowledged = acknowledged[last] < arrival - _EQUAL_WITHIN
+        return following if has_arrived and is_acknowledged else last
+
+
+class _LinkQueue:
+    """The messages of one device to one peer: when each of them can leave.
+
+    A message leaves after the call of ``send`` as soon as two conditions hold: the bytes of all earlier messages are on
+    the wire, and fewer than `WINDOW` bytes to the peer are unacknowledged (`testbed_agent.sending.Lane`).
+    """
 
     def __init__(self) -> None:
         self._free = -math.inf
-        """Time when the last message so far has left."""
+        """Time when the bytes of all earlier messages are on the wire."""
         self._unacknowledged: deque[tuple[float, float]] = deque()
-        """Time of the acknowledgement and bytes of each message that may fill the window, the oldest first."""
+        """Time of the acknowledgement, and bytes, of each message that may fill the window; the oldest first."""
 
-    def ready(self, called: float) -> float:
-        """Return when a message could leave."""
-        ready = max(called, self._free)
+    def take_turn(self, called: float) -> float:
+        """Return when the next message, sent by a call at the time ``called``, can leave at the earliest.
+
+        Removes the earlier messages whose acknowledgements this message waits for. Call it once for each message, in
+        the order of departures, followed by `add`.
+        """
+        free = max(called, self._free)
         unacknowledged = 0.0
         for instant, size in self._unacknowledged:
-            if instant > ready:
+            if instant > free:
                 unacknowledged += size
         # Each acknowledgement makes room in the window, in the order of the messages.
+        departure = free
         while unacknowledged >= WINDOW:
             instant, size = self._unacknowledged.popleft()
-            if instant > ready:
-                ready = instant
+            # The same condition as in the sum: acknowledgements may coincide, and each must be subtracted.
+            if instant > free:
+                departure = max(departure, instant)
                 unacknowledged -= size
-        return ready
+        return departure
 
-    def occupy(self, until: float, acknowledged: float, size: float) -> None:
-        """Record the departure of a message."""
+    def add(self, until: float, acknowledged: float, size: float) -> None:
+        """Record a message of ``size`` bytes that occupies the link until a time and is acknowledged at a time."""
         self._free = until
-        # Acknowledged before the next message could leave: no longer in its way.
+        # What is acknowledged by then leaves room before any later message can leave.
         while self._unacknowledged and self._unacknowledged[0][0] <= until:
             self._unacknowledged.popleft()
         self._unacknowledged.append((acknowledged, size))
@@ -315,7 +379,7 @@ def _index_departures(
     departures: dict[tuple[str, str, str | None], _Departures] = defaultdict(
         _Departures
     )
-    outlets: dict[Pair, _Outlet] = defaultdict(_Outlet)
+    queues: dict[Pair, _LinkQueue] = defaultdict(_LinkQueue)
     fields = ("event", "device", "start", "queued", "encode")
     further = ("peers", "peer", "message", "bytes", "duration")
 
@@ -326,23 +390,24 @@ def _index_departures(
     # Events are recorded with the acknowledgement, so their order is not that of the departures.
     sent = log.of("send", "cast").sorted_by(departure_time, *fields, *further)
     for row in sent:
-        event, device, called, _, _, peers, peer, message, size, duration = row
+        event, device, called, _, _, peers, peer, kind, recorded_size, duration = row
         begun = departure_time(row)
         if event == "cast":
-            departure = _Departure(called, 0.0, 0.0, begun, broadcast=True)
+            departure = _Departure(called, 0.0, 0.0, begun, is_cast=True)
             for receiver in peers:
-                departures[device, receiver, message].add(departure)
+                departures[device, receiver, kind].add(departure)
             continue
-        pair, content = (device, peer), size or 0
-        outlet = outlets[pair]
-        ready = outlet.ready(called)
+        pair, size = (device, peer), recorded_size or 0
+        queue = queues[pair]
+        # The wait that the event records (``queued``) includes the host's delays, so the link's wait is computed.
+        earliest = queue.take_turn(called)
         acknowledged = called + duration
         # Encoding on the host, or a thread that woke up late: the emulated device would have sent at once.
-        late = max(0.0, begun - ready)
-        departure = _Departure(called, ready - called, late, begun, acknowledged)
-        departures[(*pair, message)].add(departure)
-        busy = links.transmission(pair, content, called)
+        late = max(0.0, begun - earliest)
+        departure = _Departure(called, earliest - called, late, begun, acknowledged)
+        departures[(*pair, kind)].add(departure)
+        busy = links.transmission(pair, size, called)
         # A shared or random link is busy until the acknowledgement at the latest.
-        until = acknowledged if busy is None else ready + late + busy
-        outlet.occupy(until, acknowledged, content)
+        until = acknowledged if busy is None else earliest + late + busy
+        queue.add(until, acknowledged, size)
     return departures

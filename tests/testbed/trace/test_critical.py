@@ -163,6 +163,31 @@ def test_waiting_for_room_in_the_window_is_not_the_hosts_doing() -> None:
     assert late.messaging == pytest.approx(0.0)
 
 
+def test_acknowledgements_at_one_instant_make_room_together() -> None:
+    """Two large messages and a small one are sent at once, on a link without a rate; the large ones fill the window."""
+    unlimited = Event(0.0, TESTBED, "link", link_fields("a", "b", Link(None, 1.0)))
+    sends, receptions = [], []
+    for size, queued in ((2_000_000, 0.0), (WINDOW, 0.0), (1_000, 2.0)):
+        common = {"message": "m", "bytes": size}
+        times = {"start": 1.0, "queued": queued, "encode": 0.0}
+        acknowledged = 3.0 + queued
+        sends.append(
+            Event(
+                acknowledged,
+                "a",
+                "send",
+                {**common, **times, "peer": "b", "duration": acknowledged - 1.0},
+            )
+        )
+        arrived = 2.0 + queued
+        there = {"peer": "a", "start": arrived, "duration": 0.0}
+        receptions.append(Event(arrived, "b", "receive", {**common, **there}))
+    events = [unlimited, *sends, *receptions]
+    paths = CriticalPaths(events, experiment())
+    # The small message waits for both acknowledgements, so the host is not late.
+    assert paths.lateness("b", (3.9, 4.0)).messaging == pytest.approx(0.0)
+
+
 @pytest.mark.parametrize("figure", [{"loss": 0.1}, {"jitter": 0.001}, {"reorder": 0.1}])
 def test_what_a_link_does_at_random_is_not_the_hosts_doing(
     figure: dict[str, float],
