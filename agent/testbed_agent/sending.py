@@ -2,9 +2,11 @@
 
 Messages are HTTP requests on one persistent connection in the program's event loop; responses arrive in order. Neither
 ``requests`` nor ``socket.sendall`` suits emulated devices: their time-outs limit a whole message, but a slow link must
-not be cut off while bytes still get through. Here the kernel gives up (``TCP_USER_TIMEOUT``) when its data stays
-unacknowledged for a while, however long the message takes as a whole. A thread for each peer would cost four wake-ups a
-message instead of one, half a millisecond on a small host.
+not be cut off while bytes still get through. Here the kernel gives up (``TCP_USER_TIMEOUT``) when TCP has not
+acknowledged its data for a while, however long the message takes as a whole. With a thread for each peer, each message
+would need four wake-ups of threads instead of one, which takes half a millisecond on a small host.
+
+The acknowledgement of a message is its HTTP response. The acknowledgements of bytes, between kernels, are called TCP's.
 """
 
 from __future__ import annotations
@@ -26,34 +28,37 @@ from testbed_agent.settings import Address
 _LOG = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 1.5
-"""Time-out of the first connection attempts, in seconds."""
+"""Time-out of an attempt to connect, in seconds; doubled after each attempt that timed out, up to the maximum."""
 CONNECT_SECONDS_MOST = 3.0
-"""Maximum of this time-out, in seconds. The kernel repeats a lost SYN after one second and again after two, so a healed
-link is detected within two seconds."""
+"""Maximum time-out of an attempt to connect, in seconds. The kernel repeats a lost SYN after one second and again after
+two, so a healed link is detected within two seconds."""
 STALL_SECONDS = 2.0
-"""Seconds without an answer after which the sender reconnects."""
+"""Seconds without an acknowledgement of TCP for sent data or for a keepalive probe, after which the kernel gives up the
+connection and the sender reconnects."""
 STALL_SECONDS_MOST = 30.0
-"""Maximum of this time-out, in seconds. The time-out grows when a connection stalls, so that a link slowed down by a
-fault works in the end."""
+"""Maximum of the time-out that begins with `STALL_SECONDS`, in seconds. The time-out is doubled when a connection
+stalls, so that a link slowed down by a fault works in the end."""
 QUIET_SECONDS = 0.05
-"""Time without a response after all data was sent, in seconds, before the kernel probes the peer (keepalive)."""
+"""Time without a response after all messages were written, in seconds, before keepalive is enabled."""
 UNSENT_BYTES = 128 << 10
-"""Kernel buffer of unsent data, in bytes: a larger one would still be sent after a message is withdrawn."""
+"""Limit of the data in the kernel's buffer that has not been sent, in bytes (128 KiB). The kernel would send a larger
+amount even after the message is withdrawn."""
 _TCP_NOTSENT_LOWAT = 25
 """Constant of linux/tcp.h, which Python's `socket` lacks."""
-_ANSWER_LIMIT = 1 << 16
+_RESPONSE_LIMIT = 1 << 16
 """Maximum size of a response in bytes, since another program on the port might send without end."""
 _MOST_PIECES = 256
-"""Maximum number of buffers in one system call; the kernel accepts up to 1024."""
+"""Maximum number of buffers in one system call; the kernel refuses more than 1024 (UIO_MAXIOV)."""
 
-Answer = tuple[int, bytes]
+Response = tuple[int, bytes]
 """Status and body of an HTTP response."""
 BACKOFF_SECONDS = 0.01
 """Pause after a refused connection, in seconds; doubled up to the maximum."""
 BACKOFF_SECONDS_MOST = 0.25
 """Maximum pause after a refused connection, in seconds."""
 AT_ONCE = 1 << 20
-"""Bytes offered to the kernel in one call."""
+"""Bytes (1 MiB) after which no further message is collected for one call, since the kernel accepts only what fits into
+its buffer, and the rest is collected again for the next call."""
 _RETRY_LATER = 503
 """Status of a receiver whose queue is full."""
 
@@ -61,10 +66,10 @@ _RETRY_LATER = 503
 class ConnectionLost(Exception):  # noqa: N818 - a state of the link
     """The connection broke, and the arrival of unacknowledged messages is unknown."""
 
-    def __init__(self, reason: str, *, stale: bool = False) -> None:
+    def __init__(self, reason: str, *, retry_at_once: bool = False) -> None:
         super().__init__(reason)
-        self.stale = stale
-        """Whether the connection had worked before, so that a retry at once is worthwhile."""
+        self.retry_at_once = retry_at_once
+        """Whether the next attempt need not wait, since the loss does not mean that the peer is unreachable."""
 
 
 class Connection:
@@ -82,7 +87,10 @@ class Connection:
     def __init__(
         self, address: Address, path: str, token: str, slowness: float = 0.0
     ) -> None:
-        """``slowness`` is the current round-trip time of a few packets on the link, in seconds."""
+        """``slowness`` extends all time-outs: an upper bound of the round-trip time of a few packets, in seconds.
+
+        The bound is computed from the properties of the link (`testbed.network.link.slowness`).
+        """
         self._address = address
         host, port = address
         self._head = (
@@ -102,7 +110,7 @@ class Connection:
         self._connect_seconds = CONNECT_SECONDS + slowness
         """Time-out of the next attempt to connect."""
         self._stall_seconds = STALL_SECONDS + slowness
-        """Time without an acknowledgement after which the kernel gives up the connection."""
+        """Time without an acknowledgement of TCP after which the kernel gives up the connection."""
 
     def set_slowness(self, slowness: float) -> None:
         """Adapt all time-outs to a slower or faster link.
@@ -166,7 +174,8 @@ class Connection:
         try:
             has_news = await self._ready
             if not has_news:
-                # All data is acknowledged, so only a keepalive can detect a dead peer.
+                # The kernel detects a dead peer by data that TCP has not acknowledged. After all data has been
+                # acknowledged, which it usually is by now, only keepalive can detect it.
                 self._set_keepalive(enabled=True)
         finally:
             self._ready = None
@@ -194,12 +203,12 @@ class Connection:
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(has_news)
 
-    def read(self) -> list[Answer]:
+    def read(self) -> list[Response]:
         """Return the received responses, in the order of the requests. Raises `ConnectionLost`."""
-        answers: list[Answer] = []
+        responses: list[Response] = []
         with self._in_use() as link:
             with contextlib.suppress(BlockingIOError):
-                piece = link.recv(_ANSWER_LIMIT)
+                piece = link.recv(_RESPONSE_LIMIT)
                 if not piece:
                     raise ConnectionResetError(
                         "the peer closed the connection instead of answering"
@@ -207,23 +216,23 @@ class Connection:
                 self._received += piece
             parsed = _parse_response(self._received)
             while parsed is not None:
-                answer, self._received = parsed
-                answers.append(answer)
+                response, self._received = parsed
+                responses.append(response)
                 parsed = _parse_response(self._received)
-            if len(self._received) > _ANSWER_LIMIT:
+            if len(self._received) > _RESPONSE_LIMIT:
                 raise ConnectionResetError("the peer's response exceeds the size limit")
-        if answers:
+        if responses:
             self._used = True
             self._set_stall_seconds(STALL_SECONDS + self._slowness)
             self._set_keepalive(enabled=False)
-        return answers
+        return responses
 
     def close(self) -> None:
         """Close the socket; buffered data is still sent."""
         link = self._socket
         self._socket = None
         if link is not None:
-            # The number of a closed file may soon name another one, which the loop would then watch.
+            # The descriptor may be reused at once for another file, which the loop would then watch.
             asyncio.get_running_loop().remove_reader(link)
             link.close()
 
@@ -249,7 +258,7 @@ class Connection:
                     2 * self._stall_seconds, STALL_SECONDS_MOST + self._slowness
                 )
             raise ConnectionLost(
-                f"lost the connection: {error!r}", stale=self._used
+                f"lost the connection: {error!r}", retry_at_once=self._used
             ) from error
 
     async def _connect(self) -> None:
@@ -259,14 +268,15 @@ class Connection:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._limit_stall(link)
-        # Once enabled, keepalive finds a dead peer after 1 s of silence and three probes, a second apart.
+        # Once enabled, keepalive probes the peer after each second of silence. The time-out of `_limit_stall` decides
+        # when the peer is dead; with it, the kernel ignores the number of probes (TCP_KEEPCNT).
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         try:
             async with asyncio.timeout(self._connect_seconds):
                 await loop.sock_connect(link, self._address)
         except OSError as error:
+            # Includes the TimeoutError of `asyncio.timeout`, which is an OSError.
             link.close()
             if isinstance(error, TimeoutError):
                 self._connect_seconds = min(
@@ -293,7 +303,7 @@ class Connection:
             self._keepalive = enabled
 
 
-def _parse_response(received: bytes) -> tuple[Answer, bytes] | None:
+def _parse_response(received: bytes) -> tuple[Response, bytes] | None:
     """Split off the first response; return the response and the remaining bytes, None while it is incomplete.
 
     The agent's own server always sends a Content-Length and no chunks.
@@ -328,6 +338,7 @@ class Delivery:
     ended: float
 
 
+# Compared by identity: messages with the same bytes are different messages, and only one of them may be withdrawn.
 @dataclass(eq=False)
 class _Outgoing:
     """One unacknowledged message."""
@@ -371,13 +382,14 @@ class Lane:
         self._offset = 0
         """Number of bytes written of the next message."""
         self._unacknowledged = 0
-        """Size of the messages begun on this connection, in bytes."""
+        """Bytes in the bodies of the messages that were begun on this connection and are unacknowledged."""
         self._broken_off = False
         """Whether a partially written message was withdrawn."""
         self._backoff = BACKOFF_SECONDS
         """Pause before the next attempt after a broken connection, in seconds."""
         self._problem = "not connected yet"
-        """Reason of the last broken connection; empty since an acknowledgement."""
+        """Reason of the last broken connection, for the log; empty from an acknowledgement on. The initial text makes
+        the first acknowledgement log that the peer is connected."""
         self._sending: asyncio.Task[None] | None = None
         """The task that sends all messages; done or None on an idle lane."""
 
@@ -406,7 +418,7 @@ class Lane:
             raise
 
     def set_slowness(self, slowness: float) -> None:
-        """Extend time-outs by the round-trip time of a few packets from now on, in seconds."""
+        """Extend all time-outs by ``slowness`` seconds from now on; see `Connection`."""
         self._connection.set_slowness(slowness)
 
     def close(self) -> None:
@@ -426,6 +438,7 @@ class Lane:
             return  # already sent; the response is ignored
         if place == self._written and self._offset:
             # The peer waits for the rest of the announced body, so only a new connection can begin another message.
+            # The message stays at its place until then; `_start_over` drops it.
             self._broken_off = True
         else:
             self._messages.remove(outgoing)
@@ -453,8 +466,7 @@ class Lane:
                 except ConnectionLost as lost:
                     self._log_problem(str(lost))
                     self._start_over()
-                    # A stale connection says nothing about the peer, so the next attempt need not wait.
-                    if not lost.stale:
+                    if not lost.retry_at_once:
                         await asyncio.sleep(self._backoff)
                         self._backoff = min(2 * self._backoff, BACKOFF_SECONDS_MOST)
         except Exception as error:
@@ -475,10 +487,10 @@ class Lane:
         """Write messages and read responses until none is left; raises `ConnectionLost`."""
         loop = asyncio.get_running_loop()
         while self._messages:
-            writing, early = self._write_due()
+            writing, next_due = self._write_due()
             timer = None
-            if early is not None:
-                timer = loop.call_at(early, self._connection.wake)
+            if next_due is not None:
+                timer = loop.call_at(next_due, self._connection.wake)
             try:
                 await self._connection.wait(writing=writing)
             finally:
@@ -487,27 +499,31 @@ class Lane:
             if self._broken_off:
                 self._connection.abort()
                 raise ConnectionLost(
-                    "a partially sent message was withdrawn", stale=True
+                    "a partially sent message was withdrawn", retry_at_once=True
                 )
-            for answer in self._connection.read():
-                self._handle_answer(answer)
+            for response in self._connection.read():
+                self._handle_response(response)
 
     def _write_due(self) -> tuple[bool, float | None]:
         """Write all due messages.
 
-        Returns whether the kernel's buffer is full, and the instant at which the next message may leave.
+        Returns whether the kernel's buffer is full, and the instant at which the next message is due: None if no
+        message waits for its time, or if the buffer is full.
         """
         while True:
-            pieces, early = self._collect_due()
+            pieces, next_due = self._collect_due()
             if not pieces:
-                return False, early
+                return False, next_due
             written = self._connection.write(pieces)
             if not written:
                 return True, None
             self._advance_position(written)
 
     def _collect_due(self) -> tuple[list[bytes | memoryview], float | None]:
-        """Return the due pieces for one call, or the later instant of the next message."""
+        """Return the due pieces for one call, and the instant at which the next message is due.
+
+        The instant is None if no message waits for its time. Without pieces, nothing is due, or the window is full.
+        """
         now = time.monotonic()
         offset = self._offset
         room = WINDOW - self._unacknowledged
@@ -549,20 +565,23 @@ class Lane:
                 self._written += 1
                 self._offset = 0
 
-    def _handle_answer(self, answer: Answer) -> None:
+    def _handle_response(self, response: Response) -> None:
         """Apply the peer's response to the first unacknowledged message."""
-        status, text = answer
+        status, text = response
         is_final = status != _RETRY_LATER
-        if status >= 300 and is_final and self._messages:
+        is_refusal = status >= 300
+        if is_refusal and is_final and self._messages:
             rejected = self._messages.popleft()
             reason = f"{self.peer} refused a message: {_explain_refusal(status, text)}"
             _LOG.warning("%s", reason)
             if not rejected.delivered.done():
                 rejected.delivered.set_exception(Rejected(reason))
-        if status >= 300 or not self._written:
-            # The peer reads nothing after a refusal, so later messages must go over a new connection.
+        is_premature = not self._written
+        # The peer reads nothing after a refusal, and a response to a message that was not written completely cannot be
+        # an acknowledgement. In both cases later messages must go over a new connection.
+        if is_refusal or is_premature:
             self._connection.abort()
-            raise ConnectionLost("the peer refused a message", stale=is_final)
+            raise ConnectionLost("the peer refused a message", retry_at_once=is_final)
         acknowledged = self._messages.popleft()
         self._written -= 1
         self._unacknowledged -= len(acknowledged.body)
