@@ -1,7 +1,9 @@
 """``python -m tools.bench.paced CHARGES SECONDS``: the accuracy of pacing on this host, as JSON.
 
-``CHARGES`` is a JSON list of seconds. Pieces of work with these charges run one after another, in turns, for
-``SECONDS``. Prints ``spans`` (charge, duration, late, deficit of each piece in seconds) and ``wall`` (total seconds).
+``CHARGES`` is a JSON list of charged times in seconds. Pieces of work run one after another for ``SECONDS``, each with
+the next time of the list, which begins again after its end. Prints ``spans``, a list of (charge, duration, late,
+deficit) of each piece in seconds, and ``wall``, the total seconds. ``deficit`` is the time by which the computation
+exceeded its charge; ``late`` also includes late starts and wake-ups of the host (`testbed_agent.pacing.WorkTimes`).
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import threading
 import time
 from typing import Any
 
-from testbed_agent.pacing import Processors, constant_charge
+from testbed_agent.pacing import Processors, WorkTimes, constant_charge
 
-LOAD = 0.1
+COMPUTED_SHARE = 0.1
 """Share of its charge in which a piece of work computes, as for small layers of torch."""
 
 
@@ -35,18 +37,23 @@ def measure(charges: list[float], seconds: float) -> dict[str, Any]:
     def put(number: int, ready: float) -> None:
         charge = charges[number % len(charges)]
 
-        def end(_result: Any, _failure: Any, how: Any) -> None:
-            spans.append([charge, how.duration, how.late, how.deficit])
-            ended = how.start + how.duration
+        def begin(_start: float) -> bool:
+            # False would skip the work.
+            return True
+
+        # A failure need not be handled, since `busy_wait` has none.
+        def end(_result: Any, _failure: Any, times: WorkTimes) -> None:
+            spans.append([charge, times.duration, times.late, times.deficit])
+            ended = times.start + times.duration
             if ended < began + seconds:
                 put(number + 1, ended)
             else:
                 over.set()
 
         processors.put(
-            lambda: busy_wait(charge * LOAD),
+            lambda: busy_wait(charge * COMPUTED_SHARE),
             constant_charge(charge),
-            lambda _: True,
+            begin,
             end,
             ready,
         )

@@ -1,4 +1,7 @@
-"""Mapping of super neurons to devices: EdgePipe's Algorithm 2, hill climbs, random, exhaustive; device coordinator.
+"""Mapping of super neurons to devices, and choice of EdgePipe's device coordinator.
+
+There are four mappings: EdgePipe's Algorithm 2 (`genetic_order`), hill climbs (`climbed_order`), a random order
+(`random_order`) and an exhaustive search (`best_order`).
 
 Super neurons that transmit often should have devices with good links. An order of the devices is better, the larger the
 sum over all pairs of super neurons of (share of transmissions) x (reception ratio of the link): the Hadamard product of
@@ -33,6 +36,10 @@ In the worst of 800 random topologies of 4 to 7 devices one climb in 13 led to t
 
 def count_transmissions(assignment: NeuronAssignment) -> tuple[tuple[int, ...], ...]:
     """Return the number of transmissions per batch from each super neuron (row) to each other (column).
+
+    In each pass between two layers (`NeuronAssignment.layer_passes`), every super neuron with neurons of the sending
+    layer transmits once to every super neuron with neurons of the receiving layer. In the example, both have neurons of
+    all three layers, so all four passes count: two forward, one backward, and one that shares the results.
 
     >>> from testbed.ml.slots.arrangement import partition_neurons
     >>> count_transmissions(partition_neurons([4, 4, 2], ["a", "b"], "horizontal"))
@@ -91,18 +98,20 @@ def reception_matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matr
     return tuple(rows)
 
 
-def score_order(connectivity: Matrix, ratios: Matrix, order: Order) -> float:
+def score_order(connectivity: Matrix, reception: Matrix, order: Order) -> float:
     """Return the sum of the Hadamard product of super-neuron connectivity and device reception ratios.
 
+    The arguments are a `connectivity_matrix` and a `reception_matrix`.
+
     >>> chain = ((0.0, 1.0), (0.0, 0.0))
-    >>> ratios = ((0.0, 0.9), (0.6, 0.0))
-    >>> score_order(chain, ratios, (0, 1)), score_order(chain, ratios, (1, 0))
+    >>> reception = ((0.0, 0.9), (0.6, 0.0))
+    >>> score_order(chain, reception, (0, 1)), score_order(chain, reception, (1, 0))
     (0.9, 0.6)
     """
-    return _make_scorer(connectivity, ratios)(order)
+    return _make_scorer(connectivity, reception)(order)
 
 
-def _make_scorer(connectivity: Matrix, ratios: Matrix) -> Callable[[Order], float]:
+def _make_scorer(connectivity: Matrix, reception: Matrix) -> Callable[[Order], float]:
     """Return `score_order` for these topologies, as a function of the order."""
     # Most pairs of super neurons exchange nothing; leaving these out makes the thousands of scores cheap.
     edges = []
@@ -116,7 +125,7 @@ def _make_scorer(connectivity: Matrix, ratios: Matrix) -> Callable[[Order], floa
         for source, target, weight in edges:
             sender = order[source]
             receiver = order[target]
-            products.append(weight * ratios[sender][receiver])
+            products.append(weight * reception[sender][receiver])
         return sum(products)
 
     return score
@@ -129,23 +138,23 @@ def generation_count(devices: int) -> int:
 
 def genetic_order(
     connectivity: Matrix,
-    ratios: Matrix,
+    reception: Matrix,
     seed: int,
     count: int | None = None,
 ) -> Order:
     """Return the result of Algorithm 2 after ``count`` generations, by default the paper's.
 
-    A generation compares the best order so far with a random one and with a rotation of the best one by one place. As
-    printed, an order equal to the best one replaces it. If all links are alike, no order is better than another, and
-    the devices keep their order.
+    The paper calls it a simple genetic algorithm (Section IV-B). Its population is one order: a generation compares the
+    best order so far with a random one and with a rotation of the best one by one place. As printed, an order equal to
+    the best one replaces it. If all links are alike, no order is better than another, and the devices keep their order.
     """
     best: Order = tuple(range(len(connectivity)))
-    if _are_alike(ratios):
+    if _are_alike(reception):
         return best
     if count is None:
         count = generation_count(len(connectivity))
     draws = random.Random(derive(seed, "mapping"))
-    score = _make_scorer(connectivity, ratios)
+    score = _make_scorer(connectivity, reception)
     best_score = score(best)
     for _ in range(count):
         shuffled = tuple(draws.sample(best, len(best)))
@@ -162,18 +171,18 @@ def genetic_order(
     return best
 
 
-def _are_alike(ratios: Matrix) -> bool:
+def _are_alike(reception: Matrix) -> bool:
     """Return whether all links have the same reception ratio."""
     values = set()
-    for sender, receiver in itertools.permutations(range(len(ratios)), 2):
-        values.add(ratios[sender][receiver])
+    for sender, receiver in itertools.permutations(range(len(reception)), 2):
+        values.add(reception[sender][receiver])
     return len(values) < 2
 
 
-def climbed_order(connectivity: Matrix, ratios: Matrix, seed: int) -> Order:
+def climbed_order(connectivity: Matrix, reception: Matrix, seed: int) -> Order:
     """Return the best order of hill climbs, by exchanges of two devices, from Algorithm 2's order and random orders."""
-    score = _make_scorer(connectivity, ratios)
-    first = genetic_order(connectivity, ratios, seed)
+    score = _make_scorer(connectivity, reception)
+    first = genetic_order(connectivity, reception, seed)
     draws = random.Random(derive(seed, "mapping", "climbing"))
     starts = [first]
     for _ in range(CLIMBS):
@@ -208,17 +217,22 @@ def _climb_order(order: Order, score: Callable[[Order], float]) -> Order:
 
 
 def random_order(devices: int, seed: int, number: int = 1) -> Order:
-    """Return a uniformly random order: the paper's Random. Each ``number``, from 1 on, gives another order."""
+    """Return a uniformly random order: the paper's Random.
+
+    ``number``, from 1 on, is the place of the order in the seed's sequence of orders. Two numbers may give the same
+    order, since all orders of the sequence are drawn independently; with few devices they often do.
+    """
     draws = random.Random(derive(seed, "mapping", "random"))
     for _ in range(number):
         order = tuple(draws.sample(range(devices), devices))
     return order
 
 
-def best_order(connectivity: Matrix, ratios: Matrix) -> Order:
+def best_order(connectivity: Matrix, reception: Matrix) -> Order:
     """Return the best of all orders, the first on ties: the paper's Upper.
 
-    Raises ValueError for more than nine devices.
+    Among orders whose scores differ only by the rounding of sums, any may be returned. Raises ValueError for more than
+    nine devices.
     """
     count = len(connectivity)
     if count > MOST_EXHAUSTIVE:
@@ -226,13 +240,16 @@ def best_order(connectivity: Matrix, ratios: Matrix) -> Order:
             f"{count} devices have too many permutations for an exhaustive search: use {MOST_EXHAUSTIVE} at most"
         )
     orders = itertools.permutations(range(count))
-    return max(orders, key=_make_scorer(connectivity, ratios))
+    return max(orders, key=_make_scorer(connectivity, reception))
 
 
 def choose_device_coordinator(
     names: Sequence[str], ratios: Mapping[Pair, float]
 ) -> str:
-    """Return the device of the highest closeness centrality on expected transmissions; the first on ties.
+    """Return EdgePipe's device coordinator, which partitions the model and informs all others of their neurons.
+
+    This is the device of the highest closeness centrality on expected transmissions (Section IV), the first on ties. It
+    may be another device than the coordinator of the plan, which records losses and scores.
 
     A link of reception ratio p takes 1/p transmissions on average; distances are those of the cheapest paths away from
     the device (Floyd and Warshall). A pair missing in ``ratios``, or with ratio 0, has no link.
@@ -249,7 +266,8 @@ def choose_device_coordinator(
             distances[pair] = 1 / ratio
         else:
             distances[pair] = math.inf
-    # `product` varies the first place slowest, as Floyd and Warshall need: all pairs by one middle, then the next.
+    # Floyd and Warshall need all pairs for one middle device before the next middle device. In `product`, the first
+    # element changes last.
     for middle, start, end in itertools.product(names, repeat=3):
         detour = distances[start, middle] + distances[middle, end]
         distances[start, end] = min(distances[start, end], detour)

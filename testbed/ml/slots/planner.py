@@ -73,7 +73,7 @@ class SlotOptions(Options):
     """Mapping of super neurons to devices: Algorithm 2 as printed, the same followed by hill climbs (exchanges of two
     devices from many orders), random, or exhaustive search."""
     random_order: int = Field(1, ge=1, le=1000)
-    """Number of the order that the mapping `random` uses; each number gives another order on the same network."""
+    """Number of the order that the mapping `random` uses, in a random sequence; two numbers may give the same order."""
     pipelined: bool = True
     """False: a batch begins after the previous one is complete (the paper's Model)."""
     recovery: Literal["none", "r-tx", "ack"] = "none"
