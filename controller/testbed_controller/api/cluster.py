@@ -139,7 +139,7 @@ class _Batch:
                 self._store_result,
                 self._console,
                 done,
-                handle_loss=self._handle_loss,
+                check_loss=self._check_loss,
                 # While there is no worker, one task waits for the first.
                 max_running=lambda: max(1, _count_workers(self._client)),
                 on_poll=_Watch(self._client, self._console),
@@ -189,7 +189,7 @@ class _Batch:
         draft.rename(folder)
         return folder
 
-    def _handle_loss(
+    def _check_loss(
         self, number: int, ended: Future[Files]
     ) -> Literal["again", "given up"] | None:
         """Return the decision about a run whose task has ended; None unless workers died in the run."""

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 POLL_SECONDS = 5.0
-"""Time without a finished run after which the executor checks its workers."""
+"""Time without an ended run after which `collect` calls ``on_poll``; only a cluster has workers to check."""
 Done = Callable[[int, Run], None]
-"""Callback with the number of a run and the finished run."""
+"""Callback with the number of a run, its key in the mapping of `Executor.execute`, and the finished run."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class Executor(Protocol):
     def execute(
         self, runs: Mapping[int, PlannedRun], console: Console, done: Done
     ) -> None:
-        """Execute all runs, given by number; call ``done`` with each finished run.
+        """Execute all runs, given by number; call ``done`` with the number of each finished run and the run.
+
+        Callers choose the numbers, which need not be consecutive.
 
         An error of a run is raised after the runs in progress have ended, and later runs are not started.
         """
@@ -81,6 +83,7 @@ class InTurn:
         self, runs: Mapping[int, PlannedRun], console: Console, done: Done
     ) -> None:
         """See `Executor.execute`."""
+        # One for all runs: runs with equal initial weights read or train them once.
         initial = InitialWeights(console)
         began = time.monotonic()
         for finished_runs, (number, run) in enumerate(runs.items()):
@@ -128,15 +131,22 @@ class OneRunPerHost:
     def execute(
         self, runs: Mapping[int, PlannedRun], console: Console, done: Done
     ) -> None:
-        """See `Executor.execute`. Raises the errors of `reach_all` and `find_manager`."""
+        """Execute all runs; see `Executor.execute`.
+
+        Raises the errors of `reach_all` and `find_manager`: InputError for a context that is unknown or cannot be used,
+        or for two contexts of one engine; HostError if an engine does not respond, or if the hosts are not in one
+        Docker swarm with a manager among them.
+        """
         from testbed_controller.hosts.contexts import find_manager, reach_all
 
-        # Only the manager of the swarm can create the networks of a run.
+        # The hosts are joined by a Docker swarm. Only a manager of the swarm can create the networks of a run, so each
+        # run includes this host, even if all of its devices are on another one.
         managing_host = find_manager(reach_all(self.hosts)).name
-        # The queue of a manager's process, since a plain one cannot be an argument of a pool's jobs.
-        free = get_context("spawn").Manager().Queue()
+        # A queue in a process of its own (multiprocessing's "manager", not that of the swarm), since a plain queue
+        # cannot be an argument of a pool's jobs.
+        free_hosts = get_context("spawn").Manager().Queue()
         for host in self.hosts:
-            free.put(host)
+            free_hosts.put(host)
         console.print(
             f"{len(runs)} runs, one at a time on each of {', '.join(self.hosts)}"
         )
@@ -149,7 +159,7 @@ class OneRunPerHost:
                     run.trial,
                     run.folder,
                     self.options,
-                    free,
+                    free_hosts,
                     managing_host,
                 )
 
@@ -205,8 +215,10 @@ def _emulate_on_free_host(
     prepared = prepare(trial)
     host = free_hosts.get()
     place = {device.name: host for device in trial.experiment.devices}
+    # A set, since the free host may be the managing one; sorted, since the order of a set is random.
+    hosts = sorted({host, managing_host})
     try:
-        where = parse(LabPart, {"hosts": sorted({host, managing_host}), "place": place})
+        where = parse(LabPart, {"hosts": hosts, "place": place})
         host_options = replace(options, where=where)
         return _execute_run(prepared, "emulate", folder, host_options)
     finally:
@@ -233,7 +245,7 @@ def collect(
     console: Console,
     done: Done,
     *,
-    handle_loss: Callable[
+    check_loss: Callable[
         [int, Future[T]], Literal["again", "given up"] | None
     ] = lambda _number, _ended: None,
     max_running: Callable[[], int] = lambda: sys.maxsize,
@@ -241,9 +253,10 @@ def collect(
 ) -> None:
     """Submit runs, at most ``max_running()`` at a time, and call ``done`` with each finished run.
 
-    ``result_folder`` returns the results folder of a run. ``handle_loss`` returns None for a run with results, or
-    decides whether a run without results is submitted again or given up. ``on_poll`` is called every `POLL_SECONDS`
-    without a finished run.
+    ``result_folder`` returns the results folder of a run, or raises its error. ``check_loss`` is called for every ended
+    run. It returns None unless the run was lost with its worker, and otherwise whether the run is submitted again or
+    given up. ``on_poll`` is called every `POLL_SECONDS` without an ended run. The printed progress also counts runs that
+    were given up.
     """
     began = time.monotonic()
     waiting = list(todo)
@@ -258,11 +271,12 @@ def collect(
             on_poll()
         for ended in ended_runs:
             number = submitted.pop(ended)
-            verdict = handle_loss(number, ended)
-            if verdict == "again":
+            decision = check_loss(number, ended)
+            if decision == "again":
                 waiting.append(number)
-            if verdict is not None:
+            if decision is not None:
                 continue
+            # Includes runs that were given up, since nothing of them is left to execute.
             count = total - len(submitted) - len(waiting)
             # Without events, which a sweep of many runs could not hold in memory.
             finished = load_metrics(result_folder(number, ended))
