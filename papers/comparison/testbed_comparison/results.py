@@ -16,24 +16,25 @@ from typing import Any
 
 import testbed
 from testbed import InputError, Result
+from testbed.scenario.expand import trials
 from testbed_comparison.rows import Expression, Figures, Value, terms
 from testbed_comparison.words import Ours, measure
 
-FILE = "results.json"
+RESULTS_FILE = "results.json"
 RUNS = Path("results/papers")
 """Folder of all runs, relative to the working directory."""
-PLAN = "plan."
+PLAN_PREFIX = "plan."
 """Prefix of values that come from the details of the plan instead of the metrics."""
 WITHOUT_EFFECT = ("description", "time_limit", "expect")
 """Keys of a scenario without an effect on the values of its runs."""
-LIST_OF_NUMBERS = re.compile(r"\[[^\[\]{}]*\]")
-"""A list in JSON text without lists or objects inside."""
+INNERMOST_LIST = re.compile(r"\[[^\[\]{}]*\]")
+"""A list in JSON text without lists or objects inside, such as the numbers of a value or the seeds."""
 UNMET = 1
-"""Exit status of `testbed run` if an expectation of the scenario does not hold."""
+"""Exit status of `testbed run` if an expectation does not hold, but also after a failed run and after a crash."""
 
 
 class Results:
-    """The kept results of one system, by scenario.
+    """The kept results of one paper, by scenario.
 
     >>> results = Results(Path("papers/stahl"))
     >>> results.scenarios["stahl-example"]["date"]
@@ -43,28 +44,28 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.scenarios: dict[str, Any] = {}
-        file = folder / FILE
+        file = folder / RESULTS_FILE
         if file.is_file():
             self.scenarios = json.loads(file.read_text(encoding="utf-8"))
 
     def save(self) -> None:
-        """Write ``results.json``, with each list of numbers on one line."""
+        """Write ``results.json``, with each innermost list on one line."""
         in_order = dict(sorted(self.scenarios.items()))
         text = json.dumps(in_order, indent=1, ensure_ascii=False)
-        text = LIST_OF_NUMBERS.sub(lambda match: " ".join(match[0].split()), text)
-        (self._folder / FILE).write_text(text + "\n", encoding="utf-8")
+        text = INNERMOST_LIST.sub(lambda match: " ".join(match[0].split()), text)
+        (self._folder / RESULTS_FILE).write_text(text + "\n", encoding="utf-8")
 
     def stale(self, figures: Figures) -> list[str]:
         """Return the scenarios to run: without results, with other conditions, or without a needed value."""
         stale = []
-        for name, keys in _needed_values(figures).items():
-            if not self._is_current(name, keys, figures):
+        for name, value_keys in _needed_values(figures).items():
+            if not self._is_current(name, value_keys, figures):
                 stale.append(name)
         return stale
 
-    def _is_current(self, name: str, keys: set[str], figures: Figures) -> bool:
+    def _is_current(self, name: str, value_keys: set[str], figures: Figures) -> bool:
         kept = self.scenarios.get(name)
-        if kept is None or not keys <= kept["values"].keys():
+        if kept is None or not value_keys <= kept["values"].keys():
             return False
         changes = figures.changes.get(name, {})
         digest = self.digest(name, changes)
@@ -74,11 +75,11 @@ class Results:
         """Return a hash of all keys of a scenario with an effect on the runs."""
         scenario = testbed.load(self._file(name), changes)
         # Only keys that the file sets: a new option with a default must not make every result stale.
-        keys = scenario.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        content = scenario.model_dump(mode="json", by_alias=True, exclude_unset=True)
         for key in WITHOUT_EFFECT:
-            keys.pop(key, None)
+            content.pop(key, None)
         # The order of keys in a file means nothing.
-        text = json.dumps(keys, sort_keys=True)
+        text = json.dumps(content, sort_keys=True)
         digest = hashlib.sha256(text.encode())
         return digest.hexdigest()[:16]
 
@@ -86,7 +87,7 @@ class Results:
         return self._folder / "scenarios" / f"{name}.yaml"
 
     def prune(self, figures: Figures) -> None:
-        """Remove scenarios and values without a row."""
+        """Remove scenarios and values that neither a row nor a trial of ``sensitivity`` in ``figures.yaml`` uses."""
         needed = _needed_values(figures)
         # The difference is a new set, so that entries can be removed meanwhile.
         for name in self.scenarios.keys() - needed.keys():
@@ -98,7 +99,7 @@ class Results:
     def ours(
         self, scenario: str, expressions: Sequence[Expression], unit: str
     ) -> Ours | None:
-        """Return our value of expressions in a unit; None if a run is missing.
+        """Return our value of one expression, or the range of the values of several; None if a run is missing.
 
         ``scenario`` is the scenario of all values without a scenario of their own.
         """
@@ -116,6 +117,7 @@ class Results:
             return numbers
 
         trains = any(self.scenarios[name]["trains"] for name in used)
+        # Without training, the runs compute only times and sizes, which are equal in every run.
         return measure(expressions, unit, numbers_of, is_timing=not trains)
 
     def failed_runs(self, name: str) -> int:
@@ -123,7 +125,11 @@ class Results:
         return int(self.scenarios.get(name, {}).get("failed", 0))
 
     def run(self, name: str, figures: Figures, *, jobs: int, again: bool) -> None:
-        """Simulate a scenario, or resume earlier runs, and store the values."""
+        """Simulate a scenario and store its values.
+
+        Runs that an interrupted command has finished are kept, unless ``again`` is set. ``jobs`` runs are simulated at
+        a time. Raises `InputError` if a run is missing, did not finish or is not trusted.
+        """
         changes = figures.changes.get(name, {})
         digest = self.digest(name, changes)
         # With the digest, runs under other conditions are not taken for parts of this one.
@@ -131,11 +137,18 @@ class Results:
         if again:
             shutil.rmtree(runs, ignore_errors=True)
         run_scenario(self._file(name), changes, runs, "simulate", "--jobs", str(jobs))
+        expected = len(trials(testbed.load(self._file(name), changes)))
+        results = testbed.open_results(runs)
+        # A crash between two runs has the exit status of an unmet expectation, and leaves a part of the sweep.
+        if len(results) != expected:
+            raise InputError(
+                f"{runs}: {len(results)} of {expected} runs exist: run the command again to resume"
+            )
         wanted = []
         for scenario, value in figures.values():
             if scenario == name:
                 wanted.append(value)
-        record = _record_runs(testbed.open_results(runs), wanted)
+        record = _record_runs(results, wanted)
         record["command"] = shlex.join(compose_command(f"papers/{name}", changes))
         record["digest"] = digest
         self.scenarios[name] = record
@@ -148,7 +161,11 @@ def run_scenario(
     runtime: str,
     *options: str,
 ) -> None:
-    """Run a scenario in a new process, or resume the runs in a folder; raises `InputError` if the command fails."""
+    """Run a scenario in a new process, or resume the runs in a folder.
+
+    Raises `InputError` for every exit status but 0 and `UNMET`. Since a crash has the status `UNMET` as well, the
+    caller checks that all runs exist and have finished.
+    """
     # By the interpreter, since the command `testbed` need not be on the path.
     start = "from testbed_controller.cli.main import main; main()"
     _, *arguments = compose_command(str(file), changes, runtime)
@@ -157,6 +174,7 @@ def run_scenario(
     # Events take most of the space, and all values come from metrics and plans.
     command.append("--no-events")
     status = subprocess.run(command, check=False).returncode
+    # An unmet expectation has no effect on the values of the runs.
     if status not in (0, UNMET):
         raise InputError(
             f"{file.stem}: 'testbed run' failed with exit status {status}; its output names the reason"
@@ -182,7 +200,7 @@ def compose_command(
 
 
 def _needed_values(figures: Figures) -> dict[str, set[str]]:
-    """Return the keys of all values used by rows and sensitivity, by scenario."""
+    """Return the keys of all values used by rows and by trials of ``sensitivity``, by scenario."""
     needed: dict[str, set[str]] = {}
     for scenario, value in figures.values():
         keys = needed.setdefault(scenario, set())
@@ -200,7 +218,10 @@ def _value_key(value: Value) -> str:
 
 
 def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any]:
-    """Return values and provenance of a scenario's runs; raises `InputError` for unfinished or untrusted runs."""
+    """Return values and provenance of a scenario's runs; raises `InputError` for unfinished or untrusted runs.
+
+    Date and revision are those of the first run, even if later runs were resumed on another day.
+    """
     manifests = []
     seeds = set()
     seconds = 0.0
@@ -211,6 +232,7 @@ def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str
         manifests.append(manifest)
         seeds.add(manifest["seed"])
         seconds += manifest["wall_seconds"]
+        # A run that trains has an accuracy; a run that computes only times and sizes has none.
         trains = trains or result.run.metrics.get("accuracy") is not None
     kept = {}
     for value in values:
@@ -219,7 +241,7 @@ def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str
     return {
         "date": first["date"][:10],
         "revision": first["revision"],
-        "computing": _processors_of(manifests),
+        "computing": _computing_of(manifests),
         "seeds": sorted(seeds),
         "runs": len(manifests),
         "failed": sum(map(_has_failed, results)),
@@ -229,13 +251,13 @@ def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str
     }
 
 
-def _processors_of(manifests: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the different processors of the runs with their versions of torch."""
+def _computing_of(manifests: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the different entries of ``computing`` in the manifests: a processor and its version of torch."""
     # As text, since a dictionary cannot be a member of a set.
     texts: set[str] = set()
     for manifest in manifests:
-        for processor in manifest["host"].get("computing") or ():
-            texts.add(json.dumps(processor))
+        for entry in manifest["host"].get("computing") or ():
+            texts.add(json.dumps(entry))
     return [json.loads(text) for text in sorted(texts)]
 
 
@@ -263,10 +285,14 @@ def _values_at(results: Sequence[Result], value: Value) -> list[float | None]:
             continue
         point = json.dumps(result.run.trial.point, sort_keys=True)
         numbers = points.setdefault(point, [])
-        # A place for each repetition, since both values of a ratio must come from the same repetition.
-        # What a failed run measured before its end is not comparable with whole runs.
+        # Each repetition has an entry: both values of a ratio must come from the same repetition.
+        # A failed run has no value, since it ended early and is not comparable with whole runs.
         failed = _has_failed(result)
         numbers.append(None if failed else metric_of(result, value.metric))
+    if not points:
+        raise InputError(
+            f"{value.metric} at {value.at}: 0 points of the sweep match; correct 'at'"
+        )
     if value.minimum:
         return _values_at_minimum(points, value.key)
     if len(points) != 1:
@@ -279,9 +305,9 @@ def _values_at(results: Sequence[Result], value: Value) -> list[float | None]:
 def _values_at_minimum(
     points: Mapping[str, list[float | None]], key: str
 ) -> list[float | None]:
-    """Return the numbers of the point with the least mean, or with a key the value of this key at that point.
+    """Return the numbers of the point with the least mean; with a key, the swept value of this key at that point.
 
-    ``points`` has the numbers of each repetition by point, as JSON.
+    ``points`` has the numbers of each repetition by point, as JSON. The result is empty if no run has a number.
     """
     means: dict[str, float] = {}
     for point, numbers in points.items():
@@ -296,6 +322,7 @@ def _values_at_minimum(
 
 
 def _numbers_in(values: Sequence[float | None]) -> list[float]:
+    """Return the values of those repetitions that have a value."""
     return [number for number in values if number is not None]
 
 
@@ -322,9 +349,9 @@ def metric_of(result: Result, name: str) -> float | None:
     """Return a metric of a run by its name as in `expect`, or ``plan.`` and a dotted key of the plan's details."""
     run = result.run
     value: Any = run.metrics
-    if name.startswith(PLAN):
+    if name.startswith(PLAN_PREFIX):
         value = run.plan.details.model_dump(mode="json")
-    for key in name.removeprefix(PLAN).split("."):
+    for key in name.removeprefix(PLAN_PREFIX).split("."):
         value = _child(value, key)
     # In Python a boolean is an integer.
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -334,9 +361,10 @@ def metric_of(result: Result, name: str) -> float | None:
 
 
 def _child(tree: Any, key: str) -> Any:
-    """Return an element of a mapping or a list; None for a missing element."""
+    """Return an element of a mapping, or of a list by its index from 0 on; None for a missing element."""
     if isinstance(tree, Mapping):
         return tree.get(key)
-    if isinstance(tree, list) and int(key) < len(tree):
+    # A key such as -1 or a word is no index.
+    if isinstance(tree, list) and key.isdecimal() and int(key) < len(tree):
         return tree[int(key)]
     return None

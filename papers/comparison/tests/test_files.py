@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,7 +14,7 @@ from testbed.common.seeds import derive
 from testbed_comparison.clocks import Clocks, load_clocks
 from testbed_comparison.commands import PAGE, open_system, system_folders
 from testbed_comparison.plots import draw_plots
-from testbed_comparison.results import Results
+from testbed_comparison.results import RUNS, Results, metric_of
 from testbed_comparison.rows import load
 from testbed_comparison.tables import (
     System,
@@ -317,6 +319,40 @@ def test_a_value_has_to_name_one_point_of_a_sweep(folder, monkeypatch):
         InputError, match="2 points of the sweep match; name exactly one"
     ):
         Results(folder).run("one", load(folder), jobs=1, again=False)
+
+
+def test_least_value_without_a_matching_point_is_refused(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    ours = {"metric": "steps", "at": {"workload.epochs": 7}, "minimum": True}
+    write(folder, with_row(ours=ours))
+    figures = load(folder)
+    figures = figures.model_copy(update={"rows": figures.rows[:1]})
+    with pytest.raises(InputError, match="0 points of the sweep match"):
+        Results(folder).run("one", figures, jobs=1, again=False)
+
+
+def test_incomplete_sweep_is_refused(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    write(folder, with_row(ours={"metric": "steps", "minimum": True}))
+    figures = load(folder)
+    figures = figures.model_copy(update={"rows": figures.rows[:1]})
+    results = Results(folder)
+    results.run("one", figures, jobs=1, again=False)
+    lost, _ = sorted((folder / RUNS).glob("*/*/scenario.yaml"))
+    shutil.rmtree(lost.parent)
+    monkeypatch.setattr(
+        "testbed_comparison.results.run_scenario", lambda *arguments: None
+    )
+    with pytest.raises(InputError, match="1 of 2 runs exist"):
+        results.run("one", figures, jobs=1, again=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("1", 2.0), ("-1", None), ("first", None), ("2", None)]
+)
+def test_metric_names_an_element_of_a_list_by_its_index(key, value):
+    run = SimpleNamespace(metrics={"times": [1.0, 2.0]})
+    assert metric_of(SimpleNamespace(run=run), f"times.{key}") == value
 
 
 CONTAINERS = {
