@@ -255,8 +255,8 @@ def collect(
 
     ``result_folder`` returns the results folder of a run, or raises its error. ``check_loss`` is called for every ended
     run. It returns None unless the run was lost with its worker, and otherwise whether the run is submitted again or
-    given up. ``on_poll`` is called every `POLL_SECONDS` without an ended run. The printed progress also counts runs that
-    were given up.
+    given up. ``on_poll`` is called every `POLL_SECONDS` without an ended run. The printed progress includes runs
+    that were given up.
     """
     began = time.monotonic()
     waiting = list(todo)
