@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from docker import DockerClient
 
     from testbed_controller.hosts.placement import LabPart
-    from testbed_controller.lab.containers import RunningContainer
+    from testbed_controller.lab.containers import ListedContainer
     from testbed_controller.results.files import Progress
 
 
@@ -200,7 +200,7 @@ def ps(as_json: bool) -> None:
 
 
 def _container_rows(
-    run: str, containers: Sequence[RunningContainer], current: Progress
+    run: str, containers: Sequence[ListedContainer], current: Progress
 ) -> list[list[str]]:
     if not containers:
         return [[run, "", "networks only", "", "", "", ""]]
@@ -212,13 +212,13 @@ def _container_rows(
     return rows
 
 
-def _running_labs() -> dict[str, list[RunningContainer]]:
+def _running_labs() -> dict[str, list[ListedContainer]]:
     """Return the containers of each run, on this engine and on the hosts of distributed runs."""
     from testbed_controller.hosts.contexts import reach
     from testbed_controller.lab.containers import running_labs
     from testbed_controller.lab.engine import connect_to_all
 
-    labs: dict[str, list[RunningContainer]] = {}
+    labs: dict[str, list[ListedContainer]] = {}
     for client in connect_to_all().values():
         labs |= running_labs(client)
     for run in runstate.runs():

@@ -1,4 +1,4 @@
-"""Conversion of a lab into a docker compose project. Pure functions."""
+"""Conversion of a lab, the containers and links of a run, into a docker compose project. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,28 +6,36 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from testbed.common.yamltext import written
+from testbed.common import yamltext
 from testbed.network.checks import SHAPER
 from testbed.scenario.schema import Trial
 from testbed.wire.ports import CONTROL_PORT
 from testbed_controller.lab.clients import attachment
 from testbed_controller.lab.containers import device_settings, shaper_settings
-from testbed_controller.lab.networks import CLOSED, data_subnet, device_addresses
+from testbed_controller.lab.networks import (
+    CONTROL_OPTIONS,
+    data_subnet,
+    device_addresses,
+)
 from testbed_controller.lab.removal import RUN
 from testbed_controller.lab.runstate import RunState
+from testbed_controller.shaping.backend import AUTO
 from testbed_controller.shaping.plan import Endpoint
 
-PORT = 8710
+HOST_PORT = 8710
 """Port of the host that leads to the shaper and, through the shaper, to the devices."""
-IMAGE = "${{TESTBED_{}_IMAGE:?run 'testbed setup images --env > .env' first}}"
-TOKEN = "${TESTBED_TOKEN:?}"
+IMAGE_VARIABLE = "${{TESTBED_{}_IMAGE:?run 'testbed setup images --env > .env' first}}"
+"""Reference to the image of a ``DEVICE`` or the ``SHAPER``, for `str.format`; compose prints the hint without one."""
+TOKEN_VARIABLE = "${TESTBED_TOKEN:?}"
+"""Reference to the token of all containers of the project."""
 
 
-def _logging(config: Mapping[str, Any]) -> dict[str, Any]:
+def _log_driver(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"driver": config["Type"], "options": dict(config["Config"])}
 
 
 def _anonymous_volumes(mounts: Iterable[Mapping[str, Any]]) -> list[str]:
+    # Mounts have no name. Their labels are those of a run, which would have the volumes removed as leftovers of a run.
     return [mount["Target"] for mount in mounts]
 
 
@@ -38,9 +46,10 @@ def _tmpfs(mounts: Mapping[str, str]) -> list[str]:
 _HOST_SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "CapAdd": ("cap_add", list),
     "CapDrop": ("cap_drop", list),
+    # The only request of a device is for all GPUs of the host.
     "DeviceRequests": ("gpus", lambda _: "all"),
     "ExtraHosts": ("extra_hosts", list),
-    "LogConfig": ("logging", _logging),
+    "LogConfig": ("logging", _log_driver),
     "Memory": ("mem_limit", int),
     "MemorySwap": ("memswap_limit", int),
     "Mounts": ("volumes", _anonymous_volumes),
@@ -62,9 +71,11 @@ _HEAD = """\
 #   docker compose up -d && ./shape # containers, then their links; ./shape again after a device has restarted
 """
 
+# links.json has a text such as "pid of source" in place of each process ID. For each device, the script adds an edit of
+# sed that replaces this text, quotes included, by the number; `edits` then begins with a semicolon, which is removed.
 _SHAPE = """\
 #!/bin/sh
-# Give the standing devices their links, as links.json has them; again after one has restarted.
+# Give the running devices the links of links.json. Run this again after a device has restarted.
 set -eu
 cd "$(dirname "$0")"
 . ./.env
@@ -87,32 +98,41 @@ def compose_project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
     subnet = data_subnet(trial.scenario.network.subnet, len(specs))
     ips = device_addresses(subnet, [spec.name for spec in specs])
     addresses = {device: str(address) for device, address in ips.items()}
-    state = RunState(run=name, token=TOKEN)
+    state = RunState(run=name, token=TOKEN_VARIABLE)
     services = {}
     endpoints = []
     for spec in specs:
-        image = images.get(spec.name, IMAGE.format("DEVICE"))
+        image = images.get(spec.name, IMAGE_VARIABLE.format("DEVICE"))
         settings = device_settings(state, image, spec, addresses)
         services[spec.name] = {**compose_service(settings), "network_mode": "none"}
         address = addresses[spec.name]
-        access = (spec.uplink, spec.downlink)
-        endpoints.append(Endpoint(spec.name, 0, address, *access, str(subnet)))
-    shaper = shaper_settings(state, IMAGE.format("SHAPER"), "auto")
+        endpoints.append(
+            Endpoint(
+                spec.name,
+                pid=0,
+                address=address,
+                uplink=spec.uplink,
+                downlink=spec.downlink,
+                network=str(subnet),
+            )
+        )
+    # The shaper itself chooses a backend that its kernel supports.
+    shaper = shaper_settings(state, IMAGE_VARIABLE.format("SHAPER"), AUTO)
     services[SHAPER] = {
         **compose_service(shaper),
         "networks": ["control"],
-        "ports": [f"127.0.0.1:{PORT}:{CONTROL_PORT}"],
+        "ports": [f"127.0.0.1:{HOST_PORT}:{CONTROL_PORT}"],
     }
-    networks = {"control": {"driver_opts": dict(CLOSED)}}
+    networks = {"control": {"driver_opts": dict(CONTROL_OPTIONS)}}
     body = attachment(endpoints, experiment.links, experiment.seed, experiment.cells)
     # Process IDs are known only while the containers run: the script `shape` puts them in.
     for endpoint in body["endpoints"]:
         endpoint["pid"] = f"pid of {endpoint['name']}"
-    project = written({"services": services, "networks": networks}, 140)
+    project = yamltext.written({"services": services, "networks": networks}, width=140)
     return {
         "docker-compose.yml": _HEAD.format(name=name) + project,
         "links.json": json.dumps(body, indent=1) + "\n",
-        "shape": _SHAPE.format(devices=" ".join(addresses), port=PORT),
+        "shape": _SHAPE.format(devices=" ".join(addresses), port=HOST_PORT),
     }
 
 
@@ -126,7 +146,10 @@ def compose_service(settings: Mapping[str, Any]) -> dict[str, Any]:
         if key not in ("host_config", "ports", "labels"):
             converted[key] = value
     # All containers share the project's token, since no controller derives one for each.
-    converted["environment"] = {**converted["environment"], "TESTBED_TOKEN": TOKEN}
+    converted["environment"] = {
+        **converted["environment"],
+        "TESTBED_TOKEN": TOKEN_VARIABLE,
+    }
     # Containers with the label of runs would be removed as leftovers of a run.
     labels = dict(settings["labels"])
     labels.pop(RUN, None)

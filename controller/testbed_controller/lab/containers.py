@@ -24,7 +24,8 @@ from testbed_controller.lab.runstate import RunState
 from testbed_controller.shaping.backend import environment_for
 
 SHAPER_CAPABILITIES = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"]
-"""Capabilities to configure networks, to enter the devices' namespaces (two of them), and for real-time scheduling."""
+"""Capabilities of the shaper: `NET_ADMIN` to configure networks, `NET_RAW` to send duplicates of packets, `SYS_ADMIN`
+and `SYS_PTRACE` to enter the devices' namespaces, and `SYS_NICE` for real-time scheduling."""
 
 SHAPER_MEMORY = 2 << 30
 """Memory limit of the shaper in bytes; its packet queues take most of it."""
@@ -32,10 +33,18 @@ SHAPER_MEMORY = 2 << 30
 _SYSCTLS = {
     # Otherwise TCP restarts slowly after an idle period between two batches, which is no property of the link.
     "net.ipv4.tcp_slow_start_after_idle": "0",
-    # Windows for 1 Gbit/s over 100 ms each way: the default of 6 MB would limit the rate instead of the link.
+    # Minimum, default and maximum of a window in bytes. At 1 Gbit/s over 100 ms each way, 25 MB are in flight: they fit
+    # into 64 MiB, but the default maximum of 6 MB would limit the rate instead of the link.
     "net.ipv4.tcp_rmem": "4096 131072 67108864",
     "net.ipv4.tcp_wmem": "4096 16384 67108864",
 }
+
+_TMP = "size=64m,mode=1777"
+"""Options of the file system of ``/tmp``, which is in memory: 64 MiB at most, writable by every user."""
+_DEVICE_TASKS = 256
+"""Maximum number of processes and threads of a device."""
+_SHAPER_TASKS = 1024
+"""Maximum number of processes and threads of the shaper."""
 
 _LOGS = LogConfig(
     type=LogConfig.types.JSON, config={"max-size": "10m", "max-file": "2"}
@@ -44,7 +53,8 @@ _LOGS = LogConfig(
 _LOG = logging.getLogger(__name__)
 
 ControlUrl = Callable[[str, Mapping[str, Any]], str]
-"""Function from the name and inspection of a container to its control URL for the controller; empty if unreachable."""
+"""Returns the URL at which the controller reaches a container, from the container's name and inspection; empty if
+unreachable."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,8 @@ class DeviceContainer:
 
 
 @dataclass
-class RunningContainer:
-    """A container of any run, as listed by the engine."""
+class ListedContainer:
+    """A container of any run in any state, as listed by the engine."""
 
     run: str
     name: str
@@ -76,10 +86,13 @@ class RunningContainer:
     control_url: str = ""
 
 
-def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer]]:
-    """Return the containers of every run on the engine, by run, whoever the owner is."""
+def running_labs(client: docker.DockerClient) -> dict[str, list[ListedContainer]]:
+    """Return the containers of every run on the engine by run, those of all users and in any state.
+
+    A lab without a run counts as a run: it has a run ID, too.
+    """
     # Runs whose containers are gone may have networks or volumes left.
-    labs: dict[str, list[RunningContainer]] = {}
+    labs: dict[str, list[ListedContainer]] = {}
     for run in sorted(labelled_runs(client)):
         labs[run] = []
     urls: dict[str, str] = {}
@@ -87,11 +100,12 @@ def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer
         labels = entry["Labels"]
         run = str(labels[RUN])
         name = labels.get(DEVICE) or labels.get(ROLE, "?")
-        container = RunningContainer(
+        container = ListedContainer(
             run, name, entry["State"], entry["Status"], labels.get(ADDRESS, "")
         )
         labs.setdefault(run, []).append(container)
         for port in entry["Ports"]:
+            # Only the control port of a shaper is published.
             if port.get("PublicPort"):
                 urls[run] = f"http://127.0.0.1:{port['PublicPort']}"
     for run, containers in labs.items():
@@ -101,7 +115,7 @@ def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer
     return labs
 
 
-def _note_urls(containers: list[RunningContainer], shaper: str) -> None:
+def _note_urls(containers: list[ListedContainer], shaper: str) -> None:
     for container in containers:
         if container.state != "running":
             continue
@@ -159,12 +173,16 @@ def published_url(inspection: Mapping[str, Any]) -> str:
 
 
 def inspect(
-    client: docker.DockerClient, run: str, name: str, address: str, url: ControlUrl
+    client: docker.DockerClient, run: str, name: str, address: str, find_url: ControlUrl
 ) -> DeviceContainer:
-    """Return the current state of a container, ``gone`` for a missing one; ``url`` returns the control URL."""
+    """Return the current state of a container, ``gone`` for a missing one.
+
+    ``find_url`` returns the control URL for the container's name and inspection.
+    """
     try:
         inspection = client.api.inspect_container(container_name(run, name))
     except NotFound:
+        # A missing container has no ID; the engine accepts a container's name wherever it accepts an ID.
         return DeviceContainer(name, container_name(run, name), address, "gone")
     status = inspection["State"]
     return DeviceContainer(
@@ -173,7 +191,7 @@ def inspect(
         address,
         status["Status"],
         status["Pid"],
-        url(name, inspection),
+        find_url(name, inspection),
     )
 
 
@@ -189,7 +207,7 @@ def device_settings(
         # Numeric libraries would otherwise start a thread for each processor of the host.
         "OMP_NUM_THREADS": "1",
     }
-    # The device's disk: a volume survives a restart of the container, and its label leads the removal to it.
+    # The device's disk is a volume, which survives a restart of the container. The removal finds volumes by label.
     disk_labels = {RUN: state.run, DEVICE: spec.name}
     disk = Mount("/state", None, type="volume", labels=disk_labels)
     gpus = None
@@ -200,12 +218,12 @@ def device_settings(
         image,
         labels,
         environment,
-        tmpfs={"/tmp": "size=64m,mode=1777"},
+        tmpfs={"/tmp": _TMP},
         mounts=[disk],
         mem_limit=memory,
         # Equal to the memory: no swap, which a device does not have.
         memswap_limit=memory,
-        pids_limit=256,
+        pids_limit=_DEVICE_TASKS,
         nano_cpus=None if spec.cpus is None else int(spec.cpus * 1e9),
         sysctls=_SYSCTLS,
         device_requests=gpus,
@@ -215,7 +233,8 @@ def device_settings(
         network_mode=network_name(state.run, "data") if state.hosts else "none",
     )
     if state.hosts:
-        # A swarm worker knows the overlay network only after a container was started on it, too late to connect.
+        # A swarm worker learns of the overlay network only when a container that names the network starts, so no
+        # container can be connected before. Therefore the network is part of the container's settings.
         endpoint = EndpointConfig(
             DEFAULT_DOCKER_API_VERSION,
             aliases=[spec.name],
@@ -227,14 +246,15 @@ def device_settings(
     return {**settings, "hostname": spec.name}
 
 
-def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
-    """Return the engine settings of the shaper's container; ``links`` names the link backend."""
+def shaper_settings(state: RunState, image: str, backend: str) -> dict[str, Any]:
+    """Return the engine settings of the shaper's container; ``backend`` is the name of the link backend or ``auto``."""
     environment = {
         "TESTBED_TOKEN": state.token_of(SHAPER),
-        "TESTBED_LINKS": links,
-        **environment_for([links]),
+        "TESTBED_LINKS": backend,
+        **environment_for([backend]),
     }
-    # Several hosts share no control network: the keepers enter the loopback of the containers instead.
+    # Several hosts share no control network. There, the keeper of each host, a container that carries the controller's
+    # requests, enters the loopback of the host's containers.
     network: dict[str, Any] = {"network_mode": "none"}
     if not state.hosts:
         network = {
@@ -247,16 +267,17 @@ def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
         image,
         {ROLE: SHAPER},
         environment,
-        tmpfs={"/tmp": "size=64m,mode=1777", "/run": "size=16m,mode=755"},
+        tmpfs={"/tmp": _TMP, "/run": "size=16m,mode=755"},
         mem_limit=SHAPER_MEMORY,
         memswap_limit=SHAPER_MEMORY,
-        pids_limit=1024,
+        pids_limit=_SHAPER_TASKS,
         cap_add=SHAPER_CAPABILITIES,
         # The namespaces of devices are opened by process IDs of the host.
         pid_mode="host",
         **network,
     )
     if not state.hosts:
+        # The engine API wants a published port in both places: here as exposed, in `port_bindings` with its address.
         settings["ports"] = [CONTROL_PORT]
     return settings
 
@@ -268,7 +289,10 @@ def container_settings(
     environment: dict[str, str],
     **host: Any,
 ) -> dict[str, Any]:
-    """Return the common settings of all containers, with additions of the caller, for the engine API."""
+    """Return the settings of a container for the engine API: those common to all containers, and those of the caller.
+
+    ``host`` are arguments of `docker.types.HostConfig`; ``log_config`` replaces the common limits of logs.
+    """
     variables = {"TESTBED_RUN": state.run}
     if state.lease is not None:
         variables[LEASE] = f"{state.lease:g}"
@@ -279,6 +303,7 @@ def container_settings(
         cap_drop=["ALL"],
         security_opt=["no-new-privileges"],
         read_only=True,
+        # Callers such as the keeper's may replace the limits of logs.
         **({"log_config": _LOGS} | host),
     )
     return {
@@ -298,9 +323,9 @@ def make_container(
 
     Raises `HostError` if the engine refuses.
     """
-    title = container_name(run, name)
+    full_name = container_name(run, name)
     try:
-        client.api.create_container(name=title, use_config_proxy=False, **settings)
+        client.api.create_container(name=full_name, use_config_proxy=False, **settings)
     except APIError as error:
         # 409: an earlier try of this request has created the container.
         if error.status_code != 409:
@@ -308,7 +333,7 @@ def make_container(
                 f"cannot create the container of {name}: {error.explanation}"
             ) from error
     try:
-        client.api.start(title)
+        client.api.start(full_name)
     except APIError as error:
         raise HostError(
             f"cannot start the container of {name}: {error.explanation}"

@@ -25,7 +25,7 @@ _TAKEN = ("overlap", "conflict", "already used")
 """Parts of engine errors about occupied subnets; the last is Podman's."""
 _ALLOTTED_WITHIN = 10.0
 """Time for a swarm to assign a subnet to an overlay network, in seconds."""
-CLOSED = {"com.docker.network.bridge.enable_ip_masquerade": "false"}
+CONTROL_OPTIONS = {"com.docker.network.bridge.enable_ip_masquerade": "false"}
 """Options of the control network, which must not lead beyond this host."""
 
 
@@ -127,7 +127,7 @@ def make_control_network(
     if within is None:
         pools.append(None)
     complaint = describe_obstacles(chosen, routed, {"the engine": engine_subnets})
-    settings = {"driver": "bridge", "options": CLOSED}
+    settings = {"driver": "bridge", "options": CONTROL_OPTIONS}
     title = "the control network"
     make_network(client, run, "control", pools, title, complaint, **settings)
 
