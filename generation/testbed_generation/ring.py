@@ -254,16 +254,29 @@ def _no_windows(ring: Ring, rounds: int) -> InputError:
             f"{ring.layers} layers do not fit into the memory of the ring: {REMEDY}, or give a 'disk' rate",
             ("workload", "method"),
         )
-    missing = []
+    error = _missing_link(ring, windows)
+    assert error is not None
+    return error
+
+
+def _missing_link(ring: Ring, windows: Windows) -> InputError | None:
+    """Return the error for the first missing link between neighbours; None if all links exist."""
     for one, other in windows.hops():
         if ring.send(one, other) == math.inf:
-            missing.append((one, other))
-    one, other = missing[0]
-    return InputError(
-        f"{one} and {other} are neighbours in the ring, but no link leads from {one} to {other}: add the link, or use "
-        "the topology mesh",
-        ("network",),
-    )
+            return InputError(
+                f"{one} and {other} are neighbours in the ring, but no link leads from {one} to {other}: add the link, "
+                "or use the topology mesh",
+                ("network",),
+            )
+    return None
+
+
+def _check_links(ring: Ring, windows: Windows) -> Windows:
+    """Return windows whose devices have all links; raises `InputError` for a missing link."""
+    error = _missing_link(ring, windows)
+    if error is not None:
+        raise error
+    return windows
 
 
 def _add_member(states: States, ring: Ring, place: int, rounds: int) -> None:
@@ -291,7 +304,7 @@ def even_windows(ring: Ring, rounds: int) -> Windows:
         if not _fits(ring, member, window, rounds):
             raise _does_not_fit(member, rounds * window)
         windows.append((member.name, window))
-    return Windows(rounds, tuple(windows))
+    return _check_links(ring, Windows(rounds, tuple(windows)))
 
 
 def memory_windows(ring: Ring, rounds: int) -> Windows:
@@ -338,7 +351,7 @@ def memory_windows(ring: Ring, rounds: int) -> Windows:
     for member in ring.members:
         if sizes[member.name] > 0:
             windows.append((member.name, sizes[member.name]))
-    return Windows(rounds, tuple(windows))
+    return _check_links(ring, Windows(rounds, tuple(windows)))
 
 
 def _round_layers(ring: Ring, rounds: int) -> int:

@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -130,12 +131,15 @@ def test_windows_by_memory_fill_devices_without_a_disk_and_share_the_rest() -> N
         memory_windows(without_disks, 1)
 
 
-def test_missing_link_of_a_ring_is_named() -> None:
+@pytest.mark.parametrize("assign", [halda, even_windows, memory_windows])
+def test_missing_link_of_a_ring_is_named(
+    assign: Callable[[Ring, int], Windows],
+) -> None:
     links = {("a", "b"): 0.1}
     members = (Member("a", 1.0, 2.0), Member("b", 1.0, 2.0))
     ring = Ring(members, 4, 1.0, lambda one, other: links.get((one, other), math.inf))
     with pytest.raises(InputError, match="no link leads from b to a"):
-        halda(ring, 1)
+        assign(ring, 1)
 
 
 def test_device_with_negative_free_memory_takes_no_layer_of_others() -> None:
