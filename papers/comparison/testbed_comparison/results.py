@@ -16,6 +16,7 @@ from typing import Any
 
 import testbed
 from testbed import InputError, Result
+from testbed.common.errors import DivergedError
 from testbed.scenario.expand import trials
 from testbed_comparison.rows import Expression, Figures, Value, terms
 from testbed_comparison.words import Ours, measure
@@ -31,6 +32,8 @@ INNERMOST_LIST = re.compile(r"\[[^\[\]{}]*\]")
 """A list in JSON text without lists or objects inside, such as the numbers of a value or the seeds."""
 UNMET = 1
 """Exit status of `testbed run` if an expectation does not hold, but also after a failed run and after a crash."""
+ENDED = (0, UNMET, DivergedError.exit_code)
+"""Exit statuses after which runs may have values; training that diverges is a result of the method as well."""
 
 
 class Results:
@@ -163,8 +166,8 @@ def run_scenario(
 ) -> None:
     """Run a scenario in a new process, or resume the runs in a folder.
 
-    Raises `InputError` for every exit status but 0 and `UNMET`. Since a crash has the status `UNMET` as well, the
-    caller checks that all runs exist and have finished.
+    Raises `InputError` for an exit status outside `ENDED`. Since a crash has the status `UNMET`, the caller checks
+    that all runs exist and have finished.
     """
     # By the interpreter, since the command `testbed` need not be on the path.
     start = "from testbed_controller.cli.main import main; main()"
@@ -174,8 +177,7 @@ def run_scenario(
     # Events take most of the space, and all values come from metrics and plans.
     command.append("--no-events")
     status = subprocess.run(command, check=False).returncode
-    # An unmet expectation has no effect on the values of the runs.
-    if status not in (0, UNMET):
+    if status not in ENDED:
         raise InputError(
             f"{file.stem}: 'testbed run' failed with exit status {status}; its output names the reason"
         )

@@ -312,6 +312,20 @@ def test_a_run_that_the_method_ended_with_an_error_has_no_value(folder, monkeypa
     assert "have no value: 1" in system_page(system, {})
 
 
+def test_training_that_diverges_has_values(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    file = folder / "scenarios" / "one.yaml"
+    training = "method: {name: single}, training: {optimizer: {learning_rate: 1.0e+12}}"
+    text = SCENARIO.replace("method: {name: single}", training)
+    file.write_text(text.replace("sweep: {workload.epochs: [1, 2]}", ""))
+    write(folder, with_row(unit="%", ours={"metric": "accuracy"}))
+    figures = load(folder)
+    figures = figures.model_copy(update={"rows": figures.rows[:1]})
+    results = Results(folder)
+    results.run("one", figures, jobs=1, again=False)
+    assert System(folder, figures, results).ours(figures.rows[0]).runs == 1
+
+
 def test_a_value_has_to_name_one_point_of_a_sweep(folder, monkeypatch):
     monkeypatch.chdir(folder)
     write(folder, with_row(ours={"metric": "steps"}))
