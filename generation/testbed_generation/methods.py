@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from testbed_generation.messages import Assign
+    from testbed_generation.tensor_parallel import Computing
+    from testbed_generation.weights import Source
 
 
 class StagesOptions(Options):
@@ -627,14 +629,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
     ) -> None:
         # Imported here, since only devices need torch.
         from testbed_generation import gather
-        from testbed_generation.programs import (
-            embedding_of,
-            sampling_of,
-            service_of,
-            weights_of,
-        )
-        from testbed_generation.source import Embedder, serve_requests
-        from testbed_generation.tensor_parallel import TensorParallelSource
+        from testbed_generation.programs import weights_of
         from testbed_generation.transport import Transport
 
         problem = context.problem
@@ -648,36 +643,16 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
                 # Until the end of the run, which the coordinator's program ends.
                 await gather.serve_rows(mailbox, context.plan.coordinator, rows)
             own = gather.GatherSource(mailbox, names[1:], rows, source)
-            embedder = Embedder(mailbox, problem.model, embedding_of(source))
-            drive = TensorParallelSource(
-                mailbox,
-                problem.model,
-                # No device but the source is sent a whole forward: workers get the inputs of each product.
-                names[:1],
-                own,
-                embedder,
-                sampling_of(problem),
-                source,
-            )
-            await serve_requests(device, drive, service_of(device, context))
+            # No device but the source is sent a whole forward: workers get the inputs of each product.
+            await self._serve_requests(context, mailbox, names[:1], own, source)
 
     async def _reduce_shards(
         self, device: Device, context: GenerateContext[ShardsOptions, GenerationDetails]
     ) -> None:
         # Imported here, since only devices need torch.
         from testbed_generation.collectives import make_all_reduce
-        from testbed_generation.programs import (
-            embedding_of,
-            sampling_of,
-            service_of,
-            weights_of,
-        )
-        from testbed_generation.source import Embedder, serve_requests
-        from testbed_generation.tensor_parallel import (
-            KINDS,
-            ShardHolder,
-            TensorParallelSource,
-        )
+        from testbed_generation.programs import weights_of
+        from testbed_generation.tensor_parallel import KINDS, ShardHolder
         from testbed_generation.transport import Transport
 
         problem, options = context.problem, context.problem.options
@@ -691,14 +666,30 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
             if device.name != context.plan.coordinator:
                 # Until the end of the run, which the coordinator's program ends.
                 await holder.serve_forwards()
-            embedder = Embedder(mailbox, problem.model, embedding_of(source))
-            drive = TensorParallelSource(
-                mailbox,
-                problem.model,
-                names,
-                holder,
-                embedder,
-                sampling_of(problem),
-                source,
-            )
-            await serve_requests(device, drive, service_of(device, context))
+            await self._serve_requests(context, mailbox, names, holder, source)
+
+    async def _serve_requests(
+        self,
+        context: GenerateContext[ShardsOptions, GenerationDetails],
+        mailbox: Mailbox,
+        names: Sequence[str],
+        own: Computing,
+        source: Source | None,
+    ) -> None:
+        """Serve the requests on the source; see `TensorParallelSource` for the arguments."""
+        # Imported here, since only devices need torch.
+        from testbed_generation.programs import (
+            embedding_of,
+            sampling_of,
+            service_of,
+        )
+        from testbed_generation.source import Embedder, serve_requests
+        from testbed_generation.tensor_parallel import TensorParallelSource
+
+        problem = context.problem
+        embedder = Embedder(mailbox, problem.model, embedding_of(source))
+        sampling = sampling_of(problem)
+        drive = TensorParallelSource(
+            mailbox, problem.model, names, own, embedder, sampling, source
+        )
+        await serve_requests(mailbox.device, drive, service_of(mailbox.device, context))

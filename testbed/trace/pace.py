@@ -33,11 +33,16 @@ def _median_seconds(steps: Sequence[Step]) -> float | None:
     return median(step.seconds for step in steps) if steps else None
 
 
-def _step_time_before(record: RunView) -> float | None:
+def _first_detected_fault(record: RunView) -> float | None:
+    """Return the instant of the first fault that was detected; None without one."""
     struck = [item.struck for item in record.recoveries if item.struck is not None]
-    if not struck:
+    return min(struck, default=None)
+
+
+def _step_time_before(record: RunView) -> float | None:
+    first = _first_detected_fault(record)
+    if first is None:
         return None
-    first = min(struck)
     steps = [step for step in record.steps if step.steady and step.time <= first]
     return _median_seconds(steps)
 
@@ -51,10 +56,9 @@ def _mean_seconds(steps: Sequence[Step]) -> float | None:
 
 
 def _step_time_mean_before(record: RunView) -> float | None:
-    struck = [item.struck for item in record.recoveries if item.struck is not None]
-    if not struck:
+    first = _first_detected_fault(record)
+    if first is None:
         return None
-    first = min(struck)
     # Steps before a pause, such as a change of the partition, belong to another arrangement of the work.
     pauses = [pause.end for pause in record.pauses if pause.end <= first]
     begin = max(pauses, default=0.0)
