@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from tests.helpers.remembered import RememberedLab
+    from tests.helpers.recording_lab import RecordingLab
 
 # While tests are imported nothing of them ends: see `pytest_collection_finish`.
 gc.disable()
@@ -119,9 +119,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RememberedLab:
+def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordingLab:
     """Return a lab without containers."""
-    from tests.helpers.remembered import RememberedLab
+    from tests.helpers.recording_lab import RecordingLab
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return RememberedLab()
+    return RecordingLab()

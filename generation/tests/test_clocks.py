@@ -17,7 +17,7 @@ from generation.clocks import (
     points,
     run_point,
 )
-from tests.helpers.commands import command
+from tests.helpers.commands import run_command
 from tests.helpers.counts import lost_in_containers
 
 # A run starts and measures containers for up to a minute on a busy host.
@@ -32,11 +32,11 @@ def standing_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        up = command("up", SCENARIO, "--json", "--set", "points=[]")
+        up = run_command("up", SCENARIO, "--json", "--set", "points=[]")
         assert up.returncode == 0, up.stderr
         lab = json.loads(up.stdout)["run"]
         yield lab
-        down = command("down", lab)
+        down = run_command("down", lab)
         assert down.returncode == 0, down.stderr
 
 
@@ -46,13 +46,13 @@ def run_on_lab(lab: str, changes: Mapping[str, Any], out: Path) -> testbed.Resul
     for key, value in changes.items():
         sets += ["--set", f"{key}={json.dumps(value)}"]
     try:
-        done = command(
+        done = run_command(
             "run", SCENARIO, "--on", lab, "--accept-links", "--out", out, *sets
         )
         assert done.returncode == 0, done.stdout + done.stderr
     finally:
         for fault in changes.get("faults", ()):
-            restarted = command("fault", "restart", fault["kill"], "--run", lab)
+            restarted = run_command("fault", "restart", fault["kill"], "--run", lab)
             assert restarted.returncode == 0, restarted.stderr
     [result] = testbed.open_results(out)
     return result

@@ -24,7 +24,7 @@ from testbed_generation.source import Embedder, Service, serve_requests
 from testbed_generation.tensor_parallel import TensorParallelSource
 from testbed_generation.transport import Transport
 from testbed_generation.weights import EMBEDDING, Seeded
-from tests.helpers.worlds import events, world
+from tests.helpers.worlds import events_of, make_world
 
 
 def serve(
@@ -55,7 +55,7 @@ def serve(
 
         return run
 
-    made = world({name: program(name) for name in names}, LINK, speed=SPEED)
+    made = make_world({name: program(name) for name in names}, LINK, speed=SPEED)
     made.run()
     return made, texts
 
@@ -73,7 +73,10 @@ def test_bytes_without_numerics_are_those_with_them() -> None:
     for numerics in (True, False):
         made, texts = serve("ab", Transport("f32"), numerics)
         transfers.append(
-            [(event["sent"], event["received"]) for event in events(made, "transfer")]
+            [
+                (event["sent"], event["received"])
+                for event in events_of(made, "transfer")
+            ]
         )
         assert {number: len(tokens) for number, tokens in texts.items()} == {0: 6, 1: 5}
     assert transfers[0] == transfers[1]

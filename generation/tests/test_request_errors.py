@@ -13,7 +13,7 @@ from testbed.common.errors import TestbedError
 from testbed.simulation.world import ProgramError
 from testbed_generation.requests import Request
 from testbed_generation.source import Progress, Service, serve_requests
-from tests.helpers.worlds import world
+from tests.helpers.worlds import make_world
 
 
 def tokens_of(result: testbed.Result) -> dict[int, list[int]]:
@@ -65,7 +65,7 @@ def test_error_of_a_request_is_not_wrapped_in_a_group() -> None:
         await serve_requests(device, FailingDrive(), Service(requests, concurrency=2))
 
     with pytest.raises(ProgramError, match="the program of a failed") as raised:
-        world({"a": program}).run()
+        make_world({"a": program}).run()
     cause = raised.value.__cause__
     assert isinstance(cause, TestbedError)
     assert str(cause) == "no stage for request 0"

@@ -32,7 +32,7 @@ from testbed_generation.source import (
 )
 from testbed_generation.stage import Holder
 from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Seeded, read_layer
-from tests.helpers.worlds import events, world
+from tests.helpers.worlds import events_of, make_world
 
 Recovery = Literal["restart", "replay", "replicate"]
 RECOVERIES: tuple[Recovery, ...] = ("restart", "replay", "replicate")
@@ -142,7 +142,7 @@ def serve(
         return run
 
     programs = {name: program(name) for name in "abcd"}
-    simulated = world(programs, LINK, faults, speed=SPEED)
+    simulated = make_world(programs, LINK, faults, speed=SPEED)
     simulated.run()
     return simulated, texts
 
@@ -180,10 +180,10 @@ def test_texts_survive_the_death_of_a_stage_at_each_token(
     }
     simulated, texts = serve(recovery, [{"kill": stage, "when": span}])
     assert texts == expected_texts()
-    phases = [event["phase"] for event in events(simulated, "recovery")]
+    phases = [event["phase"] for event in events_of(simulated, "recovery")]
     assert phases == ["detected", "resumed"]
     recorded = []
-    for event in events(simulated, "token"):
+    for event in events_of(simulated, "token"):
         recorded.append((event["request"], event["micro"]))
     assert len(recorded) == len(set(recorded)), "no token is recorded twice"
     assert len(recorded) == sum(request.limit for request in REQUESTS)
@@ -192,7 +192,7 @@ def test_texts_survive_the_death_of_a_stage_at_each_token(
 @pytest.mark.parametrize("recovery", RECOVERIES)
 def test_a_dead_stage_is_noticed_within_a_second(recovery: Recovery) -> None:
     simulated, _ = serve(recovery, [{"kill": "c", "at": "300ms"}])
-    (detected, _) = events(simulated, "recovery")
+    (detected, _) = events_of(simulated, "recovery")
     assert detected["missing"] == ["c"]
     assert 0.3 < detected["time"] < 1.3
 
@@ -222,11 +222,11 @@ def test_a_partition_that_heals_changes_no_text(recovery: Recovery) -> None:
     cut = {"partition": [["a", "b", "d"], ["c"]], "at": "500ms", "for": "5s"}
     simulated, texts = serve(recovery, [cut])
     assert texts == expected_texts()
-    (detected, _) = events(simulated, "recovery")
+    (detected, _) = events_of(simulated, "recovery")
     assert detected["missing"] == ["c"]
     for request in REQUESTS:
         times = []
-        for event in events(simulated, "token"):
+        for event in events_of(simulated, "token"):
             if event["request"] == request.number:
                 times.append(event["time"])
         assert times[0] < 0.5 < times[-1]
@@ -236,7 +236,7 @@ def test_a_missing_spare_gets_no_layers() -> None:
     simulated, texts = serve("restart", [{"kill": "d", "at": "0s"}])
     assert texts == expected_texts()
     assert plan_row("abc") == (("a", 2), ("b", 2), ("c", 2))
-    assert not events(simulated, "recovery")
+    assert not events_of(simulated, "recovery")
 
 
 @pytest.mark.parametrize("recovery", RECOVERIES)
@@ -245,7 +245,7 @@ def test_without_numerics_times_are_nearly_those_with_them(recovery: Recovery) -
     timed, texts = serve(recovery, [], numerics=False)
     lengths = {number: len(tokens) for number, tokens in texts.items()}
     assert lengths == {request.number: request.limit for request in REQUESTS}
-    times_with = [event["time"] for event in events(full, "token")]
-    times_without = [event["time"] for event in events(timed, "token")]
+    times_with = [event["time"] for event in events_of(full, "token")]
+    times_without = [event["time"] for event in events_of(timed, "token")]
     # Messages without values are padded by the size of the values, but not by that of a tensor's header.
     assert times_without == pytest.approx(times_with, rel=0.02)

@@ -24,7 +24,7 @@ from testbed_generation.source import Embedder, Service, serve_requests
 from testbed_generation.tensor_parallel import KINDS, ShardHolder, TensorParallelSource
 from testbed_generation.transport import Transport
 from testbed_generation.weights import EMBEDDING, Seeded
-from tests.helpers.worlds import events, world
+from tests.helpers.worlds import events_of, make_world
 
 
 def exchange(mailbox: Mailbox, names: str) -> Exchange:
@@ -66,7 +66,7 @@ def serve(
 
         return run
 
-    made = world({name: program(name) for name in names}, LINK, speed=SPEED)
+    made = make_world({name: program(name) for name in names}, LINK, speed=SPEED)
     made.run()
     return made, texts
 
@@ -95,7 +95,9 @@ def test_a_ring_takes_more_messages_and_fewer_bytes_on_each_link() -> None:
     for reduce in (Star, Ring):
         made, _ = serve("abcd", reduce, model, numerics=False)
         parts = [
-            event for event in events(made, "send", "a") if event["message"] == "part"
+            event
+            for event in events_of(made, "send", "a")
+            if event["message"] == "part"
         ]
         sent[reduce] = (len(parts), sum(event["bytes"] for event in parts))
     assert sent[Ring][0] > sent[Star][0]
@@ -120,7 +122,7 @@ def test_an_exchange_in_q8_0_sends_the_bytes_of_distributed_llama(
     made, _ = serve(names, exchange_of_bytes, CostModel(architecture), numerics=False)
     tokens = sum(request.limit + len(request.prompt) - 1 for request in REQUESTS)
     values = 0
-    for event in events(made, "send", "a"):
+    for event in events_of(made, "send", "a"):
         if event["message"] == "packed-part":
             values += event["bytes"]
     assert values / tokens / 1024 == pytest.approx(kilobytes, rel=0.05)

@@ -113,6 +113,6 @@ def deployment(
     ).of(device.name)
 
 
-def changed(body: bytes, **changes: Any) -> bytes:
+def with_values(body: bytes, **changes: Any) -> bytes:
     """Return a deployment with other values."""
     return json.dumps(json.loads(body) | changes).encode()

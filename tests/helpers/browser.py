@@ -49,7 +49,7 @@ class Page:
 
 
 @contextmanager
-def opened(address: str) -> Iterator[Page]:
+def open_page(address: str) -> Iterator[Page]:
     """Open an address."""
     assert CHROMIUM is not None
     theirs_in, ours_out = os.pipe()

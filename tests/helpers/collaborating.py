@@ -10,6 +10,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.outcome import Outcome
+from tests.helpers.runs import fields_of
 
 SHAPE = (1, 8, 8)
 
@@ -56,7 +57,7 @@ def scenario(
     return Scenario.model_validate({**tree, **keys})
 
 
-def prepared(spec: Scenario) -> Prepared:
+def prepare_scenario(spec: Scenario) -> Prepared:
     (trial,) = trials(spec)
     return prepare(trial)
 
@@ -64,27 +65,22 @@ def prepared(spec: Scenario) -> Prepared:
 data = cache(load)
 
 
-def run(spec: Scenario) -> Outcome:
-    outcome = simulate(prepared(spec), data(spec.workload.data))
+def run_simulated(spec: Scenario) -> Outcome:
+    outcome = simulate(prepare_scenario(spec), data(spec.workload.data))
     assert outcome.status == "finished", outcome.error
     return outcome
 
 
-def of(outcome: Outcome, name: str) -> list[dict]:
-    """Return the fields of the events of one name."""
-    return [dict(event.fields) for event in outcome.events.of(name)]
-
-
-def took_part(outcome: Outcome) -> list[list[str]]:
+def participants_by_round(outcome: Outcome) -> list[list[str]]:
     """Return who sent an update, round by round."""
-    return [sorted(each["samples"]) for each in of(outcome, "round")]
+    return [sorted(each["samples"]) for each in fields_of(outcome, "round")]
 
 
-class Plain:
+class TorchReference:
     """The undivided model, trained by torch's own optimizer."""
 
     def __init__(self, spec: Scenario) -> None:
-        problem = prepared(spec).problem
+        problem = prepare_scenario(spec).problem
         self.module = problem.model.build(0, len(problem.model.units), problem.seed)
         self.optimizer = torch.optim.SGD(
             self.module.parameters(), **spec.workload.training.optimizer.arguments()

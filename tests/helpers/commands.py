@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """For which the command has handlers of its own."""
 
 
-class Done(NamedTuple):
+class CompletedCommand(NamedTuple):
     """What a process would have left."""
 
     returncode: int
@@ -24,7 +24,7 @@ class Done(NamedTuple):
     stderr: str
 
 
-def command(*arguments: str | Path, **environment: str) -> Done:
+def run_command(*arguments: str | Path, **environment: str) -> CompletedCommand:
     """Run `testbed` with these arguments; what it does not catch is raised here, where a user would see a traceback."""
     out, err = (
         io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
@@ -48,4 +48,4 @@ def command(*arguments: str | Path, **environment: str) -> Done:
                 signal.signal(number, handler)
     assert isinstance(code, int)
     said, complained = (each.buffer.getvalue().decode() for each in (out, err))  # type: ignore[attr-defined]
-    return Done(code, said, complained)
+    return CompletedCommand(code, said, complained)

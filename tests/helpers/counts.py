@@ -43,7 +43,7 @@ def outcome_in(folder: Path) -> Outcome:
     return files.load(folder).outcome
 
 
-def sizes_of(outcome: Outcome, event_name: str, about: str) -> Sizes:
+def message_sizes(outcome: Outcome, event_name: str, about: str) -> Sizes:
     """Return the sizes of the ``messages`` or ``casts`` of all events with one name.
 
     A cast counts once for each receiver that it is for.
@@ -80,8 +80,8 @@ def count_differences(
     """
     differences = lost_in_containers(emulated, apart_from=apart_from)
     for way, (event_name, about) in WAYS.items():
-        expected = sizes_of(simulated, event_name, about)
-        measured = sizes_of(emulated, event_name, about)
+        expected = message_sizes(simulated, event_name, about)
+        measured = message_sizes(emulated, event_name, about)
         for flow in sorted(expected.keys() | measured.keys()):
             if {*flow} & {*apart_from}:
                 continue
@@ -113,8 +113,8 @@ def lost_in_containers(
     that a socket dropped before the agent could read them.
     """
     losses = []
-    sent = sizes_of(emulated, "send", "messages")
-    received = sizes_of(emulated, "receive", "messages")
+    sent = message_sizes(emulated, "send", "messages")
+    received = message_sizes(emulated, "receive", "messages")
     for flow in sorted(sent.keys() | received.keys()):
         if {*flow} & {*apart_from}:
             continue
@@ -142,6 +142,6 @@ def size_differences(emulated: Outcome, simulated: Outcome) -> list[str]:
 
 def _largest_by_kind(outcome: Outcome) -> dict[str, list[int]]:
     largest: dict[str, list[int]] = {}
-    for (_, _, kind), sizes in sizes_of(outcome, "receive", "messages").items():
+    for (_, _, kind), sizes in message_sizes(outcome, "receive", "messages").items():
         largest[kind] = [max([*sizes, *largest.get(kind, [])])]
     return largest

@@ -7,7 +7,7 @@ from testbed.ml.data.batches import batch
 from tests.helpers.runs import problem_of
 
 
-def stretches(outcome):
+def final_stretches(outcome):
     """Return the stretches of a run that were not undone later, as (first batch, window, partition)."""
     kept = []
     for event in outcome.events.of("stretch"):
@@ -96,7 +96,7 @@ class Reference:
 
     def replay(self, outcome, last, vertical_sync=True, aggregate=0):
         """Train as a run says that it did, leaving out what it undid."""
-        found = stretches(outcome)
+        found = final_stretches(outcome)
         for (first, window, partition), end in zip(
             found, [one[0] for one in found[1:]] + [last], strict=True
         ):

@@ -9,7 +9,7 @@ from testbed.plan import Plan
 from testbed.prepare import Prepared
 
 
-def bodies(prepared: Prepared) -> dict[str, bytes]:
+def deployment_bodies(prepared: Prepared) -> dict[str, bytes]:
     """Return what each device of an experiment is given."""
     addresses = {
         each.name: f"10.0.0.{number}"
@@ -19,7 +19,7 @@ def bodies(prepared: Prepared) -> dict[str, bytes]:
     return {name: given.of(name) for name in addresses}
 
 
-def read(body: bytes) -> tuple[Method, PlanningProblem, Plan]:
+def read_deployment(body: bytes) -> tuple[Method, PlanningProblem, Plan]:
     """Return the method, the problem and the plan as a device has them."""
     found = deployment.read(body)
     method, problem = found.problem()

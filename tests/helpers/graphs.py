@@ -125,7 +125,7 @@ def chains(draw: st.DrawFn, most: int = 8) -> Graph:
     return Graph("chain", tuple(found))
 
 
-def asked(
+def plan_settings(
     scheme: str = "optimal", source: int = 0, samples: int = 1, **options: object
 ) -> PlanSettings:
     """Return what a plan of a distributed inference is asked for."""

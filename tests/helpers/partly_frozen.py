@@ -41,7 +41,7 @@ def prepare_with(
     return prepare(trial)
 
 
-def run(prepared: Prepared, weights: Any = None) -> Outcome:
+def run_simulated(prepared: Prepared, weights: Any = None) -> Outcome:
     """Simulate to the end."""
     outcome = simulate(
         prepared, load_data(prepared.scenario.workload.data), weights=weights
@@ -50,7 +50,7 @@ def run(prepared: Prepared, weights: Any = None) -> Outcome:
     return outcome
 
 
-def module(prepared: Prepared) -> nn.Module:
+def build_whole_model(prepared: Prepared) -> nn.Module:
     """Return the whole network as the run begins with it."""
     problem = prepared.problem
     return problem.model.build(0, len(problem.model.units), problem.seed)

@@ -41,11 +41,11 @@ SCENARIO: dict[str, Any] = {
 }
 
 
-def trial(**changes: Any) -> Trial:
+def make_trial(**changes: Any) -> Trial:
     return trials(Scenario.model_validate(SCENARIO | changes))[0]
 
 
-def plan() -> Plan:
+def make_plan() -> Plan:
     held = (
         Assignment(device="a", start=0, stop=1, memory=1e6),
         Assignment(device="b", start=1, stop=3, memory=2e6),
@@ -116,7 +116,7 @@ def _receive(time: float, device: str, peer: str, start: float) -> Event:
     return Event(time, device, "receive", {**fields, "decode": 0.001})
 
 
-def events(faulty: bool = True) -> list[Event]:
+def make_events(faulty: bool = True) -> list[Event]:
     """Steps 0 and 1 end at 1 and 2; b dies at 2.3 in step 2, is back at 3.4; detected at 3, resumed at 4, then on."""
     begun = [Event(0.0, name, "state", {"state": "started"}) for name in ("a", "b")]
     if not faulty:
@@ -150,14 +150,14 @@ def events(faulty: bool = True) -> list[Event]:
     return [*begun, *_round(0, 0.0), *_round(1, 1.0), *crash, *after, *last]
 
 
-def links() -> list[LinkMeasurement]:
+def make_links() -> list[LinkMeasurement]:
     return [
         LinkMeasurement("a", "b", LINK, rate=7.9e6, delay=0.0101, loss=0.0, packets=50),
         LinkMeasurement("b", "a", LINK, rate=7.8e6, delay=0.0102, loss=0.0, packets=50),
     ]
 
 
-def slower(events: list[Event], factor: float) -> list[Event]:
+def slow_down(events: list[Event], factor: float) -> list[Event]:
     """The same run, stretched in time."""
     timed = ("start", "duration", "intended")
     return [
@@ -174,12 +174,12 @@ def slower(events: list[Event], factor: float) -> list[Event]:
     ]
 
 
-def outcome(**changes: Any) -> Outcome:
+def make_outcome(**changes: Any) -> Outcome:
     facts: dict[str, Any] = {
         "runtime": "emulate",
         "status": "finished",
-        "events": events(),
-        "links": links(),
+        "events": make_events(),
+        "links": make_links(),
         "host": {"backend": "userspace", "engine": "20.10"},
         "fidelity": {"host_load": 0.4, "host_saturated": 0.02},
         "wall_seconds": 12.5,
@@ -187,33 +187,34 @@ def outcome(**changes: Any) -> Outcome:
     return Outcome(**(facts | changes))
 
 
-def write(folder: Path, trial: Trial, plan: Plan, outcome: Outcome) -> Path:
+def write_run(folder: Path, trial: Trial, plan: Plan, outcome: Outcome) -> Path:
     """Write a run that is over into a folder."""
     return Recorder(folder, trial, plan, outcome.runtime).finish(outcome).path
 
 
-def record(**changes: Any) -> RunView:
+def make_record(**changes: Any) -> RunView:
     """The recorded run, from which metrics are computed; ``trial`` and the arguments of `outcome` may be replaced."""
-    own = changes.pop("trial", None) or trial()
-    return RunView(outcome(**changes), own.experiment, plan())
+    own = changes.pop("trial", None) or make_trial()
+    return RunView(make_outcome(**changes), own.experiment, make_plan())
 
 
-def calm_record(**changes: Any) -> RunView:
+def make_calm_record(**changes: Any) -> RunView:
     """The same of a run that nothing disturbed."""
-    return record(
-        **{"trial": trial(faults=()), "events": events(faulty=False)} | changes
+    return make_record(
+        **{"trial": make_trial(faults=()), "events": make_events(faulty=False)}
+        | changes
     )
 
 
 def recorded_metrics(**changes: Any) -> dict[str, Any]:
     """What there is to say of the run."""
-    return metrics(outcome(**changes), trial().experiment, plan())
+    return metrics(make_outcome(**changes), make_trial().experiment, make_plan())
 
 
-def calm(**changes: Any) -> dict[str, Any]:
+def calm_metrics(**changes: Any) -> dict[str, Any]:
     """What there is to say of a run that nothing disturbed."""
     return metrics(
-        outcome(**({"events": events(faulty=False)} | changes)),
-        trial(faults=()).experiment,
-        plan(),
+        make_outcome(**({"events": make_events(faulty=False)} | changes)),
+        make_trial(faults=()).experiment,
+        make_plan(),
     )

@@ -5,25 +5,25 @@ from collections.abc import Collection, Mapping
 from testbed.ml.partition.redistribution import HeldUnits, Need, StagePartition, needs
 
 
-def own(partition: StagePartition) -> dict[str, set[int]]:
+def own_units(partition: StagePartition) -> dict[str, set[int]]:
     """Nothing replicated: each stage has its own units."""
     return {device: set(partition.of(device)) for device in partition.devices}
 
 
-def chained(partition: StagePartition) -> dict[str, set[int]]:
+def chain_replicas(partition: StagePartition) -> dict[str, set[int]]:
     """Each stage's units at the next one too, the last one's at the central node."""
-    held = own(partition)
+    held = own_units(partition)
     for device in partition.devices:
         held[partition.successor(device)] |= set(partition.of(device))
     return held
 
 
-def gathered(partition: StagePartition) -> dict[str, set[int]]:
+def gathered_units(partition: StagePartition) -> dict[str, set[int]]:
     """Everything at the central node too."""
-    return own(partition) | {partition.coordinator: set(range(partition.units))}
+    return own_units(partition) | {partition.coordinator: set(range(partition.units))}
 
 
-def without(held: HeldUnits, lost: Collection[str]) -> dict[str, set[int]]:
+def without_devices(held: HeldUnits, lost: Collection[str]) -> dict[str, set[int]]:
     """Some devices have lost what they had, gone or come back empty."""
     return {device: set(units) for device, units in held.items() if device not in lost}
 
@@ -35,13 +35,13 @@ def redistribution(
     everything: bool = True,
 ) -> dict[str, Need]:
     """Who fetches what after a chain replication, and a global one if ``everything``; without a loss after none."""
-    held = chained(old) if lost else own(old)
+    held = chain_replicas(old) if lost else own_units(old)
     if lost and everything:
         held[old.coordinator] |= set(range(old.units))
-    return needs(old, new, without(held, lost))
+    return needs(old, new, without_devices(held, lost))
 
 
-def moved(plan: Mapping[str, Need]) -> list[tuple[str, str, int]]:
+def moved_units(plan: Mapping[str, Need]) -> list[tuple[str, str, int]]:
     """Every (source, target, unit) that a plan sends over a link."""
     return [
         (source, target, unit)

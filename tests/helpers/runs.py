@@ -31,10 +31,10 @@ WORKLOAD = {
 
 def scenario(*args, **keys):
     """Return a scenario of a source and so many workers, all alike; see `written`."""
-    return Scenario.model_validate(written(*args, **keys))
+    return Scenario.model_validate(scenario_keys(*args, **keys))
 
 
-def written(
+def scenario_keys(
     workers: int = 3,
     speed: str = "20mflops",
     workload: Mapping = {},
@@ -78,7 +78,7 @@ def problem_of(scenario: Scenario) -> tuple[PlanningProblem, object]:
     ), data
 
 
-def run(
+def run_simulated(
     scenario: Scenario, plan: Plan | None = None, weights=None, on_event=None, **watched
 ) -> Outcome:
     """Plan, unless a plan is given, and simulate."""
@@ -94,17 +94,19 @@ def run(
     )
 
 
-def events(outcome: Outcome, *names: str):
+def events_of(outcome: Outcome, *names: str):
     """Return the events of these names as (device, fields)."""
     return [(event.device, dict(event.fields)) for event in outcome.events.of(*names)]
 
 
-def of(outcome: Outcome, name: str) -> list[dict]:
+def fields_of(outcome: Outcome, name: str) -> list[dict]:
     """Return the fields of the events of one name."""
-    return [fields for _, fields in events(outcome, name)]
+    return [fields for _, fields in events_of(outcome, name)]
 
 
-def plain(scenario: Scenario, weights=None) -> tuple[torch.nn.Module, list[float]]:
+def train_with_torch(
+    scenario: Scenario, weights=None
+) -> tuple[torch.nn.Module, list[float]]:
     """Train the undivided model on the same batches with torch alone; return it and the loss of every step."""
     from testbed.ml.data.batches import batch
 

@@ -11,7 +11,7 @@ LINK = Link(rate=8e6, delay=0.01)
 """A megabyte a second."""
 
 
-def simulate(programs, link=LINK, faults=(), speed=1e6):
+def simulate_programs(programs, link=LINK, faults=(), speed=1e6):
     """Run programs (device name -> async function of the device) until the first one returns; return the world."""
     links = {
         (one, other): link for one in programs for other in programs if one != other

@@ -10,9 +10,9 @@ from testbed.ml.training.schema import OptimizerPart, TrainingPart
 
 def sgd(**options: Any) -> TrainingConfig:
     """Return plain descent with these options."""
-    return recipe(optimizer=OptimizerPart(**options))
+    return training_config(optimizer=OptimizerPart(**options))
 
 
-def recipe(**keys: Any) -> TrainingConfig:
+def training_config(**keys: Any) -> TrainingConfig:
     """Return what ``workload.training`` with these keys says."""
     return TrainingConfig(TrainingPart.model_validate(keys))

@@ -16,7 +16,7 @@ LINK = Link(rate=8e6, delay=0.01)
 """A megabyte a second."""
 
 
-class Closing(World):
+class ClosingWorld(World):
     """Stops all programs at the end of its run, remembering what each waited for."""
 
     def run(self) -> None:
@@ -30,7 +30,7 @@ class Closing(World):
         return self._waited
 
 
-def world(
+def make_world(
     programs: Mapping[str, Any],
     link: Link = LINK,
     faults=(),
@@ -45,7 +45,7 @@ def world(
     specs = [
         DeviceSpec(name, speed, 1e9, **(access or {}).get(name, {})) for name in names
     ]
-    made = Closing(
+    made = ClosingWorld(
         specs,
         links,
         lambda device: programs[device.name](device),
@@ -61,7 +61,9 @@ def world(
     return made
 
 
-def events(made: World, name: str, device: str | None = None) -> list[dict[str, Any]]:
+def events_of(
+    made: World, name: str, device: str | None = None
+) -> list[dict[str, Any]]:
     """Return time and fields of the events of that name."""
     return [
         {"time": event.time, **event.fields}
@@ -70,12 +72,12 @@ def events(made: World, name: str, device: str | None = None) -> list[dict[str, 
     ]
 
 
-def on_wire(made: World, message: str) -> float:
+def first_message_bytes(made: World, message: str) -> float:
     """Return the bytes on the wire of the first message of a kind."""
     return wire_bytes(
         next(
             event["bytes"]
-            for event in events(made, "receive")
+            for event in events_of(made, "receive")
             if event["message"] == message
         )
     )

@@ -31,7 +31,13 @@ from testbed.wire.message import Message, encode
 from testbed.wire.token import data_token
 from testbed_agent.pacing import LEAD_SECONDS
 from testbed_controller.lab.clients import AgentError, AgentGone
-from tests.helpers.agents import RUN_TOKEN, TOKEN, LoopbackDevice, changed, deployment
+from tests.helpers.agents import (
+    RUN_TOKEN,
+    TOKEN,
+    LoopbackDevice,
+    deployment,
+    with_values,
+)
 from tests.helpers.waiting import wait_for
 
 
@@ -242,7 +248,7 @@ def test_shard_data_and_weights(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
     deployed = deployment(pair[0], pair[:1], "expose")
     agent.deploy(
-        changed(
+        with_values(
             deployed,
             facts={**json.loads(deployed)["facts"], "samples": {"a": 4, "b": 2}},
         )
@@ -662,7 +668,7 @@ def test_deployments_that_do_not_fit(
         pair[0],
         "PUT",
         "/deployment",
-        data=changed(deployment(pair[0], pair, "nothing"), **change),
+        data=with_values(deployment(pair[0], pair, "nothing"), **change),
     )
     assert response.status_code == 400
     assert wrong in response.json()["error"]
@@ -678,7 +684,7 @@ def test_a_deployment_whose_workload_is_wrong(pair: list[LoopbackDevice]) -> Non
     ):
         workload = json.loads(document)["workload"] | {key: value}
         response = ask(
-            pair[0], "PUT", "/deployment", data=changed(document, workload=workload)
+            pair[0], "PUT", "/deployment", data=with_values(document, workload=workload)
         )
         assert response.status_code == 400
         assert wrong in response.json()["error"]

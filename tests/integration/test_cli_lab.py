@@ -9,7 +9,7 @@ import docker
 import pytest
 
 from tests.helpers import commands, rings
-from tests.helpers.commands import Done
+from tests.helpers.commands import CompletedCommand
 
 pytestmark = pytest.mark.containers
 
@@ -29,7 +29,7 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def command(*arguments: str, expect: int = 0, **environment: str) -> Done:
+def command(*arguments: str, expect: int = 0, **environment: str) -> CompletedCommand:
     done = commands.command(*arguments, **environment)
     assert done.returncode == expect, done.stderr
     return done

@@ -28,7 +28,7 @@ from testbed_controller.lab.lab import Lab
 from testbed_controller.lab.removal import DEVICE, RUN
 from testbed_controller.running.emulation import emulate
 from tests.helpers import owners, rings
-from tests.helpers.commands import command
+from tests.helpers.commands import run_command
 from tests.helpers.counts import count_differences
 from tools.bench.pacing import load_one_core
 
@@ -462,7 +462,7 @@ def test_a_backend_that_the_kernel_lacks_is_one_line_and_3(tmp_path: Path) -> No
         f"workload: {json.dumps(rings.workload(1))}\n"
     )
     for backend in ("netem", "userspace"):
-        done = command(
+        done = run_command(
             "run",
             path,
             "--links",

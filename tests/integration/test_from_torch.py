@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from tests.helpers.commands import command
+from tests.helpers.commands import run_command
 from tests.testbed.test_from_torch import by_the_script
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
@@ -25,7 +25,7 @@ def test_containers_learn_as_the_script_does(
         tmp_path / "out",
         ["--set", f"workload.steps={STEPS}", "--set", "expect={}"],
     )
-    done = command(
+    done = run_command(
         "run",
         ROOT / "scenarios/examples/fromtorch.yaml",
         "--accept-links",

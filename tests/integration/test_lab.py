@@ -28,7 +28,7 @@ from testbed_controller.lab.engine import connect
 from testbed_controller.lab.lab import Lab
 from testbed_controller.lab.removal import RUN
 from testbed_controller.lab.runstate import RunState
-from tests.helpers.commands import command
+from tests.helpers.commands import run_command
 from tests.helpers.waiting import wait_for
 
 pytestmark = pytest.mark.containers
@@ -360,8 +360,8 @@ def test_another_process_finds_the_lab(lab: Lab) -> None:
     assert {each["name"]: each["address"] for each in listed}["worker2"] == lab.devices[
         "worker2"
     ].address
-    assert command("logs", "worker1").returncode == 0
-    assert "see 'testbed ps'" in command("logs", "worker9").stderr
+    assert run_command("logs", "worker1").returncode == 0
+    assert "see 'testbed ps'" in run_command("logs", "worker9").stderr
 
 
 def test_an_unknown_device_or_run_is_the_users_mistake(lab: Lab) -> None:
@@ -371,7 +371,7 @@ def test_an_unknown_device_or_run_is_the_users_mistake(lab: Lab) -> None:
         lab.kill("worker9")
     with pytest.raises(InputError, match="unknown run 'nothing'"):
         Lab.open("nothing")
-    refused = command("down", "nothing")
+    refused = run_command("down", "nothing")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "unknown run 'nothing'" in refused.stderr
 
@@ -529,7 +529,7 @@ def test_down_clears_what_a_killed_controller_left(
 ) -> None:
     run = killed_at(client, moment, guarded=False)
     # A pattern, as --all is one; this engine may hold labs of others.
-    done = command("down", f"{run[:-1]}*")
+    done = run_command("down", f"{run[:-1]}*")
     assert done.returncode == 0, done.stderr
     assert run in done.stdout
     assert left_of(client, run) == []

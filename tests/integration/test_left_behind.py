@@ -32,7 +32,7 @@ from testbed_controller.lab.removal import RUN
 from testbed_controller.running import control
 from testbed_controller.running.emulation import emulate
 from tests.helpers import rings
-from tests.helpers.commands import command
+from tests.helpers.commands import run_command
 from tests.helpers.waiting import wait_for
 from tests.integration.test_lab import children
 from tools.stress.engineproxy import proxied
@@ -194,17 +194,17 @@ def test_what_controller_and_reaper_left_is_offered_for_removal(
     run = begun("left-both")
     run.went_round(1)
     name = run.run_id()
-    assert "was killed" not in command("show", "profiles").stderr
+    assert "was killed" not in run_command("show", "profiles").stderr
     for pid in (*children(run.process.pid), run.process.pid):
         os.kill(pid, signal.SIGKILL)
     run.process.wait()
     time.sleep(1.0)
     assert left_of(client, "left-both") != []
-    assert f"'testbed down {name}'" in command("show", "profiles").stderr
-    done = command("down", name)
+    assert f"'testbed down {name}'" in run_command("show", "profiles").stderr
+    done = run_command("down", name)
     assert (done.returncode, done.stderr) == (0, "")
     assert left_of(client, "left-both") == []
-    assert command("show", "profiles").stderr == ""
+    assert run_command("show", "profiles").stderr == ""
 
 
 def test_containers_live_while_their_lease_is_renewed_or_while_they_are_to_stand(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.commands import command
+from tests.helpers.commands import run_command
 from tests.integration.test_whole_runs import left_of, scenario
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
@@ -49,7 +49,7 @@ def run(
     path = scenario(
         folder, name, devices=devices, workload=workload(scheme), time_limit="60s"
     )
-    done = command("run", path, "--out", folder / name, "--accept-links")
+    done = run_command("run", path, "--out", folder / name, "--accept-links")
     events = [
         json.loads(line)
         for line in (folder / name / "events.jsonl").read_text().splitlines()

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from testbed.common import yamltext
 from testbed.trace.events import Event
 from testbed.trace.log import EventLog
-from tests.helpers.commands import command
+from tests.helpers.commands import run_command
 from tests.helpers.delayed import Reference
-from tests.helpers.runs import scenario, written
+from tests.helpers.runs import scenario, scenario_keys
 from tests.helpers.schedules import STEPS, random_keys
 from tools.stress import containers
 from tools.stress.generate import random_scenario
@@ -38,7 +38,7 @@ def test_random_faults_on_containers(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     keys = random_keys(seed)
-    tree = written(**keys) | {"name": f"random-{seed}", "time_limit": "120s"}
+    tree = scenario_keys(**keys) | {"name": f"random-{seed}", "time_limit": "120s"}
     tree["workload"]["method"]["stall_timeout"] = (
         "1s"  # devices that share a machine are late now and then
     )
@@ -46,7 +46,7 @@ def test_random_faults_on_containers(
         yamltext.written(json.loads(json.dumps(tree)))
     )
     results = tmp_path / "results"
-    done = command(
+    done = run_command(
         "run", tmp_path / "scenario.yaml", "--out", results, "--accept-links"
     )
     figures = json.loads((results / "metrics.json").read_text())

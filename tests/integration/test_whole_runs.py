@@ -27,8 +27,8 @@ from testbed.scenario.loading import load
 from testbed_controller.lab.engine import connect
 from testbed_controller.lab.removal import RUN
 from tests.helpers import ROOT, own_tokens
-from tests.helpers.browser import CHROMIUM, opened
-from tests.helpers.commands import command
+from tests.helpers.browser import CHROMIUM, open_page
+from tests.helpers.commands import run_command
 from tests.helpers.counts import (
     count_differences,
     lost_in_containers,
@@ -149,13 +149,13 @@ def test_a_method_from_a_file_runs_in_containers_with_its_own_figure(
     fault = "faults=[{kill: worker2, when: {device: worker2, begins: hold, batch: 0}, for: 1s}]"
     changes = [fault, "workload.requests=2", "expect.requests=== 2"]
     shorter = [part for change in changes for part in ("--set", change)]
-    done = command("run", ring, "--out", out, "--accept-links", *shorter)
+    done = run_command("run", ring, "--out", out, "--accept-links", *shorter)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((out / "metrics.json").read_text())["tokens_lost"] == 1
     assert (out / "ring.py").read_text() == ring.with_name("ring.py").read_text()
     assert "tokens that were lost and replaced" in (out / "report.html").read_text()
     # Read from its own folder again: the figures are those of the file that lies there.
-    again = command("report", out)
+    again = run_command("report", out)
     assert again.returncode == 0, again.stderr
     assert left_of("ring") == []
 
@@ -215,7 +215,7 @@ def test_a_tensor_parallel_perceptron_answers_with_the_given_weights_on_both_clo
     for runtime, options in RUNTIMES.items():
         out = tmp_path / runtime
         given = ["--weights", tmp_path / "given.safetensors"]
-        done = command("run", example, "--out", out, *options, *given)
+        done = run_command("run", example, "--out", out, *options, *given)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "read from this file" in done.stdout
         (evaluation,) = json.loads((out / "metrics.json").read_text())["series"][
@@ -235,7 +235,7 @@ def test_tokens_are_learnt_in_containers_as_on_the_virtual_clock(
     losses = {}
     for runtime, options in RUNTIMES.items():
         out = tmp_path / runtime
-        done = command("run", tmp_path / "tokens.yaml", "--out", out, *options)
+        done = run_command("run", tmp_path / "tokens.yaml", "--out", out, *options)
         assert done.returncode == 0, done.stdout + done.stderr
         steps = json.loads((out / "metrics.json").read_text())["series"]["steps"]
         losses[runtime] = [step["loss"] for step in steps]
@@ -272,18 +272,20 @@ def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(
     smoke = ROOT / "scenarios" / "smoke" / "edgepipe.yaml"
     common = ["faults=[]", "expect={}", "network.link.delay=20ms"]
     same_lab = [part for change in common for part in ("--set", change)]
-    assert command("up", smoke, *same_lab).returncode == 0
+    assert run_command("up", smoke, *same_lab).returncode == 0
     try:
         for method, (slot, steps, options) in SLOTTED.items():
             sets = ["--set", f"workload.method={json.dumps(options)}"]
             sets += ["--set", f"workload.steps={steps}"]
             for runtime, arguments in ON_A_LAB.items():
                 out = folder / method / runtime
-                done = command("run", smoke, *arguments, "--out", out, *same_lab, *sets)
+                done = run_command(
+                    "run", smoke, *arguments, "--out", out, *same_lab, *sets
+                )
                 assert done.returncode == 0, done.stderr
             check_both_clocks(folder / method, slot, steps)
     finally:
-        assert command("down").returncode == 0
+        assert run_command("down").returncode == 0
 
 
 def check_both_clocks(folder: Path, slot: float, steps: int) -> None:
@@ -363,7 +365,7 @@ def test_every_kind_of_fault_is_outlived(tmp_path: Path) -> None:
         {"heal": "all", "after": "2s"},
     ]
     path = scenario(tmp_path, "run-faults", faults=faults)
-    done = command("run", path, "--out", tmp_path / "out", "--accept-links")
+    done = run_command("run", path, "--out", tmp_path / "out", "--accept-links")
     assert done.returncode == 0, done.stderr + done.stdout
     events = [
         json.loads(line)
@@ -405,8 +407,10 @@ def test_a_device_killed_and_restarted_by_hand_joins_again_and_is_recorded(
         )
         kill_from_the_page(address, "worker1")
         # From now on the run cannot end before the restart, however long commands take on a busy host.
-        assert command("fault", "degrade", "worker2", "--delay", "3ms").returncode == 0
-        flapped = command(
+        assert (
+            run_command("fault", "degrade", "worker2", "--delay", "3ms").returncode == 0
+        )
+        flapped = run_command(
             "fault",
             "flap",
             "source",
@@ -421,12 +425,12 @@ def test_a_device_killed_and_restarted_by_hand_joins_again_and_is_recorded(
         assert "went down 2 times" in flapped.stdout, flapped.stderr
         assert (
             "no link from 'source' to 'source'"
-            in command(
+            in run_command(
                 "fault", "flap", "source", "source", "--down", "50ms", "--up", "1s"
             ).stderr
         )
         for action in (["heal"], ["restart", "worker1"]):
-            done = command("fault", *action)
+            done = run_command("fault", *action)
             assert done.returncode == 0, done.stderr
         assert running.wait(120) == 0
     finally:
@@ -453,7 +457,7 @@ def kill_from_the_page(address: str, device: str) -> None:
         )
         assert answer.json() == {"done": f"kill: {device}"}
         return
-    with opened(address) as page:
+    with open_page(address) as page:
         assert eventually(
             lambda: (
                 "step"
@@ -505,7 +509,7 @@ def test_an_interrupted_run_keeps_its_results_and_leaves_nothing(
 
 
 def test_bad_input_ends_with_2(tmp_path: Path) -> None:
-    wrong = command(
+    wrong = run_command(
         "run", scenario(tmp_path, "run-wrong"), "--set", "network.link.rate=100Mbps"
     )
     assert wrong.returncode == 2
@@ -530,7 +534,7 @@ def test_a_distributed_inference_is_the_same_on_both_clocks(tmp_path: Path) -> N
     path = scenario(tmp_path, "run-distributed", workload=workload)
     found: dict[str, list[dict[str, Any]]] = {}
     for runtime, options in RUNTIMES.items():
-        done = command("run", path, "--out", tmp_path / runtime, *options)
+        done = run_command("run", path, "--out", tmp_path / runtime, *options)
         assert done.returncode == 0, done.stderr + done.stdout
         found[runtime] = [
             json.loads(line)
@@ -603,13 +607,13 @@ def test_methods_of_one_file_learn_in_containers_as_on_the_virtual_clock(
     }
     scenarios["ftpipehd"] = tmp_path / "ftpipehd.yaml"
     scenarios["ftpipehd"].write_text(PIPELINE_OF_THE_PAPER)
-    assert command("up", scenarios["fedprox"], *changes["fedprox"]).returncode == 0
+    assert run_command("up", scenarios["fedprox"], *changes["fedprox"]).returncode == 0
     try:
         for name, (_, same) in methods.items():
             accuracy = {}
             for runtime, arguments in ON_A_LAB.items():
                 out = tmp_path / name / runtime
-                done = command(
+                done = run_command(
                     "run",
                     scenarios[name],
                     *arguments,
@@ -633,5 +637,5 @@ def test_methods_of_one_file_learn_in_containers_as_on_the_virtual_clock(
             else:
                 assert differences_in(tmp_path / name) == [], name
     finally:
-        assert command("down").returncode == 0
+        assert run_command("down").returncode == 0
     assert left_of("fedprox") == []

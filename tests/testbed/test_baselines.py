@@ -14,7 +14,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from tests.helpers import ROOT
-from tests.helpers.runs import of
+from tests.helpers.runs import fields_of
 
 EXAMPLES = ROOT / "scenarios" / "examples"
 
@@ -29,7 +29,7 @@ def test_three_phones_a_round_learn_from_writers_of_their_own() -> None:
     prepared = prepare(trials(load(EXAMPLES / "leaf.yaml", ["workload.epochs=3"]))[0])
     outcome = simulate(prepared, load_data(prepared))
     assert outcome.status == "finished", outcome.error
-    assert [len(each["samples"]) for each in of(outcome, "round")] == [3, 3, 3]
+    assert [len(each["samples"]) for each in fields_of(outcome, "round")] == [3, 3, 3]
 
 
 def test_the_files_of_leaf_are_read(tmp_path, monkeypatch) -> None:

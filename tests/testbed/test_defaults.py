@@ -8,7 +8,7 @@ from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from tests.helpers.runs import of, scenario
+from tests.helpers.runs import fields_of, scenario
 
 
 def learned(method, epochs, **training):
@@ -28,8 +28,8 @@ def learned(method, epochs, **training):
     prepared = prepare(trials(written)[0])
     outcome = simulate(prepared, load_data(prepared.scenario.workload.data))
     assert outcome.status == "finished", outcome.error
-    return of(outcome, "evaluate")[-1]["accuracy"], [
-        each["text"] for each in of(outcome, "log")
+    return fields_of(outcome, "evaluate")[-1]["accuracy"], [
+        each["text"] for each in fields_of(outcome, "log")
     ]
 
 

@@ -17,7 +17,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
 from tests.helpers import ROOT
-from tests.helpers.deployed import bodies, read
+from tests.helpers.deployed import deployment_bodies, read_deployment
 
 SCENARIOS = sorted(ROOT.glob("scenarios/smoke/*.yaml")) + [
     ROOT / "scenarios" / "examples" / name
@@ -64,8 +64,8 @@ def star(leaves: int) -> Prepared:
 @pytest.mark.parametrize("file", SCENARIOS, ids=lambda file: file.stem)
 def test_devices_read_what_the_method_says_that_they_know(file: Path) -> None:
     found = prepared(file)
-    for name, body in bodies(found).items():
-        method, problem, plan = read(body)
+    for name, body in deployment_bodies(found).items():
+        method, problem, plan = read_deployment(body)
         expected, part = found.method.facts(found.problem, found.plan, name)
         assert method.name == found.method.name
         assert plan == part
@@ -80,29 +80,29 @@ def test_devices_read_what_the_method_says_that_they_know(file: Path) -> None:
 
 def test_a_device_knows_no_links_but_its_own_and_no_part_of_the_plan() -> None:
     found = star(3)
-    _, problem, plan = read(bodies(found)["leaf2"])
+    _, problem, plan = read_deployment(deployment_bodies(found)["leaf2"])
     assert set(problem.links) == {("server", "leaf2"), ("leaf2", "server")}
     assert ("leaf1", "server") not in problem.links
     assert [assignment.device for assignment in plan.assignments] == ["leaf2"]
     assert [*plan.details.clients] == ["leaf2"]
-    document = json.loads(bodies(found)["leaf2"])
+    document = json.loads(deployment_bodies(found)["leaf2"])
     assert [*document["peers"]] == ["server"]
 
 
 def test_the_lead_of_a_method_that_plans_again_knows_all_links() -> None:
     found = prepared(ROOT / "scenarios" / "smoke" / "pause.yaml")
     lead = found.plan.coordinator
-    for name, body in bodies(found).items():
-        assert (read(body)[1].links == found.problem.links) == (name == lead)
+    for name, body in deployment_bodies(found).items():
+        assert (read_deployment(body)[1].links == found.problem.links) == (name == lead)
 
 
 def test_a_device_more_costs_the_others_its_name() -> None:
-    few, many = (bodies(star(leaves))["leaf1"] for leaves in (10, 110))
+    few, many = (deployment_bodies(star(leaves))["leaf1"] for leaves in (10, 110))
     assert len(many) - len(few) < 100 * 40
 
 
 def test_another_version_of_the_schema_is_refused() -> None:
-    body = json.loads(bodies(star(2))["leaf1"]) | {"version": 7}
+    body = json.loads(deployment_bodies(star(2))["leaf1"]) | {"version": 7}
     with pytest.raises(
         InputError, match="reads version 1 of the schema, not 7: build the images again"
     ):
@@ -116,7 +116,7 @@ def test_another_version_of_the_schema_is_refused() -> None:
 
 
 def test_a_rate_of_nothing_is_refused() -> None:
-    body = json.loads(bodies(star(2))["leaf1"])
+    body = json.loads(deployment_bodies(star(2))["leaf1"])
     body["kinds"][0]["rate"] = 0
     with pytest.raises(InputError, match="not above 0 bit/s"):
         deployment.read(json.dumps(body).encode())
@@ -125,7 +125,7 @@ def test_a_rate_of_nothing_is_refused() -> None:
 def test_a_device_needs_no_reader_of_scenarios(tmp_path: Path) -> None:
     """The agent, and all methods and kits, with every module blocked that scenarios are read with."""
     for file in SCENARIOS:
-        for name, body in bodies(prepared(file)).items():
+        for name, body in deployment_bodies(prepared(file)).items():
             (tmp_path / f"{file.stem}-{name}").write_bytes(body)
     program = """
 import importlib, pkgutil, sys
@@ -161,9 +161,9 @@ print(len(files))
 def test_a_device_in_a_container_computes_alone() -> None:
     found = star(3)
     stacked = found.problem.workload.model_copy(update={"numerics": "stacked"})
-    _, problem, _ = read(
-        bodies(replace(found, problem=replace(found.problem, workload=stacked)))[
-            "leaf2"
-        ]
+    _, problem, _ = read_deployment(
+        deployment_bodies(
+            replace(found, problem=replace(found.problem, workload=stacked))
+        )["leaf2"]
     )
     assert problem.workload.numerics == "full"

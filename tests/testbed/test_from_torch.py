@@ -14,7 +14,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from tests.helpers import ROOT
-from tests.helpers.runs import of
+from tests.helpers.runs import fields_of
 
 EXAMPLES = ROOT / "scenarios" / "examples"
 
@@ -41,10 +41,12 @@ def test_losses_are_those_of_the_script(method):
     )
     assert outcome.status == "finished", outcome.error
     losses, f1 = by_the_script()
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
         losses, abs=1e-5
     )
-    assert of(outcome, "evaluate")[-1]["metrics"]["f1"] == pytest.approx(f1, abs=1e-6)
+    assert fields_of(outcome, "evaluate")[-1]["metrics"]["f1"] == pytest.approx(
+        f1, abs=1e-6
+    )
 
 
 def test_the_page_shows_script_and_scenario():

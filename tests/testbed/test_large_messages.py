@@ -28,8 +28,8 @@ from testbed.trace.outcome import Outcome
 from testbed.wire import arrays
 from testbed.wire.message import Message
 from tests.helpers import recorded
-from tests.helpers.runs import problem_of, run, scenario
-from tests.helpers.worlds import world
+from tests.helpers.runs import problem_of, run_simulated, scenario
+from tests.helpers.worlds import make_world
 
 
 def test_the_device_with_less_memory_bounds_a_message() -> None:
@@ -175,7 +175,7 @@ def test_the_simulation_refuses_a_message_that_a_container_would_refuse(
         await device.receive()
 
     with pytest.raises(ProgramError) as failed:
-        world({"lead": lead, "b": idle}, link=Link(delay=0.25)).run()
+        make_world({"lead": lead, "b": idle}, link=Link(delay=0.25)).run()
     assert "is too large" in str(failed.value.__cause__)
 
 
@@ -183,7 +183,7 @@ def test_stages_keep_what_they_trained_where_it_cannot_be_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rarely_gathered = scenario(method={"checkpoint_every": 12})
-    whole = run(rarely_gathered).weights
+    whole = run_simulated(rarely_gathered).weights
     assert whole is not None
     add = Collector.add
 
@@ -192,7 +192,7 @@ def test_stages_keep_what_they_trained_where_it_cannot_be_gathered(
             raise TestbedError("the weights cannot be held")
 
     monkeypatch.setattr(Collector, "add", fail_when_complete)
-    outcome = run(rarely_gathered)
+    outcome = run_simulated(rarely_gathered)
     assert outcome.status == "failed"
     kept: dict[str, torch.Tensor] = {}
     for part in outcome.parts.values():
@@ -214,14 +214,16 @@ def test_stages_keep_what_they_trained_where_it_cannot_be_gathered(
 
 
 def test_a_run_at_its_time_limit_leaves_each_stage_and_no_empty_file() -> None:
-    outcome = run(scenario(method={"checkpoint_every": 12}, time_limit="0.2s"))
+    outcome = run_simulated(
+        scenario(method={"checkpoint_every": 12}, time_limit="0.2s")
+    )
     assert outcome.status == "timed out"
     assert outcome.weights_file is None
     assert [*outcome.parts] == ["source", "worker1", "worker2", "worker3"]
 
 
 def test_a_stage_without_a_checkpoint_leaves_what_it_trained_asynchronously() -> None:
-    outcome = run(
+    outcome = run_simulated(
         scenario(
             method={"name": "pipedream", "global_replication_interval": 0},
             time_limit="0.05s",

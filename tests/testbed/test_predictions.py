@@ -12,7 +12,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from tests.helpers import ROOT
-from tests.helpers.runs import events
+from tests.helpers.runs import events_of
 
 SCENARIOS = ROOT / "scenarios"
 DISTURBANCES = ("faults", "trace", "expect", "sweep")
@@ -53,7 +53,7 @@ def test_a_step_takes_as_long_as_predicted(name: str, delay: str) -> None:
     prepared = prepare(trial)
     outcome = simulate(prepared, load(scenario.workload.data))
     if scenario.workload.task == "infer":
-        taken = median(fields["latency"] for _, fields in events(outcome, "request"))
+        taken = median(fields["latency"] for _, fields in events_of(outcome, "request"))
     else:
         ends = [event.time for event in outcome.events if event.event == "step"]
         taken = median(later - earlier for earlier, later in pairwise(ends[4:]))

@@ -14,7 +14,7 @@ from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed.trace.registry import metrics_of
 from tests.helpers import ROOT
-from tests.helpers.runs import of
+from tests.helpers.runs import fields_of
 
 FOLDER = ROOT / "scenarios" / "smoke"
 
@@ -53,7 +53,7 @@ def test_the_quickstart_learns_from_seeds_whose_loss_is_slow_to_fall(seed):
     )
     ready = prepare(trial)
     outcome = simulate(ready, load_data(ready.scenario.workload.data))
-    assert of(outcome, "evaluate")[-1]["accuracy"] >= 0.93, (
+    assert fields_of(outcome, "evaluate")[-1]["accuracy"] >= 0.93, (
         "three points above what the scenario expects"
     )
 

@@ -21,7 +21,14 @@ from testbed.wire.message import Message
 from testbed_edgepipe.method import EdgePipe
 from testbed_edgepipe.planner import planned_assignment
 from tests.helpers.delayed import Reference
-from tests.helpers.runs import events, of, plain, problem_of, run, scenario
+from tests.helpers.runs import (
+    events_of,
+    fields_of,
+    problem_of,
+    run_simulated,
+    scenario,
+    train_with_torch,
+)
 
 SIX = {"workers": 5, "workload": {"training": {"optimizer": {"learning_rate": 0.1}}}}
 
@@ -73,8 +80,8 @@ def test_without_losses_it_is_delayed_gradient_descent_on_the_undivided_network(
     written = six_devices(method, model=model)
     expected, delays = train_reference(written)
     assert list(delays.values()) == spans
-    outcome = run(written)
-    steps = of(outcome, "step")
+    outcome = run_simulated(written)
+    steps = fields_of(outcome, "step")
     assert [step["step"] for step in steps] == list(range(12))
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
     data = expected.data
@@ -82,7 +89,7 @@ def test_without_losses_it_is_delayed_gradient_descent_on_the_undivided_network(
         expected.model.eval(), expected.newest, (torch.from_numpy(data.test_images),)
     )
     loss = functional.cross_entropy(logits, torch.from_numpy(data.test_labels))
-    (tested,) = of(outcome, "evaluate")
+    (tested,) = fields_of(outcome, "evaluate")
     assert tested["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
@@ -102,11 +109,11 @@ def test_a_pipeline_that_drains_for_tests_fills_again_with_the_newest_weights():
             expected.model.eval(), expected.newest, (images,)
         )
         losses.append(float(functional.cross_entropy(logits, labels)))
-    outcome = run(written)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+    outcome = run_simulated(written)
+    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
         expected.losses, rel=1e-5
     )
-    tested = of(outcome, "evaluate")
+    tested = fields_of(outcome, "evaluate")
     assert [each["step"] for each in tested] == [5, 10, 12]
     assert [each["loss"] for each in tested] == pytest.approx(losses, rel=1e-5)
     assert [each["run_accuracies"] for each in tested] == [
@@ -119,7 +126,7 @@ def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_s
     _, chosen = plan_scenario(written)
     slot, table = chosen.details.timeslot, timetable_of(chosen.details)
     assert table.slot_count(12) == 2 * 6 + 2 * 2 * 11 - 1
-    outcome = run(written)
+    outcome = run_simulated(written)
     ends = [event.time for event in outcome.events if event.event == "step"]
     assert [later - earlier for earlier, later in pairwise(ends)] == pytest.approx(
         [4 * slot] * 11
@@ -138,7 +145,12 @@ def test_as_many_steps_are_trained_as_fit_into_the_time():
         (1000 * slot, 12),
     ):  # 11 slots and 4 for each but the first
         assert (
-            len(of(run(six_devices({"training_time": f"{1e6 * time:f}us"})), "step"))
+            len(
+                fields_of(
+                    run_simulated(six_devices({"training_time": f"{1e6 * time:f}us"})),
+                    "step",
+                )
+            )
             == steps
         )
 
@@ -147,11 +159,11 @@ def test_one_device_in_slots_is_the_papers_naive_and_plain_gradient_descent():
     written = scenario(0, workload=SIX["workload"], method={"name": "edgepipe"})
     table = timetable_of(plan_scenario(written)[1].details)
     assert table.slot_count(12) == 11 * 12
-    outcome = run(written)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
-        plain(written)[1], rel=1e-5
+    outcome = run_simulated(written)
+    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
+        train_with_torch(written)[1], rel=1e-5
     )
-    assert of(outcome, "cast") == []
+    assert fields_of(outcome, "cast") == []
 
 
 GPIPE = {"allocation": "vertical", "micro_batches": 6}
@@ -164,12 +176,12 @@ def test_gpipe_is_plain_gradient_descent_and_casts_each_micro_batch():
     table = timetable_of(chosen.details)
     assert table.period == 2 * 6 + 2 * 6 - 3
     assert table.slot_count(12 * 6) == 12 * table.period
-    outcome = run(written)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
-        plain(written)[1], rel=1e-5
+    outcome = run_simulated(written)
+    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
+        train_with_torch(written)[1], rel=1e-5
     )
     (trial,) = trials(written)
-    whole = run(six_devices({"allocation": "vertical"}))
+    whole = run_simulated(six_devices({"allocation": "vertical"}))
     cut, one = (
         metrics(each, trial.experiment, chosen, EdgePipe.declared)["training_casts"]
         for each in (outcome, whole)
@@ -184,10 +196,12 @@ def test_gpipe_is_plain_gradient_descent_and_casts_each_micro_batch():
 def test_gpipe_updates_with_the_micro_batches_that_came():
     network = {"link": {"message_loss": "10%"}}
     written = six_devices(GPIPE, network=network)
-    outcome = run(written)
-    backwards = [each for each in of(outcome, "compute") if each["span"] == "backward"]
+    outcome = run_simulated(written)
+    backwards = [
+        each for each in fields_of(outcome, "compute") if each["span"] == "backward"
+    ]
     assert 12 * 6 < len(backwards) < 12 * 6 * 5
-    assert len(of(outcome, "step")) == 12
+    assert len(fields_of(outcome, "step")) == 12
     # Backwards of the first five micro-batches add up gradients, and the sixth updates the weights.
     updates = sum(each["batch"] % 6 == 5 for each in backwards)
     (trial,) = trials(written)
@@ -207,15 +221,15 @@ def test_repetition_increases_casts_and_receptions():
     network = {"link": {"message_loss": "50%"}}
     casts, learned = [], []
     for times in (1, 2, 6):
-        outcome = run(
+        outcome = run_simulated(
             six_devices(
                 {"recovery": "r-tx", "transmissions": times, "allocation": "vertical"},
                 network=network,
             )
         )
-        casts.append(len(of(outcome, "cast")))
+        casts.append(len(fields_of(outcome, "cast")))
         learned.append(
-            sum(each["span"] == "backward" for each in of(outcome, "compute"))
+            sum(each["span"] == "backward" for each in fields_of(outcome, "compute"))
         )
     assert learned[0] < learned[1] < learned[2] <= 12 * 5
     # The output layer's losses always go out; what is not learnt is not cast on.
@@ -223,29 +237,29 @@ def test_repetition_increases_casts_and_receptions():
 
 
 def cast_counts(outcome):
-    return [each["message"] for each in of(outcome, "cast")]
+    return [each["message"] for each in fields_of(outcome, "cast")]
 
 
 def test_acknowledged_casts_are_repeated_until_nothing_is_lost():
     network = {"link": {"message_loss": "30%"}}
     acknowledged, lost = (
-        run(six_devices({"recovery": name}, network=network))
+        run_simulated(six_devices({"recovery": name}, network=network))
         for name in ("ack", "none")
     )
     kinds = cast_counts(acknowledged)
     value_casts = sum(kind != "heard" for kind in kinds)
     assert value_casts > 1.5 * len(cast_counts(lost))
     assert kinds.count("heard") == sum(
-        each["message"] != "heard" for each in of(acknowledged, "receive")
+        each["message"] != "heard" for each in fields_of(acknowledged, "receive")
     )
     peers = [
         len(each["peers"])
-        for each in of(acknowledged, "cast")
+        for each in fields_of(acknowledged, "cast")
         if each["message"] != "heard"
     ]
     assert min(peers) == 1
-    losses = [step["loss"] for step in of(run(six_devices()), "step")]
-    assert [step["loss"] for step in of(acknowledged, "step")] == pytest.approx(
+    losses = [step["loss"] for step in fields_of(run_simulated(six_devices()), "step")]
+    assert [step["loss"] for step in fields_of(acknowledged, "step")] == pytest.approx(
         losses, rel=1e-5
     )
     (trial,) = trials(six_devices())
@@ -268,7 +282,7 @@ def test_a_cast_without_acknowledgement_ends_with_its_slot():
     devices = plan_scenario(six_devices({"mapping": "random"}))[1].details.devices
     written = lossy({"recovery": "ack"}, (devices[2], devices[0]))
     _, chosen = plan_scenario(written)
-    outcome = run(written)
+    outcome = run_simulated(written)
     steps = [event.time for event in outcome.events if event.event == "step"]
     assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx(
         [4 * chosen.details.timeslot] * 11
@@ -281,7 +295,7 @@ def test_a_cast_without_acknowledgement_ends_with_its_slot():
 
 def test_metrics_count_received_parts_in_training_and_tests_apart():
     written = six_devices({"test_runs": 2, "evaluate_every": 6})
-    outcome = run(written)
+    outcome = run_simulated(written)
     (trial,) = trials(written)
     figures = metrics(
         outcome, trial.experiment, plan_scenario(written)[1], EdgePipe.declared
@@ -298,15 +312,15 @@ def test_metrics_count_received_parts_in_training_and_tests_apart():
     )
     # Twice two test runs of three batches.
     assert figures["casts"] == 12 * (12 + 8) + 2 * 2 * 3 * 12
-    assert [each["step"] for each in of(outcome, "test_start")] == [6, 12]
+    assert [each["step"] for each in fields_of(outcome, "test_start")] == [6, 12]
 
 
 def test_the_coordinator_sends_the_arrangement_before_the_first_timeslot():
     written, usual = six_devices({"send_model_partition": True}), six_devices()
     _, chosen = plan_scenario(written)
-    outcome, same = run(written), run(usual)
-    assert [step["loss"] for step in of(outcome, "step")] == [
-        step["loss"] for step in of(same, "step")
+    outcome, same = run_simulated(written), run_simulated(usual)
+    assert [step["loss"] for step in fields_of(outcome, "step")] == [
+        step["loss"] for step in fields_of(same, "step")
     ]
     partition_sends = {
         each["peer"]: event for event, each in sent_messages(outcome, "arrangement")
@@ -350,7 +364,7 @@ def test_a_restarted_device_receives_the_arrangement_again():
         "when": {"device": "worker1", "begins": "backward", "batch": 3},
         "for": "100ms",
     }
-    outcome = run(six_devices({"send_model_partition": True}, faults=[kill]))
+    outcome = run_simulated(six_devices({"send_model_partition": True}, faults=[kill]))
     assert outcome.status == "finished"
     assert (
         sum(
@@ -368,7 +382,7 @@ def test_large_test_batches_get_longer_slots():
     _, chosen = plan_scenario(written)
     assert chosen.details.test_timeslot > chosen.details.timeslot
     (all_at_once,), (usual,) = (
-        of(run(each), "evaluate") for each in (written, six_devices())
+        fields_of(run_simulated(each), "evaluate") for each in (written, six_devices())
     )
     assert all_at_once["accuracy"] == usual["accuracy"]
     assert all_at_once["loss"] == pytest.approx(usual["loss"], rel=1e-5)
@@ -379,8 +393,8 @@ def test_each_test_run_has_losses_of_its_own():
     workload = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 60}
     method = {"name": "edgepipe", "test_runs": 20}
     written = scenario(5, workload=workload, method=method, network=network)
-    outcome = run(written)
-    (tested,) = of(outcome, "evaluate")
+    outcome = run_simulated(written)
+    (tested,) = fields_of(outcome, "evaluate")
     assert tested["deviation"] > 0
     (trial,) = trials(written)
     figures = metrics(
@@ -388,8 +402,8 @@ def test_each_test_run_has_losses_of_its_own():
     )
     assert figures["accuracy_deviation"] == tested["deviation"]
     assert figures["accuracy"] == tested["accuracy"]
-    (same,) = of(run(six_devices({"test_runs": 3})), "evaluate")
-    (once,) = of(run(six_devices()), "evaluate")
+    (same,) = fields_of(run_simulated(six_devices({"test_runs": 3})), "evaluate")
+    (once,) = fields_of(run_simulated(six_devices()), "evaluate")
     assert same["deviation"] == once["deviation"] == 0
     assert same["accuracy"] == pytest.approx(once["accuracy"])
     assert same["loss"] == pytest.approx(once["loss"])
@@ -415,7 +429,7 @@ def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before(
     problem, chosen = plan_scenario(written)
     assert chosen.details.devices == devices
     held = planned_assignment(problem, chosen)
-    outcome = run(written)
+    outcome = run_simulated(written)
     updated = {
         name: sum(
             event.fields["span"] == "backward"
@@ -433,7 +447,7 @@ def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before(
     }
     assert figures["update_share"] == pytest.approx(1 - 12 / sum(learning.values()))
     assert updated == {**learning, devices[0]: 0}
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
         frozen(written, held.neurons_of(devices[0], 1)), rel=1e-5
     )
 
@@ -518,13 +532,13 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradien
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    outcome = run(written)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+    outcome = run_simulated(written)
+    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
         losses, rel=1e-5
     )
     (counted,) = [
         each
-        for name, each in events(outcome, "parts_received")
+        for name, each in events_of(outcome, "parts_received")
         if name == devices[2] and each["purpose"] == "forward"
     ]
     assert counted["expected"] - counted["received"] == pytest.approx(
@@ -559,7 +573,7 @@ def test_a_repeated_cast_fills_missing_frames():
         "frame": "64B",
     }
     passed = [
-        metrics_of(each, run(each))
+        metrics_of(each, run_simulated(each))
         for each in (
             six_devices({"recovery": each}, network=network) for each in RECOVERIES
         )
@@ -587,7 +601,7 @@ def metrics_of(written, outcome):
 @pytest.mark.parametrize("method", [{}, {"evaluate_every": 5, "test_runs": 2}])
 def test_metrics_distinguish_training_from_tests(method):
     written = six_devices(method)
-    outcome = run(written)
+    outcome = run_simulated(written)
     found = metrics_of(written, outcome)
     # Two devices a layer: six casts forward, the results, four layers' losses, and who is a receiver of each.
     assert found["training_casts"] == 12 * (2 * 6 + 2 * 4)
@@ -613,9 +627,13 @@ def test_the_time_to_80_percent_excludes_tests():
     }
     method = {"name": "edgepipe", "allocation": "horizontal", "evaluate_every": 10}
     written = scenario(5, workload=workload, method=method)
-    outcome = run(written)
+    outcome = run_simulated(written)
     step = next(
-        (each["step"] for each in of(outcome, "evaluate") if each["accuracy"] >= 0.8),
+        (
+            each["step"]
+            for each in fields_of(outcome, "evaluate")
+            if each["accuracy"] >= 0.8
+        ),
         None,
     )
     assert step is not None
@@ -629,9 +647,11 @@ def test_the_same_seed_loses_the_same_casts():
         "link": {"rate": "20mbit", "delay": "2ms"},
         "radio": {"area": [50, 50], "packets": 50},
     }
-    one, same = (of(run(six_devices(network=network)), "step") for _ in range(2))
+    one, same = (
+        fields_of(run_simulated(six_devices(network=network)), "step") for _ in range(2)
+    )
     assert one == same
-    assert one != of(run(six_devices()), "step")
+    assert one != fields_of(run_simulated(six_devices()), "step")
 
 
 def test_a_partitioned_device_is_missing_until_the_partition_heals():
@@ -639,7 +659,7 @@ def test_a_partitioned_device_is_missing_until_the_partition_heals():
     _, chosen = plan_scenario(six_devices())
     apart, before = chosen.details.devices[2], chosen.details.devices[0]
     slot = chosen.details.timeslot
-    outcome = run(
+    outcome = run_simulated(
         six_devices(faults=[{"partition": [[apart]], "at": "1.5s", "for": "1.2s"}])
     )
     steps = [event.time for event in outcome.events if event.event == "step"]
@@ -679,13 +699,13 @@ def test_training_continues_while_a_device_is_off_and_after_its_restart():
     _, chosen = plan_scenario(written)
     victim = chosen.details.devices[0]
     faults = [{"kill": victim, "at": "0.5s", "for": "0.5s"}]
-    outcome = run(six_devices(faults=faults))
+    outcome = run_simulated(six_devices(faults=faults))
     slot = chosen.details.timeslot
     steps = [event.time for event in outcome.events if event.event == "step"]
     assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx(
         [4 * slot] * 11
     )
-    assert len(of(outcome, "evaluate")) == 1
+    assert len(fields_of(outcome, "evaluate")) == 1
     begun = [event.time for event in outcome.events if is_event(event, "begin", victim)]
     assert not [time for time in begun if 0.5 < time < 1]
     assert min(begun) < 0.5
@@ -799,17 +819,17 @@ def test_acknowledgements_are_awaited_as_long_as_the_slowest_link_takes():
 def test_losses_of_outputs_that_nobody_received_are_masked_by_default():
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "30%"}}
     outcomes = [
-        run(six_devices({"allocation": "hybrid", **masks}, network=network))
+        run_simulated(six_devices({"allocation": "hybrid", **masks}, network=network))
         for masks in ({}, {"mask_missing_outputs": False})
     ]
     masked, unmasked = (
-        [each["loss"] for each in of(outcome, "step")] for outcome in outcomes
+        [each["loss"] for each in fields_of(outcome, "step")] for outcome in outcomes
     )
     assert masked[0] == unmasked[0]
     assert masked != unmasked
-    explicit = run(
+    explicit = run_simulated(
         six_devices(
             {"allocation": "hybrid", "mask_missing_outputs": True}, network=network
         )
     )
-    assert [each["loss"] for each in of(explicit, "step")] == masked
+    assert [each["loss"] for each in fields_of(explicit, "step")] == masked

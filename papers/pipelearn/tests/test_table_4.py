@@ -8,7 +8,7 @@ from testbed.plan import Plan
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
-from tests.helpers.collaborating import prepared, scenario
+from tests.helpers.collaborating import prepare_scenario, scenario
 
 GRID = ((1, 1), (1, 7), (1, 25), (1, 91), (2, 12))
 """P and N; by formula P 1, N 91 is the best of all: its epochs leave out most samples."""
@@ -41,7 +41,7 @@ def measured(options: dict, *, samples: int = 10_000, **work: object) -> dict:
         options=options if work else {"local_steps": 2, **options},
         network={"topology": "star", "link": {"preset": "4g"}},
     )
-    found = prepared(
+    found = prepare_scenario(
         Scenario.model_validate(
             spec.model_dump(mode="json", by_alias=True, exclude_none=True) | DEVICES
         )

@@ -16,7 +16,7 @@ from testbed.ml.models.layers import (
 from testbed.wire.message import ENVELOPE
 from testbed_stahl.communication import all_transfers
 from tests.helpers.inferences import CNN, FC, distributed, infer
-from tests.helpers.runs import events
+from tests.helpers.runs import events_of
 
 SCHEMES = ("lop", "lip", "fuse", "optimal", "sequential", "single")
 TRAFFIC = ("piece", "sums", "tile", "tiled")
@@ -67,7 +67,7 @@ def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, min_chunk_b
         planned[
             flow.plan.devices[transfer.sender], flow.plan.devices[transfer.receiver]
         ] += transfer.messages
-    for device, fields in events(found.outcome, "receive"):
+    for device, fields in events_of(found.outcome, "receive"):
         if fields["message"] in TRAFFIC:
             sent[fields["peer"], device].append(fields["bytes"])
     assert sent.keys() == planned.keys()

@@ -34,7 +34,7 @@ from testbed_stahl.plan import (
 )
 from testbed_stahl.request_work import Ledger
 from testbed_stahl.tile_work import compute_tile
-from tests.helpers.graphs import asked, chains, yolov2
+from tests.helpers.graphs import chains, plan_settings, yolov2
 
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 SCHEMES = st.sampled_from(["lop", "lip", "fuse", "optimal", "sequential", "single"])
@@ -96,7 +96,7 @@ def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(
 ):
     source = data.draw(st.integers(0, len(speeds) - 1))
     found = best_candidate(
-        graph, crew(speeds), asked(scheme=scheme, source=source, tiled_layers=0)
+        graph, crew(speeds), plan_settings(scheme=scheme, source=source, tiled_layers=0)
     ).flow
     assert sent_elements(all_transfers(found)) == sent_through_the_source(
         graph, found.plan
@@ -107,7 +107,9 @@ def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(
 def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
     graph = yolov2(224)
     found = best_candidate(
-        graph, crew([1.0, 2.5, 1.0, 4.0]), asked(scheme, tiled_layers=16, source=2)
+        graph,
+        crew([1.0, 2.5, 1.0, 4.0]),
+        plan_settings(scheme, tiled_layers=16, source=2),
     ).flow
     later = sent_through_the_source(graph, found.plan)
     assert sent_elements(all_transfers(found)) == later + sent_elements(
@@ -122,7 +124,9 @@ def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(
 ):
     for exchange in ("via-source", "direct"):
         found = best_candidate(
-            graph, crew(speeds), asked(scheme=scheme, tiled_layers=0, exchange=exchange)
+            graph,
+            crew(speeds),
+            plan_settings(scheme=scheme, tiled_layers=0, exchange=exchange),
         ).flow
         for value, homes in found.homes.items():
             if value < 0 or not found.graph.layers[value].joins:
@@ -246,7 +250,7 @@ def test_tiles_with_their_halo_are_the_whole_map(rows, columns, height, width):
     ledger, found = Ledger("d0", 1e9), torch.full_like(whole, float("nan"))
     grid = (min(rows, whole.shape[2]), min(columns, whole.shape[3]))
     flow = best_candidate(
-        graph, crew([1.0]), asked("lop", tiled_layers=3, tile_grid=grid)
+        graph, crew([1.0]), plan_settings("lop", tiled_layers=3, tile_grid=grid)
     ).flow
     for number, each in enumerate(flow.plan.tiles):
         first, last = each.regions[0], each.regions[-1]

@@ -45,7 +45,7 @@ from testbed_stahl.options import SCHEMES, PlanSettings, SchemeName
 from testbed_stahl.plan import DistributedPlan
 from testbed_stahl.planner import compare_schemes, plan_demands
 from testbed_stahl.schemes import WorkerTotals, total_communication
-from tests.helpers.graphs import FOUR_LAYERS, asked, chains, yolov2
+from tests.helpers.graphs import FOUR_LAYERS, chains, plan_settings, yolov2
 
 YOLO = yolov2()
 HALF_AND_HALO = 304 + 1 + 2 + 4 + 4 + 8 + 8 + 16 + 16
@@ -77,12 +77,12 @@ def held(found: Dataflow) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        (asked("single"), ((240, 0), 240, 0)),
-        (asked("lop"), ((120, 120), 120, 34)),
-        (asked("lip"), ((120, 120), 120, 48)),
-        (asked("fuse", fused_pairs=((0, 1), (2, 3))), ((120, 120), 120, 40)),
-        (asked("fuse"), ((120, 120), 120, 22)),
-        (asked("optimal"), ((120, 120), 120, 22)),
+        (plan_settings("single"), ((240, 0), 240, 0)),
+        (plan_settings("lop"), ((120, 120), 120, 34)),
+        (plan_settings("lip"), ((120, 120), 120, 48)),
+        (plan_settings("fuse", fused_pairs=((0, 1), (2, 3))), ((120, 120), 120, 40)),
+        (plan_settings("fuse"), ((120, 120), 120, 22)),
+        (plan_settings("optimal"), ((120, 120), 120, 22)),
     ],
 )
 def test_the_four_layer_example_is_the_papers(
@@ -94,7 +94,7 @@ def test_the_four_layer_example_is_the_papers(
 def test_sequential_mapping_of_the_four_layer_example_is_the_papers_and_also_returns_the_result() -> (
     None
 ):
-    found = planned(FOUR_LAYERS, even(2), asked("sequential"))
+    found = planned(FOUR_LAYERS, even(2), plan_settings("sequential"))
     assert counted(found)[:2] == ((160, 80), 240)
     assert all_transfers(found) == (Transfer(0, 1, 1, (16,)), Transfer(1, 0, 3, (4,)))
 
@@ -105,7 +105,7 @@ def test_where_channels_divide_what_is_sent_is_what_the_formulas_say(
     scheme: SchemeName, count: int
 ) -> None:
     graph = graph_of(create("mlp", {"hidden": [64, 128, 32, 64]}, (1, 8, 8), 16))
-    found = planned(graph, even(count), asked(scheme))
+    found = planned(graph, even(count), plan_settings(scheme))
     schemes = [part.scheme for part in found.plan.layers]
     assert sent_elements(all_transfers(found)) == total_communication(
         graph, schemes, WorkerTotals.equal(count)
@@ -123,7 +123,7 @@ def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
 ) -> None:
     scheme = data.draw(st.sampled_from(SCHEMES))
     source = data.draw(st.integers(0, len(speeds) - 1))
-    found = fitting_plan(graph, devices(*speeds), asked(scheme, source=source))
+    found = fitting_plan(graph, devices(*speeds), plan_settings(scheme, source=source))
     assert DistributedPlan.model_validate_json(found.model_dump_json()) == found
     for index, (layer, part) in enumerate(zip(graph.layers, found.layers, strict=True)):
         ranges = part.outputs or part.inputs
@@ -134,7 +134,7 @@ def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
         if part.scheme == "fuse2":
             assert part.inputs == found.layers[index - 1].outputs
     for exchange in ("via-source", "direct"):
-        spread = make_dataflow(graph, found, asked(exchange=exchange))
+        spread = make_dataflow(graph, found, plan_settings(exchange=exchange))
         assert sum(held(spread)) == graph.weights
         assert sum(
             count_parameters(spread, device) for device in spread.devices
@@ -150,7 +150,7 @@ def test_weights_per_device_fall_as_one_over_n(count: int) -> None:
     early = sum(layer.weights for layer in YOLO.layers[:16])
     split = sum(layer.weights for layer in later)
     for scheme in ("lop", "fuse", "optimal"):
-        found = planned(YOLO, even(count), asked(scheme))
+        found = planned(YOLO, even(count), plan_settings(scheme))
         for device, stored in enumerate(held(found)):
             assert stored == pytest.approx(
                 early * any(tile.device == device for tile in found.plan.tiles)
@@ -163,21 +163,21 @@ def test_memory_of_the_weights_is_that_of_table_1_where_all_layers_are_divided()
     None
 ):
     found = [
-        max(held(planned(YOLO, even(count), asked("lop", tiled_layers=0))))
+        max(held(planned(YOLO, even(count), plan_settings("lop", tiled_layers=0))))
         for count in (1, 3, 5, 6, 7)
     ]
     assert [round(4 * most / 1e6) for most in found] == [204, 68, 41, 34, 29]
 
 
 def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
-    found = fitting_plan(YOLO, even(6), asked("fuse"))
+    found = fitting_plan(YOLO, even(6), plan_settings("fuse"))
     assert found.tiling is not None
     assert len(found.tiling.tiles[0].regions) == 17
     assert {tile.device for tile in found.tiling.tiles} == set(range(6))
     fused = [index for index, part in enumerate(found.layers) if part.scheme == "fuse1"]
     assert fused == [18, 20, 23, 29]
     # Of the layers from 16 on, up to the rounding to whole channels, that is C of FUSE2: 67.3 MiB.
-    spread = make_dataflow(YOLO, found, asked())
+    spread = make_dataflow(YOLO, found, plan_settings())
     later = sent_elements(all_transfers(spread)) - sent_elements(tile_transfers(spread))
     assert 4 * later / 2**20 == pytest.approx(67.26, rel=2e-3)
 
@@ -186,14 +186,14 @@ def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
 def test_yolov2_is_planned_on_six_devices_in_less_than_100_ms() -> None:
     def seconds() -> float:
         start = time.perf_counter()
-        fitting_plan(YOLO, even(6), asked())
+        fitting_plan(YOLO, even(6), plan_settings())
         return time.perf_counter() - start
 
     assert min(seconds() for _ in range(3)) < 0.1
 
 
 def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
-    found = planned(YOLO, even(4), asked(tile_grid=(2, 2), source=1))
+    found = planned(YOLO, even(4), plan_settings(tile_grid=(2, 2), source=1))
     elsewhere = [tile for tile in found.plan.tiles if tile.device != 1]
     assert set(tile_transfers(found)) == {
         *(
@@ -207,7 +207,7 @@ def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
 
 
 def test_bytes_on_the_wire_are_those_of_every_message() -> None:
-    found = all_transfers(planned(FOUR_LAYERS, even(2), asked("lop")))
+    found = all_transfers(planned(FOUR_LAYERS, even(2), plan_settings("lop")))
     assert [len(each.messages) for each in found] == [1] * 8
     assert all(
         each.wire_bytes(3) == wire_bytes(3 * 4 * each.elements + 320) for each in found
@@ -216,7 +216,7 @@ def test_bytes_on_the_wire_are_those_of_every_message() -> None:
     some = {"samples": 2, "chunks": 3, "min_chunk_bytes": 1}
     first, *_ = (
         each
-        for each in all_transfers(planned(graph, even(2), asked("lop", **some)))
+        for each in all_transfers(planned(graph, even(2), plan_settings("lop", **some)))
         if each.value == 0
     )
     assert sorted(first.messages) == [166, 167, 167]
@@ -227,10 +227,12 @@ def test_bytes_on_the_wire_are_those_of_every_message() -> None:
 
 def test_shares_follow_speed() -> None:
     graph = graph_of(create("mlp", {"hidden": [120, 60]}, (1, 8, 8), 12))
-    found = fitting_plan(graph, devices(3e9, 1e9, 2e9), asked("lop"))
+    found = fitting_plan(graph, devices(3e9, 1e9, 2e9), plan_settings("lop"))
     assert [each.size for each in found.layers[0].outputs] == [60, 20, 40]
     assert [each.size for each in found.layers[2].outputs] == [6, 2, 4]
-    found = fitting_plan(graph, devices(3e9, 1e9, 2e9), asked("lop", shares="equal"))
+    found = fitting_plan(
+        graph, devices(3e9, 1e9, 2e9), plan_settings("lop", shares="equal")
+    )
     assert [each.size for each in found.layers[0].outputs] == [40, 40, 40]
 
 
@@ -242,7 +244,7 @@ def test_memory_bounds_the_share_of_a_fast_device_and_the_others_take_over() -> 
         DeviceSpec("c", 1e9, 1e9),
     ]
     for scheme in ("lop", "optimal"):
-        spread = planned(graph, crew, asked(scheme, source=1))
+        spread = planned(graph, crew, plan_settings(scheme, source=1))
         assert 0.95e6 < memory_needs(spread)[0] <= 1e6
         found = spread.plan.layers[1]
         sizes = [each.size for each in (found.outputs or found.inputs)]
@@ -267,7 +269,7 @@ def test_a_plan_fits_or_is_refused(
     ]
     for scheme in ("lop", "optimal"):
         try:
-            found = planned(graph, crew, asked(scheme))
+            found = planned(graph, crew, plan_settings(scheme))
         except InputError:
             continue
         assert all(
@@ -285,18 +287,18 @@ def test_a_plan_too_large_is_refused_with_a_number_of_devices_that_is_indeed_the
     with pytest.raises(
         InputError, match=r"d\d has \d+ MB of memory, .* needs .* would do"
     ) as caught:
-        fitting_plan(graph, even(2, memory=memory), asked(scheme))
+        fitting_plan(graph, even(2, memory=memory), plan_settings(scheme))
     count = int(str(caught.value).partition(" devices would do")[0].rpartition(" ")[2])
     scheme = "optimal" if "by the scheme optimal" in str(caught.value) else scheme
-    assert fitting_plan(graph, even(count, memory=memory), asked(scheme))
+    assert fitting_plan(graph, even(count, memory=memory), plan_settings(scheme))
     for fewer in range(1, count):
         with pytest.raises(InputError):
-            fitting_plan(graph, even(fewer, memory=memory), asked(scheme))
+            fitting_plan(graph, even(fewer, memory=memory), plan_settings(scheme))
 
 
 def test_a_finer_grid_is_used_where_tiles_take_too_much_memory() -> None:
     coarse, fine = (
-        fitting_plan(YOLO, even(6, memory=memory), asked()).tiling
+        fitting_plan(YOLO, even(6, memory=memory), plan_settings()).tiling
         for memory in (80e6, 60e6)
     )
     assert coarse is not None
@@ -308,13 +310,13 @@ def test_no_number_of_devices_helps_where_activations_alone_are_too_much() -> No
     with pytest.raises(
         InputError, match=r"no number of such devices would do.*smaller input"
     ):
-        fitting_plan(YOLO, even(3, memory=10e6), asked())
-    assert enough_devices(YOLO, even(3, memory=10e6), asked()) == 0
+        fitting_plan(YOLO, even(3, memory=10e6), plan_settings())
+    assert enough_devices(YOLO, even(3, memory=10e6), plan_settings()) == 0
 
 
 def test_activations_are_what_each_device_holds_at_its_widest_layer() -> None:
     def most(scheme: SchemeName, count: int = 2, **options: Any) -> tuple[int, ...]:
-        found = planned(FOUR_LAYERS, even(count), asked(scheme, **options))
+        found = planned(FOUR_LAYERS, even(count), plan_settings(scheme, **options))
         return tuple(peak_activations(found, device) for device in found.devices)
 
     # The layer from 8 to 16, done from 4 inputs before the others come: 8 sums, then 8 outputs, and 8 of the others.
@@ -402,7 +404,7 @@ def test_layers_of_one_unit_are_described_apart_with_what_follows_each_value_by_
 def test_figures_of_all_schemes_beside_each_other() -> None:
     found = {
         each.flow.plan.scheme: each
-        for each in compare_schemes(FOUR_LAYERS, even(2, memory=900.0), asked())
+        for each in compare_schemes(FOUR_LAYERS, even(2, memory=900.0), plan_settings())
     }
     described = {name: plan_demands(each.flow) for name, each in found.items()}
     assert {

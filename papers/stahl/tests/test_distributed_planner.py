@@ -29,7 +29,7 @@ from testbed_stahl.planner import (
     assignments_for,
     plan,
 )
-from tests.helpers.graphs import FOUR_LAYERS, asked
+from tests.helpers.graphs import FOUR_LAYERS, plan_settings
 
 
 def problem(
@@ -96,7 +96,9 @@ def test_the_time_of_a_request_is_computing_or_sending_phase_by_phase() -> None:
     expected += 0.8 + back[3] / 2000 + 0.25
     divided = make_phases(
         make_dataflow(
-            FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, asked("lop")), asked()
+            FOUR_LAYERS,
+            fitting_plan(FOUR_LAYERS, crew, plan_settings("lop")),
+            plan_settings(),
         ),
         crew,
         links,
@@ -107,7 +109,9 @@ def test_the_time_of_a_request_is_computing_or_sending_phase_by_phase() -> None:
         max(12, sum(phase.network for phase in divided))
     )
     alone = make_dataflow(
-        FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, asked("single")), asked()
+        FOUR_LAYERS,
+        fitting_plan(FOUR_LAYERS, crew, plan_settings("single")),
+        plan_settings(),
     )
     assert predict_interval(make_phases(alone, crew, links)) == 24
 

@@ -20,7 +20,7 @@ from testbed_stahl.dataflow import stored_layers
 from testbed_stahl.demands import count_parameters
 from testbed_stahl.request_work import Ledger
 from tests.helpers.inferences import CNN, distributed, infer
-from tests.helpers.runs import events, of
+from tests.helpers.runs import events_of, fields_of
 
 
 def test_each_of_n_devices_holds_an_nth_of_the_weights():
@@ -28,7 +28,7 @@ def test_each_of_n_devices_holds_an_nth_of_the_weights():
     for devices in (3, 5, 6, 7):
         found = infer(distributed(devices - 1, {"scheme": "fuse"}, {"model": model}))
         whole = sum(tensor.nbytes for tensor in found.weights.values())
-        for device, fields in events(found.outcome, "memory"):
+        for device, fields in events_of(found.outcome, "memory"):
             assert fields["weights"] == pytest.approx(whole / devices, rel=0.1), device
 
 
@@ -84,7 +84,12 @@ def test_a_request_is_finished_by_the_other_devices_where_the_scenario_says_so(
     method = {"exchange": exchange, "on_loss": "replan", **CALM}
     found = infer(distributed(3, method, {"requests": 4, "model": CNN}, faults=[KILL]))
     assert found.outcome.status == "finished", found.outcome.error
-    assert [event["request"] for event in of(found.outcome, "request")] == [0, 1, 2, 3]
+    assert [event["request"] for event in fields_of(found.outcome, "request")] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert found.error < 1e-4
     after = [
         event.device
@@ -101,10 +106,14 @@ def test_a_request_fails_clearly_where_the_scenario_says_so_and_the_next_one_wor
     method = {"exchange": exchange, "on_loss": "fail", **CALM}
     found = infer(distributed(3, method, {"requests": 4, "model": CNN}, faults=[KILL]))
     assert found.outcome.status == "finished", found.outcome.error
-    (failed,) = of(found.outcome, "failed")
+    (failed,) = fields_of(found.outcome, "failed")
     assert failed["request"] == 1
     assert failed["error"].startswith("worker2 was lost during the inference")
-    assert [event["request"] for event in of(found.outcome, "request")] == [0, 2, 3]
+    assert [event["request"] for event in fields_of(found.outcome, "request")] == [
+        0,
+        2,
+        3,
+    ]
     assert metrics(found.outcome, found.experiment, found.plan)["requests_failed"] == 1
 
 
@@ -129,7 +138,7 @@ def test_several_requests_under_way_are_done_sooner_and_never_more_than_asked_fo
         )
         spans = [
             (event["start"], event["start"] + event["duration"], event["batch"])
-            for event in of(found.outcome, "compute")
+            for event in fields_of(found.outcome, "compute")
             if event.get("batch") is not None
         ]
         life = {
@@ -172,7 +181,7 @@ def test_parts_are_sent_while_the_next_are_computed(exchange):
         distributed(2, method, {"model": model, "requests": 1, "batch_size": 8})
     )
     computing, sending = defaultdict(list), defaultdict(list)
-    for device, fields in events(found.outcome, "compute", "send"):
+    for device, fields in events_of(found.outcome, "compute", "send"):
         span = (fields["start"], fields["start"] + fields["duration"])
         (computing if "span" in fields else sending)[device].append(span)
     for device in ("worker1", "worker2"):
@@ -197,10 +206,10 @@ def test_layer_by_layer_nothing_is_sent_while_the_same_device_computes(scheme):
         )
     )
     assert found.error < 1e-4
-    (request,) = of(found.outcome, "request")
+    (request,) = fields_of(found.outcome, "request")
     assert request["latency"] == pytest.approx(found.plan.step_time, rel=0.05)
     spans = defaultdict(list)
-    for device, fields in events(found.outcome, "compute", "send"):
+    for device, fields in events_of(found.outcome, "compute", "send"):
         if fields.get("batch") is not None or fields.get("message") in (
             "piece",
             "sums",
@@ -229,7 +238,7 @@ def test_schemes_rank_by_run_time_as_by_communication():
                 5, method, {"model": model, "requests": 1, "batch_size": 32}, **keys
             )
         )
-        times[scheme] = of(found.outcome, "request")[0]["latency"]
+        times[scheme] = fields_of(found.outcome, "request")[0]["latency"]
         sent[scheme] = sent_elements(all_transfers(found.flow))
     assert sorted(times, key=times.__getitem__) == sorted(sent, key=sent.__getitem__)
 
@@ -249,7 +258,7 @@ def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exch
             5, method, {"model": model, "requests": 1, "batch_size": 40}, **keys
         )
     )
-    (request,) = of(found.outcome, "request")
+    (request,) = fields_of(found.outcome, "request")
     apart = make_phases(found.flow, found.experiment.devices, found.experiment.links)
     assert found.plan.step_time == predict_latency(apart)
     # Through the source in two legs: each at most as long as the two that overlap.
@@ -316,7 +325,7 @@ def test_the_lead_answers_again_after_each_of_several_losses():
         )
     )
     assert found.outcome.status == "finished", found.outcome.error
-    assert [event["request"] for event in of(found.outcome, "request")] == list(
+    assert [event["request"] for event in fields_of(found.outcome, "request")] == list(
         range(6)
     )
     assert found.error < 1e-4

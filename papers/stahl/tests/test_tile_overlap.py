@@ -24,9 +24,9 @@ from testbed_stahl.plan import Region
 from testbed_stahl.request_work import Ledger
 from testbed_stahl.tile_work import compute_tile
 from testbed_stahl.tiles import is_late, redundant_multiplications
-from tests.helpers.graphs import asked, yolov2
+from tests.helpers.graphs import plan_settings, yolov2
 from tests.helpers.inferences import CNN, distributed, infer
-from tests.helpers.runs import of
+from tests.helpers.runs import fields_of
 
 REUSE = {"tile_overlap": "reuse"}
 YOLO = yolov2()
@@ -50,7 +50,7 @@ def crew(count: int) -> list[DeviceSpec]:
 
 
 def flow_of(layers, rows, columns, devices=1, options=REUSE):
-    request = asked(
+    request = plan_settings(
         "lop", tiled_layers=len(layers), tile_grid=(rows, columns), **options
     )
     return best_candidate(Graph("n", tuple(layers)), crew(devices), request).flow
@@ -141,7 +141,9 @@ def test_what_yolov2_saves_on_six_devices() -> None:
         {"tile_overlap": "reuse"},
     ):
         flow = best_candidate(
-            YOLO, crew(6), asked("lop", tiled_layers=16, tile_grid=(3, 4), **options)
+            YOLO,
+            crew(6),
+            plan_settings("lop", tiled_layers=16, tile_grid=(3, 4), **options),
         ).flow
         redundant = (
             redundant_multiplications(YOLO.layers[:16], flow.computed)
@@ -185,13 +187,13 @@ def test_runs_give_what_the_whole_network_gives_within_the_memory_that_is_planne
         assert held[name]["weights"] + held[name]["activations"] <= bound
     sent = [
         event
-        for event in of(found.outcome, "send")
+        for event in fields_of(found.outcome, "send")
         if event["message"] in ("tile", "overlap", "tiled")
     ]
     assert len(sent) == 3 * len(tile_transfers(found.flow))
     computed = sum(
         event["flops"]
-        for event in of(found.outcome, "compute")
+        for event in fields_of(found.outcome, "compute")
         if event.get("micro") == 0
     )
     assert computed == 3 * 2 * 2 * sum(
@@ -230,7 +232,7 @@ def test_the_time_is_predicted() -> None:
             **keys,
         )
     )
-    latency = of(found.outcome, "request")[-1]["latency"]
+    latency = fields_of(found.outcome, "request")[-1]["latency"]
     predicted = predict_latency(
         make_phases(found.flow, found.experiment.devices, found.experiment.links)
     )

@@ -11,7 +11,7 @@ from testbed_stahl.demands import memory_needs
 from testbed_stahl.method import DECLARED
 from testbed_stahl.tile_work import tile_queue
 from tests.helpers.inferences import CNN, distributed, infer
-from tests.helpers.runs import of
+from tests.helpers.runs import fields_of
 
 LAYERS = graph_of(create("cnn", {"channels": [4, 4, 4]}, (1, 16, 16), 10)).layers[:3]
 SLOW = {"throttle": {"device": "worker1", "slowdown": 20}, "at": "0s"}
@@ -82,7 +82,7 @@ def test_a_slow_device_loses_tiles_and_nothing_else_changes(overlap, in_flight) 
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-6
     figures = metrics(found.outcome, found.experiment, found.plan, DECLARED)
-    given = of(found.outcome, "tile")
+    given = fields_of(found.outcome, "tile")
     assert sorted((each["request"], each["tile"]) for each in given) == [
         (n, k) for n in range(4) for k in range(16)
     ]

@@ -20,7 +20,7 @@ from testbed_versatilefl.rearrangement import (
     remove_device,
 )
 from tests.helpers.runs import problem_of, scenario
-from tests.helpers.simulated import LINK, simulate
+from tests.helpers.simulated import LINK, simulate_programs
 
 CNN = {"model": {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}}
 
@@ -101,7 +101,7 @@ def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
                 await arrange(mailbox, handover, now, devices)
                 seen.append((now, rows(devices)))
 
-    simulate(dict.fromkeys((lead, *first.devices), program))
+    simulate_programs(dict.fromkeys((lead, *first.devices), program))
     _, before = seen[0]
     assert len(before) == sum(first.sizes[1:])
     for now, found in seen:

@@ -13,7 +13,7 @@ from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
 from testbed_versatilefl.metrics import DECLARED
 from testbed_versatilefl.planner import plan
-from tests.helpers.runs import of, problem_of, run, scenario
+from tests.helpers.runs import fields_of, problem_of, run_simulated, scenario
 
 WORKLOAD = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 36}
 LOSSY = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "25%"}}
@@ -51,10 +51,12 @@ def test_without_losses_versatilefl_equals_edgepipe(allocation, keys):
         "steps": 12,
         "model": keys.pop("model", {"name": "mlp", "hidden": [12, 10, 8, 8]}),
     }
-    versatile = run(six_devices({"allocation": allocation, **keys}, workload=short))
-    edgepipe = run(six_devices({"allocation": allocation}, "edgepipe", short))
+    versatile = run_simulated(
+        six_devices({"allocation": allocation, **keys}, workload=short)
+    )
+    edgepipe = run_simulated(six_devices({"allocation": allocation}, "edgepipe", short))
     for event in ("step", "evaluate"):
-        ours, theirs = of(versatile, event), of(edgepipe, event)
+        ours, theirs = fields_of(versatile, event), fields_of(edgepipe, event)
         assert [each["loss"] for each in ours] == pytest.approx(
             [each["loss"] for each in theirs], rel=1e-5
         )
@@ -63,9 +65,11 @@ def test_without_losses_versatilefl_equals_edgepipe(allocation, keys):
 @pytest.mark.parametrize("model", [{}, CNN])
 def test_scattered_neurons_learn_the_same(model):
     short = {"steps": 12, **model}
-    scattered = of(run(six_devices({"allocation": "random"}, workload=short)), "step")
-    together = of(
-        run(six_devices({"allocation": "horizontal"}, workload=short)), "step"
+    scattered = fields_of(
+        run_simulated(six_devices({"allocation": "random"}, workload=short)), "step"
+    )
+    together = fields_of(
+        run_simulated(six_devices({"allocation": "horizontal"}, workload=short)), "step"
     )
     assert [each["loss"] for each in scattered] == pytest.approx(
         [each["loss"] for each in together], rel=1e-5
@@ -75,7 +79,7 @@ def test_scattered_neurons_learn_the_same(model):
 def counted(outcome):
     """Return what all devices counted of their layers together."""
     found = Counter()
-    for each in of(outcome, "maintenance"):
+    for each in fields_of(outcome, "maintenance"):
         found.update(
             {
                 name: value
@@ -92,14 +96,14 @@ def test_each_kind_of_maintenance_can_be_switched_off():
         {"substitution": False, "reuse_gradients": False, "rearrangement": False},
     )
     for kept in ("substitution", "reuse_gradients", "rearrangement", None):
-        outcome = run(
+        outcome = run_simulated(
             six_devices(
                 {"allocation": "horizontal", **{key: key == kept for key in off}},
                 network=LOSSY,
             )
         )
         learns[kept] = counted(outcome)
-        assert bool(of(outcome, "rearrangement")) == (kept == "rearrangement")
+        assert bool(fields_of(outcome, "rearrangement")) == (kept == "rearrangement")
     assert learns["substitution"]["dropped"] == 0
     assert learns["substitution"]["fresh"] > 10 * learns[None]["fresh"]
     assert learns[None]["dropped"] > 0
@@ -122,10 +126,10 @@ def test_metrics_report_losses_by_layer_and_neurons_by_device():
         workload={"steps": 20},
     )
     (trial,) = trials(scenario_file)
-    outcome = run(scenario_file)
+    outcome = run_simulated(scenario_file)
     found = metrics(outcome, trial.experiment, plan_scenario(scenario_file), DECLARED)
     sums = {}
-    for each in of(outcome, "maintenance"):
+    for each in fields_of(outcome, "maintenance"):
         sums.setdefault(str(each["layer"]), Counter()).update(each)
     assert found["layers"].keys() == sums.keys() == {"1", "2", "3", "4", "5"}
     for layer, counts in sums.items():
@@ -163,14 +167,14 @@ def test_a_killed_device_is_detected_and_its_neurons_begin_anew_elsewhere():
         name for name in planned.details.devices if name != planned.coordinator
     )
     at = 5 * 11 * planned.details.timeslot
-    outcome = run(
+    outcome = run_simulated(
         six_devices(
             {"allocation": "horizontal"}, faults=[{"kill": victim, "at": f"{at}s"}]
         )
     )
     assert outcome.status == "finished"
     # It was heard for five steps of the first window, and no more at its end.
-    change = of(outcome, "rearrangement")[0]
+    change = fields_of(outcome, "rearrangement")[0]
     assert (change["cause"], change["devices"]) == ("failure", [victim])
     assert change["version"] == 1
     assert change["reset"] > 0
@@ -183,7 +187,7 @@ def test_a_killed_device_is_detected_and_its_neurons_begin_anew_elsewhere():
         sum(neurons for name, neurons in last.items() if name != victim)
         == 64 + 12 + 10 + 8 + 8 + 10
     )
-    losses = [each["loss"] for each in of(outcome, "step")]
+    losses = [each["loss"] for each in fields_of(outcome, "step")]
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
@@ -201,30 +205,34 @@ def test_nothing_is_maintained_after_the_steps_of_naive_after():
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "5%"}}
     keys = {"faults": faults, "network": network, "workload": {"steps": 60}}
     naive, maintained = (
-        run(six_devices({**method, "naive_after": steps}, **keys))
+        run_simulated(six_devices({**method, "naive_after": steps}, **keys))
         for steps in (15, None)
     )
     before, still = (
-        [each["loss"] for each in of(outcome, "step")][:15]
+        [each["loss"] for each in fields_of(outcome, "step")][:15]
         for outcome in (naive, maintained)
     )
     assert before == still
-    assert "failure" in {each["cause"] for each in of(maintained, "rearrangement")}
-    assert "failure" not in {each["cause"] for each in of(naive, "rearrangement")}
+    assert "failure" in {
+        each["cause"] for each in fields_of(maintained, "rearrangement")
+    }
+    assert "failure" not in {
+        each["cause"] for each in fields_of(naive, "rearrangement")
+    }
     reused = [
         each["reused"]
-        for each in of(naive, "maintenance")
+        for each in fields_of(naive, "maintenance")
         if "reused" in each and each["step"] > 36
     ]
     assert not reused, "saved gradients are not used any more"
     dropped, blocked = (
-        run(six_devices({**method, "naive_baseline": how}, **keys))
+        run_simulated(six_devices({**method, "naive_baseline": how}, **keys))
         for how in ("naive", "naive-blocked")
     )
     for outcome, learns in ((naive, True), (dropped, False), (blocked, False)):
         fresh = [
             each.get("fresh", 0)
-            for each in of(outcome, "maintenance")
+            for each in fields_of(outcome, "maintenance")
             if each["step"] > 36
         ]
         assert any(fresh) == learns, (
@@ -243,9 +251,9 @@ def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share
         {"retire": victim, "at": f"{5 * step}s"},
         {"join": victim, "at": f"{20 * step}s"},
     ]
-    outcome = run(six_devices(method, faults=faults))
+    outcome = run_simulated(six_devices(method, faults=faults))
     assert outcome.error is None
-    retired, joined = of(outcome, "rearrangement")[:2]
+    retired, joined = fields_of(outcome, "rearrangement")[:2]
     assert (retired["cause"], retired["devices"], retired["reset"]) == (
         "retirement",
         [victim],
@@ -267,8 +275,10 @@ def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share
     assert held[1] == 0
     assert held[-1] == pytest.approx(held[0], abs=6)  # as it is rounded in each layer
     # Nothing is learnt anew: it goes on where the run without them is, but for a batch that was under way.
-    still = [each["loss"] for each in of(run(six_devices(method)), "step")]
-    losses = [each["loss"] for each in of(outcome, "step")]
+    still = [
+        each["loss"] for each in fields_of(run_simulated(six_devices(method)), "step")
+    ]
+    losses = [each["loss"] for each in fields_of(outcome, "step")]
     assert losses[:5] == pytest.approx(still[:5], rel=1e-5)
     assert losses[-1] == pytest.approx(still[-1], rel=0.05)
 
@@ -287,7 +297,7 @@ def test_a_leaving_device_stops_waiting_for_a_dead_receiver_at_the_end_of_the_ru
         {"kill": dying, "at": f"{20.01 * step}s"},
         {"retire": leaving, "at": f"{20.01 * step}s"},
     ]
-    outcome = run(six_devices(method, faults=faults))
+    outcome = run_simulated(six_devices(method, faults=faults))
     assert outcome.error is None
     states = [
         event.fields["state"]
@@ -309,9 +319,9 @@ def test_a_killed_device_that_restarts_joins_again(scored):
         {"kill": victim, "at": f"{10 * step}s"},
         {"restart": victim, "at": f"{12 * step}s"},
     ]
-    outcome = run(six_devices(method, faults=faults, workload={"steps": 40}))
+    outcome = run_simulated(six_devices(method, faults=faults, workload={"steps": 40}))
     assert outcome.error is None
-    changes = of(outcome, "rearrangement")
+    changes = fields_of(outcome, "rearrangement")
     assert (changes[0]["cause"], changes[0]["devices"]) == ("join", [victim])
     began = [
         event.time
@@ -329,9 +339,9 @@ def test_a_restarted_coordinator_does_not_decide_beside_the_acting_one():
         {"kill": planned.coordinator, "at": f"{11.6 * step}s"},
         {"restart": planned.coordinator, "at": f"{30.5 * step}s"},
     ]
-    outcome = run(six_devices(method, faults=faults, workload={"steps": 42}))
+    outcome = run_simulated(six_devices(method, faults=faults, workload={"steps": 42}))
     assert outcome.error is None
-    changes = of(outcome, "rearrangement")
+    changes = fields_of(outcome, "rearrangement")
     assert ("join", [planned.coordinator]) in [
         (each["cause"], each["devices"]) for each in changes
     ]
@@ -349,7 +359,7 @@ def test_a_device_is_not_judged_by_the_window_in_which_it_joined():
         {"kill": victim, "at": f"{11.6 * step}s"},
         {"join": victim, "at": f"{33 * step}s"},
     ]
-    outcome = run(six_devices(method, faults=faults, workload={"steps": 70}))
+    outcome = run_simulated(six_devices(method, faults=faults, workload={"steps": 70}))
     (join,) = [
         event.time
         for event in outcome.events
@@ -357,7 +367,7 @@ def test_a_device_is_not_judged_by_the_window_in_which_it_joined():
     ]
     assert 36 < join / step < 36 + planned.details.record_delay
     windows = {}
-    for each in of(outcome, "credibility"):
+    for each in fields_of(outcome, "credibility"):
         windows.setdefault(each["window"], set()).add(each["rated_device"])
     assert [victim in windows[window] for window in (2, 3, 4)] == [False, False, True]
 
@@ -377,7 +387,7 @@ def test_a_silent_device_rejoins_once_its_casts_arrive_again():
         ]
 
     faults = [*lossy("100%", 0.5 * window), *lossy("0%", 4.25 * window)]
-    outcome = run(six_devices(method, faults=faults, workload={"steps": 84}))
+    outcome = run_simulated(six_devices(method, faults=faults, workload={"steps": 84}))
     assert outcome.error is None
     changes = [
         (event.time, event.fields)
@@ -429,14 +439,16 @@ def test_a_device_without_receptions_does_not_declare_all_others_failed(
         {"degrade": {"from": name, "to": victim, "message_loss": "100%"}, **when}
         for name in others
     ]
-    outcome = run(six_devices(method, faults=lost))
+    outcome = run_simulated(six_devices(method, faults=lost))
     assert outcome.error is None
     assert not [
         event
         for event in outcome.events
         if event.event == "rearrangement" and event.device == victim
     ]
-    assert "failure" not in {change["cause"] for change in of(outcome, "rearrangement")}
+    assert "failure" not in {
+        change["cause"] for change in fields_of(outcome, "rearrangement")
+    }
 
 
 def test_a_group_left_with_no_device_fails_the_run_and_is_named():
@@ -445,7 +457,7 @@ def test_a_group_left_with_no_device_fails_the_run_and_is_named():
     )
     victim = planned.details.devices[2]
     faults = [{"kill": victim, "at": "0.1s"}]
-    outcome = run(
+    outcome = run_simulated(
         six_devices(
             {"allocation": "vertical", "management_window": 20},
             faults=faults,
@@ -470,26 +482,29 @@ def test_neurons_of_a_poorly_received_device_move_within_its_group():
         for a, b in ((poor, other), (other, poor))
     ]
     network = {"link": {"rate": "20mbit", "delay": "2ms"}, "links": links}
-    outcome = run(six_devices(method, network=network))
+    outcome = run_simulated(six_devices(method, network=network))
     last = {
         event.device: event.fields["neurons"]
         for event in outcome.events
         if event.event == "arrangement"
     }
-    value = {each["rated_device"]: each["value"] for each in of(outcome, "credibility")}
+    value = {
+        each["rated_device"]: each["value"]
+        for each in fields_of(outcome, "credibility")
+    }
     assert value[poor] < 0.3
     assert 2 <= last[poor] < last[planned.details.devices[3]] / 3
 
 
 def test_the_same_seed_loses_and_rearranges_the_same():
     one, same = (
-        run(
+        run_simulated(
             six_devices({"allocation": "random"}, network=LOSSY, workload={"steps": 20})
         )
         for _ in range(2)
     )
-    assert of(one, "step") == of(same, "step")
-    assert of(one, "rearrangement") == of(same, "rearrangement")
+    assert fields_of(one, "step") == fields_of(same, "step")
+    assert fields_of(one, "rearrangement") == fields_of(same, "rearrangement")
 
 
 @pytest.mark.parametrize(

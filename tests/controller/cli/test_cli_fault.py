@@ -10,11 +10,11 @@ from click.testing import CliRunner, Result
 from testbed.common.errors import InputError
 from testbed_controller.cli import changes as command
 from testbed_controller.lab.lab import Lab
-from tests.helpers.remembered import RememberedLab
+from tests.helpers.recording_lab import RecordingLab
 
 
 @pytest.fixture(autouse=True)
-def _found(monkeypatch: pytest.MonkeyPatch, lab: RememberedLab) -> None:
+def _found(monkeypatch: pytest.MonkeyPatch, lab: RecordingLab) -> None:
     monkeypatch.setattr(Lab, "open", lambda run: lab)
     monkeypatch.setattr(command.runstate, "choose", lambda run: run or "run-1")
 
@@ -23,7 +23,7 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(command.fault, arguments)
 
 
-def test_a_partition_is_undone_by_its_handle(lab: RememberedLab) -> None:
+def test_a_partition_is_undone_by_its_handle(lab: RecordingLab) -> None:
     said = call("partition", "a", "b,c").output
     found = re.fullmatch(
         r"(partition-\w+): 4 directed links changed; undo with: testbed fault undo \1\n",
@@ -38,7 +38,7 @@ def test_a_partition_is_undone_by_its_handle(lab: RememberedLab) -> None:
     )
 
 
-def test_devices_are_killed_and_restarted(lab: RememberedLab) -> None:
+def test_devices_are_killed_and_restarted(lab: RecordingLab) -> None:
     assert call("restart", "b").output == "restart: b is up, nothing to do\n"
     assert call("kill", "b").output == "kill: b\n"
     assert call("pause", "b").output == "pause: b is down, nothing to do\n"
@@ -47,7 +47,7 @@ def test_devices_are_killed_and_restarted(lab: RememberedLab) -> None:
 
 
 def test_a_device_that_retires_is_off_once_its_program_has_returned_and_joins_again(
-    lab: RememberedLab,
+    lab: RecordingLab,
 ) -> None:
     assert call("retire", "b").output == "retire: b\n"
     assert lab.agents["b"].leaving
@@ -56,7 +56,7 @@ def test_a_device_that_retires_is_off_once_its_program_has_returned_and_joins_ag
     assert lab.done == ["kill b", "start b"]
 
 
-def test_a_throttle_says_what_is_left(lab: RememberedLab) -> None:
+def test_a_throttle_says_what_is_left(lab: RecordingLab) -> None:
     assert (
         "b computes at 0.25 times its own speed; undo with"
         in call("throttle", "b", "--slowdown", "4").output
@@ -64,7 +64,7 @@ def test_a_throttle_says_what_is_left(lab: RememberedLab) -> None:
     assert call("unthrottle", "b").output == "b computes at 1 times its own speed\n"
 
 
-def test_a_flap_ends_by_times_or_after_a_while(lab: RememberedLab) -> None:
+def test_a_flap_ends_by_times_or_after_a_while(lab: RecordingLab) -> None:
     flap = ("flap", "a", "b", "--down", "5ms", "--up", "5ms")
     assert "the links went down 2 times" in call(*flap, "--times", "2").output
     assert "the links went down 1 times" in call(*flap, "--for", "8ms").output
@@ -97,7 +97,7 @@ def test_what_cannot_be_is_refused(arguments: tuple[str, ...], said: str) -> Non
 
 
 def test_a_host_is_killed_restarted_and_cut_off_by_its_devices(
-    lab: RememberedLab, monkeypatch: pytest.MonkeyPatch
+    lab: RecordingLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed = {"east": ["a"], "west": ["b", "c"], "idle": []}
     # Asked as a run over several hosts, and found as the lab that only remembers.
@@ -120,7 +120,7 @@ def test_a_host_is_killed_restarted_and_cut_off_by_its_devices(
 
 
 def test_host_of_a_run_on_one_engine_is_refused(
-    lab: RememberedLab, monkeypatch: pytest.MonkeyPatch
+    lab: RecordingLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "runstate", _State({}))
     error = call("kill-host", "west").exception
@@ -139,7 +139,7 @@ class _State:
         return self._hosts
 
 
-def test_one_way_without_a_destination_is_refused(lab: RememberedLab) -> None:
+def test_one_way_without_a_destination_is_refused(lab: RecordingLab) -> None:
     outcome = call("degrade", "a", "--one-way", "--loss", "1%")
     assert "--one-way needs a DESTINATION" in str(outcome.exception)
     assert lab.shaped == lab.experiment.links

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from testbed_controller.cli.main import log_to_terminal
-from tests.helpers.commands import command
+from tests.helpers.commands import run_command
 
 LOGGER = logging.getLogger("testbed_controller.some.module")
 
@@ -51,7 +51,7 @@ def test_control_characters_of_a_record_do_not_reach_the_terminal(
 
 
 def test_levels_are_listed_where_another_is_given() -> None:
-    done = command("--log-level", "loud", "methods")
+    done = run_command("--log-level", "loud", "methods")
     assert done.returncode == 2
     assert "'debug', 'info', 'warning'" in done.stderr
-    assert command("show", "methods").stderr == ""
+    assert run_command("show", "methods").stderr == ""

@@ -19,15 +19,15 @@ from testbed.network.radio import Propagation, Radio
 from testbed_controller.lab.lab import Lab
 from testbed_controller.running.control import answer, flap
 from testbed_controller.running.machines import HALTED, DockerFaultTarget
-from tests.helpers.remembered import RememberedLab
+from tests.helpers.recording_lab import RecordingLab
 
 
-def containers(lab: RememberedLab) -> DockerFaultTarget:
+def containers(lab: RecordingLab) -> DockerFaultTarget:
     return DockerFaultTarget(cast(Lab, lab))
 
 
 def do(
-    lab: RememberedLab, handle: str = "it", phase: FaultPhase = "strike", **given: Any
+    lab: RecordingLab, handle: str = "it", phase: FaultPhase = "strike", **given: Any
 ) -> StateDiff:
     return apply_step(
         FaultOperation(ActionPart.model_validate(given).action, handle, phase),
@@ -35,15 +35,15 @@ def do(
     )
 
 
-def take_back(lab: RememberedLab, handle: str = "it", **given: Any) -> StateDiff:
+def take_back(lab: RecordingLab, handle: str = "it", **given: Any) -> StateDiff:
     return do(lab, handle, "undo", **given)
 
 
-def in_force(lab: RememberedLab) -> list[str]:
+def in_force(lab: RecordingLab) -> list[str]:
     return list(containers(lab).shown.in_force)
 
 
-def test_throttle_is_sent_to_the_agent_and_reverted(lab: RememberedLab) -> None:
+def test_throttle_is_sent_to_the_agent_and_reverted(lab: RecordingLab) -> None:
     part: dict[str, Any] = {"throttle": {"device": "b", "speed": "250mflops"}}
     assert do(lab, **part) == StateDiff(speeds={"b": 0.25})
     assert do(lab, handle="more", throttle={"device": "b", "slowdown": 2}).speeds == {
@@ -57,7 +57,7 @@ def test_throttle_is_sent_to_the_agent_and_reverted(lab: RememberedLab) -> None:
 
 
 def test_booted_or_resumed_device_receives_the_active_faults(
-    lab: RememberedLab,
+    lab: RecordingLab,
 ) -> None:
     do(lab, kill="b")
     assert do(lab, throttle={"device": "b", "slowdown": 2}).speeds == {"b": 0.5}
@@ -72,7 +72,7 @@ def test_booted_or_resumed_device_receives_the_active_faults(
 
 
 def test_resumed_device_has_its_own_speed_again(
-    lab: RememberedLab,
+    lab: RecordingLab,
 ) -> None:
     do(lab, throttle={"device": "b", "slowdown": 2})
     do(lab, pause="b")
@@ -81,7 +81,7 @@ def test_resumed_device_has_its_own_speed_again(
     assert lab.agents["b"].factors == [0.5, HALTED, 1.0]
 
 
-def test_a_flap_takes_links_down_and_up(lab: RememberedLab) -> None:
+def test_a_flap_takes_links_down_and_up(lab: RecordingLab) -> None:
     part: dict[str, Any] = {
         "flap": {"between": ["a", "b"], "down": "100ms", "up": "1s"}
     }
@@ -93,14 +93,14 @@ def test_a_flap_takes_links_down_and_up(lab: RememberedLab) -> None:
 
 
 def flapping(
-    lab: RememberedLab, seconds: float | None = None, **keys: Any
+    lab: RecordingLab, seconds: float | None = None, **keys: Any
 ) -> Generator[tuple[int, float]]:
     part = {"between": ["a", "b"], "down": "20ms", "up": "30ms", **keys}
     asked = flap(lambda request: answer(request, containers(lab)), part, seconds)
     return cast(Generator[tuple[int, float]], asked)
 
 
-def test_flapping_ends_with_the_links_up(lab: RememberedLab) -> None:
+def test_flapping_ends_with_the_links_up(lab: RecordingLab) -> None:
     up = [lab.shaped["a", "b"].up for _ in flapping(lab, times=2)]
     assert up == [False, True, False, True]
     turns = list(flapping(lab, times=3))
@@ -109,7 +109,7 @@ def test_flapping_ends_with_the_links_up(lab: RememberedLab) -> None:
     assert len(list(flapping(lab, 0.06))) == 4
 
 
-def test_interrupted_flapping_leaves_the_links_up(lab: RememberedLab) -> None:
+def test_interrupted_flapping_leaves_the_links_up(lab: RecordingLab) -> None:
     endless = flapping(lab)
     assert next(endless)[0] == 1
     assert not lab.shaped["a", "b"].up
@@ -118,7 +118,7 @@ def test_interrupted_flapping_leaves_the_links_up(lab: RememberedLab) -> None:
     assert in_force(lab) == []
 
 
-def test_faults_apply_on_top_of_a_trace(lab: RememberedLab) -> None:
+def test_faults_apply_on_top_of_a_trace(lab: RecordingLab) -> None:
     do(lab, partition=[["a"], ["b", "c"]])
     changes = [
         Change(
@@ -151,13 +151,13 @@ def test_faults_apply_on_top_of_a_trace(lab: RememberedLab) -> None:
     assert lab.agents["c"].factors[-1] == 0.25
 
 
-def test_receivers_get_their_broadcast_loss(lab: RememberedLab) -> None:
+def test_receivers_get_their_broadcast_loss(lab: RecordingLab) -> None:
     do(lab, degrade={"from": "a", "to": "b", "message_loss": "20%"})
     assert lab.agents["b"].losses == [{"a": 0.2}]
     assert lab.agents["c"].losses == []
 
 
-def test_both_ends_of_a_link_receive_its_round_trip_time(lab: RememberedLab) -> None:
+def test_both_ends_of_a_link_receive_its_round_trip_time(lab: RecordingLab) -> None:
     few_packets = 2 * 8 * 1514 * 8 / 10e6
     own = pytest.approx(0.01 + few_packets)
     do(lab, degrade={"from": "a", "to": "b", "delay": "2s"})
@@ -175,7 +175,7 @@ def test_both_ends_of_a_link_receive_its_round_trip_time(lab: RememberedLab) -> 
 
 
 def test_small_changes_of_time_outs_are_not_sent(
-    lab: RememberedLab,
+    lab: RecordingLab,
 ) -> None:
     for step in range(1, 11):
         delay = f"{step * 100}ms"
@@ -193,7 +193,7 @@ def test_small_changes_of_time_outs_are_not_sent(
 
 
 def test_booted_device_uses_time_outs_of_the_current_links(
-    lab: RememberedLab,
+    lab: RecordingLab,
 ) -> None:
     do(lab, kill="b")
     do(lab, handle="slow", degrade={"device": "b", "delay": "1s"})
@@ -203,7 +203,7 @@ def test_booted_device_uses_time_outs_of_the_current_links(
 
 
 def test_obstruction_is_sent_to_receivers_as_broadcast_loss(
-    lab: RememberedLab,
+    lab: RecordingLab,
 ) -> None:
     radio = Radio(
         Propagation(0, -80, 2, 40, 8),
@@ -219,20 +219,20 @@ def test_obstruction_is_sent_to_receivers_as_broadcast_loss(
     assert lab.agents["b"].losses[1:] == [{"a": 0.0}]
 
 
-def test_change_refused_by_the_shaper_is_not_stored(lab: RememberedLab) -> None:
+def test_change_refused_by_the_shaper_is_not_stored(lab: RecordingLab) -> None:
     lab.refuses = True
     with pytest.raises(HostError):
         do(lab, degrade={"device": "a", "loss": "5%"})
     assert in_force(lab) == []
 
 
-def test_handle_is_valid_once(lab: RememberedLab) -> None:
+def test_handle_is_valid_once(lab: RecordingLab) -> None:
     do(lab, throttle={"device": "b", "slowdown": 2})
     with pytest.raises(ValueError, match="'it' is in force already"):
         do(lab, throttle={"device": "c", "slowdown": 2})
 
 
-def test_device_is_switched_according_to_its_actual_state(lab: RememberedLab) -> None:
+def test_device_is_switched_according_to_its_actual_state(lab: RecordingLab) -> None:
     assert do(lab, restart="b") == StateDiff()
     lab.devices["b"].state = "exited"  # out of memory, or by the engine's own command
     assert do(lab, kill="b") == StateDiff()
@@ -242,7 +242,7 @@ def test_device_is_switched_according_to_its_actual_state(lab: RememberedLab) ->
     assert lab.done == ["start b"]
 
 
-def test_run_admits_restarted_devices_by_its_own_function(lab: RememberedLab) -> None:
+def test_run_admits_restarted_devices_by_its_own_function(lab: RecordingLab) -> None:
     admitted: list[str] = []
     lab.devices["b"].state = "exited"
     apply_step(
@@ -252,7 +252,7 @@ def test_run_admits_restarted_devices_by_its_own_function(lab: RememberedLab) ->
     assert (admitted, lab.done, lab.booted_with) == (["b"], ["start b"], {})
 
 
-def test_every_action_in_force_is_read_as_it_was_written(lab: RememberedLab) -> None:
+def test_every_action_in_force_is_read_as_it_was_written(lab: RecordingLab) -> None:
     actions: list[dict[str, Any]] = [
         {"partition": [["a"], ["b", "c"]]},
         {

@@ -17,7 +17,7 @@ from testbed_controller.lab import runstate
 from testbed_controller.lab.lab import Lab
 from testbed_controller.running import control
 from testbed_controller.running.machines import DockerFaultTarget, events_of
-from tests.helpers.remembered import RememberedLab
+from tests.helpers.recording_lab import RecordingLab
 
 RUN = "run-1"
 
@@ -25,7 +25,7 @@ RUN = "run-1"
 class Run:
     """A run that goes on and has what was done by hand among its events."""
 
-    def __init__(self, lab: RememberedLab) -> None:
+    def __init__(self, lab: RecordingLab) -> None:
         self.containers = DockerFaultTarget(cast(Lab, lab))
         self.events: list[tuple[str, dict[str, Any]]] = []
 
@@ -37,7 +37,7 @@ class Run:
 
 
 @pytest.fixture
-def run(lab: RememberedLab) -> Iterator[Run]:
+def run(lab: RecordingLab) -> Iterator[Run]:
     runstate.write(runstate.RunState(run=RUN, token="secret"))
     made = Run(lab)
     with control.serve_requests(RUN, made.respond):
@@ -45,7 +45,7 @@ def run(lab: RememberedLab) -> Iterator[Run]:
 
 
 def test_active_run_executes_commands_and_records_events(
-    run: Run, lab: RememberedLab
+    run: Run, lab: RecordingLab
 ) -> None:
     ask = control.reach(RUN)
     said = ask({"strike": {"throttle": {"device": "b", "slowdown": 2}}})
@@ -64,7 +64,7 @@ def test_active_run_executes_commands_and_records_events(
     assert (lab.done, ask({"show": None})["devices"]["b"]) == (["kill b"], "down")
 
 
-def test_python_interface_reads_a_run_and_strikes(run: Run, lab: RememberedLab) -> None:
+def test_python_interface_reads_a_run_and_strikes(run: Run, lab: RecordingLab) -> None:
     found = live()
     handle = found.strike(partition=[["a"], ["b", "c"]])
     assert found.state()["in_force"] == {handle: "partition a | b,c"}
@@ -78,7 +78,7 @@ def test_python_interface_reads_a_run_and_strikes(run: Run, lab: RememberedLab) 
         found.strike(kill="z")
 
 
-def test_undo_reverts_kills_and_pauses(run: Run, lab: RememberedLab) -> None:
+def test_undo_reverts_kills_and_pauses(run: Run, lab: RecordingLab) -> None:
     active = live()
     for action, device in (("pause", "b"), ("kill", "c")):
         handle = active.strike(**{action: device})
@@ -95,7 +95,7 @@ def test_restarting_a_device_that_is_up_is_no_fault(run: Run) -> None:
 
 
 def test_a_flap_by_hand_is_two_events_a_turn_and_its_links_are_up_at_the_end(
-    run: Run, lab: RememberedLab
+    run: Run, lab: RecordingLab
 ) -> None:
     part = {"between": ["a", "b"], "down": "20ms", "up": "30ms"}
     endless = cast(Any, control.flap(control.reach(RUN), part, None))
@@ -110,7 +110,7 @@ def test_a_flap_by_hand_is_two_events_a_turn_and_its_links_are_up_at_the_end(
 
 
 def test_failed_command_is_reported_and_the_run_continues(
-    run: Run, lab: RememberedLab
+    run: Run, lab: RecordingLab
 ) -> None:
     ask = control.reach(RUN)
     with pytest.raises(InputError, match="unknown device 'z'; run-1 has a, b, c"):
@@ -147,7 +147,7 @@ def test_request_without_token_or_with_nonsense_is_refused(
 
 
 def test_once_the_run_is_over_a_lab_that_stands_is_changed_directly(
-    lab: RememberedLab, monkeypatch: pytest.MonkeyPatch
+    lab: RecordingLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runstate.write(runstate.RunState(run=RUN, token="secret"))
     monkeypatch.setattr(Lab, "open", lambda _run: lab)
@@ -163,7 +163,7 @@ def test_once_the_run_is_over_a_lab_that_stands_is_changed_directly(
 
 
 def test_socket_of_a_killed_run_is_ignored(
-    lab: RememberedLab, monkeypatch: pytest.MonkeyPatch
+    lab: RecordingLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runstate.write(runstate.RunState(run=RUN, token="secret"))
     with control._short_path(RUN) as path, socket.socket(socket.AF_UNIX) as dead:
@@ -175,7 +175,7 @@ def test_socket_of_a_killed_run_is_ignored(
 
 
 def test_a_state_folder_with_a_long_name_has_sockets_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lab: RememberedLab
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lab: RecordingLab
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ("x" * 120)))
     runstate.write(runstate.RunState(run=RUN, token="secret"))

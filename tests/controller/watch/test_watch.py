@@ -21,7 +21,7 @@ from testbed_controller.watch import feed
 from testbed_controller.watch.feed import Tail, batches, select_shown
 from testbed_controller.watch.server import PageServer, application, describe_run
 from tests.helpers import ROOT, recorded
-from tests.helpers.browser import CHROMIUM, Page, opened
+from tests.helpers.browser import CHROMIUM, Page, open_page
 
 ORIGIN = "http://127.0.0.1:4000"
 
@@ -130,7 +130,7 @@ def test_generated_text_grows_token_by_token(tmp_path: Path) -> None:
     # The page makes the element with the first token.
     text = "document.getElementById('texts')?.textContent"
     try:
-        with opened(server.address) as page:
+        with open_page(server.address) as page:
             for number, token in enumerate(("Once", " upon", "\na time")):
                 fields = {"request": 0, "micro": number, "text": token}
                 run.event(Event(0.1 * number, "a", "token", fields))

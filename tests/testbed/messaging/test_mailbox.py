@@ -11,7 +11,7 @@ from testbed.messaging.mailbox import Mailbox, MailboxFullError, Tasks, transfer
 from testbed.messaging.typed_messages import TypedMessage
 from testbed.network.link import Link
 from testbed.wire.message import Message, WireError
-from tests.helpers.simulated import LINK, simulate
+from tests.helpers.simulated import LINK, simulate_programs
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def talk(speak, listen, **options):
         await speak(mailbox)
         await asyncio.get_running_loop().create_future()
 
-    return simulate({"ear": program(listen), "mouth": program(forever)})
+    return simulate_programs({"ear": program(listen), "mouth": program(forever)})
 
 
 async def count(mailbox):
@@ -235,7 +235,7 @@ def test_unknown_kind_fails_the_program():
             await mailbox.take(Word)
 
     with pytest.raises(WireError, match=r"'riddle' from mouth"):
-        simulate({"ear": listen, "mouth": stranger}, link=LINK)
+        simulate_programs({"ear": listen, "mouth": stranger}, link=LINK)
 
 
 def test_transfer_time_is_there_and_back():

@@ -16,7 +16,7 @@ from testbed.messaging.membership import (
 )
 from testbed.messaging.typed_messages import TypedMessage
 from testbed.wire.message import Message
-from tests.helpers.simulated import LINK, simulate
+from tests.helpers.simulated import LINK, simulate_programs
 
 NAMES = ("lead", "one", "two")
 
@@ -35,7 +35,9 @@ def led(lead, status=Status, faults=()):
             while True:
                 await mailbox.changed()
 
-    return simulate({"lead": coordinate, "one": answer, "two": answer}, faults=faults)
+    return simulate_programs(
+        {"lead": coordinate, "one": answer, "two": answer}, faults=faults
+    )
 
 
 def test_devices_that_greet_are_present_and_may_join():
@@ -108,7 +110,7 @@ def test_a_cancelled_probe_takes_no_time_of_the_next_one():
     async def be_silent(device):
         await asyncio.get_running_loop().create_future()
 
-    simulate({"lead": coordinate, "one": be_silent})
+    simulate_programs({"lead": coordinate, "one": be_silent})
 
 
 def test_each_reason_against_joining_is_logged_once():
@@ -192,7 +194,7 @@ def notes_of(lead):
             holder.follow(Be, lambda be: Noted(be.what, notes))
             await holder.serve()
 
-    simulate({"lead": coordinate, "one": serve})
+    simulate_programs({"lead": coordinate, "one": serve})
     return notes, said
 
 
@@ -246,7 +248,7 @@ def test_a_role_that_sends_a_large_message_to_another_device_is_busy_while_it_ma
         await device.receive()
         await device.receive()
 
-    simulate(
+    simulate_programs(
         {"lead": coordinate, "one": serve, "two": take},
         link=replace(LINK, rate=LINK.rate / 10),
     )

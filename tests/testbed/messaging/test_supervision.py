@@ -26,7 +26,7 @@ from testbed.messaging.typed_messages import ConfigurationMessage
 from testbed.network.link import Link
 from testbed.plan import Assignment
 from testbed.wire.message import size_around
-from tests.helpers.simulated import LINK, simulate
+from tests.helpers.simulated import LINK, simulate_programs
 
 NAMES = ("lead", "one", "two")
 PARTS = [
@@ -68,7 +68,9 @@ def supervised(
             while True:
                 await mailbox.changed()
 
-    return simulate({"lead": coordinate, "one": answer, "two": answer}, faults=faults)
+    return simulate_programs(
+        {"lead": coordinate, "one": answer, "two": answer}, faults=faults
+    )
 
 
 async def wait_in_vain(supervisor):
@@ -135,7 +137,7 @@ def seconds_until_lost(rate, faults=()):
             await mailbox.post("lead", State(1, torch.zeros(250_000)))
             await device.receive()
 
-    simulate(
+    simulate_programs(
         {"lead": coordinate, "one": send},
         link=Link(rate=rate, delay=0.01),
         faults=faults,

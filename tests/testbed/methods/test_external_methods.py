@@ -22,7 +22,7 @@ from testbed.scenario.loading import load
 from testbed.validation import find_method
 from testbed_controller.results import files
 from tests.helpers import ROOT, recorded
-from tests.helpers.deployed import bodies
+from tests.helpers.deployed import deployment_bodies
 
 RING = ROOT / "scenarios" / "examples" / "ring.yaml"
 SMALL = """
@@ -61,7 +61,7 @@ def test_a_method_travels_as_text_and_is_the_same_there(tmp_path: Path) -> None:
         "method, problem = read(sys.stdin.buffer.read()).problem()\n"
         "print(method.name, problem.options.stall_timeout)\n"
     )
-    body = next(iter(bodies(prepare(trials(load(RING))[0])).values()))
+    body = next(iter(deployment_bodies(prepare(trials(load(RING))[0])).values()))
     command = [sys.executable, str(tmp_path / "there.py")]
     assert (
         subprocess.run(command, check=True, capture_output=True, input=body).stdout
@@ -92,7 +92,7 @@ def test_a_published_system_runs_from_its_text_on_a_device_without_the_package(
         for each in trials(load(SYSTEMS[package]))
         if each.scenario.workload.method.name in names
     )
-    body = next(iter(bodies(prepare(trial)).values()))
+    body = next(iter(deployment_bodies(prepare(trial)).values()))
     assert (
         _read_without(package, body, tmp_path)
         == f"{trial.scenario.workload.method.name} True\n"
@@ -103,7 +103,7 @@ def test_a_workload_and_its_method_from_one_package_share_their_texts(
     tmp_path: Path,
 ) -> None:
     trial = trials(load(ROOT / "generation" / "scenarios" / "kill.yaml"))[0]
-    body = next(iter(bodies(prepare(trial)).values()))
+    body = next(iter(deployment_bodies(prepare(trial)).values()))
     document = json.loads(body)
     assert "testbed_generation.methods" in document["work_code"]["sources"]
     assert document["method_code"]["sources"] == {}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from testbed.prepare import Prepared
 from testbed.trace.outcome import Outcome
-from tests.helpers.partly_frozen import module, prepare_with, run
+from tests.helpers.partly_frozen import build_whole_model, prepare_with, run_simulated
 
 WIDTH = 96
 FROZEN = 4 * (WIDTH * WIDTH + WIDTH) + 4 * 10
@@ -75,7 +75,7 @@ def ready(folder: Path, method: str, **changes) -> Prepared:
 
 @cache
 def run_of(folder: Path, method: str, exchange: str) -> Outcome:
-    return run(ready(folder, method, workload__training__exchange=exchange))
+    return run_simulated(ready(folder, method, workload__training__exchange=exchange))
 
 
 def sent(outcome: Outcome) -> int:
@@ -89,7 +89,7 @@ def carrying(outcome: Outcome, *kinds: str) -> int:
 def frozen_of(prepared: Prepared) -> set[str]:
     found = {
         name
-        for name, weight in module(prepared).named_parameters()
+        for name, weight in build_whole_model(prepared).named_parameters()
         if not weight.requires_grad
     }
     assert len(found) == 3
@@ -116,7 +116,7 @@ def test_frozen_weights_neither_travel_nor_change_and_are_among_those_that_a_run
     folder: Path, method: str
 ) -> None:
     outcome = run_of(folder, method, "trained")
-    begin = module(ready(folder, method)).state_dict()
+    begin = build_whole_model(ready(folder, method)).state_dict()
     assert outcome.weights is not None
     assert outcome.weights.keys() == begin.keys()
     still = {
@@ -148,8 +148,8 @@ def test_keeping_frozen_weights_changes_no_results(folder: Path, method: str) ->
 def test_a_device_that_restarts_has_them_again(folder: Path, method: str) -> None:
     victim, moment = "device2", {"device": "device2", "begins": "backward", "batch": 5}
     plain = {"workload.training.optimizer": {"learning_rate": 0.1}}
-    calm = run(ready(folder, method, **plain))
-    struck = run(
+    calm = run_simulated(ready(folder, method, **plain))
+    struck = run_simulated(
         ready(
             folder,
             method,
@@ -172,7 +172,7 @@ def test_a_device_that_restarts_has_them_again(folder: Path, method: str) -> Non
 def test_weights_from_a_file_reach_all_devices_whether_they_are_trained_or_not(
     folder: Path, method: str
 ) -> None:
-    other = run(ready(folder, "single", seed=11, workload__steps=2))
+    other = run_simulated(ready(folder, "single", seed=11, workload__steps=2))
     assert other.weights is not None
     save_file(other.weights, folder / "given.safetensors")
     found = {}
@@ -182,7 +182,7 @@ def test_weights_from_a_file_reach_all_devices_whether_they_are_trained_or_not(
             "workload.training.exchange": exchange,
         }
         prepared = ready(folder, method, **keys)
-        found[exchange] = outcome = run(prepared, other.weights)
+        found[exchange] = outcome = run_simulated(prepared, other.weights)
         assert outcome.weights is not None
         for name in frozen_of(prepared):
             torch.testing.assert_close(
@@ -207,7 +207,7 @@ def test_a_plan_counts_them_where_they_lie_and_not_where_they_do_not_travel(
     model = trained.problem.model
     assert 4 * model.frozen == FROZEN
     assert model.frozen + model.parameters == sum(
-        weight.numel() for weight in module(trained).parameters()
+        weight.numel() for weight in build_whole_model(trained).parameters()
     )
     assert all(assignment.memory >= FROZEN for assignment in trained.plan.assignments)
     for prepared, exchange in ((trained, "trained"), (everything, "all")):

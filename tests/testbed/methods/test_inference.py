@@ -7,7 +7,14 @@ import torch
 
 from testbed.common.errors import InputError
 from testbed.methods import METHODS
-from tests.helpers.runs import events, of, plain, problem_of, run, scenario
+from tests.helpers.runs import (
+    events_of,
+    fields_of,
+    problem_of,
+    run_simulated,
+    scenario,
+    train_with_torch,
+)
 
 INFER = {"task": "infer", "requests": 7}
 
@@ -39,24 +46,29 @@ def accuracy_of_plain_model(spec, weights=None, requests=7):
 @pytest.mark.parametrize("partition", ["even", "latency", "bottleneck"])
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_answers_equal_the_undivided_model(partition, in_flight):
-    weights = run(scenario()).weights
+    weights = run_simulated(scenario()).weights
     spec = sequential(method={"partition": partition, "in_flight": in_flight})
-    outcome = run(spec, weights=weights)
+    outcome = run_simulated(spec, weights=weights)
     assert outcome.status == "finished", outcome.error
-    assert [event["request"] for event in of(outcome, "request")] == list(range(7))
-    assert of(outcome, "evaluate")[-1]["accuracy"] == accuracy_of_plain_model(
+    assert [event["request"] for event in fields_of(outcome, "request")] == list(
+        range(7)
+    )
+    assert fields_of(outcome, "evaluate")[-1]["accuracy"] == accuracy_of_plain_model(
         spec, weights
     )
 
 
 def test_seeded_weights_where_none_are_given():
     spec = sequential()
-    assert of(run(spec), "evaluate")[-1]["accuracy"] == accuracy_of_plain_model(spec)
+    assert fields_of(run_simulated(spec), "evaluate")[-1][
+        "accuracy"
+    ] == accuracy_of_plain_model(spec)
 
 
 def test_default_is_one_pass_over_the_test_samples():
     assert (
-        len(of(run(sequential(workload={"task": "infer"})), "request")) == 3
+        len(fields_of(run_simulated(sequential(workload={"task": "infer"})), "request"))
+        == 3
     )  # 40 samples, 16 a request
 
 
@@ -69,14 +81,20 @@ def test_latency_alone_and_throughput_together_are_as_predicted():
     }
     alone = sequential(workload=work)
     plan = METHODS["sequential"].plan(problem_of(alone)[0])
-    latencies = [event["latency"] for event in of(run(alone), "request")]
+    latencies = [
+        event["latency"] for event in fields_of(run_simulated(alone), "request")
+    ]
     assert latencies[-1] == pytest.approx(plan.details.latency, rel=0.01)
 
     together = sequential(
         workload=work, method={"in_flight": 8, "partition": "bottleneck"}
     )
     plan = METHODS["sequential"].plan(problem_of(together)[0])
-    times = [event.time for event in run(together).events if event.event == "request"]
+    times = [
+        event.time
+        for event in run_simulated(together).events
+        if event.event == "request"
+    ]
     assert (times[30] - times[10]) / 20 == pytest.approx(
         plan.details.bottleneck, rel=0.02
     )
@@ -93,14 +111,16 @@ def test_requests_lost_with_a_device_are_sent_again(end):
         method={"in_flight": 2, "stall_timeout": "500ms", "rejoin_timeout": "6s"},
         faults=[fault],
     )
-    outcome = run(spec)
+    outcome = run_simulated(spec)
     assert outcome.status == "finished", outcome.error
-    assert sorted(event["request"] for event in of(outcome, "request")) == list(
+    assert sorted(event["request"] for event in fields_of(outcome, "request")) == list(
         range(7)
     )
-    assert of(outcome, "evaluate")[-1]["accuracy"] == accuracy_of_plain_model(spec)
-    assert max(event["latency"] for event in of(outcome, "request")) > 1
-    assert [event["phase"] for event in of(outcome, "recovery")] == [
+    assert fields_of(outcome, "evaluate")[-1]["accuracy"] == accuracy_of_plain_model(
+        spec
+    )
+    assert max(event["latency"] for event in fields_of(outcome, "request")) > 1
+    assert [event["phase"] for event in fields_of(outcome, "recovery")] == [
         "detected",
         "resumed",
     ]
@@ -109,21 +129,21 @@ def test_requests_lost_with_a_device_are_sent_again(end):
 @pytest.mark.parametrize("device", ["source", "worker2"])
 def test_single_device_trains_the_undivided_model(device):
     spec = scenario(method={"name": "single", "device": device})
-    outcome = run(spec)
-    model, losses = plain(spec)
+    outcome = run_simulated(spec)
+    model, losses = train_with_torch(spec)
     assert all(
         torch.equal(outcome.weights[name], tensor)
         for name, tensor in model.state_dict().items()
     )
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
         losses, abs=1e-6
     )
-    assert {name for name, _ in events(outcome, "compute")} == {device}
-    assert not of(outcome, "send")
+    assert {name for name, _ in events_of(outcome, "compute")} == {device}
+    assert not fields_of(outcome, "send")
     plan = METHODS["single"].plan(problem_of(spec)[0])
     times = [event.time for event in outcome.events if event.event == "step"]
     assert times[-1] - times[-2] == pytest.approx(plan.step_time)
-    assert {fields["span"] for _, fields in events(outcome, "begin")} == METHODS[
+    assert {fields["span"] for _, fields in events_of(outcome, "begin")} == METHODS[
         "single"
     ].spans(plan, device)
     assert METHODS["single"].spans(plan, "worker1") == frozenset()
@@ -131,9 +151,11 @@ def test_single_device_trains_the_undivided_model(device):
 
 def test_single_device_answers_requests():
     spec = scenario(workload=INFER, method={"name": "single"})
-    outcome = run(spec)
-    assert of(outcome, "evaluate")[-1]["accuracy"] == accuracy_of_plain_model(spec)
-    assert len(of(outcome, "request")) == 7
+    outcome = run_simulated(spec)
+    assert fields_of(outcome, "evaluate")[-1]["accuracy"] == accuracy_of_plain_model(
+        spec
+    )
+    assert len(fields_of(outcome, "request")) == 7
 
 
 def test_missing_or_small_single_device_is_refused():

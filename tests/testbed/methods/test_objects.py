@@ -16,7 +16,7 @@ from testbed_controller.report.html import render
 from testbed_controller.report.terminal import show
 from testbed_controller.results import files
 from tests.helpers import recorded
-from tests.helpers.runs import of, problem_of, run, scenario
+from tests.helpers.runs import fields_of, problem_of, run_simulated, scenario
 
 WORK = {
     "task": "infer",
@@ -60,9 +60,9 @@ def test_every_method_detects_the_objects_of_the_plain_model(method):
     ]
     assert expected[0]
     assert expected[0] != expected[1]
-    outcome = run(spec(method), weights=state)
+    outcome = run_simulated(spec(method), weights=state)
     assert outcome.status == "finished", outcome.error
-    found = of(outcome, "objects")
+    found = fields_of(outcome, "objects")
     assert [(event["request"], event["sample"]) for event in found] == [
         (0, 0),
         (1, 1),
@@ -78,14 +78,14 @@ def test_every_method_detects_the_objects_of_the_plain_model(method):
                 atol=2e-4,
             )
     # Without labels there is nothing to score.
-    assert not of(outcome, "evaluate")
+    assert not fields_of(outcome, "evaluate")
 
 
 def test_results_contain_boxes_pictures_and_weights(tmp_path):
     chosen = spec()
     (trial,) = trials(chosen)
     problem, data = problem_of(chosen)
-    outcome = run(chosen, weights=weights_that_see_dogs(problem))
+    outcome = run_simulated(chosen, weights=weights_that_see_dogs(problem))
     from testbed.methods import METHODS
 
     plan = METHODS["single"].plan(problem)
@@ -94,7 +94,7 @@ def test_results_contain_boxes_pictures_and_weights(tmp_path):
     finished = files.load(place)
     boxes = json.loads((place / "boxes.json").read_text())
     assert [len(answer["boxes"]) for answer in boxes] == [
-        len(event["boxes"]) for event in of(outcome, "objects")
+        len(event["boxes"]) for event in fields_of(outcome, "objects")
     ]
     assert (
         finished.metrics["objects"] == sum(len(answer["boxes"]) for answer in boxes) > 0

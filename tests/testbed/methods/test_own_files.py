@@ -14,7 +14,7 @@ from testbed.simulation import simulate
 from testbed.trace.outcome import Outcome
 from testbed_controller.results.recorder import with_local_sources
 from tests.helpers import ROOT
-from tests.helpers.deployed import bodies, read
+from tests.helpers.deployed import deployment_bodies, read_deployment
 
 EXAMPLES = ROOT / "scenarios" / "examples"
 
@@ -48,7 +48,7 @@ def test_a_method_with_a_helper_runs_as_if_it_were_one_file(tmp_path: Path) -> N
 
 def test_the_helper_travels_and_is_kept(tmp_path: Path) -> None:
     prepared = prepare(trials(load(lay(tmp_path), []))[0])
-    method, _, _ = read(bodies(prepared)["worker1"])
+    method, _, _ = read_deployment(deployment_bodies(prepared)["worker1"])
     assert type(method).__module__.startswith("ring_")
     _, sources = with_local_sources(prepared.scenario)
     assert sources["helper.py"] == (tmp_path / "helper.py").read_text()

@@ -14,7 +14,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from tests.helpers import ROOT
-from tests.helpers.deployed import bodies, read
+from tests.helpers.deployed import deployment_bodies, read_deployment
 
 EXAMPLE = ROOT / "scenarios" / "examples" / "programs.yaml"
 
@@ -67,7 +67,7 @@ def test_the_hub_of_a_star_waits_for_the_leaves_whether_its_program_ends_or_not(
 
 def test_files_travel_and_the_device_needs_none() -> None:
     found = prepared()
-    _, problem, _ = read(bodies(found)["stage1"])
+    _, problem, _ = read_deployment(deployment_bodies(found)["stage1"])
     assert problem.files == {
         "programs.py": (EXAMPLE.parent / "programs.py").read_bytes()
     }

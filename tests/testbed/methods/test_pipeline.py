@@ -8,7 +8,14 @@ import torch
 from testbed.common.errors import InputError
 from testbed.methods import METHODS
 from testbed.plan import Assignment, Plan
-from tests.helpers.runs import events, of, plain, problem_of, run, scenario
+from tests.helpers.runs import (
+    events_of,
+    fields_of,
+    problem_of,
+    run_simulated,
+    scenario,
+    train_with_torch,
+)
 
 UNITS = 5
 
@@ -51,11 +58,11 @@ def test_every_split_trains_the_undivided_model(schedule, cuts):
         workload={"steps": 4},
         method={"schedule": schedule, "micro_batches": micro_batches},
     )
-    outcome = run(spec, cut_at(*cuts))
+    outcome = run_simulated(spec, cut_at(*cuts))
     assert outcome.status == "finished", outcome.error
-    model, losses = plain(spec)
+    model, losses = train_with_torch(spec)
     assert_same(outcome.weights, model)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
         losses, abs=1e-6
     )
 
@@ -68,22 +75,22 @@ def test_convolutions_train_the_undivided_model(schedule):
         "batch_size": 10,
     }
     spec = scenario(workload=work, method={"schedule": schedule, "micro_batches": 4})
-    outcome = run(spec)
-    model, losses = plain(spec)
+    outcome = run_simulated(spec)
+    model, losses = train_with_torch(spec)
     assert_same(outcome.weights, model)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
         losses, abs=1e-6
     )
 
 
 def test_given_weights_are_trained_on():
     work = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 6}
-    weights = run(scenario(workload=work)).weights
-    again = run(scenario(workload=work), weights=weights)
+    weights = run_simulated(scenario(workload=work)).weights
+    again = run_simulated(scenario(workload=work), weights=weights)
     spec = scenario(workload=work)
-    model, losses = plain(spec, weights)
+    model, losses = train_with_torch(spec, weights)
     assert_same(again.weights, model)
-    assert [step["loss"] for step in of(again, "step")] == pytest.approx(
+    assert [step["loss"] for step in fields_of(again, "step")] == pytest.approx(
         losses, abs=1e-6
     )
 
@@ -94,7 +101,7 @@ def test_batch_normalisation_statistics_reach_the_lead():
         "model": {"name": "vgg5"},
         "data": {"name": "digits", "train": 64, "test": 16},
     }
-    outcome = run(scenario(workload=work, speed="10gflops"))
+    outcome = run_simulated(scenario(workload=work, speed="10gflops"))
     assert outcome.status == "finished", outcome.error
     counts = [
         tensor
@@ -111,7 +118,7 @@ def test_two_runs_are_the_same():
         "when": {"device": "worker2", "begins": "backward", "batch": 6},
         "for": "2s",
     }
-    one, other = (run(scenario(faults=[fault])) for _ in range(2))
+    one, other = (run_simulated(scenario(faults=[fault])) for _ in range(2))
     assert [event.to_json() for event in one.events] == [
         event.to_json() for event in other.events
     ]
@@ -128,7 +135,7 @@ def test_sending_does_not_keep_a_stage_from_computing():
     spec = scenario(
         workload=work, speed="5mflops", method={"micro_batches": 16}, network=network
     )
-    outcome = run(spec)
+    outcome = run_simulated(spec)
     problem, _ = problem_of(spec)
     predicted = METHODS["pipeline"].plan(problem).step_time
     ends = [event.time for event in outcome.events if event.event == "step"]
@@ -136,20 +143,20 @@ def test_sending_does_not_keep_a_stage_from_computing():
 
 
 def test_one_stage_never_keeps_more_than_its_schedule_allows():
-    outcome = run(scenario(method={"micro_batches": 8}))
+    outcome = run_simulated(scenario(method={"micro_batches": 8}))
     kept = dict.fromkeys(("source", "worker1", "worker2", "worker3"), 0)
     most = dict(kept)
-    for device, fields in events(outcome, "compute"):
+    for device, fields in events_of(outcome, "compute"):
         kept[device] += {"forward": 1, "backward": -1}.get(fields["span"], 0)
         most[device] = max(most[device], kept[device])
     assert most == {"source": 4, "worker1": 3, "worker2": 2, "worker3": 1}
 
 
 def test_labels_cost_bytes_on_their_way_to_the_last_stage():
-    outcome = run(scenario())
+    outcome = run_simulated(scenario())
     sent = [
         fields
-        for device, fields in events(outcome, "send")
+        for device, fields in events_of(outcome, "send")
         if fields["message"] == "labels"
     ]
     assert {fields["peer"] for fields in sent} == {"worker3"}
@@ -157,12 +164,12 @@ def test_labels_cost_bytes_on_their_way_to_the_last_stage():
 
 
 def test_evaluations_on_the_way():
-    outcome = run(scenario(method={"evaluate_every": 5}))
-    assert [event["step"] for event in of(outcome, "evaluate")] == [5, 10, 12]
+    outcome = run_simulated(scenario(method={"evaluate_every": 5}))
+    assert [event["step"] for event in fields_of(outcome, "evaluate")] == [5, 10, 12]
 
 
 def test_spans_are_all_that_devices_begin():
-    outcome = run(scenario())
+    outcome = run_simulated(scenario())
     spec = scenario()
     problem, _ = problem_of(spec)
     method = METHODS["pipeline"]
@@ -170,7 +177,7 @@ def test_spans_are_all_that_devices_begin():
     for device in ("source", "worker1", "worker2", "worker3"):
         begun = {
             fields["span"]
-            for name, fields in events(outcome, "begin")
+            for name, fields in events_of(outcome, "begin")
             if name == device
         }
         assert begun == method.spans(plan, device)
@@ -181,11 +188,13 @@ def test_spare_devices_replace_lost_stages():
         "kill": "worker1",
         "when": {"device": "worker1", "begins": "backward", "batch": 6},
     }
-    outcome = run(
+    outcome = run_simulated(
         scenario(method={"stages": 2, "rejoin_timeout": "2s"}, faults=[fault])
     )
     assert outcome.status == "finished", outcome.error
-    assert [device for device, _, _ in of(outcome, "recovery")[-1]["partition"]] == [
+    assert [
+        device for device, _, _ in fields_of(outcome, "recovery")[-1]["partition"]
+    ] == [
         "source",
         "worker2",
     ]
@@ -199,7 +208,7 @@ def test_not_enough_devices():
     }
     work = {"model": {"name": "mlp", "hidden": [8, 16, 64, 64]}, "batch_size": 8}
     fault = {"partition": [["source"]], "at": "50ms"}
-    outcome = run(
+    outcome = run_simulated(
         scenario(
             workload=work,
             devices=devices,
@@ -241,7 +250,7 @@ NORMALISED = {"name": "mobilenetv2", "width": 0.1}
 def test_recomputing_changes_time_and_memory_but_no_bit(model):
     work = {"steps": 2, "model": model, "batch_size": 8}
     kept, again = (
-        run(
+        run_simulated(
             scenario(
                 2,
                 workload=work,
@@ -277,7 +286,9 @@ def test_recomputing_is_planned_for():
         }
         spec = scenario(3, workload=work, speed="5mflops", method=method)
         plans.append(METHODS["gpipe"].plan(problem_of(spec)[0]))
-        ends = [event.time for event in run(spec).events if event.event == "step"]
+        ends = [
+            event.time for event in run_simulated(spec).events if event.event == "step"
+        ]
         assert ends[1] - ends[0] == pytest.approx(plans[-1].step_time, rel=0.05)
     kept, again = plans
     assert again.step_time > 1.1 * kept.step_time
@@ -300,7 +311,10 @@ def test_without_drop_last_the_rest_of_an_epoch_is_a_smaller_batch(method, batch
     }
     options = {} if method == "pipedream" else {"micro_batches": 3}
     found = [
-        of(run(scenario(workload=workload, method={"name": name, **own})), "step")
+        fields_of(
+            run_simulated(scenario(workload=workload, method={"name": name, **own})),
+            "step",
+        )
         for name, own in ((method, options), ("single", {}))
     ]
     rest = 96 % batch_size
@@ -316,6 +330,6 @@ def test_without_drop_last_the_rest_of_an_epoch_is_a_smaller_batch(method, batch
 
 
 def test_samples_that_an_epoch_leaves_out_are_recorded():
-    outcome = run(scenario(workload={"batch_size": 20, "steps": 2}))
-    assert of(outcome, "left_out") == [{"samples": 16, "of": 96}]
-    assert of(run(scenario(workload={"steps": 2})), "left_out") == []
+    outcome = run_simulated(scenario(workload={"batch_size": 20, "steps": 2}))
+    assert fields_of(outcome, "left_out") == [{"samples": 16, "of": 96}]
+    assert fields_of(run_simulated(scenario(workload={"steps": 2})), "left_out") == []

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.helpers.runs import of, run, scenario
+from tests.helpers.runs import fields_of, run_simulated, scenario
 
 DEVICES = ("source", "worker1", "worker2", "worker3")
 WORKERS = DEVICES[1:]
@@ -54,16 +54,16 @@ def random_scenario(seed: int):
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    return run(scenario(method=METHOD))
+    return run_simulated(scenario(method=METHOD))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_training_ends_with_the_right_weights(undisturbed, seed):
-    outcome = run(random_scenario(seed))
+    outcome = run_simulated(random_scenario(seed))
     assert outcome.status == "finished", outcome.error
     for name, tensor in undisturbed.weights.items():
         assert torch.equal(outcome.weights[name], tensor), name
-    assert {step["step"] for step in of(outcome, "step")} == set(range(12))
-    assert of(outcome, "evaluate")[-1] == of(undisturbed, "evaluate")[-1]
-    phases = [event["phase"] for event in of(outcome, "recovery")]
+    assert {step["step"] for step in fields_of(outcome, "step")} == set(range(12))
+    assert fields_of(outcome, "evaluate")[-1] == fields_of(undisturbed, "evaluate")[-1]
+    phases = [event["phase"] for event in fields_of(outcome, "recovery")]
     assert phases.count("detected") >= phases.count("resumed")

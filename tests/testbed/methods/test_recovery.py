@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tests.helpers.runs import of, run, scenario
+from tests.helpers.runs import fields_of, run_simulated, scenario
 
 METHOD = {"checkpoint_every": 4, "stall_timeout": "1s", "rejoin_timeout": "6s"}
 WORKERS = ("worker1", "worker2", "worker3")
 
 
 def faulty(*faults, method=METHOD, **keys):
-    return run(scenario(method=method, faults=faults, **keys))
+    return run_simulated(scenario(method=method, faults=faults, **keys))
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +23,17 @@ def assert_recovered(outcome, undisturbed, recoveries=1):
     assert outcome.status == "finished", outcome.error
     for name, tensor in undisturbed.weights.items():
         assert torch.equal(outcome.weights[name], tensor), name
-    expected = {step["step"]: step["loss"] for step in of(undisturbed, "step")}
-    assert {step["step"]: step["loss"] for step in of(outcome, "step")} == expected
-    assert of(outcome, "evaluate")[-1] == of(undisturbed, "evaluate")[-1]
-    phases = [event["phase"] for event in of(outcome, "recovery")]
+    expected = {step["step"]: step["loss"] for step in fields_of(undisturbed, "step")}
+    assert {
+        step["step"]: step["loss"] for step in fields_of(outcome, "step")
+    } == expected
+    assert fields_of(outcome, "evaluate")[-1] == fields_of(undisturbed, "evaluate")[-1]
+    phases = [event["phase"] for event in fields_of(outcome, "recovery")]
     assert phases == ["detected", "resumed"] * recoveries
 
 
 def partition_at_the_end(outcome):
-    return [device for device, _, _ in of(outcome, "recovery")[-1]["partition"]]
+    return [device for device, _, _ in fields_of(outcome, "recovery")[-1]["partition"]]
 
 
 @pytest.mark.parametrize("victim", WORKERS)
@@ -40,10 +42,13 @@ def test_killed_stage_comes_back(undisturbed, victim, span):
     when = {"device": victim, "begins": span, "batch": 6}
     outcome = faulty({"kill": victim, "when": when, "for": "2s"})
     assert_recovered(outcome, undisturbed)
-    detected, resumed = of(outcome, "recovery")
+    detected, resumed = fields_of(outcome, "recovery")
     assert detected["missing"] == [victim]
     assert detected["step"] == resumed["step"] == 4
-    assert [step["step"] for step in of(outcome, "step")] == [*range(6), *range(4, 12)]
+    assert [step["step"] for step in fields_of(outcome, "step")] == [
+        *range(6),
+        *range(4, 12),
+    ]
 
 
 def test_restarted_device_announces_itself_before_stall_timeout_ends(undisturbed):
@@ -76,7 +81,7 @@ def test_two_at_once(undisturbed):
         {"kill": "worker3", "when": when, "for": "3s"},
     )
     assert_recovered(outcome, undisturbed)
-    assert of(outcome, "recovery")[0]["missing"] == ["worker1", "worker3"]
+    assert fields_of(outcome, "recovery")[0]["missing"] == ["worker1", "worker3"]
 
 
 def test_one_comes_back_and_one_does_not(undisturbed):
@@ -176,7 +181,7 @@ def test_paused_for_long_is_replaced_and_joins_again(undisturbed):
     outcome = faulty(fault, workload={"steps": 600, "numerics": "none"})
     assert outcome.status == "finished", outcome.error
     assert partition_at_the_end(outcome) == ["source", "worker1", "worker3"]
-    assert any("worker2 join" in event["text"] for event in of(outcome, "log"))
+    assert any("worker2 join" in event["text"] for event in fields_of(outcome, "log"))
     updates = [
         event
         for event in outcome.events
@@ -196,7 +201,7 @@ def test_devices_without_contact_to_each_other_are_identified(undisturbed):
     }
     outcome = faulty(fault)
     assert_recovered(outcome, undisturbed)
-    assert of(outcome, "recovery")[0]["missing"] == ["worker2"]
+    assert fields_of(outcome, "recovery")[0]["missing"] == ["worker2"]
     assert partition_at_the_end(outcome) == ["source", "worker1", "worker3"]
 
 
@@ -207,7 +212,7 @@ def test_slow_device_is_waited_for():
         method={**METHOD, "stall_timeout": "200ms"},
     )
     assert outcome.status == "finished", outcome.error
-    assert not of(outcome, "recovery")
+    assert not fields_of(outcome, "recovery")
     assert outcome.events[-1].time > 20
 
 
@@ -221,12 +226,15 @@ def test_lead_that_restarts_starts_over(undisturbed):
     assert outcome.status == "finished", outcome.error
     for name, tensor in undisturbed.weights.items():
         assert torch.equal(outcome.weights[name], tensor), name
-    assert [step["step"] for step in of(outcome, "step")] == [*range(6), *range(12)]
+    assert [step["step"] for step in fields_of(outcome, "step")] == [
+        *range(6),
+        *range(12),
+    ]
 
 
 def test_device_off_at_the_start_delays_the_run():
     outcome = faulty({"kill": "worker2", "at": "0s"})
     assert outcome.status == "finished", outcome.error
-    detected, _resumed = of(outcome, "recovery")
+    detected, _resumed = fields_of(outcome, "recovery")
     assert detected["missing"] == ["worker2"]
     assert next(event.time for event in outcome.events if event.event == "step") < 30

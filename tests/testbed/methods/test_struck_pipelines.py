@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.helpers.runs import of, run, scenario
+from tests.helpers.runs import fields_of, run_simulated, scenario
 
 METHODS = (
     "pipeline",
@@ -84,11 +84,13 @@ def test_every_step_is_recorded(method, seed):
         else {"steps": STEPS}
     )
     faults = [fault(draw) for _ in range(draw.randint(1, 4))]
-    outcome = run(scenario(method=options(draw, method), workload=work, faults=faults))
+    outcome = run_simulated(
+        scenario(method=options(draw, method), workload=work, faults=faults)
+    )
     assert outcome.status == "finished", (faults, outcome.error)
     done = {
         fields.get("step", fields.get("request"))
         for name in ("step", "request")
-        for fields in of(outcome, name)
+        for fields in fields_of(outcome, name)
     }
     assert done == set(range(STEPS)), faults

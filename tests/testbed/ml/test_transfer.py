@@ -21,7 +21,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.wire.message import Message
-from tests.helpers.runs import of, scenario
+from tests.helpers.runs import fields_of, scenario
 
 WAYS = ["f16", "bf16", "int8", "int8-channel", LargestPart(top_k="10%")]
 
@@ -99,7 +99,7 @@ def trained(method, **keys):
 
 def sent(outcome, *kinds):
     return sum(
-        each["bytes"] for each in of(outcome, "send") if each["message"] in kinds
+        each["bytes"] for each in fields_of(outcome, "send") if each["message"] in kinds
     )
 
 
@@ -143,10 +143,13 @@ def test_a_training_sends_less_and_learns_nearly_as_well(case):
     plain, _ = trained(method)
     found, prepared = trained({**method, "transfer": transfer})
     assert sent(found, *kinds) < most * sent(plain, *kinds)
-    assert of(found, "evaluate")[-1]["loss"] != of(plain, "evaluate")[-1]["loss"]
     assert (
-        of(found, "evaluate")[-1]["accuracy"]
-        >= of(plain, "evaluate")[-1]["accuracy"] - 0.1
+        fields_of(found, "evaluate")[-1]["loss"]
+        != fields_of(plain, "evaluate")[-1]["loss"]
+    )
+    assert (
+        fields_of(found, "evaluate")[-1]["accuracy"]
+        >= fields_of(plain, "evaluate")[-1]["accuracy"] - 0.1
     )
     without, _ = trained({**method, "transfer": transfer}, numerics="none")
     assert sent(without, *kinds) == sent(found, *kinds)
@@ -176,7 +179,7 @@ def test_an_inference_sends_less_and_its_plan_knows():
         prepared = prepare(trial)
         outcome = simulate(prepared, load_data(prepared.scenario.workload.data))
         assert outcome.status == "finished", outcome.error
-        latency = of(outcome, "request")[0]["latency"]
+        latency = fields_of(outcome, "request")[0]["latency"]
         assert latency == pytest.approx(prepared.plan.details.latency, rel=0.05)
         found.append((sent(outcome, "activation"), latency))
     assert found[1] < found[0]
@@ -232,14 +235,14 @@ def test_a_class_of_a_file_packs_what_crosses(tmp_path):
         run(own(tmp_path, {"activations": how, "gradients": how}))
         for how in (half, "f16")
     )
-    assert [each["loss"] for each in of(ours, "step")] == [
-        each["loss"] for each in of(builtin, "step")
+    assert [each["loss"] for each in fields_of(ours, "step")] == [
+        each["loss"] for each in fields_of(builtin, "step")
     ]
     signs = run(
         own(tmp_path, {"gradients": {"name": "Signs", "file": "own.py", "scale": 2.0}})
     )
-    assert sum(each["bytes"] for each in of(signs, "send")) < sum(
-        each["bytes"] for each in of(ours, "send")
+    assert sum(each["bytes"] for each in fields_of(signs, "send")) < sum(
+        each["bytes"] for each in fields_of(ours, "send")
     )
 
 

@@ -8,7 +8,7 @@ from testbed.device import Cost, Device, Span
 from testbed.simulation.event_queue import EmptySchedule
 from testbed.simulation.world import BOOT_SECONDS
 from testbed.wire.message import Message
-from tests.helpers.worlds import events, idle, on_wire, world
+from tests.helpers.worlds import events_of, first_message_bytes, idle, make_world
 
 
 async def ticking(device: Device):
@@ -25,12 +25,14 @@ def lead_for(seconds):
 
 
 def test_kill_ends_the_program_in_mid_compute_and_restart_begins_anew():
-    run = world(
+    run = make_world(
         {"lead": lead_for(10.5), "b": ticking},
         faults=[{"kill": "b", "at": "2.5s", "for": "1s"}],
     )
     run.run()
-    ticks = [(event["time"], event["batch"]) for event in events(run, "compute", "b")]
+    ticks = [
+        (event["time"], event["batch"]) for event in events_of(run, "compute", "b")
+    ]
     again = 3.5 + BOOT_SECONDS
     assert ticks == [
         (1, 0),
@@ -41,12 +43,13 @@ def test_kill_ends_the_program_in_mid_compute_and_restart_begins_anew():
         (again + 4, 3),
     ]
     assert [
-        (e["time"], e["phase"], e["action"], e["target"]) for e in events(run, "fault")
+        (e["time"], e["phase"], e["action"], e["target"])
+        for e in events_of(run, "fault")
     ] == [
         (2.5, "strike", "kill", "b"),
         (3.5, "undo", "kill", "b"),
     ]
-    assert [(e["time"], e["state"]) for e in events(run, "state", "b")] == [
+    assert [(e["time"], e["state"]) for e in events_of(run, "state", "b")] == [
         (0, "up"),
         (0, "started"),
         (again, "up"),
@@ -67,10 +70,10 @@ def test_kill_by_trigger_strikes_before_the_work_is_done():
             )
 
     trigger = {"kill": "b", "when": {"device": "b", "begins": "forward", "batch": 2}}
-    run = world({"lead": lead_for(10.5), "b": works}, faults=[trigger])
+    run = make_world({"lead": lead_for(10.5), "b": works}, faults=[trigger])
     run.run()
     assert done == [0, 1]
-    assert events(run, "fault")[0]["time"] == 2
+    assert events_of(run, "fault")[0]["time"] == 2
 
 
 def test_killed_program_can_do_nothing_any_more():
@@ -85,14 +88,14 @@ def test_killed_program_can_do_nothing_any_more():
             after.append(child.cancelling())
             await device.send("lead", Message("ghost"))
 
-    run = world(
+    run = make_world(
         {"lead": lead_for(10.5), "b": stubborn}, faults=[{"kill": "b", "at": "1.5s"}]
     )
     run.run()
     assert after == [1]
-    assert events(run, "log") == []
-    assert events(run, "receive") == []
-    assert len(events(run, "compute", "b")) == 1
+    assert events_of(run, "log") == []
+    assert events_of(run, "receive") == []
+    assert len(events_of(run, "compute", "b")) == 1
 
 
 def test_inbox_is_lost_and_unacknowledged_messages_are_sent_again():
@@ -108,7 +111,7 @@ def test_inbox_is_lost_and_unacknowledged_messages_are_sent_again():
         while True:
             got.append(((await device.receive()).kind, device.now()))
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": slow},
         faults=[{"kill": "b", "at": "0.5s"}, {"restart": "b", "at": "1s"}],
     )
@@ -116,7 +119,7 @@ def test_inbox_is_lost_and_unacknowledged_messages_are_sent_again():
     up = 1 + BOOT_SECONDS
     assert [kind for kind, _ in got] == []
     (after,) = [
-        event for event in events(run, "receive") if event["message"] == "after"
+        event for event in events_of(run, "receive") if event["message"] == "after"
     ]
     assert up <= after["time"] < up + 0.3
     assert run.event_queue.now == pytest.approx(after["time"] + 0.01)
@@ -126,14 +129,14 @@ def test_message_in_flight_to_a_killed_device_is_sent_again_from_the_start():
     async def lead(device: Device):
         await device.send("b", Message("large", padding=1_000_000))
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": idle}, faults=[{"kill": "b", "at": "0.9s", "for": "0"}]
     )
     run.run()
-    (received,) = events(run, "receive")
+    (received,) = events_of(run, "receive")
     up = 0.9 + BOOT_SECONDS
     assert received["time"] == pytest.approx(
-        up + on_wire(run, "large") * 8 / 8e6 + 0.01
+        up + first_message_bytes(run, "large") * 8 / 8e6 + 0.01
     )
 
 
@@ -146,19 +149,19 @@ def test_unsent_messages_of_a_killed_sender_are_lost():
     async def lead(device: Device):
         await asyncio.wait_for(idle(device), 5)
 
-    run = world({"lead": lead, "b": talks}, faults=[{"kill": "b", "at": "0.11s"}])
+    run = make_world({"lead": lead, "b": talks}, faults=[{"kill": "b", "at": "0.11s"}])
     with pytest.raises(Exception, match="lead"):
         run.run()
-    assert [event["message"] for event in events(run, "receive")] == ["m0"]
+    assert [event["message"] for event in events_of(run, "receive")] == ["m0"]
 
 
 def test_pause_freezes_and_resumes():
-    run = world(
+    run = make_world(
         {"lead": lead_for(10.5), "b": ticking},
         faults=[{"pause": "b", "at": "2.5s", "for": "3s"}],
     )
     run.run()
-    assert [event["time"] for event in events(run, "compute", "b")] == [
+    assert [event["time"] for event in events_of(run, "compute", "b")] == [
         1,
         2,
         6,
@@ -182,19 +185,21 @@ def test_paused_device_answers_when_it_wakes_and_sends_the_rest():
         device.record("log", text="heard")
         await sending
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": talks}, faults=[{"pause": "b", "at": "0.5s", "for": "4s"}]
     )
     run.run()
-    assert [event["time"] for event in events(run, "log")] == [4.5]
+    assert [event["time"] for event in events_of(run, "log")] == [4.5]
     assert run.event_queue.now == pytest.approx(4.51)
-    run = world(
+    run = make_world(
         {"lead": lead_for(9.5), "b": talks},
         faults=[{"pause": "b", "at": "0.5s", "for": "4s"}],
     )
     run.run()
-    (received,) = events(run, "receive", "lead")
-    assert received["time"] == pytest.approx(4 + on_wire(run, "large") * 8 / 8e6 + 0.01)
+    (received,) = events_of(run, "receive", "lead")
+    assert received["time"] == pytest.approx(
+        4 + first_message_bytes(run, "large") * 8 / 8e6 + 0.01
+    )
 
 
 def test_partition_lets_nothing_through_and_delivers_at_a_retransmission_after_it_heals():
@@ -202,15 +207,17 @@ def test_partition_lets_nothing_through_and_delivers_at_a_retransmission_after_i
         await device.sleep(1)
         await device.send("b", Message("m", padding=100))
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": idle},
         faults=[{"partition": [["lead"], ["b"]], "at": "0.5s", "for": "1s"}],
     )
     run.run()
-    (received,) = events(run, "receive")
+    (received,) = events_of(run, "receive")
     # Sent at 1 s, tried again after 0.22 s and 0.44 s more, healed at 1.5 s.
-    assert received["time"] == pytest.approx(1.66 + on_wire(run, "m") * 8 / 8e6 + 0.01)
-    links = events(run, "link")
+    assert received["time"] == pytest.approx(
+        1.66 + first_message_bytes(run, "m") * 8 / 8e6 + 0.01
+    )
+    links = events_of(run, "link")
     assert [(event["time"], event["source"], event["up"]) for event in links] == [
         (0.5, "lead", False),
         (0.5, "b", False),
@@ -223,13 +230,13 @@ def test_partition_in_mid_message_keeps_sent_bytes():
     async def lead(device: Device):
         await device.send("b", Message("large", padding=1_000_000))
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": idle},
         faults=[{"partition": [["lead"]], "at": "0.5s", "for": "0.1s"}],
     )
     run.run()
-    (received,) = events(run, "receive")
-    whole = on_wire(run, "large") * 8 / 8e6
+    (received,) = events_of(run, "receive")
+    whole = first_message_bytes(run, "large") * 8 / 8e6
     assert received["time"] == pytest.approx(0.72 + (whole - 0.5) + 0.01)
 
 
@@ -237,14 +244,14 @@ def test_long_partition_costs_the_connection_and_the_message_starts_over():
     async def lead(device: Device):
         await device.send("b", Message("large", padding=1_000_000))
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": idle},
         faults=[{"partition": [["lead"]], "at": "0.5s", "for": "5.2s"}],
     )
     run.run()
-    (received,) = events(run, "receive")
+    (received,) = events_of(run, "receive")
     assert received["time"] == pytest.approx(
-        6.5 + on_wire(run, "large") * 8 / 8e6 + 0.01
+        6.5 + first_message_bytes(run, "large") * 8 / 8e6 + 0.01
     )
 
 
@@ -257,9 +264,9 @@ def test_acknowledgement_waits_for_the_way_back():
         "at": "0",
         "for": "1s",
     }
-    run = world({"lead": lead, "b": idle}, faults=[cut])
+    run = make_world({"lead": lead, "b": idle}, faults=[cut])
     run.run()
-    arrived = events(run, "receive")[0]["time"]
+    arrived = events_of(run, "receive")[0]["time"]
     assert arrived < 0.02
     assert run.event_queue.now == pytest.approx(arrived + 0.22 + 0.44 + 0.88 + 0.02)
 
@@ -270,11 +277,11 @@ def test_peers_of_a_partition_are_unreachable():
             await asyncio.wait_for(device.send("b", Message("m")), 0.3)
         await asyncio.wait_for(device.send("c", Message("m")), 0.3)
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": idle, "c": idle}, faults=[{"partition": [["b"]], "at": "0"}]
     )
     run.run()
-    assert [event["peer"] for event in events(run, "send")] == ["c"]
+    assert [event["peer"] for event in events_of(run, "send")] == ["c"]
 
 
 def test_degrade_in_mid_message_slows_the_rest_of_it():
@@ -285,10 +292,10 @@ def test_degrade_in_mid_message_slows_the_rest_of_it():
         "degrade": {"between": ["lead", "b"], "rate": "4mbit", "delay": "100ms"},
         "at": "0.5s",
     }
-    run = world({"lead": lead, "b": idle}, faults=[worse])
+    run = make_world({"lead": lead, "b": idle}, faults=[worse])
     run.run()
-    whole = on_wire(run, "large") * 8 / 8e6
-    assert events(run, "receive")[0]["time"] == pytest.approx(
+    whole = first_message_bytes(run, "large") * 8 / 8e6
+    assert events_of(run, "receive")[0]["time"] == pytest.approx(
         0.5 + 2 * (whole - 0.5) + 0.1
     )
     assert run.event_queue.now == pytest.approx(0.5 + 2 * (whole - 0.5) + 0.2)
@@ -298,7 +305,7 @@ def test_heal_undoes_all_and_a_later_undo_is_no_error():
     async def lead(device: Device):
         await device.sleep(5)
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": idle},
         faults=[
             {"partition": [["b"]], "at": "1s", "for": "2s"},
@@ -308,20 +315,26 @@ def test_heal_undoes_all_and_a_later_undo_is_no_error():
     )
     run.run()
     assert not run.shown.in_force
-    assert {event["time"] for event in events(run, "link")} == {1, 2}
+    assert {event["time"] for event in events_of(run, "link")} == {1, 2}
 
 
 def test_restart_of_a_running_device_and_resume_of_an_awake_one_do_nothing():
-    run = world(
+    run = make_world(
         {"lead": lead_for(5.5), "b": ticking},
         faults=[{"restart": "b", "at": "1.5s"}, {"resume": "b", "at": "2.5s"}],
     )
     run.run()
-    assert [event["time"] for event in events(run, "compute", "b")] == [1, 2, 3, 4, 5]
+    assert [event["time"] for event in events_of(run, "compute", "b")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 def test_killed_again_while_it_boots():
-    run = world(
+    run = make_world(
         {"lead": lead_for(9.5), "b": ticking},
         faults=[
             {"kill": "b", "at": "1.5s", "for": "1s"},
@@ -329,11 +342,11 @@ def test_killed_again_while_it_boots():
         ],
     )
     run.run()
-    assert [event["time"] for event in events(run, "compute", "b")] == [1, 7, 8, 9]
+    assert [event["time"] for event in events_of(run, "compute", "b")] == [1, 7, 8, 9]
 
 
 def test_lead_that_restarts_ends_the_run_when_it_returns():
-    run = world(
+    run = make_world(
         {"lead": lead_for(3), "b": idle},
         faults=[{"kill": "lead", "at": "1s", "for": "0"}],
     )
@@ -346,7 +359,7 @@ def test_deadlock_behind_a_dead_peer_is_found_and_named():
         await device.sleep(1)
         await device.send("b", Message("m"))
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": idle, "c": idle}, faults=[{"kill": "b", "at": "0.5s"}]
     )
     with pytest.raises(EmptySchedule):

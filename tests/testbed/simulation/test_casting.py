@@ -11,7 +11,7 @@ from testbed.network.link import Cell, Link
 from testbed.network.radio import Propagation, Radio
 from testbed.wire.framing import CAST_CHUNK, cast_wire_bytes
 from testbed.wire.message import Message
-from tests.helpers.worlds import events, idle, world
+from tests.helpers.worlds import events_of, idle, make_world
 
 RADIO = Link(rate=250e3, delay=0.01)
 DEVICES = ("b", "c", "d")
@@ -39,35 +39,35 @@ def interval(count: int, chance: float) -> float:
 
 
 def test_one_transmission_is_charged_however_many_hear_it():
-    run = world(
+    run = make_world(
         {"a": casting(3, padding=3000), **dict.fromkeys(DEVICES, idle)}, link=RADIO
     )
     run.run()
-    casts = events(run, "cast")
+    casts = events_of(run, "cast")
     seconds = cast_wire_bytes(casts[0]["bytes"]) * 8 / 250e3
     for number, cast in enumerate(casts):
         assert cast["start"] == pytest.approx(number * seconds)
         assert cast["duration"] == pytest.approx(seconds)
     for name in DEVICES:
-        assert [each["time"] for each in events(run, "receive", name)] == pytest.approx(
-            [number * seconds + seconds + 0.01 for number in range(3)]
-        )
+        assert [
+            each["time"] for each in events_of(run, "receive", name)
+        ] == pytest.approx([number * seconds + seconds + 0.01 for number in range(3)])
 
 
 def test_the_slowest_link_sets_the_pace_whomever_the_cast_is_for():
-    run = world(
+    run = make_world(
         {"a": casting(1, peers=["b"]), **dict.fromkeys(DEVICES, idle)},
         link=Link(rate=8e6),
     )
     lay(run, ("a", "d"), RADIO)
     run.run()
-    [cast] = events(run, "cast")
+    [cast] = events_of(run, "cast")
     assert cast["duration"] == pytest.approx(cast_wire_bytes(cast["bytes"]) * 8 / 250e3)
-    assert not events(run, "receive", "c")
+    assert not events_of(run, "receive", "c")
 
 
 def test_each_receiver_loses_whole_casts_by_its_own_luck():
-    run = world(
+    run = make_world(
         {"a": casting(2000), **dict.fromkeys(DEVICES, idle)},
         link=Link(message_loss=0.191),
     )
@@ -75,13 +75,13 @@ def test_each_receiver_loses_whole_casts_by_its_own_luck():
     run.run()
     got = {}
     for name, chance in (("b", 0.191), ("c", 0.191), ("d", 0.5)):
-        got[name] = len(events(run, "receive", name))
+        got[name] = len(events_of(run, "receive", name))
         assert abs(got[name] - 2000 * (1 - chance)) < interval(2000, chance)
-    assert [cast["number"] for cast in events(run, "cast")] == list(range(2000))
+    assert [cast["number"] for cast in events_of(run, "cast")] == list(range(2000))
     heard_by_b = [
         number for number in range(2000) if is_received(1, "a", "b", number, 0.191)
     ]
-    assert [each["cast"] for each in events(run, "receive", "b")] == heard_by_b
+    assert [each["cast"] for each in events_of(run, "receive", "b")] == heard_by_b
     both = sum(
         is_received(1, "a", "b", number, 0.191)
         and is_received(1, "a", "c", number, 0.191)
@@ -91,14 +91,14 @@ def test_each_receiver_loses_whole_casts_by_its_own_luck():
 
 
 def test_a_cast_of_many_packets_is_lost_with_any_of_them():
-    run = world(
+    run = make_world(
         {"a": casting(1000, padding=5 * CAST_CHUNK), **dict.fromkeys(DEVICES, idle)},
         link=Link(loss=0.05),
     )
     run.run()
     for name in DEVICES:
         chance = 0.95**6
-        assert abs(len(events(run, "receive", name)) - 1000 * chance) < interval(
+        assert abs(len(events_of(run, "receive", name)) - 1000 * chance) < interval(
             1000, chance
         )
 
@@ -112,14 +112,14 @@ def test_a_partition_and_a_degradation_hold_for_casts():
             "for": "1s",
         },
     ]
-    run = world(
+    run = make_world(
         {"a": casting(1), **dict.fromkeys(DEVICES, idle)}, link=RADIO, faults=faults
     )
     run.run()
-    assert not events(run, "receive", "c")
-    assert not events(run, "receive", "d")
-    [heard_by_b] = events(run, "receive", "b")
-    [cast] = events(run, "cast")
+    assert not events_of(run, "receive", "c")
+    assert not events_of(run, "receive", "d")
+    [heard_by_b] = events_of(run, "receive", "b")
+    [cast] = events_of(run, "cast")
     assert heard_by_b["time"] == pytest.approx(cast["duration"] + 0.1)
 
 
@@ -130,7 +130,7 @@ def test_an_obstruction_and_a_trace_change_who_hears_a_cast_by_the_same_draws():
         None,
         1,
     )
-    run = world(
+    run = make_world(
         {"a": casting(600), **dict.fromkeys(DEVICES, idle)},
         link=RADIO,
         radio=radio,
@@ -150,7 +150,7 @@ def test_an_obstruction_and_a_trace_change_who_hears_a_cast_by_the_same_draws():
     for name, begin, end, loss in (("b", 1, 2, chance), ("c", 2, math.inf, 0.3)):
         casts = [
             (each["number"], begin < each["time"] + RADIO.delay < end)
-            for each in events(run, "cast")
+            for each in events_of(run, "cast")
         ]
         assert any(struck for _, struck in casts)
         wanted = [
@@ -158,22 +158,22 @@ def test_an_obstruction_and_a_trace_change_who_hears_a_cast_by_the_same_draws():
             for number, struck in casts
             if not struck or is_received(1, "a", name, number, loss)
         ]
-        assert [each["cast"] for each in events(run, "receive", name)] == wanted
-    assert len(events(run, "receive", "d")) == 600
+        assert [each["cast"] for each in events_of(run, "receive", name)] == wanted
+    assert len(events_of(run, "receive", "d")) == 600
 
 
 def test_a_sender_that_dies_in_the_middle_of_a_cast_is_not_heard():
     async def lead(device: Device):
         await device.sleep(1)
 
-    run = world(
+    run = make_world(
         {"lead": lead, "a": casting(1, padding=3000, peers=["lead"])},
         link=RADIO,
         faults=[{"kill": "a", "at": "50ms"}],
     )
     run.run()
-    assert not events(run, "receive")
-    assert not events(run, "cast")
+    assert not events_of(run, "receive")
+    assert not events_of(run, "cast")
 
 
 def test_casts_of_one_device_follow_each_other_and_what_is_heard_is_each_receivers_own():
@@ -197,9 +197,9 @@ def test_casts_of_one_device_follow_each_other_and_what_is_heard_is_each_receive
     async def change(device: Device):
         found.append((await device.receive()).tensors["x"].add_(1))
 
-    run = world({"lead": lead, "b": change, "c": change}, link=RADIO)
+    run = make_world({"lead": lead, "b": change, "c": change}, link=RADIO)
     run.run()
-    first, second = events(run, "cast")
+    first, second = events_of(run, "cast")
     assert second["start"] == pytest.approx(first["start"] + first["duration"])
     assert [each.tolist() for each in found] == [[1, 1], [1, 1]]
 
@@ -218,7 +218,7 @@ def test_the_devices_of_a_cell_take_turns_and_a_gateway_waits_for_both_of_its_ce
         await device.cast(["a", "b", "x"], Message("m", padding=3000))
 
     cells = [Cell(("a", "b", "gate"), 250e3), Cell(("x", "gate"), 500e3)]
-    run = world(
+    run = make_world(
         {"a": lead, "b": other, "x": other, "gate": gate},
         link=Link(delay=0.01),
         cells=cells,
@@ -248,7 +248,7 @@ def test_message_without_a_link_is_refused():
         with pytest.raises(ValueError, match="no link from a to nobody"):
             await device.cast(["nobody"], Message("m"))
 
-    world({"a": lead}).run()
+    make_world({"a": lead}).run()
 
 
 def test_draws_by_hand():

@@ -9,7 +9,7 @@ from testbed.network.link import Link
 from testbed.simulation.channel import next_attempt
 from testbed.wire.framing import WINDOW, cast_wire_bytes, chunks, wire_bytes
 from testbed.wire.message import Message
-from tests.helpers.worlds import LINK, events, idle, on_wire, world
+from tests.helpers.worlds import LINK, events_of, first_message_bytes, idle, make_world
 
 
 def test_framing_by_hand():
@@ -27,10 +27,10 @@ def test_messages_to_one_peer_leave_one_behind_the_other(access):
             *(device.send("sink", Message(f"m{i}", padding=50_000)) for i in range(3))
         )
 
-    run = world({"source": source, "sink": idle}, access=access)
+    run = make_world({"source": source, "sink": idle}, access=access)
     run.run()
-    transmission = on_wire(run, "m0") * 8 / 8e6
-    received, sent = events(run, "receive"), events(run, "send")
+    transmission = first_message_bytes(run, "m0") * 8 / 8e6
+    received, sent = events_of(run, "receive"), events_of(run, "send")
     for i in range(3):
         assert received[i]["start"] == pytest.approx(i * transmission + 0.01)
         assert received[i]["duration"] == pytest.approx(transmission)
@@ -51,9 +51,9 @@ def test_a_full_window_waits_for_the_first_acknowledgement(access):
             *(device.send("b", Message("m", padding=WINDOW // 2 + 1)) for _ in range(5))
         )
 
-    run = world({"lead": lead, "b": idle}, link=Link(delay=0.25), access=access)
+    run = make_world({"lead": lead, "b": idle}, link=Link(delay=0.25), access=access)
     run.run()
-    times = [event["time"] for event in events(run, "receive")]
+    times = [event["time"] for event in events_of(run, "receive")]
     assert times == pytest.approx([0.25, 0.25, 0.75, 0.75, 1.25], abs=0.01)
 
 
@@ -64,11 +64,11 @@ def test_many_messages_fill_a_long_link(access):
             *(device.send("b", Message("m", padding=100_000)) for _ in range(100))
         )
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": idle}, link=Link(rate=50e6, delay=0.02), access=access
     )
     run.run()
-    carried = 100 * on_wire(run, "m") * 8
+    carried = 100 * first_message_bytes(run, "m") * 8
     assert carried / (run.event_queue.now - 0.04) / 50e6 == pytest.approx(1)
 
 
@@ -83,12 +83,12 @@ def test_acknowledgements_keep_the_order_when_a_link_becomes_faster():
         await asyncio.gather(*(send(number) for number in range(5)))
 
     better = {"degrade": {"between": ["lead", "b"], "delay": "1ms"}, "at": "300ms"}
-    run = world(
+    run = make_world(
         {"lead": lead, "b": idle}, link=Link(rate=1e5, delay=0.2), faults=[better]
     )
     run.run()
     assert order == list(range(5))
-    times = [event["time"] for event in events(run, "send")]
+    times = [event["time"] for event in events_of(run, "send")]
     assert times == sorted(times)
 
 
@@ -98,9 +98,9 @@ def test_directions_and_pairs_do_not_share_their_rate():
             *(device.send(peer, Message("m", padding=100_000)) for peer in ("b", "c"))
         )
 
-    run = world({"lead": lead, "b": idle, "c": idle})
+    run = make_world({"lead": lead, "b": idle, "c": idle})
     run.run()
-    first, second = events(run, "receive")
+    first, second = events_of(run, "receive")
     assert first["time"] == second["time"]
 
 
@@ -108,10 +108,10 @@ def test_link_without_rate_takes_its_delay_only():
     async def lead(device: Device):
         await device.send("b", Message("m", padding=5 * 10**8 - 1000))
 
-    run = world({"lead": lead, "b": idle}, link=Link(delay=0.25))
+    run = make_world({"lead": lead, "b": idle}, link=Link(delay=0.25))
     run.run()
-    assert events(run, "receive")[0]["time"] == 0.25
-    assert events(run, "send")[0]["time"] == 0.5
+    assert events_of(run, "receive")[0]["time"] == 0.25
+    assert events_of(run, "send")[0]["time"] == 0.5
 
 
 def test_many_messages_arrive_in_the_order_of_the_calls():
@@ -130,7 +130,9 @@ def test_many_messages_arrive_in_the_order_of_the_calls():
         while True:
             got.append((await device.receive())["i"])
 
-    world({"lead": lead, "b": listen}, link=Link(rate=1e6, delay=0.02, loss=0.05)).run()
+    make_world(
+        {"lead": lead, "b": listen}, link=Link(rate=1e6, delay=0.02, loss=0.05)
+    ).run()
     assert got == list(range(200))
 
 
@@ -153,7 +155,7 @@ def test_message_shares_nothing_with_its_sender():
         message = await device.receive()
         seen.update(weights=message.tensors["w"].tolist(), list=message["list"])
 
-    world({"lead": lead, "b": listen}).run()
+    make_world({"lead": lead, "b": listen}).run()
     assert seen == {"weights": [0, 0, 0], "list": [1]}
 
 
@@ -166,7 +168,7 @@ def test_loss_costs_time_and_depends_on_the_seed_only():
             await device.send("b", Message("m", padding=100_000))
 
     def duration(loss):
-        run = world(
+        run = make_world(
             {"lead": lead, "b": idle}, link=Link(rate=8e6, delay=0.01, loss=loss)
         )
         run.run()
@@ -183,9 +185,11 @@ def test_lone_segment_waits_for_the_time_out_when_lost():
         for _ in range(100):
             await device.send("b", Message("m"))
 
-    run = world({"lead": lead, "b": idle}, link=Link(rate=8e6, delay=0.01, loss=0.2))
+    run = make_world(
+        {"lead": lead, "b": idle}, link=Link(rate=8e6, delay=0.01, loss=0.2)
+    )
     run.run()
-    durations = [event["duration"] for event in events(run, "send")]
+    durations = [event["duration"] for event in events_of(run, "send")]
     late = [each for each in durations if each > 0.2]
     # Each message and each answer is lost in one case of five.
     assert 22 < len(late) < 52
@@ -210,7 +214,7 @@ def test_cancelled_send_to_a_stopped_peer_is_withdrawn():
         while True:
             got.append((await device.receive()).kind)
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": listen}, faults=[{"kill": "b", "at": "0.9s", "for": "2s"}]
     )
     run.run()
@@ -230,7 +234,7 @@ def test_withdrawn_message_is_not_sent_to_a_restarted_peer():
         while True:
             got.append((await device.receive()).kind)
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": listen},
         link=Link(delay=0.5),
         faults=[{"kill": "b", "at": "0.4s", "for": "1s"}],
@@ -256,7 +260,7 @@ def test_messages_of_a_dead_sender_are_not_repeated():
         {"kill": "b", "at": "0.2s", "for": "1s"},
         {"kill": "c", "at": "0.3s", "for": "1s"},
     ]
-    run = world(
+    run = make_world(
         {"lead": lead, "b": sender, "c": listen}, link=Link(delay=0.5), faults=faults
     )
     run.run()
@@ -273,11 +277,13 @@ def test_cancelled_send_is_withdrawn_and_the_next_moves_up():
         large.cancel()
         await small
 
-    run = world({"lead": lead, "b": idle})
+    run = make_world({"lead": lead, "b": idle})
     run.run()
-    (received,) = events(run, "receive")
+    (received,) = events_of(run, "receive")
     assert received["message"] == "small"
-    assert received["time"] == pytest.approx(1 + on_wire(run, "small") * 8 / 8e6 + 0.01)
+    assert received["time"] == pytest.approx(
+        1 + first_message_bytes(run, "small") * 8 / 8e6 + 0.01
+    )
 
 
 def test_cancelled_receive_loses_no_message():
@@ -295,7 +301,7 @@ def test_cancelled_receive_loses_no_message():
             except TimeoutError:
                 continue
 
-    world({"lead": lead, "b": listen}).run()
+    make_world({"lead": lead, "b": listen}).run()
     assert got == list(range(10))
 
 
@@ -303,7 +309,7 @@ def test_peer_without_a_link_is_an_error_that_names_both():
     async def lead(device: Device):
         await device.send("nobody", Message("m"))
 
-    run = world({"lead": lead, "b": idle})
+    run = make_world({"lead": lead, "b": idle})
     with pytest.raises(Exception, match="the program of lead failed") as caught:
         run.run()
     assert "no link from lead to nobody" in str(caught.value.__cause__)

@@ -9,7 +9,7 @@ from testbed.network.link import GilbertElliott, Link
 from testbed.simulation.crossing import PACKET, Crossing, make_crossing
 from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Window
 from testbed.wire.message import Message
-from tests.helpers.worlds import events, idle, on_wire, world
+from tests.helpers.worlds import events_of, first_message_bytes, idle, make_world
 
 
 def sending(count: int, padding: int = 0):
@@ -22,12 +22,12 @@ def sending(count: int, padding: int = 0):
 
 def latencies(link: Link, count: int, padding: int = 0) -> list[float]:
     """Return by how much each message arrived later than its first byte could leave."""
-    run = world({"lead": sending(count, padding), "b": idle}, link=link)
+    run = make_world({"lead": sending(count, padding), "b": idle}, link=link)
     run.run()
-    sent = [event["start"] + event["queued"] for event in events(run, "send")]
+    sent = [event["start"] + event["queued"] for event in events_of(run, "send")]
     return [
         event["time"] - start
-        for event, start in zip(events(run, "receive"), sent, strict=True)
+        for event, start in zip(events_of(run, "receive"), sent, strict=True)
     ]
 
 
@@ -99,13 +99,13 @@ def test_bursts_affect_retransmissions():
 
 
 def test_bytes_sent_again_take_their_time_on_the_link():
-    run = world(
+    run = make_world(
         {"lead": sending(1, 400_000), "b": idle},
         link=Link(rate=8e6, delay=0.01, loss=0.3),
     )
     run.run()
-    (received,) = events(run, "receive")
-    clean = on_wire(run, "m") * 8 / 8e6
+    (received,) = events_of(run, "receive")
+    clean = first_message_bytes(run, "m") * 8 / 8e6
     assert received["time"] > clean / 0.7 * 0.9
 
 
@@ -118,7 +118,7 @@ def test_duplicates_change_nothing():
 def test_chance_depends_on_the_seed_and_on_how_often_the_link_has_changed():
     link = Link(delay=0.1, jitter=0.05)
     assert latencies(link, 50) == latencies(link, 50)
-    run = world(
+    run = make_world(
         {"lead": sending(40), "b": idle},
         link=link,
         trace=[
@@ -128,7 +128,7 @@ def test_chance_depends_on_the_seed_and_on_how_often_the_link_has_changed():
         ],
     )
     run.run()
-    drawn = [event["time"] - event["start"] for event in events(run, "receive")]
+    drawn = [event["time"] - event["start"] for event in events_of(run, "receive")]
     assert len(drawn) == 40
 
 

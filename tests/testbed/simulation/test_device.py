@@ -8,7 +8,7 @@ from testbed.device import Cost, Device, Span
 from testbed.simulation.event_queue import EmptySchedule
 from testbed.simulation.world import ProgramError
 from testbed.wire.message import Message
-from tests.helpers.worlds import events, on_wire, world
+from tests.helpers.worlds import events_of, first_message_bytes, make_world
 
 
 def test_message_takes_transmission_delay_and_acknowledgement():
@@ -22,10 +22,10 @@ def test_message_takes_transmission_delay_and_acknowledgement():
         message = await device.receive()
         seen["arrived"], seen["sender"] = device.now(), message.sender
 
-    run = world({"source": source, "sink": sink})
+    run = make_world({"source": source, "sink": sink})
     run.run()
-    assert 1000 < events(run, "receive")[0]["bytes"] < 1200
-    transmission = on_wire(run, "x") * 8 / 8e6
+    assert 1000 < events_of(run, "receive")[0]["bytes"] < 1200
+    transmission = first_message_bytes(run, "x") * 8 / 8e6
     assert seen["arrived"] == pytest.approx(transmission + 0.01, abs=1e-12)
     assert seen["acknowledged"] == pytest.approx(transmission + 0.02, abs=1e-12)
     assert seen["sender"] == "source"
@@ -43,7 +43,7 @@ def test_a_message_is_being_received_from_its_first_byte_to_its_last():
         await device.sleep(0.145)
         await device.send("source", Message("x", padding=800_000))
 
-    run = world({"source": source, "sink": sink})
+    run = make_world({"source": source, "sink": sink})
     run.run()
     assert seen == [False, *[True] * 8, *[False] * 3]
 
@@ -59,7 +59,7 @@ def test_nothing_is_received_from_a_device_that_died_while_it_sent():
     async def sink(device: Device):
         await device.send("source", Message("x", padding=800_000))
 
-    world(
+    make_world(
         {"source": source, "sink": sink}, faults=[{"kill": "sink", "at": "250ms"}]
     ).run()
     assert seen == [True, True, False, False, False]
@@ -79,7 +79,7 @@ def test_processor_is_serial():
 
         await asyncio.gather(*(work(i) for i in range(3)))
 
-    world({"lead": lead}).run()
+    make_world({"lead": lead}).run()
     assert ends == [(0, 1.0), (1, 2.0), (2, 3.0)]
 
 
@@ -95,7 +95,7 @@ def test_several_processors_begin_work_in_its_order_and_compute_at_once():
             *(work(i, flops) for i, flops in enumerate((2e6, 1e6, 2e6, 1e6)))
         )
 
-    world({"lead": lead}, access={"lead": {"processors": 2}}).run()
+    make_world({"lead": lead}, access={"lead": {"processors": 2}}).run()
     assert ends == [(1, 1.0), (0, 2.0), (2, 3.0), (3, 3.0)]
 
 
@@ -113,7 +113,7 @@ def test_a_pause_and_a_throttle_hit_all_processors():
         {"pause": "lead", "at": "1s", "for": "1s"},
         {"throttle": {"device": "lead", "slowdown": 2}, "at": "3s"},
     ]
-    world({"lead": lead}, access={"lead": {"processors": 2}}, faults=faults).run()
+    make_world({"lead": lead}, access={"lead": {"processors": 2}}, faults=faults).run()
     # A second of work, a pause, another second, and the two that are left at half the speed.
     assert ends == [7.0, 7.0]
 
@@ -130,7 +130,7 @@ def test_a_message_may_come_in_the_instant_in_which_its_receiver_is_cancelled():
             await receiving
         seen.append((await device.receive()).kind)
 
-    world({"lead": lead}).run()
+    make_world({"lead": lead}).run()
     assert seen == ["x"]
 
 
@@ -138,7 +138,7 @@ def test_deadlock_is_named():
     async def waits(device: Device):
         await device.receive()
 
-    run = world({"a": waits, "b": waits})
+    run = make_world({"a": waits, "b": waits})
     with pytest.raises(EmptySchedule):
         run.run()
     assert "a waits for a message; b waits for a message" in run.describe_waits()
@@ -152,13 +152,13 @@ def test_program_error_keeps_its_cause():
         await device.sleep(1)
         raise KeyError("lost")
 
-    run = world({"lead": lead, "b": fails})
+    run = make_world({"lead": lead, "b": fails})
     with pytest.raises(ProgramError) as caught:
         run.run()
     assert isinstance(caught.value.__cause__, KeyError)
     failed = [
         event["error"]
-        for event in events(run, "state", "b")
+        for event in events_of(run, "state", "b")
         if event["state"] == "failed"
     ]
     assert failed == ["KeyError: 'lost'"]
@@ -173,7 +173,7 @@ def test_tasks_of_many_devices_hash_apart_and_alike_in_each_run() -> None:
                 for _ in range(3):
                     found.append(hash(group.create_task(device.sleep(1.0))))
 
-        world({f"device{number}": program for number in range(50)}).run()
+        make_world({f"device{number}": program for number in range(50)}).run()
         return found
 
     assert len(set(hashes())) == 150
@@ -194,7 +194,7 @@ def test_listener_receives_earlier_and_arriving_messages():
             lambda message: heard.append((message["number"], device.now()))
         )
 
-    run = world({"source": source, "sink": sink})
+    run = make_world({"source": source, "sink": sink})
     run.run()
     arrivals = [event.time for event in run.events if event.event == "receive"]
     assert heard == [(0, 0.05), (1, arrivals[1]), (2, arrivals[2])]
@@ -213,5 +213,5 @@ def test_exception_of_a_listener_fails_its_program():
         await device.listen(take)
 
     with pytest.raises(ProgramError) as raised:
-        world({"source": source, "sink": sink}).run()
+        make_world({"source": source, "sink": sink}).run()
     assert "not for me" in str(raised.value.__cause__)

@@ -6,7 +6,7 @@ import asyncio
 
 from testbed.hardware import DeviceSpec
 from testbed.simulation.host import Host
-from tests.helpers.worlds import idle, world
+from tests.helpers.worlds import idle, make_world
 
 
 def test_a_machine_is_off_until_it_boots_and_is_on_while_it_does() -> None:
@@ -29,7 +29,7 @@ def test_states_follow_the_faults_that_strike() -> None:
         {"pause": "b", "at": "500ms", "for": "1s"},
         {"kill": "b", "at": "2500ms", "for": "1s"},
     ]
-    made = world({"a": watch, "b": idle}, faults=faults)
+    made = make_world({"a": watch, "b": idle}, faults=faults)
     made.run()
     assert [(time, state) for time, state, _ in seen] == [
         (0.0, "up"),
@@ -60,7 +60,7 @@ def test_saved_messages_survive_a_restart() -> None:
     async def lead(device):
         await device.sleep(10.0)
 
-    made = world(
+    made = make_world(
         {"a": lead, "b": saver}, faults=[{"kill": "b", "at": "1s", "for": "1s"}]
     )
     made.run()

@@ -9,7 +9,7 @@ from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import validate
 from testbed.scenario.schema import Source
-from tests.helpers.worlds import events, world
+from tests.helpers.worlds import events_of, make_world
 
 ONE_CORE = (Machine(("a", "b"), 1),)
 
@@ -24,10 +24,10 @@ def computing(*flops):
 
 
 def durations(machines, programs, **options):
-    run = world(programs, machines=machines, **options)
+    run = make_world(programs, machines=machines, **options)
     run.run()
     return {
-        name: [event["duration"] for event in events(run, "compute", name)]
+        name: [event["duration"] for event in events_of(run, "compute", name)]
         for name in programs
     }
 

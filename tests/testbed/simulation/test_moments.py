@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from testbed.device import Cost, Device, Span
 from testbed.simulation.world import BOOT_SECONDS
 from testbed.wire.message import Message
-from tests.helpers.worlds import events, idle, world
+from tests.helpers.worlds import events_of, idle, make_world
 
 ROUNDS = 3
 DEVICES = ("lead", "b", "c")
@@ -100,7 +100,7 @@ async def worker(device: Device) -> None:
 
 
 def run(faults, access=None):
-    made = world(
+    made = make_world(
         {"lead": lead, "b": worker, "c": worker},
         faults=faults,
         access=access,
@@ -115,7 +115,7 @@ def assert_sound(faults, logged, **options):
     logged.clear()
     made = run(faults, **options)
     assert not logged
-    assert {event["step"] for event in events(made, "step")} == set(range(ROUNDS))
+    assert {event["step"] for event in events_of(made, "step")} == set(range(ROUNDS))
     assert made.events == run(faults, **options).events
     state = dict.fromkeys(DEVICES, "up")
     since = dict.fromkeys(DEVICES, -1.0)
@@ -206,7 +206,7 @@ def test_device_killed_while_it_receives_held_messages(logged):
         {"pause": "b", "at": "1ms", "for": "1s"},
         {"kill": "b", "when": {"device": "b", "event": "receive"}, "for": "0s"},
     ]
-    made = world({"lead": sender, "b": receiver}, faults=faults)
+    made = make_world({"lead": sender, "b": receiver}, faults=faults)
     made.run()
     assert [number for _, number in heard] == [1, 2], (
         "the first was heard as it died; the others are sent again"
@@ -223,9 +223,9 @@ def test_device_killed_during_a_pause_sends_after_its_restart():
         await device.sleep(5)
 
     faults = [{"pause": "lead", "at": "1s"}, {"kill": "lead", "at": "2s", "for": "1s"}]
-    made = world({"lead": sender, "b": idle}, faults=faults, time_limit=100)
+    made = make_world({"lead": sender, "b": idle}, faults=faults, time_limit=100)
     made.run()
-    assert len(events(made, "send", "lead")) == 2
+    assert len(events_of(made, "send", "lead")) == 2
 
 
 def test_device_that_boots_can_be_paused():
@@ -236,10 +236,12 @@ def test_device_that_boots_can_be_paused():
         {"kill": "lead", "at": "1s", "for": "0s"},
         {"pause": "lead", "at": "2s", "for": "10s"},
     ]
-    made = world({"lead": program}, faults=faults)
+    made = make_world({"lead": program}, faults=faults)
     made.run()
     assert [
-        event["time"] for event in events(made, "state") if event["state"] == "started"
+        event["time"]
+        for event in events_of(made, "state")
+        if event["state"] == "started"
     ] == [0, 12]
 
 
@@ -260,7 +262,7 @@ def test_task_that_a_dead_device_starts_never_runs():
     async def sleeper(device: Device) -> None:
         await device.sleep(10)
 
-    world({"lead": sleeper, "b": victim}, faults=[{"kill": "b", "at": "1s"}]).run()
+    make_world({"lead": sleeper, "b": victim}, faults=[{"kill": "b", "at": "1s"}]).run()
     assert ran == []
 
 
@@ -274,9 +276,9 @@ def test_sets_of_tasks_have_the_same_order_each_time():
             device.record("log", text=done.get_name())
 
     def order():
-        made = world({"lead": program})
+        made = make_world({"lead": program})
         made.run()
-        return [event["text"] for event in events(made, "log")]
+        return [event["text"] for event in events_of(made, "log")]
 
     assert order() == order() == [str(number) for number in range(20)]
 

@@ -8,7 +8,7 @@ import pytest
 from testbed.network.link import Link
 from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Transmission, Window
 from testbed.wire.message import Message
-from tests.helpers.worlds import events, idle, world
+from tests.helpers.worlds import events_of, idle, make_world
 from tools.bench.losses import simulate_mean_time
 
 TRIP = 0.1
@@ -185,9 +185,11 @@ def test_losses_make_a_simulated_run_slower():
         for _ in range(40):
             await device.send("b", Message("m", padding=1_000_000))
 
-    run = world({"lead": lead, "b": idle}, link=Link(rate=50e6, delay=0.05, loss=0.01))
+    run = make_world(
+        {"lead": lead, "b": idle}, link=Link(rate=50e6, delay=0.05, loss=0.01)
+    )
     run.run()
-    took = events(run, "receive")[-1]["time"]
+    took = events_of(run, "receive")[-1]["time"]
     window = 12.2 * 1448 * 8 / TRIP
     assert took == pytest.approx(40 * 1_000_000 * 8 / window, rel=0.15), (
         "12.2 packets a round trip at 1 %"
@@ -202,7 +204,7 @@ def test_window_that_waits_leaves_a_shared_rate_to_others():
         for _ in range(3):
             await device.send("c", Message("n", padding=1_000_000))
 
-    run = world(
+    run = make_world(
         {"a": lead, "b": other, "c": idle},
         link=Link(rate=8e6),
         trace=["0,link a<->c delay,50ms", "0,link a<->c loss,1%"],
@@ -210,7 +212,7 @@ def test_window_that_waits_leaves_a_shared_rate_to_others():
     )
     run.run()
     quick = max(
-        event["time"] for event in events(run, "receive") if event["message"] == "n"
+        event["time"] for event in events_of(run, "receive") if event["message"] == "n"
     )
     assert quick < 4.5, (
         "the lossy message alone takes 6 s, and fills a sixth of the rate"
@@ -223,7 +225,7 @@ def test_device_that_restarts_begins_with_a_small_window():
             await device.send("b", Message("m", padding=70 * 1448))
 
     quiet = Link(rate=1e9, delay=0.05, loss=1e-9)
-    run = world(
+    run = make_world(
         {"lead": lead, "b": idle},
         link=quiet,
         faults=[{"kill": "b", "at": "2s", "for": "1s"}],
@@ -231,7 +233,7 @@ def test_device_that_restarts_begins_with_a_small_window():
     run.run()
     took = [
         event["time"] - event["start"] - event["queued"]
-        for event in events(run, "send")
+        for event in events_of(run, "send")
     ]
     slow = [seconds for seconds in took if seconds > 0.25]
     assert len(slow) == 2, "the first message, and the first after the restart"

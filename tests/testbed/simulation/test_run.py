@@ -14,7 +14,7 @@ from testbed.prepare import Prepared
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
 from testbed.wire.message import Message
-from tests.helpers.runs import problem_of, run, scenario
+from tests.helpers.runs import problem_of, run_simulated, scenario
 
 FAULTS = [
     {
@@ -57,7 +57,7 @@ def lines(outcome):
 
 
 def test_two_runs_with_faults_are_identical_to_the_byte():
-    first, second = (run(scenario(faults=FAULTS)) for _ in range(2))
+    first, second = (run_simulated(scenario(faults=FAULTS)) for _ in range(2))
     assert first.status == "finished", first.error
     assert lines(first) == lines(second)
     assert [event.event for event in first.events].count("fault") == 6
@@ -85,7 +85,7 @@ def test_events_are_in_the_order_of_time_and_seen_live():
 
 def test_some_events_are_seen_live_and_all_as_lines():
     seen, lines = [], []
-    outcome = run(
+    outcome = run_simulated(
         scenario(), on_event=seen.append, names=("step", "send"), on_lines=lines.append
     )
     assert seen == outcome.events.of("step", "send")
@@ -100,7 +100,7 @@ def test_run_stopped_by_the_user_keeps_its_events():
         if event.event == "step" and event.fields["step"] == 5:
             raise KeyboardInterrupt
 
-    outcome = run(scenario(), on_event=see)
+    outcome = run_simulated(scenario(), on_event=see)
     assert (outcome.status, outcome.error) == ("interrupted", "stopped by the user")
     assert outcome.events == seen
     assert len(outcome.events) > 50

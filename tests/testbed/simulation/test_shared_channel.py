@@ -9,7 +9,7 @@ from testbed.network.link import Cell, Link
 from testbed.simulation.shared_channel import SharedChannel
 from testbed.wire.framing import cast_wire_bytes
 from testbed.wire.message import Message
-from tests.helpers.worlds import LINK, events, idle, on_wire, world
+from tests.helpers.worlds import LINK, events_of, first_message_bytes, idle, make_world
 
 FAST = Link(delay=0.01)
 
@@ -45,13 +45,13 @@ def arrivals(run) -> dict[tuple[str, str], float]:
 
 
 def test_uplink_is_shared_by_what_a_device_sends():
-    run = world(
+    run = make_world(
         {"lead": rest, "a": sending("b", "c"), "b": idle, "c": idle},
         link=FAST,
         access={"a": {"uplink": 8e6}},
     )
     run.run()
-    wire = on_wire(run, "m")
+    wire = first_message_bytes(run, "m")
     assert arrivals(run) == {
         ("a", "b"): pytest.approx(wire / 0.5e6 + 0.01),
         ("a", "c"): pytest.approx(wire / 0.5e6 + 0.01),
@@ -60,13 +60,13 @@ def test_uplink_is_shared_by_what_a_device_sends():
 
 def test_who_comes_later_shares_from_then_on():
     lead = both(sending("b"), sending("c", at=0.5))
-    run = world(
+    run = make_world(
         {"lead": rest, "a": lead, "b": idle, "c": idle},
         link=FAST,
         access={"a": {"uplink": 8e6}},
     )
     run.run()
-    wire = on_wire(run, "m") / 1e6
+    wire = first_message_bytes(run, "m") / 1e6
     found = arrivals(run)
     # Alone for 0.5 s, then in halves until the first is through.
     assert found["a", "b"] == pytest.approx(0.5 + 2 * (wire - 0.5) + 0.01)
@@ -74,14 +74,14 @@ def test_who_comes_later_shares_from_then_on():
 
 
 def test_slow_link_leaves_its_rest_of_the_downlink_to_others():
-    run = world(
+    run = make_world(
         {"lead": idle_until("b", "c"), "b": sending("lead"), "c": sending("lead")},
         link=FAST,
         access={"lead": {"downlink": 8e6}},
         trace=["0,link b->lead rate,2mbit"],
     )
     run.run()
-    wire = on_wire(run, "m") / 1e6
+    wire = first_message_bytes(run, "m") / 1e6
     found = arrivals(run)
     assert found["c", "lead"] == pytest.approx(wire / 0.75 + 0.01)
     assert found["b", "lead"] == pytest.approx(wire / 0.25 + 0.01)
@@ -96,14 +96,14 @@ def idle_until(*peers: str):
 
 
 def test_a_link_slower_than_the_access_is_as_before():
-    plain = world({"a": sending("b", padding=300_000), "b": idle})
-    limited = world(
+    plain = make_world({"a": sending("b", padding=300_000), "b": idle})
+    limited = make_world(
         {"a": sending("b", padding=300_000), "b": idle}, access={"a": {"uplink": 1e9}}
     )
     for run in (plain, limited):
         run.run()
     assert arrivals(limited)["a", "b"] == pytest.approx(arrivals(plain)["a", "b"])
-    (one, other) = (events(run, "send")[0] for run in (plain, limited))
+    (one, other) = (events_of(run, "send")[0] for run in (plain, limited))
     assert one == pytest.approx(other)
 
 
@@ -116,9 +116,9 @@ def test_cell_is_one_channel_for_all_pairs_and_costs_others_nothing():
         "c": idle,
         "d": idle,
     }
-    run = world(programs, link=Link(rate=80e6, delay=0.01), cells=cells)
+    run = make_world(programs, link=Link(rate=80e6, delay=0.01), cells=cells)
     run.run()
-    wire = on_wire(run, "m") / 1e6
+    wire = first_message_bytes(run, "m") / 1e6
     found = arrivals(run)
     assert found["a", "b"] == found["b", "c"] == pytest.approx(2 * wire + 0.01)
     assert found["a", "d"] == pytest.approx(wire / 10 + 0.01)
@@ -126,7 +126,7 @@ def test_cell_is_one_channel_for_all_pairs_and_costs_others_nothing():
 
 def test_slow_member_of_a_cell_holds_the_channel_longer():
     cells = [Cell(("a", "b", "c"), 8e6)]
-    run = world(
+    run = make_world(
         {"lead": rest, "a": sending("b"), "b": both(sending("c"), idle), "c": idle},
         link=FAST,
         cells=cells,
@@ -134,7 +134,7 @@ def test_slow_member_of_a_cell_holds_the_channel_longer():
     )
     run.run()
     # Packets alternate: each of the slow pair's takes four times as long as the other's.
-    wire = on_wire(run, "m") / 1e6
+    wire = first_message_bytes(run, "m") / 1e6
     assert arrivals(run)["b", "c"] == pytest.approx(5 * wire + 0.01)
     assert arrivals(run)["a", "b"] == pytest.approx(5 * wire + 0.01)
 
@@ -144,17 +144,17 @@ def test_casts_have_the_channel_first():
         await device.sleep(0.5)
         await device.cast(["a"], Message("c", padding=50_000))
 
-    run = world(
+    run = make_world(
         {"a": sending("b"), "b": idle, "c": caster},
         link=FAST,
         cells=[Cell(("a", "b", "c"), 8e6)],
     )
     run.run()
-    (cast,) = events(run, "cast")
+    (cast,) = events_of(run, "cast")
     on_air = cast_wire_bytes(cast["bytes"]) / 1e6
     assert cast["duration"] == pytest.approx(on_air)
     assert arrivals(run)["a", "b"] == pytest.approx(
-        on_wire(run, "m") / 1e6 + on_air + 0.01
+        first_message_bytes(run, "m") / 1e6 + on_air + 0.01
     )
 
 
@@ -167,13 +167,13 @@ def test_messages_to_one_peer_are_one_at_a_time_and_in_order():
             )
         )
 
-    run = world({"a": lead, "b": idle}, link=FAST, access={"a": {"uplink": 8e6}})
+    run = make_world({"a": lead, "b": idle}, link=FAST, access={"a": {"uplink": 8e6}})
     run.run()
-    received = events(run, "receive")
+    received = events_of(run, "receive")
     assert [event["message"] for event in received] == [
         f"m{number}" for number in range(5)
     ]
-    each = on_wire(run, "m0") / 1e6
+    each = first_message_bytes(run, "m0") / 1e6
     assert [event["time"] for event in received] == pytest.approx(
         [(n + 1) * each + 0.01 for n in range(5)]
     )
@@ -190,7 +190,7 @@ def test_faults_on_shared_channels():
         {"partition": [["a"], ["b"]], "at": "900ms", "for": "100ms"},
         {"degrade": {"between": ["a", "b"], "rate": "4mbit"}, "at": "1200ms"},
     ]
-    run = world(
+    run = make_world(
         {"a": lead, "b": idle, "c": idle},
         link=FAST,
         faults=faults,
@@ -198,8 +198,8 @@ def test_faults_on_shared_channels():
     )
     run.run()
     # From 0.4 s: half a second at 8 mbit, silence until TCP tries again, 0.08 s at 8 mbit, the rest at 4 mbit.
-    rest = on_wire(run, "kept") - 0.5e6 - 0.08e6
-    assert events(run, "receive", "b")[0]["time"] == pytest.approx(
+    rest = first_message_bytes(run, "kept") - 0.5e6 - 0.08e6
+    assert events_of(run, "receive", "b")[0]["time"] == pytest.approx(
         1.2 + rest / 0.5e6 + 0.01
     )
 
@@ -219,7 +219,7 @@ def test_same_seed_same_events_with_everything_at_once():
             }
         ]
         access = {name: {"uplink": 8e6, "downlink": 16e6} for name in "ab"}
-        run = world(
+        run = make_world(
             programs,
             link=link,
             faults=faults,
@@ -233,7 +233,7 @@ def test_same_seed_same_events_with_everything_at_once():
 
 
 def test_plain_links_are_not_shared():
-    run = world(
+    run = make_world(
         {"a": sending("b"), "b": idle}, link=LINK, cells=[Cell(("b", "c"), 1e6)]
     )
     run.run()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from testbed.device import Device
 from testbed.network.link import Cell, Link
 from testbed.wire.message import Message
-from tests.helpers.worlds import events, world
+from tests.helpers.worlds import events_of, make_world
 
 NAMES = ("lead", "b", "c")
 instants = st.integers(0, 6000).map(lambda ms: f"{ms}ms")
@@ -77,7 +77,7 @@ def talk(link, sizes, breaks, way):
         while True:
             taken[device.name][-1].append((await device.receive())["number"])
 
-    run = world(
+    run = make_world(
         {"lead": lead, "b": listen, "c": listen}, link=link, faults=breaks, **way
     )
     run.run()
@@ -90,7 +90,7 @@ def test_without_kills_each_message_arrives_once_and_in_order(link, sizes, break
     run, taken = talk(link, sizes, breaks, way)
     for lives in taken.values():
         assert lives == [list(range(len(sizes)))]
-    assert len(events(run, "send")) == 2 * len(sizes)
+    assert len(events_of(run, "send")) == 2 * len(sizes)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -104,8 +104,8 @@ def test_with_kills_each_life_takes_in_an_ordered_run_and_none_is_left_out(
         assert received <= set(range(len(sizes)))
         for life in lives:
             assert life == sorted(set(life))
-        assert len(events(run, "receive", name)) >= len(sizes)
-    assert len(events(run, "send")) == 2 * len(sizes)
+        assert len(events_of(run, "receive", name)) >= len(sizes)
+    assert len(events_of(run, "send")) == 2 * len(sizes)
     times = [event.time for event in run.events]
     assert times == sorted(times)
 
@@ -125,6 +125,6 @@ def test_nothing_is_faster_than_the_link(link, sizes, breaks, way):
     run, _ = talk(
         link, sizes, [fault for fault in breaks if "degrade" not in fault], way
     )
-    for event in events(run, "send"):
+    for event in events_of(run, "send"):
         transmission = event["bytes"] * 8 / link.rate if link.rate else 0.0
         assert event["duration"] >= transmission + 2 * link.delay - 1e-9

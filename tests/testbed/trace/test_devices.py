@@ -16,7 +16,7 @@ from testbed.trace.devices import METRICS, OF_DEVICES, devices
 from testbed.trace.events import Event
 from testbed.trace.record import RunView
 from tests.helpers import recorded
-from tests.helpers.recorded import calm, recorded_metrics
+from tests.helpers.recorded import calm_metrics, recorded_metrics
 
 
 def test_device_times_of_the_recorded_run() -> None:
@@ -67,7 +67,7 @@ def test_sending_while_computing_is_counted_in_both_but_not_in_idle() -> None:
         ),
         Event(4.0, "a", "state", {"state": "finished"}),
     ]
-    device = calm(events=events)["devices"]["a"]
+    device = calm_metrics(events=events)["devices"]["a"]
     assert (
         device["compute"],
         device["send"],
@@ -150,7 +150,9 @@ def test_the_parts_of_a_device_always_make_up_the_duration(
         Event(4.0, "testbed", "fault", {**strike, "phase": "undo"}),
         Event(9.0, "a", "state", {"state": "finished"}),
     ]
-    device = calm(events=sorted(events, key=lambda event: event.time))["devices"]["a"]
+    device = calm_metrics(events=sorted(events, key=lambda event: event.time))[
+        "devices"
+    ]["a"]
     assert device["compute"] + device["communicate"] + device["down"] + device[
         "idle"
     ] == pytest.approx(9.0)
@@ -193,7 +195,7 @@ def test_what_the_last_report_of_memory_says_is_the_most_that_was_held() -> None
         Event(1.0, "b", "memory", {"weights": 100, "activations": 10}),
         Event(2.0, "b", "memory", {"weights": 100, "activations": 40}),
     ]
-    found = calm(
+    found = calm_metrics(
         events=sorted(
             [*recorded.events(faulty=False), *reports], key=lambda event: event.time
         )

@@ -8,7 +8,7 @@ from testbed.trace.disturbances import recoveries, strikes
 from testbed.trace.events import Event
 from testbed.trace.gantt import outages
 from tests.helpers import recorded
-from tests.helpers.recorded import calm, recorded_metrics
+from tests.helpers.recorded import calm_metrics, recorded_metrics
 
 
 def test_what_is_done_by_hand_is_neither_late_nor_missed() -> None:
@@ -27,7 +27,7 @@ def test_what_is_done_by_hand_is_neither_late_nor_missed() -> None:
         [*events, flapped(1.0, "strike"), flapped(1.5, "undo")],
         key=lambda event: event.time,
     )
-    found = calm(events=by_hand)
+    found = calm_metrics(events=by_hand)
     assert found["verdict"]["trusted"]
     assert [
         (row["action"], row["late"], row["undone"]) for row in found["fault_list"]
@@ -61,7 +61,7 @@ def test_heal_undoes_partitions_and_degradations() -> None:
         ),
         Event(0.9, "testbed", "fault", {**fault, "action": "heal", "target": "all"}),
     ]
-    found = calm(events=sorted(events, key=lambda event: event.time))
+    found = calm_metrics(events=sorted(events, key=lambda event: event.time))
     assert [(item["action"], item["undone"]) for item in found["fault_list"]] == [
         ("partition", 0.9),
         ("heal", None),

@@ -11,7 +11,7 @@ from testbed.common.formats import number
 from testbed.trace.events import Event
 from testbed.trace.learning import METRICS, ROWS
 from tests.helpers import recorded
-from tests.helpers.recorded import calm, recorded_metrics
+from tests.helpers.recorded import calm_metrics, recorded_metrics
 
 
 def test_a_loss_that_is_no_number_is_told_as_diverged() -> None:
@@ -24,7 +24,7 @@ def test_a_loss_that_is_no_number_is_told_as_diverged() -> None:
     found[last] = Event(
         event.time, event.device, event.event, {**event.fields, "loss": float("nan")}
     )
-    assert calm(events=found)["diverged"] is True
+    assert calm_metrics(events=found)["diverged"] is True
 
 
 def values(*evaluations: tuple[float, dict[str, Any]]) -> dict[str, Any]:

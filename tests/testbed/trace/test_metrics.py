@@ -8,7 +8,7 @@ from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from testbed.trace.metrics_spec import Metric, MetricsSpec
 from tests.helpers import recorded
-from tests.helpers.recorded import calm, recorded_metrics
+from tests.helpers.recorded import calm_metrics, recorded_metrics
 
 
 def test_a_run_that_finished_says_which_steps_it_is_without_and_what_else() -> None:
@@ -17,16 +17,16 @@ def test_a_run_that_finished_says_which_steps_it_is_without_and_what_else() -> N
         for each in recorded.events(faulty=False)
         if each.event != "step" or each.fields["step"] != 1
     ]
-    assert calm()["verdict"]["trusted"]
-    assert calm(events=events)["verdict"]["reasons"] == [
+    assert calm_metrics()["verdict"]["trusted"]
+    assert calm_metrics(events=events)["verdict"]["reasons"] == [
         "the run finished without 1 step (1)"
     ]
     fidelity = recorded.outcome().fidelity | {"lost": ["the weights"]}
-    (reason,) = calm(events=events, fidelity=fidelity)["verdict"]["reasons"]
+    (reason,) = calm_metrics(events=events, fidelity=fidelity)["verdict"]["reasons"]
     assert reason == "the run finished without 1 step (1) and the weights"
-    ended = calm(events=events, status="interrupted", error="stopped")["verdict"][
-        "reasons"
-    ]
+    ended = calm_metrics(events=events, status="interrupted", error="stopped")[
+        "verdict"
+    ]["reasons"]
     assert ended == ["the run was interrupted: stopped"]
 
 
@@ -68,7 +68,7 @@ def test_steps_with_an_evaluation_or_an_odd_batch_are_not_steady() -> None:
     events[events.index(last)] = Event(
         last.time, "a", "step", {**last.fields, "samples": 7}
     )
-    found = calm(events=sorted(events, key=lambda event: event.time))
+    found = calm_metrics(events=sorted(events, key=lambda event: event.time))
     assert [row["steady"] for row in found["series"]["steps"]] == [
         False,
         False,
@@ -79,7 +79,7 @@ def test_steps_with_an_evaluation_or_an_odd_batch_are_not_steady() -> None:
 
 
 def test_without_any_steady_step_all_count() -> None:
-    found = calm(
+    found = calm_metrics(
         events=[Event(0.5, "a", "step", {"step": 0, "loss": 1.0, "samples": 8})]
     )
     assert found["steady_steps"] == 0
@@ -98,7 +98,7 @@ def test_a_run_that_failed_before_anything_happened() -> None:
 
 def test_a_diverged_loss_is_still_json() -> None:
     events = [Event(1.0, "a", "step", {"step": 0, "loss": float("nan"), "samples": 8})]
-    assert calm(events=events)["loss"] is None
+    assert calm_metrics(events=events)["loss"] is None
     json.dumps(recorded_metrics(), allow_nan=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from testbed.trace.events import Event
-from tests.helpers.recorded import calm
+from tests.helpers.recorded import calm_metrics
 
 
 def test_latencies_of_inference() -> None:
@@ -15,7 +15,7 @@ def test_latencies_of_inference() -> None:
         )
         for number in range(1, 101)
     ]
-    found = calm(events=events)
+    found = calm_metrics(events=events)
     assert found["requests"] == 100
     assert found["latency"] == pytest.approx(0.505)
     assert found["latency_p95"] == pytest.approx(0.9505)
@@ -29,7 +29,7 @@ def test_each_device_counts_its_own_requests() -> None:
         Event(1.0 + place, name, "request", {"request": 0, "latency": 0.5})
         for place, name in enumerate("ab")
     ]
-    assert calm(events=events)["requests"] == 2
+    assert calm_metrics(events=events)["requests"] == 2
 
 
 def test_a_request_that_is_asked_again_counts_once_as_it_ended() -> None:
@@ -40,7 +40,7 @@ def test_a_request_that_is_asked_again_counts_once_as_it_ended() -> None:
         Event(5.0, "a", "request", {"request": 1, "latency": 0.9}),
         Event(6.0, "a", "failed", {"request": 2, "error": "b was lost", "after": 0.5}),
     ]
-    found = calm(events=events)
+    found = calm_metrics(events=events)
     assert (found["requests"], found["requests_failed"], found["latency"]) == (
         2,
         1,

@@ -12,7 +12,7 @@ from testbed.trace.events import Event
 from testbed.trace.traffic import METRICS, links
 from testbed.wire.framing import cast_wire_bytes, wire_bytes
 from tests.helpers import recorded
-from tests.helpers.recorded import calm, recorded_metrics
+from tests.helpers.recorded import calm_metrics, recorded_metrics
 
 
 def test_links_show_requested_and_measured_and_their_use() -> None:
@@ -41,7 +41,7 @@ def test_a_cast_is_one_transmission_but_uses_every_link() -> None:
         "start": 0.0,
         "duration": 0.1,
     }
-    found = calm(
+    found = calm_metrics(
         events=[
             Event(0.1, "a", "cast", cast),
             Event(1.0, "a", "state", {"state": "finished"}),
@@ -68,11 +68,11 @@ def test_reception_is_the_share_of_casts_heard_by_those_they_were_for() -> None:
         Event(0.6, "a", "cast", {**cast, "peers": ["b"], "duration": 0.3, "number": 1}),
         Event(1.0, "a", "state", {"state": "finished"}),
     ]
-    found = calm(events=events)
+    found = calm_metrics(events=events)
     assert (found["casts"], found["reception"]) == (2, 0.5)
     assert found["cast_time"] == pytest.approx(0.2)
     assert (found["links"][0]["casts"], found["links"][0]["casts_heard"]) == (2, 1)
-    assert "casts" not in calm(events=[events[-1]])
+    assert "casts" not in calm_metrics(events=[events[-1]])
 
 
 def send(time: float, source: str, target: str, size: int) -> Event:

@@ -15,7 +15,7 @@ from testbed.trace.modelled import unmodelled_effects
 from testbed.trace.outcome import LinkMeasurement
 from testbed.trace.verdict import verdict
 from tests.helpers import recorded
-from tests.helpers.recorded import calm, recorded_metrics
+from tests.helpers.recorded import calm_metrics, recorded_metrics
 
 
 def test_a_trusted_run() -> None:
@@ -253,23 +253,25 @@ def test_receptions_missing_from_the_log() -> None:
     ]
     assert (
         "lacks the reception of 10 of 10 messages"
-        in calm(events=events)["verdict"]["summary"]
+        in calm_metrics(events=events)["verdict"]["summary"]
     )
 
 
 def test_clocks_of_several_hosts_that_are_not_known_well_make_a_run_untrusted() -> None:
-    near = calm(fidelity={"clocks": {"a": 1e-4, "b": 9e-4}})
+    near = calm_metrics(fidelity={"clocks": {"a": 1e-4, "b": 9e-4}})
     assert {
         "name": "clocks",
         "ok": True,
         "detail": "the clocks of 2 hosts are known to 0.90 ms, that of b the least",
     } in near["verdict"]["checks"]
-    far = calm(fidelity={"clocks": {"a": 1e-4, "b": 4e-3}})
+    far = calm_metrics(fidelity={"clocks": {"a": 1e-4, "b": 4e-3}})
     assert (
         "known to 4.00 ms, that of b the least (at most 1 ms)"
         in far["verdict"]["summary"]
     )
-    assert "clocks" not in [check["name"] for check in calm()["verdict"]["checks"]]
+    assert "clocks" not in [
+        check["name"] for check in calm_metrics()["verdict"]["checks"]
+    ]
 
 
 def check(name: str, **changes: Any) -> dict[str, Any]:
@@ -408,8 +410,8 @@ def test_a_simulation_is_not_held_to_what_it_cannot_measure() -> None:
 
 
 def test_a_kernel_that_ignores_memory_limits_makes_a_run_untrusted() -> None:
-    found = calm(fidelity={"unlimited": ["memory", "processes"]})["verdict"]
+    found = calm_metrics(fidelity={"unlimited": ["memory", "processes"]})["verdict"]
     assert not found["trusted"]
     assert "limits on memory and processes" in found["summary"]
-    assert calm(fidelity={"unlimited": ["processes"]})["verdict"]["trusted"]
-    assert calm(fidelity={"unlimited": []})["verdict"]["trusted"]
+    assert calm_metrics(fidelity={"unlimited": ["processes"]})["verdict"]["trusted"]
+    assert calm_metrics(fidelity={"unlimited": []})["verdict"]["trusted"]

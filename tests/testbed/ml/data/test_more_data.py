@@ -20,7 +20,7 @@ from testbed.ml.workload import AugmentPart, DataPart, LearningPart
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from tests.helpers.runs import of, scenario
+from tests.helpers.runs import fields_of, scenario
 
 PICTURES = np.random.default_rng(1).random((20, 1, 8, 8)).astype(np.float32)
 LABELS = np.arange(20) % 4
@@ -89,7 +89,9 @@ def test_drawn_samples_are_the_same_wherever_a_model_is_cut_and_as_containers_ha
             )[0]
         )
         dataset = change(load_data(prepared))
-        return [fields["loss"] for fields in of(simulate(prepared, dataset), "step")]
+        return [
+            fields["loss"] for fields in fields_of(simulate(prepared, dataset), "step")
+        ]
 
     def anew(dataset: Dataset) -> Dataset:
         return drawn(dataset, steps=18, batch_size=16)

@@ -7,7 +7,7 @@ import torch
 
 from testbed.messaging.mailbox import Mailbox
 from testbed.ml.layers.collectives import Contribution, Group
-from tests.helpers.simulated import LINK, simulate
+from tests.helpers.simulated import LINK, simulate_programs
 
 NAMES = ("a", "b", "c", "d", "e")
 
@@ -34,7 +34,7 @@ def together(size, operation, number=0):
             found[device.name] = await operation(group, group.rank)
             await all_done(group)
 
-    world = simulate(dict.fromkeys(names, program))
+    world = simulate_programs(dict.fromkeys(names, program))
     return [found[name] for name in names], world
 
 
@@ -129,7 +129,7 @@ def test_groups_of_different_numbers_do_not_meet():
             found[device.name] = [await tasks[at] for at in range(2)]
             await all_done(groups[0])
 
-    simulate(dict.fromkeys(names, program))
+    simulate_programs(dict.fromkeys(names, program))
     for name in names:
         for at in range(2):
             wanted = [values(10 * at + rank, 3).tolist() for rank in range(2)]

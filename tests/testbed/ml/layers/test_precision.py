@@ -18,7 +18,7 @@ from testbed.ml.training.config import TrainingConfig
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from tests.helpers.runs import of, scenario
+from tests.helpers.runs import fields_of, scenario
 
 MODEL = create("cnn", {}, (1, 8, 8), 10)
 
@@ -86,7 +86,7 @@ def test_training_learns(method: str, precision: str) -> None:
         found = trial(each, workload=work, method={"name": method})
         outcome = simulate(found, load_data(found))
         assert outcome.status == "finished", outcome.error
-        losses.append([event["loss"] for event in of(outcome, "step")])
+        losses.append([event["loss"] for event in fields_of(outcome, "step")])
     assert losses[1] != losses[0]
     assert losses[1][0] == pytest.approx(losses[0][0], rel=0.02)
     assert losses[1][-1] == pytest.approx(losses[0][-1], rel=0.05)

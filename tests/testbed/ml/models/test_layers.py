@@ -13,7 +13,7 @@ from testbed.ml.fields import InputSpec
 from testbed.ml.learning import model_of
 from testbed.ml.models import create
 from testbed.ml.models.layers import initial_bound
-from tests.helpers.runs import of, run, scenario
+from tests.helpers.runs import fields_of, run_simulated, scenario
 
 TORCH = {"he": torch.nn.init.kaiming_uniform_, "glorot": torch.nn.init.xavier_uniform_}
 
@@ -68,8 +68,10 @@ def test_initialisation_applies_to_all_layers_and_to_shards():
 def test_initialisation_of_a_scenario_is_the_same_for_all_methods():
     def loss(method, how):
         keys = {"initialisation": how} if how else {}
-        return of(
-            run(scenario(1, workload={"steps": 2, **keys}, method={"name": method})),
+        return fields_of(
+            run_simulated(
+                scenario(1, workload={"steps": 2, **keys}, method={"name": method})
+            ),
             "step",
         )[0]["loss"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from testbed.common.errors import InputError
 from testbed.ml.models.lora import AdaptedLinear, Lora, adapt
 from testbed.prepare import Prepared
-from tests.helpers.partly_frozen import module, prepare_with, run
+from tests.helpers.partly_frozen import build_whole_model, prepare_with, run_simulated
 
 NETWORK = """
 from torch import nn
@@ -92,8 +92,8 @@ def test_adapter_adds_the_product_of_its_matrices() -> None:
 @pytest.mark.parametrize("method", [*ROUNDS, *PIPELINES])
 def test_only_adapters_change(folder: Path, method: str) -> None:
     prepared = ready(folder, method)
-    begin = module(prepared).state_dict()
-    left = run(prepared).weights
+    begin = build_whole_model(prepared).state_dict()
+    left = run_simulated(prepared).weights
     assert left is not None
     assert left.keys() == begin.keys()
     for name, tensor in begin.items():
@@ -101,7 +101,7 @@ def test_only_adapters_change(folder: Path, method: str) -> None:
 
 
 def test_messages_of_a_round_hold_the_adapters_alone(folder: Path) -> None:
-    outcome = run(ready(folder, "federated"))
+    outcome = run_simulated(ready(folder, "federated"))
     messages = [
         event.fields
         for event in outcome.events.of("send")

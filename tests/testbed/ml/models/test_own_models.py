@@ -27,7 +27,7 @@ from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from tests.corpus.architectures import add_tied
 from tests.helpers import ROOT
-from tests.helpers.deployed import bodies, read
+from tests.helpers.deployed import deployment_bodies, read_deployment
 
 NETWORKS = ROOT / "tests" / "helpers" / "own_networks.py"
 NAMES = ("ResNet", "UNet", "Transformer", "Gpt", "layered")
@@ -402,10 +402,10 @@ def test_asynchronous_and_collaborative_methods_train_a_user_network(
 
 def test_a_model_travels_as_text(tmp_path: Path) -> None:
     prepared = prepare(trials(load(scenario(tmp_path, "{name: pipeline}")))[0])
-    given = bodies(prepared)
+    given = deployment_bodies(prepared)
     (tmp_path / "net.py").unlink()
     for body in given.values():
-        assert read(body)[1].model == prepared.problem.model
+        assert read_deployment(body)[1].model == prepared.problem.model
 
 
 def test_of_two_files_with_one_text_each_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,13 @@ from testbed.ml.partition.redistribution import (
     missing_units,
     needs,
 )
-from tests.helpers.replicated import chained, moved, own, redistribution, without
+from tests.helpers.replicated import (
+    chain_replicas,
+    moved_units,
+    own_units,
+    redistribution,
+    without_devices,
+)
 
 NAMES = ("centre", "one", "two", "three", "four")
 
@@ -147,12 +153,12 @@ def test_a_repartition_moves_what_is_missing_and_nothing_else(
     stays = sum(
         len(set(old.of(device)) & set(new.of(device))) for device in old.devices
     )
-    assert len(moved(plan)) == units - stays
+    assert len(moved_units(plan)) == units - stays
     assert all(
         unit in old.of(source) and unit in new.of(target)
-        for source, target, unit in moved(plan)
+        for source, target, unit in moved_units(plan)
     )
-    assert not moved(redistribution(old, old))
+    assert not moved_units(redistribution(old, old))
 
 
 def test_after_a_replication_of_the_same_state_a_replica_need_not_be_fetched_again() -> (
@@ -160,9 +166,9 @@ def test_after_a_replication_of_the_same_state_a_replica_need_not_be_fetched_aga
 ):
     old = StagePartition(NAMES[:3], (0, 2, 4, 6))
     new = StagePartition(NAMES[:3], (0, 1, 4, 6))
-    assert moved(needs(old, new, own(old))) == [("centre", "one", 1)]
-    assert moved(needs(old, new, chained(old), local_first=True)) == []
-    assert moved(needs(old, new, chained(old))) == [("centre", "one", 1)]
+    assert moved_units(needs(old, new, own_units(old))) == [("centre", "one", 1)]
+    assert moved_units(needs(old, new, chain_replicas(old), local_first=True)) == []
+    assert moved_units(needs(old, new, chain_replicas(old))) == [("centre", "one", 1)]
 
 
 def test_the_last_ones_backup_is_at_the_central_node() -> None:
@@ -198,7 +204,7 @@ def test_two_neighbours_lost_need_the_central_nodes_replica() -> None:
     assert (
         caught.value.units
         == {1}
-        == missing_units(without(chained(old), ["one", "two"]), 4)
+        == missing_units(without_devices(chain_replicas(old), ["one", "two"]), 4)
     )
     plan = redistribution(old, new, ["one", "two"])
     assert plan["centre"].local == (0, 1)
@@ -222,7 +228,7 @@ def test_respipe_hands_everything_to_the_next() -> None:
     # Its point: a single failure moves nothing, unless the last one's replica has to come from the central node.
     for each, _, lost in small_cases(6, 4):
         if len(lost) == 1:
-            moves = moved(
+            moves = moved_units(
                 redistribution(each, take_over(each, lost), lost, everything=False)
             )
             last = lost[0] == each.devices[-1] and len(each.devices) > 2

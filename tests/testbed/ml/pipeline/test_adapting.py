@@ -10,7 +10,7 @@ from testbed.ml.pipeline.planning import pipeline_over
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
 from tests.helpers.delayed import Reference
-from tests.helpers.runs import of, problem_of, run, scenario
+from tests.helpers.runs import fields_of, problem_of, run_simulated, scenario
 
 METHOD = {
     "name": "ftpipehd",
@@ -56,7 +56,7 @@ def metrics_of(planned, outcome):
 @pytest.mark.parametrize("device", NAMES)
 def test_a_throttled_device_is_noticed_at_the_next_point(device):
     planned = adapting(throttle(device, 4, 11))
-    found = of(run(planned), "repartition")
+    found = fields_of(run_simulated(planned), "repartition")
     pipeline = slowed(planned, *(4.0 if name == device else 1.0 for name in NAMES))
     least = pipeline.bottleneck(pipeline.least_bottleneck())
     before = slowed(planned, 1, 1, 1).least_bottleneck()
@@ -81,7 +81,7 @@ def test_evaluations_on_the_same_batches_keep_no_better_partition_from_being_fou
     planned = scenario(
         2, workload=WORK | {"steps": 21}, method=METHOD | often, devices=UNEQUAL
     )
-    found = of(run(planned), "repartition")
+    found = fields_of(run_simulated(planned), "repartition")
     assert found
     pipeline = slowed(planned, 1, 4, 4)
     least = pipeline.bottleneck(pipeline.least_bottleneck())
@@ -90,7 +90,7 @@ def test_evaluations_on_the_same_batches_keep_no_better_partition_from_being_fou
 
 def test_what_is_throttled_no_more_has_its_share_again():
     planned = adapting(throttle("worker1", 4, 2, **{"for": "300ms"}))
-    found = of(run(planned), "repartition")
+    found = fields_of(run_simulated(planned), "repartition")
     assert len(found) >= 2
     assert (
         cuts_of(found[-1]["partition"]) == slowed(planned, 1, 1, 1).least_bottleneck()
@@ -99,22 +99,24 @@ def test_what_is_throttled_no_more_has_its_share_again():
 
 def test_a_repartition_loses_no_batch_and_moves_but_the_missing_units():
     planned = adapting(devices=UNEQUAL)
-    outcome = run(planned)
+    outcome = run_simulated(planned)
     reference = Reference(planned).replay(outcome, 36)
     assert all(
         torch.equal(outcome.weights[name], tensor)
         for name, tensor in reference.newest.items()
     )
-    first = of(outcome, "repartition")[0]
+    first = fields_of(outcome, "repartition")[0]
     old, new = (
         {unit: device for device, *ends in each["partition"] for unit in range(*ends)}
-        for each in (of(outcome, "stretch")[0], first)
+        for each in (fields_of(outcome, "stretch")[0], first)
     )
     problem = problem_of(planned)[0]
     units = problem.model.units
     missing = [units[unit] for unit in new if old[unit] != new[unit]]
     received = [
-        each["bytes"] for each in of(outcome, "receive") if each["message"] == "unit"
+        each["bytes"]
+        for each in fields_of(outcome, "receive")
+        if each["message"] == "unit"
     ]
     state = costs.state_bytes(missing, problem.training)
     assert len(received) == len(missing) > 0
@@ -124,7 +126,7 @@ def test_a_repartition_loses_no_batch_and_moves_but_the_missing_units():
 
 def test_the_busiest_stage_hardly_ever_rests():
     planned = adapting(devices=UNEQUAL, steps=60)
-    figures = metrics_of(planned, run(planned))
+    figures = metrics_of(planned, run_simulated(planned))
     pipeline = slowed(planned, 1, 4, 4)
     assert figures["busiest_share"] >= 0.95
     assert figures["step_time_after"] == pytest.approx(
@@ -152,9 +154,9 @@ def test_replicas_take_no_more_memory_than_was_planned(chain, everything, monkey
         "global_replication_interval": everything,
     }
     planned = scenario(2, "2mflops", WORK, settings, devices=UNEQUAL)
-    outcome = run(planned)
+    outcome = run_simulated(planned)
     problem, _ = problem_of(planned)
-    cuts = [cuts_of(each["partition"]) for each in of(outcome, "stretch")]
+    cuts = [cuts_of(each["partition"]) for each in fields_of(outcome, "stretch")]
     pipeline = pipeline_over(problem, NAMES)
     for stage, name in enumerate(NAMES):
         assert most[name] <= max(

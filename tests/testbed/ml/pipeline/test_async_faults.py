@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from testbed.scenario.schema import Scenario
-from tests.helpers.delayed import Reference, stretches
-from tests.helpers.runs import of, run, scenario
+from tests.helpers.delayed import Reference, final_stretches
+from tests.helpers.runs import fields_of, run_simulated, scenario
 from tests.helpers.schedules import (
     DEVICES,
     METHOD,
@@ -24,7 +24,7 @@ SEEDS = int(os.environ.get("RANDOM_FAULTS", "24"))
 
 
 def disturbed(*faults, method=METHOD, steps=STEPS, **keys):
-    return run(
+    return run_simulated(
         scenario(
             workload={"steps": steps, "model": MODEL},
             method={**METHOD, **method},
@@ -37,21 +37,23 @@ def disturbed(*faults, method=METHOD, steps=STEPS, **keys):
 def assert_right(outcome, steps=STEPS, **keys):
     """The run ended, every batch was done, and the weights are those of the stretches that were not undone."""
     assert outcome.status == "finished", outcome.error
-    assert {step["step"] for step in of(outcome, "step")} == set(range(steps))
-    assert len(of(outcome, "evaluate")) == 1
+    assert {step["step"] for step in fields_of(outcome, "step")} == set(range(steps))
+    assert len(fields_of(outcome, "evaluate")) == 1
     reference = Reference(
         scenario(workload={"steps": steps, "model": MODEL}, **keys)
     ).replay(outcome, steps)
     assert outcome.weights.keys() == reference.newest.keys()
     for name, tensor in reference.newest.items():
         assert torch.equal(outcome.weights[name], tensor), name
-    last = {step["step"]: step["loss"] for step in of(outcome, "step")}
+    last = {step["step"]: step["loss"] for step in fields_of(outcome, "step")}
     assert [last[step] for step in range(steps)] == reference.losses
 
 
 def recovered(outcome):
     return [
-        event for event in of(outcome, "recovery") if event["phase"] == "repartitioned"
+        event
+        for event in fields_of(outcome, "recovery")
+        if event["phase"] == "repartitioned"
     ]
 
 
@@ -65,16 +67,16 @@ def test_worker_killed_for_good(method, victim):
         "stall_timeout": "500ms",
     }
     fault = {"kill": victim, "when": during(victim, "backward", 13)}
-    outcome = run(
+    outcome = run_simulated(
         scenario(
             workload={"steps": STEPS, "model": MODEL}, method=given, faults=[fault]
         )
     )
     if method != "ftpipehd":
         assert_right(outcome)
-        assert stretches(outcome)[-1][0] == 12
-    assert victim not in [device for device, _, _ in stretches(outcome)[-1][2]]
-    assert [event["phase"] for event in of(outcome, "recovery")] == [
+        assert final_stretches(outcome)[-1][0] == 12
+    assert victim not in [device for device, _, _ in final_stretches(outcome)[-1][2]]
+    assert [event["phase"] for event in fields_of(outcome, "recovery")] == [
         "detected",
         "repartitioned",
         "redistributed",
@@ -93,7 +95,7 @@ def test_central_node_dies_and_comes_back(batch, also):
         faults.append({"kill": "worker1", "when": during("source", "forward", batch)})
     outcome = disturbed(*faults)
     assert_right(outcome)
-    _, decided, *_ = of(outcome, "recovery")
+    _, decided, *_ = fields_of(outcome, "recovery")
     assert decided["case"] == ("redistribute" if also else "restart")
     assert (
         decided["step"] == max(0, batch - 3) // 4 * 4
@@ -103,7 +105,7 @@ def test_central_node_dies_and_comes_back(batch, also):
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_faults(seed):
-    outcome = run(scenario(**random_keys(seed)))
+    outcome = run_simulated(scenario(**random_keys(seed)))
     if outcome.status == "failed" and "not enough devices" in outcome.error:
         return
     assert_right(outcome)
@@ -116,12 +118,12 @@ def test_with_one_batch_in_flight_a_fault_changes_nothing():
         {"kill": "worker2", "when": during("worker2", "update", 17)},
         method={"in_flight": 1},
     )
-    assert of(killed, "recovery")
+    assert fields_of(killed, "recovery")
     assert all(
         torch.equal(tensor, killed.weights[name])
         for name, tensor in calm.weights.items()
     )
-    assert of(killed, "evaluate") == of(calm, "evaluate")
+    assert fields_of(killed, "evaluate") == fields_of(calm, "evaluate")
 
 
 def test_worker_that_came_back_empty_is_filled_again():
@@ -130,7 +132,7 @@ def test_worker_that_came_back_empty_is_filled_again():
     assert_right(outcome)
     (decided,) = recovered(outcome)
     assert decided["case"] == "refill"
-    before, after = stretches(outcome)[-2:]
+    before, after = final_stretches(outcome)[-2:]
     assert before[2] == after[2]
 
 
@@ -158,7 +160,7 @@ def test_replaced_worker_joins_again_or_is_turned_away(name):
     }
     method = {**METHOD, "rejoin_timeout": "0s"} if name == "ftpipehd" else given
     steps = 150
-    outcome = run(
+    outcome = run_simulated(
         scenario(
             workload={"steps": steps, "model": MODEL},
             method=method,
@@ -168,11 +170,12 @@ def test_replaced_worker_joins_again_or_is_turned_away(name):
     )
     assert_right(outcome, steps)
     members = [
-        [device for device, _, _ in partition] for _, _, partition in stretches(outcome)
+        [device for device, _, _ in partition]
+        for _, _, partition in final_stretches(outcome)
     ]
     assert ["source", "worker1", "worker3"] in members
     assert ("worker2" in members[-1]) is (name == "ftpipehd")
-    words = [event["text"] for event in of(outcome, "log")]
+    words = [event["text"] for event in fields_of(outcome, "log")]
     assert any(
         "worker2" in text and ("joins" if name == "ftpipehd" else "cannot join") in text
         for text in words
@@ -185,7 +188,7 @@ def test_worker_dies_while_the_partition_changes(span):
         "worker3": {"speed": "200kflops"}
     }
     calm = disturbed(devices=devices)
-    assert of(calm, "repartition")
+    assert fields_of(calm, "repartition")
     when = (
         {"device": "source", "event": "repartition"}
         if span == "load"
@@ -203,7 +206,9 @@ def test_throttled_device_is_noticed_at_the_next_point():
     }
     outcome = disturbed(fault, steps=60, speed="2mflops")
     assert_right(outcome, 60)
-    change = next(event for event in of(outcome, "repartition") if event["step"] > 13)
+    change = next(
+        event for event in fields_of(outcome, "repartition") if event["step"] > 13
+    )
     assert change["step"] <= 20 + 4
     units = {device: last - first for device, first, last in change["partition"]}
     assert units["worker1"] == min(units.values())
@@ -243,8 +248,8 @@ def test_worker_restarts_between_the_drain_and_the_change():
 
 
 def test_two_runs_with_faults_are_identical():
-    one, other = (run(scenario(**random_keys(3))) for _ in range(2))
-    assert of(one, "recovery")
+    one, other = (run_simulated(scenario(**random_keys(3))) for _ in range(2))
+    assert fields_of(one, "recovery")
     assert [event.to_json() for event in one.events] == [
         event.to_json() for event in other.events
     ]
@@ -276,7 +281,8 @@ def test_what_a_replaced_worker_still_says_is_refused():
     outcome = disturbed(fault, steps=120, speed="2mflops")
     assert_right(outcome, 120)
     members = [
-        {device for device, _, _ in partition} for _, _, partition in stretches(outcome)
+        {device for device, _, _ in partition}
+        for _, _, partition in final_stretches(outcome)
     ]
     assert {"source", "worker1", "worker3"} in members
     assert "worker2" in members[-1]
@@ -289,8 +295,10 @@ def test_two_neighbours_that_never_reach_each_other_are_parted(ends):
     """Already while they measure the link between them: nobody is silent, nothing moves."""
     outcome = disturbed({"flap": {**ends, "down": "10h", "up": "1s"}, "at": "1ms"})
     assert_right(outcome)
-    assert any("worker2 is excluded" in event["text"] for event in of(outcome, "log"))
-    assert [device for device, _, _ in stretches(outcome)[-1][2]] == [
+    assert any(
+        "worker2 is excluded" in event["text"] for event in fields_of(outcome, "log")
+    )
+    assert [device for device, _, _ in final_stretches(outcome)[-1][2]] == [
         "source",
         "worker1",
         "worker3",
@@ -305,7 +313,7 @@ def test_a_device_that_is_too_slow_to_reach_is_done_without():
     }
     outcome = disturbed(slow, method={"stall_timeout": "100ms", "rejoin_timeout": "5s"})
     assert_right(outcome)
-    assert [device for device, _, _ in stretches(outcome)[-1][2]] == [
+    assert [device for device, _, _ in final_stretches(outcome)[-1][2]] == [
         "source",
         "worker1",
         "worker3",
@@ -328,7 +336,7 @@ def test_replicas_are_not_asked_of_who_is_not_reached():
     )
     assert_right(outcome)
     assert len(recovered(outcome)) == 2
-    assert [device for device, _, _ in stretches(outcome)[-1][2]] == [
+    assert [device for device, _, _ in final_stretches(outcome)[-1][2]] == [
         "source",
         "worker1",
         "worker3",
@@ -364,8 +372,8 @@ def test_what_is_drawn_and_normalised_is_as_if_nothing_had_been_undone(victim):
         {**METHOD, "rejoin_timeout": "5s", "aggregation_interval": 1},
         faults=[fault],
     )
-    outcome = run(planned)
-    assert len(stretches(outcome)) > 1
+    outcome = run_simulated(planned)
+    assert len(final_stretches(outcome)) > 1
     reference = Reference(planned).replay(outcome, 14, aggregate=1)
     assert all(
         torch.equal(outcome.weights[name], tensor)
@@ -382,7 +390,7 @@ def test_who_comes_back_is_waited_for_before_it_is_counted_in(workers, delay):
     last = f"worker{workers}"
     fault = {"kill": last, "when": during(last, "backward", 6), "for": "3s"}
     far = {"between": ["source", last], "rate": "20mbit", "delay": delay}
-    outcome = run(
+    outcome = run_simulated(
         scenario(
             workers,
             "2mflops",
@@ -393,12 +401,13 @@ def test_who_comes_back_is_waited_for_before_it_is_counted_in(workers, delay):
         )
     )
     members = [
-        [device for device, _, _ in partition] for _, _, partition in stretches(outcome)
+        [device for device, _, _ in partition]
+        for _, _, partition in final_stretches(outcome)
     ]
     assert any(last not in each for each in members)
     assert last in members[-1]
     assert all(
-        one != other for (*_, one), (*_, other) in pairwise(stretches(outcome))
+        one != other for (*_, one), (*_, other) in pairwise(final_stretches(outcome))
     )  # no change in vain
 
 
@@ -422,7 +431,7 @@ def test_as_many_replicas_as_neighbours_that_are_lost_at_once(replicas, step):
         "rejoin_timeout": "0s",
     }
     faults = [{"kill": "worker1", "when": when}, {"kill": "worker2", "when": when}]
-    outcome = run(
+    outcome = run_simulated(
         scenario(workload={"steps": STEPS, "model": MODEL}, method=given, faults=faults)
     )
     assert_right(outcome)
@@ -464,7 +473,7 @@ def test_a_batch_that_ends_while_silent_devices_are_waited_for_is_recorded():
             ],
         }
     )
-    outcome = run(planned)
+    outcome = run_simulated(planned)
     assert outcome.status == "finished", outcome.error
     assert recovered(outcome)
-    assert {step["step"] for step in of(outcome, "step")} == set(range(23))
+    assert {step["step"] for step in fields_of(outcome, "step")} == set(range(23))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.helpers.delayed import stretches
-from tests.helpers.runs import of, run, scenario
+from tests.helpers.delayed import final_stretches
+from tests.helpers.runs import fields_of, run_simulated, scenario
 from tests.helpers.schedules import during
 from tests.testbed.ml.pipeline.test_async_faults import (
     assert_right,
@@ -42,14 +42,14 @@ def two(steps, *faults, method=(), workers=2, **keys):
 def partitions(outcome):
     return [
         (step, [tuple(stage) for stage in partition])
-        for step, _, partition in stretches(outcome)
+        for step, _, partition in final_stretches(outcome)
     ]
 
 
 def rates(outcome):
     return {
         (each["source"], each["destination"]): each["rate"]
-        for each in of(outcome, "bandwidth")
+        for each in fields_of(outcome, "bandwidth")
     }
 
 
@@ -63,8 +63,8 @@ def test_a_link_that_is_degraded_in_mid_run_is_measured_again_and_the_partition_
         "link": {"rate": "20mbit"},
         "links": [{"between": ["source", "worker1"], "rate": SLOW}],
     }
-    outcome = run(two(70, slow, method=traffic))
-    always = run(two(70, network=network, method=traffic))
+    outcome = run_simulated(two(70, slow, method=traffic))
+    always = run_simulated(two(70, network=network, method=traffic))
     assert outcome.status == "finished", outcome.error
     changed = [step for step, _ in partitions(outcome) if step > 8]
     assert changed[0] <= 8 + 2 * 20
@@ -77,7 +77,7 @@ def test_who_is_lost_over_a_slow_link_is_not_taken_back_over_it_again_and_again(
         "degrade": {"between": ["source", "worker1"], "rate": SLOW},
         "when": during("source", "backward", 8),
     }
-    outcome = run(
+    outcome = run_simulated(
         two(
             245,
             slow,
@@ -102,7 +102,7 @@ def test_the_link_between_new_neighbours_is_measured_after_a_loss():
         "links": [{"between": ["source", "worker2"], "rate": "100kbit"}],
     }
     killed = {"kill": "worker1", "when": during("worker1", "backward", 55)}
-    outcome = run(
+    outcome = run_simulated(
         two(
             100,
             killed,
@@ -111,7 +111,7 @@ def test_the_link_between_new_neighbours_is_measured_after_a_loss():
         )
     )
     left = {"source": {"speed": "20mflops"}, "worker2": {"speed": "20mflops"}}
-    fresh = run(
+    fresh = run_simulated(
         two(
             30,
             network=network,
@@ -125,20 +125,21 @@ def test_the_link_between_new_neighbours_is_measured_after_a_loss():
 
 
 def test_a_device_that_is_off_at_the_start_costs_seconds():
-    outcome = run(
+    outcome = run_simulated(
         two(30, {"kill": "worker1", "at": "0s"}, method={"stall_timeout": "2s"})
     )
     assert outcome.status == "finished", outcome.error
     assert [device for device, *_ in partitions(outcome)[0][1]] == ["source", "worker2"]
-    assert of(outcome, "bandwidth")
+    assert fields_of(outcome, "bandwidth")
     assert next(event.time for event in outcome.events if event.event == "step") < 8
     assert any(
-        "worker1 did not answer in 5 s" in event["text"] for event in of(outcome, "log")
+        "worker1 did not answer in 5 s" in event["text"]
+        for event in fields_of(outcome, "log")
     )
 
 
 def test_who_was_off_at_the_start_joins_when_it_comes():
-    outcome = run(two(400, {"kill": "worker1", "at": "0s", "for": "6s"}))
+    outcome = run_simulated(two(400, {"kill": "worker1", "at": "0s", "for": "6s"}))
     assert outcome.status == "finished", outcome.error
     assert [device for device, *_ in partitions(outcome)[-1][1]] == [
         "source",
@@ -156,7 +157,8 @@ def test_a_device_that_was_cut_off_from_its_neighbour_comes_back_when_the_link_h
     outcome = disturbed(cut, steps=120, speed="2mflops")
     assert_right(outcome, 120)
     members = [
-        [device for device, _, _ in partition] for _, _, partition in stretches(outcome)
+        [device for device, _, _ in partition]
+        for _, _, partition in final_stretches(outcome)
     ]
     assert ["source", "worker1", "worker3"] in members
     assert "worker2" in members[-1]
@@ -171,8 +173,8 @@ def test_when_all_answer_again_as_they_were_nothing_is_done_again():
     }
     outcome = disturbed(paused, method={"rejoin_timeout": "10s"})
     assert_right(outcome)
-    assert [step["step"] for step in of(outcome, "step")] == list(
-        range(len(of(outcome, "step")))
+    assert [step["step"] for step in fields_of(outcome, "step")] == list(
+        range(len(fields_of(outcome, "step")))
     )
     (decided,) = recovered(outcome)
     assert decided["case"] == "restart"
@@ -186,7 +188,7 @@ def test_what_both_ways_of_a_link_share_counts_half(shared):
         "cells": [{"devices": ["source", "worker1"], "rate": "10mbit"}],
     }
     network = radio if shared else {"link": {"rate": "10mbit", "delay": "1ms"}}
-    found = rates(run(two(12, network=network, workers=1)))
+    found = rates(run_simulated(two(12, network=network, workers=1)))
     for rate in found.values():
         assert rate == pytest.approx(5e6 if shared else 10e6, rel=0.1)
 
@@ -194,7 +196,7 @@ def test_what_both_ways_of_a_link_share_counts_half(shared):
 def test_the_partition_to_begin_with_is_that_of_the_links_as_they_were_measured():
     """A link that is slower than the scenario says is known before the first batch."""
     slow = {"degrade": {"between": ["source", "worker1"], "rate": SLOW}, "at": "0s"}
-    outcome = run(two(8, slow, workers=1))
-    always = run(two(8, workers=1, network={"link": {"rate": SLOW}}))
-    assert of(outcome, "repartition")[0]["step"] == 0
+    outcome = run_simulated(two(8, slow, workers=1))
+    always = run_simulated(two(8, workers=1, network={"link": {"rate": SLOW}}))
+    assert fields_of(outcome, "repartition")[0]["step"] == 0
     assert partitions(outcome)[-1] == partitions(always)[-1]

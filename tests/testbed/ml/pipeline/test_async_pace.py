@@ -10,8 +10,8 @@ from testbed.ml.partition.asynchronous import divisible_limit
 from testbed.ml.pipeline.planning import pipeline_over
 from testbed.trace.metrics import metrics
 from testbed.wire.framing import wire_bytes
-from tests.helpers.delayed import stretches
-from tests.helpers.runs import of, problem_of, run, scenario, trials
+from tests.helpers.delayed import final_stretches
+from tests.helpers.runs import fields_of, problem_of, run_simulated, scenario, trials
 
 MODEL = {"name": "mlp", "hidden": [48] * 23}
 UNEQUAL = (("d0", "50mflops"), ("d1", "50mflops"), ("d2", "5mflops"))
@@ -39,11 +39,11 @@ def measured(name, rate="100mbit", devices=UNEQUAL, kill=None, steps=60):
         network=network(rate),
         faults=[{"kill": kill, "when": when}] if kill else [],
     )
-    outcome = run(spec)
+    outcome = run_simulated(spec)
     assert outcome.status == "finished", outcome.error
     (trial,) = trials(spec)
     problem, _ = problem_of(spec)
-    partition = stretches(outcome)[-1][2]
+    partition = final_stretches(outcome)[-1][2]
     names = [device for device, _, _ in partition]
     speeds = [problem.device(name).speed for name in names]
     pipeline = pipeline_over(
@@ -135,7 +135,7 @@ def test_recovery_takes_as_long_as_what_it_moves(kill):
 
 def test_costs_of_a_change_are_reported():
     outcome, figures, *_ = measured("ftpipehd")
-    (change,) = of(outcome, "repartition")
+    (change,) = fields_of(outcome, "repartition")
     assert figures["repartitions"] == 1
     assert figures["repartition_bytes"] > 0
     assert figures["repartition_pause"] == change["seconds"] > change["draining"] > 0
@@ -155,11 +155,11 @@ def test_an_evaluation_between_draining_and_moving_is_no_cost_of_the_change():
             "in_flight": 1,
         }
         devices = {device: {"speed": speed} for device, speed in UNEQUAL}
-        outcome = run(
+        outcome = run_simulated(
             scenario(
                 workload={"steps": 6, "model": MODEL}, method=method, devices=devices
             )
         )
-        (change,) = of(outcome, "repartition")
+        (change,) = fields_of(outcome, "repartition")
         costs.append((change["step"], change["seconds"] - change["draining"]))
     assert costs[0] == pytest.approx(costs[1])

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tests.helpers.delayed import Reference, stretches
-from tests.helpers.runs import of, plain, run, scenario
+from tests.helpers.delayed import Reference, final_stretches
+from tests.helpers.runs import fields_of, run_simulated, scenario, train_with_torch
 
 METHOD = {"name": "pipedream", "partition": "even", "global_replication_interval": 0}
 
 
 def trained(workers=3, method=METHOD, **keys):
-    outcome = run(scenario(workers, method={**METHOD, **method}, **keys))
+    outcome = run_simulated(scenario(workers, method={**METHOD, **method}, **keys))
     assert outcome.status == "finished", outcome.error
     return outcome
 
@@ -36,12 +36,12 @@ def order_of(outcome, device):
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_one_batch_in_flight_is_plain_sgd(workers):
     outcome = trained(workers, method={"in_flight": 1})
-    model, losses = plain(scenario(workers))
+    model, losses = train_with_torch(scenario(workers))
     assert_equal(outcome.weights, dict(model.state_dict()), 1e-7)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
         losses, abs=1e-6
     )
-    assert {report["kept"] for report in of(outcome, "versions")} == {1}
+    assert {report["kept"] for report in fields_of(outcome, "versions")} == {1}
 
 
 @pytest.mark.parametrize("vertical_sync", [True, False])
@@ -50,7 +50,7 @@ def test_equals_sgd_with_delayed_gradients(vertical_sync, in_flight):
     outcome = trained(method={"vertical_sync": vertical_sync, "in_flight": in_flight})
     reference = Reference(scenario()).replay(outcome, 12, vertical_sync)
     assert_equal(outcome.weights, reference.newest)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
         reference.losses, abs=1e-6
     )
 
@@ -121,7 +121,7 @@ def test_undone_forwards_leave_no_trace_in_running_statistics():
         trained(2, workload=NORMALISED, method=method, faults=list(f))
         for f in ([fault], [])
     )
-    assert [event["step"] for event in of(disturbed, "recovery")][-1] == 2
+    assert [event["step"] for event in fields_of(disturbed, "recovery")][-1] == 2
     assert all(
         torch.equal(tensor, disturbed.weights[name])
         for name, tensor in calm.weights.items()
@@ -136,7 +136,7 @@ def test_forwards_and_backwards_alternate():
 
 
 def test_batches_under_way_use_no_more_versions_than_stages_are_left():
-    reports = of(trained(), "versions")
+    reports = fields_of(trained(), "versions")
     assert [
         report["allowed"]
         for report in sorted(reports, key=lambda report: report["stage"])
@@ -145,19 +145,19 @@ def test_batches_under_way_use_no_more_versions_than_stages_are_left():
     assert {report["kept"] for report in reports} == {
         4
     }  # later batches use what the first stage has by then
-    for report in of(trained(method={"vertical_sync": False}), "versions"):
+    for report in fields_of(trained(method={"vertical_sync": False}), "versions"):
         assert report["in_use"] == report["kept"] == report["allowed"]
 
 
 def test_few_batches_and_a_single_stage():
-    assert len(of(trained(workload={"steps": 2}), "step")) == 2
+    assert len(fields_of(trained(workload={"steps": 2}), "step")) == 2
     assert order_of(trained(0, workload={"steps": 2}), "source") == "F0 B0 F1 B1"
 
 
 def test_evaluations_drain_the_pipeline():
     outcome = trained(method={"evaluate_every": 5})
-    assert [report["step"] for report in of(outcome, "evaluate")] == [5, 10, 12]
-    assert [first for first, _, _ in stretches(outcome)] == [0, 5, 10]
+    assert [report["step"] for report in fields_of(outcome, "evaluate")] == [5, 10, 12]
+    assert [first for first, _, _ in final_stretches(outcome)] == [0, 5, 10]
     assert_equal(outcome.weights, Reference(scenario()).replay(outcome, 12).newest)
 
 

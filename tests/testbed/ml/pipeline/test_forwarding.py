@@ -15,7 +15,7 @@ from testbed.ml.pipeline.forwarding import Serving, evaluate, forward_all
 from testbed.ml.pipeline.messages import FORWARD_KINDS, Activation, Output
 from testbed.ml.pipeline.program import configure_stage
 from testbed.plan import Assignment
-from tests.helpers.simulated import simulate
+from tests.helpers.simulated import simulate_programs
 from tests.helpers.training import sgd
 
 DEVICES = ("lead", "stage")
@@ -62,7 +62,7 @@ def forwarded(lead, faults=()):
                     Output(given.configuration, given.work, given.batch, outputs),
                 )
 
-    return simulate(
+    return simulate_programs(
         dict(zip(DEVICES, (coordinate, answer), strict=True)), faults=faults
     ), most[0]
 

@@ -8,7 +8,7 @@ import torch
 
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.placement import RUNNING, Lineage, Point, place_newest
-from tests.helpers.runs import of, run, scenario
+from tests.helpers.runs import fields_of, run_simulated, scenario
 from tests.helpers.schedules import METHOD, MODEL, STEPS, WORKERS, during, random_keys
 
 NEXT = {**METHOD, "resume": "next-batch"}
@@ -19,7 +19,7 @@ LINEAGE = Lineage().branch(0, 1)
 
 
 def disturbed(*faults, **method):
-    return run(
+    return run_simulated(
         scenario(
             workload={"steps": STEPS, "model": MODEL},
             method={**NEXT, **method},
@@ -29,7 +29,7 @@ def disturbed(*faults, **method):
 
 
 def steps_of(outcome):
-    return [step["step"] for step in of(outcome, "step")]
+    return [step["step"] for step in fields_of(outcome, "step")]
 
 
 @pytest.mark.parametrize("victim", WORKERS)
@@ -39,7 +39,7 @@ def test_no_batch_is_trained_again_after_a_worker_is_lost(victim, span):
     assert outcome.status == "finished", outcome.error
     assert steps_of(outcome) == list(range(STEPS))
     (resumed,) = [
-        event for event in of(outcome, "recovery") if event["phase"] == "resumed"
+        event for event in fields_of(outcome, "recovery") if event["phase"] == "resumed"
     ]
     assert 10 <= resumed["step"] <= 13
     assert victim not in [device for device, _, _ in resumed["partition"]]
@@ -50,7 +50,7 @@ def test_worker_that_came_back_empty_receives_replicas_and_no_batch_is_repeated(
     outcome = disturbed(fault, rejoin_timeout="5s")
     assert outcome.status == "finished", outcome.error
     assert steps_of(outcome) == list(range(STEPS))
-    cases = [event.get("case") for event in of(outcome, "recovery")]
+    cases = [event.get("case") for event in fields_of(outcome, "recovery")]
     assert "refill" in cases
 
 
@@ -60,7 +60,7 @@ def test_weights_are_those_of_an_undisturbed_run_if_every_batch_is_replicated():
     calm = disturbed(**sequential)
     fault = {"kill": "worker2", "when": during("worker2", "forward", 17)}
     killed = disturbed(fault, **sequential)
-    assert of(killed, "recovery")
+    assert fields_of(killed, "recovery")
     for name, tensor in calm.weights.items():
         assert torch.equal(tensor, killed.weights[name]), name
 
@@ -74,7 +74,7 @@ def test_remaining_devices_keep_updates_that_were_not_replicated():
     assert [step for step, count in counts.items() if count == 2] == [12, 13, 14]
     last = STEPS - 1
     losses = [
-        {step["step"]: step["loss"] for step in of(outcome, "step")}
+        {step["step"]: step["loss"] for step in fields_of(outcome, "step")}
         for outcome in (keeping, returning)
     ]
     assert losses[0][last] != losses[1][last]
@@ -84,7 +84,7 @@ def test_training_begins_again_if_a_lost_unit_was_never_replicated():
     outcome = disturbed({"kill": "worker2", "when": during("worker2", "backward", 2)})
     assert outcome.status == "finished", outcome.error
     (resumed,) = [
-        event for event in of(outcome, "recovery") if event["phase"] == "resumed"
+        event for event in fields_of(outcome, "recovery") if event["phase"] == "resumed"
     ]
     assert resumed["step"] == 0
 
@@ -100,12 +100,12 @@ def test_evaluations_do_not_count_as_batches():
 def test_random_faults(seed):
     keys = random_keys(seed)
     keys["method"] = {**keys["method"], "resume": "next-batch"}
-    outcome = run(scenario(**keys))
+    outcome = run_simulated(scenario(**keys))
     if outcome.status == "failed" and "not enough devices" in outcome.error:
         return
     assert outcome.status == "finished", outcome.error
     assert set(steps_of(outcome)) == set(range(STEPS))
-    assert len(of(outcome, "evaluate")) == 1
+    assert len(fields_of(outcome, "evaluate")) == 1
 
 
 def newest(inventory, step=13, running=1):

@@ -14,7 +14,7 @@ from testbed.ml.pipeline.messages import ASYNCHRONOUS_KINDS, Commit, Prepare
 from testbed.ml.pipeline.placement import Point, ReplicaStore
 from testbed.ml.pipeline.recovery import ReplicaRecovery
 from testbed.plan import Assignment
-from tests.helpers.simulated import simulate
+from tests.helpers.simulated import simulate_programs
 
 NAMES = ("lead", "one", "two")
 UNITS = 3
@@ -126,7 +126,7 @@ def recovering(lead, faults=(), silent=(), window=4.0):
             await holder.serve()
 
     programs = {"lead": coordinate, "one": serve, "two": serve}
-    found.world = simulate(programs, faults=faults)
+    found.world = simulate_programs(programs, faults=faults)
     return found
 
 

@@ -19,7 +19,7 @@ from testbed_ftpipehd.method import (
     estimate_capacities,
     is_worthwhile,
 )
-from tests.helpers.replicated import chained, gathered, without
+from tests.helpers.replicated import chain_replicas, gathered_units, without_devices
 
 ROW = StagePartition(("centre", "one", "two", "three"), (0, 2, 4, 6, 8))
 
@@ -57,7 +57,7 @@ def inventory(states: dict[int, dict[str, set[int]]]) -> dict[str, dict[int, set
 
 def test_what_training_resumes_from() -> None:
     initial = {"centre": set(range(8))}
-    whole = inventory({0: initial, 100: gathered(ROW), 150: chained(ROW)})
+    whole = inventory({0: initial, 100: gathered_units(ROW), 150: chain_replicas(ROW)})
 
     def after(*lost: str) -> int | None:
         return resume_point(
@@ -75,7 +75,7 @@ def test_what_training_resumes_from() -> None:
     # A replication that was cut off is no state to resume from, but one that lacks nothing is.
     partial = {
         device: set(units)
-        for device, units in chained(ROW).items()
+        for device, units in chain_replicas(ROW).items()
         if device != "three"
     }
     partial["centre"] -= {6, 7}
@@ -105,7 +105,9 @@ def test_a_state_older_than_the_partition_is_found_under_the_one_that_replicated
 ):
     """Replicated after 200 batches, repartitioned after 210, a death after 230."""
     now = StagePartition(("centre", "one", "three"), (0, 1, 3, 8))
-    plan = needs(ROW, now, without(chained(ROW), ["two"]), local_first=True)
+    plan = needs(
+        ROW, now, without_devices(chain_replicas(ROW), ["two"]), local_first=True
+    )
     assert plan["three"].local == (4, 5, 6, 7)
     assert plan["three"].fetch == {"one": (3,)}
     assert plan["one"].local == (1, 2)

@@ -11,7 +11,7 @@ from testbed.ml.models import create
 from testbed.ml.pipeline.messages import SYNCHRONOUS_KINDS, Activation, Labels
 from testbed.ml.pipeline.stage import Stage, StagePosition, run_schedule
 from testbed.ml.schedule import SCHEDULES, Action, asynchronous_1f1b
-from tests.helpers.simulated import simulate
+from tests.helpers.simulated import simulate_programs
 from tests.helpers.training import sgd
 
 MODEL = create("mlp", {"hidden": [6, 5]}, (1, 2, 2), 3)
@@ -91,7 +91,7 @@ def trained(actions, micros=4, recompute=False, ends_at=None):
 
         return run
 
-    simulate({name: program(index) for index, name in enumerate(NAMES)})
+    simulate_programs({name: program(index) for index, name in enumerate(NAMES)})
     return policies, states
 
 

@@ -17,7 +17,7 @@ from testbed.ml.pipeline.messages import (
 from testbed.ml.pipeline.placement import BEGINNING, Point, ReplicaStore
 from testbed.ml.pipeline.recovery import ReplicaIndex
 from testbed.plan import Assignment
-from tests.helpers.simulated import simulate
+from tests.helpers.simulated import simulate_programs
 
 DEVICES = ("lead", "keeper")
 
@@ -42,7 +42,7 @@ def with_store(lead, also=lambda mailbox: None):
             also(mailbox)
             await device.sleep(1000)
 
-    simulate(dict(zip(DEVICES, (ask, keep), strict=True)))
+    simulate_programs(dict(zip(DEVICES, (ask, keep), strict=True)))
     return stores[0].replicas
 
 

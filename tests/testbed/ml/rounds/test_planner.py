@@ -15,11 +15,11 @@ from testbed.ml.rounds.planner import (
     whole_plan,
 )
 from testbed.wire.message import size_around
-from tests.helpers.collaborating import prepared, scenario
+from tests.helpers.collaborating import prepare_scenario, scenario
 
 
 def team(method: str = "split-learning", devices: int = 2, **keys) -> Participants:
-    return Participants(prepared(scenario(method, devices, **keys)).problem)
+    return Participants(prepare_scenario(scenario(method, devices, **keys)).problem)
 
 
 def client_plan(split_point: int, parallel_batches: int = 1) -> ClientPlan:
@@ -172,7 +172,9 @@ def test_a_device_that_trains_all_by_itself_sends_its_weights_and_nothing_else()
 
 
 def test_without_a_server_all_devices_have_data_and_the_first_one_evaluates() -> None:
-    found = Participants(prepared(scenario("federated", 2)).problem, serverless=True)
+    found = Participants(
+        prepare_scenario(scenario("federated", 2)).problem, serverless=True
+    )
     assert found.names == ("server", "device1", "device2")
     assert found.server.name == "server"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.collaborating import of, run, scenario
+from tests.helpers.collaborating import run_simulated, scenario
+from tests.helpers.runs import fields_of
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
 
@@ -19,10 +20,10 @@ def test_every_step_is_recorded_though_the_server_is_killed_as_it_records(
     faults = [
         {"kill": "server", "when": {"device": "server", "event": event}, "for": "1s"}
     ]
-    outcome = run(scenario(method, 2, workload={"steps": 4}, faults=faults))
-    assert {each["step"] for each in of(outcome, "step")} == {0, 1, 2, 3}
-    assert {each["step"] for each in of(outcome, "evaluate")} == {1, 2, 3, 4}
-    assert {each["round"] for each in of(outcome, "round")} == {0, 1, 2, 3}
+    outcome = run_simulated(scenario(method, 2, workload={"steps": 4}, faults=faults))
+    assert {each["step"] for each in fields_of(outcome, "step")} == {0, 1, 2, 3}
+    assert {each["step"] for each in fields_of(outcome, "evaluate")} == {1, 2, 3, 4}
+    assert {each["round"] for each in fields_of(outcome, "round")} == {0, 1, 2, 3}
 
 
 def test_what_was_saved_is_not_trained_again() -> None:
@@ -35,13 +36,15 @@ def test_what_was_saved_is_not_trained_again() -> None:
     ]
     spec = scenario("federated", 2, workload={"steps": 4}, faults=faults)
     disturbed, undisturbed = (
-        run(spec),
-        run(scenario("federated", 2, workload={"steps": 4})),
+        run_simulated(spec),
+        run_simulated(scenario("federated", 2, workload={"steps": 4})),
     )
     assert disturbed.weights is not None
     assert undisturbed.weights is not None
-    losses = {each["step"]: each["loss"] for each in of(disturbed, "step")}
-    assert losses == {each["step"]: each["loss"] for each in of(undisturbed, "step")}
+    losses = {each["step"]: each["loss"] for each in fields_of(disturbed, "step")}
+    assert losses == {
+        each["step"]: each["loss"] for each in fields_of(undisturbed, "step")
+    }
     trained = sum(
         event.fields.get("span") == "update"
         for event in disturbed.events

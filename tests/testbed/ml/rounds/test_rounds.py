@@ -5,7 +5,13 @@ import torch
 
 from testbed.prepare import Prepared
 from testbed.trace.metrics import metrics
-from tests.helpers.collaborating import of, prepared, run, scenario, took_part
+from tests.helpers.collaborating import (
+    fields_of,
+    participants_by_round,
+    prepare_scenario,
+    run_simulated,
+    scenario,
+)
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
 ALL = ["device1", "device2", "device3"]
@@ -25,7 +31,7 @@ def faulty(method: str, *faults: dict, options=None, rounds: int = 6):
 
 
 def round_time(method: str) -> float:
-    (first, *_) = of(run(faulty(method, rounds=1)), "round")
+    (first, *_) = fields_of(run_simulated(faulty(method, rounds=1)), "round")
     return first["duration"]
 
 
@@ -35,10 +41,12 @@ def test_a_round_takes_what_the_stage_graph_says(method: str, delay: str) -> Non
     network = {"topology": "star", "link": {"rate": "1mbit", "delay": delay}}
     keys = {"workload": {"steps": 6}, "options": {"local_steps": 6}, "network": network}
     spec = scenario(method, 3, **keys)
-    clients = prepared(spec).plan.details.clients
+    clients = prepare_scenario(spec).plan.details.clients
     expected = [each.round_time for each in clients.values()]
     together = sum(expected) if method == "split-learning" else max(expected)
-    assert of(run(spec), "round")[0]["duration"] == pytest.approx(together, rel=0.03)
+    assert fields_of(run_simulated(spec), "round")[0]["duration"] == pytest.approx(
+        together, rel=0.03
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -46,24 +54,29 @@ def test_a_device_that_dies_in_a_round_for_good_is_left_out_of_all_after_it(
     method: str,
 ) -> None:
     dies = 1.5 * round_time(method)
-    outcome = run(faulty(method, {"kill": "device2", "at": f"{dies}s"}))
+    outcome = run_simulated(faulty(method, {"kill": "device2", "at": f"{dies}s"}))
     others = ["device1", "device3"]
-    assert took_part(outcome) in ([ALL, *[others] * 5], [*[ALL] * 2, *[others] * 4])
-    missed = of(outcome, "missed")
+    assert participants_by_round(outcome) in (
+        [ALL, *[others] * 5],
+        [*[ALL] * 2, *[others] * 4],
+    )
+    missed = fields_of(outcome, "missed")
     assert [each["devices"] for each in missed] == [["device2"]]
-    durations = [each["duration"] for each in of(outcome, "round")]
+    durations = [each["duration"] for each in fields_of(outcome, "round")]
     assert max(durations[3:]) < 1.1 * durations[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_device_that_restarts_takes_part_in_the_next_round(method: str) -> None:
     dies = 2.4 * round_time(method)
-    outcome = run(faulty(method, {"kill": "device2", "at": f"{dies}s", "for": "50ms"}))
-    rounds = took_part(outcome)
+    outcome = run_simulated(
+        faulty(method, {"kill": "device2", "at": f"{dies}s", "for": "50ms"})
+    )
+    rounds = participants_by_round(outcome)
     assert rounds[:2] == [ALL] * 2
     assert rounds[-1] == ALL
     assert sum(names != ALL for names in rounds) <= 1
-    assert all("device2" in each["devices"] for each in of(outcome, "missed"))
+    assert all("device2" in each["devices"] for each in fields_of(outcome, "missed"))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -74,10 +87,10 @@ def test_a_device_that_is_cut_off_comes_back_when_its_link_does(method: str) -> 
         "at": f"{1.5 * length}s",
         "for": f"{5 * length}s",
     }
-    outcome = run(
+    outcome = run_simulated(
         faulty(method, cut, options={"round_deadline": f"{1.5 * length}s"}, rounds=12)
     )
-    rounds = took_part(outcome)
+    rounds = participants_by_round(outcome)
     assert ["device1", "device2"] in rounds
     assert rounds[-1] == ALL
 
@@ -98,11 +111,11 @@ def test_no_update_counts_twice() -> None:
             "for": f"{length}s",
         },
     ]
-    outcome = run(
+    outcome = run_simulated(
         faulty("federated", *faults, options={"round_deadline": f"{1.5 * length}s"})
     )
-    assert [each["round"] for each in of(outcome, "round")] == list(range(6))
-    for each in of(outcome, "round"):
+    assert [each["round"] for each in fields_of(outcome, "round")] == list(range(6))
+    for each in fields_of(outcome, "round"):
         assert set(each["samples"].values()) == {32}
 
 
@@ -111,10 +124,12 @@ def test_a_server_that_restarts_goes_on_from_the_global_model_on_its_disk(
     method: str,
 ) -> None:
     dies = 3.5 * round_time(method)
-    outcome = run(faulty(method, {"kill": "server", "at": f"{dies}s", "for": "200ms"}))
-    numbers = [each["round"] for each in of(outcome, "round")]
+    outcome = run_simulated(
+        faulty(method, {"kill": "server", "at": f"{dies}s", "for": "200ms"})
+    )
+    numbers = [each["round"] for each in fields_of(outcome, "round")]
     assert numbers == list(range(6))
-    assert took_part(outcome)[-1] == ALL
+    assert participants_by_round(outcome)[-1] == ALL
 
 
 def test_a_restart_of_the_server_between_updates_changes_nothing_that_is_learnt() -> (
@@ -126,15 +141,15 @@ def test_a_restart_of_the_server_between_updates_changes_nothing_that_is_learnt(
         "workload": {"steps": 12, "training": {"optimizer": plain}},
         "options": {"local_steps": 2},
     }
-    whole = run(scenario("federated", 3, **keys))
+    whole = run_simulated(scenario("federated", 3, **keys))
     killed = {
         "kill": "server",
-        "at": f"{2.5 * of(whole, 'round')[0]['duration']}s",
+        "at": f"{2.5 * fields_of(whole, 'round')[0]['duration']}s",
         "for": "200ms",
     }
     one, other = (
         whole.weights,
-        run(scenario("federated", 3, faults=[killed], **keys)).weights,
+        run_simulated(scenario("federated", 3, faults=[killed], **keys)).weights,
     )
     assert one is not None
     assert other is not None
@@ -150,21 +165,21 @@ def test_a_round_waits_for_as_many_updates_as_it_needs() -> None:
         "for": f"{12 * length}s",
     }
     options = {"round_deadline": f"{1.5 * length}s", "min_devices": 3}
-    outcome = run(faulty("federated", slow, options=options, rounds=3))
-    assert took_part(outcome) == [ALL] * 3
-    hasty = run(
+    outcome = run_simulated(faulty("federated", slow, options=options, rounds=3))
+    assert participants_by_round(outcome) == [ALL] * 3
+    hasty = run_simulated(
         faulty(
             "federated", slow, options={"round_deadline": f"{1.5 * length}s"}, rounds=3
         )
     )
-    assert took_part(hasty)[1] == ["device1", "device3"]
+    assert participants_by_round(hasty)[1] == ["device1", "device3"]
 
 
 def test_a_run_with_faults_is_the_same_each_time() -> None:
     length = round_time("pipelearn")
     faults = [{"kill": "device1", "at": f"{1.2 * length}s", "for": f"{length}s"}]
-    one, other = (run(faulty("pipelearn", *faults)) for _ in range(2))
-    assert took_part(one) == took_part(other)
+    one, other = (run_simulated(faulty("pipelearn", *faults)) for _ in range(2))
+    assert participants_by_round(one) == participants_by_round(other)
     assert one.weights is not None
     assert other.weights is not None
     assert all(
@@ -186,13 +201,14 @@ def test_a_default_deadline_waits_for_devices_whose_messages_take_far_longer_tha
         options={"local_steps": 2},
     )
     planned = max(
-        client.round_time for client in prepared(spec).plan.details.clients.values()
+        client.round_time
+        for client in prepare_scenario(spec).plan.details.clients.values()
     )
-    outcome = run(spec)
+    outcome = run_simulated(spec)
     if method != "split-learning":  # there devices take turns
-        assert of(outcome, "round")[1]["duration"] > 3 * planned
-    assert of(outcome, "missed") == []
-    assert all(len(names) == 12 for names in took_part(outcome))
+        assert fields_of(outcome, "round")[1]["duration"] > 3 * planned
+    assert fields_of(outcome, "missed") == []
+    assert all(len(names) == 12 for names in participants_by_round(outcome))
 
 
 def test_an_overhead_of_seconds_in_rounds_of_milliseconds_loses_no_update() -> None:
@@ -208,9 +224,9 @@ def test_an_overhead_of_seconds_in_rounds_of_milliseconds_loses_no_update() -> N
         "at": "150ms",
         "for": "60s",
     }
-    outcome = run(scenario("federated", 3, faults=[slow], **keys))
-    assert of(outcome, "round")[-1]["duration"] > 1
-    assert of(outcome, "missed") == []
+    outcome = run_simulated(scenario("federated", 3, faults=[slow], **keys))
+    assert fields_of(outcome, "round")[-1]["duration"] > 1
+    assert fields_of(outcome, "missed") == []
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -218,7 +234,7 @@ def test_a_device_that_is_late_is_not_invited_while_it_still_computes(
     method: str,
 ) -> None:
     options = {"local_steps": 2, "round_deadline": "1s"}
-    outcome = run(
+    outcome = run_simulated(
         scenario(method, devices=UNLIKE, workload={"steps": 60}, options=options)
     )
     computed = [
@@ -239,9 +255,9 @@ def test_a_device_that_is_late_is_not_invited_while_it_still_computes(
 
 
 def judged(spec) -> tuple[dict, Prepared]:
-    ready = prepared(spec)
+    ready = prepare_scenario(spec)
     return metrics(
-        run(spec), ready.experiment, ready.plan, ready.method.declared
+        run_simulated(spec), ready.experiment, ready.plan, ready.method.declared
     ), ready
 
 
@@ -259,9 +275,9 @@ def test_updates_that_are_missed_without_a_fault_are_named_by_the_verdict() -> N
         found["verdict"]["kind"] == "prediction"
     )  # the scenario asks for this deadline
     default = scenario("federated", devices=UNLIKE, workload={"steps": 8})
-    adapted = prepared(default)
+    adapted = prepare_scenario(default)
     untrusted = metrics(
-        run(spec), adapted.experiment, ready.plan, ready.method.declared
+        run_simulated(spec), adapted.experiment, ready.plan, ready.method.declared
     )["verdict"]
     assert untrusted["kind"] == "not trusted"
     assert "though no fault struck" in untrusted["reasons"][0]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from testbed.common.errors import InputError
-from tests.helpers.collaborating import of, run, scenario
+from tests.helpers.collaborating import run_simulated, scenario
+from tests.helpers.runs import fields_of
 from tests.testbed.ml.rounds.test_timing_only import told
 
 PLAIN = {"optimizer": {"learning_rate": 0.1, "weight_decay": 0.001}}
@@ -13,7 +14,7 @@ PLAIN = {"optimizer": {"learning_rate": 0.1, "weight_decay": 0.001}}
 def both(devices: int, **keys):
     work = keys.pop("workload", {})
     return [
-        run(
+        run_simulated(
             scenario(
                 "federated",
                 devices,
@@ -59,7 +60,7 @@ def test_what_is_learnt_is_the_same_but_for_rounding_and_no_time_differs(
     for name, tensor in one_by_one.weights.items():
         torch.testing.assert_close(together.weights[name], tensor, rtol=0, atol=1e-6)
     losses = [
-        [each["loss"] for each in of(outcome, "step")]
+        [each["loss"] for each in fields_of(outcome, "step")]
         for outcome in (one_by_one, together)
     ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
@@ -86,12 +87,14 @@ def test_a_device_that_dies_meanwhile_changes_nothing() -> None:
 )
 def test_what_cannot_be_stacked_is_refused(work, reason) -> None:
     with pytest.raises(InputError, match=reason):
-        run(scenario("federated", 2, workload={**work, "numerics": "stacked"}))
+        run_simulated(
+            scenario("federated", 2, workload={**work, "numerics": "stacked"})
+        )
 
 
 def test_methods_that_do_not_train_whole_models_are_refused() -> None:
     with pytest.raises(InputError, match="stacked"):
-        run(
+        run_simulated(
             scenario(
                 "split-federated",
                 2,

@@ -8,7 +8,13 @@ from testbed.common.errors import InputError
 from testbed.ml.data import load
 from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
-from tests.helpers.collaborating import data, of, prepared, run, scenario
+from tests.helpers.collaborating import (
+    data,
+    fields_of,
+    prepare_scenario,
+    run_simulated,
+    scenario,
+)
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn", "single")
 CUT = {"partition": [["device2"], ["server", "device1"]]}
@@ -55,11 +61,11 @@ def test_a_run_without_numbers_has_the_events_of_one_with_them(
         ]
     )
     spec = scenario(method, 2, workload={"model": model, "steps": 3}, faults=faults)
-    full, timing = run(spec), run(without(spec))
+    full, timing = run_simulated(spec), run_simulated(without(spec))
     assert told(timing) == told(full)
     assert timing.weights is None
-    assert not any("loss" in each for each in of(timing, "step"))
-    assert not any("accuracy" in each for each in of(timing, "evaluate"))
+    assert not any("loss" in each for each in fields_of(timing, "step"))
+    assert not any("accuracy" in each for each in fields_of(timing, "evaluate"))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +74,7 @@ def test_a_run_without_numbers_has_the_events_of_one_with_them(
 )
 def test_so_have_the_other_families_with_their_faults(name: str) -> None:
     spec = load_scenario(f"smoke/{name}").model_copy(update={"sweep": {}})
-    full, timing = run(spec), run(without(spec))
+    full, timing = run_simulated(spec), run_simulated(without(spec))
     assert told(timing) == told(full)
     assert timing.weights is None
     assert not any({"loss", "accuracy"} & set(event.fields) for event in timing.events)
@@ -76,7 +82,7 @@ def test_so_have_the_other_families_with_their_faults(name: str) -> None:
 
 def test_a_method_whose_time_is_that_of_its_slots_is_refused() -> None:
     with pytest.raises(InputError, match="does not support timing-only runs"):
-        prepared(without(load_scenario("smoke/edgepipe")))
+        prepare_scenario(without(load_scenario("smoke/edgepipe")))
 
 
 @pytest.mark.timed
@@ -94,7 +100,7 @@ def test_an_epoch_of_resnet18_takes_seconds() -> None:
         "numerics": "none",
     }
     begun = time.thread_time()
-    found = prepared(
+    found = prepare_scenario(
         scenario("pipelearn", 4, workload=work, server="20gflops", speed="1gflops")
     )
     outcome = simulate(found, load(found.scenario.workload.data, blank=True))

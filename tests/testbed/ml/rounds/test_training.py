@@ -8,13 +8,13 @@ from testbed.ml.models import create
 from testbed.ml.preparation import samples_of
 from tests.helpers.collaborating import (
     SHAPE,
-    Plain,
+    TorchReference,
     data,
-    of,
-    prepared,
-    run,
+    fields_of,
+    participants_by_round,
+    prepare_scenario,
+    run_simulated,
     scenario,
-    took_part,
 )
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
@@ -27,7 +27,9 @@ def pieces(
     spec, device: int, step: int, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images and labels of a device's iteration."""
-    share = samples_of(prepared(spec), data(spec.workload.data), f"device{device + 1}")
+    share = samples_of(
+        prepare_scenario(spec), data(spec.workload.data), f"device{device + 1}"
+    )
     assert share is not None
     chosen = batch(len(share.train_labels), size, spec.seed, step)
     return torch.from_numpy(share.train_images[chosen]), torch.from_numpy(
@@ -39,8 +41,10 @@ def pieces(
 def test_one_device_learns_what_a_single_one_does(method: str) -> None:
     work = {"epochs": 3, "model": VGG5}
     options = {"parallel_batches": 1} if method == "pipelearn" else {}
-    together = run(scenario(method, 1, workload=work, options=options)).weights
-    alone = run(scenario("single", 1, workload=work)).weights
+    together = run_simulated(
+        scenario(method, 1, workload=work, options=options)
+    ).weights
+    alone = run_simulated(scenario("single", 1, workload=work)).weights
     assert together is not None
     assert alone is not None
     assert together.keys() == alone.keys()
@@ -61,13 +65,13 @@ def test_devices_with_equal_shares_and_one_iteration_a_round_take_steps_with_all
         workload={"steps": 5},
         options={"parallel_batches": 4} if method == "pipelearn" else {},
     )
-    plain = Plain(spec)
+    plain = TorchReference(spec)
     for step in range(5):
         images, labels = zip(
             *(pieces(spec, device, step, 16) for device in range(3)), strict=True
         )
         plain.step(torch.cat(images), torch.cat(labels))
-    plain.assert_same(run(spec))
+    plain.assert_same(run_simulated(spec))
 
 
 def transparent(model: dict, split: int, parallel: int, mini_batches: int = 1) -> None:
@@ -84,9 +88,9 @@ def transparent(model: dict, split: int, parallel: int, mini_batches: int = 1) -
         workload=work,
         options={"split_point": split, "parallel_batches": parallel},
     )
-    plain = Plain(spec)
+    plain = TorchReference(spec)
     plain.step(*pieces(spec, 0, 0, 13 // parallel * parallel), mini_batches)
-    plain.assert_same(run(spec))
+    plain.assert_same(run_simulated(spec))
 
 
 @pytest.mark.parametrize("parallel", [1, 3, 13])
@@ -118,19 +122,19 @@ def test_split_learning_hands_the_model_from_device_to_device() -> None:
         2,
         workload={"steps": 3, "training": {"optimizer": {"learning_rate": 0.1}}},
     )
-    plain = Plain(spec)
+    plain = TorchReference(spec)
     for step in range(3):
         for device in range(2):
             plain.step(*pieces(spec, device, step, 16))
-    plain.assert_same(run(spec))
+    plain.assert_same(run_simulated(spec))
 
 
 def test_a_fraction_of_the_devices_takes_part_by_seed_and_round() -> None:
     spec = scenario("federated", 4, workload={"steps": 6}, options={"fraction": "50%"})
-    rounds = took_part(run(spec))
+    rounds = participants_by_round(run_simulated(spec))
     assert [len(names) for names in rounds] == [2] * 6
     assert len({tuple(names) for names in rounds}) > 1
-    assert rounds == took_part(run(spec))
+    assert rounds == participants_by_round(run_simulated(spec))
 
 
 def test_devices_with_fewer_samples_than_a_batch_train_with_all_they_have_and_are_named() -> (
@@ -147,15 +151,15 @@ def test_devices_with_fewer_samples_than_a_batch_train_with_all_they_have_and_ar
             "federated", 2, workload={"data": split, "batch_size": batch, "steps": 1}
         )
 
-    assert [event["text"] for event in of(run(spec(16)), "log")] == [
+    assert [event["text"] for event in fields_of(run_simulated(spec(16)), "log")] == [
         "device2: fewer samples than a batch of 16, so a batch has all samples of the device"
     ]
-    assert not of(run(spec(10)), "log")
-    everyone = run(spec(41))
-    assert [event["text"].partition(":")[0] for event in of(everyone, "log")] == [
-        "device1, device2"
-    ]
-    assert of(everyone, "round")[0]["samples"] == {"device1": 40, "device2": 10}
+    assert not fields_of(run_simulated(spec(10)), "log")
+    everyone = run_simulated(spec(41))
+    assert [
+        event["text"].partition(":")[0] for event in fields_of(everyone, "log")
+    ] == ["device1, device2"]
+    assert fields_of(everyone, "round")[0]["samples"] == {"device1": 40, "device2": 10}
 
 
 def test_without_drop_last_each_epoch_has_every_sample_of_every_device() -> None:
@@ -170,11 +174,13 @@ def test_without_drop_last_each_epoch_has_every_sample_of_every_device() -> None
         (True, {"device1": 32, "device2": 10}, [8]),
         (False, {"device1": 40, "device2": 10}, []),
     ):
-        outcome = run(
+        outcome = run_simulated(
             scenario("federated", 2, workload={**work, "drop_last": drop_last})
         )
-        assert [each["samples"] for each in of(outcome, "round")] == [samples] * 2
-        assert [each["samples"] for each in of(outcome, "left_out")] == left
+        assert [each["samples"] for each in fields_of(outcome, "round")] == [
+            samples
+        ] * 2
+        assert [each["samples"] for each in fields_of(outcome, "left_out")] == left
 
 
 def test_without_drop_last_planners_and_both_ways_of_timing_count_the_last_batch() -> (
@@ -188,13 +194,15 @@ def test_without_drop_last_planners_and_both_ways_of_timing_count_the_last_batch
     }
     work = {"data": data, "batch_size": 16, "epochs": 1, "drop_last": False}
     full, timed = (
-        run(scenario("federated", 2, workload={**work, "numerics": each}))
+        run_simulated(scenario("federated", 2, workload={**work, "numerics": each}))
         for each in ("full", "none")
     )
-    assert of(timed, "round")[0]["duration"] == pytest.approx(
-        of(full, "round")[0]["duration"]
+    assert fields_of(timed, "round")[0]["duration"] == pytest.approx(
+        fields_of(full, "round")[0]["duration"]
     )
-    clients = prepared(scenario("federated", 2, workload=work)).plan.details.clients
+    clients = prepare_scenario(
+        scenario("federated", 2, workload=work)
+    ).plan.details.clients
     assert {client.round_iterations for client in clients.values()} == {3}
 
 
@@ -210,19 +218,19 @@ def test_without_drop_last_mini_batches_of_the_last_iteration_have_the_rest_of_a
     work = {"data": data, "batch_size": 16, "epochs": 1, "drop_last": False}
     options = {"split_point": 1, "parallel_batches": 3}
     full, timed = (
-        run(
+        run_simulated(
             scenario(
                 "pipelearn", 2, workload={**work, "numerics": each}, options=options
             )
         )
         for each in ("full", "none")
     )
-    assert of(full, "round")[0]["samples"] == {"device1": 40, "device2": 37}
-    assert of(timed, "round")[0]["duration"] == pytest.approx(
-        of(full, "round")[0]["duration"]
+    assert fields_of(full, "round")[0]["samples"] == {"device1": 40, "device2": 37}
+    assert fields_of(timed, "round")[0]["duration"] == pytest.approx(
+        fields_of(full, "round")[0]["duration"]
     )
     # Iterations of three mini-batches of 5, and one of 5 and 5 or of 5 and 2.
-    clients = prepared(
+    clients = prepare_scenario(
         scenario("pipelearn", 2, workload=work, options=options)
     ).plan.details.clients
     assert [
@@ -259,7 +267,9 @@ def test_dropout_in_a_smaller_last_iteration_ignores_its_division_into_mini_batc
 
     def trained(parallel_batches: int) -> dict[str, torch.Tensor]:
         options = {"split_point": 2, "parallel_batches": parallel_batches}
-        weights = run(scenario("pipelearn", 1, workload=work, options=options)).weights
+        weights = run_simulated(
+            scenario("pipelearn", 1, workload=work, options=options)
+        ).weights
         assert weights is not None
         return dict(weights)
 
@@ -275,7 +285,7 @@ def test_the_moving_average_is_that_of_the_rounds() -> None:
             "steps": steps,
             "training": {"optimizer": {"learning_rate": 0.1}, **training},
         }
-        weights = run(scenario("federated", 2, workload=work)).weights
+        weights = run_simulated(scenario("federated", 2, workload=work)).weights
         assert weights is not None
         return weights
 

@@ -19,7 +19,7 @@ from testbed.ml.slots.casts import (
     Repeated,
 )
 from testbed.network.link import Link
-from tests.helpers.worlds import events, world
+from tests.helpers.worlds import events_of, make_world
 
 LINK = Link(rate=8e6, delay=0.01)
 ARRANGEMENT = NeuronAssignment(
@@ -40,7 +40,7 @@ def run(programs, **options):
 
         return whole
 
-    made = world(
+    made = make_world(
         {name: with_mailbox(program) for name, program in programs.items()},
         link=LINK,
         **options,
@@ -84,7 +84,7 @@ def cast(make, *messages: Outputs, until: float = 60.0):
 
 
 def casts(made) -> list[list[str]]:
-    return [each["peers"] for each in events(made, "cast", "a")]
+    return [each["peers"] for each in events_of(made, "cast", "a")]
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -119,7 +119,7 @@ def test_unacknowledged_casts_are_repeated_to_the_remaining_receivers():
     )
     # A cast takes well below a millisecond: at 0, 0.5, 1.0 and 1.5 s, when the next answer would come too late.
     assert casts(made) == [["b", "c"], ["c"], ["c"], ["c"]]
-    assert max(each["time"] for each in events(made, "cast", "a")) < 2.0
+    assert max(each["time"] for each in events_of(made, "cast", "a")) < 2.0
 
 
 def test_a_cast_is_made_even_without_time_for_an_acknowledgement():
@@ -254,4 +254,6 @@ def test_every_arrival_is_acknowledged():
             "c": ear(False),
         }
     )
-    assert [each["message"] for each in events(made, "cast", "b")] == [CastAck.kind] * 2
+    assert [each["message"] for each in events_of(made, "cast", "b")] == [
+        CastAck.kind
+    ] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.runs import of, run, scenario
+from tests.helpers.runs import fields_of, run_simulated, scenario
 
 MODEL = {"name": "mlp", "hidden": [16, 16]}
 
@@ -26,7 +26,7 @@ def lossy(name, loss, **method):
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
 def test_without_losses_all_three_accuracies_are_equal(name):
     (cast,), (gathered,) = [
-        of(run(lossy(name, "0%", test_results=how)), "evaluate")[-1:]
+        fields_of(run_simulated(lossy(name, "0%", test_results=how)), "evaluate")[-1:]
         for how in ("cast", "gathered")
     ]
     assert (
@@ -42,14 +42,15 @@ def test_without_losses_all_three_accuracies_are_equal(name):
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
 def test_gathering_changes_no_cast(name):
     cast, gathered = (
-        run(lossy(name, "20%", test_results=how)) for how in ("cast", "gathered")
+        run_simulated(lossy(name, "20%", test_results=how))
+        for how in ("cast", "gathered")
     )
-    assert [step["loss"] for step in of(cast, "step")] == [
-        step["loss"] for step in of(gathered, "step")
+    assert [step["loss"] for step in fields_of(cast, "step")] == [
+        step["loss"] for step in fields_of(gathered, "step")
     ]
-    evaluations = of(gathered, "evaluate")
+    evaluations = fields_of(gathered, "evaluate")
     assert [each["coordinator_accuracy"] for each in evaluations] == [
-        each["accuracy"] for each in of(cast, "evaluate")
+        each["accuracy"] for each in fields_of(cast, "evaluate")
     ]
     assert all(
         each["any_device_accuracy"] >= each["coordinator_accuracy"] - 1e-9
@@ -61,8 +62,8 @@ def test_gathering_changes_no_cast(name):
 
 
 def test_results_cast_without_loss_equal_gathered_ones():
-    (found,) = of(
-        run(
+    (found,) = fields_of(
+        run_simulated(
             lossy(
                 "versatile",
                 "20%",
@@ -79,15 +80,16 @@ def test_results_cast_without_loss_equal_gathered_ones():
 
 def test_results_of_a_device_that_is_off_count_as_zeros():
     written = lossy("edgepipe", "0%", test_results="gathered")
-    whole = run(written)
+    whole = run_simulated(written)
     tests = [event.time for event in whole.events if event.event == "test_start"]
     faults = [{"kill": "worker1", "at": f"{tests[-1] + 0.05}s"}]
-    outcome = run(
+    outcome = run_simulated(
         type(written).model_validate(
             written.model_dump(by_alias=True) | {"faults": faults}
         )
     )
     assert outcome.status == "finished"
     assert (
-        of(outcome, "evaluate")[-1]["accuracy"] < of(whole, "evaluate")[-1]["accuracy"]
+        fields_of(outcome, "evaluate")[-1]["accuracy"]
+        < fields_of(whole, "evaluate")[-1]["accuracy"]
     )

@@ -10,7 +10,7 @@ import torch
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.slots import neurons
 from testbed.ml.slots.program import gradient_of_cross_entropy
-from tests.helpers.runs import of, run, scenario
+from tests.helpers.runs import fields_of, run_simulated, scenario
 
 MODEL = {"name": "mlp", "hidden": [16, 16]}
 GIVING_UP = (
@@ -37,7 +37,7 @@ def test_a_lead_that_returns_after_the_last_slot_reports_the_lost_evaluation(
         "when": {"device": "worker1", "begins": "backward", "batch": 1},
         "for": lasts,
     }
-    outcome = run(two(name, faults=[kill]))
+    outcome = run_simulated(two(name, faults=[kill]))
     assert outcome.status == "failed"
     assert (
         "the evaluation after step 8 is lost: the coordinator source was off or had no neurons"
@@ -91,7 +91,7 @@ def test_equal_test_inputs_are_computed_once_with_equal_results(
     for most in (neurons.MOST_KEPT, 0):
         monkeypatch.setattr(neurons, "MOST_KEPT", most)
         inferred.clear()
-        outcome = run(
+        outcome = run_simulated(
             scenario(2, workload=workload, method=method | several, network=network)
         )
         assert outcome.status == "finished"
@@ -111,7 +111,7 @@ def test_a_lead_without_peers_stops_after_its_slots():
         {"kill": "worker1", "at": "2s"},
     ]
     workload = {"model": MODEL, "steps": 40}
-    outcome = run(
+    outcome = run_simulated(
         scenario(
             1,
             workload=workload,
@@ -155,7 +155,7 @@ def test_no_schedule_of_faults_makes_a_run_hang(name, seed):
     }
     method["allocation"] = draw.choice(["hybrid", "horizontal"])
     faults = [random_fault(draw, names) for _ in range(draw.randint(1, 3))]
-    outcome = run(
+    outcome = run_simulated(
         scenario(
             workers,
             workload={"model": MODEL, "steps": 10},
@@ -165,6 +165,6 @@ def test_no_schedule_of_faults_makes_a_run_hang(name, seed):
     )
     assert outcome.status in ("finished", "failed")
     if outcome.status == "finished":
-        assert of(outcome, "evaluate")[-1]["step"] == 10
+        assert fields_of(outcome, "evaluate")[-1]["step"] == 10
     else:
         assert any(said in outcome.error for said in GIVING_UP)

@@ -9,7 +9,7 @@ import torch
 
 from testbed.methods import METHODS
 from testbed.ml.data.batches import batch
-from tests.helpers.runs import of, problem_of, run, scenario
+from tests.helpers.runs import fields_of, problem_of, run_simulated, scenario
 from tests.helpers.timeslots import EdgePipe, Setting, VersatileFL
 
 STEPS, BATCH, RATE = 14, 16, 0.2
@@ -107,10 +107,10 @@ def setting(written, outcome):
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
 def test_every_loss_is_that_of_the_papers_arithmetic(name, seed):
     written, own = drawn(name, seed)
-    outcome = run(written)
+    outcome = run_simulated(written)
     given = setting(written, outcome)
     expected = (EdgePipe if name == "edgepipe" else VersatileFL)(given, **own).train()
-    losses = [step["loss"] for step in of(outcome, "step")]
+    losses = [step["loss"] for step in fields_of(outcome, "step")]
     assert losses == pytest.approx(expected.losses, rel=1e-6, abs=1e-6)
     # Also who had something to cast: more would be out of step with what was heard from the first difference on.
     until = min(

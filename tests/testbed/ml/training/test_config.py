@@ -12,7 +12,7 @@ from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
-from tests.helpers.runs import of
+from tests.helpers.runs import fields_of
 
 SCENARIO = """
 name: sequences
@@ -62,6 +62,6 @@ def test_temporal_loss_trains_alike_in_a_pipeline(tmp_path):
         prepared = written(tmp_path, method)
         outcome = simulate(prepared, load_data(prepared))
         assert outcome.status == "finished", outcome.error
-        losses.append([each["loss"] for each in of(outcome, "step")])
-        assert of(outcome, "evaluate")[-1]["accuracy"] > 0.9
+        losses.append([each["loss"] for each in fields_of(outcome, "step")])
+        assert fields_of(outcome, "evaluate")[-1]["accuracy"] > 0.9
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

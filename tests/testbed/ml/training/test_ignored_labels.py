@@ -9,24 +9,24 @@ from testbed.ml.data.batches import cut_batch
 from testbed.ml.layers.feed import Score
 from testbed.ml.training.config import TrainingConfig
 from testbed_controller.api import load, simulate
-from tests.helpers.training import recipe
+from tests.helpers.training import training_config
 
 LOSSES = {
-    "default": (recipe(), -100, {}),
+    "default": (training_config(), -100, {}),
     "another label": (
-        recipe(loss={"name": "cross-entropy", "ignore_index": 0}),
+        training_config(loss={"name": "cross-entropy", "ignore_index": 0}),
         0,
         {"ignore_index": 0},
     ),
     "weighted": (
-        recipe(
+        training_config(
             loss={"name": "cross-entropy", "weight": [1.0, 2.0, 0.5, 1.0, 3.0, 1.0]}
         ),
         -100,
         {"weight": torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0])},
     ),
     "summed": (
-        recipe(loss={"name": "cross-entropy", "reduction": "sum"}),
+        training_config(loss={"name": "cross-entropy", "reduction": "sum"}),
         -100,
         {"reduction": "sum"},
     ),
@@ -75,7 +75,7 @@ def test_parts_add_up_to_loss_and_gradient_of_plain_torch(
 
 def test_single_labels_are_weighted_in_the_same_way() -> None:
     outputs, labels = torch.rand((6, 5)), torch.tensor([1, -100, 2, -100, -100, 3])
-    loss, _ = in_parts(recipe(), outputs, labels, 3)
+    loss, _ = in_parts(training_config(), outputs, labels, 3)
     assert loss == pytest.approx(
         float(torch.nn.functional.cross_entropy(outputs, labels)), rel=1e-6
     )

@@ -8,7 +8,7 @@ import torch
 from testbed.common.errors import InputError
 from testbed.ml.training.optimizers import Sgd, TorchOptimizer
 from testbed.ml.training.schema import OptimizerPart
-from tests.helpers.training import recipe
+from tests.helpers.training import training_config
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -64,7 +64,7 @@ def steps(
     ids=lambda keys: keys["name"],
 )
 def test_every_optimizer_of_torch_goes_on_from_its_state_to_the_bit(keys):
-    made = recipe(optimizer=keys)
+    made = training_config(optimizer=keys)
     torch.manual_seed(5)
     start, gradients = torch.randn(6, 4), [torch.randn(6, 4) for _ in range(5)]
     theirs, moved = (torch.nn.Parameter(start.clone()) for _ in range(2))
@@ -98,11 +98,13 @@ def test_every_optimizer_of_torch_goes_on_from_its_state_to_the_bit(keys):
     ],
 )
 def test_what_an_optimizer_keeps_is_counted(keys, values):
-    assert recipe(optimizer=keys).state_values == pytest.approx(values, abs=0.01)
-    assert recipe(optimizer=keys, ema=0.9).state_values == pytest.approx(
+    assert training_config(optimizer=keys).state_values == pytest.approx(
+        values, abs=0.01
+    )
+    assert training_config(optimizer=keys, ema=0.9).state_values == pytest.approx(
         values + 1, abs=0.01
     )
-    assert recipe(optimizer=keys).update_flops >= 10
+    assert training_config(optimizer=keys).update_flops >= 10
 
 
 def test_a_number_in_the_state_of_an_optimizer_stays_a_number():
@@ -137,4 +139,4 @@ def test_a_number_in_the_state_of_an_optimizer_stays_a_number():
 )
 def test_what_is_wrong_is_said(keys, words):
     with pytest.raises(InputError, match=words):
-        recipe(**keys).check()
+        training_config(**keys).check()

@@ -13,7 +13,7 @@ from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
-from tests.helpers.runs import of
+from tests.helpers.runs import fields_of
 
 OWN = """
 import torch
@@ -96,11 +96,14 @@ def test_optimizer_state_outlives_a_stage(tmp_path):
         simulate(each, load_data(each.scenario.workload.data)) for each in runs
     )
     assert plain.status == killed.status == "finished", killed.error
-    assert of(killed, "recovery")
+    assert fields_of(killed, "recovery")
     assert all(
         torch.equal(killed.weights[name], plain.weights[name]) for name in plain.weights
     )
-    assert of(plain, "evaluate")[-1]["metrics"] == of(killed, "evaluate")[-1]["metrics"]
+    assert (
+        fields_of(plain, "evaluate")[-1]["metrics"]
+        == fields_of(killed, "evaluate")[-1]["metrics"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from testbed.ml.training.stopping import Stopping
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from tests.helpers.runs import of, scenario
-from tests.helpers.training import recipe
+from tests.helpers.runs import fields_of, scenario
+from tests.helpers.training import training_config
 
 METHODS = {
     "single": {"name": "single", "evaluate_every": 5},
@@ -48,11 +48,11 @@ def trained(name, training, steps=200, **keys):
 @pytest.mark.parametrize("name", METHODS)
 def test_training_ends_with_the_first_evaluation_that_is_good_enough(name):
     outcome = trained(name, {"until": {"accuracy": ">= 0.4"}})
-    evaluations = of(outcome, "evaluate")
+    evaluations = fields_of(outcome, "evaluate")
     *before, last = [each["accuracy"] for each in evaluations]
     assert last >= 0.4 > max(before, default=0.0)
     steps = evaluations[-1]["step"]
-    assert max(step["step"] for step in of(outcome, "step")) == steps - 1
+    assert max(step["step"] for step in fields_of(outcome, "step")) == steps - 1
     assert steps < 200 / (5 if name == "federated" else 1)
 
 
@@ -63,7 +63,7 @@ def test_the_best_weights_are_left_not_the_last(name):
         "schedule": {"name": "step", "step_size": 8, "gamma": 40},
     }
     outcome = trained(name, {**training, "best": "test_loss"}, steps=20)
-    losses = {each["step"]: each["loss"] for each in of(outcome, "evaluate")}
+    losses = {each["step"]: each["loss"] for each in fields_of(outcome, "evaluate")}
     best = min(losses, key=losses.get)
     assert best < max(losses), "the test wants a training that gets worse"
     again = trained(name, training, steps=5 * best if name == "federated" else best)
@@ -82,13 +82,13 @@ def test_a_pipeline_that_loses_a_stage_ends_where_the_unharmed_one_does():
         trained("pipeline", {"until": {"accuracy": ">= 0.4"}}, faults=faults)
         for faults in ([], [fault])
     ]
-    ends = [of(each, "evaluate")[-1] for each in runs]
+    ends = [fields_of(each, "evaluate")[-1] for each in runs]
     assert ends[0] == ends[1]
-    assert of(runs[1], "recovery")
+    assert fields_of(runs[1], "recovery")
 
 
 def judged(training, values):
-    stopping = Stopping(recipe(**training))
+    stopping = Stopping(training_config(**training))
     for step, (accuracy, loss) in enumerate(values, 1):
         stopping.judge(
             step, {"accuracy": accuracy, "loss": loss}, lambda step=step: {"step": step}
@@ -110,7 +110,7 @@ def test_patience_counts_evaluations_that_are_no_better():
 
 
 def test_an_evaluation_that_is_made_again_counts_once():
-    stopping = Stopping(recipe(patience=1))
+    stopping = Stopping(training_config(patience=1))
     for step in (1, 1, 1):
         stopping.judge(step, {"loss": 1.0}, dict)
     assert not stopping.reason
@@ -143,4 +143,4 @@ def test_what_cannot_be_judged_is_refused(method, training, words):
 )
 def test_what_no_evaluation_has_is_refused(training):
     with pytest.raises(ValueError, match=r"an evaluation has no|is not a condition"):
-        recipe(**training)
+        training_config(**training)

@@ -16,7 +16,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
-from tests.helpers.runs import of
+from tests.helpers.runs import fields_of
 
 NETWORKS = """
 import torch
@@ -170,7 +170,7 @@ def test_every_task_is_learned_as_in_plain_torch_and_measured_by_torchmetrics(
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
         losses, abs=1e-5
     )
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_every_task_is_learned_as_in_plain_torch_and_measured_by_torchmetrics(
             model(torch.from_numpy(data.test_images)),
             torch.from_numpy(data.test_labels),
         )
-    found = of(outcome, "evaluate")[-1]
+    found = fields_of(outcome, "evaluate")[-1]
     assert found["loss"] == pytest.approx(float(criterion(outputs, labels)), abs=1e-4)
     for name, compute in measured.items():
         assert found["metrics"][name] == pytest.approx(
@@ -235,5 +235,5 @@ def test_federated_devices_learn_numbers(tmp_path):
     prepared = prepare(trials(load(str(tmp_path / "scenario.yaml"), []))[0])
     outcome = simulate(prepared, data_of(prepared, tmp_path))
     assert outcome.status == "finished", outcome.error
-    first, *_, last = of(outcome, "evaluate")
+    first, *_, last = fields_of(outcome, "evaluate")
     assert last["loss"] < first["loss"]

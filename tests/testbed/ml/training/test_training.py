@@ -9,7 +9,7 @@ from testbed.common.errors import InputError
 from testbed.ml.data.batches import batch
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
-from tests.helpers.runs import of, problem_of, run, scenario
+from tests.helpers.runs import fields_of, problem_of, run_simulated, scenario
 
 RECIPE = {
     "optimizer": {"name": "adamw", "learning_rate": 0.01, "betas": [0.9, 0.98]},
@@ -69,10 +69,10 @@ METHODS = {
 @pytest.mark.parametrize("case", METHODS)
 def test_a_recipe_does_what_the_loop_in_plain_torch_does(case):
     method, faults = METHODS[case]
-    outcome = run(spec(method, faults=faults))
+    outcome = run_simulated(spec(method, faults=faults))
     assert outcome.status == "finished", outcome.error
     weights, losses = by_hand(spec({"name": "single"}))
-    found = {step["step"]: step["loss"] for step in of(outcome, "step")}
+    found = {step["step"]: step["loss"] for step in fields_of(outcome, "step")}
     assert [found[step] for step in range(STEPS)] == pytest.approx(losses, abs=1e-6)
     for name, tensor in weights.items():
         torch.testing.assert_close(outcome.weights[name], tensor, rtol=0, atol=1e-5)
@@ -80,13 +80,13 @@ def test_a_recipe_does_what_the_loop_in_plain_torch_does(case):
 
 def test_clipping_by_norm_is_the_same_to_the_bit_wherever_the_model_is_cut():
     one, other = (
-        run(spec({"micro_batches": 1}, workers=1)),
-        run(spec({"micro_batches": 1})),
+        run_simulated(spec({"micro_batches": 1}, workers=1)),
+        run_simulated(spec({"micro_batches": 1})),
     )
     assert all(
         torch.equal(one.weights[name], other.weights[name]) for name in one.weights
     )
-    assert [each["message"] for each in of(other, "send")].count(
+    assert [each["message"] for each in fields_of(other, "send")].count(
         "norms"
     ) == 2 * 3 * STEPS
 
@@ -111,13 +111,13 @@ def test_an_asynchronous_pipeline_keeps_adams_state_over_a_death():
         "stages": 3,
     }
     plain, killed = (
-        run(spec(method, training, faults=faults, workers=2))
+        run_simulated(spec(method, training, faults=faults, workers=2))
         for faults in ([], [fault])
     )
     assert plain.status == killed.status == "finished", killed.error
-    assert of(killed, "recovery")
+    assert fields_of(killed, "recovery")
     assert sorted(killed.weights) == sorted(plain.weights)
-    assert of(plain, "step")[0] == of(killed, "step")[0]
+    assert fields_of(plain, "step")[0] == fields_of(killed, "step")[0]
 
 
 def test_a_federated_device_alone_trains_as_a_single_one_does():
@@ -144,18 +144,18 @@ def test_a_federated_device_alone_trains_as_a_single_one_does():
 def test_a_moving_average_is_evaluated_and_left():
     training = {"optimizer": {"learning_rate": 0.1}, "ema": 0.75}
     averaged, plain = (
-        run(spec({"name": "single"}, each))
+        run_simulated(spec({"name": "single"}, each))
         for each in (training, {"optimizer": {"learning_rate": 0.1}})
     )
-    assert [step["loss"] for step in of(averaged, "step")] == [
-        step["loss"] for step in of(plain, "step")
+    assert [step["loss"] for step in fields_of(averaged, "step")] == [
+        step["loss"] for step in fields_of(plain, "step")
     ]
-    pipelined = run(spec({"micro_batches": 1}, training))
+    pipelined = run_simulated(spec({"micro_batches": 1}, training))
     for name, tensor in averaged.weights.items():
         assert not torch.equal(tensor, plain.weights[name])
         torch.testing.assert_close(pipelined.weights[name], tensor, rtol=0, atol=1e-6)
-    assert of(pipelined, "evaluate")[-1]["loss"] == pytest.approx(
-        of(averaged, "evaluate")[-1]["loss"], abs=1e-6
+    assert fields_of(pipelined, "evaluate")[-1]["loss"] == pytest.approx(
+        fields_of(averaged, "evaluate")[-1]["loss"], abs=1e-6
     )
 
 
@@ -196,9 +196,12 @@ def test_without_numbers_as_many_bytes_travel_at_the_same_times():
     for numerics in ("full", "none"):
         work = {"training": training, "steps": 6, "numerics": numerics}
         method = {"micro_batches": 2, "checkpoint_every": 2}
-        runs.append(run(scenario(2, workload=work, method=method)))
+        runs.append(run_simulated(scenario(2, workload=work, method=method)))
     plain, shapes = (
-        [(each["message"], each["bytes"], each["start"]) for each in of(one, "send")]
+        [
+            (each["message"], each["bytes"], each["start"])
+            for each in fields_of(one, "send")
+        ]
         for one in runs
     )
     assert plain == shapes

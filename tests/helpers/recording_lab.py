@@ -13,7 +13,7 @@ from testbed.scenario.schema import Scenario
 from testbed_controller.lab.clients import AgentGone
 
 
-class RememberedAgent:
+class RecordingAgent:
     def __init__(self) -> None:
         self.factors: list[float] = []
         self.losses: list[Mapping[str, float]] = []
@@ -41,7 +41,7 @@ class RememberedAgent:
             self.slowness.append(slowness)
 
 
-class RememberedLab:
+class RecordingLab:
     """Stands for the containers, at the edge."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class RememberedLab:
         }
         self.run_id = "run-1"
         self.experiment = trials(Scenario.model_validate(scenario))[0].experiment
-        self.agents = {name: RememberedAgent() for name in "abc"}
+        self.agents = {name: RecordingAgent() for name in "abc"}
         self.devices = {name: SimpleNamespace(state="running") for name in "abc"}
         self.shaped: dict[Pair, Link] = dict(self.experiment.links)
         self.shaper = self
@@ -77,7 +77,7 @@ class RememberedLab:
             raise HostError("the rule did not take")
         self.shaped.update(links)
 
-    def agent(self, name: str) -> RememberedAgent:
+    def agent(self, name: str) -> RecordingAgent:
         return self.agents[name]
 
     def refresh(self) -> None:
