@@ -8,7 +8,7 @@ from itertools import compress
 
 from testbed.common.lazy import np
 from testbed.trace.critical import CriticalPaths, PathTime
-from testbed.trace.intervals import Intervals, clip, total, within
+from testbed.trace.intervals import Intervals, clip, contains, total
 from testbed.trace.log import EventLog
 from testbed.trace.metrics_spec import Metric, Row
 from testbed.trace.record import RunView
@@ -151,6 +151,6 @@ def deficits(log: EventLog, phase: Intervals) -> dict[str, float]:
         if seconds != 0.0:
             times.append(time)
             lates.append((device, seconds))
-    for device, seconds in compress(lates, within(phase, np.array(times))):
+    for device, seconds in compress(lates, contains(phase, np.array(times))):
         deficit_by_device[device] += seconds
     return deficit_by_device

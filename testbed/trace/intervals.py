@@ -1,6 +1,7 @@
-"""Arithmetic on sets of half-open time intervals, so that overlapping activity is counted once.
+"""Arithmetic on sets of time intervals, so that overlapping activity is counted once.
 
-A set is an array of shape (n, 2), in seconds: starts and ends. Empty intervals are no part of what is returned.
+A set is an array of shape (n, 2), in seconds: starts and ends. Intervals that only touch do not overlap. `union`,
+`clip` and `subtract` return no empty intervals.
 """
 
 from __future__ import annotations
@@ -37,28 +38,38 @@ def union(values: Intervals | Iterable[Interval]) -> Intervals:
     ordered = in_order(_without_empty(intervals(values)))
     if not len(ordered):
         return ordered
-    reached = np.maximum.accumulate(ordered[:, 1])
-    # An interval begins where no earlier one has reached.
-    begins = np.concatenate(([True], ordered[1:, 0] > reached[:-1]))
-    ends = np.append(begins[1:], True)
-    return np.stack((ordered[begins, 0], reached[ends]), axis=1)
+    latest_ends = np.maximum.accumulate(ordered[:, 1])
+    # A new interval begins where all earlier ones have ended.
+    begins = ordered[1:, 0] > latest_ends[:-1]
+    return _merge_rows(ordered, latest_ends, begins)
 
 
-def joined(values: Intervals, apart: Sequence[Interval], gap: float) -> Intervals:
-    """Join ordered intervals at most ``gap`` apart, unless an interval of ``apart`` lies between them.
+def join_close(
+    values: Intervals, separators: Sequence[Interval], gap: float
+) -> Intervals:
+    """Join ordered intervals whose distance is at most ``gap`` seconds, unless a separator overlaps the gap.
 
-    >>> joined(intervals([(0.0, 1.0), (1.5, 2.0), (4.0, 5.0)]), apart=[], gap=1.0).tolist()
-    [[0.0, 2.0], [4.0, 5.0]]
+    >>> spans = intervals([(0.0, 1.0), (1.5, 2.0), (2.5, 3.0), (6.0, 7.0)])
+    >>> join_close(spans, separators=[(2.1, 2.2)], gap=1.0).tolist()
+    [[0.0, 2.0], [2.5, 3.0], [6.0, 7.0]]
     """
     if not len(values):
         return values
-    reached = np.maximum.accumulate(values[:, 1])
-    ends, starts = reached[:-1], values[1:, 0]
-    between = [(ends < end) & (start < starts) for start, end in apart]
-    separate = np.logical_or.reduce([starts - ends > gap, *between])
-    begins = np.concatenate(([True], separate))
-    last = np.append(begins[1:], True)
-    return np.stack((values[begins, 0], reached[last]), axis=1)
+    latest_ends = np.maximum.accumulate(values[:, 1])
+    gap_starts, gap_ends = latest_ends[:-1], values[1:, 0]
+    begins = gap_ends - gap_starts > gap
+    for start, end in separators:
+        begins |= (gap_starts < end) & (start < gap_ends)
+    return _merge_rows(values, latest_ends, begins)
+
+
+def _merge_rows(
+    ordered: Intervals, latest_ends: Intervals, begins: npt.NDArray[np.bool_]
+) -> Intervals:
+    """Merge rows; ``begins`` has, for each row after the first, whether a new interval begins with it."""
+    is_first = np.concatenate(([True], begins))
+    is_last = np.append(begins, True)
+    return np.stack((ordered[is_first, 0], latest_ends[is_last]), axis=1)
 
 
 def clip(values: Intervals | Iterable[Interval], start: float, end: float) -> Intervals:
@@ -72,26 +83,28 @@ def clip(values: Intervals | Iterable[Interval], start: float, end: float) -> In
 def subtract(
     values: Intervals | Iterable[Interval], holes: Intervals | Iterable[Interval]
 ) -> Intervals:
-    """Return the points outside all holes, as disjoint ordered intervals.
+    """Return the parts of intervals outside all holes, as disjoint ordered intervals.
 
     >>> subtract([(0.0, 10.0)], [(2.0, 3.0), (9.0, 12.0)]).tolist()
     [[0.0, 2.0], [3.0, 9.0]]
     """
-    wholes, gaps = union(values), union(holes)
+    minuends = union(values)
+    disjoint_holes = union(holes)
     # The free stretches before, between and after the holes.
-    starts = np.concatenate(([-np.inf], gaps[:, 1]))
-    ends = np.concatenate((gaps[:, 0], [np.inf]))
-    # For each whole, the first free stretch that it meets, and how many it meets.
-    first = np.searchsorted(ends, wholes[:, 0], side="right")
-    after_last = np.searchsorted(starts, wholes[:, 1], side="left")
+    free_starts = np.concatenate(([-np.inf], disjoint_holes[:, 1]))
+    free_ends = np.concatenate((disjoint_holes[:, 0], [np.inf]))
+    # For each minuend, the first stretch that overlaps it, and the number of such stretches.
+    first = np.searchsorted(free_ends, minuends[:, 0], side="right")
+    after_last = np.searchsorted(free_starts, minuends[:, 1], side="left")
     count = np.maximum(after_last - first, 0)
-    # One row for each meeting: the whole, and the free stretch.
-    whole = np.repeat(np.arange(len(wholes)), count)
-    offsets = np.repeat(np.cumsum(count) - count - first, count)
-    free = np.arange(len(whole)) - offsets
-    left = np.maximum(wholes[whole, 0], starts[free])
-    right = np.minimum(wholes[whole, 1], ends[free])
-    return _without_empty(np.stack((left, right), axis=1))
+    # One row for each overlapping pair: the index of the minuend, and the index of the stretch.
+    minuend = np.repeat(np.arange(len(minuends)), count)
+    # Within the rows of one minuend, the stretches are numbered first, first + 1, ...
+    first_row = np.cumsum(count) - count
+    stretch = np.arange(len(minuend)) - np.repeat(first_row - first, count)
+    starts = np.maximum(minuends[minuend, 0], free_starts[stretch])
+    ends = np.minimum(minuends[minuend, 1], free_ends[stretch])
+    return _without_empty(np.stack((starts, ends), axis=1))
 
 
 def total(values: Intervals | Iterable[Interval]) -> float:
@@ -105,16 +118,21 @@ def total(values: Intervals | Iterable[Interval]) -> float:
 
 def length(values: Intervals) -> float:
     """Return the total length in seconds, counting overlaps repeatedly."""
-    # Python's sum keeps the order of the rows, in which results were always rounded; numpy's does not.
+    # Python's sum adds row by row; numpy's adds pairs, which rounds differently and would change recorded results.
     return float(sum((values[:, 1] - values[:, 0]).tolist()))
 
 
-def within(
-    values: Intervals, moments: npt.NDArray[np.float64]
+def contains(
+    values: Intervals, times: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.bool_]:
-    """Return, for each time, whether a disjoint ordered interval contains the time (start excluded, end included)."""
-    place = np.searchsorted(values[:, 0], moments, side="left") - 1
-    return (place >= 0) & (moments <= np.append(values[:, 1], -np.inf)[place])
+    """Return for each time, (n,), whether one of the disjoint ordered intervals contains it.
+
+    The start of an interval is outside and its end inside: an event is recorded at the end of its activity.
+    """
+    candidate = np.searchsorted(values[:, 0], times, side="left") - 1
+    # The last element is the end of candidate -1: no interval starts before the time.
+    ends = np.append(values[:, 1], -np.inf)
+    return times <= ends[candidate]
 
 
 def overlaps(interval: Interval, others: Iterable[Interval]) -> bool:
@@ -127,7 +145,9 @@ def overlaps(interval: Interval, others: Iterable[Interval]) -> bool:
 
 
 def lanes(values: Intervals | Iterable[Interval]) -> npt.NDArray[np.int64]:
-    """Return the row of each interval, (n,), given in the order of starts: as few rows as possible without overlap.
+    """Return the row of each interval in a chart, (n,): as few rows as possible, without overlaps within a row.
+
+    The intervals must be in the order of their starts.
 
     >>> lanes([(0.0, 2.0), (1.0, 3.0), (2.0, 4.0)]).tolist()
     [0, 1, 0]

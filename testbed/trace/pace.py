@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 from testbed.common.lazy import np
 from testbed.network.link import Pair
-from testbed.trace.intervals import lanes, subtract, total, union, within
+from testbed.trace.intervals import contains, lanes, subtract, total, union
 from testbed.trace.metrics_spec import Metric, Metrics, Row
 from testbed.trace.record import RunView, Step, steps_after
 from testbed.wire.framing import wire_bytes
@@ -103,7 +103,7 @@ def busiest_share(record: RunView) -> float | None:
     sent = record.of("send")
     times = np.fromiter((time for (time,) in sent.rows("time")), float)
     rows = sent.rows("device", "peer", "bytes")
-    for device, peer, size in compress(rows, within(windows, times)):
+    for device, peer, size in compress(rows, contains(windows, times)):
         link = record.experiment.links.get((device, peer))
         if link is not None:
             carried[device, peer] += link.transmission_time(wire_bytes(size))

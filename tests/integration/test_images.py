@@ -95,7 +95,7 @@ def test_proxies_of_the_users_configuration_reach_no_device(
             "Config"
         ]["Env"]
     finally:
-        remove_run(configured, state.run, settle=False)
+        remove_run(configured, state.run, recheck=False)
     assert not [each for each in found if "proxy" in each.lower()]
 
 

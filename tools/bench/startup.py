@@ -91,7 +91,7 @@ def time_bare_containers(devices: int) -> float:
             time.sleep(0.02)
         return time.monotonic() - began
     finally:
-        remove_run(client, state.run, settle=False)
+        remove_run(client, state.run, recheck=False)
 
 
 def measure(counts: tuple[int, ...] = DEVICE_COUNTS) -> Iterator[Measurement]:

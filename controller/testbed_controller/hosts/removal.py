@@ -1,10 +1,14 @@
-"""Removal of a run from several hosts. As a program: the reaper of such a run."""
+"""Removal of a run from several hosts.
+
+Run as a program, this module is the reaper: a process that removes such a run after its controller has died.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import docker
 
@@ -19,13 +23,14 @@ def remove_everywhere(
     run: str,
     hosts: Iterable[Host | str],
     *,
-    settle: bool = False,
+    recheck: bool = False,
     lost: Collection[str] = (),
 ) -> int:
-    """Remove a run; return the number of containers, networks and stray volumes.
+    """Remove a run; return the number of removed containers, networks and volumes.
 
-    Hosts are given as connections or context names. Raises the error of a failed or silent host after all others are
-    cleaned up; ``lost`` hosts are skipped. The swarm's network stays while a host is absent.
+    Hosts are connections or context names. All hosts are tried before the first error is raised. A connected host
+    whose name is in ``lost`` is not contacted and counts as failed. After a failure, the networks of the swarm and the
+    run's state file stay, for a second attempt.
     """
 
     def connect(host: Host | str) -> Host | TestbedError:
@@ -40,42 +45,47 @@ def remove_everywhere(
         except TestbedError as error:
             return error
 
-    def remove(host: Host | TestbedError) -> int | TestbedError:
+    def remove(host: Host | TestbedError, *, networks: bool) -> int | TestbedError:
         if isinstance(host, TestbedError):
             return host
         try:
-            return remove_from(host.client, run, settle=settle, networks=whole)
+            return remove_from(host.client, run, recheck=recheck, networks=networks)
         except TestbedError as error:
             return error
 
     targets = list(hosts)
     with ThreadPoolExecutor(max(1, len(targets))) as pool:
         connections = list(pool.map(connect, targets))
-        # Containers of an absent host may still use the network of the swarm.
-        whole = all(isinstance(connection, Host) for connection in connections)
-        counts = list(pool.map(remove, connections))
+        # Containers of a failed host may still use the networks of the swarm.
+        all_connected = all(isinstance(host, Host) for host in connections)
+        counts = list(pool.map(partial(remove, networks=all_connected), connections))
     total = 0
     for count in counts:
         if isinstance(count, TestbedError):
             raise count
         total += count
-    # Only now: the state names the hosts that a second attempt has to visit.
+    # Last, because a second attempt reads the hosts from the state.
     runstate.forget(run)
     return total
 
 
-def remove(run: str, client: docker.DockerClient | None, *, settle: bool = True) -> int:
-    """Remove a run from one engine or from several hosts; ``client`` is the engine of a run on one."""
+def remove(
+    run: str, client: docker.DockerClient | None, *, recheck: bool = True
+) -> int:
+    """Remove a run from its engine or from all its hosts.
+
+    ``client`` is a connection to the engine of a run without hosts; None makes one.
+    """
     hosts = runstate.hosts_of(run)
     if hosts:
-        return remove_everywhere(run, hosts, settle=settle)
-    return remove_run(client or connect_to_run(run), run, settle=settle)
+        return remove_everywhere(run, hosts, recheck=recheck)
+    return remove_run(client or connect_to_run(run), run, recheck=recheck)
 
 
-def _remove_known(run: str) -> int:
+def _remove_if_recorded(run: str) -> int:
     # A run removed by another process has no state file any more.
     return remove(run, None) if run in runstate.runs() else 0
 
 
 if __name__ == "__main__":
-    reaper.main(sys.argv[1], _remove_known)
+    reaper.main(sys.argv[1], _remove_if_recorded)

@@ -140,4 +140,4 @@ def _measure_host(host: Host, image: str) -> dict[str, float]:
         finally:
             channel.close()
     finally:
-        remove_from(host.client, state.run, settle=False)
+        remove_from(host.client, state.run, recheck=False)

@@ -75,7 +75,7 @@ def in_shaper(
         last = lines[-1] if lines else f"status {error.exit_status}"
         raise HostError(last) from None
     finally:
-        remove_run(client, run, settle=False)
+        remove_run(client, run, recheck=False)
     return output
 
 

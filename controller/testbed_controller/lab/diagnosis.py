@@ -297,7 +297,7 @@ def _check_shaper(client: docker.DockerClient, image: str) -> HostCheck:
     except HostError as error:
         return HostCheck("shaper", "missing", str(error), needed=True)
     finally:
-        remove_run(client, state.run, settle=False)
+        remove_run(client, state.run, recheck=False)
     detail = "starts and responds at its published port"
     if clock.is_other:
         detail += "; the engine's machine has another clock, so times are converted"

@@ -221,7 +221,7 @@ class Lab(RunLab):
         # The reaper starts, and the state is written, before anything exists on the engine: whenever this process
         # dies, the reaper removes the rest by the label, and 'testbed down' knows the run's ID and engine.
         reaper = Reaper(state.run)
-        remove = partial(remove_run, client, state.run, settle=False)
+        remove = partial(remove_run, client, state.run, recheck=False)
         with reaper.guarding(remove, keep=keep):
             runstate.write(state)
             network = trial.scenario.network
@@ -424,7 +424,7 @@ class Lab(RunLab):
         """
         self.over.set()
         return self._take_down(
-            partial(remove_run, self._client, self.run_id, settle=False)
+            partial(remove_run, self._client, self.run_id, recheck=False)
         )
 
     def renew_leases(self) -> None:

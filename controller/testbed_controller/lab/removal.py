@@ -73,19 +73,23 @@ def abandoned_runs(client: docker.DockerClient) -> set[str]:
     return known - alive - recent
 
 
-def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) -> int:
-    """Remove everything of one run; return the number of containers, networks and stray volumes.
+def remove_run(client: docker.DockerClient, run: str, *, recheck: bool = True) -> int:
+    """Remove everything of one run; return the number of removed containers, networks and volumes.
 
-    Missing parts count as removed. With ``settle``, the engine is queried again after a moment, because a container
+    Missing parts count as removed. With ``recheck``, the engine is queried again after a moment, because a container
     requested by a killed controller may appear late. Raises HostError if a part cannot be removed.
     """
-    count = remove_from(client, run, settle=settle)
+    count = remove_from(client, run, recheck=recheck)
     runstate.forget(run)
     return count
 
 
 def remove_from(
-    client: docker.DockerClient, run: str, *, settle: bool = True, networks: bool = True
+    client: docker.DockerClient,
+    run: str,
+    *,
+    recheck: bool = True,
+    networks: bool = True,
 ) -> int:
     """Remove a run from one engine of several, and keep its state file; raises `HostError`.
 
@@ -110,7 +114,7 @@ def remove_from(
             time.sleep(0.1)
         if not remaining:
             # Twice without anything left: a request that was under way at the first time has taken effect since.
-            if quiet or not settle:
+            if quiet or not recheck:
                 return count
             time.sleep(_SETTLE)
         quiet = not remaining

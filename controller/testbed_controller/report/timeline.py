@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from testbed.trace.gantt import CHARTED, Bar, bars, spans
-from testbed.trace.intervals import Interval, Intervals, joined, union
+from testbed.trace.intervals import Interval, Intervals, join_close, union
 from testbed.trace.log import EventLog
 from testbed_controller.report.thinning import MOST, devices_shown
 from testbed_controller.results.run import Run
@@ -63,7 +63,7 @@ def timeline(run: Run) -> dict[str, Any]:
         "end": end,
         "devices": devices,
         "hidden": len(metrics["devices"]) - len(devices),
-        "joined": has_many,
+        "join_close": has_many,
         "kinds": KINDS,
         "words": words,
         "bars": [_compact_bar(bar, devices, number) for bar in charted],
@@ -169,7 +169,7 @@ def _joined_bars(
             for label, own in labels.items():
                 outside = _outside(own, end, keep)
                 if kind != "down":
-                    outside = joined(outside, keep, end * FINEST)
+                    outside = join_close(outside, keep, end * FINEST)
                 for start, stop in outside.tolist():
                     yield Bar(device, kind, start, stop, label)
 
