@@ -30,7 +30,7 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(*arguments: str, expect: int = 0, **environment: str) -> CompletedCommand:
-    done = commands.command(*arguments, **environment)
+    done = commands.run_command(*arguments, **environment)
     assert done.returncode == expect, done.stderr
     return done
 

@@ -202,11 +202,11 @@ def test_stages_keep_what_they_trained_where_it_cannot_be_gathered(
     assert kept.keys() == whole.keys()
     for name, value in kept.items():
         assert torch.equal(value, whole[name]), name
-    place = recorded.write(
+    place = recorded.write_run(
         tmp_path / "run",
-        recorded.trial(),
-        recorded.plan(),
-        recorded.outcome(parts=outcome.parts),
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(parts=outcome.parts),
     )
     assert (place / "weights-worker1.safetensors").read_bytes() == outcome.parts[
         "worker1"
@@ -241,6 +241,6 @@ def test_the_parts_of_a_users_own_network_have_its_names() -> None:
             problem, model=replace(problem.model, builder=problem.model.build)
         )
     )
-    left = export_weights(cast(Prepared, own), recorded.outcome(parts={"a": part}))
+    left = export_weights(cast(Prepared, own), recorded.make_outcome(parts={"a": part}))
     assert [*arrays.unpack(bytearray(left.parts["a"]))] == ["head.weight"]
     assert left.weights_file is None

@@ -38,7 +38,7 @@ def run(place: Path, trial: Trial, data: Any) -> Path:
     ready = prepare(trial)
     outcome = simulate(ready, data)
     assert outcome.status == "finished", outcome.error
-    return recorded.write(place, trial, ready.plan, outcome)
+    return recorded.write_run(place, trial, ready.plan, outcome)
 
 
 def test_the_worked_example_of_stahl_et_al_is_exact() -> None:

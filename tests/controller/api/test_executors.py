@@ -23,7 +23,9 @@ def test_brackets_in_the_label_of_a_point_are_shown(
     monkeypatch.setattr(executors, "run_recorded", lambda *_: finished)
     runs = {}
     for number in range(2):
-        trial = replace(recorded.trial(), point={"label": f"FedAvg [paper {number}]"})
+        trial = replace(
+            recorded.make_trial(), point={"label": f"FedAvg [paper {number}]"}
+        )
         prepared = cast(Any, SimpleNamespace(trial=trial))
         runs[number] = PlannedRun(prepared, tmp_path)
     console = Console(file=io.StringIO(), width=80)

@@ -27,10 +27,10 @@ def run(
     expect: dict[str, Any] | None = None,
     **outcome: Any,
 ) -> Run:
-    trial = recorded.trial(expect=expect or {})
+    trial = recorded.make_trial(expect=expect or {})
     return files.load(
-        recorded.write(
-            folder / name, trial, recorded.plan(), recorded.outcome(**outcome)
+        recorded.write_run(
+            folder / name, trial, recorded.make_plan(), recorded.make_outcome(**outcome)
         )
     )
 
@@ -99,7 +99,7 @@ def test_a_run_that_did_not_come_to_its_end_says_why_before_anything_is_expected
 def diverged(folder: Path, **keys: Any) -> Run:
     """Return a run, read from its files, whose training loss is NaN from step 3 on."""
     events = []
-    for event in recorded.events(faulty=False):
+    for event in recorded.make_events(faulty=False):
         step = event.fields.get("step", 0)
         lost = event.event == "step" and step >= 3
         events.append(

@@ -123,10 +123,12 @@ def test_the_command_shows_the_pieces_of_a_device_below_each_other(star, monkeyp
 
 
 def test_metrics_and_report_keep_all_pieces_of_a_device(tmp_path):
-    first, *others = recorded.plan().assignments
+    first, *others = recorded.make_plan().assignments
     more = Assignment(device="a", start=4, stop=6, memory=3e6, copy_for="b")
-    plan = recorded.plan().model_copy(update={"assignments": (first, *others, more)})
-    outcome, trial = recorded.outcome(), recorded.trial()
+    plan = recorded.make_plan().model_copy(
+        update={"assignments": (first, *others, more)}
+    )
+    outcome, trial = recorded.make_outcome(), recorded.make_trial()
     figures = metrics(outcome, trial.experiment, plan)
     assert figures["devices"]["a"]["units"] == [0, 1, 4, 6]
     page = html.render(

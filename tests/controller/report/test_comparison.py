@@ -32,16 +32,18 @@ from tests.helpers import recorded
 def written(
     folder: Path, scenario: dict[str, Any] | None = None, **changes: Any
 ) -> Run:
-    trial = recorded.trial(**(scenario or {}))
+    trial = recorded.make_trial(**(scenario or {}))
     return files.load(
-        recorded.write(folder, trial, recorded.plan(), recorded.outcome(**changes))
+        recorded.write_run(
+            folder, trial, recorded.make_plan(), recorded.make_outcome(**changes)
+        )
     )
 
 
 def test_ratios_are_to_the_first_run(tmp_path: Path) -> None:
     runs = [
         written(tmp_path / "a"),
-        written(tmp_path / "b", events=recorded.slower(recorded.events(), 2.0)),
+        written(tmp_path / "b", events=recorded.slow_down(recorded.make_events(), 2.0)),
     ]
     compared = compare(side_by_side(runs))
     figures = {row["name"]: row for row in compared["metrics"]}
@@ -180,13 +182,17 @@ def test_another_congestion_control_is_warned_of(tmp_path: Path) -> None:
 
 
 def test_two_clocks_are_held_against_each_other(tmp_path: Path) -> None:
-    emulated = written(tmp_path / "a", events=recorded.slower(recorded.events(), 1.05))
+    emulated = written(
+        tmp_path / "a", events=recorded.slow_down(recorded.make_events(), 1.05)
+    )
     simulated = written(tmp_path / "b", runtime="simulate", links=[], fidelity={})
     clocks = compare(side_by_side([emulated, simulated]))["clocks"]
     assert clocks["ratio"] == pytest.approx(1.05)
     assert clocks["agree"]
     assert compare(side_by_side([emulated, emulated]))["clocks"] is None
-    far = written(tmp_path / "c", events=recorded.slower(recorded.events(), 1.2))
+    far = written(
+        tmp_path / "c", events=recorded.slow_down(recorded.make_events(), 1.2)
+    )
     assert not compare(side_by_side([far, simulated]))["clocks"]["agree"]
     other = written(tmp_path / "d", {"seed": 9}, runtime="simulate")
     assert compare(side_by_side([emulated, other]))["clocks"] is None
@@ -250,7 +256,7 @@ def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:
 def test_charts_of_accuracy_and_of_the_steps_around_a_fault(tmp_path: Path) -> None:
     events = sorted(
         [
-            *recorded.events(),
+            *recorded.make_events(),
             Event(1.5, "a", "evaluate", {"step": 1, "accuracy": 0.5, "loss": 1.0}),
         ],
         key=lambda event: event.time,
@@ -274,7 +280,9 @@ def test_charts_of_accuracy_and_of_the_steps_around_a_fault(tmp_path: Path) -> N
     # Step 1 is done again after the outage: 3 s from the step before it.
     assert around.lines[1].get_xydata().tolist()[:2] == [[0.0, 1.0], [1.0, 3.0]]
     calm = [
-        written(tmp_path / name, {"faults": ()}, events=recorded.events(faulty=False))
+        written(
+            tmp_path / name, {"faults": ()}, events=recorded.make_events(faulty=False)
+        )
         for name in ("c", "d")
     ]
     assert "around the fault" not in render(
@@ -307,17 +315,19 @@ def repeated(folder: Path) -> list[Run]:
     for rate, factor in (("5mbit", 2.0), ("500kbit", 4.0)):
         for repetition in (0, 1):
             trial = replace(
-                recorded.trial(),
+                recorded.make_trial(),
                 point={"network.link.rate": rate},
                 repetition=repetition,
             )
-            outcome = recorded.outcome(
-                events=recorded.slower(recorded.events(), factor * (1 + repetition))
+            outcome = recorded.make_outcome(
+                events=recorded.slow_down(
+                    recorded.make_events(), factor * (1 + repetition)
+                )
             )
             runs.append(
                 files.load(
-                    recorded.write(
-                        folder / run_name(trial), trial, recorded.plan(), outcome
+                    recorded.write_run(
+                        folder / run_name(trial), trial, recorded.make_plan(), outcome
                     )
                 )
             )
@@ -423,14 +433,14 @@ def test_all_points_of_a_sweep_are_drawn_in_the_order_of_the_scenario(
     rates = [f"{rate}mbit" for rate in (5, 500, 50, 1, 7, 3, 20, 9)]
     runs = []
     for rate in rates:
-        trial = replace(recorded.trial(), point={"network.link.rate": rate})
+        trial = replace(recorded.make_trial(), point={"network.link.rate": rate})
         runs.append(
             files.load(
-                recorded.write(
+                recorded.write_run(
                     tmp_path / run_name(trial),
                     trial,
-                    recorded.plan(),
-                    recorded.outcome(),
+                    recorded.make_plan(),
+                    recorded.make_outcome(),
                 )
             )
         )
@@ -525,16 +535,16 @@ def labelled_runs(tmp_path: Path) -> list[Run]:
                 "value": {"name": "single", "file": f"../{label}.py"},
             }
             trial = replace(
-                recorded.trial(),
+                recorded.make_trial(),
                 point={"workload.method": method, "network.link.rate": rate},
             )
             runs.append(
                 files.load(
-                    recorded.write(
+                    recorded.write_run(
                         tmp_path / run_name(trial),
                         trial,
-                        recorded.plan(),
-                        recorded.outcome(),
+                        recorded.make_plan(),
+                        recorded.make_outcome(),
                     )
                 )
             )

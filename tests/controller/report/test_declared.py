@@ -84,8 +84,11 @@ DECLARED = MetricsSpec(
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(Pipeline, "declared", DECLARED)
     return files.load(
-        recorded.write(
-            tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+        recorded.write_run(
+            tmp_path / "run",
+            recorded.make_trial(),
+            recorded.make_plan(),
+            recorded.make_outcome(),
         )
     )
 

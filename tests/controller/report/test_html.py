@@ -25,9 +25,9 @@ EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
 
 def run(**changes: Any) -> Run:
     trial, plan, outcome = (
-        recorded.trial(),
-        recorded.plan(),
-        recorded.outcome(**changes),
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(**changes),
     )
     facts = manifest(trial, outcome, "testbed run recorded.yaml")
     return Run(
@@ -111,10 +111,10 @@ def test_what_users_write_is_escaped_everywhere() -> None:
                 },
             },
         )
-        for event in recorded.events()
+        for event in recorded.make_events()
     ]
     one = run(events=events, status="failed", error=EVIL)
-    trial = recorded.trial(description=EVIL, expect={})
+    trial = recorded.make_trial(description=EVIL, expect={})
     one = replace(
         one,
         trial=replace(trial, point={EVIL: EVIL}),

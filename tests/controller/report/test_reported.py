@@ -28,7 +28,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     dataset = load_data(scenario.workload.data, data_folder(scenario))
     outcome = simulate(prepared, dataset)
     folder = tmp_path_factory.mktemp("results") / "quickstart"
-    return files.load(recorded.write(folder, prepared.trial, prepared.plan, outcome))
+    return files.load(
+        recorded.write_run(folder, prepared.trial, prepared.plan, outcome)
+    )
 
 
 def test_the_figures_of_a_pipeline_that_lost_a_stage(run: Run) -> None:

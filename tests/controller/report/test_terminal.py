@@ -32,10 +32,13 @@ from tests.helpers import recorded
 
 
 def run(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> Run:
-    trial = recorded.trial(**(scenario or {}))
+    trial = recorded.make_trial(**(scenario or {}))
     return files.load(
-        recorded.write(
-            folder / "run", trial, recorded.plan(), recorded.outcome(**changes)
+        recorded.write_run(
+            folder / "run",
+            trial,
+            recorded.make_plan(),
+            recorded.make_outcome(**changes),
         )
     )
 
@@ -75,7 +78,9 @@ def test_the_end_of_a_run_at_either_width(
 
 
 def test_names_of_devices_are_whole_beside_long_times(tmp_path: Path) -> None:
-    text = printed(run(tmp_path, events=recorded.slower(recorded.events(), 300.0)), 80)
+    text = printed(
+        run(tmp_path, events=recorded.slow_down(recorded.make_events(), 300.0)), 80
+    )
     devices = text[text.index("Devices") : text.index("Links")]
     assert "Down" in devices
     assert {"Device", "a", "b"} <= set(devices.split())
@@ -130,7 +135,7 @@ def test_a_run_in_which_nothing_happened_prints(tmp_path: Path) -> None:
 
 
 def test_brackets_of_a_partition_are_not_taken_for_markup(tmp_path: Path) -> None:
-    events = recorded.events()
+    events = recorded.make_events()
     events = [
         event
         if event.event != "fault"
@@ -143,9 +148,9 @@ def test_brackets_of_a_partition_are_not_taken_for_markup(tmp_path: Path) -> Non
 
 
 def test_a_link_without_a_rate_of_its_own_has_that_of_its_devices() -> None:
-    found = metrics(recorded.outcome(), recorded.trial().experiment, recorded.plan())[
-        "links"
-    ][0]
+    found = metrics(
+        recorded.make_outcome(), recorded.make_trial().experiment, recorded.make_plan()
+    )["links"][0]
     link = {
         **found,
         "requested": {**found["requested"], "rate": None},
@@ -158,9 +163,9 @@ def test_a_link_without_a_rate_of_its_own_has_that_of_its_devices() -> None:
 
 
 def test_alike_links_stand_together_and_a_bad_one_alone() -> None:
-    found = metrics(recorded.outcome(), recorded.trial().experiment, recorded.plan())[
-        "links"
-    ]
+    found = metrics(
+        recorded.make_outcome(), recorded.make_trial().experiment, recorded.make_plan()
+    )["links"]
     assert [group.name for group in group_links(found)] == ["a ↔ b"]
     found[1]["problem"] = "too slow"
     assert [(group.name, group.problem) for group in group_links(found)] == [
@@ -333,7 +338,7 @@ def test_links_that_changed_by_hand_are_in_the_report(tmp_path: Path) -> None:
         Event(3.0, "testbed", "link", {"source": a, "destination": b, **worse})
         for a, b in ("ab", "ba")
     ]
-    events = sorted([*recorded.events(), *changed], key=lambda event: event.time)
+    events = sorted([*recorded.make_events(), *changed], key=lambda event: event.time)
     found = run(tmp_path, events=events)
     text = printed(found, 100)
     assert "Link changes" in text
@@ -359,11 +364,11 @@ def test_programs_have_no_figures_that_nobody_knows(tmp_path: Path) -> None:
             Assignment(device=name, start=0, stop=0, memory=0.0) for name in "ab"
         ),
     )
-    folder = recorded.write(
+    folder = recorded.write_run(
         tmp_path / "run",
-        recorded.trial(workload=workload),
+        recorded.make_trial(workload=workload),
         plan,
-        recorded.outcome(events=requests),
+        recorded.make_outcome(events=requests),
     )
     text = printed(files.load(folder), 120)
     assert "Latency" in text
@@ -377,8 +382,11 @@ def test_metric_with_a_value_for_each_device_has_no_cell_of_its_own(
     laps = Metric("laps", "number", "laps", lambda _: None, brief=True, compared=True)
     spec = MetricsSpec((laps,), rows=(Row("Laps", "{laps}"),))
     run = files.load(
-        recorded.write(
-            tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+        recorded.write_run(
+            tmp_path / "run",
+            recorded.make_trial(),
+            recorded.make_plan(),
+            recorded.make_outcome(),
         )
     )
     values = {**run.metrics, "laps": {"a": 1, "b": 2}}

@@ -35,9 +35,9 @@ MANY = 3 * MOST
 def crowd(devices: int = MANY, *, unlike: bool = False) -> Run:
     """The recorded run with many devices, of which d7 computes longest, d8 was down, and d9 was sent most."""
     trial, plan, outcome = (
-        recorded.trial(),
-        recorded.plan(),
-        recorded.outcome(runtime="simulate", links=[]),
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(runtime="simulate", links=[]),
     )
     found = metrics(outcome, trial.experiment, plan)
     a, link = found["devices"]["a"], found["links"][0]

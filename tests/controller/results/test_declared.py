@@ -104,7 +104,7 @@ def test_stored_metric_has_the_computed_value(
     keep(copied, trial, MetricsSpec((metric,)), stored)
     (copied / "metrics.json").write_text(json.dumps(stored))
     [restored] = declared_in(copied, trial).metrics
-    assert restored.compute(recorded.record()) == value
+    assert restored.compute(recorded.make_record()) == value
 
 
 def test_names_that_the_testbed_uses_since_are_no_definitions(copied: Path) -> None:

@@ -24,7 +24,7 @@ def trace(events: Sequence[Event], end: float, title: str = "testbed") -> Any:
 
 
 def records() -> list[dict[str, Any]]:
-    content = trace(recorded.events(), 8.6, "recorded")
+    content = trace(recorded.make_events(), 8.6, "recorded")
     return list(content["traceEvents"])
 
 
@@ -91,7 +91,7 @@ def test_an_arrow_leads_from_each_send_into_its_reception() -> None:
 def test_a_send_that_nobody_received_takes_no_other_reception() -> None:
     charted = [
         bar
-        for bar in bars(recorded.events(), 8.6)
+        for bar in bars(recorded.make_events(), 8.6)
         if not (bar.kind == "receive" and bar.start < 0.5)
     ]
     assert all(
@@ -109,14 +109,14 @@ def test_fault_windows_and_counters_are_there() -> None:
 
 
 def test_an_interrupted_span_ends_at_the_strike() -> None:
-    cut = [bar for bar in bars(recorded.events(), 8.6) if bar.interrupted]
+    cut = [bar for bar in bars(recorded.make_events(), 8.6) if bar.interrupted]
     assert [(bar.device, bar.start, bar.end) for bar in cut] == [("b", 2.3, 2.32)]
 
 
 def test_overlapping_bars_take_further_lanes() -> None:
     some = [
         bar
-        for bar in bars(recorded.events(), 8.6)
+        for bar in bars(recorded.make_events(), 8.6)
         if bar.device == "a" and bar.kind == "compute"
     ]
     stretches = sorted((bar.start, bar.end) for bar in some)
@@ -166,7 +166,7 @@ def test_work_on_several_processors_interrupts_nothing_but_by_a_fault() -> None:
 
 def test_a_run_too_long_for_a_browser_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perfetto, "MOST_BARS", 2)
-    kept = trace(recorded.events(), 10.0)
+    kept = trace(recorded.make_events(), 10.0)
     slices = [
         record
         for record in kept["traceEvents"]

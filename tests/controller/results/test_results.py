@@ -22,8 +22,11 @@ from tests.helpers import recorded
 
 
 def test_a_run_leaves_every_file(tmp_path: Path) -> None:
-    place = recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    place = recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
     assert place == tmp_path / "run"
     assert {path.name for path in place.iterdir()} >= {
@@ -41,15 +44,20 @@ def test_a_run_leaves_every_file(tmp_path: Path) -> None:
         == "trusted"
     )
     lines = (place / "events.jsonl").read_text().splitlines()
-    assert [Event.from_json(line) for line in lines] == recorded.events()
+    assert [Event.from_json(line) for line in lines] == recorded.make_events()
 
 
 def test_the_resolved_scenario_loads_back_equal(tmp_path: Path) -> None:
-    place = recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    place = recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
     text = (place / "scenario.yaml").read_text()
-    assert Scenario.model_validate(yamltext.values(text)) == recorded.trial().scenario
+    assert (
+        Scenario.model_validate(yamltext.values(text)) == recorded.make_trial().scenario
+    )
     assert "time_limit" in text
 
 
@@ -57,8 +65,11 @@ def test_the_manifest_explains_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["testbed", "run", "x.yaml"])
-    place = recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    place = recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
     manifest = json.loads((place / "manifest.json").read_text())
     assert manifest["command"] == "testbed run x.yaml"
@@ -105,16 +116,19 @@ def test_only_what_may_change_a_run_marks_the_revision(tmp_path: Path) -> None:
 
 
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
-    place = recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    place = recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
     before = (place / "events.jsonl").read_bytes()
     with pytest.raises(InputError, match="already exists"):
-        recorded.write(
+        recorded.write_run(
             tmp_path / "run",
-            recorded.trial(),
-            recorded.plan(),
-            recorded.outcome(events=[]),
+            recorded.make_trial(),
+            recorded.make_plan(),
+            recorded.make_outcome(events=[]),
         )
     assert (place / "events.jsonl").read_bytes() == before
     assert recorder.numbered(tmp_path / "run").name == "run-2"
@@ -139,20 +153,23 @@ def test_of_two_runs_that_write_to_one_folder_at_once_one_is_refused(
     # Both have seen it empty.
     monkeypatch.setattr(Path, "iterdir", lambda _path: iter(()))
     begun = recorder.Recorder(
-        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
     )
     with pytest.raises(InputError, match="already exists"):
         recorder.Recorder(
-            tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+            tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
         )
-    begun.finish(recorded.outcome(events=[]))
+    begun.finish(recorded.make_outcome(events=[]))
 
 
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     assert (
-        recorded.write(
-            tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+        recorded.write_run(
+            tmp_path / "run",
+            recorded.make_trial(),
+            recorded.make_plan(),
+            recorded.make_outcome(),
         ).name
         == "run"
     )
@@ -164,15 +181,18 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(
     (tmp_path / "file").write_text("")
     with pytest.raises(HostError, match="cannot be written: Not a directory"):
         recorder.Recorder(
-            tmp_path / "file" / "run", recorded.trial(), recorded.plan(), "simulate"
+            tmp_path / "file" / "run",
+            recorded.make_trial(),
+            recorded.make_plan(),
+            "simulate",
         )
 
 
 def test_a_run_that_was_cut_off_reads_back_as_far_as_it_went(tmp_path: Path) -> None:
     begun = recorder.Recorder(
-        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
     )
-    seen = recorded.events()[:20]
+    seen = recorded.make_events()[:20]
     for event in seen:
         begun.event(event)
     run = files.load(
@@ -194,9 +214,9 @@ def test_a_run_that_was_cut_off_reads_back_as_far_as_it_went(tmp_path: Path) -> 
 def test_a_run_that_never_began_leaves_no_folder_and_one_that_did_says_why_it_ended(
     tmp_path: Path,
 ) -> None:
-    for name, events in (("idle", []), ("begun", recorded.events()[:3])):
+    for name, events in (("idle", []), ("begun", recorded.make_events()[:3])):
         begun = recorder.Recorder(
-            tmp_path / name, recorded.trial(), recorded.plan(), "emulate"
+            tmp_path / name, recorded.make_trial(), recorded.make_plan(), "emulate"
         )
         for event in events:
             begun.event(event)
@@ -215,9 +235,13 @@ def test_error_after_the_end_changes_no_finished_run(
     events: bool, tmp_path: Path
 ) -> None:
     writer = recorder.Recorder(
-        tmp_path / "run", recorded.trial(), recorded.plan(), "simulate", events=events
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        "simulate",
+        events=events,
     )
-    writer.finish(recorded.outcome())
+    writer.finish(recorded.make_outcome())
     writer.abandon(ValueError("an exporter cannot close its file"))
     facts = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert (facts["status"], facts["error"]) == ("finished", None)
@@ -225,51 +249,54 @@ def test_error_after_the_end_changes_no_finished_run(
 
 def test_a_full_disk_is_said_in_one_line(tmp_path: Path) -> None:
     begun = recorder.Recorder(
-        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
     )
     begun._events.close()
     begun._events = full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
     with pytest.raises(
         HostError, match="run: cannot be written: No space left on device"
     ):
-        begun.event(recorded.events()[0])
+        begun.event(recorded.make_events()[0])
     with suppress(OSError):
         full.close()
 
 
 def test_events_that_came_out_of_order_are_kept_in_order(tmp_path: Path) -> None:
     begun = recorder.Recorder(
-        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
     )
-    for event in reversed(recorded.events()):
+    for event in reversed(recorded.make_events()):
         begun.event(event)
-    place = begun.finish(recorded.outcome()).path
-    assert files.load(place).outcome.events == recorded.events()
+    place = begun.finish(recorded.make_outcome()).path
+    assert files.load(place).outcome.events == recorded.make_events()
 
 
 def test_progress_is_told_by_the_last_events(tmp_path: Path) -> None:
     begun = recorder.Recorder(
-        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
     )
     assert str(progress(begun.path)) == "0.0 s"
-    for event in recorded.events():
+    for event in recorded.make_events():
         begun.event(event)
     with (begun.path / "events.jsonl").open("a") as file:
         file.write('{"time": 99, "dev')
-    last = [event for event in recorded.events() if event.event == "step"][-1]
+    last = [event for event in recorded.make_events() if event.event == "step"][-1]
     found = progress(begun.path)
     assert (found.step, found.loss) == (last.fields["step"], last.fields["loss"])
     assert set(found.doing) == {
-        event.device for event in recorded.events() if event.event == "compute"
+        event.device for event in recorded.make_events() if event.event == "compute"
     }
 
 
 def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
-    trial = recorded.trial()
+    trial = recorded.make_trial()
     places = [tmp_path / name for name in ("finished", "failed", "missing")]
-    recorded.write(places[0], trial, recorded.plan(), recorded.outcome())
-    recorded.write(
-        places[1], trial, recorded.plan(), recorded.outcome(status="failed", error="x")
+    recorded.write_run(places[0], trial, recorded.make_plan(), recorded.make_outcome())
+    recorded.write_run(
+        places[1],
+        trial,
+        recorded.make_plan(),
+        recorded.make_outcome(status="failed", error="x"),
     )
     assert list(files.keep_finished_runs(places, [trial] * 3)) == [0]
     assert not places[1].exists()
@@ -285,11 +312,13 @@ def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_scenario_says_null_is_gone_on_with(tmp_path: Path) -> None:
-    trial = recorded.trial(
+    trial = recorded.make_trial(
         workload=recorded.SCENARIO["workload"]
         | {"method": {"name": "pipeline", "stall_timeout": None}}
     )
-    recorded.write(tmp_path / "run", trial, recorded.plan(), recorded.outcome())
+    recorded.write_run(
+        tmp_path / "run", trial, recorded.make_plan(), recorded.make_outcome()
+    )
     assert list(files.keep_finished_runs([tmp_path / "run"], [trial])) == [0]
 
 
@@ -299,27 +328,36 @@ def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:
 
     weight = torch.arange(6.0).reshape(2, 3)
     shared = tensors.write(arrays.to_raw({"0.weight": weight, "1.weight": weight.t()}))
-    outcome = recorded.outcome(weights_file=b"".join(shared))
-    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
+    outcome = recorded.make_outcome(weights_file=b"".join(shared))
+    place = recorded.write_run(
+        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), outcome
+    )
     assert torch.equal(load_file(place / "weights.safetensors")["1.weight"], weight.t())
 
 
 def test_a_run_that_failed_at_once_is_written(tmp_path: Path) -> None:
-    outcome = recorded.outcome(
+    outcome = recorded.make_outcome(
         status="failed", error="no image", events=[], links=[], fidelity={}
     )
-    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
+    place = recorded.write_run(
+        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), outcome
+    )
     assert json.loads((place / "metrics.json").read_text())["verdict"]["reasons"]
 
 
 def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    place = recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    place = recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
     run = files.load(place)
-    assert run.outcome == recorded.outcome()
-    assert run.plan == recorded.plan()
-    assert run.trial.scenario.model_dump() == recorded.trial().scenario.model_dump()
+    assert run.outcome == recorded.make_outcome()
+    assert run.plan == recorded.make_plan()
+    assert (
+        run.trial.scenario.model_dump() == recorded.make_trial().scenario.model_dump()
+    )
     written = json.loads((place / "metrics.json").read_text())
     recorder.rebuild(run)
     assert json.loads((place / "metrics.json").read_text()) == written
@@ -328,8 +366,11 @@ def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
 def test_figures_are_read_without_the_events_where_they_were_written(
     tmp_path: Path,
 ) -> None:
-    place = recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    place = recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
     run = files.load(place)
     (place / "events.jsonl").write_text("damaged\n")
@@ -341,9 +382,9 @@ def test_figures_are_read_without_the_events_where_they_were_written(
 
 def test_figures_of_a_run_that_was_cut_off_are_computed(tmp_path: Path) -> None:
     begun = recorder.Recorder(
-        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
     )
-    for event in recorded.events()[:20]:
+    for event in recorded.make_events()[:20]:
         begun.event(event)
     found = files.load_metrics(begun.path)
     assert found == files.load(begun.path).alone()
@@ -351,17 +392,23 @@ def test_figures_of_a_run_that_was_cut_off_are_computed(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    place = recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    place = recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
     text = (place / "events.jsonl").read_text()
     (place / "events.jsonl").write_text(text[:-20])
-    assert files.load(place).outcome.events == recorded.events()[:-1]
+    assert files.load(place).outcome.events == recorded.make_events()[:-1]
 
 
 def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
-    place = recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    place = recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
     (place / "events.jsonl").write_text('{"time": 1}\n')
     with pytest.raises(InputError, match=r"events\.jsonl:1: is not an event"):
@@ -397,8 +444,11 @@ def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
 def test_value_of_another_type_is_named(
     file: str, key: str, value: object, tmp_path: Path
 ) -> None:
-    place = recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    place = recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
     content = json.loads((place / file).read_text())
     (place / file).write_text(json.dumps({**content, key: value}))
@@ -419,8 +469,11 @@ def test_value_of_another_type_is_named(
 def test_event_with_a_value_of_another_type_is_named(
     fields: dict[str, object], tmp_path: Path
 ) -> None:
-    place = recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    place = recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
     file = place / "events.jsonl"
     first, *rest = file.read_text().splitlines()
@@ -445,8 +498,11 @@ def test_event_with_a_value_of_another_type_is_named(
 def test_event_field_of_another_type_is_named(
     event: str, field: str, value: object, kind: str, tmp_path: Path
 ) -> None:
-    place = recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    place = recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
     file = place / "events.jsonl"
     lines = file.read_text().splitlines()
@@ -461,8 +517,11 @@ def test_event_field_of_another_type_is_named(
 
 
 def test_event_without_a_field_that_metrics_need_is_damage(tmp_path: Path) -> None:
-    place = recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    place = recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
     with (place / "events.jsonl").open("a") as file:
         file.write('{"time": 8.55, "device": "a", "event": "request", "request": 0}\n')
@@ -472,9 +531,9 @@ def test_event_without_a_field_that_metrics_need_is_damage(tmp_path: Path) -> No
 
 def test_progress_ignores_damaged_lines(tmp_path: Path) -> None:
     begun = recorder.Recorder(
-        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
     )
-    for event in recorded.events()[:20]:
+    for event in recorded.make_events()[:20]:
         begun.event(event)
     known = str(progress(begun.path))
     with (begun.path / "events.jsonl").open("a") as file:
@@ -487,11 +546,11 @@ def test_progress_ignores_damaged_lines(tmp_path: Path) -> None:
 def test_names_of_the_runs_of_a_sweep() -> None:
     point = {"network.link.rate": "10mbit", "workload.method.options": "a/b c"}
     assert (
-        run_name(replace(recorded.trial(), point=point))
+        run_name(replace(recorded.make_trial(), point=point))
         == "recorded,rate=10mbit,options=a_b_c"
     )
     point = {"devices.a.profile": "laptop", "devices.b.profile": "laptop"}
-    name = run_name(replace(recorded.trial(), point=point, repetition=1))
+    name = run_name(replace(recorded.make_trial(), point=point, repetition=1))
     assert (
         name
         == "recorded,devices.a.profile=laptop,devices.b.profile=laptop,repetition=2"
@@ -500,7 +559,7 @@ def test_names_of_the_runs_of_a_sweep() -> None:
 
 def test_long_names_that_differ_at_their_ends_only_stay_apart() -> None:
     names = {
-        run_name(replace(recorded.trial(), point={"description": "x" * 300 + end}))
+        run_name(replace(recorded.make_trial(), point={"description": "x" * 300 + end}))
         for end in "ab"
     }
     assert len(names) == 2

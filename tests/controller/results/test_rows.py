@@ -41,22 +41,27 @@ UNLIKE = [
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return files.load(
-        recorded.write(
-            tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+        recorded.write_run(
+            tmp_path / "run",
+            recorded.make_trial(),
+            recorded.make_plan(),
+            recorded.make_outcome(),
         )
     )
 
 
 def test_events_are_rows_in_their_order_with_their_own_keys(run: Run) -> None:
     found = rows(run, "events")
-    assert len(found) == len(recorded.events())
+    assert len(found) == len(recorded.make_events())
     assert found[0] == {
         "time": 0.0,
         "device": "a",
         "event": "state",
         "state": "started",
     }
-    assert [row["time"] for row in found] == [event.time for event in recorded.events()]
+    assert [row["time"] for row in found] == [
+        event.time for event in recorded.make_events()
+    ]
 
 
 def test_metrics_of_the_scenario_are_rows_and_columns(run: Run) -> None:
@@ -67,8 +72,10 @@ def test_metrics_of_the_scenario_are_rows_and_columns(run: Run) -> None:
 
 
 def test_timeline_of_an_interrupted_run_is_exported(tmp_path: Path) -> None:
-    writer = Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
-    for event in recorded.events()[:20]:
+    writer = Recorder(
+        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
+    )
+    for event in recorded.make_events()[:20]:
         writer.event(event)
     writer.abandon(KeyboardInterrupt())
     done = CliRunner().invoke(export, [str(tmp_path / "run"), "--perfetto"])

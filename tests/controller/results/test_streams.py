@@ -178,7 +178,7 @@ def test_callbacks_see_a_run_as_it_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_without_streams_writes_none(tmp_path: Path) -> None:
     with Following(tmp_path, []) as run:
-        for event in recorded.events():
+        for event in recorded.make_events():
             run.event(event)
     assert list(tmp_path.iterdir()) == []
 

@@ -37,12 +37,15 @@ def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None
     for rate in ("8mbit", "16mbit"):
         for repetition in range(2):
             trial = replace(
-                recorded.trial(),
+                recorded.make_trial(),
                 point={"network.link.rate": rate},
                 repetition=repetition,
             )
-            recorded.write(
-                tmp_path / run_name(trial), trial, recorded.plan(), recorded.outcome()
+            recorded.write_run(
+                tmp_path / run_name(trial),
+                trial,
+                recorded.make_plan(),
+                recorded.make_outcome(),
             )
     summary = summarize(
         tmp_path, [files.load_metrics(place) for place in files.places(tmp_path)]

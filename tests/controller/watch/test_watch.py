@@ -44,14 +44,17 @@ class _Client(FlaskClient):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return recorded.write(
-        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    return recorded.write_run(
+        tmp_path / "run",
+        recorded.make_trial(),
+        recorded.make_plan(),
+        recorded.make_outcome(),
     )
 
 
 def test_the_page_knows_devices_and_links_and_loads_nothing(folder: Path) -> None:
     page = asked(folder).get("/?token=secret").text
-    for device in recorded.trial().experiment.devices:
+    for device in recorded.make_trial().experiment.devices:
         assert device.name in page
     assert "src=" not in page
     assert page.count("href=") == page.count('href="data:,"')
@@ -103,13 +106,15 @@ def test_a_run_that_is_over_is_told_to_its_end(folder: Path) -> None:
 
 
 def test_events_are_told_as_they_come(tmp_path: Path) -> None:
-    begun = Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    begun = Recorder(
+        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
+    )
     feed = batches(begun.path, {"a", "b"})
     assert next(feed)["events"] == []
-    step = next(event for event in recorded.events() if event.event == "step")
+    step = next(event for event in recorded.make_events() if event.event == "step")
     begun.event(step)
     assert [event["event"] for event in next(feed)["events"]] == ["step"]
-    begun.finish(recorded.outcome(events=[step]))
+    begun.finish(recorded.make_outcome(events=[step]))
     assert next(feed)["over"] == {"status": "finished", "error": None}
 
 
@@ -125,7 +130,9 @@ def awaited(page: Page, script: str, value: object) -> object:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser")
 def test_generated_text_grows_token_by_token(tmp_path: Path) -> None:
-    run = Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    run = Recorder(
+        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
+    )
     server = PageServer(run.path)
     # The page makes the element with the first token.
     text = "document.getElementById('texts')?.textContent"
@@ -179,7 +186,7 @@ def test_old_bars_are_not_told() -> None:
 
 
 def test_of_very_many_devices_the_first_are_drawn() -> None:
-    many = recorded.trial(
+    many = recorded.make_trial(
         devices={
             "lead": {"speed": "1gflops"},
             "client": {"speed": "1gflops", "count": MOST + 100},

@@ -148,7 +148,9 @@ def test_results_keep_the_file_and_load_without_the_original(tmp_path: Path) -> 
         str({**recorded.SCENARIO, "workload": workload, "faults": []})
     )
     trial = trials(load(tmp_path / "mine.yaml"))[0]
-    kept = recorded.write(tmp_path / "run", trial, recorded.plan(), recorded.outcome())
+    kept = recorded.write_run(
+        tmp_path / "run", trial, recorded.make_plan(), recorded.make_outcome()
+    )
     (tmp_path / "mine.py").unlink()
     run = files.load(kept)
     assert (kept / "mine.py").read_text() == SMALL
@@ -259,5 +261,5 @@ def test_a_package_registers_methods_by_entry_points(
 
 def test_method_without_span_names_accepts_all_faults() -> None:
     (trial,) = trials(load(RING, ["faults.0.when.begins=anything"]))
-    assert find_method(trial.scenario).spans(recorded.plan(), "worker2") is None
+    assert find_method(trial.scenario).spans(recorded.make_plan(), "worker2") is None
     assert prepare(trial)

@@ -89,7 +89,7 @@ def test_results_contain_boxes_pictures_and_weights(tmp_path):
     from testbed.methods import METHODS
 
     plan = METHODS["single"].plan(problem)
-    place = recorded.write(tmp_path / "run", trial, plan, outcome)
+    place = recorded.write_run(tmp_path / "run", trial, plan, outcome)
     write_pictures(place, outcome.events, data)
     finished = files.load(place)
     boxes = json.loads((place / "boxes.json").read_text())

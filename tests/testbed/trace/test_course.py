@@ -11,15 +11,15 @@ from tests.helpers import recorded
 
 
 def values(**changes: Any) -> dict[str, Any]:
-    record = recorded.calm_record(**changes)
+    record = recorded.make_calm_record(**changes)
     return {figure.name: figure.compute(record) for figure in METRICS}
 
 
 def test_a_run_lasts_until_its_leads_program_has_ended() -> None:
-    late = recorded.events(faulty=False)[-1]._replace(time=9.0, device="b")
-    found = values(events=[*recorded.events(faulty=False), late])
+    late = recorded.make_events(faulty=False)[-1]._replace(time=9.0, device="b")
+    found = values(events=[*recorded.make_events(faulty=False), late])
     assert found["duration"] == 5.6, "what b still does afterwards is no part of it"
-    assert values(events=recorded.events(faulty=False)[:-1])["duration"] == 5.5, (
+    assert values(events=recorded.make_events(faulty=False)[:-1])["duration"] == 5.5, (
         "the last that was seen of it"
     )
 
@@ -38,6 +38,6 @@ def test_the_share_of_the_host_is_its_lateness_on_the_path_over_the_undisturbed_
         whose = event.event == "compute" and event.device == "b"
         return event._replace(fields={**event.fields, "late": 0.02}) if whose else event
 
-    found = values(events=[late(event) for event in recorded.events(faulty=False)])
+    found = values(events=[late(event) for event in recorded.make_events(faulty=False)])
     # Each step of one second waits for one forward of b; the first step, which is no steady one, does not count.
     assert found["host_share"] == pytest.approx(0.02)

@@ -82,7 +82,7 @@ def test_pacing_that_the_host_could_not_keep(key: str) -> None:
         Event(event.time, event.device, event.event, {**event.fields, key: 0.1})
         if event.event == "compute"
         else event
-        for event in recorded.events()
+        for event in recorded.make_events()
     ]
     found = recorded_metrics(events=events)
     assert found["deficit_share"] == pytest.approx(0.2), (
@@ -103,7 +103,7 @@ def test_waiting_for_a_processor_is_told_per_device() -> None:
         for time in (2.0, 3.0)
     ]
     found = recorded_metrics(
-        events=sorted([*recorded.events(), *waits], key=lambda event: event.time)
+        events=sorted([*recorded.make_events(), *waits], key=lambda event: event.time)
     )
     steady = [row for row in found["series"]["steps"] if row["steady"]]
     within = sum(
@@ -169,7 +169,7 @@ def with_devices(record: RunView, **specs: Mapping[str, Any]) -> RunView:
 
 def test_energy_is_that_of_the_time_up_and_more_while_computing() -> None:
     record = with_devices(
-        recorded.record(), a={"watts": (2.0, 5.0)}, b={"watts": (1.0, 3.0)}
+        recorded.make_record(), a={"watts": (2.0, 5.0)}, b={"watts": (1.0, 3.0)}
     )
     found = devices(record)
     # a computes 2.6 s of 8.6 s; b is down for 1.08 s of them, in which it draws nothing, and computes 2.42 s.
@@ -182,7 +182,9 @@ def test_energy_is_that_of_the_time_up_and_more_while_computing() -> None:
 
 
 def test_energy_of_all_is_known_only_where_it_is_known_of_each() -> None:
-    record = with_devices(recorded.record(), a={"watts": (2.0, 5.0)}, b={"watts": None})
+    record = with_devices(
+        recorded.make_record(), a={"watts": (2.0, 5.0)}, b={"watts": None}
+    )
     assert "energy" not in devices(record)["b"]
     assert (
         next(figure for figure in METRICS if figure.name == "energy").compute(record)
@@ -197,7 +199,8 @@ def test_what_the_last_report_of_memory_says_is_the_most_that_was_held() -> None
     ]
     found = calm_metrics(
         events=sorted(
-            [*recorded.events(faulty=False), *reports], key=lambda event: event.time
+            [*recorded.make_events(faulty=False), *reports],
+            key=lambda event: event.time,
         )
     )["devices"]
     assert (found["b"]["weights"], found["b"]["activations"]) == (100, 40)
@@ -205,8 +208,8 @@ def test_what_the_last_report_of_memory_says_is_the_most_that_was_held() -> None
 
 
 def test_a_late_processor_is_one_of_several() -> None:
-    one = devices(recorded.calm_record())["b"]["deficit_share"]
-    two = devices(with_devices(recorded.calm_record(), b={"processors": 2}))["b"][
+    one = devices(recorded.make_calm_record())["b"]["deficit_share"]
+    two = devices(with_devices(recorded.make_calm_record(), b={"processors": 2}))["b"][
         "deficit_share"
     ]
     assert one == pytest.approx(0.01), "0.01 s in each step of a second"
@@ -216,7 +219,7 @@ def test_a_late_processor_is_one_of_several() -> None:
 def test_a_device_that_does_nothing_is_idle_and_counts_in_no_mean_unless_the_plan_has_it() -> (
     None
 ):
-    record = recorded.calm_record()
+    record = recorded.make_calm_record()
     spare = replace(record.experiment.devices[0], name="spare")
     record.experiment = replace(
         record.experiment, devices=(*record.experiment.devices, spare)
@@ -231,7 +234,7 @@ def test_a_device_that_does_nothing_is_idle_and_counts_in_no_mean_unless_the_pla
 
 
 def test_a_run_of_no_time_has_shares_of_zero() -> None:
-    for row in devices(recorded.record(events=[], status="failed")).values():
+    for row in devices(recorded.make_record(events=[], status="failed")).values():
         assert {row[name] for name in row if name.endswith("_share")} == {0.0}
 
 
@@ -239,7 +242,8 @@ def test_every_figure_of_a_device_has_a_kind() -> None:
     described = {"profile", "speed", "units"}
     memory = Event(1.0, "a", "memory", {"weights": 100, "activations": 10})
     record = with_devices(
-        recorded.record(events=[memory, *recorded.events()]), a={"watts": (2.0, 5.0)}
+        recorded.make_record(events=[memory, *recorded.make_events()]),
+        a={"watts": (2.0, 5.0)},
     )
     assert devices(record)["a"].keys() - described == OF_DEVICES.keys()
 
@@ -247,7 +251,7 @@ def test_every_figure_of_a_device_has_a_kind() -> None:
 def test_each_of_many_devices_is_as_it_would_be_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for record in (recorded.record, recorded.calm_record):
+    for record in (recorded.make_record, recorded.make_calm_record):
         together = devices(record())
         with monkeypatch.context() as patch:
             patch.setattr("testbed.trace.devices._TOGETHER", 1)
@@ -257,7 +261,7 @@ def test_each_of_many_devices_is_as_it_would_be_alone(
 def test_many_devices_take_no_longer_each_than_a_few() -> None:
     names = [f"client{number}" for number in range(16_000)]
     fields = {"span": "forward", "start": 0.0, "duration": 1.0}
-    record = recorded.record(
+    record = recorded.make_record(
         events=[Event(1.0, name, "compute", fields) for name in names]
     )
     spec = record.experiment.devices[0]

@@ -21,7 +21,9 @@ def test_what_is_done_by_hand_is_neither_late_nor_missed() -> None:
         )
 
     events = [
-        event for event in recorded.events(faulty=False) if event.event != "receive"
+        event
+        for event in recorded.make_events(faulty=False)
+        if event.event != "receive"
     ]
     by_hand = sorted(
         [*events, flapped(1.0, "strike"), flapped(1.5, "undo")],
@@ -37,7 +39,7 @@ def test_what_is_done_by_hand_is_neither_late_nor_missed() -> None:
 def test_a_fault_that_is_never_undone_disturbs_until_the_end() -> None:
     events = [
         event
-        for event in recorded.events()
+        for event in recorded.make_events()
         if event.event != "recovery" and event.fields.get("phase") != "undo"
     ]
     found = recorded_metrics(events=events)
@@ -55,7 +57,7 @@ def test_a_fault_that_is_never_undone_disturbs_until_the_end() -> None:
 def test_heal_undoes_partitions_and_degradations() -> None:
     fault = {"phase": "strike", "intended": 0.5}
     events = [
-        *recorded.events(faulty=False),
+        *recorded.make_events(faulty=False),
         Event(
             0.5, "testbed", "fault", {**fault, "action": "partition", "target": "a | b"}
         ),

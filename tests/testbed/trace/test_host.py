@@ -21,11 +21,14 @@ def test_processor_time_is_parted_into_computing_and_what_emulation_takes_beside
     None
 ):
     events = sorted(
-        [*recorded.events(), *took(("a", 3.0, 2.0), ("b", 2.5, 2.0), ("a", 0.5, 0.0))],
+        [
+            *recorded.make_events(),
+            *took(("a", 3.0, 2.0), ("b", 2.5, 2.0), ("a", 0.5, 0.0)),
+        ],
         key=lambda e: e.time,
     )
     fidelity = {"processor_seconds": 1.5, "controller_seconds": 0.5}
-    record = recorded.record(events=events, fidelity=fidelity)
+    record = recorded.make_record(events=events, fidelity=fidelity)
     assert host.processor_time(record) == {
         "computing": 4.0,
         "agents": 2.0,
@@ -38,8 +41,8 @@ def test_processor_time_is_parted_into_computing_and_what_emulation_takes_beside
 
 
 def test_a_run_in_which_nobody_counted_has_no_processor_time() -> None:
-    assert host.processor_time(recorded.record()) is None
-    without_shaper = recorded.record(
-        events=[*recorded.events(), *took(("a", 1.0, 1.0))], fidelity={}
+    assert host.processor_time(recorded.make_record()) is None
+    without_shaper = recorded.make_record(
+        events=[*recorded.make_events(), *took(("a", 1.0, 1.0))], fidelity={}
     )
     assert {figure.compute(without_shaper) for figure in host.METRICS} == {None}

@@ -18,7 +18,7 @@ def test_a_loss_that_is_no_number_is_told_as_diverged() -> None:
     assert (
         "diverged" not in recorded_metrics() or recorded_metrics()["diverged"] is None
     )
-    found = recorded.events(faulty=False)
+    found = recorded.make_events(faulty=False)
     last = max(index for index, event in enumerate(found) if event.event == "evaluate")
     event = found[last]
     found[last] = Event(
@@ -29,10 +29,14 @@ def test_a_loss_that_is_no_number_is_told_as_diverged() -> None:
 
 def values(*evaluations: tuple[float, dict[str, Any]]) -> dict[str, Any]:
     events = [
-        event for event in recorded.events(faulty=False) if event.event != "evaluate"
+        event
+        for event in recorded.make_events(faulty=False)
+        if event.event != "evaluate"
     ]
     events += [Event(time, "a", "evaluate", fields) for time, fields in evaluations]
-    record = recorded.calm_record(events=sorted(events, key=lambda event: event.time))
+    record = recorded.make_calm_record(
+        events=sorted(events, key=lambda event: event.time)
+    )
     return {figure.name: figure.compute(record) for figure in METRICS}
 
 

@@ -14,14 +14,14 @@ from tests.helpers.recorded import calm_metrics, recorded_metrics
 def test_a_run_that_finished_says_which_steps_it_is_without_and_what_else() -> None:
     events = [
         each
-        for each in recorded.events(faulty=False)
+        for each in recorded.make_events(faulty=False)
         if each.event != "step" or each.fields["step"] != 1
     ]
     assert calm_metrics()["verdict"]["trusted"]
     assert calm_metrics(events=events)["verdict"]["reasons"] == [
         "the run finished without 1 step (1)"
     ]
-    fidelity = recorded.outcome().fidelity | {"lost": ["the weights"]}
+    fidelity = recorded.make_outcome().fidelity | {"lost": ["the weights"]}
     (reason,) = calm_metrics(events=events, fidelity=fidelity)["verdict"]["reasons"]
     assert reason == "the run finished without 1 step (1) and the weights"
     ended = calm_metrics(events=events, status="interrupted", error="stopped")[
@@ -60,7 +60,7 @@ def test_steady_steps_leave_out_the_first_and_the_disturbed() -> None:
 
 
 def test_steps_with_an_evaluation_or_an_odd_batch_are_not_steady() -> None:
-    events = recorded.events(faulty=False)
+    events = recorded.make_events(faulty=False)
     events.append(
         Event(1.5, "a", "evaluate", {"step": 0, "accuracy": 0.1, "loss": 2.0})
     )
@@ -104,6 +104,6 @@ def test_a_diverged_loss_is_still_json() -> None:
 
 def test_mapping_of_a_plain_name_becomes_a_group() -> None:
     laps = Metric("laps", "number", "laps by device", lambda _: {"a": 1, "b": 2})
-    outcome, experiment = recorded.outcome(), recorded.trial().experiment
-    computed = metrics(outcome, experiment, recorded.plan(), MetricsSpec((laps,)))
+    outcome, experiment = recorded.make_outcome(), recorded.make_trial().experiment
+    computed = metrics(outcome, experiment, recorded.make_plan(), MetricsSpec((laps,)))
     assert computed["laps"] == {"a": 1, "b": 2}

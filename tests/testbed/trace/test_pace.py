@@ -14,22 +14,22 @@ PAUSING = MetricsSpec(events=(EventType("pause", "nothing was trained", pause=Tr
 
 
 def figures(events: list[Event], faulty: bool = False) -> dict[str, Any]:
-    experiment = recorded.trial(**({} if faulty else {"faults": ()})).experiment
-    outcome = recorded.outcome(events=sorted(events, key=lambda event: event.time))
-    return metrics(outcome, experiment, recorded.plan(), PAUSING)
+    experiment = recorded.make_trial(**({} if faulty else {"faults": ()})).experiment
+    outcome = recorded.make_outcome(events=sorted(events, key=lambda event: event.time))
+    return metrics(outcome, experiment, recorded.make_plan(), PAUSING)
 
 
 def test_the_pace_before_and_after_a_fault() -> None:
-    found = figures(recorded.events(), faulty=True)
+    found = figures(recorded.make_events(), faulty=True)
     assert found["step_time_before"] == pytest.approx(1.0)
     assert found["step_time_after"] == pytest.approx(1.0)
     assert found["step_time_mean_before"] == pytest.approx(1.0)
     assert found["step_time_mean_after"] == pytest.approx(1.0)
-    assert "step_time_before" not in figures(recorded.events(faulty=False))
-    assert "step_time_mean_before" not in figures(recorded.events(faulty=False))
-    assert figures(recorded.events(faulty=False))["step_time_after"] == pytest.approx(
-        1.0
-    )
+    assert "step_time_before" not in figures(recorded.make_events(faulty=False))
+    assert "step_time_mean_before" not in figures(recorded.make_events(faulty=False))
+    assert figures(recorded.make_events(faulty=False))[
+        "step_time_after"
+    ] == pytest.approx(1.0)
 
 
 def test_means_weigh_alternating_steps_alike_and_begin_after_the_last_pause() -> None:
@@ -61,7 +61,7 @@ def test_means_weigh_alternating_steps_alike_and_begin_after_the_last_pause() ->
 
 def test_a_pause_disturbs() -> None:
     pause = Event(2.9, "a", "pause", {"seconds": 0.5})
-    found = figures([*recorded.events(faulty=False), pause])
+    found = figures([*recorded.make_events(faulty=False), pause])
     assert [row["steady"] for row in found["series"]["steps"]] == [
         False,
         True,
@@ -80,7 +80,7 @@ def test_after_a_throttle_that_lasts_the_pace_is_that_of_what_came_of_it() -> No
         {"action": "throttle", "target": "b", "phase": "strike", "intended": 1.5},
     )
     pause = Event(2.0, "a", "pause", {"seconds": 0.1})
-    found = figures([*recorded.events(faulty=False), strike, pause])
+    found = figures([*recorded.make_events(faulty=False), strike, pause])
     assert found["step_time_after"] == pytest.approx(1.0)
 
 
@@ -107,7 +107,9 @@ def test_a_step_takes_the_time_since_the_one_before_it_on_the_same_device() -> N
 
 def test_the_busiest_device_or_link() -> None:
     # Each second a computes 0.4 s, b 0.4 s, and each of the links carries 100 kB at 8 Mbit/s, 0.105 s.
-    assert figures(recorded.events(faulty=False))["busiest_share"] == pytest.approx(0.4)
+    assert figures(recorded.make_events(faulty=False))[
+        "busiest_share"
+    ] == pytest.approx(0.4)
     sends = [
         Event(
             time,
@@ -126,9 +128,9 @@ def test_the_busiest_device_or_link() -> None:
     busy = (
         4 * (wire_bytes(100_000) + wire_bytes(800_000)) / 1e6
     )  # with headers, 5 % more than what is in the messages
-    assert figures([*recorded.events(faulty=False), *sends])[
+    assert figures([*recorded.make_events(faulty=False), *sends])[
         "busiest_share"
     ] == pytest.approx(busy / 4)
-    assert figures(recorded.events(faulty=True), faulty=True)[
+    assert figures(recorded.make_events(faulty=True), faulty=True)[
         "busiest_share"
     ] == pytest.approx(0.4)

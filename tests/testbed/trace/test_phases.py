@@ -41,7 +41,9 @@ def measured(events: list[Event], end: float):
     ended = Event(end, "source", "state", {"state": "finished"})
     events = sorted([*events, ended], key=lambda event: event.time)
     return metrics(
-        recorded.outcome(events=events), recorded.trial().experiment, recorded.plan()
+        recorded.make_outcome(events=events),
+        recorded.make_trial().experiment,
+        recorded.make_plan(),
     )
 
 
@@ -149,7 +151,7 @@ def test_phases_cover_the_run_once_and_are_named_after_what_goes_on_at_each_inst
         [*steps([float(each) for each in range(1, 20)]), *events],
         key=lambda event: event.time,
     )
-    record = recorded.record(events=[*ordered, ended])
+    record = recorded.make_record(events=[*ordered, ended])
     found = {phase["name"]: phase["seconds"] for phase in phases(record)}
     seconds: dict[frozenset[str], float] = {}
     for second in range(20):
@@ -179,7 +181,7 @@ def test_requests_count_where_they_lie_whole() -> None:
     ended = Event(10.0, "a", "state", {"state": "finished"})
     strikes = [fault(4.0, "throttle", "b"), fault(8.0, "throttle", "b", "undo")]
     events = sorted([*served, *strikes, ended], key=lambda event: event.time)
-    found = phases(recorded.record(events=events))
+    found = phases(recorded.make_record(events=events))
     # The second was under way when the fault struck; the last began as it was undone.
     assert [(each["name"], each["requests"], each["latency"]) for each in found] == [
         ("before", 1, 1.0),

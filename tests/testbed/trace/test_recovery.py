@@ -35,7 +35,7 @@ def test_a_recovery_that_the_host_prolonged() -> None:
         "deficit": 0.5,
     }
     events = sorted(
-        [*recorded.events(), Event(3.9, "b", "compute", slow)],
+        [*recorded.make_events(), Event(3.9, "b", "compute", slow)],
         key=lambda event: event.time,
     )
     found = recorded_metrics(events=events)
@@ -59,9 +59,9 @@ def recovering(time: float, phase: str, **fields: Any) -> Event:
 
 def values(*events: Event) -> dict[str, Any]:
     whole = sorted(
-        [*recorded.events(faulty=False), *events], key=lambda event: event.time
+        [*recorded.make_events(faulty=False), *events], key=lambda event: event.time
     )
-    record = recorded.record(events=whole)
+    record = recorded.make_record(events=whole)
     return {figure.name: figure.compute(record) for figure in METRICS}
 
 
@@ -116,11 +116,11 @@ def test_a_detection_that_no_fault_explains_counts_from_itself() -> None:
 
 def test_what_mends_is_listed_and_not_counted_as_a_fault() -> None:
     whole = [
-        *recorded.events(faulty=False),
+        *recorded.make_events(faulty=False),
         fault(2.0, "kill", "b"),
         fault(3.0, "restart", "b"),
     ]
-    record = recorded.record(events=sorted(whole, key=lambda event: event.time))
+    record = recorded.make_record(events=sorted(whole, key=lambda event: event.time))
     listed = faults(record)
     assert [(each["action"], each["mends"], each["undone"]) for each in listed] == [
         ("kill", False, 3.0),
@@ -154,8 +154,8 @@ def test_a_recoverys_deficit_is_the_worst_devices_on_the_mean_of_its_processors(
         late(3.9, "b", 0.35),
         late(4.2, "b", 9.0),
     ]
-    record = recorded.record(
-        events=sorted([*recorded.events(), *work], key=lambda event: event.time)
+    record = recorded.make_record(
+        events=sorted([*recorded.make_events(), *work], key=lambda event: event.time)
     )
     assert recovery_list(record)[0]["deficit"] == pytest.approx(0.6)
     several = tuple(
@@ -169,6 +169,6 @@ def test_a_recoverys_deficit_is_the_worst_devices_on_the_mean_of_its_processors(
 
 
 def test_a_method_adds_what_it_reports_of_its_own_recovery() -> None:
-    record = recorded.record()
+    record = recorded.make_record()
     record.describe_recovery = lambda item, _: {"redistributed": item.resumed}
     assert recovery_list(record)[0]["redistributed"] == 4.0

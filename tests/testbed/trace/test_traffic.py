@@ -91,7 +91,7 @@ ENDED = Event(1.0, "a", "state", {"state": "finished"})
 
 
 def rows(*events: Event, **changes: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    record = recorded.calm_record(events=[*events, ENDED], **changes)
+    record = recorded.make_calm_record(events=[*events, ENDED], **changes)
     return {(row["source"], row["destination"]): row for row in links(record)}
 
 
@@ -133,13 +133,15 @@ def test_what_went_where_no_link_is_known_is_shown_last() -> None:
 
 
 def test_a_link_without_a_rate_has_no_share_that_is_used() -> None:
-    record = recorded.calm_record(events=[send(0.1, "a", "b", 10), ENDED], links=[])
+    record = recorded.make_calm_record(
+        events=[send(0.1, "a", "b", 10), ENDED], links=[]
+    )
     record.experiment = replace(record.experiment, links={("a", "b"): Link()})
     assert links(record)[0]["used_share"] is None
 
 
 def test_a_link_is_no_faster_than_its_devices() -> None:
-    record = recorded.calm_record()
+    record = recorded.make_calm_record()
     slow = tuple(
         replace(each, uplink=2e6 if each.name == "b" else None)
         for each in record.experiment.devices
@@ -154,7 +156,7 @@ def test_a_link_is_no_faster_than_its_devices() -> None:
 def test_bytes_in_all_are_those_of_messages_and_those_of_the_kernel_where_it_counted() -> (
     None
 ):
-    record = recorded.calm_record(fidelity={"sent": {"a": 700, "b": 50}})
+    record = recorded.make_calm_record(fidelity={"sent": {"a": 700, "b": 50}})
     found = {figure.name: figure.compute(record) for figure in METRICS}
     # Five steps, a message of 100 kB there and one back in each.
     assert (found["messages"], found["bytes_sent"], found["bytes_received"]) == (
@@ -170,7 +172,7 @@ def test_bytes_in_all_are_those_of_messages_and_those_of_the_kernel_where_it_cou
     )
     assert (
         next(each for each in METRICS if each.name == "wire_bytes").compute(
-            recorded.calm_record()
+            recorded.make_calm_record()
         )
         is None
     )

@@ -83,7 +83,7 @@ def test_what_makes_a_run_untrusted(changes: dict[str, Any], reason: str) -> Non
 
 
 def test_of_many_devices_without_events_a_few_are_named() -> None:
-    record = recorded.record(events=[])
+    record = recorded.make_record(events=[])
     assignment = record.plan.assignments[0]
     assignments = tuple(
         assignment.model_copy(update={"device": f"d{number:04}"})
@@ -120,7 +120,7 @@ def test_a_late_fault_and_one_that_never_came() -> None:
         Event(event.time, event.device, event.event, {**event.fields, "intended": 1.0})
         if event.fields.get("phase") == "strike"
         else event
-        for event in recorded.events()
+        for event in recorded.make_events()
     ]
     assert (
         "kill of b struck 1.32 s late"
@@ -128,7 +128,9 @@ def test_a_late_fault_and_one_that_never_came() -> None:
     )
     assert (
         "never struck: kill"
-        in recorded_metrics(events=recorded.events(faulty=False))["verdict"]["summary"]
+        in recorded_metrics(events=recorded.make_events(faulty=False))["verdict"][
+            "summary"
+        ]
     )
     slow = [
         Event(event.time, event.device, event.event, {**event.fields, "began": 1.1})
@@ -149,7 +151,7 @@ def test_a_fault_that_lasts_longer_than_it_should() -> None:
             Event(3.0, "testbed", "fault", strike),
             Event(undone, "testbed", "fault", undo),
         ]
-        text: str = recorded_metrics(events=[*recorded.events(), *own])["verdict"][
+        text: str = recorded_metrics(events=[*recorded.make_events(), *own])["verdict"][
             "summary"
         ]
         return text
@@ -165,12 +167,13 @@ def test_late_changes_of_traces_and_flaps() -> None:
 
     def verdict(*changes: Event) -> dict[str, Any]:
         events = sorted(
-            [*recorded.events(faulty=False), *changes], key=lambda event: event.time
+            [*recorded.make_events(faulty=False), *changes],
+            key=lambda event: event.time,
         )
         found = metrics(
-            recorded.outcome(events=events),
-            recorded.trial(faults=[flap]).experiment,
-            recorded.plan(),
+            recorded.make_outcome(events=events),
+            recorded.make_trial(faults=[flap]).experiment,
+            recorded.make_plan(),
         )
         return {check["name"]: check for check in found["verdict"]["checks"]}
 
@@ -223,7 +226,7 @@ def test_late_changes_of_traces_and_flaps() -> None:
 def test_losses_and_jitter_beyond_those_that_the_clocks_agree_on_are_named(
     link: dict[str, Any], named: bool
 ) -> None:
-    trial = recorded.trial(network={"link": {"rate": "8mbit", **link}})
+    trial = recorded.make_trial(network={"link": {"rate": "8mbit", **link}})
     assert any("TCP" in text for text in unmodelled_effects(trial.experiment)) is named
 
 
@@ -231,9 +234,9 @@ def test_a_simulation_says_what_of_the_links_it_leaves_out() -> None:
     network = {
         "link": {"rate": "8mbit", "delay": "10ms", "limit": 40, "duplicate": "1%"}
     }
-    outcome = recorded.outcome(runtime="simulate", links=[], fidelity={})
+    outcome = recorded.make_outcome(runtime="simulate", links=[], fidelity={})
     found = metrics(
-        outcome, recorded.trial(network=network).experiment, recorded.plan()
+        outcome, recorded.make_trial(network=network).experiment, recorded.make_plan()
     )["verdict"]
     assert found["summary"].endswith(
         "not in the model: queue limits and packets that arrive twice"
@@ -249,7 +252,9 @@ def test_a_simulation_says_what_of_the_links_it_leaves_out() -> None:
 
 def test_receptions_missing_from_the_log() -> None:
     events = [
-        event for event in recorded.events(faulty=False) if event.event != "receive"
+        event
+        for event in recorded.make_events(faulty=False)
+        if event.event != "receive"
     ]
     assert (
         "lacks the reception of 10 of 10 messages"
@@ -278,7 +283,7 @@ def check(name: str, **changes: Any) -> dict[str, Any]:
     """Return one check of the run that nothing disturbed."""
     found = {
         each["name"]: each
-        for each in verdict(recorded.calm_record(**changes))["checks"]
+        for each in verdict(recorded.make_calm_record(**changes))["checks"]
     }
     return found[name]
 
@@ -290,7 +295,7 @@ def test_packets_may_be_late_by_half_the_shortest_delay_where_that_is_more_than_
     assert check("delays", fidelity={"lateness": {"p99": 0.005}})["ok"]
     assert not check("delays", fidelity={"lateness": {"p99": 0.0051}})["ok"]
     network = {"link": {"rate": "8mbit", "delay": "1ms"}}
-    near = recorded.trial(faults=(), network=network)
+    near = recorded.make_trial(faults=(), network=network)
     assert check("delays", trial=near, fidelity={"lateness": {"p99": 0.001}})["ok"]
     found = check("delays", trial=near, fidelity={"lateness": {"p99": 0.0011}})
     assert (
@@ -302,7 +307,7 @@ def test_packets_may_be_late_by_half_the_shortest_delay_where_that_is_more_than_
 def test_one_reception_in_a_hundred_may_be_missing_and_one_in_any_case() -> None:
     message = {"peer": "b", "message": "m", "bytes": 1, "start": 0.0, "duration": 0.1}
     done = [
-        *recorded.events(faulty=False),
+        *recorded.make_events(faulty=False),
         *(Event(0.2, "a", "send", message) for _ in range(190)),
     ]
     heard = {**message, "peer": "a"}
@@ -315,7 +320,7 @@ def test_one_reception_in_a_hundred_may_be_missing_and_one_in_any_case() -> None
             check("events", events=sorted(events, key=lambda event: event.time))["ok"]
             is fine
         )
-    few = recorded.events(faulty=False)
+    few = recorded.make_events(faulty=False)
     few.remove(next(event for event in few if event.event == "receive"))
     assert check("events", events=few)["ok"], (
         "the last one may be cut off by the end of the run"
@@ -323,7 +328,7 @@ def test_one_reception_in_a_hundred_may_be_missing_and_one_in_any_case() -> None
 
 
 def test_messages_that_are_received_twice_do_not_make_up_for_others() -> None:
-    events = recorded.events(faulty=False)
+    events = recorded.make_events(faulty=False)
     to_a = [
         event for event in events if event.event == "receive" and event.device == "a"
     ]
@@ -339,11 +344,13 @@ def test_messages_that_are_received_twice_do_not_make_up_for_others() -> None:
 
 
 def test_a_run_without_what_its_task_is_about_says_how_to_record_it() -> None:
-    events = [event for event in recorded.events(faulty=False) if event.event != "step"]
+    events = [
+        event for event in recorded.make_events(faulty=False) if event.event != "step"
+    ]
     assert check("events", events=events)["detail"] == (
         'no step was recorded: programs report their work by device.record("step", ...)'
     )
-    record = recorded.calm_record(events=events)
+    record = recorded.make_calm_record(events=events)
     programs = ProgramWorkloadPart(programs={"a": ProgramPart(command=("true",))})
     record.experiment = replace(record.experiment, workload=programs)
     [found] = [each for each in verdict(record)["checks"] if each["name"] == "events"]
@@ -353,14 +360,16 @@ def test_a_run_without_what_its_task_is_about_says_how_to_record_it() -> None:
 def test_there_is_nothing_to_check_of_links_or_of_a_host_that_was_not_asked_anything() -> (
     None
 ):
-    record = recorded.calm_record(links=[], events=recorded.events(faulty=False)[:1])
+    record = recorded.make_calm_record(
+        links=[], events=recorded.make_events(faulty=False)[:1]
+    )
     record.experiment = replace(record.experiment, links={})
     found = {each["name"]: each["ok"] for each in verdict(record)["checks"]}
     assert (found["links"], found["host"]) == (None, None)
 
 
 def test_every_link_out_of_tolerance_is_counted() -> None:
-    bad = [replace(each, problem="too slow") for each in recorded.links()]
+    bad = [replace(each, problem="too slow") for each in recorded.make_links()]
     found = check("links", links=bad)
     assert found["detail"] == "link a -> b is out of tolerance: too slow (and 1 more)"
 
@@ -371,11 +380,11 @@ def test_a_fault_may_be_late_by_half_a_second() -> None:
             event._replace(fields={**event.fields, "intended": 2.32 - late})
             if event.fields.get("phase") == "strike"
             else event
-            for event in recorded.events()
+            for event in recorded.make_events()
         ]
         found = {
             each["name"]: each
-            for each in verdict(recorded.record(events=events))["checks"]
+            for each in verdict(recorded.make_record(events=events))["checks"]
         }
         assert found["faults"]["ok"] is fine
 
@@ -398,11 +407,13 @@ def test_a_simulation_is_not_held_to_what_it_cannot_measure() -> None:
         "lateness": {"p99": 1.0},
         "clocks": {"a": 1.0},
     }
-    found = verdict(recorded.calm_record(runtime="simulate", links=[], fidelity=bad))
+    found = verdict(
+        recorded.make_calm_record(runtime="simulate", links=[], fidelity=bad)
+    )
     assert found["kind"] == "prediction"
     assert {each["name"] for each in found["checks"]} == {"course", "events"}
     failed = verdict(
-        recorded.calm_record(
+        recorded.make_calm_record(
             runtime="simulate", status="timed out", links=[], fidelity={}
         )
     )

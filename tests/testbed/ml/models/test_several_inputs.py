@@ -80,8 +80,8 @@ def test_parts_compose_to_the_whole(
     model = found.problem.model
     assert len(model.units) >= units
     assert model.integers == (data == "tokens")
-    for body in deployed.bodies(found).values():
-        assert deployed.read(body)[1].model == model
+    for body in deployed.deployment_bodies(found).values():
+        assert deployed.read_deployment(body)[1].model == model
     samples = torch.from_numpy(load_data(found).train_images[:4])
     whole = model.build(0, len(model.units), 1)(samples)
     for cut in range(1, len(model.units)):

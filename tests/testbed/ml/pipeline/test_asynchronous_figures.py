@@ -72,21 +72,29 @@ PHASES = [
 
 
 def figures(*events: Event, faulty: bool = False) -> dict[str, Any]:
-    trial = recorded.trial(**({} if faulty else {"faults": ()}))
-    ordered = sorted([*recorded.events(faulty), *events], key=lambda event: event.time)
+    trial = recorded.make_trial(**({} if faulty else {"faults": ()}))
+    ordered = sorted(
+        [*recorded.make_events(faulty), *events], key=lambda event: event.time
+    )
     return metrics(
-        recorded.outcome(events=ordered), trial.experiment, recorded.plan(), DECLARED
+        recorded.make_outcome(events=ordered),
+        trial.experiment,
+        recorded.make_plan(),
+        DECLARED,
     )
 
 
 def told(folder: Path, *events: Event) -> Run:
-    trial = recorded.trial(
+    trial = recorded.make_trial(
         workload=recorded.SCENARIO["workload"] | {"method": {"name": "ftpipehd"}}
     )
-    ordered = sorted([*recorded.events(), *events], key=lambda event: event.time)
+    ordered = sorted([*recorded.make_events(), *events], key=lambda event: event.time)
     return files.load(
-        recorded.write(
-            folder / "run", trial, recorded.plan(), recorded.outcome(events=ordered)
+        recorded.write_run(
+            folder / "run",
+            trial,
+            recorded.make_plan(),
+            recorded.make_outcome(events=ordered),
         )
     )
 

@@ -54,10 +54,10 @@ def test_figures_are_those_of_the_last_time() -> None:
         ),
     ]
     events = sorted(
-        [*recorded.events(faulty=False), *scored], key=lambda event: event.time
+        [*recorded.make_events(faulty=False), *scored], key=lambda event: event.time
     )
     found = {
-        figure.name: figure.compute(recorded.calm_record(events=events))
+        figure.name: figure.compute(recorded.make_calm_record(events=events))
         for figure in CONSENSUS.metrics
     }
     assert found == {
@@ -65,6 +65,6 @@ def test_figures_are_those_of_the_last_time() -> None:
         "mean_device_accuracy": pytest.approx(0.7),
         "least_device_accuracy": 0.5,
     }
-    assert {figure.compute(recorded.calm_record()) for figure in CONSENSUS.metrics} == {
-        None
-    }
+    assert {
+        figure.compute(recorded.make_calm_record()) for figure in CONSENSUS.metrics
+    } == {None}
