@@ -1,4 +1,4 @@
-"""Which links an action strikes, and when those that flap are down."""
+"""Links touched_pairs by fault actions, and the times of flaps."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from testbed.faults.parts import ACTIONS
 PAIRS = list(permutations("abcd", 2))
 
 
-def touched(**keys) -> set[tuple[str, str]]:
+def touched_pairs(**keys) -> set[tuple[str, str]]:
     part = LinkSetPart.model_validate(keys)
     return {pair for pair in PAIRS if part.touches(pair)}
 
 
-def test_links_are_one_or_both_directions_or_all_of_a_device() -> None:
-    assert touched(**{"from": "a", "to": "b"}) == {("a", "b")}
-    assert touched(between=["a", "b"]) == {("a", "b"), ("b", "a")}
-    assert touched(device="a") == {pair for pair in PAIRS if "a" in pair}
+def test_link_set_covers_one_direction_both_or_all_links_of_device() -> None:
+    assert touched_pairs(**{"from": "a", "to": "b"}) == {("a", "b")}
+    assert touched_pairs(between=["a", "b"]) == {("a", "b"), ("b", "a")}
+    assert touched_pairs(device="a") == {pair for pair in PAIRS if "a" in pair}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_links_are_one_or_both_directions_or_all_of_a_device() -> None:
         {"device": "a", "from": "a", "to": "b"},
     ],
 )
-def test_links_have_exactly_one_form_of_naming(keys) -> None:
+def test_link_set_requires_exactly_one_form_of_naming(keys) -> None:
     with pytest.raises(
         ValidationError,
         match="name the links with one of 'between', 'from' and 'to', or 'device'",
@@ -55,64 +55,65 @@ def test_links_have_exactly_one_form_of_naming(keys) -> None:
         LinkSetPart.model_validate(keys)
 
 
-def test_targets_and_devices_are_named_as_in_the_scenario() -> None:
-    both, one, all_of = (
-        LinkSetPart.model_validate(keys)
-        for keys in ({"between": ["a", "b"]}, {"from": "a", "to": "b"}, {"device": "c"})
-    )
-    assert [each.target for each in (both, one, all_of)] == ["a <-> b", "a -> b", "c"]
+def test_link_set_reports_target_devices_and_missing_link() -> None:
+    both = LinkSetPart.model_validate({"between": ["a", "b"]})
+    assert both.target == "a <-> b"
     assert both.named() == [(("between", 0), "a"), (("between", 1), "b")]
-    assert one.named() == [(("from",), "a"), (("to",), "b")]
-    assert one.missing_link({("b", "a")}) == "there is no link from 'a' to 'b'"
-    assert all_of.missing_link(()) is None
+    directed = LinkSetPart.model_validate({"from": "a", "to": "b"})
+    assert directed.target == "a -> b"
+    assert directed.named() == [(("from",), "a"), (("to",), "b")]
+    assert directed.missing_link({("b", "a")}) == "there is no link from 'a' to 'b'"
+    of_device = LinkSetPart.model_validate({"device": "c"})
+    assert of_device.target == "c"
+    # This form names no link that could be missing.
+    assert of_device.missing_link(()) is None
 
 
 @given(st.lists(st.sets(st.sampled_from("abcd")), max_size=3))
-def test_unnamed_devices_form_one_more_group(
-    groups,
-) -> None:
-    found = NetworkPartition(tuple(tuple(sorted(group)) for group in groups if group))
-    group_of = {
-        name: number
-        for number, group in enumerate(group for group in groups if group)
-        for name in group
-    }
-    for pair in PAIRS:
-        assert found.touches(pair) == (group_of.get(pair[0]) != group_of.get(pair[1]))
+def test_unnamed_devices_form_another_group(groups) -> None:
+    nonempty = [tuple(sorted(group)) for group in groups if group]
+    partition = NetworkPartition(tuple(nonempty))
+    group_of = {}
+    for number, group in enumerate(nonempty):
+        group_of |= dict.fromkeys(group, number)
+    for sender, receiver in PAIRS:
+        # The group of an unnamed device is None.
+        is_cut = group_of.get(sender) != group_of.get(receiver)
+        assert partition.touches((sender, receiver)) == is_cut
 
 
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 20), st.integers(0, 400))
-def test_turns_are_counted_from_the_first_and_the_links_are_up_at_the_end(
-    down: int, up: int, times: int, lasts: int
+def test_flap_turns_are_timed_from_first_and_end_with_undo(
+    down: int, up: int, times: int, duration: int
 ) -> None:
     flap = Flap(FlapPart(device="a", down=f"{down}s", up=f"{up}s", times=times))
-    found = list(flap.turns(10.0, 10.0 + lasts))
+    turns = list(flap.turns(10.0, 10.0 + duration))
     expected = []
     for turn in range(times):
-        begins = turn * (down + up)
-        if begins < lasts:
-            expected += [
-                ("strike", 10.0 + begins),
-                ("undo", 10.0 + min(lasts, begins + down)),
-            ]
-    assert found == expected
+        start = turn * (down + up)
+        if start < duration:
+            # The last turn is cut short at the end of the fault, so that links are up then.
+            end = min(duration, start + down)
+            expected += [("strike", 10.0 + start), ("undo", 10.0 + end)]
+    assert turns == expected
 
 
-def test_flap_without_end_repeats_forever() -> None:
+def test_flap_without_duration_repeats_forever() -> None:
     flap = Flap(FlapPart(device="a", down="1s", up="2s"))
     assert flap.takes_no_for is None
-    assert [moment for _, moment in islice(flap.turns(0.0, math.inf), 2000, 2004)] == [
-        3000.0,
-        3001.0,
-        3003.0,
-        3004.0,
-    ]
+    turns = flap.turns(0.0, math.inf)
+    # Each cycle of three seconds has two turns: turn 2000 starts cycle 1000.
+    times = [time for _, time in islice(turns, 2000, 2004)]
+    assert times == [3000.0, 3001.0, 3003.0, 3004.0]
 
 
-def test_heal_repairs_links_only() -> None:
+def test_heal_mends_link_faults_only() -> None:
     heal = Heal("all")
     for name in ("partition", "degrade", "obstruct", "flap"):
         assert heal.mends(ACTIONS[name], "a <-> b")
     assert not heal.mends(ACTIONS["kill"], "a")
     assert not heal.mends(ACTIONS["throttle"], "a")
+
+
+def test_degradation_of_device_touches_incoming_links() -> None:
     assert Degrade(DegradePart(device="a", loss="1%")).touches(("b", "a"))

@@ -1,4 +1,4 @@
-"""Which faults a scenario cannot have."""
+"""Validation of the faults of a scenario."""
 
 from dataclasses import replace
 
@@ -13,15 +13,15 @@ from testbed.scenario.schema import Scenario
 from testbed.trace.metrics_spec import NOTHING, events_of
 
 
-def faults(*parts):
-    return [FaultPart.model_validate(part) for part in parts]
+def parse_faults(*keys):
+    return [FaultPart.model_validate(fault) for fault in keys]
 
 
 FLAP = {"between": ["a", "b"], "down": "1s", "up": "2s"}
 
 
-def test_targets_in_words():
-    parts = faults(
+def test_link_targets_are_formatted_as_text():
+    parts = parse_faults(
         {"degrade": {"between": ["a", "b"], "loss": "1%"}, "at": "1s"},
         {"degrade": {"from": "a", "to": "b", "loss": "1%"}, "at": "1s"},
         {"degrade": {"device": "c", "loss": "1%"}, "at": "1s"},
@@ -34,7 +34,8 @@ def test_targets_in_words():
     ]
 
 
-def script(*parts):
+def faults_in_context(*faults):
+    """Return the parsed faults of a scenario of three devices, without a link between b and c, and their context."""
     scenario = Scenario.model_validate(
         {
             "name": "x",
@@ -44,26 +45,23 @@ def script(*parts):
                 "method": {"name": "single"},
                 "steps": 5,
             },
-            "faults": list(parts),
+            "faults": list(faults),
             "time_limit": "60s",
         }
     )
-    links = {
-        ("a", "b"): Link(),
-        ("b", "a"): Link(),
-        ("a", "c"): Link(),
-        ("c", "a"): Link(),
-    }
+    pairs = [("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")]
+    links = {pair: Link() for pair in pairs}
     devices = tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc")
     return scenario.faults, FaultContext(devices, links, time_limit=60)
 
 
-def spans(device):
+def spans_of(device):
+    # Device b has no part in the plan.
     return {"forward", "backward"} if device == "a" else set()
 
 
 @pytest.mark.parametrize(
-    ("part", "key", "text"),
+    ("fault", "key", "message"),
     [
         ({"kill": "a", "after": "1s"}, "after", "the first fault has no predecessor"),
         ({"kill": "a", "at": "60s"}, "at", "time_limit"),
@@ -122,16 +120,18 @@ def spans(device):
         ),
     ],
 )
-def test_faults_that_cannot_be(part, key, text):
-    (problem,) = problems(*script(part), spans, events_of(NOTHING), batches=5)
+def test_invalid_fault_is_reported_with_its_key(fault, key, message):
+    (problem,) = problems(
+        *faults_in_context(fault), spans_of, events_of(NOTHING), batches=5
+    )
     assert ".".join(map(str, problem.key)) == f"faults.0.{key}"
-    assert text in problem.text
+    assert message in problem.text
 
 
 def test_join_before_departure_is_refused():
     (problem,) = problems(
-        *script({"join": "a", "at": "3s"}, {"kill": "a", "at": "5s"}),
-        spans,
+        *faults_in_context({"join": "a", "at": "3s"}, {"kill": "a", "at": "5s"}),
+        spans_of,
         events_of(NOTHING),
     )
     assert (problem.key, problem.text) == (
@@ -140,23 +140,20 @@ def test_join_before_departure_is_refused():
     )
 
 
-def test_a_fault_may_wait_for_an_event_that_the_method_declares():
+def test_trigger_accepts_event_defined_by_method():
     fault = {"kill": "a", "when": {"device": "a", "event": "lap", "batch": 1}}
-    (unknown,) = problems(*script(fault), spans, events_of(NOTHING))
-    assert "no device records an event 'lap'" in unknown.text
-    assert problems(*script(fault), spans, {"lap": ("batch",)}) == []
-    assert (
-        problems(
-            *script({"kill": "a", "when": {"device": "a", "begins": "x"}}),
-            lambda _: None,
-            {},
-        )
-        == []
-    )
+    (problem,) = problems(*faults_in_context(fault), spans_of, events_of(NOTHING))
+    assert "no device records an event 'lap'" in problem.text
+    assert problems(*faults_in_context(fault), spans_of, {"lap": ("batch",)}) == []
 
 
-def test_possible_faults_have_no_problems():
-    fine = script(
+def test_any_span_is_accepted_if_spans_of_device_are_unknown():
+    fault = {"kill": "a", "when": {"device": "a", "begins": "x"}}
+    assert problems(*faults_in_context(fault), lambda _: None, {}) == []
+
+
+def test_valid_faults_have_no_problems():
+    faults = faults_in_context(
         {
             "kill": "a",
             "when": {"device": "a", "begins": "forward", "batch": 4},
@@ -167,11 +164,11 @@ def test_possible_faults_have_no_problems():
         {"kill": "b", "when": {"device": "a", "event": "step", "batch": 1}},
         {"restart": "b", "after": "1s"},
     )
-    assert problems(*fine, spans, events_of(NOTHING), batches=5) == []
+    assert problems(*faults, spans_of, events_of(NOTHING), batches=5) == []
 
 
 @pytest.mark.parametrize(
-    ("part", "key", "said"),
+    ("fault", "key", "message"),
     [
         (
             {"flap": {**FLAP, "between": ["a", "c"]}},
@@ -201,7 +198,7 @@ def test_possible_faults_have_no_problems():
         ({"degrade": {"device": "a"}}, ("degrade",), "has no effect"),
     ],
 )
-def test_impossible_faults_of_links_and_speeds(part, key, said):
+def test_invalid_link_or_speed_fault_is_reported(fault, key, message):
     scenario = Scenario.model_validate(
         {
             "name": "small",
@@ -211,47 +208,52 @@ def test_impossible_faults_of_links_and_speeds(part, key, said):
                 "method": {"name": "single"},
                 "steps": 1,
             },
-            "faults": [{**part, "at": "1s"}],
+            "faults": [{**fault, "at": "1s"}],
         }
     )
     devices = tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc")
     link = Link(rate=1e6, delay=0.005)
     links = {("a", "b"): link, ("b", "a"): link}
-    (problem,) = problems(
-        scenario.faults, FaultContext(devices, links), lambda _: (), events_of(NOTHING)
-    )
+    context = FaultContext(devices, links)
+    (problem,) = problems(scenario.faults, context, lambda _: (), events_of(NOTHING))
     assert problem.key == ("faults", 0, *key)
-    assert said in problem.text
+    assert message in problem.text
 
 
-def test_an_obstruction_raises_the_exponent():
-    radio = Radio(Propagation(16, -82, 3.2, 46.68, 8), {}, None, 1)
-    _, setting = script()
-    for part, key, said in (
-        (
-            {"device": "a", "path_loss_exponent": 3.2},
-            ["path_loss_exponent"],
-            "must be above the radio's own exponent, 3.2",
-        ),
-        (
-            {"between": ["b", "c"], "path_loss_exponent": 6},
-            [],
-            "there is no link from 'b' to 'c' to obstruct",
-        ),
-    ):
-        with_radio = replace(setting, radio=radio)
-        (problem,) = problems(
-            faults({"obstruct": part, "at": "1s"}),
-            with_radio,
-            spans,
-            events_of(NOTHING),
-        )
-        assert problem.key == ("faults", 0, "obstruct", *key)
-        assert said in problem.text
+def obstruction_problem(obstruction):
+    """Return the only problem of an obstruction in a scenario with a radio."""
+    propagation = Propagation(
+        transmit_power=16,
+        sensitivity=-82,
+        path_loss_exponent=3.2,
+        reference_loss=46.68,
+        shadowing=8,
+    )
+    radio = Radio(propagation, {}, packets=None, seed=1)
+    _, context = faults_in_context()
+    (problem,) = problems(
+        parse_faults({"obstruct": obstruction, "at": "1s"}),
+        replace(context, radio=radio),
+        spans_of,
+        events_of(NOTHING),
+    )
+    return problem
 
 
-def test_names_of_the_new_faults_are_looked_at():
-    (flap, throttle) = faults(
+def test_obstruction_requires_exponent_above_that_of_radio():
+    problem = obstruction_problem({"device": "a", "path_loss_exponent": 3.2})
+    assert problem.key == ("faults", 0, "obstruct", "path_loss_exponent")
+    assert "must be above the radio's own exponent, 3.2" in problem.text
+
+
+def test_obstruction_requires_existing_link():
+    problem = obstruction_problem({"between": ["b", "c"], "path_loss_exponent": 6})
+    assert problem.key == ("faults", 0, "obstruct")
+    assert "there is no link from 'b' to 'c' to obstruct" in problem.text
+
+
+def test_devices_of_flap_and_throttle_are_listed():
+    (flap, throttle) = parse_faults(
         {"flap": {"from": "a", "to": "b", "down": "1s", "up": "1s"}, "at": 0},
         {"throttle": {"device": "c", "slowdown": 2}, "at": 0},
     )
@@ -260,7 +262,7 @@ def test_names_of_the_new_faults_are_looked_at():
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("fault", "message"),
     [
         (
             {"throttle": {"device": "a"}, "at": 0},
@@ -274,6 +276,6 @@ def test_names_of_the_new_faults_are_looked_at():
         ),
     ],
 )
-def test_shapes_of_the_new_faults(part, said):
-    with pytest.raises(ValueError, match=said):
-        faults(part)
+def test_malformed_flap_or_throttle_is_refused(fault, message):
+    with pytest.raises(ValueError, match=message):
+        parse_faults(fault)

@@ -1,38 +1,56 @@
-"""The script of faults, without any runtime."""
+"""The schedule of the faults of a scenario."""
 
 import pytest
 
 from testbed.faults.parts import FaultPart
 from testbed.faults.script import FaultScript
 
-
-def faults(*parts):
-    return [FaultPart.model_validate(part) for part in parts]
+FLAP = {"between": ["a", "b"], "down": "1s", "up": "2s"}
 
 
-def described(operations):
-    """Return (what is done, to what, when it is intended)."""
-    return [(name(each), each.action.target, each.intended) for each in operations]
+def make_script(*faults):
+    return FaultScript([FaultPart.model_validate(fault) for fault in faults])
 
 
-def name(operation):
-    return (
-        operation.action.name
-        if operation.phase == "strike"
-        else f"undo {operation.action.name}"
-    )
+def summarize(operations):
+    """Return (name, target, intended time) of each operation."""
+    summary = []
+    for operation in operations:
+        name = name_operation(operation)
+        summary.append((name, operation.action.target, operation.intended))
+    return summary
 
 
-def test_by_time_with_undo():
-    script = FaultScript(faults({"kill": "a", "at": "2s", "for": "3s"}))
+def name_operation(operation):
+    undo = "undo " if operation.phase == "undo" else ""
+    return undo + operation.action.name
+
+
+def run_script(script, until, latency=0.0):
+    """Report each operation as done at its intended time plus a latency; return (operation, intended time)."""
+    operations = []
+    deadline = script.next_deadline()
+    while deadline is not None and deadline <= until:
+        for operation in script.due(deadline):
+            # Times are sums of decimal fractions, which binary floats round.
+            intended = round(operation.intended, 9)
+            operations.append((name_operation(operation), intended))
+            script.done(operation, operation.intended + latency)
+        deadline = script.next_deadline()
+    return operations
+
+
+def test_duration_counts_from_actual_time_of_fault():
+    script = make_script({"kill": "a", "at": "2s", "for": "3s"})
     assert script.next_deadline() == 2
     assert script.due(1.9) == []
     (operation,) = script.due(2.5)
-    assert described([operation]) == [("kill", "a", 2.0)]
+    assert summarize([operation]) == [("kill", "a", 2.0)]
     assert script.next_deadline() is None
+    # The kill took effect 0.6 s late, and so will its end.
     script.done(operation, 2.6)
     (undo,) = script.due(6)
-    assert described([undo]) == [("undo kill", "a", 5.6)]
+    assert summarize([undo]) == [("undo kill", "a", 5.6)]
     assert undo.events() == [
         ("fault", {"action": "kill", "target": "a", "phase": "undo", "intended": 5.6})
     ]
@@ -41,36 +59,32 @@ def test_by_time_with_undo():
     assert script.next_deadline() is None
 
 
-def test_equal_instants_keep_the_order_of_the_file():
-    script = FaultScript(
-        faults(
-            {"pause": "b", "at": "1s"},
-            {"kill": "a", "at": "1s"},
-            {"kill": "c", "at": "0"},
-        )
+def test_simultaneous_faults_keep_order_of_file():
+    script = make_script(
+        {"pause": "b", "at": "1s"},
+        {"kill": "a", "at": "1s"},
+        {"kill": "c", "at": "0"},
     )
-    assert described(script.due(1)) == [
+    assert summarize(script.due(1)) == [
         ("kill", "c", 0.0),
         ("pause", "b", 1.0),
         ("kill", "a", 1.0),
     ]
 
 
-def test_undo_comes_before_a_later_fault_at_the_same_instant():
-    script = FaultScript(
-        faults({"pause": "b", "at": "1s", "for": "1s"}, {"kill": "b", "at": "2s"})
+def test_undo_precedes_later_fault_of_file_at_same_time():
+    script = make_script(
+        {"pause": "b", "at": "1s", "for": "1s"}, {"kill": "b", "at": "2s"}
     )
     script.done(script.due(1)[0], 1.0)
-    assert described(script.due(2)) == [("undo pause", "b", 2.0), ("kill", "b", 2.0)]
+    assert summarize(script.due(2)) == [("undo pause", "b", 2.0), ("kill", "b", 2.0)]
 
 
-def test_after_counts_from_when_the_one_before_took_effect():
-    script = FaultScript(
-        faults(
-            {"kill": "a", "when": {"device": "a", "begins": "backward", "batch": 2}},
-            {"restart": "a", "after": "3s"},
-            {"kill": "b", "after": "1s"},
-        )
+def test_after_counts_from_actual_time_of_previous_fault():
+    script = make_script(
+        {"kill": "a", "when": {"device": "a", "begins": "backward", "batch": 2}},
+        {"restart": "a", "after": "3s"},
+        {"kill": "b", "after": "1s"},
     )
     assert script.next_deadline() is None
     (operation,) = script.observe(
@@ -78,7 +92,7 @@ def test_after_counts_from_when_the_one_before_took_effect():
     )
     script.done(operation, 7.25)
     (second,) = script.due(20)
-    assert described([second]) == [("restart", "a", 10.25)]
+    assert summarize([second]) == [("restart", "a", 10.25)]
     script.done(second, 11.0)
     assert script.next_deadline() == 12.0
 
@@ -106,8 +120,8 @@ def test_after_counts_from_when_the_one_before_took_effect():
         ({"event": "step", "batch": 3}, "step", {"step": 2}, False),
     ],
 )
-def test_triggers(trigger, event, fields, fires):
-    script = FaultScript(faults({"kill": "b", "when": {"device": "a", **trigger}}))
+def test_trigger_fires_once_on_matching_event(trigger, event, fields, fires):
+    script = make_script({"kill": "b", "when": {"device": "a", **trigger}})
     assert script.watched == {"a"}
     assert script.observe(1.0, "b", event, fields) == []
     assert bool(script.observe(1.0, "a", event, fields)) == fires
@@ -115,51 +129,41 @@ def test_triggers(trigger, event, fields, fires):
     assert script.watched == (frozenset() if fires else {"a"})
 
 
-def play(script, until, late=0.0):
-    """Let a script operation as soon as things are due, each so much late; return (operation, intended)."""
-    done = []
-    while (deadline := script.next_deadline()) is not None and deadline <= until:
-        for operation in script.due(deadline):
-            done.append((name(operation), round(operation.intended, 9)))
-            script.done(operation, operation.intended + late)
-    return done
-
-
-FLAP = {"between": ["a", "b"], "down": "1s", "up": "2s"}
-
-
-def test_flap_goes_down_and_up_so_often():
-    script = FaultScript(
-        faults(
-            {"flap": {**FLAP, "times": 2}, "at": "5s"}, {"kill": "a", "after": "100s"}
-        )
+def test_flap_repeats_given_number_of_times():
+    script = make_script(
+        {"flap": {**FLAP, "times": 2}, "at": "5s"}, {"kill": "a", "after": "100s"}
     )
     turns = [("flap", 5), ("undo flap", 6), ("flap", 8), ("undo flap", 9)]
-    assert play(script, 1000) == [*turns, ("kill", 105)]
+    assert run_script(script, until=1000) == [*turns, ("kill", 105)]
 
 
-def test_flap_does_not_drift():
-    script = FaultScript(faults({"flap": {**FLAP, "times": 100}, "at": 0}))
-    turns = play(script, 1000, late=0.125)
+def test_late_flap_turns_do_not_delay_later_turns():
+    script = make_script({"flap": {**FLAP, "times": 100}, "at": 0})
+    turns = run_script(script, until=1000, latency=0.125)
     assert turns[0] == ("flap", 0)
+    # Turns count from the actual time of the first strike: its latency appears once, not a hundred times.
     assert turns[-1] == ("undo flap", 0.125 + 99 * 3 + 1)
 
 
-def test_flap_ends_with_the_links_up():
-    script = FaultScript(faults({"flap": FLAP, "at": 0, "for": "3.5s"}))
-    assert play(script, 1000) == [
+def test_flap_is_undone_at_end_of_duration():
+    script = make_script({"flap": FLAP, "at": 0, "for": "3.5s"})
+    assert run_script(script, until=1000) == [
         ("flap", 0),
         ("undo flap", 1),
         ("flap", 3),
         ("undo flap", 3.5),
     ]
-    without_end = FaultScript(faults({"flap": FLAP, "at": 0}))
-    assert len(play(without_end, 3000)) == 2001
 
 
-def test_heal_ends_a_flap():
-    script = FaultScript(faults({"flap": FLAP, "at": 0}, {"heal": "all", "at": "3.5s"}))
-    assert play(script, 1000) == [
+def test_flap_without_duration_repeats_until_end_of_run():
+    script = make_script({"flap": FLAP, "at": 0})
+    # 1,000 cycles of three seconds have two operations each; the strike at 3000 s follows.
+    assert len(run_script(script, until=3000)) == 2001
+
+
+def test_heal_cancels_remaining_turns_of_flap():
+    script = make_script({"flap": FLAP, "at": 0}, {"heal": "all", "at": "3.5s"})
+    assert run_script(script, until=1000) == [
         ("flap", 0),
         ("undo flap", 1),
         ("flap", 3),
@@ -167,33 +171,32 @@ def test_heal_ends_a_flap():
     ]
 
 
-def test_throttle_is_undone_by_its_handle():
-    script = FaultScript(
-        faults({"throttle": {"device": "a", "slowdown": 4}, "at": "1s", "for": "2s"})
+def test_throttle_is_undone_after_its_duration():
+    script = make_script(
+        {"throttle": {"device": "a", "slowdown": 4}, "at": "1s", "for": "2s"}
     )
-    assert play(script, 10) == [("throttle", 1), ("undo throttle", 3)]
+    assert run_script(script, until=10) == [("throttle", 1), ("undo throttle", 3)]
 
 
-def test_link_down_during_heal_comes_up_at_once():
-    script = FaultScript(faults({"flap": FLAP, "at": 0}, {"heal": "all", "at": "3s"}))
-    (first,) = script.due(0)
-    script.done(first, 0)
-    (up,) = script.due(1)
-    script.done(up, 1)
-    again, heal = script.due(3)
+def test_flap_striking_during_heal_is_undone_at_once():
+    script = make_script({"flap": FLAP, "at": 0}, {"heal": "all", "at": "3s"})
+    (first_strike,) = script.due(0)
+    script.done(first_strike, 0)
+    (first_undo,) = script.due(1)
+    script.done(first_undo, 1)
+    second_strike, heal = script.due(3)
+    # Both operations run at the same time, and the strike finishes last.
     script.done(heal, 3.1)
-    script.done(again, 3.2)
-    assert described(script.due(10)) == [("undo flap", "a <-> b", 3.2)]
+    script.done(second_strike, 3.2)
+    assert summarize(script.due(10)) == [("undo flap", "a <-> b", 3.2)]
     assert script.next_deadline() is None
 
 
-def test_pending_and_running_operations_may_start_a_device() -> None:
-    script = FaultScript(
-        faults(
-            {"kill": "a", "at": "1s"},
-            {"restart": "a", "at": "3s"},
-            {"kill": "b", "at": "4s"},
-        )
+def test_device_may_start_while_restart_is_pending_or_running() -> None:
+    script = make_script(
+        {"kill": "a", "at": "1s"},
+        {"restart": "a", "at": "3s"},
+        {"kill": "b", "at": "4s"},
     )
     (kill,) = script.due(1)
     script.done(kill, 1)
@@ -205,12 +208,10 @@ def test_pending_and_running_operations_may_start_a_device() -> None:
     assert not script.may_start("b")
 
 
-def test_the_end_of_a_kill_starts_its_device_and_the_end_of_a_pause_does_not() -> None:
-    script = FaultScript(
-        faults(
-            {"kill": "a", "at": "1s", "for": "2s"},
-            {"pause": "b", "at": "1s", "for": "2s"},
-        )
+def test_device_may_start_at_end_of_kill_but_not_of_pause() -> None:
+    script = make_script(
+        {"kill": "a", "at": "1s", "for": "2s"},
+        {"pause": "b", "at": "1s", "for": "2s"},
     )
     assert script.may_start("a")
     for operation in script.due(1):

@@ -1,4 +1,4 @@
-"""Traces: their files, what is wrong with them, and their replay on a schedule."""
+"""Link traces: files, validation and schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
-from testbed.faults.conditions import StateDiff, SystemState
+from testbed.faults.conditions import FaultContext, StateDiff, SystemState
+from testbed.faults.parts import problems
 from testbed.faults.script import Change, TraceScript, traced_links
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
@@ -27,35 +28,45 @@ trace: changes.csv
 """
 
 
-def written(tmp_path, trace: str):
+def load_scenario_with_trace(tmp_path, trace: str):
     file = tmp_path / "traced.yaml"
     file.write_text(SCENARIO)
     (tmp_path / "changes.csv").write_text(trace)
     return load(file)
 
 
-def refusal(tmp_path, trace: str) -> str:
-    with pytest.raises(InputError) as caught:
-        trials(written(tmp_path, trace))
-    return str(caught.value).replace(str(tmp_path), "")
+def dump_scenario(scenario):
+    return scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def test_every_kind_of_line():
+def scenario_tree(devices, **keys):
+    """Return the keys of a scenario that need not be in a file."""
+    workload = {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1}
+    return {
+        "name": "x",
+        "devices": dict.fromkeys(devices, {}),
+        "workload": workload,
+        **keys,
+    }
+
+
+def test_link_line_is_parsed():
     change = parse("12.5,link a->b rate,10mbit")
     assert (change.time, change.pairs, change.link.rate) == (12.5, (("a", "b"),), 10e6)
-    assert parse(" 500ms , link a <-> b delay , 40ms ").pairs == (
-        ("a", "b"),
-        ("b", "a"),
-    )
+    both_directions = parse(" 500ms , link a <-> b delay , 40ms ")
+    assert both_directions.pairs == (("a", "b"), ("b", "a"))
     assert parse("1.5e+03,link a->b rate,10mbit").time == 1500
     assert parse('1,"link a->b distribution",uniform').link.distribution == "uniform"
     assert parse("0,link a->b limit,100").link.limit == 100
+
+
+def test_device_line_is_parsed():
     assert parse("13,device a speed,200mflops").speed.speed == 200e6
     assert parse("13,device raspberry-1 slowdown,4").speed.slowdown == 4
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("1,link a->b rate", "has 2 values: a line must be time,what,value"),
         ("1,link a->b,rate,10mbit", "has 4 values"),
@@ -83,8 +94,8 @@ def test_every_kind_of_line():
         ("", "has 0 values"),
     ],
 )
-def test_invalid_lines_are_refused(line, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_invalid_line_is_refused(line, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         parse(line)
 
 
@@ -92,15 +103,15 @@ def test_invalid_lines_are_refused(line, said):
     st.text(max_size=60)
     | st.builds("{},link {}->{} {},{}".format, *[st.text(max_size=8)] * 5)
 )
-def test_no_line_does_more_than_being_refused(line):
+def test_parsing_random_line_raises_nothing_but_value_error(line):
     try:
         assert isinstance(parse(line), Change)
     except ValueError as error:
-        assert str(error)  # noqa: PT017 - most lines are refused, a few are right
+        assert str(error)  # noqa: PT017 - most random lines are refused, a few are valid
 
 
-def test_file_with_comments_and_a_header(tmp_path):
-    scenario = written(
+def test_comments_header_and_empty_lines_are_skipped(tmp_path):
+    scenario = load_scenario_with_trace(
         tmp_path,
         "# measured in a car\ntime,what,value\n\n1,link a->b rate,1mbit\n2,device b slowdown,2\n",
     )
@@ -109,30 +120,27 @@ def test_file_with_comments_and_a_header(tmp_path):
     assert [change.time for change in trial.experiment.changes] == [1, 2]
 
 
-def test_resolved_scenario_needs_no_file(tmp_path):
-    scenario = written(tmp_path, "1,link a->b rate,1mbit\n")
-    dumped = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
-    assert (
-        trials(validate(dumped, Source("elsewhere.yaml")))[0].experiment.changes
-        == trials(scenario)[0].experiment.changes
-    )
+def test_dumped_scenario_contains_trace(tmp_path):
+    scenario = load_scenario_with_trace(tmp_path, "1,link a->b rate,1mbit\n")
+    # The file changes.csv does not exist relative to the other source.
+    copy = validate(dump_scenario(scenario), Source("elsewhere.yaml"))
+    (trial,) = trials(scenario)
+    (trial_of_copy,) = trials(copy)
+    assert trial_of_copy.experiment.changes == trial.experiment.changes
 
 
-def test_sweep_over_traces(tmp_path):
+def test_sweep_accepts_trace_file_and_empty_trace(tmp_path):
     (tmp_path / "slow.csv").write_text("1,link a->b rate,1mbit\n")
-    scenario = written(tmp_path, "0,device a slowdown,2\n")
-    tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True) | {
-        "sweep": {"trace": ["slow.csv", []]}
-    }
-    runs = trials(validate(tree, scenario.source))
-    assert [[change.what for change in run.experiment.changes] for run in runs] == [
-        ["link a->b rate"],
-        [],
-    ]
+    scenario = load_scenario_with_trace(tmp_path, "0,device a slowdown,2\n")
+    tree = dump_scenario(scenario) | {"sweep": {"trace": ["slow.csv", []]}}
+    slow, unchanged = trials(validate(tree, scenario.source))
+    (change,) = slow.experiment.changes
+    assert change.what == "link a->b rate"
+    assert not unchanged.experiment.changes
 
 
 @pytest.mark.parametrize(
-    ("trace", "said"),
+    ("trace", "message"),
     [
         (
             "#\n1,link a->b rtae,1mbit\n",
@@ -165,16 +173,19 @@ def test_sweep_over_traces(tmp_path):
         ),
         ("1,device a slowdown,1e7\n", "must be at most 1e+06"),
         ("time,what,value\n", "/changes.csv: holds no entries"),
+        # The first ten of several errors are reported, and the others counted.
         ("1,2,3,4\n" * 50, "/changes.csv:10: trace.9: has 4 values"),
         ("1,2,3,4\n" * 50, "; and 40 more like these"),
         ("1,device a slowdown,2\n" * 10_001, "has 10001 entries, more than 10000"),
     ],
 )
-def test_traces_that_cannot_be(tmp_path, trace, said):
-    assert said in refusal(tmp_path, trace)
+def test_invalid_trace_is_refused_with_position(tmp_path, trace, message):
+    with pytest.raises(InputError) as error:
+        trials(load_scenario_with_trace(tmp_path, trace))
+    assert message in str(error.value).replace(str(tmp_path), "")
 
 
-def test_missing_trace_file_is_located_in_the_scenario(tmp_path):
+def test_unreadable_trace_file_is_reported_at_its_key(tmp_path):
     file = tmp_path / "traced.yaml"
     file.write_text(SCENARIO)
     with pytest.raises(
@@ -187,52 +198,34 @@ def test_missing_trace_file_is_located_in_the_scenario(tmp_path):
         load(file)
 
 
-def test_malformed_trace_is_refused():
-    tree = {
-        "name": "x",
-        "devices": {"a": {}},
-        "workload": {"model": {"name": "mlp"}, "method": {"name": "single"}},
-    }
-    tree["workload"]["steps"] = 1
+def test_trace_of_wrong_type_is_refused():
+    tree = scenario_tree("a", trace=[{"at": 1}])
     with pytest.raises(
         InputError,
         match="trace: is neither the name of a CSV file nor a list of its lines",
     ):
-        validate({**tree, "trace": [{"at": 1}]}, Source("x.yaml"))
+        validate(tree, Source("x.yaml"))
 
 
 def test_degradation_is_checked_against_traced_links():
-    from testbed.faults.conditions import FaultContext
-    from testbed.faults.parts import problems
-
-    tree = {
-        "name": "x",
-        "devices": {"a": {}, "b": {}},
-        "network": {"link": {"delay": "50ms"}},
-        "workload": {
-            "model": {"name": "mlp"},
-            "method": {"name": "single"},
-            "steps": 1,
-        },
-        "trace": ["5,link b->a delay,2ms"],
-        "faults": [{"degrade": {"between": ["a", "b"], "jitter": "10ms"}, "at": "1s"}],
-    }
-    scenario = validate(tree, Source("x.yaml"))
-    found = trials(scenario)[0].experiment
-    traced = [
-        (pair, link) for _, pair, link in traced_links(found.links, found.changes, "a")
-    ]
-    (problem,) = problems(
-        scenario.faults,
-        FaultContext(found.devices, found.links, traced),
-        lambda _: (),
-        {},
+    tree = scenario_tree(
+        "ab",
+        network={"link": {"delay": "50ms"}},
+        trace=["5,link b->a delay,2ms"],
+        faults=[{"degrade": {"between": ["a", "b"], "jitter": "10ms"}, "at": "1s"}],
     )
+    scenario = validate(tree, Source("x.yaml"))
+    (trial,) = trials(scenario)
+    experiment = trial.experiment
+    links_after_changes = traced_links(experiment.links, experiment.changes, "a")
+    traced = [(pair, link) for _, pair, link in links_after_changes]
+    context = FaultContext(experiment.devices, experiment.links, traced)
+    (problem,) = problems(scenario.faults, context, lambda _: (), {})
     assert problem.key == ("faults", 0, "degrade", "jitter")
     assert "a jitter of 10ms is above the delay of 2ms" in problem.text
 
 
-def test_script_keeps_to_its_schedule():
+def test_script_returns_changes_when_due():
     script = TraceScript(
         [
             parse("1,device a slowdown,2"),
@@ -252,19 +245,18 @@ def test_script_keeps_to_its_schedule():
     assert not script.due(999)
 
 
-def test_changes_of_links_and_speeds():
+def test_change_overrides_link_property_or_speed():
     before = SystemState.of(
         [DeviceSpec("a", 1e9, 1e9)], {("a", "b"): Link(1e6), ("b", "a"): Link(1e6)}
     )
-    both = parse("1,link a<->b delay,40ms").apply(before)
-    assert both.diff_since(before) == StateDiff(
-        links=dict.fromkeys([("a", "b"), ("b", "a")], Link(1e6, 0.04))
-    )
+    delayed = parse("1,link a<->b delay,40ms").apply(before)
+    new_links = dict.fromkeys([("a", "b"), ("b", "a")], Link(1e6, 0.04))
+    assert delayed.diff_since(before) == StateDiff(links=new_links)
     slow = parse("1,device a speed,100mflops").apply(before)
     assert slow.diff_since(before) == StateDiff(speeds={"a": 0.1})
 
 
-def test_all_but_bursts_may_change():
+def test_trace_may_change_every_link_property_except_bursts():
     assert {*LINK_KEYS, "bursts"} == {
         "rate",
         "delay",
