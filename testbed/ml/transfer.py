@@ -24,7 +24,7 @@ from testbed.ml.training.schema import NamedPart
 from testbed.wire.message import Message
 
 Precision = Literal["f32", "f16", "bf16", "int8", "int8-channel"]
-HOW = (
+ENCODING_HELP = (
     "f32, f16, bf16, int8 with one scale for each tensor, or int8-channel with one for each output channel of a weight "
     "and each sample of an activation"
 )
@@ -71,29 +71,31 @@ class OwnPart(NamedPart):
         return self
 
 
-Way = Precision | OwnPart
+Encoding = Precision | OwnPart
 """Encoding of tensors of one kind."""
 
 
 class CrossingPart(ConfigModel):
     """Encoding of activations and gradients between parts of the model."""
 
-    activations: Way = Field("f32", description=HOW)
-    gradients: Way = Field("f32", description=f"of activations: {HOW}")
+    activations: Encoding = Field("f32", description=ENCODING_HELP)
+    gradients: Encoding = Field("f32", description=f"of activations: {ENCODING_HELP}")
 
 
-class RoundsPart(CrossingPart):
+class RoundEncodingPart(CrossingPart):
     """Encoding of messages between devices and their server."""
 
-    weights: Way = Field("f32", description=f"from the server: {HOW}")
-    updates: Way | LargestPart = Field(
+    weights: Encoding = Field("f32", description=f"from the server: {ENCODING_HELP}")
+    updates: Encoding | LargestPart = Field(
         "f32",
-        description=f"to the server: {HOW}; or `{{top_k: 1%}}`. Unless it is f32, what travels is what training has "
-        "changed",
+        description=(
+            f"to the server: {ENCODING_HELP}; or `{{top_k: 1%}}`. Unless it is f32, the "
+            "changes by training are sent instead of the weights"
+        ),
     )
 
 
-AS_IT_IS = RoundsPart()
+UNENCODED = RoundEncodingPart()
 """Messages without lossy encoding."""
 
 Parts = Mapping[str, "torch.Tensor"]
@@ -220,11 +222,11 @@ class _Own:
 
 
 def make_codec(
-    how: Way | LargestPart, codes: Mapping[str, Code] = _NO_CODES
+    how: Encoding | LargestPart, codes: Mapping[str, Code] = _NO_CODES
 ) -> Codec | None:
     """Return the codec of an encoding; None for plain float32.
 
-    ``codes`` has the text of files by `NamedPart.title`. Raises `InputError` for a file without such a class.
+    ``codes`` are the files of user-defined codecs, by `NamedPart.title`. Raises `InputError` if the class is missing.
 
     >>> int8 = make_codec("int8")
     >>> int8.unpack(int8.pack(torch.tensor([0.0, 127.0, -127.0])))
@@ -245,7 +247,7 @@ def make_codec(
     return casts.get(how)
 
 
-def encoded_share(how: Way | LargestPart) -> float:
+def encoded_share(how: Encoding | LargestPart) -> float:
     """Return the approximate encoded bytes per byte of float32.
 
     >>> encoded_share("f16"), encoded_share(LargestPart(top_k="1%"))
@@ -273,7 +275,7 @@ class TensorCodec:
 
 
 def make_codecs(
-    codes: Mapping[str, Code], **kinds: Way | LargestPart
+    codes: Mapping[str, Code], **kinds: Encoding | LargestPart
 ) -> dict[str, TensorCodec]:
     """Return the codecs of messages by kind, without unencoded kinds.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from testbed.common.seeds import deriving
+from testbed.common.seeds import make_deriver
 from testbed.network.link import Link, least_rate
 from testbed.wire.cast import with_gaps
 from testbed.wire.message import Message
@@ -17,7 +17,7 @@ _DRAWS = float(1 << 63)
 
 @lru_cache(10_000)
 def _seeded_draws(seed: int, sender: str, receiver: str) -> Callable[[str | int], int]:
-    return deriving(seed, "cast", sender, receiver)
+    return make_deriver(seed, "cast", sender, receiver)
 
 
 def broadcast_rate(links: Iterable[Link], *limits: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Latency of inference requests and its composition."""
+"""Metrics of inference requests, and their rows in the report."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from testbed.wire.framing import wire_bytes
 def _answered_requests(record: RunView) -> tuple[list[float], list[float], int]:
     """Return the times of answers and their latencies, in seconds, and the number of failed requests.
 
-    The final result of each request counts: a coordinator that restarts repeats all requests. User
-    programs may ask on several devices; each counts its own requests.
+    A coordinator that restarts repeats all its requests, so only the last answer or failure of a request is used. In
+    user programs, several devices may send requests, and a request's number is unique only within its device.
     """
-    ends = record.events.of("request", "failed")
-    # Two passes with a mark for each event: a long run has millions of requests, and their values stay on disk.
-    last = {}
-    for index, (device, request) in enumerate(ends.rows("device", "request")):
-        last[device, request] = index
-    is_final = bytearray(len(ends))
-    for index in last.values():
-        is_final[index] = 1
+    # The event `request` is recorded when the answer arrives.
+    outcomes = record.events.of("request", "failed")
+    # Two passes, so that times and latencies of repeated requests are never read into memory.
+    last_index = {}
+    for index, (device, request) in enumerate(outcomes.rows("device", "request")):
+        last_index[device, request] = index
+    is_last = bytearray(len(outcomes))
+    for index in last_index.values():
+        is_last[index] = 1
     times, latencies, failed = [], [], 0
-    rows = ends.rows("event", "time", "latency")
-    for event, time, latency in compress(rows, is_final):
+    rows = outcomes.rows("event", "time", "latency")
+    for event, time, latency in compress(rows, is_last):
         if event == "request":
             times.append(time)
             latencies.append(float(latency))
@@ -57,18 +58,19 @@ def _request_windows(record: RunView) -> list[Interval]:
 
 
 def _whole_window(record: RunView) -> Interval | None:
-    """Return the time from the first request to the last answer; None where nothing was answered."""
+    """Return the interval from the start of the first request to the last answer; None without answers."""
     windows = record.cached(_request_windows)
     if not windows:
         return None
     first = min(begin for begin, _ in windows)
-    return (first, max(end for _, end in windows))
+    last = max(end for _, end in windows)
+    return (first, last)
 
 
-def _of_latencies(
+def _latency_metric(
     compute: Callable[[list[float]], float],
 ) -> Callable[[RunView], float | None]:
-    """Wrap a metric of all latencies to return None without answers."""
+    """Make a metric from a function of all latencies; the metric is None if no request was answered."""
 
     def compute_metric(record: RunView) -> float | None:
         latencies = record.cached(_request_latencies)
@@ -81,13 +83,16 @@ def _per_second(record: RunView) -> float | None:
     latencies = record.cached(_request_latencies)
     if not latencies:
         return None
-    return len(latencies) / record.end if record.end > 0 else 0.0
+    if record.end <= 0:
+        return 0.0
+    # The duration of the whole run, as the metric's description says.
+    return len(latencies) / record.end
 
 
 def _count_objects(record: RunView) -> int | None:
     counts = {}
     for event in record.of("objects"):
-        # A request that is asked again counts once.
+        # Only coordinators record objects. A repeated request counts once.
         sample = (event.fields["request"], event.fields["sample"])
         counts[sample] = len(event.fields["boxes"])
     if not counts or not record.cached(_request_latencies):
@@ -97,7 +102,9 @@ def _count_objects(record: RunView) -> int | None:
 
 def _count_failed(record: RunView) -> int | None:
     times, _, failed = record.cached(_answered_requests)
-    return failed if times or failed else None
+    if not times and not failed:
+        return None
+    return failed
 
 
 def _path_times(record: RunView) -> list[PathTime]:
@@ -108,56 +115,72 @@ def _path_times(record: RunView) -> list[PathTime]:
     return [paths.spent(record.plan.coordinator, window) for window in windows]
 
 
-def busiest(events: Sequence[Event], experiment: Experiment, window: Interval) -> float:
-    """Return the busy seconds of the busiest processor or link for the work of a window.
+def busiest_seconds(
+    events: Sequence[Event], experiment: Experiment, window: Interval
+) -> float:
+    """Return for how many seconds the busiest processor or link was busy within an interval.
 
-    A link, and a device's access to the network, is busy for bytes / rate, at the rates of the scenario; messages that
-    arrived within the window count. Channels shared by several devices are left out.
+    A message occupies its link, the sender's uplink and the receiver's downlink for bytes / rate, at the rates of the
+    scenario. Messages that arrived within the interval count. Channels that several devices share are left out,
+    because the events do not tell which transmissions overlapped.
     """
     computing: dict[str, array[float]] = defaultdict(lambda: array("d"))
-    carried: dict[tuple[str, ...], float] = defaultdict(float)
+    transmitting: dict[tuple[str, ...], float] = defaultdict(float)
     uplinks = {spec.name: spec.uplink or inf for spec in experiment.devices}
     downlinks = {spec.name: spec.downlink or inf for spec in experiment.devices}
     log = EventLog.made_of(events)
     computations = log.of("compute")
     for device, start, duration in computations.rows("device", "start", "duration"):
+        # Alternately starts and ends.
         computing[device].extend((start, start + duration))
     arrivals = log.of("receive").within(*window)
-    for device, peer, content, cast in arrivals.rows("device", "peer", "bytes", "cast"):
+    rows = arrivals.rows("device", "peer", "bytes", "cast")
+    for receiver, sender, content_bytes, cast_number in rows:
         # Other devices share the channel of a broadcast.
-        if cast:
+        if cast_number:
             continue
-        size = wire_bytes(content)
-        link = experiment.links.get((peer, device))
+        size = wire_bytes(content_bytes)
+        link = experiment.links.get((sender, receiver))
         if link is not None:
-            carried["link", peer, device] += link.transmission_time(size)
-        carried["up", peer] += 8 * size / uplinks[peer]
-        carried["down", device] += 8 * size / downlinks[device]
-    busy = [0.0, *carried.values()]
+            transmitting["link", sender, receiver] += link.transmission_time(size)
+        transmitting["up", sender] += 8 * size / uplinks[sender]
+        transmitting["down", receiver] += 8 * size / downlinks[receiver]
+    busy = list(transmitting.values())
     for spec in experiment.devices:
         work = np.frombuffer(computing[spec.name]).reshape(-1, 2)
         busy.append(length(clip(work, *window)) / spec.processors)
     return max(busy)
 
 
-def _over_predicted(record: RunView) -> float | None:
-    whole, predicted = record.cached(_whole_window), record.plan.step_time
-    if whole is None or not predicted:
+def _measured_to_predicted(record: RunView) -> float | None:
+    window = record.cached(_whole_window)
+    # In inference, the step of a plan is a request.
+    predicted = record.plan.step_time
+    if window is None or not predicted:
         return None
-    return (whole[1] - whole[0]) / len(record.cached(_request_windows)) / predicted
+    start, end = window
+    interval = (end - start) / len(record.cached(_request_windows))
+    return interval / predicted
 
 
-def _over_bound(record: RunView) -> float | None:
-    whole = record.cached(_whole_window)
-    # No order of the work lets all requests together take less time than the busiest processor or link.
-    needed = busiest(record.events, record.experiment, whole) if whole else 0.0
-    return (whole[1] - whole[0]) / needed if whole and needed else None
+def _duration_to_bound(record: RunView) -> float | None:
+    window = record.cached(_whole_window)
+    if window is None:
+        return None
+    # However the work is scheduled, it cannot finish before the busiest processor or link has done its share.
+    bound = busiest_seconds(record.events, record.experiment, window)
+    if not bound:
+        return None
+    start, end = window
+    return (end - start) / bound
 
 
-def _mean_spent(part: Callable[[PathTime], float]) -> Callable[[RunView], float | None]:
+def _mean_path_time(
+    select: Callable[[PathTime], float],
+) -> Callable[[RunView], float | None]:
     def compute_metric(record: RunView) -> float | None:
         times = record.cached(_path_times)
-        return fmean(map(part, times)) if times else None
+        return fmean(map(select, times)) if times else None
 
     return compute_metric
 
@@ -167,13 +190,13 @@ METRICS = (
         "requests",
         "number",
         "completed inference requests",
-        _of_latencies(len),
+        _latency_metric(len),
         compared=True,
     ),
     Metric(
         "requests_per_second",
         "number",
-        "completed requests divided by the duration",
+        "completed requests divided by the duration of the run",
         _per_second,
         compared=True,
     ),
@@ -187,47 +210,47 @@ METRICS = (
         "latency",
         "seconds",
         "median latency of a request",
-        _of_latencies(median),
+        _latency_metric(median),
         brief=True,
         compared=True,
     ),
     Metric(
-        "latency_mean", "seconds", "mean latency of a request", _of_latencies(fmean)
+        "latency_mean", "seconds", "mean latency of a request", _latency_metric(fmean)
     ),
     Metric(
         "latency_p95",
         "seconds",
         "95th percentile of the latency",
-        _of_latencies(lambda latencies: float(np.percentile(latencies, 95))),
+        _latency_metric(lambda latencies: float(np.percentile(latencies, 95))),
         compared=True,
     ),
     Metric(
         "latency_p99",
         "seconds",
         "99th percentile of the latency",
-        _of_latencies(lambda latencies: float(np.percentile(latencies, 99))),
+        _latency_metric(lambda latencies: float(np.percentile(latencies, 99))),
     ),
     Metric(
-        "latency_max", "seconds", "maximum latency of a request", _of_latencies(max)
+        "latency_max", "seconds", "maximum latency of a request", _latency_metric(max)
     ),
     Metric("requests_failed", "number", "requests that failed", _count_failed),
     Metric(
         "path_compute",
         "seconds",
         "mean computing time on the critical path of a request",
-        _mean_spent(lambda spent: spent.computing),
+        _mean_path_time(lambda path: path.computing),
     ),
     Metric(
         "path_network",
         "seconds",
         "mean message time on the critical path of a request",
-        _mean_spent(lambda spent: spent.messaging),
+        _mean_path_time(lambda path: path.messaging),
     ),
     Metric(
         "over_predicted",
         "number",
         "interval between results, divided by the predicted interval",
-        _over_predicted,
+        _measured_to_predicted,
     ),
     Metric(
         "over_bound",
@@ -236,7 +259,7 @@ METRICS = (
             "time of all requests divided by the busy time of the busiest processor "
             "or link; at least 1"
         ),
-        _over_bound,
+        _duration_to_bound,
     ),
 )
 
@@ -245,7 +268,7 @@ def _has_model(metrics: Metrics) -> bool:
     """Return whether some device holds units of a model."""
     if "requests" not in metrics:
         return False
-    # The first unit of each piece and the one after its last: those of a program are equal.
+    # The field lists start and stop of each assignment, which are equal for a user program, since it holds no units.
     rows = metrics["devices"].values()
     return any(len(set(row.get("units", ()))) > 1 for row in rows)
 
@@ -259,7 +282,7 @@ def _weights_note(metrics: Metrics) -> str:
         return "drawn from the seed: the answers are meaningless"
     if metrics["status"] == "finished":
         return "read from this file"
-    return "given to begin with; the run did not finish"
+    return "named by the scenario; the run did not finish"
 
 
 def _requests_note(metrics: Metrics) -> str:
@@ -277,7 +300,7 @@ ROWS = (
     Row(
         "Path",
         "{path_compute}",
-        "of what a request waited for was computing, {path_network} messages; mean",
+        "of computing on the critical path of a request, and {path_network} of messages; means",
         when=_has_model,
     ),
     Row(

@@ -18,7 +18,7 @@ from testbed.ml.method import PlanningProblem
 from testbed.ml.models.chain import Unit
 from testbed.ml.rounds.estimate import Choice, PairProfile
 from testbed.ml.rounds.method import Hooks, SplitMethod
-from testbed.ml.rounds.options import SPLIT, GroupOptions, SplitPoints
+from testbed.ml.rounds.options import SPLIT_HELP, GroupOptions, SplitPoints
 from testbed.ml.rounds.planner import Choices, Participants, RoundDetails, split_plan
 from testbed.plan import Plan
 
@@ -34,7 +34,7 @@ class PipeLearnOptions(GroupOptions):
         "parallel": "parallel_batches",
         "split": "split_point",
     }
-    split_point: SplitPoints = Field("best", description=SPLIT)
+    split_point: SplitPoints = Field("best", description=SPLIT_HELP)
     parallel_batches: Literal["best"] | int | dict[str, int] = Field(
         "best",
         description="parallel batch number N, the mini-batches of an iteration that are in flight at once: one number "

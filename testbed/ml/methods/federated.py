@@ -9,7 +9,12 @@ from pydantic import Field
 
 from testbed.ml.method import PlanningProblem
 from testbed.ml.rounds.method import Hooks, RoundMethod, SplitMethod
-from testbed.ml.rounds.options import SPLIT, GroupOptions, SplitPoints, TransferOptions
+from testbed.ml.rounds.options import (
+    SPLIT_HELP,
+    GroupOptions,
+    SplitPoints,
+    TransferOptions,
+)
 from testbed.ml.rounds.planner import Participants, RoundDetails, split_plan
 from testbed.plan import Plan
 
@@ -34,7 +39,7 @@ class SplitLearningOptions(TransferOptions):
     """Options of `SplitLearning`."""
 
     former_keys: ClassVar[Mapping[str, str]] = {"split": "split_point"}
-    split_point: SplitPoints = Field("best", description=SPLIT)
+    split_point: SplitPoints = Field("best", description=SPLIT_HELP)
 
 
 class SplitLearning(SplitMethod[SplitLearningOptions]):
@@ -70,7 +75,7 @@ class SplitFederatedOptions(GroupOptions):
     """Options of `SplitFederated`."""
 
     former_keys: ClassVar[Mapping[str, str]] = {"split": "split_point"}
-    split_point: SplitPoints = Field("best", description=SPLIT)
+    split_point: SplitPoints = Field("best", description=SPLIT_HELP)
 
 
 class SplitFederated(SplitMethod[SplitFederatedOptions]):

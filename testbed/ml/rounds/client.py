@@ -28,7 +28,7 @@ from testbed.ml.rounds.messages import (
     split_extra,
     with_extra,
 )
-from testbed.ml.rounds.options import Length
+from testbed.ml.rounds.options import RoundLength
 from testbed.ml.rounds.stacked import Stack
 from testbed.ml.transfer import Codec
 from testbed.wire.message import Message
@@ -191,7 +191,7 @@ class LocalTraining:
     """Trains a device's layers on its samples, one round at a time, from given weights."""
 
     share: LocalDataset
-    length: Length
+    length: RoundLength
     layers: Layers
     train_local: TrainLocal = train_whole
     sent: Sent = send_weights

@@ -26,7 +26,7 @@ from testbed.ml.layers import costs
 from testbed.ml.models.chain import Model, Unit, backward_of, forward_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.training.config import TrainingConfig
-from testbed.ml.transfer import AS_IT_IS, RoundsPart, encoded_share
+from testbed.ml.transfer import UNENCODED, RoundEncodingPart, encoded_share
 from testbed.network.link import Link
 from testbed.wire.message import size_around
 
@@ -114,7 +114,7 @@ class PairProfile:
     """From the device to the server."""
     down: Link
     """From the server to the device."""
-    transfer: RoundsPart = AS_IT_IS
+    transfer: RoundEncodingPart = UNENCODED
     """Encoding of messages."""
 
     @property
@@ -262,7 +262,7 @@ def make_profile(
     server: tuple[LayerTimes, ...],
     up: Link,
     down: Link,
-    encoding: RoundsPart = AS_IT_IS,
+    encoding: RoundEncodingPart = UNENCODED,
     *,
     frozen_travels: bool = False,
 ) -> PairProfile:

@@ -1,4 +1,4 @@
-"""Options of methods training in rounds, and the resulting length of rounds."""
+"""Options of methods that train in rounds, and the number of iterations of a round."""
 
 from __future__ import annotations
 
@@ -13,64 +13,80 @@ from pydantic import Field
 from testbed.common.quantities import Duration, Fraction
 from testbed.common.usercode import Code
 from testbed.ml.method import Options, StepsOrTime
-from testbed.ml.transfer import AS_IT_IS, HOW, RoundsPart, TensorCodec, Way, make_codecs
+from testbed.ml.transfer import (
+    ENCODING_HELP,
+    UNENCODED,
+    Encoding,
+    RoundEncodingPart,
+    TensorCodec,
+    make_codecs,
+)
 
 
 class RoundOptions(Options):
-    """Options of every method in rounds: when the server merges models, and how long it waits for devices."""
+    """Options of every method that trains in rounds: the length of a round, and the wait for late devices."""
 
     local_epochs: int | None = Field(
         None,
         ge=1,
-        description="epochs of a device in a round, if the workload has epochs; default: 1",
+        description=(
+            "epochs that a device trains in a round, if the workload has epochs; "
+            "default: 1"
+        ),
     )
     local_steps: int | None = Field(
         None,
         ge=1,
         description=(
-            "iterations of a device in a round, if the workload has steps; default: 1"
+            "iterations that a device trains in a round, if the workload has steps; "
+            "default: 1"
         ),
     )
     round_deadline: Duration | None = Field(
         None,
         description=(
-            "time after which a round ends without late devices; default: 10 s, or "
-            "three times the planned time plus the measured overhead if this is "
-            "longer"
+            "time after which a round ends without late devices; default: three times "
+            "the planned time of a round, plus the measured overhead, but at least 10 s"
         ),
     )
     evaluate_every: StepsOrTime = Field(
-        1, description="interval between evaluations, in rounds or time"
+        1, description="interval between evaluations: a number of rounds, or a time"
     )
 
 
 class TransferOptions(RoundOptions):
-    """Round options with the encoding of messages."""
+    """Options of methods with a server, whose messages can be encoded."""
 
-    transfer: RoundsPart = Field(
-        RoundsPart(), description="encoding of messages between devices and server"
+    transfer: RoundEncodingPart = Field(
+        RoundEncodingPart(),
+        description="encoding of messages between devices and server",
     )
 
 
 class PeerOptions(RoundOptions):
-    """Rounds without a server, whose devices send each other messages of the kind ``weights``."""
+    """Options of methods without a server: devices send messages of the kind ``weights`` to each other."""
 
-    transfer: Way = Field("f32", description=f"how weights travel: {HOW}")
+    transfer: Encoding = Field(
+        "f32", description=f"encoding of weights: {ENCODING_HELP}"
+    )
 
     def codecs(self, codes: Mapping[str, Code]) -> dict[str, TensorCodec]:
-        """Return the codecs of the messages; ``codes`` as in `PlanningProblem.codes`."""
+        """Return the codecs of the messages; ``codes`` are `PlanningProblem.codes`, the files of user-defined codecs."""
         return make_codecs(codes, weights=self.transfer)
 
 
-def transfer_of(options: RoundOptions) -> RoundsPart:
-    """Return the encoding of messages that the options ask for; no encoding for methods without the option."""
+def transfer_of(options: RoundOptions) -> RoundEncodingPart:
+    """Return the encoding of messages between devices and a server.
+
+    Without a server nothing is encoded by these options; see `PeerOptions.codecs`.
+    """
     if isinstance(options, TransferOptions):
         return options.transfer
-    return AS_IT_IS
+    return UNENCODED
 
 
 class GroupOptions(TransferOptions):
-    """Rounds of several devices at once."""
+    """Options of methods that draw some of the devices for each round."""
 
     fraction: Fraction = Field(
         1.0,
@@ -80,36 +96,39 @@ class GroupOptions(TransferOptions):
         json_schema_extra={"default": "100%"},
     )
     min_devices: int = Field(
-        1, ge=1, description="minimum updates of a round; a round waits for them"
+        1, ge=1, description="number of updates without which a round does not end"
     )
 
     def choose(
         self, number: int, present: Sequence[str], draw: random.Random
     ) -> Sequence[str]:
-        """Draw a fraction of the present devices, at least one; a hook `testbed.ml.rounds.rounds.Choose`."""
-        wanted = round(self.fraction * len(present))
-        count = max(1, self.min_devices, wanted)
+        """Draw a fraction of the present devices, but at least `min_devices`.
+
+        The hook `testbed.ml.rounds.rounds.Choose` passes the ``number`` of the round as well.
+        """
+        share = round(self.fraction * len(present))
+        count = max(1, self.min_devices, share)
         if count >= len(present):
             return present
         return draw.sample(present, count)
 
 
 SplitPoints = Literal["best"] | int | dict[str, int]
-"""One number for all devices, or one for each device by name; best: chosen by the planner."""
+"""Number of layers that devices train: one number for all, or one for each by name; best: chosen by the planner."""
 
-SPLIT = (
-    "the layers that a device trains, the first P: one number for all, or `{device: P}`; best: the shortest epoch by "
-    "the stage graph"
+SPLIT_HELP = (
+    "number P of layers, from the first, that a device trains: one P for all, or `{device: P}`; best: the P with the "
+    "shortest predicted epoch"
 )
 
 
 @dataclass(frozen=True)
-class Length:
+class RoundLength:
     """Length of a device's rounds in epochs or iterations, and of all rounds together."""
 
-    epochs: bool
-    """Whether the two numbers count epochs; otherwise they count iterations."""
-    each: int
+    counts_epochs: bool
+    """Whether both numbers count epochs; otherwise they count iterations."""
+    per_round: int
     """Epochs or iterations of a round."""
     total: int
     """Epochs or iterations of all rounds."""
@@ -118,23 +137,23 @@ class Length:
     def rounds(self) -> int:
         """Number of rounds of the workload.
 
-        >>> Length(epochs=True, each=2, total=3).rounds
+        >>> RoundLength(counts_epochs=True, per_round=2, total=3).rounds
         2
         """
-        return math.ceil(self.total / self.each)
+        return math.ceil(self.total / self.per_round)
 
     def iterations(self, number: int, per_epoch: int) -> range:
         """Return the iterations of a round, counted from 0 through all rounds; the last round may be shorter.
 
-        A device training beyond the last round, because others are slower, has further rounds of full length.
+        A fast device may train beyond the last round while the server waits for others; these rounds have full length.
 
-        >>> Length(epochs=True, each=2, total=3).iterations(number=1, per_epoch=10)
+        >>> RoundLength(counts_epochs=True, per_round=2, total=3).iterations(number=1, per_epoch=10)
         range(20, 30)
         """
-        first = number * self.each
-        last = first + self.each
+        start = number * self.per_round
+        stop = start + self.per_round
         if number < self.rounds:
-            last = min(last, self.total)
-        # Both ends count epochs or iterations, as the length does.
-        iterations_each = per_epoch if self.epochs else 1
-        return range(first * iterations_each, last * iterations_each)
+            stop = min(stop, self.total)
+        if self.counts_epochs:
+            return range(start * per_epoch, stop * per_epoch)
+        return range(start, stop)

@@ -30,7 +30,12 @@ from testbed.ml.rounds.estimate import (
     mini_batch,
     shortest_epoch,
 )
-from testbed.ml.rounds.options import Length, RoundOptions, SplitPoints, transfer_of
+from testbed.ml.rounds.options import (
+    RoundLength,
+    RoundOptions,
+    SplitPoints,
+    transfer_of,
+)
 from testbed.ml.transfer import encoded_share
 from testbed.network.link import Link
 from testbed.plan import Assignment, Plan, PlanDetails
@@ -103,16 +108,20 @@ class Participants:
         return tuple(device.name for device in self.devices)
 
     @cached_property
-    def length(self) -> Length:
+    def length(self) -> RoundLength:
         """Length of a device's rounds and of the workload, in the unit of the workload: epochs or steps."""
         workload = self.problem.workload
         options = self.problem.options
         if workload.epochs is not None:
             local_epochs = options.local_epochs or 1
-            return Length(epochs=True, each=local_epochs, total=workload.epochs)
+            return RoundLength(
+                counts_epochs=True, per_round=local_epochs, total=workload.epochs
+            )
         assert workload.steps is not None
         local_steps = options.local_steps or 1
-        return Length(epochs=False, each=local_steps, total=workload.steps)
+        return RoundLength(
+            counts_epochs=False, per_round=local_steps, total=workload.steps
+        )
 
     def check(self) -> None:
         """Raise `InputError` for unsuitable devices, links or options."""

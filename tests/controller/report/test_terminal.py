@@ -307,7 +307,7 @@ def test_an_inference_says_what_it_waited_for_and_what_failed(tmp_path: Path) ->
     assert (
         "Predicted 900 ms a request, by the plan; measured over predicted: 1.1" in text
     )
-    assert "of what a request waited for was computing" in text
+    assert "of computing on the critical path of a request" in text
     assert "Memory 6 MB at most, on a: 4 MB weights, 2 MB activations" in text
 
 

@@ -17,7 +17,7 @@ from testbed.trace.events import TESTBED, Event, link_fields
 from testbed.trace.outcome import Outcome
 from testbed.trace.pace import busiest_share
 from testbed.trace.record import RunView
-from testbed.trace.requests import busiest
+from testbed.trace.requests import busiest_seconds
 from testbed.wire.framing import WINDOW, wire_bytes
 
 RATE = 1e6
@@ -262,7 +262,10 @@ def test_a_device_is_as_busy_as_its_processors_together() -> None:
         ),
     ]
     one, two = experiment(), experiment(processors=2)
-    assert (busiest(events, one, (0.0, 4.0)), busiest(events, two, (0.0, 4.0))) == (
+    assert (
+        busiest_seconds(events, one, (0.0, 4.0)),
+        busiest_seconds(events, two, (0.0, 4.0)),
+    ) == (
         4.0,
         2.0,
     )
