@@ -1,4 +1,4 @@
-"""What chance does to simulated messages, against times computed by hand and figures of probability."""
+"""Random effects of links on messages, against times computed by hand and probabilities."""
 
 from statistics import fmean, pstdev
 
@@ -9,132 +9,149 @@ from testbed.network.link import GilbertElliott, Link
 from testbed.simulation.crossing import PACKET, Crossing, make_crossing
 from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Window
 from testbed.wire.message import Message
-from tests.helpers.worlds import events_of, first_message_bytes, idle, make_world
+from tests.helpers.worlds import events_of, idle, make_world
+from tests.testbed.simulation.observations import transmission_time
 
 
-def sending(count: int, padding: int = 0):
-    async def lead(device: Device):
+def send_sequentially(count: int, padding: int = 0):
+    async def program(device: Device):
         for _ in range(count):
             await device.send("b", Message("m", padding=padding))
 
-    return lead
+    return program
 
 
 def latencies(link: Link, count: int, padding: int = 0) -> list[float]:
-    """Return by how much each message arrived later than its first byte could leave."""
-    run = make_world({"lead": sending(count, padding), "b": idle}, link=link)
-    run.run()
-    sent = [event["start"] + event["queued"] for event in events_of(run, "send")]
-    return [
-        event["time"] - start
-        for event, start in zip(events_of(run, "receive"), sent, strict=True)
-    ]
-
-
-def cross(way: Crossing, packets: int, spacing: float, round_trip: float) -> float:
-    """Return by how much a message over a new connection is late, no acknowledgement being lost."""
-    return way.draw_message(
-        packets * PACKET, spacing, round_trip, Window(), lambda: False
-    )[2]
-
-
-def test_link_without_chance_has_no_processes():
-    assert (
-        make_crossing(
-            Link(rate=1e6, delay=1, duplicate=0.5, message_loss=0.5, limit=5), "seed"
-        )
-        is None
+    """Return the seconds from the departure of each message's first byte until its arrival."""
+    world = make_world(
+        {"lead": send_sequentially(count, padding), "b": idle}, link=link
     )
+    world.run()
+    seconds = []
+    for sent, received in zip(
+        events_of(world, "send"), events_of(world, "receive"), strict=True
+    ):
+        departure = sent["start"] + sent["queued"]
+        seconds.append(received["time"] - departure)
+    return seconds
+
+
+def draw_lateness(
+    crossing: Crossing, packets: int, spacing: float, round_trip: float
+) -> float:
+    """Return the lateness of a message over a new connection that loses no acknowledgement."""
+    _, _, lateness = crossing.draw_message(
+        packets * PACKET, spacing, round_trip, Window(), lambda: False
+    )
+    return lateness
+
+
+def test_link_without_random_effects_on_time_needs_no_crossing():
+    link = Link(rate=1e6, delay=1, duplicate=0.5, message_loss=0.5, limit=5)
+    assert make_crossing(link, "seed") is None
+    # A link that loses everything is interrupted, not random.
     assert make_crossing(Link(loss=1.0), "seed") is None
 
 
-def test_jitter_of_lone_packets_is_the_link_s():
-    drawn = latencies(Link(delay=0.1, jitter=0.02), 3000)
-    assert fmean(drawn) == pytest.approx(0.1, rel=0.02)
-    assert pstdev(drawn) == pytest.approx(0.02, rel=0.05)
+def test_latency_of_single_packets_has_jitter_of_link():
+    seconds = latencies(Link(delay=0.1, jitter=0.02), 3000)
+    assert fmean(seconds) == pytest.approx(0.1, rel=0.02)
+    assert pstdev(seconds) == pytest.approx(0.02, rel=0.05)
 
 
-def test_message_waits_for_the_latest_of_its_packets():
-    # Of 100 uniform delays at once the largest is on average 99/101 of the way from the least to the most.
-    way = Crossing(Link(delay=0.1, jitter=0.01, distribution="uniform"), "seed")
-    lags = [cross(way, 100, 0.0, 0.2) for _ in range(300)]
-    assert fmean(lags) == pytest.approx(0.01 * 3**0.5 * (99 / 101), rel=0.01)
-    # Packets that leave a whole jitter apart come in order: the last one alone decides.
-    lags = [cross(way, 100, 1.0, 0.2) for _ in range(3000)]
-    assert fmean(lags) == pytest.approx(0, abs=0.001)
+def test_message_arrives_with_latest_of_simultaneous_packets():
+    # The maximum of 100 uniform delays is on average 99/101 of the way from the lowest to the highest value, and a
+    # uniform distribution with a standard deviation of 0.01 s extends sqrt(3) times as far to either side.
+    crossing = Crossing(Link(delay=0.1, jitter=0.01, distribution="uniform"), "seed")
+    lateness = [draw_lateness(crossing, 100, 0.0, 0.2) for _ in range(300)]
+    assert fmean(lateness) == pytest.approx(0.01 * 3**0.5 * (99 / 101), rel=0.01)
 
 
-def test_reordered_packet_skips_the_delay():
-    drawn = latencies(Link(delay=0.1, reorder=0.25), 2000)
-    skipped = [each for each in drawn if each < 0.05]
-    assert max(skipped) < 1e-9
-    assert [each for each in drawn if each > 0.05] == pytest.approx(
-        [0.1] * (2000 - len(skipped))
-    )
-    assert len(skipped) / 2000 == pytest.approx(0.25, abs=0.03)
-    assert min(
-        latencies(Link(delay=0.1, reorder=0.25), 200, padding=40_000)
-    ) == pytest.approx(0.1)
+def test_last_packet_decides_arrival_of_widely_spaced_packets():
+    # Packets that leave farther apart than the jitter arrive in order.
+    crossing = Crossing(Link(delay=0.1, jitter=0.01, distribution="uniform"), "seed")
+    lateness = [draw_lateness(crossing, 100, 1.0, 0.2) for _ in range(3000)]
+    assert fmean(lateness) == pytest.approx(0, abs=0.001)
 
 
-def test_corruption_is_loss():
-    late = [
-        each for each in latencies(Link(delay=0.01, corrupt=0.2), 1000) if each > 0.1
-    ]
-    assert len(late) == pytest.approx(200, abs=50)
-    assert min(late) == pytest.approx(0.01 + 0.02 + RETRANSMISSION_TIMEOUT)
+def test_reordered_packet_skips_delay():
+    count = 2000
+    seconds = latencies(Link(delay=0.1, reorder=0.25), count)
+    immediate = [latency for latency in seconds if latency < 0.05]
+    delayed = [latency for latency in seconds if latency > 0.05]
+    assert max(immediate) < 1e-9
+    assert delayed == pytest.approx([0.1] * (count - len(immediate)))
+    assert len(immediate) / count == pytest.approx(0.25, abs=0.03)
 
 
-def test_bursts_affect_retransmissions():
+def test_message_of_many_packets_waits_for_packets_that_are_not_reordered():
+    seconds = latencies(Link(delay=0.1, reorder=0.25), 200, padding=40_000)
+    assert min(seconds) == pytest.approx(0.1)
+
+
+def test_corrupted_packet_counts_as_lost():
+    seconds = latencies(Link(delay=0.01, corrupt=0.2), 1000)
+    repeated = [latency for latency in seconds if latency > 0.1]
+    assert len(repeated) == pytest.approx(1000 * 0.2, abs=50)
+    # The time-out begins with the packet and exceeds the round trip of 0.02 s by a constant.
+    assert min(repeated) == pytest.approx(0.01 + 0.02 + RETRANSMISSION_TIMEOUT)
+
+
+def test_loss_bursts_delay_messages_more_than_independent_loss():
     bursts = GilbertElliott(p=0.02, r=0.1)
-    way = Crossing(Link(bursts=bursts), "seed")
-    fates = [way.draw_loss() for _ in range(100_000)]
-    assert fmean(fates) == pytest.approx(bursts.loss, rel=0.1)
-    bursty = Crossing(Link(delay=0.01, bursts=bursts), "seed")
-    plain = Crossing(Link(delay=0.01, loss=bursts.loss), "seed")
-    repeats = [
-        fmean(cross(way, 1, 0.0, 0.02) for _ in range(5000)) for way in (bursty, plain)
-    ]
-    assert repeats[0] > 3 * repeats[1]
+    losses = Crossing(Link(bursts=bursts), "seed")
+    assert fmean(losses.draw_loss() for _ in range(100_000)) == pytest.approx(
+        bursts.loss, rel=0.1
+    )
+
+    def mean_lateness(link):
+        crossing = Crossing(link, "seed")
+        return fmean(draw_lateness(crossing, 1, 0.0, 0.02) for _ in range(5000))
+
+    # Within a burst the retransmissions are lost as well, and the time-out doubles each time.
+    with_bursts = mean_lateness(Link(delay=0.01, bursts=bursts))
+    independent = mean_lateness(Link(delay=0.01, loss=bursts.loss))
+    assert with_bursts > 3 * independent
 
 
-def test_bytes_sent_again_take_their_time_on_the_link():
-    run = make_world(
-        {"lead": sending(1, 400_000), "b": idle},
+def test_retransmitted_bytes_take_time_on_link():
+    world = make_world(
+        {"lead": send_sequentially(1, 400_000), "b": idle},
         link=Link(rate=8e6, delay=0.01, loss=0.3),
     )
-    run.run()
-    (received,) = events_of(run, "receive")
-    clean = first_message_bytes(run, "m") * 8 / 8e6
-    assert received["time"] > clean / 0.7 * 0.9
+    world.run()
+    (received,) = events_of(world, "receive")
+    # Each byte is sent 1 / (1 - 0.3) times on average; a tenth of tolerance for chance.
+    assert received["time"] > transmission_time(world, "m") / 0.7 * 0.9
 
 
-def test_duplicates_change_nothing():
-    assert latencies(Link(rate=8e6, delay=0.1, duplicate=0.5), 50) == latencies(
-        Link(rate=8e6, delay=0.1), 50
-    )
+def test_duplicated_packets_do_not_change_latency():
+    plain = latencies(Link(rate=8e6, delay=0.1), 50)
+    assert latencies(Link(rate=8e6, delay=0.1, duplicate=0.5), 50) == plain
 
 
-def test_chance_depends_on_the_seed_and_on_how_often_the_link_has_changed():
+def test_latencies_are_reproducible():
     link = Link(delay=0.1, jitter=0.05)
     assert latencies(link, 50) == latencies(link, 50)
-    run = make_world(
-        {"lead": sending(40), "b": idle},
-        link=link,
+
+
+def test_messages_arrive_while_jittery_link_changes():
+    world = make_world(
+        {"lead": send_sequentially(40), "b": idle},
+        link=Link(delay=0.1, jitter=0.05),
         trace=[
             "2,link lead<->b jitter,50ms",
             "2,link lead<->b rate,1gbit",
             "4,link lead<->b rate,2gbit",
         ],
     )
-    run.run()
-    drawn = [event["time"] - event["start"] for event in events_of(run, "receive")]
-    assert len(drawn) == 40
+    world.run()
+    assert len(events_of(world, "receive")) == 40
 
 
-def test_time_out_of_a_lost_answer_doubles_with_its_round_trip(monkeypatch):
-    way = Crossing(Link(loss=0.5), "0")
-    fates = iter([True, True, False])
-    monkeypatch.setattr(way, "draw_loss", lambda: next(fates))
+def test_timeout_of_lost_acknowledgement_doubles_including_round_trip(monkeypatch):
+    crossing = Crossing(Link(loss=0.5), "0")
+    losses = iter([True, True, False])
+    monkeypatch.setattr(crossing, "draw_loss", lambda: next(losses))
     first = 0.1 + RETRANSMISSION_TIMEOUT
-    assert way.draw_answer(0.1) == pytest.approx(first + 2 * first)
+    assert crossing.draw_answer(0.1) == pytest.approx(first + 2 * first)

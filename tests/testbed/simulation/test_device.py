@@ -1,4 +1,4 @@
-"""Whole programs on the virtual clock."""
+"""Devices on the virtual clock: messages, processors, listeners and failing programs."""
 
 import asyncio
 
@@ -8,210 +8,216 @@ from testbed.device import Cost, Device, Span
 from testbed.simulation.event_queue import EmptySchedule
 from testbed.simulation.world import ProgramError
 from testbed.wire.message import Message
-from tests.helpers.worlds import events_of, first_message_bytes, make_world
+from tests.helpers.worlds import LINK, events_of, make_world
+from tests.testbed.simulation.observations import times_of, transmission_time
+
+TWO_PROCESSORS = {"lead": {"processors": 2}}
 
 
-def test_message_takes_transmission_delay_and_acknowledgement():
-    seen = {}
+async def receive_once(device: Device):
+    await device.receive()
 
-    async def source(device: Device):
+
+def test_message_takes_transmission_and_delay_and_acknowledgement_another_delay():
+    observed = {}
+
+    async def send_one(device: Device):
         await device.send("sink", Message("x", padding=999))
-        seen["acknowledged"] = device.now()
+        observed["acknowledged"] = device.now()
 
-    async def sink(device: Device):
+    async def receive_one(device: Device):
         message = await device.receive()
-        seen["arrived"], seen["sender"] = device.now(), message.sender
+        observed["arrived"] = device.now()
+        observed["sender"] = message.sender
 
-    run = make_world({"source": source, "sink": sink})
-    run.run()
-    assert 1000 < events_of(run, "receive")[0]["bytes"] < 1200
-    transmission = first_message_bytes(run, "x") * 8 / 8e6
-    assert seen["arrived"] == pytest.approx(transmission + 0.01, abs=1e-12)
-    assert seen["acknowledged"] == pytest.approx(transmission + 0.02, abs=1e-12)
-    assert seen["sender"] == "source"
+    world = make_world({"source": send_one, "sink": receive_one})
+    world.run()
+    assert 1000 < events_of(world, "receive")[0]["bytes"] < 1200
+    arrival = transmission_time(world, "x") + LINK.delay
+    assert observed["arrived"] == pytest.approx(arrival, abs=1e-12)
+    assert observed["acknowledged"] == pytest.approx(arrival + LINK.delay, abs=1e-12)
+    assert observed["sender"] == "source"
 
 
-def test_a_message_is_being_received_from_its_first_byte_to_its_last():
-    seen = []
+def poll_receiving(count: int, answers: list):
+    """Return a program that asks every 0.1 s whether a message from the sink is being received."""
 
-    async def source(device: Device):
-        for _ in range(12):
+    async def program(device: Device):
+        for _ in range(count):
             await device.sleep(0.1)
-            seen.append(device.receives("sink"))
+            answers.append(device.receives("sink"))
 
-    async def sink(device: Device):
+    return program
+
+
+def test_message_is_being_received_from_first_to_last_byte():
+    answers = []
+
+    async def send_late(device: Device):
         await device.sleep(0.145)
         await device.send("source", Message("x", padding=800_000))
 
-    run = make_world({"source": source, "sink": sink})
-    run.run()
-    assert seen == [False, *[True] * 8, *[False] * 3]
+    world = make_world({"source": poll_receiving(12, answers), "sink": send_late})
+    world.run()
+    # The message takes 0.8 s, from 0.155 to about 0.96 s.
+    assert answers == [False, *[True] * 8, *[False] * 3]
 
 
-def test_nothing_is_received_from_a_device_that_died_while_it_sent():
-    seen = []
+def test_message_of_killed_sender_is_no_longer_being_received():
+    answers = []
 
-    async def source(device: Device):
-        for _ in range(5):
-            await device.sleep(0.1)
-            seen.append(device.receives("sink"))
-
-    async def sink(device: Device):
+    async def send_immediately(device: Device):
         await device.send("source", Message("x", padding=800_000))
 
     make_world(
-        {"source": source, "sink": sink}, faults=[{"kill": "sink", "at": "250ms"}]
+        {"source": poll_receiving(5, answers), "sink": send_immediately},
+        faults=[{"kill": "sink", "at": "250ms"}],
     ).run()
-    assert seen == [True, True, False, False, False]
+    assert answers == [True, True, False, False, False]
 
 
-def test_processor_is_serial():
-    ends = []
+def test_single_processor_computes_one_task_at_a_time():
+    results = []
 
-    async def lead(device: Device):
-        async def work(i):
-            ends.append(
-                (
-                    await device.compute(lambda: i, Cost(1e6), Span("w", batch=i)),
-                    device.now(),
-                )
+    async def compute_three(device: Device):
+        async def compute_one(number):
+            value = await device.compute(
+                lambda: number, Cost(1e6), Span("w", batch=number)
             )
+            results.append((value, device.now()))
 
-        await asyncio.gather(*(work(i) for i in range(3)))
+        await asyncio.gather(*(compute_one(number) for number in range(3)))
 
-    make_world({"lead": lead}).run()
-    assert ends == [(0, 1.0), (1, 2.0), (2, 3.0)]
+    make_world({"lead": compute_three}).run()
+    assert results == [(0, 1.0), (1, 2.0), (2, 3.0)]
 
 
-def test_several_processors_begin_work_in_its_order_and_compute_at_once():
+def test_two_processors_start_tasks_in_order_and_compute_concurrently():
     ends = []
 
-    async def lead(device: Device):
-        async def work(i, flops):
-            await device.compute(lambda: None, Cost(flops), Span("w", batch=i))
-            ends.append((i, device.now()))
+    async def compute_four(device: Device):
+        async def compute_one(number, flops):
+            await device.compute(lambda: None, Cost(flops), Span("w", batch=number))
+            ends.append((number, device.now()))
 
-        await asyncio.gather(
-            *(work(i, flops) for i, flops in enumerate((2e6, 1e6, 2e6, 1e6)))
-        )
+        works = enumerate((2e6, 1e6, 2e6, 1e6))
+        await asyncio.gather(*(compute_one(number, flops) for number, flops in works))
 
-    make_world({"lead": lead}, access={"lead": {"processors": 2}}).run()
+    make_world({"lead": compute_four}, access=TWO_PROCESSORS).run()
+    # Task 2 begins at 1 s on the processor of task 1, task 3 at 2 s on that of task 0.
     assert ends == [(1, 1.0), (0, 2.0), (2, 3.0), (3, 3.0)]
 
 
-def test_a_pause_and_a_throttle_hit_all_processors():
+def test_pause_and_throttle_affect_all_processors():
     ends = []
 
-    async def lead(device: Device):
-        async def work(i):
-            await device.compute(lambda: None, Cost(4e6), Span("w", batch=i))
+    async def compute_two(device: Device):
+        async def compute_one(number):
+            await device.compute(lambda: None, Cost(4e6), Span("w", batch=number))
             ends.append(device.now())
 
-        await asyncio.gather(*(work(i) for i in range(2)))
+        await asyncio.gather(compute_one(0), compute_one(1))
 
     faults = [
         {"pause": "lead", "at": "1s", "for": "1s"},
         {"throttle": {"device": "lead", "slowdown": 2}, "at": "3s"},
     ]
-    make_world({"lead": lead}, access={"lead": {"processors": 2}}, faults=faults).run()
-    # A second of work, a pause, another second, and the two that are left at half the speed.
+    make_world({"lead": compute_two}, access=TWO_PROCESSORS, faults=faults).run()
+    # 1 s of work, 1 s of pause, 1 s of work, and the remaining 2 s at half the speed.
     assert ends == [7.0, 7.0]
 
 
-def test_a_message_may_come_in_the_instant_in_which_its_receiver_is_cancelled():
-    seen = []
+def test_message_delivered_at_instant_of_cancelled_receive_is_kept():
+    kinds = []
 
-    async def lead(device):
+    async def cancel_and_receive_again(device):
         receiving = asyncio.ensure_future(device.receive())
         await device.sleep(1)
         receiving.cancel()
         device.deliver(Message("x"), 1, device.now(), 0.0)
         with pytest.raises(asyncio.CancelledError):
             await receiving
-        seen.append((await device.receive()).kind)
+        message = await device.receive()
+        kinds.append(message.kind)
 
-    make_world({"lead": lead}).run()
-    assert seen == ["x"]
+    make_world({"lead": cancel_and_receive_again}).run()
+    assert kinds == ["x"]
 
 
-def test_deadlock_is_named():
-    async def waits(device: Device):
-        await device.receive()
-
-    run = make_world({"a": waits, "b": waits})
+def test_deadlock_error_describes_waits_of_all_devices():
+    world = make_world({"a": receive_once, "b": receive_once})
     with pytest.raises(EmptySchedule):
-        run.run()
-    assert "a waits for a message; b waits for a message" in run.describe_waits()
+        world.run()
+    assert "a waits for a message; b waits for a message" in world.describe_waits()
 
 
-def test_program_error_keeps_its_cause():
-    async def lead(device: Device):
-        await device.receive()
-
-    async def fails(device: Device):
+def test_program_error_preserves_cause_and_is_recorded():
+    async def fail_later(device: Device):
         await device.sleep(1)
         raise KeyError("lost")
 
-    run = make_world({"lead": lead, "b": fails})
-    with pytest.raises(ProgramError) as caught:
-        run.run()
-    assert isinstance(caught.value.__cause__, KeyError)
-    failed = [
+    world = make_world({"lead": receive_once, "b": fail_later})
+    with pytest.raises(ProgramError) as raised:
+        world.run()
+    assert isinstance(raised.value.__cause__, KeyError)
+    errors = [
         event["error"]
-        for event in events_of(run, "state", "b")
+        for event in events_of(world, "state", "b")
         if event["state"] == "failed"
     ]
-    assert failed == ["KeyError: 'lost'"]
+    assert errors == ["KeyError: 'lost'"]
 
 
-def test_tasks_of_many_devices_hash_apart_and_alike_in_each_run() -> None:
-    def hashes() -> list[int]:
-        found: list[int] = []
+def test_hashes_of_tasks_are_distinct_and_reproducible() -> None:
+    # Hashes determine the order of sets of tasks, which must not depend on addresses in memory.
+    def hashes_of_run() -> list[int]:
+        hashes: list[int] = []
 
-        async def program(device) -> None:
+        async def create_three_tasks(device) -> None:
             async with asyncio.TaskGroup() as group:
                 for _ in range(3):
-                    found.append(hash(group.create_task(device.sleep(1.0))))
+                    hashes.append(hash(group.create_task(device.sleep(1.0))))
 
-        make_world({f"device{number}": program for number in range(50)}).run()
-        return found
+        make_world({f"device{n}": create_three_tasks for n in range(50)}).run()
+        return hashes
 
-    assert len(set(hashes())) == 150
-    assert hashes() == hashes()
+    assert len(set(hashes_of_run())) == 50 * 3
+    assert hashes_of_run() == hashes_of_run()
 
 
-def test_listener_receives_earlier_and_arriving_messages():
-    heard = []
+def test_listener_receives_queued_and_later_messages():
+    received = []
 
-    async def source(device: Device):
+    async def send_three(device: Device):
         for number in range(3):
             await device.send("sink", Message("x", {"number": number}))
             await device.sleep(0.1)
 
-    async def sink(device: Device):
+    async def listen_late(device: Device):
+        # The first message arrives before the listener is registered.
         await device.sleep(0.05)
         await device.listen(
-            lambda message: heard.append((message["number"], device.now()))
+            lambda message: received.append((message["number"], device.now()))
         )
 
-    run = make_world({"source": source, "sink": sink})
-    run.run()
-    arrivals = [event.time for event in run.events if event.event == "receive"]
-    assert heard == [(0, 0.05), (1, arrivals[1]), (2, arrivals[2])]
+    world = make_world({"source": send_three, "sink": listen_late})
+    world.run()
+    arrivals = times_of(world, "receive")
+    assert received == [(0, 0.05), (1, arrivals[1]), (2, arrivals[2])]
 
 
-def test_exception_of_a_listener_fails_its_program():
-    def take(message):
+def test_exception_in_listener_fails_its_program():
+    def reject_message(message):
         raise ValueError("not for me")
 
-    async def source(device: Device):
+    async def send_two(device: Device):
         await device.send("sink", Message("x"))
         await device.send("sink", Message("x"))
         await device.sleep(10)
 
-    async def sink(device: Device):
-        await device.listen(take)
+    async def listen(device: Device):
+        await device.listen(reject_message)
 
     with pytest.raises(ProgramError) as raised:
-        make_world({"source": source, "sink": sink}).run()
+        make_world({"source": send_two, "sink": listen}).run()
     assert "not for me" in str(raised.value.__cause__)

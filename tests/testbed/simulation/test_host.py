@@ -1,4 +1,4 @@
-"""What a machine is said to be doing."""
+"""Reported states of simulated devices, and their storage across restarts."""
 
 from __future__ import annotations
 
@@ -6,32 +6,36 @@ import asyncio
 
 from testbed.hardware import DeviceSpec
 from testbed.simulation.host import Host
+from testbed.wire.message import Message
 from tests.helpers.worlds import idle, make_world
+from tests.testbed.simulation.observations import sleep_for
 
 
-def test_a_machine_is_off_until_it_boots_and_is_on_while_it_does() -> None:
+def test_device_is_down_before_boot_and_up_while_booting() -> None:
     host = Host("a", DeviceSpec("a", 1.0, 1.0), 0)
     assert (host.state(), host.condition()) == ("down", "is off")
     host.booting = 1
     assert (host.state(), host.condition()) == ("up", "boots")
 
 
-def test_states_follow_the_faults_that_strike() -> None:
-    seen = []
+def test_reported_state_follows_faults() -> None:
+    states, conditions = [], []
 
-    async def watch(device):
+    async def watch_b(device):
         for _ in range(6):
-            host = made.hosts["b"]
-            seen.append((device.now(), host.state(), host.condition()))
+            host = world.hosts["b"]
+            states.append((device.now(), host.state()))
+            conditions.append(host.condition())
             await device.sleep(1.0)
 
+    # Paused from 0.5 to 1.5 s, killed at 2.5 s and booting from 3.5 s.
     faults = [
         {"pause": "b", "at": "500ms", "for": "1s"},
         {"kill": "b", "at": "2500ms", "for": "1s"},
     ]
-    made = make_world({"a": watch, "b": idle}, faults=faults)
-    made.run()
-    assert [(time, state) for time, state, _ in seen] == [
+    world = make_world({"a": watch_b, "b": idle}, faults=faults)
+    world.run()
+    assert states == [
         (0.0, "up"),
         (1.0, "paused"),
         (2.0, "up"),
@@ -39,30 +43,23 @@ def test_states_follow_the_faults_that_strike() -> None:
         (4.0, "up"),
         (5.0, "up"),
     ]
-    assert [text for *_, text in seen][1:4] == [
-        "is paused",
-        "waits for a message",
-        "is off",
-    ]
+    assert conditions[1:4] == ["is paused", "waits for a message", "is off"]
 
 
-def test_saved_messages_survive_a_restart() -> None:
-    from testbed.wire.message import Message
+def test_saved_message_survives_restart() -> None:
+    saved_steps = []
 
-    found = []
-
-    async def saver(device):
-        kept = device.saved("state")
-        found.append(None if kept is None else kept["step"])
-        await device.save("state", Message("state", {"step": len(found)}))
+    async def load_and_save(device):
+        saved = device.saved("state")
+        saved_steps.append(None if saved is None else saved["step"])
+        await device.save("state", Message("state", {"step": len(saved_steps)}))
+        # Wait for ever.
         await asyncio.get_running_loop().create_future()
 
-    async def lead(device):
-        await device.sleep(10.0)
-
-    made = make_world(
-        {"a": lead, "b": saver}, faults=[{"kill": "b", "at": "1s", "for": "1s"}]
+    world = make_world(
+        {"a": sleep_for(10.0), "b": load_and_save},
+        faults=[{"kill": "b", "at": "1s", "for": "1s"}],
     )
-    made.run()
-    assert found == [None, 1]
-    assert made.hosts["b"].boots == 1, "beside the first"
+    world.run()
+    assert saved_steps == [None, 1]
+    assert world.hosts["b"].boots == 1, "the first boot does not count"
