@@ -1,8 +1,7 @@
-"""Cuts of a chain: the dynamic programs against brute force."""
+"""Tests of the dynamic programs that cut a chain of units, against brute force."""
 
 import math
 import operator
-from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -18,81 +17,98 @@ from testbed.ml.partition.cuts import (
     least_bottleneck,
     trade_offs,
 )
+from tests.testbed.ml.partition.chains import all_cuts
 
 CNN = create("cnn", {}, (1, 8, 8), 10)
 
 
-def all_cuts(units: int, stages: int) -> list[Cuts]:
-    return [(0, *inner, units) for inner in combinations(range(1, units), stages - 1)]
+def draw_costs(draw: st.DrawFn, units: int, stages: int) -> Costs:
+    """Draw a cost for each possible stage and cut; an infinite cost forbids a stage or cut."""
+    cost = st.integers(0, 6).map(float) | st.just(math.inf)
+    stage_costs = {}
+    boundary_costs = {}
+    for stage in range(stages):
+        for first in range(units):
+            for last in range(first + 1, units + 1):
+                stage_costs[stage, first, last] = draw(cost)
+        for cut in range(1, units):
+            boundary_costs[stage, cut] = draw(cost)
+    return Costs(lambda *key: stage_costs[key], lambda *key: boundary_costs[key])
 
 
 @st.composite
 def random_costs(draw: st.DrawFn) -> tuple[int, int, Costs, Costs]:
-    """Two kinds of cost over one random chain; some pieces are forbidden."""
+    """Draw the number of units and stages, and two kinds of cost of one chain."""
     units = draw(st.integers(1, 6))
     stages = draw(st.integers(1, units))
-    cost = st.integers(0, 6).map(float) | st.just(math.inf)
+    bottleneck = draw_costs(draw, units, stages)
+    total = draw_costs(draw, units, stages)
+    return units, stages, bottleneck, total
 
-    def table() -> Costs:
-        stage = {
-            (index, first, last): draw(cost)
-            for index in range(stages)
-            for first in range(units)
-            for last in range(first + 1, units + 1)
-        }
-        between = {
-            (index, cut): draw(cost)
-            for index in range(stages)
-            for cut in range(1, units)
-        }
-        return Costs(lambda *key: stage[key], lambda *key: between[key])
 
-    return units, stages, table(), table()
+def costs_of_partitions(
+    partitions: list[Cuts], bottleneck: Costs, total: Costs
+) -> list[tuple[float, float]]:
+    """Return bottleneck and total of each partition."""
+    costs = []
+    for cuts in partitions:
+        costs.append((bottleneck.of(cuts, max), total.of(cuts, operator.add)))
+    return costs
 
 
 @given(random_costs())
-def test_the_dynamic_programs_equal_brute_force(
+def test_best_cuts_equal_brute_force(case: tuple[int, int, Costs, Costs]) -> None:
+    units, stages, _, costs = case
+    partitions = all_cuts(units, stages)
+    for combine in (max, operator.add):
+        cost, cuts = best_cuts(units, stages, costs, combine)
+        assert cost == min(costs.of(partition, combine) for partition in partitions)
+        # If all partitions are forbidden, the returned cuts are arbitrary.
+        if math.isfinite(cost):
+            assert costs.of(cuts, combine) == cost
+
+
+@given(random_costs())
+def test_least_bottleneck_equals_brute_force_and_prefers_least_total(
     case: tuple[int, int, Costs, Costs],
 ) -> None:
     units, stages, bottleneck, total = case
-    everything = all_cuts(units, stages)
-    for combine in (max, operator.add):
-        cost, cuts = best_cuts(units, stages, total, combine)
-        assert cost == min(total.of(each, combine) for each in everything)
-        assert math.isinf(cost) or total.of(cuts, combine) == cost
-
+    costs = costs_of_partitions(all_cuts(units, stages), bottleneck, total)
     cost, cuts = least_bottleneck(units, stages, bottleneck, total)
-    assert cost == min(bottleneck.of(each, max) for each in everything)
-    tied = [each for each in everything if bottleneck.of(each, max) == cost]
+    assert cost == min(limit for limit, _ in costs)
     if math.isfinite(cost):
-        assert bottleneck.of(cuts, max) == cost or math.isinf(
-            total.of(cuts, operator.add)
-        )
-        assert total.of(cuts, operator.add) == min(
-            total.of(each, operator.add) for each in tied
-        )
+        cuts_total = total.of(cuts, operator.add)
+        assert bottleneck.of(cuts, max) == cost or math.isinf(cuts_total)
+        assert cuts_total == min(passage for limit, passage in costs if limit == cost)
 
-    pairs = [
-        (bottleneck.of(each, max), total.of(each, operator.add)) for each in everything
-    ]
+
+@given(random_costs())
+def test_trade_offs_are_pareto_front_by_brute_force(
+    case: tuple[int, int, Costs, Costs],
+) -> None:
+    units, stages, bottleneck, total = case
+    costs = costs_of_partitions(all_cuts(units, stages), bottleneck, total)
     front = trade_offs(units, stages, bottleneck, total)
-    for each in front:
-        value, passage = bottleneck.of(each, max), total.of(each, operator.add)
-        assert passage == min(other for limit, other in pairs if limit <= value)
-    reached = [bottleneck.of(each, max) for each in front]
-    assert reached == sorted(reached, reverse=True)
-    allowed = [
-        limit
-        for limit, passage in pairs
-        if math.isfinite(limit) and math.isfinite(passage)
-    ]
-    assert reached[-1:] == ([min(allowed)] if allowed else [])
+    front_costs = costs_of_partitions(front, bottleneck, total)
+    for limit, passage in front_costs:
+        assert passage == min(other for value, other in costs if value <= limit)
+    bottlenecks = [limit for limit, _ in front_costs]
+    assert bottlenecks == sorted(bottlenecks, reverse=True)
+    # The front ends with the least bottleneck of all allowed partitions; it is empty if none is allowed.
+    allowed = []
+    for limit, passage in costs:
+        if math.isfinite(limit) and math.isfinite(passage):
+            allowed.append(limit)
+    assert bottlenecks[-1:] == ([min(allowed)] if allowed else [])
 
 
-def test_even_cuts_differ_by_one_unit_at_most() -> None:
+def test_even_cuts_differ_by_at_most_one_unit() -> None:
     assert even_cuts(6, 3) == (0, 2, 4, 6)
     assert even_cuts(8, 3) == (0, 3, 6, 8)
     assert even_cuts(3, 3) == (0, 1, 2, 3)
+
+
+def test_more_stages_than_units_are_rejected() -> None:
     with pytest.raises(
         InputError,
         match="4 stages, but the model has 3 units: write stages: 3, and the devices beyond",
@@ -100,14 +116,15 @@ def test_even_cuts_differ_by_one_unit_at_most() -> None:
         even_cuts(3, 4)
 
 
-def test_equals_that_no_total_tells_apart_keep_the_least_bottleneck() -> None:
-    """The one partition with a finite bottleneck has an infinite total."""
-    allowed = Costs(
-        stage=lambda *key: 0.0 if key in {(0, 0, 2), (1, 2, 3)} else math.inf,
+def test_partition_with_infinite_total_keeps_least_bottleneck() -> None:
+    # The only partition with a finite bottleneck has an infinite total, so the total cannot choose between ties.
+    only_allowed = {(0, 0, 2), (1, 2, 3)}
+    bottleneck = Costs(
+        stage=lambda *key: 0.0 if key in only_allowed else math.inf,
         boundary=lambda *_: 0.0,
     )
     total = Costs(
-        stage=lambda *key: math.inf if key in {(0, 0, 2), (1, 2, 3)} else 0.0,
+        stage=lambda *key: math.inf if key in only_allowed else 0.0,
         boundary=lambda *_: 0.0,
     )
-    assert least_bottleneck(3, 2, allowed, total) == (0.0, (0, 2, 3))
+    assert least_bottleneck(3, 2, bottleneck, total) == (0.0, (0, 2, 3))

@@ -1,4 +1,4 @@
-"""What a stage keeps in memory, counted by hand."""
+"""Tests of the memory formulas of stages, against sums by hand."""
 
 from testbed.ml.models import create
 from testbed.ml.partition.memory import inference_bytes, training_bytes
@@ -6,26 +6,27 @@ from testbed.ml.partition.memory import inference_bytes, training_bytes
 CNN = create("cnn", {}, (1, 8, 8), 10)
 
 
-def test_training_memory_is_weights_gradients_momentum_and_what_is_in_flight() -> None:
-    units, within = CNN.units[3:5], range(3, 5)
-    parameters = sum(unit.parameters for unit in units)
-    kept = units[0].input_bytes + sum(unit.activation_bytes for unit in units)
-    assert (
-        training_bytes(CNN, within, 7, state_values=1.0) == 12 * parameters + 7 * kept
-    )
-    assert training_bytes(CNN, within, 7, state_values=0.0) == 8 * parameters + 7 * kept
-    assert training_bytes(CNN, range(0), 7, state_values=1.0) == 0
-    assert inference_bytes(CNN, within, 7) == 4 * parameters + 7 * (
-        units[0].input_bytes + units[0].activation_bytes
-    )
-
-
-def test_each_version_of_the_weights_is_kept_and_the_state_of_the_optimizer_once() -> (
+def test_memory_is_weights_gradients_optimizer_state_and_activations_in_flight() -> (
     None
 ):
-    whole = range(len(CNN.units))
-    one, three = (
-        training_bytes(CNN, whole, 5, state_values=2.0, versions=count)
-        for count in (1, 3)
-    )
-    assert three - one == 2 * 4 * CNN.parameters
+    stage = range(3, 5)
+    units = CNN.units[3:5]
+    parameters = sum(unit.parameters for unit in units)
+    outputs = sum(unit.activation_bytes for unit in units)
+    per_sample = units[0].input_bytes + outputs
+    # 4 bytes each for a weight, its gradient and its momentum.
+    with_momentum = training_bytes(CNN, stage, 7, state_values=1.0)
+    assert with_momentum == 12 * parameters + 7 * per_sample
+    without_state = training_bytes(CNN, stage, 7, state_values=0.0)
+    assert without_state == 8 * parameters + 7 * per_sample
+    assert training_bytes(CNN, range(0), 7, state_values=1.0) == 0
+    # Inference keeps no activations for a backward: the widest unit decides.
+    widest = units[0].input_bytes + units[0].activation_bytes
+    assert inference_bytes(CNN, stage, 7) == 4 * parameters + 7 * widest
+
+
+def test_weight_versions_multiply_weights_but_not_optimizer_state() -> None:
+    stage = range(len(CNN.units))
+    one_version = training_bytes(CNN, stage, 5, state_values=2.0, versions=1)
+    three_versions = training_bytes(CNN, stage, 5, state_values=2.0, versions=3)
+    assert three_versions - one_version == 2 * 4 * CNN.parameters

@@ -1,4 +1,4 @@
-"""Algorithm 1: every small case of old partition, new partition and failures, and the paper's own index arithmetic."""
+"""Tests of Algorithm 1 of FTPipeHD: all small cases of old partition, new partition and failures, and the listing."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -22,92 +22,104 @@ from tests.helpers.replicated import (
     redistribution,
     without_devices,
 )
+from tests.testbed.ml.partition.chains import all_cuts
 
 NAMES = ("centre", "one", "two", "three", "four")
 
 
 def partitions(units: int, devices: tuple[str, ...]) -> Iterator[StagePartition]:
-    for inner in combinations(range(1, units), len(devices) - 1):
-        yield StagePartition(devices, (0, *inner, units))
+    for cuts in all_cuts(units, len(devices)):
+        yield StagePartition(devices, cuts)
 
 
 def failures(devices: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Everything that may fail together: anybody but the central node."""
+    """Yield every set of devices that may fail together, without the coordinator."""
     for count in range(len(devices)):
         yield from combinations(devices[1:], count)
 
 
 def small_cases(
-    most_units: int, most_devices: int
+    max_units: int, max_devices: int
 ) -> Iterator[tuple[StagePartition, StagePartition, tuple[str, ...]]]:
-    for units in range(1, most_units + 1):
-        for count in range(1, min(units, most_devices) + 1):
-            for lost in failures(NAMES[:count]):
-                left = tuple(name for name in NAMES[:count] if name not in lost)
-                for old in partitions(units, NAMES[:count]):
-                    for new in partitions(units, left):
+    """Yield every old partition, new partition over the remaining devices, and set of lost devices."""
+    for units in range(1, max_units + 1):
+        for count in range(1, min(units, max_devices) + 1):
+            devices = NAMES[:count]
+            for lost in failures(devices):
+                remaining = tuple(name for name in devices if name not in lost)
+                for old in partitions(units, devices):
+                    for new in partitions(units, remaining):
                         yield old, new, lost
 
 
-def test_whatever_fails_every_device_finds_exactly_its_new_units() -> None:
-    seen = 0
+def expected_source(old: StagePartition, unit: int, lost: tuple[str, ...]) -> str:
+    """Return the device of a unit, else the keeper of its chain replica, else the coordinator."""
+    holder = old.holder(unit)
+    if holder not in lost:
+        return holder
+    keeper = old.successor(holder)
+    if keeper not in lost:
+        return keeper
+    return "centre"
+
+
+def number_of_small_cases() -> int:
+    """Return the number of cases with at most 7 units and 5 devices, by binomials."""
+    total = 0
+    for units in range(1, 8):
+        for count in range(1, min(units, 5) + 1):
+            for lost in range(count):
+                # Old cuts, lost devices other than the coordinator, and cuts over the remaining devices.
+                old = comb(units - 1, count - 1)
+                new = comb(units - 1, count - lost - 1)
+                total += old * comb(count - 1, lost) * new
+    return total
+
+
+def test_every_device_gets_exactly_its_new_units_after_any_failure() -> None:
+    cases = 0
     for old, new, lost in small_cases(7, 5):
+        cases += 1
         plan = redistribution(old, new, lost)
-        seen += 1
         assert set(plan) == set(new.devices)
         for device, need in plan.items():
-            fetched = [unit for units in need.fetch.values() for unit in units]
-            assert sorted([*need.local, *fetched]) == list(new.of(device))
-            assert device not in need.fetch
-            assert not set(need.fetch) & set(lost)
-            assert set(old.of(device)) & set(new.of(device)) <= set(need.local)
+            all_units = list(need.local)
             for source, units in need.fetch.items():
                 assert list(units) == sorted(units)
                 for unit in units:
-                    holder = old.holder(unit)
-                    backup = old.successor(holder)
-                    expected = (
-                        holder
-                        if holder not in lost
-                        else backup
-                        if backup not in lost
-                        else "centre"
-                    )
-                    assert source == expected
-    assert seen == sum(
-        comb(units - 1, count - 1)
-        * comb(count - 1, gone)
-        * comb(units - 1, count - gone - 1)
-        for units in range(1, 8)
-        for count in range(1, min(units, 5) + 1)
-        for gone in range(count)
-    )
+                    assert source == expected_source(old, unit, lost)
+                all_units += units
+            assert sorted(all_units) == list(new.of(device))
+            assert device not in need.fetch
+            assert not set(need.fetch) & set(lost)
+            unchanged = set(old.of(device)) & set(new.of(device))
+            assert unchanged <= set(need.local)
+    assert cases == number_of_small_cases()
 
 
 def algorithm_1(
     p_new: list[int], p_cur: list[int], i_fail: int, i_cur: int, i_new: int
 ) -> tuple[dict, list[int]]:
-    """The paper's listing, in its terms; partition points are where each stage ends, inclusively."""
+    """Return M_need and L_local of the paper's listing, with its names; points are inclusive ends of stages."""
     n = len(p_cur) - 1  # the last index
 
     def ends(points: list[int], index: int) -> tuple[int, int]:
-        return (points[index - 1] + 1 if index else 0), points[index]
+        begin = points[index - 1] + 1 if index else 0
+        return begin, points[index]
+
+    def stage_of(layer: int) -> int:
+        return next(index for index in range(n + 1) if layer <= p_cur[index])
 
     start_cur, end_cur = ends(p_cur, i_cur)
     start_new, end_new = ends(p_new, i_new)
-    needed = [
-        layer
-        for layer in range(start_new, end_new + 1)
-        if not start_cur <= layer <= end_cur
-    ]
-    local = [layer for layer in range(start_new, end_new + 1) if layer not in needed]
+    local = []
     need: dict[int, list[int]] = {}
-    for layer in needed:
-        target = next(
-            index
-            for index in range(n + 1)
-            if ends(p_cur, index)[0] <= layer <= ends(p_cur, index)[1]
-        )
+    for layer in range(start_new, end_new + 1):
+        if start_cur <= layer <= end_cur:
+            local.append(layer)
+            continue
+        target = stage_of(layer)
+        # Stages behind the failed one move up; the replica of the last stage is at the coordinator.
         if target > i_fail:
             target -= 1
         elif target == i_fail == n:
@@ -116,72 +128,68 @@ def algorithm_1(
     return need, local
 
 
-def test_one_failure_is_the_listing_of_the_paper() -> None:
-    """But for units whose source is the device itself, which the listing has fetched as well."""
+def test_single_failure_matches_listing_of_algorithm_1() -> None:
     for old, new, lost in small_cases(6, 4):
         if len(lost) != 1:
             continue
         failed = old.devices.index(lost[0])
+        new_points = [cut - 1 for cut in new.cuts[1:]]
+        old_points = [cut - 1 for cut in old.cuts[1:]]
         plan = redistribution(old, new, lost, everything=False)
         for index, device in enumerate(new.devices):
-            ends = [cut - 1 for cut in new.cuts[1:]], [cut - 1 for cut in old.cuts[1:]]
-            need, local = algorithm_1(*ends, failed, old.devices.index(device), index)
+            old_index = old.devices.index(device)
+            need, local = algorithm_1(new_points, old_points, failed, old_index, index)
+            sources = {}
+            for target, layers in need.items():
+                for layer in layers:
+                    sources[layer] = new.devices[target]
             assert set(local) <= set(plan[device].local)
-            sources = {
-                layer: new.devices[target]
-                for target, layers in need.items()
-                for layer in layers
-            }
             for source, units in plan[device].fetch.items():
                 assert {sources[unit] for unit in units} == {source}
-            assert {unit for unit in plan[device].local if unit not in local} == {
-                layer for layer, source in sources.items() if source == device
-            }
+            # The listing fetches units even if their source is the device itself; the plan has them as local.
+            from_itself = {layer for layer in sources if sources[layer] == device}
+            assert set(plan[device].local) - set(local) == from_itself
 
 
 @given(st.data())
-def test_a_repartition_moves_what_is_missing_and_nothing_else(
+def test_repartition_without_failure_moves_only_missing_units(
     data: st.DataObject,
 ) -> None:
     units = data.draw(st.integers(1, 12))
     count = data.draw(st.integers(1, min(units, 5)))
-    old, new = (
-        data.draw(st.sampled_from(list(partitions(units, NAMES[:count]))))
-        for _ in range(2)
-    )
-    plan = redistribution(old, new)
-    stays = sum(
-        len(set(old.of(device)) & set(new.of(device))) for device in old.devices
-    )
-    assert len(moved_units(plan)) == units - stays
-    assert all(
-        unit in old.of(source) and unit in new.of(target)
-        for source, target, unit in moved_units(plan)
-    )
+    any_partition = st.sampled_from(list(partitions(units, NAMES[:count])))
+    old = data.draw(any_partition)
+    new = data.draw(any_partition)
+    moves = moved_units(redistribution(old, new))
+    unchanged = 0
+    for device in old.devices:
+        unchanged += len(set(old.of(device)) & set(new.of(device)))
+    assert len(moves) == units - unchanged
+    for source, target, unit in moves:
+        assert unit in old.of(source)
+        assert unit in new.of(target)
     assert not moved_units(redistribution(old, old))
 
 
-def test_after_a_replication_of_the_same_state_a_replica_need_not_be_fetched_again() -> (
-    None
-):
+def test_replica_of_same_state_is_not_fetched_if_local_units_come_first() -> None:
     old = StagePartition(NAMES[:3], (0, 2, 4, 6))
     new = StagePartition(NAMES[:3], (0, 1, 4, 6))
-    assert moved_units(needs(old, new, own_units(old))) == [("centre", "one", 1)]
+    move = ("centre", "one", 1)
+    assert moved_units(needs(old, new, own_units(old))) == [move]
     assert moved_units(needs(old, new, chain_replicas(old), local_first=True)) == []
-    assert moved_units(needs(old, new, chain_replicas(old))) == [("centre", "one", 1)]
+    assert moved_units(needs(old, new, chain_replicas(old))) == [move]
 
 
-def test_the_last_ones_backup_is_at_the_central_node() -> None:
+def test_replica_of_last_stage_is_at_coordinator() -> None:
     old = StagePartition(NAMES[:3], (0, 2, 4, 6))
-    plan = redistribution(
-        old, StagePartition(NAMES[:2], (0, 3, 6)), ["two"], everything=False
-    )
+    new = StagePartition(NAMES[:2], (0, 3, 6))
+    plan = redistribution(old, new, ["two"], everything=False)
     assert plan["one"].fetch == {"centre": (4, 5)}
     assert plan["centre"].local == (0, 1)
     assert plan["centre"].fetch == {"one": (2,)}
 
 
-def test_one_that_came_back_empty_fetches_its_units_from_its_neighbour() -> None:
+def test_device_returning_without_state_fetches_its_units_from_next_stage() -> None:
     old = StagePartition(NAMES[:3], (0, 2, 4, 6))
     plan = redistribution(old, old, ["one"], everything=False)
     assert plan["one"].local == ()
@@ -189,29 +197,28 @@ def test_one_that_came_back_empty_fetches_its_units_from_its_neighbour() -> None
     assert plan["two"].fetch == plan["centre"].fetch == {}
 
 
-def test_a_device_that_joins_fetches_everything() -> None:
+def test_joining_device_fetches_all_its_units() -> None:
     old = StagePartition(NAMES[:2], (0, 2, 4))
     plan = redistribution(old, StagePartition(NAMES[:3], (0, 1, 2, 4)))
     assert plan["two"].fetch == {"one": (2, 3)}
     assert plan["one"].fetch == {"centre": (1,)}
 
 
-def test_two_neighbours_lost_need_the_central_nodes_replica() -> None:
+def test_loss_of_two_neighbours_needs_global_replica() -> None:
     old = StagePartition(NAMES[:4], (0, 1, 2, 3, 4))
     new = StagePartition(("centre", "three"), (0, 2, 4))
+    lost = ["one", "two"]
+    # The chain replica of unit 1 was at `two`, which is lost with `one`.
     with pytest.raises(UnitsLostError, match="no device has the units 1 of") as caught:
-        redistribution(old, new, ["one", "two"], everything=False)
-    assert (
-        caught.value.units
-        == {1}
-        == missing_units(without_devices(chain_replicas(old), ["one", "two"]), 4)
-    )
-    plan = redistribution(old, new, ["one", "two"])
+        redistribution(old, new, lost, everything=False)
+    assert caught.value.units == {1}
+    assert missing_units(without_devices(chain_replicas(old), lost), 4) == {1}
+    plan = redistribution(old, new, lost)
     assert plan["centre"].local == (0, 1)
     assert plan["three"].local == (2, 3)
 
 
-def test_respipe_hands_everything_to_the_next() -> None:
+def test_respipe_gives_units_of_lost_stages_to_next_stage() -> None:
     old = StagePartition(NAMES[:4], (0, 1, 3, 4, 6))
     assert take_over(old, ["one"]) == StagePartition(
         ("centre", "two", "three"), (0, 1, 4, 6)
@@ -225,27 +232,31 @@ def test_respipe_hands_everything_to_the_next() -> None:
     assert take_over(old, NAMES[1:4]) == StagePartition(("centre",), (0, 6))
     with pytest.raises(ValueError, match="no device is left"):
         take_over(old, NAMES)
-    # Its point: a single failure moves nothing, unless the last one's replica has to come from the central node.
-    for each, _, lost in small_cases(6, 4):
-        if len(lost) == 1:
-            moves = moved_units(
-                redistribution(each, take_over(each, lost), lost, everything=False)
-            )
-            last = lost[0] == each.devices[-1] and len(each.devices) > 2
-            assert [unit for _, _, unit in moves] == (
-                list(each.of(lost[0])) if last else []
-            )
+
+
+def test_respipe_moves_units_only_after_loss_of_last_stage() -> None:
+    for old, _, lost in small_cases(6, 4):
+        if len(lost) != 1:
+            continue
+        new = take_over(old, lost)
+        moves = moved_units(redistribution(old, new, lost, everything=False))
+        # The replica of the last stage is at the coordinator, from which the stage before fetches the units.
+        is_last = lost[0] == old.devices[-1] and len(old.devices) > 2
+        expected = list(old.of(lost[0])) if is_last else []
+        assert [unit for _, _, unit in moves] == expected
 
 
 @pytest.mark.parametrize(
     ("devices", "cuts"),
     [
-        ((), (0,)),
-        (("a", "a"), (0, 1, 2)),
-        (("a", "b"), (0, 2)),
-        (("a", "b"), (0, 2, 2)),
+        pytest.param((), (0,), id="no-device"),
+        pytest.param(("a", "a"), (0, 1, 2), id="repeated-device"),
+        pytest.param(("a", "b"), (0, 2), id="too-few-cuts"),
+        pytest.param(("a", "b"), (0, 2, 2), id="empty-stage"),
     ],
 )
-def test_what_is_no_partition(devices: tuple[str, ...], cuts: tuple[int, ...]) -> None:
+def test_invalid_stage_partition_is_rejected(
+    devices: tuple[str, ...], cuts: tuple[int, ...]
+) -> None:
     with pytest.raises(ValueError, match=r"partition is over|does not cut"):
         StagePartition(devices, cuts)
