@@ -44,7 +44,7 @@ def scenario_tree(devices, **keys):
     workload = {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1}
     return {
         "name": "x",
-        "devices": dict.fromkeys(devices, {}),
+        "devices": {name: {} for name in devices},
         "workload": workload,
         **keys,
     }

@@ -1,4 +1,4 @@
-"""Casts in bytes: what comes back, and how little stands around the values."""
+"""The encoding of casts as bytes."""
 
 import contextlib
 
@@ -13,10 +13,11 @@ from testbed.wire.message import Message, WireError, as_cast
 from testbed.wire.tensors import Raw, TensorError
 
 NAMES = [f"pi{number}" for number in range(1, 11)]
+# The order of the names given to a form must not matter.
 FORMS = {name: CastForm(name, reversed(NAMES)) for name in NAMES}
 
 
-def outputs(**fields):
+def outputs_message(**fields):
     return Message(
         "outputs",
         {"batch": 1234, "layer": 3, **fields},
@@ -24,27 +25,26 @@ def outputs(**fields):
     )
 
 
-def test_a_header_byte_by_byte():
+def test_header_has_documented_bytes():
     message = Message("m", {"a": 1}, {"x": torch.zeros(2, 200)}, padding=300)
-    header = FORMS["pi2"].header(message, ["pi1", "pi9", "pi10"])
-    # In the order of names, pi10 stands behind pi1.
+    receivers = ["pi1", "pi9", "pi10"]
+    # In the order of names, pi10 follows pi1, so that pi2 has index 2.
     sender, audience = b"\2\0", bytes([0b11, 0b10])
-    assert (
-        header
-        == sender
-        + audience
-        + b'\1m\x07{"a":1}'
-        + b"\1"
-        + b"\1x\x07\2"
-        + b"\2\xc8\1"
-        + b"\xac\2"
-    )
-    whole = FORMS["pi2"].encode(message, ["pi1", "pi9", "pi10"])
-    assert len(whole) == len(header) + 1600 + 300
+    kind, fields = b"\1m", b'\x07{"a":1}'
+    tensor_count = b"\1"
+    # Name, code of float32, two axes, and their sizes: 200 takes two bytes as LEB128.
+    tensor = b"\1x" + b"\x07" + b"\2" + b"\2\xc8\1"
+    padding = b"\xac\2"
+    header = FORMS["pi2"].header(message, receivers)
+    expected = sender + audience + kind + fields + tensor_count + tensor + padding
+    assert header == expected
+    # 2 * 200 values of four bytes and 300 bytes of padding follow.
+    assert len(FORMS["pi2"].encode(message, receivers)) == len(header) + 1600 + 300
 
 
-def test_the_size_of_a_header_is_known_without_making_it():
+def test_header_size_equals_length_of_header():
     form = CastForm("pi1", NAMES)
+    # Batches 8 and 5678 get the size from the cache, since they have as many digits as their predecessors.
     for batch in (7, 8, 1234, 5678):
         message = Message(
             "outputs",
@@ -52,95 +52,103 @@ def test_the_size_of_a_header_is_known_without_making_it():
             {"x": torch.zeros(2, 200)},
             padding=300,
         )
-        _, fields = as_cast(message, "pi1")
-        assert form.header_size(message, ["pi2"], fields) == len(
-            form.header(message, ["pi3"])
-        )
+        _, fields_size = as_cast(message, "pi1")
+        header = form.header(message, ["pi3"])
+        assert form.header_size(message, ["pi2"], fields_size) == len(header)
+
+
+def test_header_size_of_unsupported_dtype_is_refused():
+    message = Message("outputs", {}, {"x": torch.zeros(2, dtype=torch.complex64)})
     with pytest.raises(WireError, match="cannot be broadcast"):
-        form.header_size(
-            Message("outputs", {}, {"x": torch.zeros(2, dtype=torch.complex64)}),
-            ["pi2"],
-            2,
-        )
+        CastForm("pi1", NAMES).header_size(message, ["pi2"], 2)
 
 
-def test_around_the_values_of_a_layer_are_less_bytes_than_planned():
-    message = outputs()
-    whole = FORMS["pi1"].encode(message, NAMES[1:])
-    assert len(whole) - message.tensors["tensor"].nbytes == 50 <= HEADER
+def test_overhead_of_layer_output_is_at_most_estimate():
+    message = outputs_message()
+    encoded = FORMS["pi1"].encode(message, NAMES[1:])
+    # 4 for sender and audience, 8 for the kind, 1 + 24 for the JSON, 12 for the tensor with its name, 1 for padding.
+    assert len(encoded) - message.tensors["tensor"].nbytes == 50
+    assert HEADER >= 50
 
 
-def test_a_note_travels_in_it():
+def test_nested_field_is_preserved():
     note = {"stage": 2, "records": {"pi3": [4, {"pi1": [0.8123, 0.5]}]}}
-    read = FORMS["pi3"].decode(FORMS["pi1"].encode(outputs(note=note), ["pi3"]))
-    assert read is not None
-    assert read[0]["note"] == note
+    data = FORMS["pi1"].encode(outputs_message(note=note), ["pi3"])
+    decoded = FORMS["pi3"].decode(data)
+    assert decoded is not None
+    assert decoded[0]["note"] == note
 
 
-types = st.sampled_from(
+dtypes = st.sampled_from(
     [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.bfloat16]
 )
 shapes = st.lists(st.integers(0, 5), max_size=4)
-tensors = st.builds(lambda shape, dtype: torch.ones(shape).to(dtype), shapes, types)
+tensors = st.builds(lambda shape, dtype: torch.ones(shape).to(dtype), shapes, dtypes)
 fields = st.dictionaries(
     st.text(max_size=9),
     st.integers() | st.text() | st.lists(st.floats(0, 1)),
     max_size=4,
 )
-
-
-@given(
+messages = st.builds(
+    Message,
     st.text(max_size=20),
     fields,
     st.dictionaries(st.text(max_size=9), tensors, max_size=3),
-    st.integers(0, 300),
+    padding=st.integers(0, 300),
 )
-def test_what_is_cast_comes_back(kind, said, carried, padding):
-    whole = FORMS["pi1"].encode(Message(kind, said, carried, padding=padding), ["pi3"])
-    read = FORMS["pi3"].decode(whole)
-    assert read is not None
-    message, header = read
-    assert (message.kind, message.fields, message.sender, message.padding) == (
-        kind,
-        said,
-        "pi1",
-        padding,
-    )
-    assert message.tensors.keys() == carried.keys()
-    assert all(
-        torch.equal(message.tensors[name], tensor) for name, tensor in carried.items()
-    )
-    assert header == len(whole) - padding - sum(
-        tensor.nbytes for tensor in carried.values()
-    )
-    assert FORMS["pi2"].decode(whole) is None
+
+
+@given(messages)
+def test_decoded_cast_equals_encoded_message(message):
+    data = FORMS["pi1"].encode(message, ["pi3"])
+    decoded = FORMS["pi3"].decode(data)
+    assert decoded is not None
+    received, header_size = decoded
+    assert received.kind == message.kind
+    assert received.fields == message.fields
+    assert received.sender == "pi1"
+    assert received.padding == message.padding
+    assert received.tensors.keys() == message.tensors.keys()
+    tensor_bytes = 0
+    for name, tensor in message.tensors.items():
+        assert torch.equal(received.tensors[name], tensor)
+        tensor_bytes += tensor.nbytes
+    assert header_size == len(data) - message.padding - tensor_bytes
+    # pi2 is not a receiver.
+    assert FORMS["pi2"].decode(data) is None
 
 
 @given(st.binary(max_size=200))
-def test_anything_else_is_refused_or_for_others(data):
+def test_decoding_random_bytes_raises_nothing_but_wire_error(data):
+    # Random bytes may be addressed to other devices, and are ignored then.
     with contextlib.suppress(WireError):
         FORMS["pi3"].decode(data)
 
 
-def test_what_is_cut_off_is_refused():
-    whole = FORMS["pi1"].encode(outputs(), ["pi3"])
-    for length in (1, 3, 20, 40, 50, len(whole) - 1):
+def test_truncated_or_extended_cast_is_refused():
+    data = FORMS["pi1"].encode(outputs_message(), ["pi3"])
+    # The header has 50 bytes, and the batch is the largest of its fields.
+    for length in (1, 3, 20, 40, 50, len(data) - 1):
         with pytest.raises(WireError):
-            FORMS["pi3"].decode(whole[:length])
+            FORMS["pi3"].decode(data[:length])
     with pytest.raises(WireError):
-        FORMS["pi3"].decode(whole + b"\0")
+        FORMS["pi3"].decode(data + b"\0")
 
 
-def test_what_cannot_be_cast_is_said():
-    for message in (
+@pytest.mark.parametrize(
+    "message",
+    [
         Message("m", {"a": object()}),
         Message("m", {}, {"x": torch.zeros(1, dtype=torch.complex64)}),
-    ):
-        with pytest.raises(WireError, match="message 'm' cannot be broadcast"):
-            FORMS["pi1"].header(message, ["pi2"])
+    ],
+    ids=["field that is not JSON", "unsupported dtype"],
+)
+def test_header_of_unencodable_message_is_refused(message):
+    with pytest.raises(WireError, match="message 'm' cannot be broadcast"):
+        FORMS["pi1"].header(message, ["pi2"])
 
 
-def test_frames_that_are_lost_are_zeros_and_marked():
+def test_values_in_lost_frames_are_zeroed_and_marked():
     # A header of 20 bytes, then 6 values of 4 bytes and 3 of 8: frames of 10 bytes.
     message = Message(
         "m",
@@ -149,18 +157,23 @@ def test_frames_that_are_lost_are_zeros_and_marked():
         padding=7,
     )
     assert with_gaps(message, 20, 10, []) is message
+    # Frame 7 has padding only, and frame 1 the end of the header.
     assert with_gaps(message, 20, 10, [7]) is message
     assert with_gaps(message, 20, 10, [1, 4]) is None
-    left = with_gaps(message, 20, 10, [2, 5])
-    assert left is not None
-    # Bytes 20 to 29 are the first values; bytes 50 to 59 the first and second of what begins at 44.
-    assert left.missing["x"].tolist() == [[True, True, True], [False, False, False]]
-    assert left.missing["y"].tolist() == [True, True, False]
-    assert left.tensors["x"].tolist() == [[0, 0, 0], [1, 1, 1]]
-    assert left.tensors["y"].tolist() == [0, 0, 1]
+    incomplete = with_gaps(message, 20, 10, [2, 5])
+    assert incomplete is not None
+    # Bytes 20 to 29 touch the first three values of x; bytes 50 to 59 the first two of y, which begins at 44.
+    assert incomplete.missing["x"].tolist() == [
+        [True, True, True],
+        [False, False, False],
+    ]
+    assert incomplete.missing["y"].tolist() == [True, True, False]
+    assert incomplete.tensors["x"].tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert incomplete.tensors["y"].tolist() == [0, 0, 1]
+    # The sender's own tensor is unchanged.
     assert message.tensors["x"].all()
 
 
-def test_a_shape_without_values_that_no_tensor_can_have_is_refused():
+def test_empty_tensor_with_too_large_shape_is_refused():
     with pytest.raises(TensorError, match="its shape is too large"):
         from_raw([Raw("x", "F32", (0, 1 << 62, 1 << 62), memoryview(b""))])

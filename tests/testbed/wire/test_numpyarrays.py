@@ -1,4 +1,4 @@
-"""Arrays of numpy in messages."""
+"""Numpy arrays in messages."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from testbed.wire import numpyarrays
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
-        "SC_PAGESIZE"
-    )
+    # The second number of statm is the resident set in pages.
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
 
 
-def test_arrays_without_values_take_no_memory() -> None:
+def test_array_without_values_uses_no_memory() -> None:
     array = np.zeros((1 << 26,), np.float64)
     before = resident_bytes()
     blank = numpyarrays.without_values(array)
     assert (blank.shape, blank.dtype) == (array.shape, array.dtype)
-    # The array has 512 MiB, none of which is written.
+    # Of the array's 512 MiB, no page is written, and less than 64 MiB become resident.
     assert resident_bytes() - before < 1 << 26
+    # Values can still be written.
     blank[:3] = 1.0

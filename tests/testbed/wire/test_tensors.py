@@ -1,4 +1,4 @@
-"""The safetensors reader and writer against the library's, and against bytes that are not tensors."""
+"""The safetensors reader and writer, compared with the safetensors library, and the encoding of data sets."""
 
 from __future__ import annotations
 
@@ -37,45 +37,52 @@ def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     result = {}
     for name in draw(st.lists(st.text(max_size=8), max_size=4, unique=True)):
         shape = draw(st.lists(st.integers(0, 4), max_size=4))
-        values = torch.randint(
-            0,
-            2,
-            shape,
-            generator=torch.Generator().manual_seed(draw(st.integers(0, 99))),
-        )
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        # Every type, bool among them, has the values 0 and 1.
+        values = torch.randint(0, 2, shape, generator=generator)
         result[name] = values.to(draw(st.sampled_from(DTYPES)))
     return result
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return list(left) == list(right) and all(
-        left[name].dtype == right[name].dtype
-        and left[name].shape == right[name].shape
-        and torch.equal(left[name], right[name])
-        for name in left
-    )
+def assert_same_tensors(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype
+        assert actual[name].shape == tensor.shape
+        assert torch.equal(actual[name], tensor)
 
 
-def body(values: dict[str, torch.Tensor]) -> bytes:
+def write_body(values: dict[str, torch.Tensor]) -> bytes:
     return b"".join(write(to_raw(values)))
 
 
-@given(tensors())
-def test_what_is_written_is_read(values: dict[str, torch.Tensor]) -> None:
-    assert same(from_raw(read(bytearray(body(values)))[0]), values)
+def read_tensors(body: bytes | bytearray) -> dict[str, torch.Tensor]:
+    raw_tensors, _ = read(body)
+    return from_raw(raw_tensors)
 
 
 @given(tensors())
-def test_the_library_reads_what_we_write_and_the_other_way_round(
+def test_written_tensors_are_read_back_in_order(
     values: dict[str, torch.Tensor],
 ) -> None:
-    theirs = safetensors.torch.load(body(values))
-    assert same({name: theirs[name] for name in values}, values)
-    ours = from_raw(read(safetensors.torch.save(values))[0])
-    assert same({name: ours[name] for name in values}, values)
+    decoded = read_tensors(bytearray(write_body(values)))
+    assert list(decoded) == list(values)
+    assert_same_tensors(decoded, values)
 
 
-def test_strided_and_shared_tensors_travel() -> None:
+@given(tensors())
+def test_library_reads_written_body(values: dict[str, torch.Tensor]) -> None:
+    assert_same_tensors(safetensors.torch.load(write_body(values)), values)
+
+
+@given(tensors())
+def test_body_written_by_library_is_read(values: dict[str, torch.Tensor]) -> None:
+    assert_same_tensors(read_tensors(safetensors.torch.save(values)), values)
+
+
+def test_strided_and_shared_tensors_are_written() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     values = {
         "transposed": base.T,
@@ -83,31 +90,38 @@ def test_strided_and_shared_tensors_travel() -> None:
         "again": base,
         "expanded": torch.ones(1).expand(5),
     }
-    assert same(from_raw(read(bytearray(body(values)))[0]), values)
+    assert_same_tensors(read_tensors(bytearray(write_body(values))), values)
 
 
-def test_gradients_stay_behind() -> None:
+def test_read_tensor_requires_no_gradient() -> None:
     weight = torch.ones(3, requires_grad=True)
-    assert not from_raw(read(bytearray(body({"w": weight * 2})))[0])["w"].requires_grad
+    decoded = read_tensors(bytearray(write_body({"w": weight * 2})))
+    assert not decoded["w"].requires_grad
 
 
-def test_tensors_are_views_of_a_writable_buffer_and_copies_of_another() -> None:
-    data = bytearray(body({"x": torch.zeros(4)}))
-    view = from_raw(read(data)[0])["x"]
+def test_tensor_is_view_of_writable_buffer() -> None:
+    data = bytearray(write_body({"x": torch.zeros(4)}))
+    tensor = read_tensors(data)["x"]
+    # The last value has the last four bytes of the body.
     data[-4:] = np.float32(7).tobytes()
-    assert view.tolist() == [0, 0, 0, 7]
-    fixed = from_raw(read(bytes(data))[0])["x"]
-    fixed[0] = 1
-    assert np.frombuffer(bytes(data)[-16:], np.float32).tolist() == [0, 0, 0, 7]
+    assert tensor.tolist() == [0, 0, 0, 7]
 
 
-def test_values_are_aligned_after_whatever_precedes_them() -> None:
+def test_tensor_is_copy_of_readonly_buffer() -> None:
+    data = write_body({"x": torch.tensor([0.0, 0.0, 0.0, 7.0])})
+    tensor = read_tensors(data)["x"]
+    tensor[0] = 1
+    assert np.frombuffer(data[-16:], np.float32).tolist() == [0, 0, 0, 7]
+
+
+def test_values_are_aligned_for_any_offset_of_body() -> None:
+    # Two periods of the alignment of 64 bytes.
     for offset in range(130):
-        start, header, *_ = write(to_raw({"x": torch.zeros(4)}), offset=offset)
-        assert (offset + len(start) + len(header)) % 64 == 0
+        length, header, *_ = write(to_raw({"x": torch.zeros(4)}), offset=offset)
+        assert (offset + len(length) + len(header)) % 64 == 0
 
 
-def test_dtypes_that_do_not_travel_are_refused_by_name() -> None:
+def test_unsupported_dtype_is_refused_with_tensor_name() -> None:
     with pytest.raises(
         TensorError, match=r"'z' has unsupported dtype torch\.complex64"
     ):
@@ -116,24 +130,28 @@ def test_dtypes_that_do_not_travel_are_refused_by_name() -> None:
         from_numpy({"z": np.zeros(2, dtype=complex)})
 
 
-def test_metadata_travels_and_its_name_is_taken() -> None:
+def test_metadata_is_preserved() -> None:
     data = b"".join(write(from_numpy({"x": np.arange(3)}), {"name": "digits"}))
     arrays, metadata = read(data)
     assert metadata == {"name": "digits"}
     assert to_numpy(arrays)["x"].tolist() == [0, 1, 2]
+
+
+def test_tensor_with_reserved_name_is_refused() -> None:
     with pytest.raises(TensorError, match="__metadata__"):
-        body({"__metadata__": torch.zeros(1)})
+        write_body({"__metadata__": torch.zeros(1)})
 
 
-def test_a_header_beyond_the_limit_is_not_written() -> None:
+def test_header_above_limit_is_refused() -> None:
     with pytest.raises(TensorError, match="at most"):
         write(from_numpy({"x" * HEADER_LIMIT: np.zeros(1)}))
 
 
 @given(st.binary(max_size=200))
-def test_arbitrary_bytes_are_refused_or_read(data: bytes) -> None:
-    with contextlib.suppress(TensorError):  # the one error there may be
-        from_raw(read(data)[0])
+def test_reading_random_bytes_raises_nothing_but_tensor_error(data: bytes) -> None:
+    # Some random bytes are a valid body.
+    with contextlib.suppress(TensorError):
+        read_tensors(data)
 
 
 json_values = st.recursive(
@@ -161,54 +179,54 @@ entries = st.fixed_dictionaries(
     | json_values,
     st.binary(max_size=24),
 )
-def test_plausible_headers_are_refused_or_read(header: Any, values: bytes) -> None:
+def test_reading_random_header_raises_nothing_but_tensor_error(
+    header: Any, values: bytes
+) -> None:
     text = json.dumps(header).encode()
     data = len(text).to_bytes(8, "little") + text + values
-    with contextlib.suppress(TensorError):  # the one error there may be
-        from_raw(read(data)[0])
+    # Some of these headers are valid.
+    with contextlib.suppress(TensorError):
+        read_tensors(data)
 
 
 @given(tensors(), st.data())
-def test_no_part_of_tensors_is_taken_for_the_whole(
+def test_truncated_body_is_refused(
     values: dict[str, torch.Tensor], data: st.DataObject
 ) -> None:
-    whole = body(values)
-    part = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    body = write_body(values)
+    length = data.draw(st.integers(0, len(body) - 1))
     with pytest.raises(TensorError):
-        read(part)
+        read(body[:length])
 
 
-def dataset() -> Dataset:
+def make_dataset() -> Dataset:
     images = np.random.default_rng(1).random((5, 1, 2, 3), dtype=np.float32)
     return Dataset("tiny", 3, images, np.arange(5) % 3, images[:2], np.arange(2))
 
 
-def test_a_data_set_travels() -> None:
-    found = unpack(pack(dataset()))
-    assert (found.name, found.classes) == ("tiny", 3)
-    np.testing.assert_array_equal(found.train_images, dataset().train_images)
-    np.testing.assert_array_equal(found.test_labels, dataset().test_labels)
+def test_packed_dataset_is_unpacked() -> None:
+    original = make_dataset()
+    unpacked = unpack(pack(original))
+    assert (unpacked.name, unpacked.classes) == ("tiny", 3)
+    np.testing.assert_array_equal(unpacked.train_images, original.train_images)
+    np.testing.assert_array_equal(unpacked.test_labels, original.test_labels)
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 2, 2, 2)])
 @pytest.mark.parametrize("dtype", [np.float32, np.int64])
-def test_samples_of_any_shape_travel_with_their_type(
-    shape: tuple[int, ...], dtype: type
-) -> None:
-    samples, labels = (
-        np.arange(5 * math.prod(shape)).reshape(5, *shape).astype(dtype),
-        np.arange(5),
-    )
-    found = unpack(pack(Dataset("tokens", 5, samples, labels, samples[:2], labels[:2])))
-    assert found.train_images.dtype == dtype
-    np.testing.assert_array_equal(found.train_images, samples)
-    np.testing.assert_array_equal(found.test_images, samples[:2])
+def test_samples_keep_shape_and_type(shape: tuple[int, ...], dtype: type) -> None:
+    samples = np.arange(5 * math.prod(shape)).reshape(5, *shape).astype(dtype)
+    labels = np.arange(5)
+    original = Dataset("tokens", 5, samples, labels, samples[:2], labels[:2])
+    unpacked = unpack(pack(original))
+    assert unpacked.train_images.dtype == dtype
+    np.testing.assert_array_equal(unpacked.train_images, samples)
+    np.testing.assert_array_equal(unpacked.test_images, samples[:2])
 
 
 @pytest.mark.parametrize(
-    ("arrays", "metadata", "wrong"),
+    ("changed_arrays", "metadata", "message"),
     [
-        ({}, {"name": "x", "classes": "3"}, "has the arrays"),
         (None, {"name": "x"}, "a name and a number"),
         (None, {"name": "x", "classes": "many"}, "a name and a number"),
         ({"train_labels": np.arange(4)}, None, "with as many"),
@@ -227,8 +245,17 @@ def test_samples_of_any_shape_travel_with_their_type(
         ({"train_labels": np.arange(5).astype(np.int32)}, None, "has the arrays"),
     ],
 )
-def test_other_tensors_are_no_data_set(arrays: Any, metadata: Any, wrong: str) -> None:
-    found, named = read(pack(dataset()))
-    changed = {} if arrays == {} else {**to_numpy(found), **(arrays or {})}
-    with pytest.raises(TensorError, match=wrong):
-        unpack(b"".join(write(from_numpy(changed), metadata or named)))
+def test_invalid_dataset_is_refused(
+    changed_arrays: Any, metadata: Any, message: str
+) -> None:
+    raw_arrays, original_metadata = read(pack(make_dataset()))
+    arrays = {**to_numpy(raw_arrays), **(changed_arrays or {})}
+    data = b"".join(write(from_numpy(arrays), metadata or original_metadata))
+    with pytest.raises(TensorError, match=message):
+        unpack(data)
+
+
+def test_dataset_without_arrays_is_refused() -> None:
+    data = b"".join(write(from_numpy({}), {"name": "x", "classes": "3"}))
+    with pytest.raises(TensorError, match="has the arrays"):
+        unpack(data)

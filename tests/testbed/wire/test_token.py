@@ -1,4 +1,4 @@
-"""A container lives as long as its lease is renewed, and for ever without one."""
+"""The lease that limits the life of a container."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from testbed.wire import token
 from testbed.wire.token import LEASE, Lease
 
 
-def test_a_lease_that_is_renewed_lasts_and_then_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sleeps, over = [threading.Semaphore(0), threading.Semaphore(0)], threading.Event()
+def test_lease_ends_after_last_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep_started, sleep_may_end = threading.Semaphore(0), threading.Semaphore(0)
+    ended = threading.Event()
 
     def sleep(_seconds: float) -> None:
-        sleeps[0].release()
-        sleeps[1].acquire()
+        sleep_started.release()
+        sleep_may_end.acquire()
 
     monkeypatch.setattr(token, "time", SimpleNamespace(sleep=sleep))
-    lease = Lease({LEASE: "4"}, over.set)  # which is counted in four sleeps
+    # A lease is counted down in four sleeps, so three sleeps may follow the last renewal.
+    lease = Lease({LEASE: "4"}, ended.set)
     for number in range(12):
-        assert sleeps[0].acquire(timeout=20)
+        assert sleep_started.acquire(timeout=20)
         if number < 9:
             lease.renew()
-        assert not over.is_set()
-        sleeps[1].release()
-    assert over.wait(20)
+        assert not ended.is_set()
+        sleep_may_end.release()
+    assert ended.wait(20)
 
 
-def test_without_a_lease_there_is_nothing_to_renew() -> None:
-    over = threading.Event()
-    before = threading.active_count()
-    Lease({}, over.set).renew()
-    assert threading.active_count() == before
-    assert not over.is_set()
+def test_container_without_lease_runs_without_limit() -> None:
+    ended = threading.Event()
+    threads_before = threading.active_count()
+    Lease({}, ended.set).renew()
+    # No thread counts down.
+    assert threading.active_count() == threads_before
+    assert not ended.is_set()
