@@ -150,6 +150,30 @@ class CellPart(ConfigModel):
     )
 
 
+class ReceptionReferencePart(ConfigModel):
+    """The configuration in which a radio has its mean reception, where the run's own configuration differs."""
+
+    path_loss_exponent: float | None = Field(
+        None, gt=0, description="path loss exponent; default: that of the run"
+    )
+    area: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | None = (
+        Field(
+            None,
+            description=(
+                "width and height in metres; drawn positions are scaled to this area; "
+                "default: that of the run"
+            ),
+        )
+    )
+    devices: tuple[Name, ...] = Field(
+        (),
+        description=(
+            "names of at least two devices, which the run may lack: positions are "
+            "drawn by name; default: those of the run"
+        ),
+    )
+
+
 class RadioPart(ConfigModel):
     """Where devices are and how their transmissions fade: which share of casts each receiver loses."""
 
@@ -195,6 +219,14 @@ class RadioPart(ConfigModel):
         description=(
             "mean reception ratio of all pairs, from which the transmit power is "
             "computed; excludes `transmit_power`"
+        ),
+    )
+    mean_reception_at: ReceptionReferencePart | None = Field(
+        None,
+        description=(
+            "configuration with this mean reception ratio, so that runs with other "
+            "exponents, areas or devices have the same transmit power; default: that "
+            "of the run"
         ),
     )
     packets: int | None = Field(

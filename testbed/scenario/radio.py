@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from testbed.common.errors import Diagnostic, nearest
-from testbed.network.parts import RadioPart
+from testbed.network.parts import RadioPart, ReceptionReferencePart
 from testbed.network.radio import (
     TRANSCEIVERS,
+    Position,
     Propagation,
     Radio,
     draw_positions,
@@ -39,10 +41,33 @@ def build_radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | 
         part.shadowing,
     )
     if part.mean_reception is not None:
-        propagation = with_mean_reception(
-            propagation, positions.values(), part.mean_reception
+        power = _power_for_mean_reception(
+            part, propagation, names, positions_given, seed
         )
+        propagation = replace(propagation, transmit_power=power)
     return Radio(propagation, positions, part.packets, seed)
+
+
+def _power_for_mean_reception(
+    part: RadioPart,
+    propagation: Propagation,
+    names: Sequence[str],
+    positions_given: Mapping[str, Position],
+    seed: int,
+) -> float:
+    """Return the transmit power in dBm with which the reference configuration has the mean reception ratio."""
+    assert part.mean_reception is not None
+    reference = part.mean_reception_at or ReceptionReferencePart()
+    positions = draw_positions(
+        reference.devices or names, positions_given, reference.area or part.area, seed
+    )
+    exponent = reference.path_loss_exponent or part.path_loss_exponent
+    calibrated = with_mean_reception(
+        replace(propagation, path_loss_exponent=exponent),
+        positions.values(),
+        part.mean_reception,
+    )
+    return calibrated.transmit_power
 
 
 def _position_problems(
@@ -79,6 +104,11 @@ def _radio_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         yield Diagnostic(("network", "radio", "preset"), text)
     if part.mean_reception is not None:
         yield from _mean_reception_problems(scenario, part)
+    elif part.mean_reception_at is not None:
+        yield Diagnostic(
+            ("network", "radio", "mean_reception_at"),
+            "requires `mean_reception`: add the ratio, or remove this key",
+        )
     if scenario.network.link.message_loss is not None:
         text = "is computed by `network.radio` for each pair: remove one of the two"
         yield Diagnostic(("network", "link", "message_loss"), text)
@@ -92,7 +122,10 @@ def _mean_reception_problems(
         yield Diagnostic(
             key, "determines the transmit power: remove `transmit_power` or this key"
         )
+    reference = part.mean_reception_at
     devices = sum(device.count or 1 for device in scenario.devices.values())
+    if reference is not None and reference.devices:
+        devices = len(set(reference.devices))
     if part.shadowing == 0 or devices < 2:
         yield Diagnostic(
             key,

@@ -71,7 +71,7 @@ class PeerOptions(RoundOptions):
     )
 
     def codecs(self, codes: Mapping[str, Code]) -> dict[str, TensorCodec]:
-        """Return the codecs of the messages; ``codes`` are `PlanningProblem.codes`, the files of user-defined codecs."""
+        """Return the codecs of the messages; ``codes`` are user-defined codecs (`PlanningProblem.codes`)."""
         return make_codecs(codes, weights=self.transfer)
 
 

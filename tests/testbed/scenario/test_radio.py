@@ -98,6 +98,32 @@ def test_links_of_a_layout_have_the_mean_reception_that_is_asked_for_and_keep_th
     )
 
 
+SIX_DEVICES = [f"pi{number}" for number in range(1, 7)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({"path_loss_exponent": 3.7}, 6),
+        ({"area": [100, 100]}, 6),
+        ({}, 2),
+    ],
+)
+def test_power_of_reference_configuration_is_used_in_other_configuration(
+    changes, count
+):
+    reference = {**RADIO, "path_loss_exponent": 3.1, "area": [50, 50]}
+    calibrated = experiment(
+        devices={"pi": {"count": 6}},
+        network={"radio": {**reference, "mean_reception": "80.9%"}},
+    )
+    at = {"path_loss_exponent": 3.1, "area": [50, 50], "devices": SIX_DEVICES}
+    radio = {**reference, **changes, "mean_reception": "80.9%", "mean_reception_at": at}
+    other = experiment(devices={"pi": {"count": count}}, network={"radio": radio})
+    power = calibrated.radio.propagation.transmit_power
+    assert other.radio.propagation.transmit_power == power
+
+
 def test_another_seed_puts_devices_elsewhere_and_without_a_radio_nothing_is_lost():
     first, second = (experiment(network={"radio": RADIO}, seed=seed) for seed in (1, 2))
     assert first.radio.positions != second.radio.positions
@@ -158,6 +184,22 @@ def test_another_seed_puts_devices_elsewhere_and_without_a_radio_nothing_is_lost
             {"radio": {**RADIO, "mean_reception": "80%", "transmit_power": 3}},
             {"a": {"count": 2}},
             "mean_reception: determines the transmit power: remove `transmit_power`",
+        ),
+        (
+            {"radio": {**RADIO, "mean_reception_at": {"area": [9, 9]}}},
+            {"a": {"count": 2}},
+            "mean_reception_at: requires `mean_reception`: add the ratio",
+        ),
+        (
+            {
+                "radio": {
+                    **RADIO,
+                    "mean_reception": "80%",
+                    "mean_reception_at": {"devices": ["a1"]},
+                }
+            },
+            {"a": {"count": 2}},
+            "mean_reception: needs two devices at least",
         ),
         (
             {"radio": {**RADIO, "preset": "lora"}},
