@@ -1,4 +1,4 @@
-"""Posting without waiting, taking with a deadline, and what becomes of old configurations."""
+"""The mailbox of a program: sending in the background, taking messages with deadlines, and configurations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.helpers.simulated import LINK, simulate_programs
 
 
 @dataclass(frozen=True)
-class Word(TypedMessage, kind="word", key=("number",)):
+class Numbered(TypedMessage, kind="numbered", key=("number",)):
     configuration: int
     number: int
 
 
 @dataclass(frozen=True)
-class Shout(TypedMessage, kind="shout"):
+class Text(TypedMessage, kind="text"):
     text: str
 
 
@@ -30,258 +30,273 @@ class Opening(TypedMessage, kind="opening", opens=True):
     configuration: int
 
 
-KINDS = (Word, Shout, Opening)
+KINDS = (Numbered, Text, Opening)
 
 
-def talk(speak, listen, **options):
-    """Run ``listen`` on the device that ends the run, ``speak`` on the other, each with a mailbox."""
+def run_pair(send, receive, **options):
+    """Run one function of a mailbox on each of two devices; the run ends with that of the receiver."""
 
-    def program(of):
-        async def run(device):
-            async with Mailbox(device, {}, KINDS, **options) as mailbox:
-                await of(mailbox)
+    async def run_receiver(device):
+        async with Mailbox(device, {}, KINDS, **options) as mailbox:
+            await receive(mailbox)
 
-        return run
+    async def run_sender(device):
+        async with Mailbox(device, {}, KINDS, **options) as mailbox:
+            await send(mailbox)
+            # The end of the program would withdraw messages that are not acknowledged.
+            await asyncio.get_running_loop().create_future()
 
-    async def forever(mailbox):
-        await speak(mailbox)
-        await asyncio.get_running_loop().create_future()
-
-    return simulate_programs({"ear": program(listen), "mouth": program(forever)})
+    simulate_programs({"receiver": run_receiver, "sender": run_sender})
 
 
-async def count(mailbox):
+async def send_three_numbers(mailbox):
     for number in range(3):
-        mailbox.post("ear", Word(0, number))
+        mailbox.post("receiver", Numbered(0, number))
 
 
 def test_messages_are_taken_by_key_in_any_order():
-    async def listen(mailbox):
-        last = await mailbox.take(Word, 2)
-        assert (last.number, last.sender) == (2, "mouth")
-        assert (await mailbox.take(Word)).number == 0
-        assert (await mailbox.take((Shout, Word))).number == 1
-        assert not mailbox.holds(Word)
+    async def receive(mailbox):
+        last = await mailbox.take(Numbered, 2)
+        assert (last.number, last.sender) == (2, "sender")
+        assert (await mailbox.take(Numbered)).number == 0
+        assert (await mailbox.take((Text, Numbered))).number == 1
+        assert not mailbox.holds(Numbered)
 
-    talk(count, listen)
+    run_pair(send_three_numbers, receive)
 
 
-def test_take_returns_none_after_its_deadline():
-    async def listen(mailbox):
-        assert await mailbox.take(Word, 7, deadline=0.5) is None
+def test_take_returns_none_at_deadline():
+    async def receive(mailbox):
+        assert await mailbox.take(Numbered, 7, deadline=0.5) is None
         assert mailbox.device.now() == 0.5
-        assert await mailbox.take(Word, 7, deadline=0.2) is None
-        assert (
-            await mailbox.take(Word, 1, deadline=0.2) is not None
-        )  # it is here already
-        waiting = asyncio.create_task(mailbox.take(Word, 9))
+        # A deadline in the past is no error, and a stored message is still returned.
+        assert await mailbox.take(Numbered, 7, deadline=0.2) is None
+        assert await mailbox.take(Numbered, 1, deadline=0.2) is not None
+
+    run_pair(send_three_numbers, receive)
+
+
+def test_take_without_deadline_waits():
+    async def receive(mailbox):
+        waiting = asyncio.create_task(mailbox.take(Numbered, 9))
         await mailbox.device.sleep(1)
         assert not waiting.done()
         waiting.cancel()
 
-    talk(count, listen)
+    run_pair(send_three_numbers, receive)
 
 
-def test_a_message_that_comes_too_late_can_be_dropped():
-    async def speak(mailbox):
+def test_discarded_keys_are_ignored_on_arrival():
+    async def send(mailbox):
         for number in (4, 5):
             await mailbox.device.sleep(1)
-            mailbox.post("ear", Word(0, number))
+            mailbox.post("receiver", Numbered(0, number))
 
-    async def listen(mailbox):
-        assert await mailbox.take(Word, 4, deadline=0.5) is None
-        mailbox.discard_before(Word, 5)
-        assert (await mailbox.take(Word)).number == 5
+    async def receive(mailbox):
+        # Message 4 is sent half a second after this deadline.
+        assert await mailbox.take(Numbered, 4, deadline=0.5) is None
+        mailbox.discard_before(Numbered, 5)
+        assert (await mailbox.take(Numbered)).number == 5
 
-    talk(speak, listen)
-
-
-def test_peeking_leaves_the_message_there():
-    async def listen(mailbox):
-        assert (await mailbox.peek(Word)).number == 0
-        assert (await mailbox.take(Word)).number == 0
-
-    talk(count, listen)
+    run_pair(send, receive)
 
 
-def test_second_message_of_a_key_is_dropped():
-    async def speak(mailbox):
+def test_peek_does_not_remove_message():
+    async def receive(mailbox):
+        assert (await mailbox.peek(Numbered)).number == 0
+        assert (await mailbox.take(Numbered)).number == 0
+
+    run_pair(send_three_numbers, receive)
+
+
+def test_second_message_with_same_key_is_dropped():
+    async def send(mailbox):
         for text in ("a", "b"):
-            mailbox.post("ear", Word(0, 1))
-            mailbox.post("ear", Shout(text))
+            mailbox.post("receiver", Numbered(0, 1))
+            mailbox.post("receiver", Text(text))
 
-    async def listen(mailbox):
+    async def receive(mailbox):
         await mailbox.device.sleep(1)
-        assert mailbox.pop(Word, 1) is not None
-        assert mailbox.pop(Word, 1) is None
-        assert [mailbox.pop(Shout).text for _ in range(2)] == ["a", "b"]
+        assert mailbox.pop(Numbered, 1) is not None
+        assert mailbox.pop(Numbered, 1) is None
+        # A text has no key, so that both are stored.
+        assert mailbox.pop(Text).text == "a"
+        assert mailbox.pop(Text).text == "b"
 
-    talk(speak, listen)
+    run_pair(send, receive)
 
 
-def test_cast_arrives_like_any_message():
-    async def speak(mailbox):
-        await mailbox.cast(["ear"], Word(0, 3))
+def test_cast_is_taken_like_other_messages():
+    async def send(mailbox):
+        await mailbox.cast(["receiver"], Numbered(0, 3))
 
-    async def listen(mailbox):
-        assert (await mailbox.take(Word, 3, deadline=1.0)).sender == "mouth"
+    async def receive(mailbox):
+        assert (await mailbox.take(Numbered, 3, deadline=1.0)).sender == "sender"
 
-    talk(speak, listen)
+    run_pair(send, receive)
 
 
 def test_handler_gets_every_message_of_its_kind():
-    heard = []
+    numbers = []
 
-    async def listen(mailbox):
-        mailbox.on(Word, lambda word: heard.append(word.number))
-        while len(heard) < 3:
+    async def receive(mailbox):
+        mailbox.on(Numbered, lambda message: numbers.append(message.number))
+        while len(numbers) < 3:
             assert await mailbox.changed(1.0)
         assert not await mailbox.changed(1.0)
 
-    talk(count, listen)
-    assert heard == [0, 1, 2]
+    run_pair(send_three_numbers, receive)
+    assert numbers == [0, 1, 2]
 
 
-def test_only_messages_of_the_present_configuration_count():
-    async def speak(mailbox):
+def test_messages_of_other_configurations_are_dropped():
+    async def send(mailbox):
         for configuration in (1, 2, 3):
-            mailbox.post("ear", Word(configuration, configuration))
+            mailbox.post("receiver", Numbered(configuration, number=configuration))
 
-    async def listen(mailbox):
+    async def receive(mailbox):
         mailbox.open(2)
         await mailbox.device.sleep(1)
-        assert [mailbox.holds(Word, number) for number in (1, 2, 3)] == [
-            False,
-            True,
-            False,
-        ]
+        assert not mailbox.holds(Numbered, 1)
+        assert mailbox.holds(Numbered, 2)
+        assert not mailbox.holds(Numbered, 3)
         assert mailbox.arrived == 1
 
-    talk(speak, listen)
+    run_pair(send, receive)
 
 
 def test_newer_configuration_discards_older_state():
     opened = []
 
-    async def speak(mailbox):
-        mailbox.post("ear", Word(0, 1))
-        mailbox.post("ear", Opening(5))
-        mailbox.post("ear", Word(5, 1))
+    async def send(mailbox):
+        mailbox.post("receiver", Numbered(0, 1))
+        mailbox.post("receiver", Opening(5))
+        mailbox.post("receiver", Numbered(5, 1))
 
-    async def listen(mailbox):
+    async def receive(mailbox):
         mailbox.on(Opening, lambda opening: mailbox.open(opening.configuration))
         mailbox.on_open(lambda: opened.append(mailbox.configuration))
-        lost = mailbox.post("mouth", Shout("never sent"))
+        withdrawn = mailbox.post("sender", Text("never sent"))
         while not opened:
             await mailbox.changed()
-        assert not mailbox.holds(Word, 1)
+        assert not mailbox.holds(Numbered, 1)
+        # An older number has no effect.
         mailbox.open(4)
         assert opened == [5]
-        assert (await mailbox.take(Word, 1)).configuration == 5
-        assert lost.done()
+        assert (await mailbox.take(Numbered, 1)).configuration == 5
+        assert withdrawn.done()
 
-    talk(speak, listen)
-
-
-def test_message_to_the_sender_is_delivered_at_once():
-    async def listen(mailbox):
-        mailbox.post("ear", Shout("me"))
-        assert mailbox.pop(Shout).sender == "ear"
-
-    talk(count, listen)
+    run_pair(send, receive)
 
 
-def test_messages_in_transit_and_overdue_are_counted():
-    async def listen(mailbox):
+def test_message_to_own_device_is_delivered_at_once():
+    async def receive(mailbox):
+        mailbox.post("receiver", Text("me"))
+        assert mailbox.pop(Text).sender == "receiver"
+
+    run_pair(send_three_numbers, receive)
+
+
+def test_outbox_reports_busy_and_overdue_messages():
+    async def receive(mailbox):
+        # Without links, a message is predicted to be acknowledged at once.
         mailbox.links = {}
-        sends = mailbox.sends
-        word = mailbox.post("mouth", Shout("hello"))
-        assert not sends.overdue()
-        assert sends.is_busy()
+        outbox = mailbox.sends
+        message = mailbox.post("sender", Text("hello"))
+        assert not outbox.overdue()
+        assert outbox.is_busy()
         await mailbox.device.sleep(0.005)
-        assert sends.overdue() == {
-            "mouth": pytest.approx(0.005)
-        }  # without links it should have been there at once
-        await word
-        assert not sends.overdue()
-        assert not sends.is_busy()
+        assert outbox.overdue() == {"sender": pytest.approx(0.005)}
+        await message
+        assert not outbox.overdue()
+        assert not outbox.is_busy()
 
-    talk(count, listen)
+    run_pair(send_three_numbers, receive)
 
 
-@pytest.mark.parametrize("taker", [True, False])
-def test_mailbox_is_bounded(taker):
-    async def flood(mailbox):
+@pytest.mark.parametrize(
+    ("pause", "message"),
+    [(0.0, "unacknowledged"), (0.1, "wait to be taken")],
+    ids=["unacknowledged messages", "received messages"],
+)
+def test_mailbox_refuses_messages_beyond_limit(pause, message):
+    # A pause of 0.1 s is longer than a message and its acknowledgement, so the receiver's mailbox fills instead.
+    async def send_six_numbers(mailbox):
         for number in range(6):
-            mailbox.post("ear", Word(0, number))
-            if not taker:
-                await mailbox.device.sleep(0.1)
+            mailbox.post("receiver", Numbered(0, number))
+            if pause:
+                await mailbox.device.sleep(pause)
 
-    async def listen(mailbox):
+    async def receive_nothing(mailbox):
         await mailbox.device.sleep(2)
 
-    with pytest.raises(
-        MailboxFullError, match=r"unacknowledged" if taker else r"wait to be taken"
-    ):
-        talk(flood, listen, limit=4)
+    with pytest.raises(MailboxFullError, match=message):
+        run_pair(send_six_numbers, receive_nothing, limit=4)
 
 
-def test_unknown_kind_fails_the_program():
-    async def stranger(device):
-        await device.send("ear", Message("riddle"))
+def test_unknown_kind_of_message_fails_program():
+    async def send_unknown(device):
+        await device.send("receiver", Message("riddle"))
 
-    async def listen(device):
+    async def receive(device):
         async with Mailbox(device, {}, KINDS) as mailbox:
-            await mailbox.take(Word)
+            await mailbox.take(Numbered)
 
-    with pytest.raises(WireError, match=r"'riddle' from mouth"):
-        simulate_programs({"ear": listen, "mouth": stranger}, link=LINK)
+    programs = {"receiver": receive, "sender": send_unknown}
+    with pytest.raises(WireError, match=r"'riddle' from sender"):
+        simulate_programs(programs, link=LINK)
 
 
-def test_transfer_time_is_there_and_back():
+def test_transfer_time_includes_delay_of_acknowledgement():
     links = {("a", "b"): Link(8e6, 0.01), ("b", "a"): Link(1e6, 0.02)}
+    # 1,000 bytes at a megabyte a second, and a delay of 10 + 20 ms; acknowledgements have no size.
     assert transfer_time(links, "a", "b", 1000) == pytest.approx(1000 / 1e6 + 0.03)
+
+
+def test_transfer_time_without_link_is_zero():
+    links = {("a", "b"): Link(8e6, 0.01), ("b", "a"): Link(1e6, 0.02)}
     assert transfer_time(links, "a", "c", 1000) == 0
 
 
-def test_failure_of_a_task_fails_the_program():
-    ended = []
+def test_failed_task_fails_program_and_cancels_other_tasks():
+    cancelled = []
 
-    async def patient():
+    async def wait_long():
         try:
             await asyncio.sleep(60)
         finally:
-            ended.append("patient")
+            cancelled.append("wait_long")
 
-    async def failing():
+    async def fail_soon():
         await asyncio.sleep(0)
         raise KeyError("lost")
 
-    async def program():
+    async def run_tasks():
         async with Tasks() as tasks:
-            tasks.start(patient())
-            tasks.start(failing())
+            tasks.start(wait_long())
+            tasks.start(fail_soon())
             await asyncio.sleep(60)
 
+    # The exception itself, not a group of exceptions, is raised.
     with pytest.raises(KeyError, match="lost"):
-        asyncio.run(program())
-    assert ended == ["patient"]
+        asyncio.run(run_tasks())
+    assert cancelled == ["wait_long"]
 
 
-def test_exception_of_the_program_is_raised():
-    async def program():
+def test_exception_of_program_is_raised_despite_tasks():
+    async def run_tasks():
         async with Tasks() as tasks:
             tasks.start(asyncio.sleep(60))
             raise ValueError("own")
 
     with pytest.raises(ValueError, match="own"):
-        asyncio.run(program())
+        asyncio.run(run_tasks())
 
 
-def test_tasks_end_with_the_program():
-    async def program():
+def test_end_of_program_cancels_tasks():
+    async def run_tasks():
         async with Tasks() as tasks:
-            left = tasks.start(asyncio.sleep(60))
-        assert left.cancelled()
+            unfinished = tasks.start(asyncio.sleep(60))
+        assert unfinished.cancelled()
 
-    asyncio.run(program())
+    asyncio.run(run_tasks())

@@ -1,4 +1,4 @@
-"""Who answers, who started again, who is silent: information, and nothing done about it."""
+"""Membership: which devices reply, have restarted or are silent; and the roles of devices."""
 
 from __future__ import annotations
 
@@ -18,238 +18,258 @@ from testbed.messaging.typed_messages import TypedMessage
 from testbed.wire.message import Message
 from tests.helpers.simulated import LINK, simulate_programs
 
-NAMES = ("lead", "one", "two")
+NAMES = ("coordinator", "one", "two")
 
 
-def led(lead, status=Status, faults=()):
-    """Run a coordinator's code beside two devices that answer."""
+def run_coordinator(coordinate, status=Status, faults=()):
+    """Run a coordinator's function of mailbox and membership beside two devices that answer probes."""
 
-    async def coordinate(device):
+    async def run_membership(device):
         async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
-            await lead(mailbox, Membership(mailbox, NAMES))
+            await coordinate(mailbox, Membership(mailbox, NAMES))
 
-    async def answer(device):
+    async def answer_probes(device):
         async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
-            presence = Presence(mailbox, "lead", status)
-            presence.greet()
+            Presence(mailbox, "coordinator", status).greet()
             while True:
                 await mailbox.changed()
 
-    return simulate_programs(
-        {"lead": coordinate, "one": answer, "two": answer}, faults=faults
-    )
+    programs = {
+        "coordinator": run_membership,
+        "one": answer_probes,
+        "two": answer_probes,
+    }
+    return simulate_programs(programs, faults=faults)
 
 
-def test_devices_that_greet_are_present_and_may_join():
-    async def lead(mailbox, members):
+def log_texts(world):
+    return [event.fields["text"] for event in world.events if event.event == "log"]
+
+
+def test_device_without_role_may_join_after_greeting():
+    async def coordinate(mailbox, members):
         members.assigned = frozenset({"one"})
-        members.excluded = set()
         await mailbox.device.sleep(0.5)
+        # Both programs start at time 0.
         assert members.present == {"one": 0.0, "two": 0.0}
         assert members.joiners == {"two"}
+
+    run_coordinator(coordinate)
+
+
+def test_exclusion_of_device_is_logged():
+    async def coordinate(mailbox, members):
         members.exclude(["two"])
         assert members.excluded == {"two"}
 
-    world = led(lead)
-    assert [event.fields["text"] for event in world.events if event.event == "log"] == [
+    assert log_texts(run_coordinator(coordinate)) == [
         "two is excluded: it replies, but the other devices make no progress with it"
     ]
 
 
-def test_answers_contain_the_status_of_a_device():
-    async def lead(mailbox, members):
+def test_answer_contains_status_of_device():
+    async def coordinate(mailbox, members):
         mailbox.open(7)
         assert await members.ping_all({"one": 1.0, "two": 1.0}) == set()
         answer = members.answers["two"]
-        assert (
-            answer.configuration,
-            answer.holds,
-            answer.actions,
-            answer.computing,
-        ) == (7, 3, 9, True)
+        assert answer.configuration == 7
+        assert answer.holds == 3
+        assert answer.actions == 9
+        assert answer.computing
+        # Tuples arrive as lists.
         assert answer.held == [[1, 2, [0]]]
 
-    led(lead, lambda: Status(3, 9, True, ((1, 2, (0,)),)))
+    status = Status(holds=3, actions=9, computing=True, held=((1, 2, (0,)),))
+    run_coordinator(coordinate, lambda: status)
 
 
-def test_silent_devices_are_named_at_the_deadline():
-    async def lead(mailbox, members):
+def test_silent_device_is_returned_at_deadline():
+    async def coordinate(mailbox, members):
         await mailbox.device.sleep(0.5)
         assert await members.ping_all({"one": 1.0, "two": 1.0}) == {"one"}
         assert mailbox.device.now() == 1.5
 
-    led(lead, faults=[{"kill": "one", "at": "200ms"}])
+    run_coordinator(coordinate, faults=[{"kill": "one", "at": "200ms"}])
 
 
-def test_restart_is_distinguished_from_a_slow_answer():
-    async def lead(mailbox, members):
+def test_restarted_device_is_recognised_until_next_configuration():
+    async def coordinate(mailbox, members):
         await mailbox.device.sleep(0.5)
         members.mark_configured()
         await mailbox.device.sleep(5)
         assert members.restarted == {"one"}
-        assert members.known["one"] == 0.0 < members.present["one"]
+        # The incarnation is the time of the program's start.
+        assert members.known["one"] == 0.0
+        assert members.present["one"] > 0.0
         members.mark_configured()
         assert members.restarted == set()
         mailbox.open(2)
         assert members.present == {}
 
-    led(lead, faults=[{"kill": "one", "at": "1000ms", "for": "1000ms"}])
+    fault = {"kill": "one", "at": "1000ms", "for": "1000ms"}
+    run_coordinator(coordinate, faults=[fault])
 
 
-def test_a_cancelled_probe_takes_no_time_of_the_next_one():
+def test_cancelled_probe_does_not_delay_next_probe():
     async def coordinate(device):
-        links = {("lead", "one"): LINK, ("one", "lead"): LINK}
+        links = {("coordinator", "one"): LINK, ("one", "coordinator"): LINK}
         async with Mailbox(device, links, MEMBERSHIP_KINDS) as mailbox:
-            members = Membership(mailbox, ("lead", "one"))
+            members = Membership(mailbox, ("coordinator", "one"))
             members.ask(["one"])
             due = mailbox.sends.due("one")
             members.ask(["one"])
             assert due > device.now()
             assert mailbox.sends.due("one") == due
 
-    async def be_silent(device):
+    async def stay_silent(device):
         await asyncio.get_running_loop().create_future()
 
-    simulate_programs({"lead": coordinate, "one": be_silent})
+    simulate_programs({"coordinator": coordinate, "one": stay_silent})
 
 
 def test_each_reason_against_joining_is_logged_once():
-    async def lead(mailbox, members):
+    async def coordinate(mailbox, members):
         for reason in ("a recovery is under way", "its units are another's"):
             members.refusal = reason
+            # Each reply to a probe asks to join again.
             for _ in range(2):
                 await members.ping_all({"two": 1.0})
 
-    world = led(lead)
-    texts = [event.fields["text"] for event in world.events if event.event == "log"]
+    texts = log_texts(run_coordinator(coordinate))
     assert [text for text in texts if text.startswith("two ")] == [
         "two cannot join: a recovery is under way",
         "two cannot join: its units are another's",
     ]
 
 
-def test_gathering_waits_for_each_as_long_as_it_may_take():
-    async def lead(mailbox, members):
+def test_gathering_waits_until_deadline_of_missing_device():
+    async def coordinate(mailbox, members):
         await mailbox.device.sleep(0.5)
         mailbox.open(2)
-        await members.gather({"one": 1.0, "two": 3.0, "lead": 9.0})
+        # Device one is down; neither device two, which replies, nor the coordinator itself is waited for.
+        await members.gather({"one": 1.0, "two": 3.0, "coordinator": 9.0})
         assert members.answers.keys() == {"two"}
         assert mailbox.device.now() == 1.0
 
-    led(lead, faults=[{"kill": "one", "at": "200ms"}])
+    run_coordinator(coordinate, faults=[{"kill": "one", "at": "200ms"}])
 
 
-def test_ready_devices_are_known_until_the_next_configuration():
-    async def lead(mailbox, members):
+def test_new_configuration_clears_ready_devices():
+    async def coordinate(mailbox, members):
         mailbox.open(2)
-        mailbox.post("lead", Configured(1, 0.0))
+        mailbox.post("coordinator", Configured(1, 0.0))
         assert members.ready == set()
-        mailbox.post("lead", Configured(2, 0.0))
-        assert members.ready == {"lead"}
+        mailbox.post("coordinator", Configured(2, 0.0))
+        assert members.ready == {"coordinator"}
         mailbox.open(3)
         assert members.ready == set()
 
-    led(lead)
+    run_coordinator(coordinate)
 
 
 @dataclass(frozen=True)
-class Be(TypedMessage, kind="be", opens=True):
+class AssignRole(TypedMessage, kind="assign-role", opens=True):
     configuration: int
-    what: str
+    role: str
 
 
-class Noted:
-    """A role that notes when it lives."""
+class RecordingRole:
+    """A role that records when it is prepared, served and ended."""
 
     actions, computing = 7, False
 
-    def __init__(self, name, notes):
-        self.name, self.notes = name, notes
+    def __init__(self, name, records):
+        self.name, self.records = name, records
 
     async def prepare(self):
-        self.notes.append(f"{self.name} prepares")
+        self.records.append(f"{self.name} prepares")
 
     async def serve(self):
-        self.notes.append(f"{self.name} serves")
+        self.records.append(f"{self.name} serves")
         try:
             await asyncio.get_running_loop().create_future()
         finally:
-            self.notes.append(f"{self.name} ends")
+            self.records.append(f"{self.name} ends")
 
 
-def notes_of(lead):
-    """Let ``lead`` tell one device what to be; return what its roles noted, and what it said of them."""
-    notes, said = [], []
+def run_role_holder(*assignments):
+    """Assign roles, as (configuration, role), to a device; return records of the roles, and ready configurations."""
+    records, ready_configurations = [], []
 
-    async def coordinate(device):
-        async with Mailbox(device, {}, (*MEMBERSHIP_KINDS, Be)) as mailbox:
+    async def assign_roles(device):
+        async with Mailbox(device, {}, (*MEMBERSHIP_KINDS, AssignRole)) as mailbox:
             mailbox.on(
-                Configured, lambda configured: said.append(configured.configuration)
+                Configured,
+                lambda report: ready_configurations.append(report.configuration),
             )
-            await lead(mailbox)
+            for configuration, role in assignments:
+                mailbox.open(configuration)
+                await mailbox.post("one", AssignRole(configuration, role))
+            await device.sleep(1)
 
-    async def serve(device):
-        async with Mailbox(device, {}, (*MEMBERSHIP_KINDS, Be)) as mailbox:
-            holder = RoleHolder(mailbox, "lead")
-            holder.follow(Be, lambda be: Noted(be.what, notes))
+    async def serve_roles(device):
+        async with Mailbox(device, {}, (*MEMBERSHIP_KINDS, AssignRole)) as mailbox:
+            holder = RoleHolder(mailbox, "coordinator")
+            holder.follow(
+                AssignRole, lambda message: RecordingRole(message.role, records)
+            )
             await holder.serve()
 
-    simulate_programs({"lead": coordinate, "one": serve})
-    return notes, said
+    simulate_programs({"coordinator": assign_roles, "one": serve_roles})
+    return records, ready_configurations
 
 
-async def tell(mailbox, *roles):
-    for configuration, what in roles:
-        mailbox.open(configuration)
-        await mailbox.post("one", Be(configuration, what))
-    await mailbox.device.sleep(1)
+def test_role_is_prepared_reported_and_served():
+    records, ready_configurations = run_role_holder((1, "stage"))
+    # The end of the run ends the role.
+    assert records[:2] == ["stage prepares", "stage serves"]
+    assert ready_configurations == [1]
 
 
-def test_a_role_is_prepared_announced_and_served():
-    notes, said = notes_of(lambda mailbox: tell(mailbox, (1, "stage")))
-    assert notes[:2] == ["stage prepares", "stage serves"]
-    assert said == [1]
-
-
-def test_a_higher_configuration_ends_a_role_and_a_second_one_of_the_same_does_not():
-    notes, said = notes_of(
-        lambda mailbox: tell(mailbox, (1, "first"), (1, "late"), (2, "second"))
+def test_role_ends_with_newer_configuration_only():
+    records, ready_configurations = run_role_holder(
+        (1, "first"), (1, "late"), (2, "second")
     )
-    assert notes[:5] == [
+    assert records[:5] == [
         "first prepares",
         "first serves",
         "first ends",
         "second prepares",
         "second serves",
     ]
-    assert said[-1] == 2
+    assert ready_configurations[-1] == 2
 
 
-def test_a_role_that_sends_a_large_message_to_another_device_is_busy_while_it_may_take_so_long():
-    answers = []
+def test_role_is_busy_until_sent_message_is_overdue():
+    busy_reports = []
 
-    async def coordinate(device):
+    async def ask_three_times(device):
         async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
             members = Membership(mailbox, NAMES)
             for _ in range(3):
                 await device.sleep(1)
                 await members.ping_all({"one": 1.0})
-                answers.append(members.answers["one"].computing)
+                busy_reports.append(members.answers["one"].computing)
 
-    async def serve(device):
+    async def send_large_message(device):
         links = {("one", "two"): LINK, ("two", "one"): LINK}
         async with Mailbox(device, links, MEMBERSHIP_KINDS) as mailbox:
-            holder = RoleHolder(mailbox, "lead")
-            holder.assume(0, lambda: Noted("stage", []))
+            holder = RoleHolder(mailbox, "coordinator")
+            holder.assume(0, lambda: RecordingRole("stage", []))
+            # 1.2 s at the planned megabyte a second, and twice that until it is overdue.
             mailbox.sends.post("two", Message("large", padding=1_200_000))
             await holder.serve()
 
-    async def take(device):
+    async def receive_twice(device):
         await device.receive()
         await device.receive()
 
     simulate_programs(
-        {"lead": coordinate, "one": serve, "two": take},
+        {
+            "coordinator": ask_three_times,
+            "one": send_large_message,
+            "two": receive_twice,
+        },
         link=replace(LINK, rate=LINK.rate / 10),
     )
-    assert answers == [True, True, False]
+    assert busy_reports == [True, True, False]

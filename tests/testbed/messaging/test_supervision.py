@@ -1,4 +1,4 @@
-"""Waiting for others, and the three ways in which it turns out to be in vain."""
+"""Failure detection while waiting for devices, and the loop that recovers from failures."""
 
 from __future__ import annotations
 
@@ -28,190 +28,196 @@ from testbed.plan import Assignment
 from testbed.wire.message import size_around
 from tests.helpers.simulated import LINK, simulate_programs
 
-NAMES = ("lead", "one", "two")
-PARTS = [
+NAMES = ("coordinator", "one", "two")
+LAYOUT = [
     Assignment(device=name, start=index, stop=index + 1, memory=0)
     for index, name in enumerate(NAMES)
 ]
+PROBLEM = SimpleNamespace(devices=[SimpleNamespace(name=name) for name in NAMES])
+"""The part of a planning problem that a supervisor reads."""
 
 
-class PlanningProblem:
-    class Device:
-        def __init__(self, name):
-            self.name = name
-
-    devices = tuple(map(Device, NAMES))
+def report_role(mailbox):
+    return Status(holds=mailbox.configuration)
 
 
-def supervised(
-    lead,
-    status=lambda mailbox: Status(mailbox.configuration),
-    faults=(),
-    stall_timeout=1,
-):
+def run_supervisor(supervise, status=report_role, faults=(), stall_timeout=1):
+    """Run a function of a supervisor beside two devices that report a status when they are probed."""
+
     async def coordinate(device):
         async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
             timeouts = Timeouts(
                 stall_timeout=stall_timeout, rejoin_timeout=5, standstill=3, startup=1
             )
-            presence = Presence(mailbox, "lead", lambda: Status(mailbox.configuration))
+            presence = Presence(mailbox, "coordinator", lambda: report_role(mailbox))
             supervisor = Supervisor(
-                mailbox, presence, PlanningProblem, timeouts, lambda part: 0
+                mailbox, presence, PROBLEM, timeouts, backlog=lambda part: 0
             )
-            supervisor.start(PARTS)
-            await lead(supervisor)
+            supervisor.start(LAYOUT)
+            await supervise(supervisor)
 
-    async def answer(device):
+    async def answer_probes(device):
         async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
+            # The supervisor opens configuration 1 at time 0.
             mailbox.open(1)
-            Presence(mailbox, "lead", lambda: status(mailbox)).greet()
+            Presence(mailbox, "coordinator", lambda: status(mailbox)).greet()
             while True:
                 await mailbox.changed()
 
-    return simulate_programs(
-        {"lead": coordinate, "one": answer, "two": answer}, faults=faults
-    )
+    programs = {"coordinator": coordinate, "one": answer_probes, "two": answer_probes}
+    return simulate_programs(programs, faults=faults)
 
 
-async def wait_in_vain(supervisor):
-    await supervisor.until(lambda: False)
+def wait_for_loss(**options):
+    """Wait for a condition that is never true; return the time of the loss and its exception."""
+    losses = []
 
-
-def lost(outcome):
-    found = []
-
-    async def lead(supervisor):
+    async def supervise(supervisor):
         try:
-            await wait_in_vain(supervisor)
+            await supervisor.until(lambda: False)
         except Lost as error:
-            found.append((supervisor.device.now(), error))
+            losses.append((supervisor.device.now(), error))
 
-    outcome(lead)
-    ((when, error),) = found
-    return when, error
+    run_supervisor(supervise, **options)
+    ((time, error),) = losses
+    return time, error
 
 
-def test_silent_device_is_lost_after_its_stall_timeout():
-    when, error = lost(
-        lambda lead: supervised(lead, faults=[{"kill": "two", "at": "500ms"}])
-    )
+def test_silent_device_is_lost_after_stall_timeout():
+    time, error = wait_for_loss(faults=[{"kill": "two", "at": "500ms"}])
     assert error.missing == ["two"]
     assert not error.cut
-    assert 2 <= when < 2.5  # of waiting, and of asking
+    # A second without news, and a second without a reply to the probe.
+    assert 2 <= time < 2.5
 
 
 @dataclass(frozen=True)
 class State(ConfigurationMessage, kind="state"):
-    """A large message of the role."""
+    """A large message of a role."""
 
     tensor: torch.Tensor
 
 
-def seconds_until_lost(rate, faults=()):
-    """Return when a device counts as lost that sends 1 MB where a link of 1 MB/s is planned; None: it never does."""
-    kinds, planned = (
-        (*MEMBERSHIP_KINDS, State),
-        dict.fromkeys((("lead", "one"), ("one", "lead")), LINK),
-    )
-    found = []
+def time_of_loss_while_sending(rate, faults=()):
+    """Return the time at which a device that sends 1 MB over a link of ``rate`` bit/s is lost; None if it is not.
 
-    async def coordinate(device):
-        async with Mailbox(device, planned, kinds) as mailbox:
+    The planned rate is 1 MB/s.
+    """
+    kinds = (*MEMBERSHIP_KINDS, State)
+    planned_links = {("coordinator", "one"): LINK, ("one", "coordinator"): LINK}
+    loss_times = []
+
+    async def receive_state(device):
+        async with Mailbox(device, planned_links, kinds) as mailbox:
             timeouts = Timeouts(
                 stall_timeout=1, rejoin_timeout=5, standstill=3, startup=1
             )
-            presence = Presence(mailbox, "lead", Status)
+            presence = Presence(mailbox, "coordinator", Status)
             supervisor = Supervisor(
-                mailbox, presence, PlanningProblem, timeouts, lambda part: 1e6
+                mailbox, presence, PROBLEM, timeouts, backlog=lambda part: 1e6
             )
-            supervisor.start(PARTS[:2])
+            supervisor.start(LAYOUT[:2])
             try:
                 await supervisor.take(State)
             except Lost:
-                found.append(device.now())
+                loss_times.append(device.now())
 
-    async def send(device):
-        async with Mailbox(device, planned, kinds) as mailbox:
+    async def send_state(device):
+        async with Mailbox(device, planned_links, kinds) as mailbox:
             mailbox.open(1)
-            Presence(mailbox, "lead", lambda: Status(1))
-            await mailbox.post("lead", State(1, torch.zeros(250_000)))
+            Presence(mailbox, "coordinator", lambda: Status(holds=1))
+            # 250,000 values of four bytes.
+            await mailbox.post("coordinator", State(1, torch.zeros(250_000)))
             await device.receive()
 
     simulate_programs(
-        {"lead": coordinate, "one": send},
+        {"coordinator": receive_state, "one": send_state},
         link=Link(rate=rate, delay=0.01),
         faults=faults,
     )
-    return found[0] if found else None
+    return loss_times[0] if loss_times else None
 
 
-def test_a_device_whose_message_arrives_later_than_planned_is_waited_for():
-    assert seconds_until_lost(8e6 / 7) is None
+SLOW_RATE = 8e6 / 7
+"""A seventh of the planned rate in bit/s, within the eight times that an arriving message may take."""
 
 
-def test_a_device_that_dies_while_its_message_arrives_is_lost_when_its_time_is_over():
-    assert seconds_until_lost(8e6 / 7, [{"kill": "one", "at": "2s"}]) == pytest.approx(
-        4, abs=0.5
-    )
+def test_device_is_waited_for_while_message_arrives_slowly():
+    assert time_of_loss_while_sending(SLOW_RATE) is None
 
 
-def test_a_device_whose_message_hardly_arrives_is_lost():
+def test_device_killed_while_message_arrives_is_lost_at_end_of_allowed_time():
+    faults = [{"kill": "one", "at": "2s"}]
+    # A second without news, a second for the reply, and twice the planned second for the message before it.
+    expected = 1 + 1 + SLACK * 1
+    loss_time = time_of_loss_while_sending(SLOW_RATE, faults)
+    assert loss_time == pytest.approx(expected, abs=0.5)
+
+
+def test_device_is_lost_while_message_arrives_too_slowly():
     planned = LINK.transmission_time(size_around(1e6)) + 2 * LINK.delay
-    waited, asked = 1, 1
-    assert seconds_until_lost(8e3) == pytest.approx(
-        waited + asked + MOST_ARRIVING * SLACK * planned, abs=0.1
-    )
+    # A second without news, a second for the reply, and the longest time for the message.
+    expected = 1 + 1 + MOST_ARRIVING * SLACK * planned
+    assert time_of_loss_while_sending(8e3) == pytest.approx(expected, abs=0.1)
 
 
 def test_restarted_device_is_lost_as_soon_as_it_greets():
     faults = [{"kill": "two", "at": "500ms", "for": "100ms"}]
-    when, error = lost(lambda lead: supervised(lead, faults=faults, stall_timeout=9))
+    time, error = wait_for_loss(faults=faults, stall_timeout=9)
     assert error.back == {"two"}
-    assert when == pytest.approx(2.61, abs=0.01)  # it takes 2 s to boot
+    # 0.6 s until the restart, 2 s of booting, and the delay of the greeting.
+    assert time == pytest.approx(2.61, abs=0.01)
 
 
 def test_device_without_its_role_is_lost():
-    _, error = lost(lambda lead: supervised(lead, lambda mailbox: Status(0)))
+    _, error = wait_for_loss(status=lambda mailbox: Status(holds=0))
     assert error.missing == ["one", "two"]
 
 
-def test_standstill_is_detected_although_all_answer():
-    when, error = lost(lambda lead: supervised(lead))
+def test_standstill_is_detected_although_all_devices_reply():
+    time, error = wait_for_loss()
     assert str(error) == "no progress"
-    assert 4 <= when < 6
+    # The first probe after a second starts the three seconds of a standstill; probes follow each second.
+    assert 4 <= time < 6
 
 
 def test_computing_device_is_waited_for():
-    async def lead(supervisor):
+    async def supervise(supervisor):
         await supervisor.until(lambda: supervisor.device.now() > 20)
 
-    async def tick(device):
-        async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
-            mailbox.open(1)
-            presence = Presence(mailbox, "lead", lambda: Status(1, 0, True))
-            while True:
-                await device.sleep(10)
-                presence.greet()
-
-    supervised(lead, lambda mailbox: Status(mailbox.configuration, 0, True))
+    run_supervisor(
+        supervise, lambda mailbox: Status(mailbox.configuration, 0, computing=True)
+    )
 
 
-def test_slow_device_makes_it_more_patient():
-    async def lead(supervisor):
+def test_slow_device_increases_stall_timeout_up_to_maximum():
+    async def supervise(supervisor):
         supervisor.membership.answers["one"] = None
         supervisor.membership.present["one"] = 0.0
+        # It doubles with each loss, up to eight times the configured second.
         for stall_timeout in (2, 4, 8, 8):
             supervisor.learn_stall_timeout(Lost(["one"]), {"one": 0.0})
             assert supervisor.stall_timeout == stall_timeout
-        supervisor.learn_stall_timeout(
-            Lost(["one"]), {"one": 0.5}
-        )  # it started again, so it was not slow
 
-    supervised(lead)
+    run_supervisor(supervise)
 
 
-class Plan:
-    """A work and a recovery that note what is asked of them; each run of the work ends as the next outcome says."""
+def test_restarted_device_does_not_increase_stall_timeout():
+    async def supervise(supervisor):
+        supervisor.membership.answers["one"] = None
+        supervisor.membership.present["one"] = 0.0
+        # Another incarnation than at the assignment of roles means a restart.
+        supervisor.learn_stall_timeout(Lost(["one"]), {"one": 0.5})
+        assert supervisor.stall_timeout == 1
+
+    run_supervisor(supervise)
+
+
+class ScriptedRecovery:
+    """Work and recovery policy in one; each run of the work ends with the next outcome, and calls are recorded.
+
+    An outcome is an exception, or a number of completed tasks before the exception that follows.
+    """
 
     start = 5
 
@@ -246,47 +252,52 @@ class Plan:
         asyncio.run(run_with_recovery(self, self, self.supervisor))
 
 
-def test_work_resumes_after_a_loss():
-    plan = Plan(Lost(["one"]))
-    plan.run_with_recovery()
-    assert plan.calls == ["establish", ("recover", ["one"], 5), "establish", "resumed"]
-    assert not plan.excluded
+def lose_device_one(times):
+    return [Lost(["one"]) for _ in range(times)]
+
+
+def test_work_resumes_after_loss():
+    script = ScriptedRecovery(Lost(["one"]))
+    script.run_with_recovery()
+    recovery = ("recover", ["one"], 5)
+    assert script.calls == ["establish", recovery, "establish", "resumed"]
+    assert not script.excluded
 
 
 def test_losses_and_recoveries_are_logged(caplog):
     caplog.set_level(logging.INFO, "testbed.messaging.supervision")
-    Plan(Lost(["one"])).run_with_recovery()
+    ScriptedRecovery(Lost(["one"])).run_with_recovery()
     assert caplog.messages == [
         "lost: one; recovering from 5",
         "recovered: resuming at 5 with []",
     ]
 
 
-def test_devices_cut_off_are_left_out():
-    plan = Plan(Lost(["one", "two"], ["two"]))
-    plan.run_with_recovery()
-    assert plan.excluded == {"two"}
+def test_device_without_contact_to_neighbour_is_excluded():
+    script = ScriptedRecovery(Lost(["one", "two"], cut=["two"]))
+    script.run_with_recovery()
+    assert script.excluded == {"two"}
 
 
-def test_device_lost_again_and_again_is_left_out_though_it_answers():
-    plan = Plan(*(Lost(["one"]) for _ in range(MAX_RETRIES_WITH_LOST)))
-    plan.run_with_recovery()
-    assert plan.excluded == {"one"}
+def test_repeatedly_lost_device_is_excluded():
+    script = ScriptedRecovery(*lose_device_one(MAX_RETRIES_WITH_LOST))
+    script.run_with_recovery()
+    assert script.excluded == {"one"}
 
 
-def test_run_fails_after_recoveries_without_progress():
-    plan = Plan(*(Lost(["one"]) for _ in range(MAX_RETRIES)))
+def test_run_fails_after_too_many_recoveries_without_progress():
+    script = ScriptedRecovery(*lose_device_one(MAX_RETRIES))
     with pytest.raises(
         TestbedError,
         match=r"20 consecutive recoveries .*last: one.*raise method.stall_timeout",
     ):
-        plan.run_with_recovery()
+        script.run_with_recovery()
 
 
-def test_progress_in_between_counts():
-    outcomes = [
-        outcome for _ in range(2 * MAX_RETRIES) for outcome in (1, Lost(["one"]))
-    ]
-    plan = Plan(*outcomes)
-    plan.run_with_recovery()
-    assert not plan.excluded
+def test_progress_resets_count_of_recoveries():
+    outcomes = []
+    for loss in lose_device_one(2 * MAX_RETRIES):
+        outcomes += [1, loss]
+    script = ScriptedRecovery(*outcomes)
+    script.run_with_recovery()
+    assert not script.excluded

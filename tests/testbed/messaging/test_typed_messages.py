@@ -1,4 +1,4 @@
-"""Messages as dataclasses, there and back."""
+"""Encoding and decoding of messages that are dataclasses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from testbed.wire.message import Message, WireError, content_size
 
 
 @dataclass(frozen=True)
-class Piece(TypedMessage, kind="piece", key=("step", "part")):
+class Activation(TypedMessage, kind="activation", key=("step", "part")):
     step: int
     part: int
     tensor: torch.Tensor
@@ -32,7 +33,7 @@ class Piece(TypedMessage, kind="piece", key=("step", "part")):
 
 
 @dataclass(frozen=True)
-class Whole(TypedMessage, kind="whole", key=("step",)):
+class Weights(TypedMessage, kind="weights", key=("step",)):
     step: int
     rate: float | None
     labels: torch.Tensor
@@ -40,59 +41,72 @@ class Whole(TypedMessage, kind="whole", key=("step",)):
 
 
 @dataclass(frozen=True)
-class Lost(TypedMessage, kind="lost"):
+class LossReport(TypedMessage, kind="loss"):
     loss: Fixed | None
 
 
 @dataclass(frozen=True)
-class Noted(Piece, kind="piece"):
+class ExtendedActivation(Activation, kind="activation"):
     first: bool | None = None
 
 
-def test_tensors_travel_beside_the_fields():
+def test_tensors_are_encoded_separately_from_fields():
     tensor = torch.arange(3)
-    message = encode(Piece(4, 2, tensor))
-    assert message == Message("piece", {"step": 4, "part": 2}, {"tensor": tensor})
-    assert (
-        decode(
-            Piece, Message("piece", message.fields, message.tensors, "worker1")
-        ).sender
-        == "worker1"
-    )
+    message = encode(Activation(4, 2, tensor))
+    assert message == Message("activation", {"step": 4, "part": 2}, {"tensor": tensor})
 
 
-def test_a_state_is_all_other_tensors_under_their_own_names():
+def test_decoded_message_has_sender():
+    tensors = {"tensor": torch.arange(3)}
+    message = Message("activation", {"step": 4, "part": 2}, tensors, sender="worker1")
+    assert decode(Activation, message).sender == "worker1"
+
+
+def test_state_contains_all_other_tensors_by_name():
     state = {"0.weight": torch.ones(2), "momentum:0.weight": torch.zeros(2)}
-    message = encode(Whole(1, None, torch.arange(2), state))
+    message = encode(Weights(1, None, torch.arange(2), state))
+    # The rate has no default, so that its None is sent.
     assert message.fields == {"step": 1, "rate": None}
     assert message.tensors.keys() == {"labels", *state}
-    assert decode(Whole, message).state.keys() == state.keys()
+    assert decode(Weights, message).state.keys() == state.keys()
 
 
-def test_only_fields_with_default_none_are_omitted():
-    assert "note" not in encode(Piece(0, 0, torch.ones(1))).fields
-    assert encode(Piece(0, 0, torch.ones(1), "late")).fields["note"] == "late"
+def test_none_is_omitted_for_field_with_default_none():
+    assert "note" not in encode(Activation(0, 0, torch.ones(1))).fields
+    message = encode(Activation(0, 0, torch.ones(1), note="late"))
+    assert message.fields["note"] == "late"
 
 
-def test_key_distinguishes_messages():
-    assert Piece(4, 2, torch.ones(1)).identity == (4, 2)
-    assert Whole(4, None, torch.ones(1), {}).identity == 4
-    assert Noted(4, 2, torch.ones(1), first=True).identity == (4, 2)
+def test_identity_is_value_of_key():
+    tensor = torch.ones(1)
+    assert Activation(4, 2, tensor).identity == (4, 2)
+    assert Weights(4, None, tensor, {}).identity == 4
+    # A subclass inherits the key.
+    assert ExtendedActivation(4, 2, tensor, first=True).identity == (4, 2)
 
 
-def test_message_with_other_fields_is_refused():
-    with pytest.raises(WireError, match=r"'piece' of worker1"):
-        decode(Piece, Message("piece", {"step": 1, "speed": 3}, {}, "worker1"))
+def test_message_with_unknown_field_is_refused():
+    message = Message("activation", {"step": 1, "speed": 3}, {}, sender="worker1")
+    with pytest.raises(WireError, match=r"'activation' of worker1"):
+        decode(Activation, message)
 
 
 @pytest.mark.parametrize("loss", [0.1, -2.3025850929940455, 1e-300, math.nan, 0.0])
 def test_fixed_number_has_constant_size(loss: float) -> None:
-    sent = encode(Lost(loss=loss))
-    assert content_size(sent, "one") == content_size(encode(Lost(loss=1.0)), "one")
-    assert decode(Lost, sent).loss == pytest.approx(loss, rel=0, nan_ok=True)
-    assert decode(Lost, encode(Lost(loss=None))).loss is None
+    message = encode(LossReport(loss=loss))
+    size_of_one = content_size(encode(LossReport(loss=1.0)), "one")
+    assert content_size(message, "one") == size_of_one
+    decoded = decode(LossReport, message)
+    assert decoded.loss == pytest.approx(loss, rel=0, nan_ok=True)
+
+
+def test_fixed_number_may_be_none() -> None:
+    assert decode(LossReport, encode(LossReport(loss=None))).loss is None
+
+
+def test_invalid_fixed_number_is_refused() -> None:
     with pytest.raises(WireError):
-        decode(Lost, Message("lost", {"loss": "much"}))
+        decode(LossReport, Message("loss", {"loss": "much"}))
 
 
 MODULE = """
@@ -115,26 +129,27 @@ class Gradients(TypedMessage, kind="gradients"):
 """
 
 
+# Postponed annotations are texts, in which torch may be named without being imported yet.
 @pytest.mark.parametrize("future", ["", "from __future__ import annotations"])
 @pytest.mark.parametrize(
-    ("imported", "tensor"),
+    ("torch_import", "tensor"),
     [
         ("import torch", "torch.Tensor"),
         ("from testbed.ml.lazy import torch", "torch.Tensor"),
         ("from torch import Tensor", "Tensor"),
     ],
 )
-def test_the_spelling_of_annotations_does_not_matter(
+def test_tensor_fields_are_recognised_in_any_annotation(
     future: str,
-    imported: str,
+    torch_import: str,
     tensor: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    name = f"spelled_{abs(hash((future, imported)))}"
-    (tmp_path / f"{name}.py").write_text(
-        MODULE.format(future=future, torch=imported, tensor=tensor)
-    )
+    # Each module has a name of its own, since Python caches imported modules.
+    name = f"annotations_{abs(hash((future, torch_import)))}"
+    source = MODULE.format(future=future, torch=torch_import, tensor=tensor)
+    (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module(name)
     weights = {"0.weight": torch.ones(2)}
@@ -145,36 +160,45 @@ def test_the_spelling_of_annotations_does_not_matter(
     assert encode(module.Gradients(weights)).tensors.keys() == weights.keys()
 
 
-METHODS = [
-    file
-    for file in sorted(Path("scenarios/examples").glob("*.py"))
-    if "TypedMessage" in file.read_text()
-]
+def example_methods() -> list[Path]:
+    files = []
+    for file in sorted(Path("scenarios/examples").glob("*.py")):
+        if "TypedMessage" in file.read_text():
+            files.append(file)
+    return files
 
 
-@pytest.mark.parametrize("file", METHODS, ids=lambda file: file.stem)
-def test_examples_send_the_same_messages_as_modules_and_as_scenario_code(
-    file: Path,
-) -> None:
-    """A method of a package is imported from its file; one that a scenario names is compiled from its text."""
-    code = usercode.read(file, "", ("method", "file"))
+def import_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"imported_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    loaded = usercode.load(code, ("method", "file"))
-    for name, kind in vars(module).items():
-        if (
-            isinstance(kind, type)
-            and issubclass(kind, TypedMessage)
-            and kind.__module__ == module.__name__
-        ):
-            assert _classify_fields(kind) == _classify_fields(getattr(loaded, name))
+    return module
 
 
-def test_an_annotation_that_names_nothing_is_reported() -> None:
+def message_classes(module: ModuleType) -> dict[str, type[TypedMessage]]:
+    """Return the message classes that a module defines, without imported ones."""
+    classes = {}
+    for name, value in vars(module).items():
+        is_message = isinstance(value, type) and issubclass(value, TypedMessage)
+        if is_message and value.__module__ == module.__name__:
+            classes[name] = value
+    return classes
+
+
+@pytest.mark.parametrize("file", example_methods(), ids=lambda file: file.stem)
+def test_imported_and_compiled_example_encode_messages_equally(file: Path) -> None:
+    # A method of a package is imported from its file; a method that a scenario names is compiled from its text.
+    imported = import_file(file)
+    code = usercode.read(file, "", ("method", "file"))
+    compiled = usercode.load(code, ("method", "file"))
+    for name, kind in message_classes(imported).items():
+        assert _classify_fields(kind) == _classify_fields(getattr(compiled, name))
+
+
+def test_unresolvable_annotation_is_reported() -> None:
     @dataclass(frozen=True)
     class Wrong(TypedMessage, kind="wrong"):
         value: Nothing  # type: ignore[name-defined]  # noqa: F821
