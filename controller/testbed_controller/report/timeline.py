@@ -63,7 +63,7 @@ def timeline(run: Run) -> dict[str, Any]:
         "end": end,
         "devices": devices,
         "hidden": len(metrics["devices"]) - len(devices),
-        "join_close": has_many,
+        "joined": has_many,
         "kinds": KINDS,
         "words": words,
         "bars": [_compact_bar(bar, devices, number) for bar in charted],
