@@ -30,12 +30,12 @@ def times_of(world: World, event_name: str, device: str | None = None) -> list[f
 
 
 def transmission_time(world: World, message: str, rate: float = LINK.rate) -> float:
-    """Return the seconds that the first message of a kind occupies a link of a rate in bit/s."""
+    """Return the seconds for the first message of a kind at a rate in bit/s."""
     return first_message_bytes(world, message) * 8 / rate
 
 
 def sleep_for(seconds: float) -> Program:
-    """Return a program that waits and then returns, which ends the run if it is the coordinator's."""
+    """Make a program to wait and return, which ends the run on the coordinator."""
 
     async def program(device: Device) -> None:
         await device.sleep(seconds)
@@ -46,7 +46,7 @@ def sleep_for(seconds: float) -> Program:
 def send_one(
     peer: str, kind: str = "m", padding: int = 0, start: float = 0.0
 ) -> Program:
-    """Return a program that sends one message and waits for its acknowledgement."""
+    """Make a program to send one message and wait for the acknowledgement."""
 
     async def program(device: Device) -> None:
         if start:

@@ -21,7 +21,7 @@ IDLE_RECEIVERS = dict.fromkeys(RECEIVERS, idle)
 
 
 def cast_repeatedly(count: int, padding: int = 100, peers=RECEIVERS):
-    """Return a program that casts numbered messages."""
+    """Make a program to cast numbered messages."""
 
     async def program(device: Device):
         for number in range(count):
@@ -43,7 +43,7 @@ def half_interval(count: int, probability: float) -> float:
 
 
 def airtime(size: int, rate: float) -> float:
-    """Return the seconds that a cast of some bytes takes at a rate in bit/s."""
+    """Return the duration in seconds of a cast of ``size`` bytes at a rate in bit/s."""
     return cast_wire_bytes(size) * 8 / rate
 
 
@@ -145,7 +145,7 @@ def radio_with_distant_b() -> Radio:
 
 
 def receivable_casts(world, name, begin, end, loss):
-    """Return the casts that a device receives if links lose casts between two instants."""
+    """Return the numbers of the casts received with a loss between two instants."""
     numbers = []
     for cast in events_of(world, "cast"):
         arrival = cast["time"] + RADIO.delay
@@ -222,7 +222,7 @@ def test_concurrent_casts_are_sequential_and_receivers_get_own_tensors():
 
 
 def cast_later(peers, start, wait=0.0):
-    """Return a program that casts one large message at a time, and ends some seconds after it."""
+    """Make a program to cast one large message and return ``wait`` seconds later."""
 
     async def program(device: Device):
         await device.sleep(start)

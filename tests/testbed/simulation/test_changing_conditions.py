@@ -17,7 +17,7 @@ from tests.testbed.simulation.observations import (
 
 
 def compute_once(flops=4e6):
-    """Return a program with one computation, of 4 s at the speed of 1 MFLOPS unless given."""
+    """Make a program with one computation, by default 4 s at the speed of 1 MFLOPS."""
 
     async def program(device: Device):
         await device.compute(lambda: None, Cost(flops), Span("forward"))

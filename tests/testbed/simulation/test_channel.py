@@ -20,7 +20,7 @@ from tests.testbed.simulation.observations import (
 
 
 def send_concurrently(peer: str, count: int, padding: int):
-    """Return a program that sends equal messages at once, of kinds m000, m001 and so on."""
+    """Make a program to send equal messages concurrently, of kinds m000, m001 and so on."""
 
     async def program(device: Device):
         sends = []
@@ -34,7 +34,7 @@ def send_concurrently(peer: str, count: int, padding: int):
 
 
 def send_sequentially(peer: str, count: int, padding: int = 0):
-    """Return a program that sends a message after the acknowledgement of the previous one."""
+    """Make a program to send each message after the acknowledgement of the previous one."""
 
     async def program(device: Device):
         for _ in range(count):
@@ -44,7 +44,7 @@ def send_sequentially(peer: str, count: int, padding: int = 0):
 
 
 def collect_kinds(kinds: list):
-    """Return a program that appends the kind of each received message to a list."""
+    """Make a program to append the kind of each received message to a list."""
 
     async def program(device: Device):
         while True:
@@ -55,7 +55,7 @@ def collect_kinds(kinds: list):
 
 
 def collect_field(name: str, values: list):
-    """Return a program that appends a field of each received message to a list."""
+    """Make a program to append a field of each received message to a list."""
 
     async def program(device: Device):
         while True:

@@ -22,7 +22,7 @@ def send_sequentially(count: int, padding: int = 0):
 
 
 def latencies(link: Link, count: int, padding: int = 0) -> list[float]:
-    """Return the seconds from the departure of each message's first byte until its arrival."""
+    """Return the seconds between departure and arrival of each message."""
     world = make_world(
         {"lead": send_sequentially(count, padding), "b": idle}, link=link
     )
@@ -39,7 +39,7 @@ def latencies(link: Link, count: int, padding: int = 0) -> list[float]:
 def draw_lateness(
     crossing: Crossing, packets: int, spacing: float, round_trip: float
 ) -> float:
-    """Return the lateness of a message over a new connection that loses no acknowledgement."""
+    """Return the lateness of a message over a new connection without lost acknowledgements."""
     _, _, lateness = crossing.draw_message(
         packets * PACKET, spacing, round_trip, Window(), lambda: False
     )

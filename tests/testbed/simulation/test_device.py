@@ -40,7 +40,7 @@ def test_message_takes_transmission_and_delay_and_acknowledgement_another_delay(
 
 
 def poll_receiving(count: int, answers: list):
-    """Return a program that asks every 0.1 s whether a message from the sink is being received."""
+    """Make a program to ask every 0.1 s whether a message from the sink is being received."""
 
     async def program(device: Device):
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""The virtual clock under asyncio's own tools."""
+"""asyncio's timers, tasks and contexts on the virtual clock."""
 
 import asyncio
 from contextvars import Context, copy_context
@@ -11,38 +11,39 @@ from testbed.simulation.loop import VirtualLoop
 
 @pytest.fixture
 def loop():
-    made = VirtualLoop()
-    yield made
-    made.close()
+    virtual_loop = VirtualLoop()
+    yield virtual_loop
+    virtual_loop.close()
 
 
-def test_waiting_costs_nothing_and_is_exact(loop):
-    async def main():
+def test_sleep_advances_clock_exactly_without_waiting(loop):
+    async def sleep_twice():
+        # Twelve days, which the test could not wait for.
         await asyncio.sleep(1e-7)
         first = loop.time()
         await asyncio.sleep(1e6)
         return first, loop.time()
 
-    assert loop.run_until_complete(main()) == (1e-7, 1e6 + 1e-7)
+    assert loop.run_until_complete(sleep_twice()) == (1e-7, 1e6 + 1e-7)
 
 
-def test_equal_instants_keep_the_order_of_the_calls(loop):
-    seen = []
+def test_callbacks_at_same_instant_run_in_call_order(loop):
+    calls = []
     for number in range(50):
-        loop.call_at(1.0, seen.append, number)
+        loop.call_at(1.0, calls.append, number)
     loop.run_until_complete(asyncio.sleep(2))
-    assert seen == list(range(50))
+    assert calls == list(range(50))
 
 
-def test_cancelled_timer_does_nothing(loop):
-    seen = []
-    loop.call_later(1, seen.append, "late").cancel()
+def test_cancelled_timer_does_not_call(loop):
+    calls = []
+    loop.call_later(1, calls.append, "late").cancel()
     loop.run_until_complete(asyncio.sleep(2))
-    assert seen == []
+    assert calls == []
 
 
-def test_timeouts_queues_and_groups(loop):
-    async def main():
+def test_timeouts_queues_and_task_groups_use_virtual_time(loop):
+    async def use_asyncio_tools():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(3):
                 await asyncio.Event().wait()
@@ -50,126 +51,138 @@ def test_timeouts_queues_and_groups(loop):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.Queue().get(), 2)
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(asyncio.sleep(delay, delay)) for delay in (3, 1, 2)
-            ]
-        return [task.result() for task in tasks], loop.time()
+            tasks = []
+            for delay in (3, 1, 2):
+                tasks.append(group.create_task(asyncio.sleep(delay, delay)))
+        return [task.result() for task in tasks]
 
-    assert loop.run_until_complete(main()) == ([3, 1, 2], 8)
+    # The time-outs take 3 and 2 s, the group as long as its longest sleep of 3 s.
+    assert loop.run_until_complete(use_asyncio_tools()) == [3, 1, 2]
+    assert loop.time() == 8
 
 
-def test_stillness_and_limit():
-    for limit, delay, end in ((10, None, EmptySchedule), (10, 11, TimeLimit)):
-        loop = VirtualLoop(limit)
-        wait = asyncio.sleep(delay) if delay else loop.create_future()
-        with pytest.raises(end):
-            loop.run_until_complete(wait)
-        loop.close()
+def test_wait_without_scheduled_events_raises_empty_schedule():
+    loop = VirtualLoop(10)
+    with pytest.raises(EmptySchedule):
+        loop.run_until_complete(loop.create_future())
+    loop.close()
+
+
+def test_wait_beyond_time_limit_raises():
+    loop = VirtualLoop(10)
+    with pytest.raises(TimeLimit):
+        loop.run_until_complete(asyncio.sleep(11))
+    loop.close()
 
 
 def test_frozen_callbacks_run_in_order_after_thawing(loop):
-    seen = []
+    times = {"a": [], "b": []}
 
-    async def ticks(owner):
+    async def record_three_times(owner):
         OWNER.set(owner)
         for _ in range(3):
             await asyncio.sleep(1)
-            seen.append((owner, loop.time()))
+            times[owner].append(loop.time())
 
-    async def main():
-        tasks = [asyncio.ensure_future(ticks(owner)) for owner in "ab"]
+    async def freeze_and_thaw_a():
+        tasks = [asyncio.ensure_future(record_three_times(owner)) for owner in "ab"]
         await asyncio.sleep(1.5)
         loop.event_queue.freeze("a")
         await asyncio.sleep(1)
         loop.event_queue.thaw("a")
         await asyncio.gather(*tasks)
 
-    loop.run_until_complete(main())
-    assert [time for owner, time in seen if owner == "a"] == [1, 2.5, 3.5]
-    assert [time for owner, time in seen if owner == "b"] == [1, 2, 3]
+    loop.run_until_complete(freeze_and_thaw_a())
+    # The callback of a at 2 s runs at 2.5 s, and the next one a second later.
+    assert times == {"a": [1, 2.5, 3.5], "b": [1, 2, 3]}
 
 
-def test_error_of_a_callback_goes_to_the_handler(loop):
-    seen = []
-    loop.set_exception_handler(lambda _, context: seen.append(context["exception"]))
+def test_exception_of_callback_is_passed_to_handler(loop):
+    exceptions = []
+    loop.set_exception_handler(
+        lambda _, context: exceptions.append(context["exception"])
+    )
 
-    def fail():
+    def raise_error():
         raise error
 
     error = ValueError("a callback's")
-    loop.call_soon(fail)
+    loop.call_soon(raise_error)
     assert loop.run_until_complete(asyncio.sleep(1, "done")) == "done"
-    assert seen == [error]
+    assert exceptions == [error]
 
 
-def test_error_that_nobody_awaits_is_logged(loop, caplog):
-    async def fail():
+def test_exception_of_unawaited_task_is_logged(loop, caplog):
+    async def raise_error():
         raise ValueError("a task's")
 
-    async def main():
-        task = asyncio.create_task(fail())
+    async def drop_failed_task():
+        task = asyncio.create_task(raise_error())
         await asyncio.sleep(1)
+        # asyncio logs the exception when the task is garbage.
         del task
 
-    loop.run_until_complete(main())
+    loop.run_until_complete(drop_failed_task())
     assert "never retrieved" in caplog.text
     assert "a task's" in caplog.text
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
-def test_loop_can_run_again_after_an_error(loop, error):
-    async def main():
+def test_loop_runs_again_after_error(loop, error):
+    async def raise_error():
         await asyncio.sleep(1)
         raise error
 
     with pytest.raises(error):
-        loop.run_until_complete(main())
+        loop.run_until_complete(raise_error())
     assert not loop.is_running()
     assert loop.run_until_complete(asyncio.sleep(1, loop.time())) == 1
 
 
-def test_every_callback_runs_in_its_own_context(loop):
-    seen = []
+def test_callback_runs_in_context_of_its_call(loop):
+    owners = {}
 
-    def look(number):
-        seen.append((number, OWNER.get()))
+    def record_owner(number):
+        owners[number] = OWNER.get()
 
     first, empty = copy_context(), Context()
     first.run(OWNER.set, "first")
 
-    async def main():
+    async def schedule_callbacks():
         OWNER.set("main")
-        loop.call_soon(look, 1, context=first)
-        loop.call_later(1, look, 2, context=first)
-        loop.call_soon(look, 3, context=empty)
-        loop.call_soon(look, 4)
+        loop.call_soon(record_owner, 1, context=first)
+        loop.call_later(1, record_owner, 2, context=first)
+        loop.call_soon(record_owner, 3, context=empty)
+        loop.call_soon(record_owner, 4)
         await asyncio.sleep(2)
 
-    loop.run_until_complete(main())
-    assert sorted(seen) == [(1, "first"), (2, "first"), (3, None), (4, "main")]
+    loop.run_until_complete(schedule_callbacks())
+    assert owners == {1: "first", 2: "first", 3: None, 4: "main"}
 
 
-def test_cancelled_callback_is_not_called(loop):
-    seen = []
+def test_handles_report_cancellation_and_do_not_call(loop):
+    calls = []
 
-    async def main():
-        timer = loop.call_later(1, seen.append, "late")
-        soon = loop.call_soon(seen.append, "soon")
-        assert (timer.when(), timer.cancelled(), soon.cancelled()) == (1, False, False)
+    async def cancel_handles():
+        timer = loop.call_later(1, calls.append, "late")
+        soon = loop.call_soon(calls.append, "soon")
+        assert timer.when() == 1
+        assert not timer.cancelled()
+        assert not soon.cancelled()
         timer.cancel()
         soon.cancel()
         assert timer.cancelled()
         assert soon.cancelled()
         await asyncio.sleep(2)
 
-    loop.run_until_complete(main())
-    assert seen == []
+    loop.run_until_complete(cancel_handles())
+    assert calls == []
 
 
-def test_asynchronous_generators_are_closed(loop):
+def test_asynchronous_generators_are_closed_when_dropped_or_shut_down(loop):
     closed = []
 
-    async def numbers(name):
+    async def yield_for_ever(name):
         try:
             while True:
                 yield 1
@@ -177,23 +190,24 @@ def test_asynchronous_generators_are_closed(loop):
             await asyncio.sleep(1)
             closed.append((name, loop.time()))
 
-    async def main():
-        async for _ in numbers("dropped"):
+    async def start_two_generators():
+        async for _ in yield_for_ever("dropped"):
             break
-        kept = numbers("kept")
+        kept = yield_for_ever("kept")
         await anext(kept)
         await asyncio.sleep(5)
         return kept
 
-    kept = loop.run_until_complete(main())
+    # The reference keeps the second generator alive until the shutdown.
+    kept = loop.run_until_complete(start_two_generators())
     assert closed == [("dropped", 1)]
     loop.run_until_complete(loop.shutdown_asyncgens())
     assert closed == [("dropped", 1), ("kept", 6)]
     del kept
 
 
-def test_forbidden_uses_of_the_event_loop_raise(loop):
-    async def within():
+def test_forbidden_uses_of_event_loop_raise(loop):
+    async def misuse_running_loop():
         with pytest.raises(RuntimeError, match="another loop is running"):
             VirtualLoop().run_forever()
         with pytest.raises(RuntimeError, match="cannot be closed"):
@@ -201,7 +215,7 @@ def test_forbidden_uses_of_the_event_loop_raise(loop):
         with pytest.raises(NotImplementedError):
             await loop.run_in_executor(None, print)
 
-    loop.run_until_complete(within())
+    loop.run_until_complete(misuse_running_loop())
     loop.call_soon(loop.stop)
     with pytest.raises(RuntimeError, match="before the future was done"):
         loop.run_until_complete(loop.create_future())
@@ -210,24 +224,25 @@ def test_forbidden_uses_of_the_event_loop_raise(loop):
         loop.run_forever()
 
 
-def test_factory_makes_tasks_with_name_and_context(loop):
-    made = []
+def test_task_factory_receives_name_and_context(loop):
+    factory_options = []
 
-    def factory(loop, coroutine, **options):
-        made.append(options)
+    def create_task(loop, coroutine, **options):
+        factory_options.append(options)
         return asyncio.Task(coroutine, loop=loop, **options)
 
-    async def owner():
+    async def current_owner():
         return OWNER.get()
 
-    async def main():
+    async def create_named_task():
         other = copy_context()
         other.run(OWNER.set, "other")
-        task = asyncio.create_task(owner(), name="named", context=other)
+        task = asyncio.create_task(current_owner(), name="named", context=other)
         assert task.get_name() == "named"
         return await task
 
-    assert loop.run_until_complete(main()) == "other"
-    loop.set_task_factory(factory)
-    assert loop.run_until_complete(main()) == "other"
-    assert len(made) == 2
+    assert loop.run_until_complete(create_named_task()) == "other"
+    loop.set_task_factory(create_task)
+    assert loop.run_until_complete(create_named_task()) == "other"
+    # One task for each of the two coroutines.
+    assert len(factory_options) == 2

@@ -1,4 +1,4 @@
-"""TCP's window over lossy links, against rounds counted by hand, the square-root law and real connections."""
+"""TCP Reno over lossy links, against rounds counted by hand, the square-root law and real connections."""
 
 from collections.abc import Iterable
 from random import Random
@@ -9,154 +9,166 @@ from testbed.network.link import Link
 from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Transmission, Window
 from testbed.wire.message import Message
 from tests.helpers.worlds import events_of, idle, make_world
+from tests.testbed.simulation.observations import times_of
 from tools.bench.losses import simulate_mean_time
 
 TRIP = 0.1
+"""Round trip in seconds."""
+TIMER_TICKS = 0.006
+"""Tolerance in seconds for short timers, which the kernel rounds up to its tick."""
 
 
-def never() -> bool:
+def lose_nothing() -> bool:
     return False
 
 
-def fates(lost: Iterable[int]):
-    """Lose the packets with these numbers, counted from 0 in the order in which they leave."""
-    left, numbers = set(lost), iter(range(1_000_000))
-    return lambda: next(numbers) in left
+def lose_packets(numbers: Iterable[int]):
+    """Make a loss process for the packets of some numbers, counted from 0 in the order of departure."""
+    lost, departures = set(numbers), iter(range(1_000_000))
+    return lambda: next(departures) in lost
 
 
-def course(
-    packets: int, lost=never, unheard=never, window: Window | None = None
+def window_of(size: int) -> Window:
+    window = Window()
+    window.size = size
+    return window
+
+
+def transmit(
+    packets: int, lost=lose_nothing, window: Window | None = None
 ) -> Transmission:
-    made = Transmission(window or Window(), packets, 0.0, TRIP, lost, unheard)
-    made.run()
-    return made
-
-
-def test_window_doubles_until_a_message_fits_and_is_kept():
-    window = Window()
-    assert course(70, window=window).over == pytest.approx(2 * TRIP), (
-        "10, 20 and 40 packets"
+    """Transmit a message over a link without a rate and without lost acknowledgements."""
+    transmission = Transmission(
+        window or Window(), packets, 0.0, TRIP, lost, lose_nothing
     )
+    transmission.run()
+    return transmission
+
+
+def test_window_doubles_until_message_fits_and_persists():
+    window = Window()
+    # Rounds of 10, 20 and 40 packets: the last one needs no further round trip to be complete.
+    assert transmit(70, window=window).over == pytest.approx(2 * TRIP)
     assert window.size == 80
-    assert course(70, window=window).over == 0
+    assert transmit(70, window=window).over == 0
 
 
-def test_loss_that_later_packets_show_halves_the_window_and_costs_a_round_trip():
-    window = Window()
-    window.size = 40
-    assert course(40, fates([5]), window=window).over == pytest.approx(TRIP)
+def test_loss_revealed_by_later_packets_halves_window_and_costs_round_trip():
+    window = window_of(40)
+    transmission = transmit(40, lose_packets([5]), window=window)
+    assert transmission.over == pytest.approx(TRIP)
     assert window.size == window.threshold == 20
-    course(20, window=window)
-    assert window.size == 21, (
-        "above its threshold the window grows by one packet a round trip"
-    )
+    # From its threshold the window grows by one packet a round trip.
+    transmit(20, window=window)
+    assert window.size == 21
 
 
-def test_loss_that_few_later_packets_show_waits_a_quarter_of_a_round_trip():
-    # Linux: a quarter of the smallest round trip (`tcp_rack_reo_wnd`), and some milliseconds of the kernel's timer.
-    assert course(8, fates([5])).over == pytest.approx(1.25 * TRIP, abs=0.006)
+def test_loss_revealed_by_few_later_packets_waits_quarter_of_round_trip():
+    # Linux waits a quarter of the smallest round trip (`tcp_rack_reo_wnd`), and some milliseconds of its timer.
+    transmission = transmit(8, lose_packets([5]))
+    assert transmission.over == pytest.approx(1.25 * TRIP, abs=TIMER_TICKS)
 
 
-def test_repeated_packets_do_not_keep_a_link_without_rate_busy():
-    made = course(8, fates([5]))
-    assert made.busy == 0, "all packets left at once"
-    assert made.over > TRIP
+def test_retransmission_does_not_occupy_link_without_rate():
+    transmission = transmit(8, lose_packets([5]))
+    assert transmission.busy == 0, "all packets left at once"
+    assert transmission.over > TRIP
 
 
-def test_loss_at_the_end_of_a_round_shows_with_the_packets_of_the_next_round():
-    window = Window()
-    window.size = 40
-    # Packet 39 ends the first round; 20 more leave in the second one, and show the loss.
-    assert course(60, fates([39]), window=window).over == pytest.approx(2 * TRIP)
-    assert window.size == 39, "half of 40 + 39"
+def test_loss_at_end_of_round_is_revealed_by_next_round():
+    window = window_of(40)
+    # Packet 39 ends the first round; the 20 packets of the second round reveal the loss.
+    transmission = transmit(60, lose_packets([39]), window=window)
+    assert transmission.over == pytest.approx(2 * TRIP)
+    # 40 packets and the 39 acknowledged ones, halved.
+    assert window.size == 39
 
 
-def test_several_losses_of_one_round_halve_the_window_once():
-    window = Window()
-    window.size = 40
-    assert course(40, fates([5, 9, 20]), window=window).sent == 43
+def test_several_losses_of_one_round_halve_window_once():
+    window = window_of(40)
+    transmission = transmit(40, lose_packets([5, 9, 20]), window=window)
+    assert transmission.sent == 40 + 3
     assert window.size == 20
 
 
-def test_lone_packet_is_repeated_at_the_time_out_which_doubles():
-    first = TRIP + RETRANSMISSION_TIMEOUT
-    assert course(1, fates([0])).over == pytest.approx(first)
-    assert course(1, fates([0, 1])).over == pytest.approx(2 * first)
-    assert course(1, fates([0, 1, 2])).over == pytest.approx(4 * first)
+@pytest.mark.parametrize(("losses", "factor"), [(1, 1), (2, 2), (3, 4)])
+def test_single_packet_is_repeated_after_timeout_that_doubles(losses, factor):
+    timeout = TRIP + RETRANSMISSION_TIMEOUT
+    transmission = transmit(1, lose_packets(range(losses)))
+    # The probe waits as long as the first time-out, and the second time-out twice as long: 1, 1 + 1 and 1 + 1 + 2.
+    assert transmission.over == pytest.approx(factor * timeout)
 
 
-def test_lost_end_of_a_message_waits_for_a_probe():
-    assert course(8, fates([6, 7])).over == pytest.approx(4 * TRIP, abs=0.01), (
-        "answer, two trips, the other packet"
-    )
+def test_lost_end_of_message_waits_for_probe():
+    # A probe after two round trips, its acknowledgement, and the round trip of the other lost packet.
+    transmission = transmit(8, lose_packets([6, 7]))
+    assert transmission.over == pytest.approx(4 * TRIP, abs=0.01)
 
 
-def test_new_packet_that_is_lost_as_a_probe_is_repeated():
+def test_lost_probe_with_new_packet_is_repeated():
+    transmission = transmit(3, lose_packets([0, 1, 2]), window=window_of(2))
+    assert transmission.sent == 6
+
+
+def test_lost_last_retransmission_waits_for_timeout():
     window = Window()
-    window.size = 2
-    assert course(3, fates([0, 1, 2]), window=window).sent == 6
-
-
-def test_lost_repetition_without_anything_behind_it_waits_for_the_time_out():
-    window = Window()
-    made = course(4, fates([0, 4]), window=window)
-    assert made.over > TRIP + RETRANSMISSION_TIMEOUT
+    transmission = transmit(4, lose_packets([0, 4]), window=window)
+    assert transmission.over > TRIP + RETRANSMISSION_TIMEOUT
     assert window.size <= 2
 
 
-def test_time_out_that_repeats_halves_the_threshold_once():
-    window = Window()
-    window.size = 40
-    assert course(1, fates([0, 1, 2]), window=window).sent == 4
+def test_repeated_timeout_halves_threshold_once():
+    window = window_of(40)
+    assert transmit(1, lose_packets([0, 1, 2]), window=window).sent == 4
     assert (window.size, window.threshold) == (2, 20)
 
 
-def test_time_out_of_a_recovery_keeps_the_threshold():
-    window = Window()
-    window.size = 40
-    course(40, fates([0, 40]), window=window)
+def test_timeout_during_recovery_keeps_threshold():
+    window = window_of(40)
+    transmit(40, lose_packets([0, 40]), window=window)
     assert (window.size, window.threshold) == (2, 20)
 
 
-def test_window_grows_after_a_time_out_while_packets_are_missing():
-    window = Window()
-    window.size = 20
-    # The last packet reveals 19 lost ones; all ten that are repeated first are lost again, so the timer expires.
-    made = course(20, fates([*range(19), *range(20, 30)]), window=window)
-    # 1 packet at the time-out, then rounds of 2, 4, 8 and the remaining 4: RFC 5681, 3.1.
+def test_window_grows_after_timeout_while_packets_are_missing():
+    window = window_of(20)
+    # The last packet reveals 19 losses; the first ten retransmissions are lost as well, so the timer expires.
+    lost = lose_packets([*range(19), *range(20, 30)])
+    transmission = transmit(20, lost, window=window)
+    # 1 packet at the time-out, then rounds of 2, 4, 8 and the remaining 4 (RFC 5681, 3.1).
     silence = 1.25 * TRIP + TRIP + RETRANSMISSION_TIMEOUT
-    assert made.over == pytest.approx(silence + 4 * TRIP, abs=0.006)
+    assert transmission.over == pytest.approx(silence + 4 * TRIP, abs=TIMER_TICKS)
     assert (window.size, window.threshold) == (10, 10)
 
 
-def test_packet_lost_again_after_a_time_out_halves_the_window():
-    window = Window()
-    window.size = 20
-    # The fourth of the round of 8 is lost again, when the window has grown to its threshold of 10.
-    lost = fates([*range(19), *range(20, 30), 40])
-    assert course(20, lost, window=window).sent == 20 + 10 + 19 + 1
+def test_packet_lost_again_after_timeout_halves_window():
+    window = window_of(20)
+    # The fourth packet of the round of 8 is lost again, when the window has grown to its threshold of 10.
+    lost = lose_packets([*range(19), *range(20, 30), 40])
+    assert transmit(20, lost, window=window).sent == 20 + 10 + 19 + 1
     assert (window.size, window.threshold) == (5, 5)
 
 
-def test_two_packets_follow_a_time_out_of_a_lost_probe():
+def test_round_of_two_packets_follows_timeout_of_lost_probe():
     window = Window()
-    made = course(8, fates(range(9)), window=window)
+    transmission = transmit(8, lose_packets(range(9)), window=window)
     # Probe, time-out, then rounds of 2, 4 and 1.
     silence = 2 * TRIP + TRIP + RETRANSMISSION_TIMEOUT
-    assert made.over == pytest.approx(silence + 3 * TRIP, abs=0.006)
+    assert transmission.over == pytest.approx(silence + 3 * TRIP, abs=TIMER_TICKS)
     assert (window.size, window.threshold) == (5, 5)
 
 
-def test_link_that_loses_nearly_everything_delays_nobody_for_ever():
-    assert course(3, lambda: True).sent > 1000
+def test_transmission_ends_even_if_every_packet_is_lost():
+    assert transmit(3, lambda: True).sent > 1000
 
 
-def test_long_transfers_follow_the_square_root_law():
-    for loss in (0.001, 0.01):
-        draw = Random(1)
-        made = course(200_000, lambda draw=draw, loss=loss: draw.random() < loss)
-        in_flight = 200_000 * TRIP / made.over
-        assert in_flight == pytest.approx((1.5 / loss) ** 0.5, rel=0.1)
+@pytest.mark.parametrize("loss", [0.001, 0.01])
+def test_long_transfer_follows_square_root_law(loss):
+    draw = Random(1)
+    packets = 200_000
+    transmission = transmit(packets, lambda: draw.random() < loss)
+    # Mathis et al. 1997: sqrt(3/2) / sqrt(loss) packets per round trip.
+    mean_window = packets * TRIP / transmission.over
+    assert mean_window == pytest.approx((1.5 / loss) ** 0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +183,7 @@ def test_long_transfers_follow_the_square_root_law():
         (100e6, 0.05, 0.05, 2_000_000, 29.5),
     ],
 )
-def test_messages_take_as_long_as_on_real_connections(
+def test_mean_time_of_messages_matches_real_connections(
     rate, delay, loss, size, measured
 ):
     # docs/fidelity.md has these means of the kernel's own Reno, with their errors.
@@ -180,60 +192,63 @@ def test_messages_take_as_long_as_on_real_connections(
     )
 
 
-def test_losses_make_a_simulated_run_slower():
-    async def lead(device):
-        for _ in range(40):
-            await device.send("b", Message("m", padding=1_000_000))
+def test_loss_limits_throughput_of_simulated_run():
+    count, size = 40, 1_000_000
 
-    run = make_world(
-        {"lead": lead, "b": idle}, link=Link(rate=50e6, delay=0.05, loss=0.01)
+    async def send_sequentially(device):
+        for _ in range(count):
+            await device.send("b", Message("m", padding=size))
+
+    world = make_world(
+        {"lead": send_sequentially, "b": idle},
+        link=Link(rate=50e6, delay=0.05, loss=0.01),
     )
-    run.run()
-    took = events_of(run, "receive")[-1]["time"]
-    window = 12.2 * 1448 * 8 / TRIP
-    assert took == pytest.approx(40 * 1_000_000 * 8 / window, rel=0.15), (
-        "12.2 packets a round trip at 1 %"
-    )
+    world.run()
+    # 12.2 packets a round trip, by the square-root law at 1 %; 1,448 bytes of a packet are payload.
+    rate = 12.2 * 1448 * 8 / TRIP
+    last_arrival = times_of(world, "receive")[-1]
+    assert last_arrival == pytest.approx(count * size * 8 / rate, rel=0.15)
 
 
-def test_window_that_waits_leaves_a_shared_rate_to_others():
-    async def lead(device):
-        await device.send("c", Message("m", padding=1_000_000))
+def test_transmission_limited_by_window_leaves_shared_rate_to_others():
+    async def send_over_lossy_link(device):
+        await device.send("c", Message("lossy", padding=1_000_000))
 
-    async def other(device):
+    async def send_three(device):
         for _ in range(3):
-            await device.send("c", Message("n", padding=1_000_000))
+            await device.send("c", Message("clean", padding=1_000_000))
 
-    run = make_world(
-        {"a": lead, "b": other, "c": idle},
+    world = make_world(
+        {"a": send_over_lossy_link, "b": send_three, "c": idle},
         link=Link(rate=8e6),
         trace=["0,link a<->c delay,50ms", "0,link a<->c loss,1%"],
         access={"c": {"downlink": 8e6}},
     )
-    run.run()
-    quick = max(
-        event["time"] for event in events_of(run, "receive") if event["message"] == "n"
-    )
-    assert quick < 4.5, (
-        "the lossy message alone takes 6 s, and fills a sixth of the rate"
-    )
+    world.run()
+    clean_arrivals = [
+        event["time"]
+        for event in events_of(world, "receive")
+        if event["message"] == "clean"
+    ]
+    # The lossy message alone takes 6 s and uses a sixth of the rate; with equal shares, the others would take 6 s.
+    assert max(clean_arrivals) < 4.5
 
 
-def test_device_that_restarts_begins_with_a_small_window():
-    async def lead(device):
+def test_window_is_initial_again_after_restart_of_receiver():
+    async def send_sequentially(device):
         for _ in range(40):
             await device.send("b", Message("m", padding=70 * 1448))
 
-    quiet = Link(rate=1e9, delay=0.05, loss=1e-9)
-    run = make_world(
-        {"lead": lead, "b": idle},
-        link=quiet,
+    # A loss of almost zero selects the model of TCP's window without losing anything.
+    world = make_world(
+        {"lead": send_sequentially, "b": idle},
+        link=Link(rate=1e9, delay=0.05, loss=1e-9),
         faults=[{"kill": "b", "at": "2s", "for": "1s"}],
     )
-    run.run()
-    took = [
-        event["time"] - event["start"] - event["queued"]
-        for event in events_of(run, "send")
-    ]
-    slow = [seconds for seconds in took if seconds > 0.25]
-    assert len(slow) == 2, "the first message, and the first after the restart"
+    world.run()
+    slow_messages = 0
+    for event in events_of(world, "send"):
+        departure = event["start"] + event["queued"]
+        if event["time"] - departure > 0.25:
+            slow_messages += 1
+    assert slow_messages == 2, "the first message, and the first after the restart"

@@ -1,5 +1,6 @@
-"""`simulate` as a whole: how a run ends, and that it is the same run each time."""
+"""Whole runs of `simulate`: statuses, errors, live events and reproducibility."""
 
+import asyncio
 import gc
 import sys
 from typing import ClassVar
@@ -27,8 +28,8 @@ FAULTS = [
 ]
 
 
-class Program(Method):
-    """A method made of one function."""
+class FunctionMethod(Method):
+    """A method whose program is one function on every device."""
 
     name = "program"
     summary = "a function"
@@ -44,87 +45,79 @@ class Program(Method):
         await self.function(device, context)
 
 
-def outcome_of(function, **keys):
-    written = scenario(workers=1, **keys)
-    (trial,) = trials(written)
-    problem, data = problem_of(written)
-    method = Program(function)
+def simulate_function(function, **keys):
+    """Simulate a function as the program of a source and a worker; return the outcome."""
+    spec = scenario(workers=1, **keys)
+    (trial,) = trials(spec)
+    problem, data = problem_of(spec)
+    method = FunctionMethod(function)
     return simulate(Prepared(trial, method, problem, method.plan(problem)), data)
 
 
-def lines(outcome):
-    return "\n".join(event.to_json() for event in outcome.events)
+def json_lines(outcome):
+    return "".join(event.to_json() + "\n" for event in outcome.events)
 
 
-def test_two_runs_with_faults_are_identical_to_the_byte():
-    first, second = (run_simulated(scenario(faults=FAULTS)) for _ in range(2))
+def test_runs_with_faults_are_identical():
+    first = run_simulated(scenario(faults=FAULTS))
+    second = run_simulated(scenario(faults=FAULTS))
     assert first.status == "finished", first.error
-    assert lines(first) == lines(second)
+    assert json_lines(first) == json_lines(second)
+    # Three faults, each with its end.
     assert [event.event for event in first.events].count("fault") == 6
-    for name, tensor in (first.weights or {}).items():
+    for name, tensor in first.weights.items():
         assert torch.equal(tensor, second.weights[name])
 
 
-def test_events_are_in_the_order_of_time_and_seen_live():
-    written = scenario()
-    (trial,) = trials(written)
-    problem, data = problem_of(written)
-    from testbed.methods import METHODS
-
-    seen = []
-    method = METHODS["pipeline"]
-    outcome = simulate(
-        Prepared(trial, method, problem, method.plan(problem)),
-        data,
-        on_event=seen.append,
-    )
-    assert seen == outcome.events
-    times = [event.time for event in seen]
+def test_live_events_equal_recorded_events_in_order_of_time():
+    live = []
+    outcome = run_simulated(scenario(), on_event=live.append)
+    assert live == outcome.events
+    times = [event.time for event in live]
     assert times == sorted(times)
 
 
-def test_some_events_are_seen_live_and_all_as_lines():
-    seen, lines = [], []
+def test_live_events_can_be_limited_by_name_and_lines_are_complete():
+    live, lines = [], []
     outcome = run_simulated(
-        scenario(), on_event=seen.append, names=("step", "send"), on_lines=lines.append
+        scenario(), on_event=live.append, names=("step", "send"), on_lines=lines.append
     )
-    assert seen == outcome.events.of("step", "send")
-    assert "".join(lines) == "".join(event.to_json() + "\n" for event in outcome.events)
+    assert live == outcome.events.of("step", "send")
+    assert "".join(lines) == json_lines(outcome)
 
 
-def test_run_stopped_by_the_user_keeps_its_events():
-    seen = []
+def test_run_interrupted_by_user_keeps_its_events():
+    live = []
 
-    def see(event):
-        seen.append(event)
+    def interrupt_at_step_5(event):
+        live.append(event)
         if event.event == "step" and event.fields["step"] == 5:
             raise KeyboardInterrupt
 
-    outcome = run_simulated(scenario(), on_event=see)
+    outcome = run_simulated(scenario(), on_event=interrupt_at_step_5)
     assert (outcome.status, outcome.error) == ("interrupted", "stopped by the user")
-    assert outcome.events == seen
+    assert outcome.events == live
     assert len(outcome.events) > 50
 
 
-def test_a_stop_that_hits_a_task_beside_the_program_ends_the_run_as_well():
-    import asyncio
-
-    async def function(device, context):
-        async def beside():
+def test_interrupt_raised_in_secondary_task_ends_run():
+    async def interrupt_in_task(device, context):
+        async def interrupt_later():
             await device.sleep(1.0)
             raise KeyboardInterrupt
 
-        await asyncio.gather(asyncio.create_task(beside()), device.sleep(5.0))
+        await asyncio.gather(asyncio.create_task(interrupt_later()), device.sleep(5.0))
 
-    outcome = outcome_of(function)
+    outcome = simulate_function(interrupt_in_task)
     assert (outcome.status, outcome.error) == ("interrupted", "stopped by the user")
 
 
-def test_what_a_program_iterates_over_is_closed_when_the_run_is_stopped(monkeypatch):
-    ignored, closed = [], []
-    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+def test_asynchronous_generators_are_closed_when_run_is_interrupted(monkeypatch):
+    # Python reports exceptions in finalizers, as of a generator without a loop, to this hook only.
+    unraisable, closed = [], []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
 
-    async def ticks(device):
+    async def yield_every_second(device):
         try:
             while True:
                 await device.sleep(1.0)
@@ -132,60 +125,56 @@ def test_what_a_program_iterates_over_is_closed_when_the_run_is_stopped(monkeypa
         finally:
             closed.append(device.name)
 
-    async def function(device, context):
-        async for _ in ticks(device):
+    async def interrupt_during_iteration(device, context):
+        async for _ in yield_every_second(device):
             if device.name == "worker1":
                 raise KeyboardInterrupt
             await device.sleep(5.0)
 
-    assert outcome_of(function).status == "interrupted"
+    assert simulate_function(interrupt_during_iteration).status == "interrupted"
     gc.collect()
-    assert not ignored
+    assert not unraisable
     assert "worker1" in closed
 
 
-def test_failure_keeps_the_device_and_the_traceback():
-    async def program(device, context):
+def test_program_failure_reports_device_and_traceback():
+    async def divide_by_zero(device, context):
         if device.name == "worker1":
             await device.compute(lambda: 1 / 0, Cost(1), Span("x"))
         await device.receive()
 
-    outcome = outcome_of(program)
+    outcome = simulate_function(divide_by_zero)
     assert outcome.status == "failed"
     assert outcome.error.startswith("the program of worker1 failed: ")
     assert "ZeroDivisionError" in outcome.error
     assert "test_run.py" in outcome.error
-    (failed,) = [
+    (failure,) = [
         event for event in outcome.events if event.fields.get("state") == "failed"
     ]
-    assert (failed.device, failed.fields["error"]) == (
-        "worker1",
-        "ZeroDivisionError: division by zero",
-    )
+    assert failure.device == "worker1"
+    assert failure.fields["error"] == "ZeroDivisionError: division by zero"
 
 
-def test_error_in_a_task_that_nobody_awaits_fails_the_run():
-    import asyncio
-
-    async def bad():
+def test_error_in_unawaited_task_fails_run():
+    async def raise_error():
         raise OSError("unnoticed")
 
-    async def program(device, context):
+    async def start_failing_task(device, context):
         if device.name == "worker1":
-            asyncio.create_task(bad())  # noqa: RUF006
+            asyncio.create_task(raise_error())  # noqa: RUF006
         await device.sleep(5)
 
-    outcome = outcome_of(program)
+    outcome = simulate_function(start_failing_task)
     assert outcome.status == "failed"
     assert "the program of worker1 failed" in outcome.error
     assert "unnoticed" in outcome.error
 
 
-def test_deadlock_is_told_with_what_each_waits_for():
-    async def program(device, context):
+def test_deadlock_fails_run_and_error_describes_waits():
+    async def receive_once(device, context):
         await device.receive()
 
-    outcome = outcome_of(program)
+    outcome = simulate_function(receive_once)
     assert outcome.status == "failed"
     assert (
         outcome.error
@@ -193,22 +182,22 @@ def test_deadlock_is_told_with_what_each_waits_for():
     )
 
 
-def test_time_limit():
-    async def program(device, context):
+def test_run_beyond_time_limit_times_out():
+    async def sleep_for_ever(device, context):
         while True:
             await device.sleep(0.3)
 
-    outcome = outcome_of(program, time_limit="2s")
+    outcome = simulate_function(sleep_for_ever, time_limit="2s")
     assert outcome.status == "timed out"
     assert outcome.error.startswith("not over after 2 s")
     assert max(event.time for event in outcome.events) <= 2
 
 
-def test_lead_alone_has_data_and_weights_and_ends_the_run():
-    held = {}
+def test_coordinator_has_data_and_weights_and_ends_run():
+    has_data = {}
 
-    async def program(device, context):
-        held[device.name] = context.dataset is not None
+    async def expose_weights(device, context):
+        has_data[device.name] = context.dataset is not None
         if device.name == "source":
             device.expose(lambda: {"w": torch.ones(2)})
             await device.send("worker1", Message("m"))
@@ -216,50 +205,51 @@ def test_lead_alone_has_data_and_weights_and_ends_the_run():
         await device.receive()
         await device.sleep(1000)
 
-    outcome = outcome_of(program)
+    outcome = simulate_function(expose_weights)
     assert outcome.status == "finished"
-    assert held == {"source": True, "worker1": False}
+    assert has_data == {"source": True, "worker1": False}
     assert outcome.weights["w"].tolist() == [1, 1]
-    states = [
-        (event.device, event.fields["state"])
-        for event in outcome.events
-        if event.event == "state"
-    ]
+    states = []
+    for event in outcome.events:
+        if event.event == "state":
+            states.append((event.device, event.fields["state"]))
     assert states[-2:] == [("source", "finished"), ("worker1", "stopped")]
 
 
-def test_torch_is_left_as_it_was():
+def test_simulation_restores_threads_and_random_state_of_torch():
     threads, state = torch.get_num_threads(), torch.random.get_rng_state()
 
-    async def program(device, context):
+    async def draw_numbers(device, context):
         torch.rand(3)
         assert torch.get_num_threads() == 1
 
-    assert outcome_of(program).status == "finished"
+    assert simulate_function(draw_numbers).status == "finished"
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_speed_of_a_thousand_devices():
+def test_thousand_devices_are_simulated_fast_enough():
     from tools.bench.simulation import messages_per_second
 
-    figure = messages_per_second(messages=20_000)
-    assert figure.messages == 20_000
-    assert figure.events == 2 * 20_000 + 3 * 1000
-    # The bench holds it to 50,000 on a machine with nothing else to do; here others may compete for caches.
-    assert figure.rate > 5_000
+    benchmark = messages_per_second(messages=20_000)
+    assert benchmark.messages == 20_000
+    # A send and a receive per message, three states per device.
+    assert benchmark.events == 2 * 20_000 + 3 * 1000
+    # The benchmark requires 50,000 a second on an idle machine; here other processes may compete for caches.
+    assert benchmark.rate > 5_000
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_random_numbers_of_torch_depend_on_the_seed_only(seed):
+def test_random_numbers_of_torch_depend_only_on_seed(seed):
     drawn = []
 
-    async def program(device, context):
+    async def draw_numbers(device, context):
         drawn.append(torch.rand(2).tolist())
 
-    outcome_of(program, seed=seed)
+    simulate_function(draw_numbers, seed=seed)
     first = list(drawn)
     drawn.clear()
+    # A draw outside of the simulation must not shift its draws.
     torch.rand(1)
-    outcome_of(program, seed=seed)
+    simulate_function(draw_numbers, seed=seed)
     assert drawn == first

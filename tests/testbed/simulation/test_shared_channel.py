@@ -10,231 +10,232 @@ from testbed.simulation.shared_channel import SharedChannel
 from testbed.wire.framing import cast_wire_bytes
 from testbed.wire.message import Message
 from tests.helpers.worlds import LINK, events_of, first_message_bytes, idle, make_world
+from tests.testbed.simulation.observations import sleep_for, times_of, values_of
 
-FAST = Link(delay=0.01)
+UNLIMITED = Link(delay=0.01)
+"""A link without a rate of its own, so that only shared media limit it."""
+UPLINK_OF_A = {"a": {"uplink": 8e6}}
+"""A megabyte a second."""
+wait_for_others = sleep_for(60)
+"""The coordinator's program: the run ends when it returns."""
 
 
-def sending(*peers: str, padding: int = 1_000_000, at: float = 0.0):
+def send_to(*peers: str, padding: int = 1_000_000, start: float = 0.0):
+    """Make a program to send a message to each peer concurrently."""
+
     async def program(device: Device):
-        await device.sleep(at)
-        await asyncio.gather(
-            *(device.send(peer, Message("m", padding=padding)) for peer in peers)
-        )
+        await device.sleep(start)
+        message = Message("m", padding=padding)
+        await asyncio.gather(*(device.send(peer, message) for peer in peers))
 
     return program
 
 
-def both(*programs):
+def run_concurrently(*programs):
     async def program(device: Device):
-        await asyncio.gather(*(each(device) for each in programs))
+        await asyncio.gather(*(start(device) for start in programs))
 
     return program
 
 
-async def rest(device: Device):
-    """Lead: the run is over when this is."""
-    await device.sleep(60)
+def receive_count(count: int):
+    """Make a program to receive a number of messages and return."""
 
-
-def arrivals(run) -> dict[tuple[str, str], float]:
-    return {
-        (event.fields["peer"], event.device): event.time
-        for event in run.events
-        if event.event == "receive"
-    }
-
-
-def test_uplink_is_shared_by_what_a_device_sends():
-    run = make_world(
-        {"lead": rest, "a": sending("b", "c"), "b": idle, "c": idle},
-        link=FAST,
-        access={"a": {"uplink": 8e6}},
-    )
-    run.run()
-    wire = first_message_bytes(run, "m")
-    assert arrivals(run) == {
-        ("a", "b"): pytest.approx(wire / 0.5e6 + 0.01),
-        ("a", "c"): pytest.approx(wire / 0.5e6 + 0.01),
-    }
-
-
-def test_who_comes_later_shares_from_then_on():
-    lead = both(sending("b"), sending("c", at=0.5))
-    run = make_world(
-        {"lead": rest, "a": lead, "b": idle, "c": idle},
-        link=FAST,
-        access={"a": {"uplink": 8e6}},
-    )
-    run.run()
-    wire = first_message_bytes(run, "m") / 1e6
-    found = arrivals(run)
-    # Alone for 0.5 s, then in halves until the first is through.
-    assert found["a", "b"] == pytest.approx(0.5 + 2 * (wire - 0.5) + 0.01)
-    assert found["a", "c"] == pytest.approx(2 * wire + 0.01)
-
-
-def test_slow_link_leaves_its_rest_of_the_downlink_to_others():
-    run = make_world(
-        {"lead": idle_until("b", "c"), "b": sending("lead"), "c": sending("lead")},
-        link=FAST,
-        access={"lead": {"downlink": 8e6}},
-        trace=["0,link b->lead rate,2mbit"],
-    )
-    run.run()
-    wire = first_message_bytes(run, "m") / 1e6
-    found = arrivals(run)
-    assert found["c", "lead"] == pytest.approx(wire / 0.75 + 0.01)
-    assert found["b", "lead"] == pytest.approx(wire / 0.25 + 0.01)
-
-
-def idle_until(*peers: str):
     async def program(device: Device):
-        for _ in peers:
+        for _ in range(count):
             await device.receive()
 
     return program
 
 
-def test_a_link_slower_than_the_access_is_as_before():
-    plain = make_world({"a": sending("b", padding=300_000), "b": idle})
-    limited = make_world(
-        {"a": sending("b", padding=300_000), "b": idle}, access={"a": {"uplink": 1e9}}
+def arrivals(world) -> dict[tuple[str, str], float]:
+    """Return the arrival time of each message by sender and receiver."""
+    times = {}
+    for event in world.events:
+        if event.event == "receive":
+            times[event.fields["peer"], event.device] = event.time
+    return times
+
+
+def message_seconds(world, rate=8e6) -> float:
+    """Return the seconds for the first message at a rate in bit/s."""
+    return first_message_bytes(world, "m") * 8 / rate
+
+
+def test_concurrent_messages_of_device_share_its_uplink():
+    world = make_world(
+        {"lead": wait_for_others, "a": send_to("b", "c"), "b": idle, "c": idle},
+        link=UNLIMITED,
+        access=UPLINK_OF_A,
     )
-    for run in (plain, limited):
-        run.run()
+    world.run()
+    half_rate = pytest.approx(message_seconds(world, rate=4e6) + UNLIMITED.delay)
+    assert arrivals(world) == {("a", "b"): half_rate, ("a", "c"): half_rate}
+
+
+def test_later_message_shares_uplink_from_its_start():
+    send_twice = run_concurrently(send_to("b"), send_to("c", start=0.5))
+    world = make_world(
+        {"lead": wait_for_others, "a": send_twice, "b": idle, "c": idle},
+        link=UNLIMITED,
+        access=UPLINK_OF_A,
+    )
+    world.run()
+    seconds = message_seconds(world)
+    times = arrivals(world)
+    # The first message is alone for 0.5 s; then each has half of the rate until the first one ends.
+    assert times["a", "b"] == pytest.approx(0.5 + 2 * (seconds - 0.5) + 0.01)
+    assert times["a", "c"] == pytest.approx(2 * seconds + 0.01)
+
+
+def test_slow_link_leaves_remainder_of_downlink_to_others():
+    world = make_world(
+        {"lead": receive_count(2), "b": send_to("lead"), "c": send_to("lead")},
+        link=UNLIMITED,
+        access={"lead": {"downlink": 8e6}},
+        trace=["0,link b->lead rate,2mbit"],
+    )
+    world.run()
+    times = arrivals(world)
+    assert times["c", "lead"] == pytest.approx(message_seconds(world, 8e6 - 2e6) + 0.01)
+    assert times["b", "lead"] == pytest.approx(message_seconds(world, 2e6) + 0.01)
+
+
+def test_access_faster_than_link_does_not_change_times():
+    programs = {"a": send_to("b", padding=300_000), "b": idle}
+    plain = make_world(programs)
+    limited = make_world(programs, access={"a": {"uplink": 1e9}})
+    plain.run()
+    limited.run()
     assert arrivals(limited)["a", "b"] == pytest.approx(arrivals(plain)["a", "b"])
-    (one, other) = (events_of(run, "send")[0] for run in (plain, limited))
-    assert one == pytest.approx(other)
+    send_of_plain = events_of(plain, "send")[0]
+    send_of_limited = events_of(limited, "send")[0]
+    assert send_of_plain == pytest.approx(send_of_limited)
 
 
-def test_cell_is_one_channel_for_all_pairs_and_costs_others_nothing():
+def test_cell_is_one_channel_for_its_members_and_does_not_limit_other_links():
     cells = [Cell(("a", "b", "c"), 8e6)]
     programs = {
-        "lead": rest,
-        "a": sending("b", "d"),
-        "b": both(sending("c"), idle),
+        "lead": wait_for_others,
+        "a": send_to("b", "d"),
+        "b": run_concurrently(send_to("c"), idle),
         "c": idle,
         "d": idle,
     }
-    run = make_world(programs, link=Link(rate=80e6, delay=0.01), cells=cells)
-    run.run()
-    wire = first_message_bytes(run, "m") / 1e6
-    found = arrivals(run)
-    assert found["a", "b"] == found["b", "c"] == pytest.approx(2 * wire + 0.01)
-    assert found["a", "d"] == pytest.approx(wire / 10 + 0.01)
+    world = make_world(programs, link=Link(rate=80e6, delay=0.01), cells=cells)
+    world.run()
+    times = arrivals(world)
+    # Two messages alternate in the cell; d is not a member, and its link is ten times as fast.
+    assert times["a", "b"] == pytest.approx(2 * message_seconds(world) + 0.01)
+    assert times["b", "c"] == times["a", "b"]
+    assert times["a", "d"] == pytest.approx(message_seconds(world, 80e6) + 0.01)
 
 
-def test_slow_member_of_a_cell_holds_the_channel_longer():
-    cells = [Cell(("a", "b", "c"), 8e6)]
-    run = make_world(
-        {"lead": rest, "a": sending("b"), "b": both(sending("c"), idle), "c": idle},
-        link=FAST,
-        cells=cells,
+def test_slow_link_in_cell_occupies_channel_longer():
+    world = make_world(
+        {
+            "lead": wait_for_others,
+            "a": send_to("b"),
+            "b": run_concurrently(send_to("c"), idle),
+            "c": idle,
+        },
+        link=UNLIMITED,
+        cells=[Cell(("a", "b", "c"), 8e6)],
         trace=["0,link a->b rate,2mbit"],
     )
-    run.run()
-    # Packets alternate: each of the slow pair's takes four times as long as the other's.
-    wire = first_message_bytes(run, "m") / 1e6
-    assert arrivals(run)["b", "c"] == pytest.approx(5 * wire + 0.01)
-    assert arrivals(run)["a", "b"] == pytest.approx(5 * wire + 0.01)
+    world.run()
+    # Packets alternate, and each packet of the slow link takes four times as long as one of the other link.
+    expected = pytest.approx((1 + 4) * message_seconds(world) + 0.01)
+    assert arrivals(world)["b", "c"] == expected
+    assert arrivals(world)["a", "b"] == expected
 
 
-def test_casts_have_the_channel_first():
-    async def caster(device: Device):
+def test_cast_precedes_message_under_way_in_cell():
+    async def cast_later(device: Device):
         await device.sleep(0.5)
         await device.cast(["a"], Message("c", padding=50_000))
 
-    run = make_world(
-        {"a": sending("b"), "b": idle, "c": caster},
-        link=FAST,
+    world = make_world(
+        {"a": send_to("b"), "b": idle, "c": cast_later},
+        link=UNLIMITED,
         cells=[Cell(("a", "b", "c"), 8e6)],
     )
-    run.run()
-    (cast,) = events_of(run, "cast")
-    on_air = cast_wire_bytes(cast["bytes"]) / 1e6
-    assert cast["duration"] == pytest.approx(on_air)
-    assert arrivals(run)["a", "b"] == pytest.approx(
-        first_message_bytes(run, "m") / 1e6 + on_air + 0.01
+    world.run()
+    (cast,) = events_of(world, "cast")
+    airtime = cast_wire_bytes(cast["bytes"]) * 8 / 8e6
+    assert cast["duration"] == pytest.approx(airtime)
+    # The message pauses during the cast.
+    assert arrivals(world)["a", "b"] == pytest.approx(
+        message_seconds(world) + airtime + 0.01
     )
 
 
-def test_messages_to_one_peer_are_one_at_a_time_and_in_order():
-    async def lead(device: Device):
-        await asyncio.gather(
-            *(
-                device.send("b", Message(f"m{number}", padding=10_000))
-                for number in range(5)
-            )
-        )
+def test_messages_to_one_peer_are_sequential_on_shared_uplink():
+    kinds = [f"m{number}" for number in range(5)]
 
-    run = make_world({"a": lead, "b": idle}, link=FAST, access={"a": {"uplink": 8e6}})
-    run.run()
-    received = events_of(run, "receive")
-    assert [event["message"] for event in received] == [
-        f"m{number}" for number in range(5)
-    ]
-    each = first_message_bytes(run, "m0") / 1e6
-    assert [event["time"] for event in received] == pytest.approx(
-        [(n + 1) * each + 0.01 for n in range(5)]
-    )
+    async def send_five(device: Device):
+        messages = [Message(kind, padding=10_000) for kind in kinds]
+        await asyncio.gather(*(device.send("b", message) for message in messages))
+
+    world = make_world({"a": send_five, "b": idle}, link=UNLIMITED, access=UPLINK_OF_A)
+    world.run()
+    assert values_of(world, "receive", "message") == kinds
+    seconds = first_message_bytes(world, "m0") * 8 / 8e6
+    ends = [(number + 1) * seconds + 0.01 for number in range(5)]
+    assert times_of(world, "receive") == pytest.approx(ends)
 
 
-def test_faults_on_shared_channels():
-    async def lead(device: Device):
+def test_kill_partition_and_degradation_apply_to_shared_channel():
+    async def send_lost_and_kept(device: Device):
+        lost, kept = Message("lost", padding=1000), Message("kept", padding=1_000_000)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(device.send("c", Message("lost", padding=1000)), 0.4)
-        await device.send("b", Message("kept", padding=1_000_000))
+            await asyncio.wait_for(device.send("c", lost), 0.4)
+        await device.send("b", kept)
 
     faults = [
         {"kill": "c", "at": 0},
         {"partition": [["a"], ["b"]], "at": "900ms", "for": "100ms"},
         {"degrade": {"between": ["a", "b"], "rate": "4mbit"}, "at": "1200ms"},
     ]
-    run = make_world(
-        {"a": lead, "b": idle, "c": idle},
-        link=FAST,
+    world = make_world(
+        {"a": send_lost_and_kept, "b": idle, "c": idle},
+        link=UNLIMITED,
         faults=faults,
-        access={"a": {"uplink": 8e6}},
+        access=UPLINK_OF_A,
     )
-    run.run()
-    # From 0.4 s: half a second at 8 mbit, silence until TCP tries again, 0.08 s at 8 mbit, the rest at 4 mbit.
-    rest = first_message_bytes(run, "kept") - 0.5e6 - 0.08e6
-    assert events_of(run, "receive", "b")[0]["time"] == pytest.approx(
-        1.2 + rest / 0.5e6 + 0.01
+    world.run()
+    # From 0.4 s: 0.5 s at 8 Mbit/s until the partition, silence until TCP sends again at 1.12 s, 0.08 s at 8 Mbit/s
+    # until the degradation, and the remainder at 4 Mbit/s.
+    remainder = first_message_bytes(world, "kept") - 0.5e6 - 0.08e6
+    assert events_of(world, "receive", "b")[0]["time"] == pytest.approx(
+        1.2 + remainder / 0.5e6 + 0.01
     )
 
 
-def test_same_seed_same_events_with_everything_at_once():
-    def events_of():
-        link = Link(rate=20e6, delay=0.01, jitter=0.002, loss=0.02)
-        names = "abcd"
-        programs = {
-            name: sending(*(other for other in names if other != name), padding=40_000)
-            for name in names
-        }
-        faults = [
-            {
-                "flap": {"device": "b", "down": "50ms", "up": "200ms", "times": 3},
-                "at": "20ms",
-            }
-        ]
-        access = {name: {"uplink": 8e6, "downlink": 16e6} for name in "ab"}
-        run = make_world(
+def test_events_of_shared_channels_are_reproducible():
+    def simulate_events():
+        programs = {}
+        for name in "abcd":
+            peers = [peer for peer in "abcd" if peer != name]
+            programs[name] = send_to(*peers, padding=40_000)
+        flap = {"device": "b", "down": "50ms", "up": "200ms", "times": 3}
+        limits = {"uplink": 8e6, "downlink": 16e6}
+        world = make_world(
             programs,
-            link=link,
-            faults=faults,
-            access=access,
+            link=Link(rate=20e6, delay=0.01, jitter=0.002, loss=0.02),
+            faults=[{"flap": flap, "at": "20ms"}],
+            access={"a": limits, "b": limits},
             cells=[Cell(("c", "d", "a"), 5e6)],
         )
-        run.run()
-        return run.events
+        world.run()
+        return world.events
 
-    assert events_of() == events_of()
+    assert simulate_events() == simulate_events()
 
 
-def test_plain_links_are_not_shared():
-    run = make_world(
-        {"a": sending("b"), "b": idle}, link=LINK, cells=[Cell(("b", "c"), 1e6)]
+def test_link_outside_cells_and_access_limits_uses_plain_channel():
+    world = make_world(
+        {"a": send_to("b"), "b": idle}, link=LINK, cells=[Cell(("b", "c"), 1e6)]
     )
-    run.run()
-    assert not isinstance(run.channel("a", "b"), SharedChannel)
+    world.run()
+    assert not isinstance(world.channel("a", "b"), SharedChannel)

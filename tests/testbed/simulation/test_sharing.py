@@ -1,4 +1,4 @@
-"""Rates of those that share: fair, and none left unused."""
+"""Max-min fair rates of concurrent transmissions."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,19 +6,53 @@ from hypothesis import strategies as st
 
 from testbed.simulation.sharing import Shared, SharedTransfer, max_min_fair_rates
 
+ROUNDING = 1e-9
+"""Relative tolerance of sums of floats."""
 
-def flow(cap: float, *uses: Shared) -> SharedTransfer:
-    return SharedTransfer(1.0, cap, [(shared, 1.0) for shared in uses], lambda: None)
+
+def make_transfer(cap: float, *media: Shared) -> SharedTransfer:
+    uses = [(shared, 1.0) for shared in media]
+    return SharedTransfer(1.0, cap, uses, lambda: None)
 
 
-def test_rates_are_fair_and_leave_nothing_unused():
+def test_rates_are_fair_and_use_full_capacity():
     up, down = Shared(10.0), Shared(6.0)
-    slow, other, far = flow(2.0, up), flow(100.0, up), flow(100.0, up, down)
-    rival = flow(100.0, down)
-    rates = max_min_fair_rates([slow, other, far, rival], 0.0)
-    assert rates == {slow: 2.0, far: 3.0, rival: 3.0, other: 5.0}
+    slow = make_transfer(2.0, up)
+    through_both = make_transfer(100.0, up, down)
+    up_only = make_transfer(100.0, up)
+    down_only = make_transfer(100.0, down)
+    rates = max_min_fair_rates([slow, up_only, through_both, down_only], 0.0)
+    # Two share the downlink of 6; the uplink of 10 has 10 - 2 - 3 = 5 left.
+    assert rates == {slow: 2.0, through_both: 3.0, down_only: 3.0, up_only: 5.0}
 
 
+def rate_in_use(shared, rates):
+    """Return the sum of the rates of all transfers on a medium."""
+    return sum(rate for transfer, rate in rates.items() if is_on(transfer, shared))
+
+
+def greatest_rate(shared, rates):
+    """Return the greatest rate of a transfer on a medium."""
+    return max(rate for transfer, rate in rates.items() if is_on(transfer, shared))
+
+
+def is_on(transfer, shared):
+    return (shared, 1.0) in transfer.uses
+
+
+def is_limited(transfer, rates):
+    """Return whether a transfer is at its cap, or has the greatest rate of a full medium."""
+    rate = rates[transfer]
+    if rate == pytest.approx(transfer.cap):
+        return True
+    for shared, _ in transfer.uses:
+        is_full = rate_in_use(shared, rates) >= shared.rate * (1 - ROUNDING)
+        if is_full and rate >= greatest_rate(shared, rates) * (1 - ROUNDING):
+            return True
+    return False
+
+
+# The definition of max-min fairness: no rate can be raised without lowering one that is not greater.
 @settings(deadline=None, max_examples=200)
 @given(
     st.lists(st.floats(1, 1000), min_size=1, max_size=4),
@@ -28,35 +62,14 @@ def test_rates_are_fair_and_leave_nothing_unused():
         max_size=8,
     ),
 )
-def test_no_rate_could_be_raised_without_another_s_loss(rates, wanted):
-    shareds = [Shared(rate) for rate in rates]
-    flows = [
-        flow(
-            cap,
-            *(
-                shareds[index % len(shareds)]
-                for index in {i % len(shareds) for i in of}
-            ),
-        )
-        for cap, of in wanted
-    ]
-    found = max_min_fair_rates(flows, 0.0)
-    used = {
-        shared: sum(found[each] for each in flows if (shared, 1.0) in each.uses)
-        for shared in shareds
-    }
-    for shared in shareds:
-        assert used[shared] <= shared.rate * (1 + 1e-9)
-    for each in flows:
-        full = [
-            shared
-            for shared, _ in each.uses
-            if used[shared] >= shared.rate * (1 - 1e-9)
-        ]
-        greatest = [
-            max(found[rival] for rival in flows if (shared, 1.0) in rival.uses)
-            for shared in full
-        ]
-        assert found[each] == pytest.approx(each.cap) or any(
-            found[each] >= most * (1 - 1e-9) for most in greatest
-        )
+def test_rate_cannot_rise_without_lowering_smaller_rate(capacities, requests):
+    media = [Shared(capacity) for capacity in capacities]
+    transfers = []
+    for cap, numbers in requests:
+        indices = {number % len(media) for number in numbers}
+        transfers.append(make_transfer(cap, *(media[index] for index in indices)))
+    rates = max_min_fair_rates(transfers, 0.0)
+    for shared in media:
+        assert rate_in_use(shared, rates) <= shared.rate * (1 + ROUNDING)
+    for transfer in transfers:
+        assert is_limited(transfer, rates)

@@ -1,4 +1,4 @@
-"""What `send` promises, under any mixture of faults."""
+"""Guarantees of `send` under random combinations of faults: order, delivery and minimum time."""
 
 import asyncio
 
@@ -11,15 +11,17 @@ from testbed.wire.message import Message
 from tests.helpers.worlds import events_of, make_world
 
 NAMES = ("lead", "b", "c")
-instants = st.integers(0, 6000).map(lambda ms: f"{ms}ms")
+RECEIVERS = NAMES[1:]
+start_times = st.integers(0, 6000).map(lambda ms: f"{ms}ms")
 durations = st.integers(0, 4000).map(lambda ms: f"{ms}ms")
 links = st.builds(
     Link,
     rate=st.sampled_from([None, 1e5, 1e6, 1e8]),
     delay=st.sampled_from([0.0, 0.001, 0.2]),
+    # Twice zero, so that most links are lossless.
     loss=st.sampled_from([0.0, 0.0, 0.05]),
 )
-ways = st.sampled_from(
+shared_media = st.sampled_from(
     [
         {},
         {"access": {"lead": {"uplink": 4e5}, "b": {"downlink": 1e6}}},
@@ -27,104 +29,119 @@ ways = st.sampled_from(
         {"access": {"c": {"downlink": 3e5}}, "cells": [Cell(("lead", "b"), 5e5)]},
     ]
 )
-"""What messages share on their way, beside the links' own rates."""
-sizes = st.lists(st.integers(0, 30_000), min_size=1, max_size=8)
+"""Options of a world by which links share rates, beside the links' own rates."""
+message_sizes = st.lists(st.integers(0, 30_000), min_size=1, max_size=8)
 
 
-def faults(actions):
-    network = st.one_of(
-        st.builds(lambda name: {"partition": [[name]]}, st.sampled_from(NAMES)),
+def partition_of(name):
+    return {"partition": [[name]]}
+
+
+def degradation_of(name, rate, loss):
+    return {"degrade": {"device": name, "rate": rate, "loss": loss}}
+
+
+def device_fault(action, name):
+    return {action: name}
+
+
+def limited_fault(fault, at, duration):
+    return {**fault, "at": at, "for": duration}
+
+
+def fault_lists(actions):
+    """Return a strategy for lists of network faults and of some actions on receivers."""
+    effects = st.one_of(
+        st.builds(partition_of, st.sampled_from(NAMES)),
         st.builds(
-            lambda name, rate, loss: {
-                "degrade": {"device": name, "rate": rate, "loss": loss}
-            },
+            degradation_of,
             st.sampled_from(NAMES),
             st.sampled_from(["50kbit", "10mbit"]),
             st.sampled_from(["0", "10%", "100%"]),
         ),
+        st.builds(device_fault, st.sampled_from(actions), st.sampled_from(RECEIVERS)),
     )
-    on_device = st.builds(
-        lambda action, name: {action: name},
-        st.sampled_from(actions),
-        st.sampled_from(NAMES[1:]),
-    )
-    return st.lists(
-        st.builds(
-            lambda fault, at, lasting: {**fault, "at": at, "for": lasting},
-            st.one_of(network, on_device) if actions else network,
-            instants,
-            durations,
-        ),
-        max_size=5,
-    )
+    faults = st.builds(limited_fault, effects, start_times, durations)
+    return st.lists(faults, max_size=5)
 
 
-def talk(link, sizes, breaks, way):
-    """Let the lead send numbered messages of those sizes to both others; return the run and what they took in."""
-    taken = {name: [] for name in NAMES[1:]}
+def simulate_messages(link, sizes, faults, media):
+    """Send numbered messages to both receivers.
 
-    async def lead(device: Device):
+    Returns the world, and for each receiver the numbers received by its program after each boot.
+    """
+    received = {name: [] for name in RECEIVERS}
+
+    async def send_numbered(device: Device):
         sends = []
         for number, size in enumerate(sizes):
-            for peer in NAMES[1:]:
+            for peer in RECEIVERS:
                 message = Message("m", {"number": number}, padding=size)
                 sends.append(asyncio.create_task(device.send(peer, message)))
             await device.sleep(0.3)
         await asyncio.gather(*sends)
 
-    async def listen(device: Device):
-        taken[device.name].append([])
+    async def collect_numbers(device: Device):
+        numbers = []
+        received[device.name].append(numbers)
         while True:
-            taken[device.name][-1].append((await device.receive())["number"])
+            message = await device.receive()
+            numbers.append(message["number"])
 
-    run = make_world(
-        {"lead": lead, "b": listen, "c": listen}, link=link, faults=breaks, **way
+    world = make_world(
+        {"lead": send_numbered, "b": collect_numbers, "c": collect_numbers},
+        link=link,
+        faults=faults,
+        **media,
     )
-    run.run()
-    return run, taken
+    world.run()
+    return world, received
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(links, sizes, faults(["pause"]), ways)
-def test_without_kills_each_message_arrives_once_and_in_order(link, sizes, breaks, way):
-    run, taken = talk(link, sizes, breaks, way)
-    for lives in taken.values():
-        assert lives == [list(range(len(sizes)))]
-    assert len(events_of(run, "send")) == 2 * len(sizes)
+@given(links, message_sizes, fault_lists(["pause"]), shared_media)
+def test_without_kills_each_message_arrives_once_in_order(link, sizes, faults, media):
+    world, received = simulate_messages(link, sizes, faults, media)
+    for boots in received.values():
+        assert boots == [list(range(len(sizes)))]
+    assert len(events_of(world, "send")) == 2 * len(sizes)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(links, sizes, faults(["kill", "pause"]), ways)
-def test_with_kills_each_life_takes_in_an_ordered_run_and_none_is_left_out(
-    link, sizes, breaks, way
+@given(links, message_sizes, fault_lists(["kill", "pause"]), shared_media)
+def test_with_kills_each_boot_receives_in_order_and_every_message_arrives(
+    link, sizes, faults, media
 ):
-    run, taken = talk(link, sizes, breaks, way)
-    for name, lives in taken.items():
-        received = {number for life in lives for number in life}
-        assert received <= set(range(len(sizes)))
-        for life in lives:
-            assert life == sorted(set(life))
-        assert len(events_of(run, "receive", name)) >= len(sizes)
-    assert len(events_of(run, "send")) == 2 * len(sizes)
-    times = [event.time for event in run.events]
+    world, received = simulate_messages(link, sizes, faults, media)
+    for name, boots in received.items():
+        for numbers in boots:
+            assert numbers == sorted(set(numbers))
+            assert set(numbers) <= set(range(len(sizes)))
+        # A message whose acknowledgement a kill prevented arrives twice.
+        assert len(events_of(world, "receive", name)) >= len(sizes)
+    assert len(events_of(world, "send")) == 2 * len(sizes)
+    times = [event.time for event in world.events]
     assert times == sorted(times)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(links, sizes, faults(["kill", "pause"]), ways)
-def test_same_scenario_same_events(link, sizes, breaks, way):
-    first, second = (talk(link, sizes, breaks, way)[0] for _ in range(2))
-    assert [event.to_json() for event in first.events] == [
-        event.to_json() for event in second.events
-    ]
+@given(links, message_sizes, fault_lists(["kill", "pause"]), shared_media)
+def test_events_are_reproducible(link, sizes, faults, media):
+    first, _ = simulate_messages(link, sizes, faults, media)
+    second, _ = simulate_messages(link, sizes, faults, media)
+    assert list(map(event_json, first.events)) == list(map(event_json, second.events))
+
+
+def event_json(event):
+    return event.to_json()
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(links, sizes, faults(["kill", "pause"]), ways)
-def test_nothing_is_faster_than_the_link(link, sizes, breaks, way):
-    run, _ = talk(
-        link, sizes, [fault for fault in breaks if "degrade" not in fault], way
-    )
-    for event in events_of(run, "send"):
+@given(links, message_sizes, fault_lists(["kill", "pause"]), shared_media)
+def test_message_takes_at_least_transmission_and_round_trip(link, sizes, faults, media):
+    # A degradation may also raise the rate of a link.
+    faults = [fault for fault in faults if "degrade" not in fault]
+    world, _ = simulate_messages(link, sizes, faults, media)
+    for event in events_of(world, "send"):
         transmission = event["bytes"] * 8 / link.rate if link.rate else 0.0
         assert event["duration"] >= transmission + 2 * link.delay - 1e-9
