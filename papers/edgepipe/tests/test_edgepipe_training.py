@@ -617,6 +617,15 @@ def test_metrics_distinguish_training_from_tests(method):
         )
 
 
+def test_mean_accuracy_covers_all_evaluations():
+    written = six_devices({"evaluate_every": 5, "test_runs": 2})
+    outcome = run_simulated(written)
+    accuracies = [each["accuracy"] for each in fields_of(outcome, "evaluate")]
+    assert len(accuracies) == 3
+    found = metrics_of(written, outcome)
+    assert found["accuracy_mean"] == pytest.approx(sum(accuracies) / 3)
+
+
 def test_the_time_to_80_percent_excludes_tests():
     model = {"name": "mlp", "hidden": [32]}
     workload = {

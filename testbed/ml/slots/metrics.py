@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import compress
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,12 @@ def _last_evaluation(field: str, record: RunView) -> float | None:
         field = "accuracy"
     value: float | None = fields.get(field)
     return value
+
+
+def _accuracy_mean(record: RunView) -> float | None:
+    """Return the mean accuracy over all evaluations; None for a run without evaluations."""
+    accuracies = [event.fields["accuracy"] for event in record.of("evaluate")]
+    return fmean(accuracies) if accuracies else None
 
 
 def _received_share(purpose: str, record: RunView) -> float | None:
@@ -224,6 +231,15 @@ DECLARED = MetricsSpec(
         ),
         _accuracy_metric(
             "accuracy_gathered", "gathered", "accuracy by complete results"
+        ),
+        Metric(
+            "accuracy_mean",
+            "share",
+            (
+                "mean accuracy over all evaluations, which measures the speed of "
+                "learning without a target"
+            ),
+            _accuracy_mean,
         ),
         _accuracy_metric(
             "accuracy_deviation",
