@@ -1,4 +1,4 @@
-"""Drawing of charts: axes, legends, intervals and colours."""
+"""Drawing of charts: axes, legends, labels and colours. Confidence intervals are in test_chart_intervals.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,282 +25,239 @@ from testbed_controller.report.charts import (
     LinePlot,
     Window,
 )
-from testbed_controller.report.comparison import mean_line
 from testbed_controller.report.drawing import PRINT_WIDTHS, inline, save, save_all
 
+LONG_NAME = "a rather long name of series "
+ENDINGS = (".svg", ".pdf", "-wide.svg", "-wide.pdf")
+"""Endings of the files of one plot: two formats in two widths."""
 
-def test_figures_above_bars_stand_above_all_or_none() -> None:
+
+def draw_axes(plot: LinePlot | BarPlot) -> Any:
+    return drawing.draw(plot).axes[0]
+
+
+def texts_of(artists: Any) -> list[str]:
+    return [artist.get_text() for artist in artists]
+
+
+def test_values_above_bars_appear_for_all_bars_or_none() -> None:
     kinds = [Bars(f"kind {index}", [0.12] * 4, "blue") for index in range(6)]
-    assert not drawing.draw(BarPlot(list("abcd"), kinds, y=Axis("x"))).axes[0].texts
-    assert (
-        len(drawing.draw(BarPlot(list("abcd"), kinds[:2], y=Axis("x"))).axes[0].texts)
-        == 8
-    )
+    # 24 bars are too narrow for values above them, 8 are not.
+    crowded = draw_axes(BarPlot(list("abcd"), kinds, y=Axis("x")))
+    assert not crowded.texts
+    spacious = draw_axes(BarPlot(list("abcd"), kinds[:2], y=Axis("x")))
+    assert len(spacious.texts) == 8
 
 
-@pytest.mark.parametrize(
-    ("count", "name"),
-    [
-        (1, "a rather long name of series "),
-        (6, "a rather long name of series "),
-        (6, "pi"),
-    ],
-)
-def test_a_legend_stays_within_the_plot(count: int, name: str) -> None:
-    names = [
-        f"{name}{index}" * (4 if index == 3 and len(name) > 2 else 1)
-        for index in range(count)
-    ]
-    for plot in (
-        drawing.draw(
-            LinePlot(
-                [Line(name, [(0, 1)], "blue") for name in names],
-                x_range=(0, 1),
-                y=Axis("x"),
-            )
-        ),
-        drawing.draw(
-            BarPlot(["one"], [Bars(name, [1.0], "blue") for name in names], y=Axis("x"))
-        ),
+@pytest.mark.parametrize(("count", "name"), [(1, LONG_NAME), (6, LONG_NAME), (6, "pi")])
+def test_legend_stays_within_plot(count: int, name: str) -> None:
+    names = [f"{name}{index}" for index in range(count)]
+    if name == LONG_NAME and count > 3:
+        # One name alone is wider than the plot.
+        names[3] *= 4
+    lines = [Line(name, [(0, 1)], "blue") for name in names]
+    bars = [Bars(name, [1.0], "blue") for name in names]
+    for figure in (
+        drawing.draw(LinePlot(lines, x_range=(0, 1), y=Axis("x"))),
+        drawing.draw(BarPlot(["one"], bars, y=Axis("x"))),
     ):
-        plot.draw_without_rendering()
-        [legend] = plot.legends
+        # Positions of texts are known only after a layout.
+        figure.draw_without_rendering()
+        [legend] = figure.legends
         assert len(legend.get_texts()) == count
-        box, whole = legend.get_window_extent(), plot.bbox
-        assert box.x0 >= whole.x0
-        assert box.x1 <= whole.x1
-        assert box.y1 <= whole.y1 + 1
+        box = legend.get_window_extent()
+        area = figure.bbox
+        assert box.x0 >= area.x0
+        assert box.x1 <= area.x1
+        # One pixel of tolerance, as boxes of texts end between pixels.
+        assert box.y1 <= area.y1 + 1
 
 
-def test_a_plot_is_the_same_each_time_and_its_text_is_text(tmp_path: Path) -> None:
+def test_saved_plots_are_reproducible_and_keep_text_as_text(tmp_path: Path) -> None:
+    line = Line("one & <all>", [(0, 1), (1, 2)], "blue")
+    plot = LinePlot([line], x_range=(0, 1), y=Axis("x"))
     for name in ("a", "b"):
-        plot = LinePlot(
-            [Line("one & <all>", [(0, 1), (1, 2)], "blue")], x_range=(0, 1), y=Axis("x")
-        )
         save(plot, tmp_path / name)
-    for kind in (".svg", ".pdf", "-wide.svg", "-wide.pdf"):
-        assert (tmp_path / f"a{kind}").read_bytes() == (
-            tmp_path / f"b{kind}"
-        ).read_bytes()
+    for ending in ENDINGS:
+        first = (tmp_path / f"a{ending}").read_bytes()
+        assert first == (tmp_path / f"b{ending}").read_bytes()
     assert ">one &amp; &lt;all&gt;</text>" in (tmp_path / "a.svg").read_text()
-    shown = inline(plot, "x")
-    assert "var(--blue)" in shown
-    assert "#0072b2" not in shown
-    for end, inches in PRINT_WIDTHS.items():
-        assert (
-            f'viewBox="0 0 {inches * 72:g} ' in (tmp_path / f"a{end}.svg").read_text()
-        )
-    assert b"/FontType 3" not in (tmp_path / "a.pdf").read_bytes()
-    assert b"/CIDFontType2" in (tmp_path / "a.pdf").read_bytes(), "text, not outlines"
+    # Pages choose the colours of their light or dark style.
+    embedded = inline(plot, "x")
+    assert "var(--blue)" in embedded
+    assert "#0072b2" not in embedded
+    for ending, inches in PRINT_WIDTHS.items():
+        # An inch has 72 points, the unit of the drawing.
+        view_box = f'viewBox="0 0 {inches * 72:g} '
+        assert view_box in (tmp_path / f"a{ending}.svg").read_text()
+    # Publishers refuse Type 3 fonts, which are outlines.
+    pdf = (tmp_path / "a.pdf").read_bytes()
+    assert b"/FontType 3" not in pdf
+    assert b"/CIDFontType2" in pdf, "text, not outlines"
 
 
 def test_saved_names_are_those_of_written_files(tmp_path: Path) -> None:
     plot = LinePlot([Line("a", [(0, 1)], "blue")], x_range=(0, 1), y=Axis("x"))
     charts = [Chart("Loss", "", plot), Chart("Links", "no links", None)]
     names = save_all(tmp_path, [*charts, Chart("Idle time", "", plot)])
+    # The chart without a plot has no file, but its number.
     assert names == ["1-loss", "3-idle-time"]
-    files = {file.name for file in tmp_path.iterdir()}
-    endings = (".svg", ".pdf", "-wide.svg", "-wide.pdf")
-    assert files == {name + ending for name in names for ending in endings}
+    expected_files = {f"{name}{ending}" for name in names for ending in ENDINGS}
+    assert {file.name for file in tmp_path.iterdir()} == expected_files
 
 
-def test_axes_have_titles_with_the_unit_that_fits() -> None:
-    for highest, kind, title in (
+@pytest.mark.parametrize(
+    ("highest", "kind", "title"),
+    [
         (0.02, "seconds", "time (ms)"),
         (300.0, "seconds", "time (s)"),
         (5e6, "bytes", "time (MB)"),
         (0.9, "share", "time (%)"),
         (7.0, "number", "time"),
-    ):
-        axes = drawing.draw(
-            LinePlot(
-                [Line("a", [(0, highest)], "blue")],
-                x_range=(0, 1),
-                y=Axis("time", kind),
-            )
-        ).axes[0]
-        assert (axes.get_ylabel(), axes.get_xlabel()) == (title, "time (s)")
+    ],
+)
+def test_axis_title_has_unit_that_fits_values(
+    highest: float, kind: MetricKind, title: str
+) -> None:
+    line = Line("a", [(0, highest)], "blue")
+    axes = draw_axes(LinePlot([line], x_range=(0, 1), y=Axis("time", kind)))
+    assert axes.get_ylabel() == title
+    assert axes.get_xlabel() == "time (s)"
 
 
-def test_an_axis_of_epochs_has_whole_numbers() -> None:
-    for last in (3, 9, 15):
-        line = Line("a", [(epoch, 0.5) for epoch in range(1, last + 1)], "blue")
-        axes = drawing.draw(
-            LinePlot([line], x_range=(1, last), x="epoch", y=Axis("loss"))
-        ).axes[0]
-        assert all(float(place).is_integer() for place in axes.get_xticks())
+@pytest.mark.parametrize("last", [3, 9, 15])
+def test_axis_of_epochs_has_whole_numbers(last: int) -> None:
+    line = Line("a", [(epoch, 0.5) for epoch in range(1, last + 1)], "blue")
+    plot = LinePlot([line], x_range=(1, last), x="epoch", y=Axis("loss"))
+    for tick in draw_axes(plot).get_xticks():
+        assert float(tick).is_integer()
 
 
-def test_axes_are_logarithmic_where_values_are_far_apart() -> None:
-    def scales(values: list[float], kind: MetricKind = "number") -> str:
+def test_axes_are_logarithmic_if_values_are_far_apart() -> None:
+    def scale_of(values: list[float], kind: MetricKind = "number") -> str:
         line = Line("a", list(enumerate(values)), "blue")
-        return (
-            drawing.draw(LinePlot([line], x_range=(0, 2), y=Axis("a", kind)))
-            .axes[0]
-            .get_yscale()
-        )
+        plot = LinePlot([line], x_range=(0, 2), y=Axis("a", kind))
+        return str(draw_axes(plot).get_yscale())
 
-    assert [scales([2.3, 0.1]), scales([2.3, 0.5]), scales([2.3, 0.0])] == [
-        "log",
-        "linear",
-        "linear",
-    ]
-    assert scales([0.9, 0.01], "share") == "linear"
-    line = [Line("a", [(5.0, 1.0), (200.0, 2.0)], "blue", mark_points=True)]
-    assert (
-        drawing.draw(LinePlot(line, x_range=(5, 200), y=Axis("a"), swept=True))
-        .axes[0]
-        .get_xscale()
-        == "log"
-    )
-    assert (
-        drawing.draw(BarPlot(["a", "b"], [Bars("a", [1.0, 90.0], "blue")], y=Axis("a")))
-        .axes[0]
-        .get_yscale()
-        == "linear"
-    )
+    assert scale_of([2.3, 0.1]) == "log"
+    assert scale_of([2.3, 0.5]) == "linear"
+    # Zero has no place on a logarithmic axis.
+    assert scale_of([2.3, 0.0]) == "linear"
+    # Shares are read against 100 %.
+    assert scale_of([0.9, 0.01], "share") == "linear"
+    line = Line("a", [(5.0, 1.0), (200.0, 2.0)], "blue", mark_points=True)
+    swept = LinePlot([line], x_range=(5, 200), y=Axis("a"), swept=True)
+    assert draw_axes(swept).get_xscale() == "log"
+    bars = BarPlot(["a", "b"], [Bars("a", [1.0, 90.0], "blue")], y=Axis("a"))
+    assert draw_axes(bars).get_yscale() == "linear"
 
 
 @pytest.mark.parametrize("width", PRINT_WIDTHS.values())
-def test_labels_lie_above_the_data(width: float) -> None:
-    windows = [Window(at, at + 1, f"kill worker{at}") for at in (1, 2, 40, 95)]
-    lines = [
-        Line(f"a rather long name {index}", [(0, 5), (100, 9)], colour)
-        for index, colour in enumerate(SERIES)
-    ]
-    plot = drawing.draw(
-        LinePlot(lines, windows, x_range=(0, 100), y=Axis("loss")), width=width
-    )
-    plot.draw_without_rendering()
-    axes = plot.axes[0]
-    area, boxes = (
-        axes.get_window_extent(),
-        [text.get_window_extent() for text in axes.texts],
-    )
-    [legend] = plot.legends
-    assert len(boxes) == 3, "the second one would lie on the first"
+def test_labels_of_windows_lie_above_data(width: float) -> None:
+    windows = []
+    for start in (1, 2, 40, 95):
+        windows.append(Window(start, start + 1, f"kill worker{start}"))
+    lines = []
+    for index, colour in enumerate(SERIES):
+        lines.append(Line(f"a rather long name {index}", [(0, 5), (100, 9)], colour))
+    plot = LinePlot(lines, windows, x_range=(0, 100), y=Axis("loss"))
+    figure = drawing.draw(plot, width=width)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    area = axes.get_window_extent()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    [legend] = figure.legends
+    assert len(boxes) == 3, "the second label would overlap the first"
     for box in boxes:
         assert area.y1 <= box.y0
         assert box.y1 <= legend.get_window_extent().y0 + 1
-        assert box.x1 <= plot.bbox.x1
-    assert not any(left.overlaps(right) for left, right in pairwise(boxes))
+        assert box.x1 <= figure.bbox.x1
+    for left, right in pairwise(boxes):
+        assert not left.overlaps(right)
 
 
-def test_repetitions_are_a_mean_with_its_interval() -> None:
-    line = mean_line(
-        "a",
-        [[(0, 1.0), (2, 3.0), (4, 9.0)], [(0, 3.0), (1, 4.0), (2, 5.0)], []],
-        "blue",
-    )
-    assert line.points == [(0, 2.0), (2, 4.0)], (
-        "over the x that all reach; without points it does not count"
-    )
-    # Student's 97.5 % quantile of one degree of freedom, for two values one from their mean.
-    assert line.half_widths == pytest.approx([12.706, 12.706], rel=1e-4)
-    assert mean_line("a", [[(0, 1.0)]], "blue").half_widths == ()
-
-
-@pytest.mark.parametrize("marks", [True, False])
-def test_intervals_around_shares_end_at_all(marks: bool) -> None:
-    line = Line(
-        "a", [(0, 0.5), (1, 0.9)], "blue", mark_points=marks, half_widths=[0.2, 0.3]
-    )
-    axes = drawing.draw(
-        LinePlot([line], x_range=(0, 1), y=Axis("accuracy", "share"))
-    ).axes[0]
-    assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(100)
-    axes = drawing.draw(LinePlot([line], x_range=(0, 1), y=Axis("loss"))).axes[0]
-    assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(1.2)
-
-
-@pytest.mark.parametrize("mark_points", [True, False])
-def test_intervals_around_shares_begin_at_nothing(mark_points: bool) -> None:
-    line = Line(
-        "a",
-        [(0, 0.02), (1, 0.5)],
-        "blue",
-        mark_points=mark_points,
-        half_widths=[0.1, 0.1],
-    )
-    plot = LinePlot([line], x_range=(0, 1), y=Axis("accuracy", "share"))
-    axes = drawing.draw(plot).axes[0]
-    assert axes.get_ylim()[0] == 0
-    assert axes.collections[0].get_datalim(axes.transData).y0 == pytest.approx(0)
-
-
-@pytest.mark.parametrize("odd", [math.nan, math.inf])
-def test_values_without_a_place_on_the_axis_are_omitted(odd: float) -> None:
-    points = [(0, odd), (1, 1.0), (2, 3.0)]
+@pytest.mark.parametrize("not_finite", [math.nan, math.inf])
+def test_values_that_are_not_finite_are_omitted(not_finite: float) -> None:
+    points = [(0, not_finite), (1, 1.0), (2, 3.0)]
     lines = [
         Line("a", points, "blue"),
         Line("b", points, "orange", half_widths=[None, 0.1, 0.2]),
-        Line("c", [(0, odd)], "green"),
+        Line("c", [(0, not_finite)], "green"),
     ]
-    axes = drawing.draw(LinePlot(lines, x_range=(0, 2), y=Axis("loss"))).axes[0]
+    axes = draw_axes(LinePlot(lines, x_range=(0, 2), y=Axis("loss")))
+    # The highest value with its interval is 3.0 + 0.2, and 6 % of the axis remain above it.
     assert axes.get_ylim() == pytest.approx((0, 3.2 * 1.06))
+    # Line "c" has no value left.
     assert len(axes.lines) == 2
-    bars = Bars("a", [odd, 2.0], "blue", [0.1, 0.1])
-    axes = drawing.draw(BarPlot(["x", "y"], [bars], y=Axis("loss"))).axes[0]
+    bars = Bars("a", [not_finite, 2.0], "blue", [0.1, 0.1])
+    axes = draw_axes(BarPlot(["x", "y"], [bars], y=Axis("loss")))
     assert len(axes.patches) == 1
 
 
-def test_intervals_around_bars_lie_within_a_logarithmic_axis() -> None:
-    bars = Bars("a", [1.0, 200.0], "blue", [0.1, 100.0])
-    axes = drawing.draw(BarPlot(["x", "y"], [bars], y=Axis("loss"))).axes[0]
-    assert axes.get_yscale() == "log"
-    assert axes.get_ylim()[1] > 300
+def test_negative_values_lie_within_axes() -> None:
+    points = [(0, -3.0), (1, 2.0)]
+    line = Line("a", points, "blue", mark_points=True, half_widths=[1.0, 1.0])
+    axes = draw_axes(LinePlot([line], x_range=(0, 1), y=Axis("margin")))
+    bottom, top = axes.get_ylim()
+    # The intervals reach from -3 - 1 to 2 + 1.
+    assert bottom < -4.0
+    assert top > 3.0
+    bars = BarPlot(["a"], [Bars("b", [-0.5], "blue")], y=Axis("margin"))
+    assert draw_axes(bars).get_ylim()[0] < -0.5
+    positive = Line("a", [(0, 2.0)], "blue")
+    axes = draw_axes(LinePlot([positive], x_range=(0, 1), y=Axis("loss")))
+    assert axes.get_ylim()[0] == 0
 
 
-def test_intervals_around_negative_bars_are_whole() -> None:
-    bars = Bars("a", [-0.5], "blue", [0.3])
-    axes = drawing.draw(BarPlot(["x"], [bars], y=Axis("margin"))).axes[0]
-    interval = axes.collections[0].get_datalim(axes.transData)
-    assert interval.y0 == pytest.approx(-0.8)
-    assert axes.get_ylim()[0] < -0.8
+@pytest.mark.parametrize("width", PRINT_WIDTHS.values())
+@pytest.mark.parametrize(
+    "values", [[0, 1, 5, 10, 50], [1, 2, 50], [5, 10, 50, 200, 5000], [0.001, 0.002]]
+)
+def test_tick_labels_do_not_touch(values: list[float], width: float) -> None:
+    points = [(value, 1.0) for value in values]
+    line = Line("a", points, "blue", mark_points=True)
+    plot = LinePlot([line], x_range=(values[0], values[-1]), y=Axis("a"), swept=True)
+    figure = drawing.draw(plot, width=width)
+    figure.draw_without_rendering()
+    boxes = []
+    for label in figure.axes[0].get_xticklabels():
+        # Labels that would touch others are empty.
+        if label.get_text():
+            boxes.append(label.get_window_extent())
+    assert len(boxes) > 1
+    for left, right in pairwise(boxes):
+        assert not left.overlaps(right)
 
 
-def test_intervals_around_bars_of_shares_end_at_all() -> None:
-    axes = drawing.draw(
-        BarPlot(["a"], [Bars("b", [0.9], "blue", [0.3])], y=Axis("accuracy", "share"))
-    ).axes[0]
-    assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(100)
+def test_names_in_legend_are_not_shortened() -> None:
+    name = "method=pipeline micro_batches 4, rate 5 mbit, a rather long name of series that no column of a paper holds"
+    names = [f"{name} {end}" for end in "abc"]
+    lines = [Line(name, [(0, 1)], "blue") for name in names]
+    figure = drawing.draw(LinePlot(lines, x_range=(0, 1), y=Axis("x")))
+    # Long names continue on another line.
+    shown = [
+        text.replace("\n", " ") for text in texts_of(figure.legends[0].get_texts())
+    ]
+    assert shown == names
 
 
-@pytest.mark.parametrize("palette", ["light", "dark"])
-def test_colour_blind_readers_can_tell_series_apart(palette: str) -> None:
-    style = (Path(html.__file__).parent / "templates" / "style.css").read_text()
-    found = re.findall(
-        r"--(\w+): (#[0-9a-f]{6});",
-        style.split("@media (prefers-color-scheme: dark)")[palette == "dark"],
-    )
-    colours = [dict(found)[name] for name in SERIES]
-    for seen in SEEN_BY.values():
-        worst = min(
-            np.linalg.norm(_lab(a, seen) - _lab(b, seen))
-            for a, b in combinations(colours, 2)
-        )
-        assert worst >= 15
-    if palette == "light":
-        assert colours == [COLOURS[name] for name in SERIES]
-
-
-SEEN_BY = {
-    "all": np.eye(3),
-    "protanopes": np.array(
+VISION = {
+    "normal": np.eye(3),
+    "protanopia": np.array(
         [
             [0.152286, 1.052583, -0.204868],
             [0.114503, 0.786281, 0.099216],
             [-0.003882, -0.048116, 1.051998],
         ]
     ),
-    "deuteranopes": np.array(
+    "deuteranopia": np.array(
         [
             [0.367322, 0.860646, -0.227968],
             [0.280085, 0.672501, 0.047413],
             [-0.011820, 0.042940, 0.968881],
         ]
     ),
-    "tritanopes": np.array(
+    "tritanopia": np.array(
         [
             [1.255528, -0.076749, -0.178779],
             [-0.078411, 0.930809, 0.147602],
@@ -307,95 +265,40 @@ SEEN_BY = {
         ]
     ),
 }
-"""Linear RGB as others see it: Machado, Oliveira and Fernandes (2009), severity 1."""
+"""Transformations of linear RGB to simulate colour blindness: Machado, Oliveira and Fernandes (2009), severity 1."""
+LEAST_DISTANCE = 15
+"""Minimum CIELAB distance of two series."""
 
 
-def _lab(colour: str, seen: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return a colour in CIELAB, where 2.3 is a difference just noticed."""
-    values = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
-    linear = seen @ np.where(
+@pytest.mark.parametrize("palette", ["light", "dark"])
+def test_colour_blind_readers_can_distinguish_series(palette: str) -> None:
+    style = (Path(html.__file__).parent / "templates" / "style.css").read_text()
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    section = dark if palette == "dark" else light
+    by_name = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", section))
+    colours = [by_name[name] for name in SERIES]
+    for vision in VISION.values():
+        for first, second in combinations(colours, 2):
+            difference = to_cielab(first, vision) - to_cielab(second, vision)
+            assert np.linalg.norm(difference) >= LEAST_DISTANCE
+    if palette == "light":
+        # Saved plots use the same colours as pages.
+        assert colours == [COLOURS[name] for name in SERIES]
+
+
+def to_cielab(colour: str, vision: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Convert #rrggbb, as seen with ``vision``, to CIELAB, where 2.3 is a just noticeable difference."""
+    values = np.array([int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)])
+    # Gamma expansion of sRGB (IEC 61966-2-1).
+    expanded = np.where(
         values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4
     )
+    linear = vision @ expanded
     to_xyz = np.array(
         [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
     )
+    # Relative to white, D65.
     xyz = to_xyz @ np.clip(linear, 0, 1) / np.array([0.9505, 1.0, 1.089])
+    # 0.008856 is (6/29)³, below which CIE 1976 is linear.
     x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-@pytest.mark.parametrize("width", PRINT_WIDTHS.values())
-@pytest.mark.parametrize(
-    "places", [[0, 1, 5, 10, 50], [1, 2, 50], [5, 10, 50, 200, 5000], [0.001, 0.002]]
-)
-def test_figures_on_the_axis_do_not_touch(places: list[float], width: float) -> None:
-    line = Line("a", [(place, 1.0) for place in places], "blue", mark_points=True)
-    plot = LinePlot([line], x_range=(places[0], places[-1]), y=Axis("a"), swept=True)
-    figure = drawing.draw(plot, width=width)
-    figure.draw_without_rendering()
-    labels = [
-        text.get_window_extent()
-        for text in figure.axes[0].get_xticklabels()
-        if text.get_text()
-    ]
-    assert len(labels) > 1
-    assert not any(left.overlaps(right) for left, right in pairwise(labels))
-
-
-def test_negative_values_stand_within_the_axes() -> None:
-    line = Line(
-        "a", [(0, -3.0), (1, 2.0)], "blue", mark_points=True, half_widths=[1.0, 1.0]
-    )
-    bottom, top = (
-        drawing.draw(LinePlot([line], x_range=(0, 1), y=Axis("margin")))
-        .axes[0]
-        .get_ylim()
-    )
-    assert bottom < -4.0
-    assert top > 3.0
-    assert (
-        drawing.draw(BarPlot(["a"], [Bars("b", [-0.5], "blue")], y=Axis("margin")))
-        .axes[0]
-        .get_ylim()[0]
-        < -0.5
-    )
-    assert (
-        drawing.draw(
-            LinePlot([Line("a", [(0, 2.0)], "blue")], x_range=(0, 1), y=Axis("loss"))
-        )
-        .axes[0]
-        .get_ylim()[0]
-        == 0
-    )
-
-
-@pytest.mark.parametrize("names", [SERIES[:3], ["blue"] * 3])
-def test_intervals_of_series_at_the_same_places_stand_side_by_side(
-    names: list[str],
-) -> None:
-    lines = [
-        Line(name, [(0, 1.0), (1, 1.0)], name, mark_points=True, half_widths=[0.2, 0.2])
-        for name in names
-    ]
-    axes = drawing.draw(LinePlot(lines, x_range=(0, 1), y=Axis("x"))).axes[0]
-    at = [
-        bars.get_transform().transform(bars.get_segments()[0])[0][0]
-        for bars in axes.collections
-    ]
-    assert all(right - left >= 2.5 for left, right in pairwise(at)), (
-        "pixels, at 100 an inch"
-    )
-
-
-def test_names_in_a_legend_are_whole() -> None:
-    name = "method=pipeline micro_batches 4, rate 5 mbit, a rather long name of series that no column of a paper holds"
-    plot = drawing.draw(
-        LinePlot(
-            [Line(f"{name} {end}", [(0, 1)], "blue") for end in "abc"],
-            x_range=(0, 1),
-            y=Axis("x"),
-        )
-    )
-    assert [
-        text.get_text().replace("\n", " ") for text in plot.legends[0].get_texts()
-    ] == [f"{name} {end}" for end in "abc"]

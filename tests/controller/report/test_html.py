@@ -1,3 +1,5 @@
+"""The HTML report of a run: completeness, escaping, timeline and map."""
+
 from __future__ import annotations
 
 import json
@@ -23,40 +25,37 @@ from tests.helpers import recorded
 EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
 
 
-def run(**changes: Any) -> Run:
-    trial, plan, outcome = (
-        recorded.make_trial(),
-        recorded.make_plan(),
-        recorded.make_outcome(**changes),
-    )
-    facts = manifest(trial, outcome, "testbed run recorded.yaml")
+def make_run(**changes: Any) -> Run:
+    trial = recorded.make_trial()
+    plan = recorded.make_plan()
+    outcome = recorded.make_outcome(**changes)
     return Run(
         Path("somewhere"),
         trial,
         plan,
         outcome,
-        facts,
+        manifest(trial, outcome, "testbed run recorded.yaml"),
         metrics(outcome, trial.experiment, plan),
         declared_by(trial),
     )
 
 
-class _Tags(HTMLParser):
-    """Checks that tags are balanced and collects what could load something from outside."""
+class TagReader(HTMLParser):
+    """Check that tags are balanced, and collect references to other files."""
 
     VOID = ("meta", "br", "img", "line", "rect", "circle", "polyline", "link")
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.outside: list[str] = []
+        self.loaded: list[str] = []
         self.tags: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.outside += [
-            value or "" for key, value in attrs if key in ("src", "href", "onerror")
-        ]
+        for key, value in attrs:
+            if key in ("src", "href", "onerror"):
+                self.loaded.append(value or "")
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -68,26 +67,29 @@ class _Tags(HTMLParser):
         self.tags.append(tag)
 
 
-def parsed(page: str) -> _Tags:
-    reader = _Tags()
+def read_tags(page: str) -> TagReader:
+    reader = TagReader()
     reader.feed(page)
     assert reader.open == []
     return reader
 
 
-def test_the_report_is_one_file_that_loads_nothing() -> None:
-    page = html.render(run())
-    assert parsed(page).outside == []
+def test_report_is_one_file_that_loads_nothing() -> None:
+    page = html.render(make_run())
+    assert read_tags(page).loaded == []
+    # References within the page (#) and the names of XML namespaces load nothing.
     assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", page)
 
 
-def test_the_report_holds_what_a_reader_looks_for() -> None:
-    page = html.render(run())
+def test_report_contains_verdict_metrics_faults_and_charts() -> None:
+    page = html.render(make_run())
     for part in (
         "Trusted",
+        # Accuracy and recovery time.
         "95.0%",
         "1.68 s",
         "kill b",
+        # Measured rates of both directions.
         "7.8–7.9 mbit",
         "testbed run recorded.yaml",
         "svg",
@@ -96,118 +98,109 @@ def test_the_report_holds_what_a_reader_looks_for() -> None:
         assert part in page
 
 
-def test_what_users_write_is_escaped_everywhere() -> None:
-    events = [
-        Event(
-            event.time,
-            event.device,
-            event.event,
-            {
-                **event.fields,
-                **{
-                    key: EVIL
-                    for key in ("span", "message", "target")
-                    if key in event.fields
-                },
-            },
-        )
-        for event in recorded.make_events()
-    ]
-    one = run(events=events, status="failed", error=EVIL)
+def with_evil_texts(event: Event) -> Event:
+    fields = dict(event.fields)
+    for key in ("span", "message", "target"):
+        if key in fields:
+            fields[key] = EVIL
+    return Event(event.time, event.device, event.event, fields)
+
+
+def test_texts_of_users_are_escaped_everywhere() -> None:
+    events = [with_evil_texts(event) for event in recorded.make_events()]
+    run = make_run(events=events, status="failed", error=EVIL)
     trial = recorded.make_trial(description=EVIL, expect={})
-    one = replace(
-        one,
+    run = replace(
+        run,
         trial=replace(trial, point={EVIL: EVIL}),
-        manifest={**one.manifest, "command": EVIL},
+        manifest={**run.manifest, "command": EVIL},
     )
-    reader = parsed(html.render(one))
+    reader = read_tags(html.render(run))
+    # The page's own scripts.
     assert reader.tags.count("script") == 3
     assert "img" not in reader.tags
 
 
 @pytest.mark.parametrize("status", ["failed", "interrupted", "timed out"])
-def test_a_run_that_failed_early_has_a_report(status: str) -> None:
-    page = html.render(
-        run(events=[], links=[], fidelity={}, status=status, error="no engine")
-    )
+def test_run_without_events_has_report(status: str) -> None:
+    run = make_run(events=[], links=[], fidelity={}, status=status, error="no engine")
+    page = html.render(run)
     assert "no engine" in page
     assert "Not trusted" in page
-    parsed(page)
+    read_tags(page)
 
 
-def test_an_inference_run_has_a_latency_curve() -> None:
-    events = [
-        Event(float(number), "a", "request", {"request": number, "latency": 0.5})
-        for number in range(1, 9)
-    ]
-    page = html.render(run(events=events, runtime="simulate"))
+def test_inference_has_latency_curve_and_no_loss_curve() -> None:
+    events = []
+    for number in range(1, 9):
+        fields = {"request": number, "latency": 0.5}
+        events.append(Event(float(number), "a", "request", fields))
+    page = html.render(make_run(events=events, runtime="simulate"))
     assert "<h2>Latency</h2>" in page
     assert "<h2>Loss</h2>" not in page
 
 
-def test_the_timeline_offers_the_whole_run_two_steps_and_the_fault() -> None:
-    one = run()
-    chart = timeline(one)
-    assert [view["name"] for view in chart["views"]] == [
-        "whole run",
-        "two steps",
-        "kill b",
-    ]
-    assert [
-        (window["label"], window["start"], window["end"]) for window in chart["windows"]
-    ] == [
-        ("kill b", 2.32, 3.3),
-        ("recovering", 3.0, 4.0),
-    ]
+def test_timeline_has_views_of_whole_run_two_steps_and_fault() -> None:
+    chart = timeline(make_run())
+    names = [view["name"] for view in chart["views"]]
+    assert names == ["whole run", "two steps", "kill b"]
+    windows = []
+    for window in chart["windows"]:
+        windows.append((window["label"], window["start"], window["end"]))
+    # The recorded fault strikes at 2.32 s; the recovery begins with its detection at 3 s.
+    assert windows == [("kill b", 2.32, 3.3), ("recovering", 3.0, 4.0)]
+    # Six steps of three computations, two computations of the failed step, 13 sends with their receptions, and one
+    # outage.
     assert len(chart["bars"]) == 6 * 3 + 2 + 13 * 2 + 1
+    # JavaScript cannot read NaN.
     json.dumps(chart, allow_nan=False)
 
 
-def test_a_long_run_is_embedded_joined_but_whole_where_it_matters() -> None:
-    many = [
-        Event(
-            start + 0.0004,
-            "a",
-            "compute",
-            {"span": "forward", "batch": index, "start": start, "duration": 0.0004},
-        )
-        for index, start in enumerate(
-            number * 0.0005 for number in range(MOST_BARS + 10)
-        )
-    ]
+def test_long_timeline_merges_bars_except_around_faults() -> None:
+    duration = 0.0004
+    events = []
+    for index in range(MOST_BARS + 10):
+        start = index * 0.0005
+        span = {"span": "forward", "batch": index, "start": start, "duration": duration}
+        events.append(Event(start + duration, "a", "compute", span))
     fault = {"action": "pause", "target": "b", "intended": 10.0}
-    many.append(Event(10.0, "testbed", "fault", {**fault, "phase": "strike"}))
-    many.append(Event(10.1, "testbed", "fault", {**fault, "phase": "undo"}))
-    one = run(events=sorted(many, key=lambda event: event.time))
-    chart = timeline(one)
+    events.append(Event(10.0, "testbed", "fault", {**fault, "phase": "strike"}))
+    events.append(Event(10.1, "testbed", "fault", {**fault, "phase": "undo"}))
+    run = make_run(events=sorted(events, key=lambda event: event.time))
+    chart = timeline(run)
     assert chart["joined"]
     assert len(chart["bars"]) < MOST_BARS / 5
-    near = [bar for bar in chart["bars"] if 9.5 < bar[2] < 9.6]
-    assert len(near) == pytest.approx(200, abs=2), "around the fault every bar is kept"
+    # The third value of a bar is its start.
+    before_fault = [bar for bar in chart["bars"] if 9.5 < bar[2] < 9.6]
+    # 0.1 s have 200 spans of 0.5 ms.
+    assert len(before_fault) == pytest.approx(200, abs=2)
 
 
-def test_the_map_has_devices_and_only_links_that_are_heard() -> None:
+def test_map_shows_devices_and_links_above_lowest_prr() -> None:
     positions = {"a": (0.0, 0.0), "b": (50.0, 50.0), "c": (49.0, 49.0)}
-    ratios = {("a", "b"): 0.95, ("b", "a"): 0.5, ("b", "c"): 0.0}
-    page = inline(DeviceMap(positions, ratios, {"a": "unit 0"}, (50, 50)), "Map")
-    parsed(page)
-    for word in (">a<", ">unit 0<", ">b<", ">PRR from 90%<", ">PRR from 40%<"):
-        assert word in page
-    for word in ("PRR from 70%", "PRR below"):
-        assert word not in page
+    reception_ratios = {("a", "b"): 0.95, ("b", "a"): 0.5, ("b", "c"): 0.0}
+    chart = DeviceMap(positions, reception_ratios, {"a": "unit 0"}, (50, 50))
+    page = inline(chart, "Map")
+    read_tags(page)
+    for text in (">a<", ">unit 0<", ">b<", ">PRR from 90%<", ">PRR from 40%<"):
+        assert text in page
+    # The legend lists only classes of links that are drawn.
+    for text in ("PRR from 70%", "PRR below"):
+        assert text not in page
 
 
-def test_thinning_keeps_the_extremes() -> None:
+def test_thinning_keeps_extremes() -> None:
+    peak = (4321.0, 9.0)
     points = [(float(index), 0.0) for index in range(10_000)]
-    points[4321] = (4321.0, 9.0)
-    kept = thin(points, 200)
-    assert len(kept) <= 200
-    assert (4321.0, 9.0) in kept
-    assert (kept[0], kept[-1]) == (points[0], points[-1])
+    points[4321] = peak
+    thinned = thin(points, 200)
+    assert len(thinned) <= 200
+    assert peak in thinned
+    assert thinned[0] == points[0]
+    assert thinned[-1] == points[-1]
     assert thin([(0.0, float("nan")), (1.0, 2.0)]) == [(1.0, 2.0)]
 
 
-def test_a_chart_of_nothing_is_drawn() -> None:
-    assert "<svg" in inline(
-        LinePlot([Line("loss", [], "blue")], x_range=(0.0, 0.0), y=Axis("loss")), "Loss"
-    )
+def test_chart_without_points_is_drawn() -> None:
+    plot = LinePlot([Line("loss", [], "blue")], x_range=(0.0, 0.0), y=Axis("loss"))
+    assert "<svg" in inline(plot, "Loss")

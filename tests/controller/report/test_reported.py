@@ -1,4 +1,4 @@
-"""From a scenario file over the simulator to a folder of results, with nothing made up in between."""
+"""A scenario file, simulated, written as results and reported: all stages together."""
 
 from __future__ import annotations
 
@@ -33,53 +33,53 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
 
 
-def test_the_figures_of_a_pipeline_that_lost_a_stage(run: Run) -> None:
+def test_metrics_of_recovered_pipeline_are_consistent(run: Run) -> None:
     metrics = run.metrics
+    # Two epochs of 11 batches.
     assert metrics["steps"] == 22
     assert metrics["recoveries"] == 1
+    # A simulation measures nothing that could be trusted or not.
     assert metrics["verdict"]["kind"] == "prediction"
-    assert metrics["detection_time"] + metrics["resume_time"] == pytest.approx(
-        metrics["recovery_time"]
-    )
-    assert metrics["step_time"] == pytest.approx(
-        metrics["predicted_step_time"], rel=0.02
-    )
+    recovery_time = metrics["detection_time"] + metrics["resume_time"]
+    assert recovery_time == pytest.approx(metrics["recovery_time"])
+    predicted = metrics["predicted_step_time"]
+    assert metrics["step_time"] == pytest.approx(predicted, rel=0.02)
     assert metrics["devices"]["worker2"]["down"] > 3
     for device in metrics["devices"].values():
-        parts = (
-            device["compute"] + device["communicate"] + device["down"] + device["idle"]
+        total = sum(
+            device[state] for state in ("compute", "communicate", "down", "idle")
         )
-        assert parts == pytest.approx(metrics["duration"])
+        assert total == pytest.approx(metrics["duration"])
 
 
-def test_almost_every_reception_has_its_arrow_in_the_trace(run: Run) -> None:
+def test_almost_every_reception_has_arrow_in_trace(run: Run) -> None:
     trace = json.loads((run.path / "trace.json").read_text())
-    kinds = Counter(record["ph"] for record in trace["traceEvents"])
-    received = sum(event.event == "receive" for event in run.outcome.events)
-    assert kinds["s"] == kinds["f"]
-    # What was on its way when a device died has one end only.
-    assert received - 20 <= kinds["f"] <= received
+    phases = Counter(record["ph"] for record in trace["traceEvents"])
+    receptions = sum(event.event == "receive" for event in run.outcome.events)
+    # Arrows have a start (s) and an end (f).
+    assert phases["s"] == phases["f"]
+    # Messages in transit when a device was killed have no second end.
+    assert receptions - 20 <= phases["f"] <= receptions
 
 
-def test_the_resolved_scenario_plans_and_runs_the_same(run: Run) -> None:
-    again = prepare(trials(load(run.path / "scenario.yaml"))[0])
-    assert again.plan.model_dump() == run.plan.model_dump()
-    assert again.experiment.links == run.experiment.links
-    assert again.experiment.devices == run.experiment.devices
+def test_resolved_scenario_has_same_plan_and_experiment(run: Run) -> None:
+    prepared = prepare(trials(load(run.path / "scenario.yaml"))[0])
+    assert prepared.plan.model_dump() == run.plan.model_dump()
+    assert prepared.experiment.links == run.experiment.links
+    assert prepared.experiment.devices == run.experiment.devices
 
 
-def test_a_run_compared_with_itself_differs_in_nothing(run: Run) -> None:
+def test_run_equals_itself_in_comparison(run: Run) -> None:
     compared = compare(side_by_side([run, run]))
     assert compared["warnings"] == []
-    assert {
-        ratio
-        for row in compared["metrics"]
-        for ratio in row["ratios"]
-        if ratio is not None
-    } == {1.0}
+    ratios = set()
+    for row in compared["metrics"]:
+        ratios.update(row["ratios"])
+    # Values that are not numbers have no ratio.
+    assert ratios - {None} == {1.0}
 
 
-def test_the_report_holds_the_run(run: Run) -> None:
+def test_report_shows_run_and_weights_are_stored(run: Run) -> None:
     page = html.render(run)
     for part in (
         "quickstart",

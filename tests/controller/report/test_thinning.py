@@ -1,4 +1,4 @@
-"""Pages of runs of very many devices, links or rows."""
+"""Reports of runs with thousands of devices, links or rows."""
 
 from __future__ import annotations
 
@@ -29,133 +29,128 @@ from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 MANY = 3 * MOST
-"""Devices of `crowd`, and links."""
+"""Number of devices and of links of `make_crowd` by default."""
 
 
-def crowd(devices: int = MANY, *, unlike: bool = False) -> Run:
-    """The recorded run with many devices, of which d7 computes longest, d8 was down, and d9 was sent most."""
-    trial, plan, outcome = (
-        recorded.make_trial(),
-        recorded.make_plan(),
-        recorded.make_outcome(runtime="simulate", links=[]),
-    )
-    found = metrics(outcome, trial.experiment, plan)
-    a, link = found["devices"]["a"], found["links"][0]
+def make_crowd(devices: int = MANY, *, equal_links: bool = True) -> Run:
+    """Return the recorded run with many devices: d7 computes longest, d8 was down, and d9 received most."""
+    trial = recorded.make_trial()
+    plan = recorded.make_plan()
+    outcome = recorded.make_outcome(runtime="simulate", links=[])
+    values = metrics(outcome, trial.experiment, plan)
+    device = values["devices"]["a"]
+    link = values["links"][0]
     names = [f"d{number}" for number in range(devices)]
-    found["devices"] = {name: {**a, "compute": 1.0, "down": 0.0} for name in names}
-    found["devices"]["d7"]["compute"] = 5.0
-    found["devices"]["d8"]["down"] = 2.0
-    asked = [
-        {**link["requested"], "delay": 1.0 + number * unlike}
-        for number in range(devices)
-    ]
-    found["links"] = [
-        {
-            **link,
-            "source": "d0",
-            "destination": name,
-            "requested": each,
-            "bytes": 10,
-            "used_share": 0.1,
-        }
-        for name, each in zip(names, asked, strict=True)
-    ]
-    found["links"][9]["bytes"] = 10_000_000
-    assignments = tuple(
-        Assignment(device=name, start=0, stop=1, memory=1e6) for name in names
-    )
+    values["devices"] = {
+        name: {**device, "compute": 1.0, "down": 0.0} for name in names
+    }
+    values["devices"]["d7"]["compute"] = 5.0
+    values["devices"]["d8"]["down"] = 2.0
+    values["links"] = []
+    for number, name in enumerate(names):
+        delay = 1.0 if equal_links else 1.0 + number
+        changes = {"bytes": 10, "used_share": 0.1, "source": "d0", "destination": name}
+        requested = {**link["requested"], "delay": delay}
+        values["links"].append({**link, **changes, "requested": requested})
+    values["links"][9]["bytes"] = 10_000_000
+    assignments = []
+    for name in names:
+        assignments.append(Assignment(device=name, start=0, stop=1, memory=1e6))
     owned = {name: {"0": 3, "1": 4} for name in names}
-    facts = {**manifest(trial, "simulate", None), "owned": owned}
-    crowded = plan.model_copy(update={"assignments": assignments})
     return Run(
-        Path("somewhere"), trial, crowded, outcome, facts, found, declared_by(trial)
+        Path("somewhere"),
+        trial,
+        plan.model_copy(update={"assignments": tuple(assignments)}),
+        outcome,
+        {**manifest(trial, "simulate", None), "owned": owned},
+        values,
+        declared_by(trial),
     )
 
 
-def printed(run: Run, width: int = 80) -> str:
+def print_run(run: Run, width: int = 80) -> str:
     console = Console(width=width)
     with console.capture() as capture:
         terminal.show(console, run)
     return capture.get()
 
 
+def section_of(run: Run, title: str) -> Section:
+    (section,) = (section for section in sections(run) if section.title == title)
+    return section
+
+
 def names_of(section: Section) -> list[str]:
     return [row[0].text for row in section.rows]
 
 
-def test_few_are_all_shown() -> None:
+def test_few_items_are_all_selected() -> None:
     items = list(range(MOST))
     assert standing_out(items, {"largest": float}) == [(item, "") for item in items]
 
 
-def test_of_many_those_are_shown_that_stand_out_each_once_with_all_it_stands_out_by() -> (
-    None
-):
+def test_notable_items_are_selected_once_with_all_reasons() -> None:
     items = list(range(MOST + 1))
-    found = dict(
-        standing_out(
-            items,
-            {
-                "even": lambda item: item % 2 == 0,
-                "largest": float,
-                "nothing": lambda _: 0.0,
-            },
-        )
-    )
-    assert list(found)[:EACH] == items[: 2 * EACH : 2], "of alike ones the first"
-    assert sorted(list(found)[EACH:]) == items[-EACH:]
-    assert (found[0], found[MOST]) == ("even", "largest")
-    assert dict(
-        standing_out(
-            items, {"even": lambda item: item == 5, "odd": lambda item: item == 5}
-        )
-    ) == {5: "even, odd"}
+    measures = {
+        "even": lambda item: item % 2 == 0,
+        "largest": float,
+        "nothing": lambda _: 0.0,
+    }
+    selected = dict(standing_out(items, measures))
+    # Of equal items the first ones: 0, 2, 4, ...
+    assert list(selected)[:EACH] == items[: 2 * EACH : 2]
+    assert sorted(list(selected)[EACH:]) == items[-EACH:]
+    assert selected[0] == "even"
+    assert selected[MOST] == "largest"
+    same_item = {"even": lambda item: item == 5, "odd": lambda item: item == 5}
+    assert dict(standing_out(items, same_item)) == {5: "even, odd"}
 
 
-def test_the_table_of_many_devices_has_all_together_and_those_that_stand_out() -> None:
-    run = crowd()
-    (table,) = (section for section in sections(run) if section.title == "Devices")
-    shown = {row[0].text: row[1].text for row in table.rows}
-    assert list(shown)[:2] == [f"all {MANY:,}", "d8"]
-    assert shown["d8"].startswith("longest down")
-    assert "computes longest" in shown["d7"]
-    assert len(shown) - 1 + table.omitted_rows == MANY
-    compute = table.rows[0][
-        [column.heading for column in table.columns].index("Compute")
-    ]
-    assert compute.text == "20 min 4 s"
-    assert [bar for bar in timeline(run)["devices"] if bar not in shown] == []
+def test_table_of_many_devices_has_total_and_notable_devices() -> None:
+    run = make_crowd()
+    table = section_of(run, "Devices")
+    reasons = {row[0].text: row[1].text for row in table.rows}
+    assert list(reasons)[:2] == [f"all {MANY:,}", "d8"]
+    assert reasons["d8"].startswith("longest down")
+    assert "computes longest" in reasons["d7"]
+    # The row of all devices is not one of them.
+    assert len(reasons) - 1 + table.omitted_rows == MANY
+    headings = [column.heading for column in table.columns]
+    # 1,199 devices compute for 1 s and d7 for 5 s: 1,204 s.
+    assert table.rows[0][headings.index("Compute")].text == "20 min 4 s"
+    assert set(timeline(run)["devices"]) <= set(reasons)
 
 
 def test_few_devices_are_all_in_their_table() -> None:
-    (table,) = (
-        section for section in sections(crowd(MOST)) if section.title == "Devices"
-    )
-    assert (len(table.rows), table.omitted_rows, table.columns[1].heading) == (
-        MOST,
-        0,
-        "Profile",
-    )
+    table = section_of(make_crowd(MOST), "Devices")
+    assert len(table.rows) == MOST
+    assert table.omitted_rows == 0
+    # Instead of the reason of the selection.
+    assert table.columns[1].heading == "Profile"
 
 
-def test_links_that_carried_most_are_shown_whether_or_not_all_are_alike() -> None:
-    alike, unlike = crowd(), crowd(unlike=True)
-    table = directions(alike)
+def test_links_with_most_traffic_are_shown_if_all_links_are_equal() -> None:
+    table = directions(make_crowd(equal_links=True))
     assert table is not None
-    assert (table.rows[0][1].text, table.rows[0][2].text) == (
-        "d9",
-        "carried most, used most",
-    )
+    assert table.rows[0][1].text == "d9"
+    assert table.rows[0][2].text == "carried most, used most"
     assert len(table.rows) + table.omitted_rows == MANY
-    assert directions(unlike) is None
-    (links,) = (section for section in sections(unlike) if section.title == "Links")
-    assert names_of(links)[:2] == [f"all {MANY:,}", "d0 → d9"]
-    assert links.rows[0][3].text == "10 MB"
-    assert len(links.rows) - 1 + links.omitted_rows == MANY
 
 
-def test_the_page_of_many_devices_is_small_and_says_what_it_leaves_out() -> None:
-    page, small = html.render(crowd()), html.render(crowd(10))
+def test_links_with_most_traffic_are_shown_if_links_differ() -> None:
+    run = make_crowd(equal_links=False)
+    # The table of links has their traffic already.
+    assert directions(run) is None
+    table = section_of(run, "Links")
+    assert names_of(table)[:2] == [f"all {MANY:,}", "d0 → d9"]
+    assert table.rows[0][3].text == "10 MB"
+    assert len(table.rows) - 1 + table.omitted_rows == MANY
+
+
+def test_page_of_many_devices_is_small_and_counts_omitted_items() -> None:
+    page = html.render(make_crowd())
+    small = html.render(make_crowd(10))
+    # 120 times as many devices.
     assert len(page) < 3 * len(small)
     assert re.search(
         r"1,1\d\d more are omitted; <code>metrics.json</code> beside this file has all",
@@ -168,53 +163,49 @@ def test_the_page_of_many_devices_is_small_and_says_what_it_leaves_out() -> None
         assert part not in small
 
 
-def test_the_terminal_has_few_rows_of_many_devices() -> None:
-    text = printed(crowd(unlike=True))
+def test_terminal_shows_few_rows_of_many_devices() -> None:
+    text = print_run(make_crowd(equal_links=False))
     assert len(text.splitlines()) < 120
-    assert (
-        len(
-            re.findall(
-                r"and (?:\d+ more in the report, )?1,1\d\d more in metrics.json", text
-            )
-        )
-        == 2
-    )
+    omitted = r"and (?:\d+ more in the report, )?1,1\d\d more in metrics.json"
+    # One note below the devices and one below the links.
+    assert len(re.findall(omitted, text)) == 2
 
 
-def test_a_long_table_has_its_first_rows_or_its_last_where_these_matter() -> None:
+def test_long_table_is_shortened_to_first_or_last_rows() -> None:
     rows = [[Cell(str(number))] for number in range(MOST + 5)]
     table = Section("Rounds", "", "", (Column("Round"),), rows)
-    first, last = shortened(table), shortened(replace(table, max_printed_rows=-12))
-    assert (names_of(first)[0], len(first.rows), first.omitted_rows) == ("0", MOST, 5)
-    assert (names_of(last)[-1], len(last.rows), last.omitted_rows) == (
-        str(MOST + 4),
-        MOST,
-        5,
-    )
+    first = shortened(table)
+    assert names_of(first)[0] == "0"
+    assert len(first.rows) == MOST
+    assert first.omitted_rows == 5
+    # A negative number stands for the last rows.
+    last = shortened(replace(table, max_printed_rows=-12))
+    assert names_of(last)[-1] == str(MOST + 4)
+    assert len(last.rows) == MOST
+    assert last.omitted_rows == 5
     assert shortened(replace(table, rows=rows[:MOST])).rows == rows[:MOST]
 
 
-def test_long_lists_of_a_plan_are_abridged_and_short_ones_are_as_they_are() -> None:
+def test_only_long_lists_of_plan_are_abridged() -> None:
     plan: dict[str, Any] = {"cuts": [1, 2], "of": {"a": {"units": list(range(MOST))}}}
     assert json.dumps(abridged(plan, "plan.json")) == json.dumps(plan)
     many = {str(number): number for number in range(MOST + 1)}
-    left = f"{MOST + 1 - EACH} more are in plan.json"
-    assert abridged({"of": [many]}, "plan.json") == {
-        "of": [dict(list(many.items())[:EACH]) | {"...": left}]
-    }
-    assert abridged(list(many), "plan.json") == [*list(many)[:EACH], f"... {left}"]
+    note = f"{MOST + 1 - EACH} more are in plan.json"
+    first = dict(list(many.items())[:EACH])
+    assert abridged({"of": [many]}, "plan.json") == {"of": [{**first, "...": note}]}
+    assert abridged(list(many), "plan.json") == [*first, f"... {note}"]
 
 
-def test_hundreds_of_faults_are_shaded_once_where_they_overlap() -> None:
-    run = crowd()
+def test_overlapping_windows_of_many_faults_are_merged() -> None:
+    run = make_crowd()
     (fault,) = run.metrics["fault_list"]
-    faults = [
-        {**fault, "struck": 0.001 * number, "undone": 2.0} for number in range(MOST)
-    ]
-    run.metrics["fault_list"] = [*faults, {**fault, "struck": 4.0, "undone": 5.0}]
-    found = [
-        (each["start"], each["end"], each["label"])
-        for each in shaded(run)
-        if each["style"] == "fault"
-    ]
-    assert found == [(0.0, 2.0, f"{MOST} times a fault"), (4.0, 5.0, "kill b")]
+    faults = []
+    for number in range(MOST):
+        faults.append({**fault, "struck": 0.001 * number, "undone": 2.0})
+    faults.append({**fault, "struck": 4.0, "undone": 5.0})
+    run.metrics["fault_list"] = faults
+    windows = []
+    for window in shaded(run):
+        if window["style"] == "fault":
+            windows.append((window["start"], window["end"], window["label"]))
+    assert windows == [(0.0, 2.0, f"{MOST} times a fault"), (4.0, 5.0, "kill b")]

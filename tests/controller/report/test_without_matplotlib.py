@@ -1,4 +1,4 @@
-"""Everything but plots works where the extra `plots` is not installed."""
+"""Everything except plots works without matplotlib, which the extra `plots` installs."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def expect_refusal(act, *arguments):
 
 
 def export(*arguments):
-    done = CliRunner().invoke(testbed, arguments, standalone_mode=False)
-    raise done.exception or AssertionError(done.output)
+    result = CliRunner().invoke(testbed, arguments, standalone_mode=False)
+    raise result.exception or AssertionError(result.output)
 
 
 simulated = ("--runtime", "simulate")
@@ -67,26 +67,30 @@ expect_refusal(open_results("one")[0].plot, "Loss")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with runs, a sweep and a comparison, all made without matplotlib."""
     folder = tmp_path_factory.mktemp("without")
     (folder / "small.yaml").write_text(SCENARIO)
-    done = subprocess.run(
+    # In a process of its own, as this one may have imported matplotlib already.
+    result = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=100,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
 
 @pytest.mark.parametrize(
     "page", ["one/report.html", "several/sweep.html", "compared.html"]
 )
-def test_pages_name_the_extra_in_place_of_their_charts(folder: Path, page: str) -> None:
+def test_pages_name_missing_extra_instead_of_charts(folder: Path, page: str) -> None:
     text = unescape((folder / page).read_text())
+    # Once for all charts of a page.
     assert text.count(HINT) == 1
     assert "<svg" not in text
+    # The timeline of a run is drawn by the browser.
     assert (page == "one/report.html") == ('class="gantt"' in text)
 
 
