@@ -1,4 +1,4 @@
-"""Who hears which cast, how often it is made, and what of it has arrived in time."""
+"""Tests of casts: transmission strategies, acknowledgements, and the parts of a layer that have arrived in time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from testbed.network.link import Link
 from tests.helpers.worlds import events_of, make_world
 
 LINK = Link(rate=8e6, delay=0.01)
-ARRANGEMENT = NeuronAssignment(
+ASSIGNMENT = NeuronAssignment(
     (range(2), range(2, 3)),
     (4, 3, 2),
     ({"a": range(4)}, {"a": range(3)}, {"b": (0,), "c": (1,)}),
@@ -30,230 +30,245 @@ ARRANGEMENT = NeuronAssignment(
 """Layers 0 and 1 at a; a neuron of the last layer each at b and c."""
 
 
-def run(programs, **options):
+def run(programs):
     """Run async functions of a mailbox, by device; return the world after the first one has ended."""
 
     def with_mailbox(program):
-        async def whole(device):
+        async def run_program(device):
             async with Mailbox(device, {}, CASTS) as mailbox:
                 await program(mailbox)
 
-        return whole
+        return run_program
 
-    made = make_world(
-        {name: with_mailbox(program) for name, program in programs.items()},
-        link=LINK,
-        **options,
-    )
-    made.run()
-    return made
+    programs_of_devices = {}
+    for name, program in programs.items():
+        programs_of_devices[name] = with_mailbox(program)
+    world = make_world(programs_of_devices, link=LINK)
+    world.run()
+    return world
 
 
-def ear(answering: bool, after: float = 0.0):
-    """Return a program that hears casts for ever; it may acknowledge them, a while later."""
+async def wait_forever():
+    await asyncio.get_running_loop().create_future()
 
-    async def listen(mailbox):
+
+def receiver(*, acknowledges: bool, delay: float = 0.0):
+    """Return a program that receives casts for ever, with or without acknowledgements after a delay."""
+
+    async def receive(mailbox):
         transmit = Acknowledged(mailbox, 1.0)
 
-        async def answer(message):
-            await mailbox.device.sleep(after)
+        async def acknowledge(message):
+            await mailbox.device.sleep(delay)
             transmit.on_arrival(message)
 
-        mailbox.on(
-            Outputs, lambda message: answering and mailbox.start(answer(message))
-        )
-        await asyncio.get_running_loop().create_future()
+        def on_outputs(message):
+            if acknowledges:
+                mailbox.start(acknowledge(message))
 
-    return listen
+        mailbox.on(Outputs, on_outputs)
+        await wait_forever()
+
+    return receive
 
 
-def message(batch: int = 0) -> Outputs:
+def outputs_message(batch: int = 0) -> Outputs:
     return Outputs(batch, 1, torch.ones(2, 3))
 
 
-def cast(make, *messages: Outputs, until: float = 60.0):
-    """Return a program that casts to b and c, one message after the other, and stays a while."""
+def caster(make_transmit, until: float = 60.0):
+    """Return a program that casts one message to b and c, and stays for a while to receive acknowledgements."""
 
-    async def speak(mailbox):
-        transmit = make(mailbox)
-        for each in messages:
-            await transmit(["b", "c"], each, until)
+    async def send(mailbox):
+        transmit = make_transmit(mailbox)
+        await transmit(["b", "c"], outputs_message(), until)
         await mailbox.device.sleep(3.0)
 
-    return speak
+    return send
 
 
-def casts(made) -> list[list[str]]:
-    return [each["peers"] for each in events_of(made, "cast", "a")]
+def repeated(times):
+    return lambda mailbox: Repeated(mailbox, times)
+
+
+def acknowledged(mailbox):
+    return Acknowledged(mailbox, 0.5)
+
+
+def receivers_of_casts(world) -> list[list[str]]:
+    """Return the receivers of each cast of device a."""
+    return [event["peers"] for event in events_of(world, "cast", "a")]
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_repeated_casts_have_the_configured_number(times):
-    made = run(
+def test_cast_is_repeated_the_configured_number_of_times(times):
+    world = run(
         {
-            "a": cast(lambda mailbox: Repeated(mailbox, times), message()),
-            "b": ear(True),
-            "c": ear(False),
+            "a": caster(repeated(times)),
+            "b": receiver(acknowledges=True),
+            "c": receiver(acknowledges=False),
         }
     )
-    assert casts(made) == [["b", "c"]] * times
+    assert receivers_of_casts(world) == [["b", "c"]] * times
 
 
-def test_a_cast_acknowledged_by_all_is_not_repeated():
-    made = run(
+def test_cast_acknowledged_by_all_is_not_repeated():
+    world = run(
         {
-            "a": cast(lambda mailbox: Acknowledged(mailbox, 0.5), message()),
-            "b": ear(True),
-            "c": ear(True),
+            "a": caster(acknowledged),
+            "b": receiver(acknowledges=True),
+            "c": receiver(acknowledges=True),
         }
     )
-    assert casts(made) == [["b", "c"]]
+    assert receivers_of_casts(world) == [["b", "c"]]
 
 
-def test_unacknowledged_casts_are_repeated_to_the_remaining_receivers():
-    def transmit(mailbox):
-        return Acknowledged(mailbox, 0.5)
-
-    made = run(
-        {"a": cast(transmit, message(), until=2.0), "b": ear(True), "c": ear(False)}
+def test_unacknowledged_cast_is_repeated_to_remaining_receivers_until_deadline():
+    world = run(
+        {
+            "a": caster(acknowledged, until=2.0),
+            "b": receiver(acknowledges=True),
+            "c": receiver(acknowledges=False),
+        }
     )
     # A cast takes well below a millisecond: at 0, 0.5, 1.0 and 1.5 s, when the next answer would come too late.
-    assert casts(made) == [["b", "c"], ["c"], ["c"], ["c"]]
-    assert max(each["time"] for each in events_of(made, "cast", "a")) < 2.0
+    assert receivers_of_casts(world) == [["b", "c"], ["c"], ["c"], ["c"]]
+    times = [event["time"] for event in events_of(world, "cast", "a")]
+    assert max(times) < 2.0
 
 
-def test_a_cast_is_made_even_without_time_for_an_acknowledgement():
-    def transmit(mailbox):
-        return Acknowledged(mailbox, 0.5)
-
-    made = run(
-        {"a": cast(transmit, message(), until=0.1), "b": ear(True), "c": ear(True)}
+def test_message_is_cast_even_without_time_for_acknowledgement():
+    world = run(
+        {
+            "a": caster(acknowledged, until=0.1),
+            "b": receiver(acknowledges=True),
+            "c": receiver(acknowledges=True),
+        }
     )
-    assert casts(made) == [["b", "c"]]
+    assert receivers_of_casts(world) == [["b", "c"]]
 
 
-def test_a_late_acknowledgement_does_not_count_for_the_next_cast():
-    async def speak(mailbox):
+def test_late_acknowledgement_does_not_count_for_next_cast():
+    async def send(mailbox):
         transmit = Acknowledged(mailbox, 1.0)
-        await transmit(["b"], message(0), mailbox.device.now() + 0.5)
-        await transmit(["b"], message(1), mailbox.device.now() + 10.0)
+        await transmit(["b"], outputs_message(0), mailbox.device.now() + 0.5)
+        await transmit(["b"], outputs_message(1), mailbox.device.now() + 10.0)
 
     # Answers come after 0.3 s: that of the first cast while the second one's is awaited, which is still on its way.
-    made = run({"a": speak, "b": ear(True, after=0.3)})
-    assert casts(made) == [["b"], ["b"]]
+    world = run({"a": send, "b": receiver(acknowledges=True, delay=0.3)})
+    assert receivers_of_casts(world) == [["b"], ["b"]]
 
 
-def exchange(mailbox, under_way=2, values=(1, 1, 1)) -> CastExchange:
+def make_exchange(mailbox, assignment=ASSIGNMENT) -> CastExchange:
+    """Return an exchange with at most two batches under way and one value for each neuron."""
     return CastExchange(
-        mailbox, lambda: ARRANGEMENT, Repeated(mailbox), under_way, values
+        mailbox, lambda: assignment, Repeated(mailbox), 2, values=(1, 1, 1)
     )
 
 
-def heard_by(name: str, *casts_of_others, check):
-    """Let others cast, a while apart; then call ``check`` with the exchange of a device."""
+def check_after_casts(sender: str, messages, check):
+    """Let a sender cast messages to a, then call ``check`` with the exchange of a."""
 
-    async def listen(mailbox):
-        own = exchange(mailbox)
+    async def receive(mailbox):
+        exchange = make_exchange(mailbox)
         await mailbox.device.sleep(5.0)
-        check(own)
+        check(exchange)
 
-    def speaking(sent):
-        async def speak(mailbox):
-            for each in sent:
-                await mailbox.cast([name], each)
-            await asyncio.get_running_loop().create_future()
+    async def send(mailbox):
+        for message in messages:
+            await mailbox.cast(["a"], message)
+        await wait_forever()
 
-        return speak
-
-    speakers = {
-        sender: speaking([each for by, each in casts_of_others if by == sender])
-        for sender, _ in casts_of_others
-    }
-    run({name: listen, **speakers})
+    run({"a": receive, sender: send})
 
 
-def test_parts_follow_their_holders_and_missing_ones_are_counted():
-    def check(own):
-        found = own.take_outputs(2, 0, 2)
-        assert [
-            (part.sender, list(part.neurons), part.tensor is None)
-            for part in found.parts
-        ] == [
-            ("b", [0], True),
-            ("c", [1], False),
-        ]
-        assert found.success_rate == 0.5
-        assert (own.tally["sharing"].expected, own.tally["sharing"].received) == (2, 1)
-        assert own.tally["forward"].expected == 0
-        assert own.take_outputs(2, 0, 2).success_rate == 0, "what was taken is gone"
+def test_parts_are_in_order_of_assignment_and_missing_parts_are_counted():
+    def check(exchange):
+        received = exchange.take_outputs(2, 0, 2)
+        of_b, of_c = received.parts
+        assert (of_b.sender, list(of_b.neurons), of_b.tensor) == ("b", [0], None)
+        assert (of_c.sender, list(of_c.neurons)) == ("c", [1])
+        assert of_c.tensor is not None
+        assert received.success_rate == 0.5
+        sharing = exchange.tally["sharing"]
+        assert (sharing.expected, sharing.received) == (2, 1)
+        assert exchange.tally["forward"].expected == 0
+        # Taking the outputs has removed them.
+        assert exchange.take_outputs(2, 0, 2).success_rate == 0
 
-    heard_by("a", ("c", Outputs(0, 2, torch.ones(2, 1))), check=check)
+    check_after_casts("c", [Outputs(0, 2, torch.ones(2, 1))], check)
 
 
-def test_own_values_cost_no_cast_and_are_not_counted():
+def test_own_values_need_no_cast_and_are_not_counted():
     async def alone(mailbox):
-        own = exchange(mailbox)
-        await own.cast(1, Outputs(0, 0, torch.ones(2, 4), sender="a"))
-        found = own.take_outputs(0, 0, 2)
-        assert found.is_complete
-        assert found.joined_values().tolist() == [[1, 1, 1, 1]] * 2
-        assert own.tally["forward"].expected == 0
+        exchange = make_exchange(mailbox)
+        own_values = Outputs(0, 0, torch.ones(2, 4), sender="a")
+        await exchange.cast(1, own_values)
+        received = exchange.take_outputs(0, 0, 2)
+        assert received.is_complete
+        assert received.joined_values().tolist() == [[1, 1, 1, 1]] * 2
+        assert exchange.tally["forward"].expected == 0
 
-    assert casts(run({"a": alone, "b": ear(False), "c": ear(False)})) == []
+    world = run(
+        {
+            "a": alone,
+            "b": receiver(acknowledges=False),
+            "c": receiver(acknowledges=False),
+        }
+    )
+    assert receivers_of_casts(world) == []
 
 
-def test_a_device_takes_the_losses_of_its_own_neurons():
-    arranged = NeuronAssignment(
+def test_device_takes_losses_of_its_own_neurons():
+    # Neurons 0 and 2 of layer 1 are at a.
+    assignment = NeuronAssignment(
         (range(2), range(2, 3)),
         (2, 3, 2),
         ({"a": range(2)}, {"a": (0, 2), "d": (1,)}, {"b": range(2)}),
     )
 
-    async def listen(mailbox):
-        own = CastExchange(mailbox, lambda: arranged, Repeated(mailbox), 2, (1, 1, 1))
+    async def receive(mailbox):
+        exchange = make_exchange(mailbox, assignment)
         await mailbox.device.sleep(1.0)
-        found = own.take_losses(1, 0, 1)
-        assert found.parts[0].tensor.tolist() == [[1.0, 3.0]]
-        assert found.layer == 2
+        received = exchange.take_losses(1, 0, 1)
+        assert received.parts[0].tensor.tolist() == [[1.0, 3.0]]
+        assert received.layer == 2
 
-    async def speak(mailbox):
+    async def send(mailbox):
         await mailbox.cast(["a"], Losses(0, 2, torch.tensor([[1.0, 2.0, 3.0]])))
-        await asyncio.get_running_loop().create_future()
+        await wait_forever()
 
-    run({"a": listen, "b": speak, "d": ear(False)})
+    run({"a": receive, "b": send, "d": receiver(acknowledges=False)})
 
 
-def test_outputs_are_dropped_when_no_layer_can_need_them_any_more():
-    def check(own):
-        own.take_outputs(2, 5, 2)
+def test_outputs_are_dropped_once_no_layer_can_need_them():
+    def check(exchange):
+        exchange.take_outputs(2, 5, 2)
         # Two batches may be under way, so those from batch 2 on still count.
-        assert own.take_outputs(2, 1, 2).success_rate == 0
-        assert own.take_outputs(2, 2, 2).success_rate == 1 / 2
+        assert exchange.take_outputs(2, 1, 2).success_rate == 0
+        assert exchange.take_outputs(2, 2, 2).success_rate == 1 / 2
 
-    heard_by(
-        "a",
-        *(("c", Outputs(batch, 2, torch.ones(2, 1))) for batch in (1, 2)),
-        check=check,
-    )
+    messages = [Outputs(batch, 2, torch.ones(2, 1)) for batch in (1, 2)]
+    check_after_casts("c", messages, check)
 
 
-def test_an_empty_message_announces_a_missing_part():
-    def check(own):
-        found = own.take_outputs(2, 0, 2)
-        assert [part.tensor for part in found.parts] == [None, None]
-        assert own.tally["sharing"].received == 1, "the message itself was received"
+def test_empty_message_announces_missing_part():
+    def check(exchange):
+        received = exchange.take_outputs(2, 0, 2)
+        assert [part.tensor for part in received.parts] == [None, None]
+        # The message itself was received.
+        assert exchange.tally["sharing"].received == 1
 
-    heard_by("a", ("c", Outputs(0, 2, None)), check=check)
+    check_after_casts("c", [Outputs(0, 2, None)], check)
 
 
 def test_every_arrival_is_acknowledged():
-    made = run(
+    world = run(
         {
-            "a": cast(lambda mailbox: Repeated(mailbox, 2), message()),
-            "b": ear(True),
-            "c": ear(False),
+            "a": caster(repeated(2)),
+            "b": receiver(acknowledges=True),
+            "c": receiver(acknowledges=False),
         }
     )
-    assert [each["message"] for each in events_of(made, "cast", "b")] == [
-        CastAck.kind
-    ] * 2
+    kinds = [event["message"] for event in events_of(world, "cast", "b")]
+    assert kinds == [CastAck.kind] * 2

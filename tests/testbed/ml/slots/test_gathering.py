@@ -1,4 +1,4 @@
-"""Results of tests that are gathered without loss, beside those that were cast."""
+"""Tests of `test_results: gathered`: results of tests gathered without loss, beside results that were cast."""
 
 from __future__ import annotations
 
@@ -9,87 +9,81 @@ from tests.helpers.runs import fields_of, run_simulated, scenario
 MODEL = {"name": "mlp", "hidden": [16, 16]}
 
 
-def lossy(name, loss, **method):
-    keys = {
+def lossy_scenario(name, loss, **options):
+    """Return a scenario of three devices that evaluates after steps 20 and 40."""
+    method = {
         "name": name,
         "allocation": "horizontal",
         "test_runs": 3,
         "evaluate_every": 20,
-        **method,
+        **options,
     }
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": loss}}
-    return scenario(
-        2, workload={"model": MODEL, "steps": 40}, method=keys, network=network
-    )
+    workload = {"model": MODEL, "steps": 40}
+    return scenario(2, workload=workload, method=method, network=network)
+
+
+def evaluations_of(outcome):
+    return fields_of(outcome, "evaluate")
 
 
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
-def test_without_losses_all_three_accuracies_are_equal(name):
-    (cast,), (gathered,) = [
-        fields_of(run_simulated(lossy(name, "0%", test_results=how)), "evaluate")[-1:]
-        for how in ("cast", "gathered")
-    ]
-    assert (
-        gathered["coordinator_accuracy"]
-        == gathered["any_device_accuracy"]
-        == gathered["accuracy"]
-        == cast["accuracy"]
-    )
+def test_gathered_and_cast_accuracies_are_equal_without_losses(name):
+    cast_scenario = lossy_scenario(name, "0%", test_results="cast")
+    gathered_scenario = lossy_scenario(name, "0%", test_results="gathered")
+    cast = evaluations_of(run_simulated(cast_scenario))[-1]
+    gathered = evaluations_of(run_simulated(gathered_scenario))[-1]
+    for key in ("coordinator_accuracy", "any_device_accuracy", "accuracy"):
+        assert gathered[key] == cast["accuracy"]
     assert gathered["run_accuracies"] == cast["run_accuracies"]
     assert gathered["loss"] == pytest.approx(cast["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
 def test_gathering_changes_no_cast(name):
-    cast, gathered = (
-        run_simulated(lossy(name, "20%", test_results=how))
-        for how in ("cast", "gathered")
-    )
-    assert [step["loss"] for step in fields_of(cast, "step")] == [
-        step["loss"] for step in fields_of(gathered, "step")
+    cast = run_simulated(lossy_scenario(name, "20%", test_results="cast"))
+    gathered = run_simulated(lossy_scenario(name, "20%", test_results="gathered"))
+    cast_losses = [step["loss"] for step in fields_of(cast, "step")]
+    gathered_losses = [step["loss"] for step in fields_of(gathered, "step")]
+    assert cast_losses == gathered_losses
+    evaluations = evaluations_of(gathered)
+    coordinator = [evaluation["coordinator_accuracy"] for evaluation in evaluations]
+    assert coordinator == [
+        evaluation["accuracy"] for evaluation in evaluations_of(cast)
     ]
-    evaluations = fields_of(gathered, "evaluate")
-    assert [each["coordinator_accuracy"] for each in evaluations] == [
-        each["accuracy"] for each in fields_of(cast, "evaluate")
-    ]
-    assert all(
-        each["any_device_accuracy"] >= each["coordinator_accuracy"] - 1e-9
-        for each in evaluations
-    )
-    assert [each["accuracy"] for each in evaluations] != [
-        each["coordinator_accuracy"] for each in evaluations
-    ]
+    for evaluation in evaluations:
+        # Means of runs, which are rounded in another order.
+        any_device = evaluation["any_device_accuracy"]
+        assert any_device >= evaluation["coordinator_accuracy"] - 1e-9
+    assert [evaluation["accuracy"] for evaluation in evaluations] != coordinator
 
 
-def test_results_cast_without_loss_equal_gathered_ones():
-    (found,) = fields_of(
-        run_simulated(
-            lossy(
-                "versatile",
-                "20%",
-                test_results="gathered",
-                result_sharing="ideal",
-                evaluate_every=None,
-            )
-        ),
-        "evaluate",
+def test_coordinator_receives_all_results_with_ideal_result_sharing():
+    ideal = lossy_scenario(
+        "versatile",
+        "20%",
+        test_results="gathered",
+        result_sharing="ideal",
+        evaluate_every=None,
     )
-    assert found["coordinator_accuracy"] == found["accuracy"]
-    assert found["accuracy"] > 0.1
+    (evaluation,) = evaluations_of(run_simulated(ideal))
+    assert evaluation["coordinator_accuracy"] == evaluation["accuracy"]
+    # Above chance of ten classes: the devices have learned.
+    assert evaluation["accuracy"] > 0.1
 
 
-def test_results_of_a_device_that_is_off_count_as_zeros():
-    written = lossy("edgepipe", "0%", test_results="gathered")
-    whole = run_simulated(written)
-    tests = [event.time for event in whole.events if event.event == "test_start"]
-    faults = [{"kill": "worker1", "at": f"{tests[-1] + 0.05}s"}]
-    outcome = run_simulated(
-        type(written).model_validate(
-            written.model_dump(by_alias=True) | {"faults": faults}
-        )
-    )
-    assert outcome.status == "finished"
-    assert (
-        fields_of(outcome, "evaluate")[-1]["accuracy"]
-        < fields_of(whole, "evaluate")[-1]["accuracy"]
-    )
+def test_results_of_device_that_is_off_count_as_zeros():
+    undisturbed_scenario = lossy_scenario("edgepipe", "0%", test_results="gathered")
+    undisturbed = run_simulated(undisturbed_scenario)
+    test_starts = []
+    for event in undisturbed.events:
+        if event.event == "test_start":
+            test_starts.append(event.time)
+    # Shortly after the last evaluation has begun.
+    kill = {"kill": "worker1", "at": f"{test_starts[-1] + 0.05}s"}
+    keys = undisturbed_scenario.model_dump(by_alias=True) | {"faults": [kill]}
+    faulty_scenario = type(undisturbed_scenario).model_validate(keys)
+    faulty = run_simulated(faulty_scenario)
+    assert faulty.status == "finished"
+    accuracy = evaluations_of(faulty)[-1]["accuracy"]
+    assert accuracy < evaluations_of(undisturbed)[-1]["accuracy"]

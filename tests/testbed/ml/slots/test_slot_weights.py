@@ -1,4 +1,4 @@
-"""Weights that methods in timeslots begin with, and those that they leave."""
+"""Tests of initial and final weights of methods in timeslots."""
 
 from __future__ import annotations
 
@@ -17,63 +17,71 @@ MODEL = {"name": "mlp", "hidden": [16, 16]}
 TRAINING = {"optimizer": {"learning_rate": 0.1}}
 
 
-def horizontal(name, given=False, **keys):
-    """Return a scenario without losses, in which a batch begins when the one before it is through."""
-    model = MODEL | ({"weights": "given.safetensors"} if given else {})
+def horizontal_scenario(name, *, initial_weights=False, **keys):
+    """Return a scenario without losses, in which a batch begins after the previous one is complete."""
+    model = dict(MODEL)
+    if initial_weights:
+        # Simulations get the tensors directly; the name only says that there are some.
+        model["weights"] = "given.safetensors"
     workload = {"model": model, "training": TRAINING, "steps": 12}
     method = {"name": name, "allocation": "horizontal", "final_weights": True}
     return scenario(2, workload=workload, method=method, **keys)
 
 
-def equal(one, other):
-    return one.keys() == other.keys() and all(
-        torch.allclose(one[name], other[name], atol=1e-6) for name in one
-    )
+def assert_close(weights, expected):
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.allclose(weights[name], tensor, atol=1e-6)
+
+
+def losses_of(outcome):
+    return [step["loss"] for step in fields_of(outcome, "step")]
 
 
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
 def test_initial_and_final_weights_equal_those_of_torch(name):
-    outcome = run_simulated(horizontal(name))
-    model, losses = train_with_torch(horizontal(name))
-    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
-        losses, abs=1e-5
+    drawn = horizontal_scenario(name)
+    outcome = run_simulated(drawn)
+    model, losses = train_with_torch(drawn)
+    assert losses_of(outcome) == pytest.approx(losses, abs=1e-5)
+    assert_close(outcome.weights, model.state_dict())
+    # A second run begins with the weights of the first.
+    continued = run_simulated(
+        horizontal_scenario(name, initial_weights=True), weights=outcome.weights
     )
-    assert equal(outcome.weights, model.state_dict())
-    again = run_simulated(horizontal(name, given=True), weights=outcome.weights)
-    further, losses = train_with_torch(horizontal(name), weights=outcome.weights)
-    assert [step["loss"] for step in fields_of(again, "step")] == pytest.approx(
-        losses, abs=1e-5
-    )
-    assert equal(again.weights, further.state_dict())
+    model, losses = train_with_torch(drawn, weights=outcome.weights)
+    assert losses_of(continued) == pytest.approx(losses, abs=1e-5)
+    assert_close(continued.weights, model.state_dict())
 
 
-def test_a_restarted_device_receives_initial_weights_again():
-    calm = run_simulated(
-        horizontal("edgepipe", given=True),
-        weights=dict(run_simulated(horizontal("edgepipe")).weights),
-    )
+def test_restarted_device_receives_initial_weights_again():
+    trained = run_simulated(horizontal_scenario("edgepipe")).weights
     kill = {
         "kill": "worker1",
         "when": {"device": "worker1", "begins": "backward", "batch": 3},
         "for": "100ms",
     }
-    hurt = run_simulated(
-        horizontal("edgepipe", given=True, faults=[kill]),
-        weights=dict(run_simulated(horizontal("edgepipe")).weights),
-    )
-    assert hurt.status == "finished"
-    assert len(fields_of(hurt, "step")) == len(fields_of(calm, "step")) == 12
-    first = [
-        min(each.time for each in outcome.events if each.event == "step")
-        for outcome in (calm, hurt)
-    ]
-    assert first[0] == first[1]
+    first_steps = []
+    for faults in ([], [kill]):
+        outcome = run_simulated(
+            horizontal_scenario("edgepipe", initial_weights=True, faults=faults),
+            weights=dict(trained),
+        )
+        assert outcome.status == "finished"
+        assert len(fields_of(outcome, "step")) == 12
+        step_times = [event.time for event in outcome.events if event.event == "step"]
+        first_steps.append(min(step_times))
+    without_fault, with_fault = first_steps
+    assert without_fault == with_fault
 
 
-def test_a_device_that_is_off_at_the_end_contributes_initial_weights():
-    written = horizontal("edgepipe", faults=[{"kill": "worker1", "at": "50ms"}])
-    outcome, (problem, _) = run_simulated(written), problem_of(written)
-    first = problem.model.build(0, len(problem.model.units), problem.seed).state_dict()
-    # Without it only the output layer learns, of whose ten neurons the second of three devices has the middle third.
-    same = (outcome.weights["2.0.weight"] == first["2.0.weight"]).all(dim=1)
-    assert same.nonzero().flatten().tolist() == [3, 4, 5]
+def test_device_off_at_end_contributes_initial_weights():
+    faults = [{"kill": "worker1", "at": "50ms"}]
+    with_fault = horizontal_scenario("edgepipe", faults=faults)
+    outcome = run_simulated(with_fault)
+    problem, _ = problem_of(with_fault)
+    model = problem.model.build(0, len(problem.model.units), problem.seed)
+    initial = model.state_dict()["2.0.weight"]
+    # Without worker1 only the output layer learns. The second of three devices has the middle third of its ten neurons.
+    unchanged = (outcome.weights["2.0.weight"] == initial).all(dim=1)
+    assert unchanged.nonzero().flatten().tolist() == [3, 4, 5]
