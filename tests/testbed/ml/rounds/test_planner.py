@@ -1,4 +1,4 @@
-"""Plans of training in rounds, against what the devices then do."""
+"""Tests of plans of training in rounds: split points, memory of the server, and predicted times."""
 
 from __future__ import annotations
 
@@ -18,168 +18,147 @@ from testbed.wire.message import size_around
 from tests.helpers.collaborating import prepare_scenario, scenario
 
 
-def team(method: str = "split-learning", devices: int = 2, **keys) -> Participants:
+def make_participants(
+    method: str = "split-learning", devices: int = 2, **keys
+) -> Participants:
+    """Return the participants of a scenario; its model has 3 units."""
     return Participants(prepare_scenario(scenario(method, devices, **keys)).problem)
 
 
-def client_plan(split_point: int, parallel_batches: int = 1) -> ClientPlan:
+def client_plan(round_iterations: int = 3) -> ClientPlan:
+    """Return a plan whose round takes 2 s an iteration and 0.5 s for the exchange of weights."""
     return ClientPlan(
-        split_point=split_point,
-        parallel_batches=parallel_batches,
+        split_point=1,
+        parallel_batches=1,
         iteration_time=2.0,
         exchange_time=0.5,
-        round_iterations=3,
+        round_iterations=round_iterations,
         epoch_iterations=6,
     )
 
 
-def test_a_server_that_serves_one_after_the_other_keeps_layers_for_each_split_point() -> (
-    None
-):
-    """One device has a unit, the others three: what the server trains for them begins there, and it keeps both."""
-    found = split_plan(
-        "split-learning", team(devices=3), {"device1": 3, "device2": 1, "device3": 3}, 1
-    )
-    model, batch = team().problem.model, 16
-    served = found.assignments_of("server")[1:]
-    assert [
-        (assignment.start, assignment.stop, assignment.copy_for)
-        for assignment in served
-    ] == [
-        (3, 3, None),
-        (1, 3, None),
-    ]
+def training_assignments(plan):
+    """Return the units that the server trains, without the whole model that it evaluates."""
+    return plan.assignments_of("server")[1:]
+
+
+def test_server_serving_in_turn_keeps_layers_for_each_split_point() -> None:
+    split_points = {"device1": 3, "device2": 1, "device3": 3}
+    split = split_plan("split-learning", make_participants(devices=3), split_points, 1)
+    model = make_participants().problem.model
+    assignments = training_assignments(split)
+    units = [(assignment.start, assignment.stop) for assignment in assignments]
+    assert units == [(3, 3), (1, 3)]
+    assert {assignment.copy_for for assignment in assignments} == {None}
     # SGD with momentum keeps one value for each parameter.
-    assert [assignment.memory for assignment in served] == [
-        training_bytes(model, range(first, 3), batch, 1) for first in (3, 1)
-    ]
-    evaluating = inference_bytes(model, range(3), batch)
-    assert found.memory("server") == evaluating + sum(
-        assignment.memory for assignment in served
-    )
+    of_split_3 = training_bytes(model, range(3, 3), 16, 1)
+    of_split_1 = training_bytes(model, range(1, 3), 16, 1)
+    memories = [assignment.memory for assignment in assignments]
+    assert memories == [of_split_3, of_split_1]
+    evaluation = inference_bytes(model, range(3), 16)
+    assert split.memory("server") == evaluation + of_split_3 + of_split_1
 
 
-def test_devices_with_one_split_point_share_what_the_server_keeps_of_the_largest_mini_batch() -> (
-    None
-):
-    found = team(
-        devices=3,
-        workload={
-            "data": {
-                "name": "digits",
-                "train": 46,
-                "test": 8,
-                "split": {"sizes": [20, 8, 16]},
-            }
-        },
-    )
-    made = plan(
+def test_devices_with_equal_split_point_share_layers_for_largest_mini_batch() -> None:
+    split = {"sizes": [20, 8, 16]}
+    data = {"name": "digits", "train": 46, "test": 8, "split": split}
+    participants = make_participants(devices=3, workload={"data": data})
+    in_turn = plan(
         "m",
-        found,
-        dict.fromkeys(found.names, client_plan(1)),
-        dict.fromkeys(found.names, 1),
+        participants,
+        dict.fromkeys(participants.names, client_plan()),
+        dict.fromkeys(participants.names, 1),
         in_turn=True,
     )
-    (assignment,) = made.assignments_of("server")[1:]
-    assert assignment.memory == training_bytes(found.problem.model, range(1, 3), 16, 1)
+    (assignment,) = training_assignments(in_turn)
+    # The largest mini-batch is a batch of 16, although one device has fewer samples.
+    model = participants.problem.model
+    assert assignment.memory == training_bytes(model, range(1, 3), 16, 1)
 
 
-def test_a_server_that_serves_all_at_once_keeps_a_copy_for_each() -> None:
-    found = split_plan("split-federated", team("split-federated", 3), 1, 3)
-    assert [
-        assignment.copy_for for assignment in found.assignments_of("server")[1:]
-    ] == [
-        "device1",
-        "device2",
-        "device3",
-    ]
+def test_server_serving_all_at_once_keeps_copy_for_each_device() -> None:
+    participants = make_participants("split-federated", 3)
+    split = split_plan("split-federated", participants, 1, 3)
+    owners = [assignment.copy_for for assignment in training_assignments(split)]
+    assert owners == ["device1", "device2", "device3"]
 
 
-def test_a_round_of_turns_is_as_long_as_all_of_them_and_one_of_all_at_once_as_the_slowest() -> (
-    None
-):
-    found = team(devices=2)
-    clients = {
-        "device1": client_plan(1),
-        "device2": client_plan(1).model_copy(update={"round_iterations": 5}),
-    }
-    assert [each.round_time for each in clients.values()] == [6.5, 10.5]
-    turns = plan("m", found, clients, dict.fromkeys(clients, 1), in_turn=True)
-    model, server = found.problem.model, found.server
-    assert turns.step_time == pytest.approx(
-        6.5 + 10.5 + 2 * aggregation_time(model, server, 1)
-    )
-    together = plan("m", found, clients, dict.fromkeys(clients, 1))
-    assert together.step_time == pytest.approx(
-        10.5 + aggregation_time(model, server, 2)
-    )
+def test_round_time_is_sum_of_turns_or_slowest_parallel_device() -> None:
+    participants = make_participants(devices=2)
+    clients = {"device1": client_plan(), "device2": client_plan(round_iterations=5)}
+    # 2 s for each iteration, and 0.5 s.
+    assert clients["device1"].round_time == 6.5
+    assert clients["device2"].round_time == 10.5
+    model = participants.problem.model
+    # With turns the server handles one model after each device, otherwise both at once.
+    one_model = aggregation_time(model, participants.server, 1)
+    two_models = aggregation_time(model, participants.server, 2)
+    copies = dict.fromkeys(clients, 1)
+    in_turn = plan("m", participants, clients, copies, in_turn=True)
+    assert in_turn.step_time == pytest.approx(6.5 + 10.5 + 2 * one_model)
+    parallel = plan("m", participants, clients, copies)
+    assert parallel.step_time == pytest.approx(10.5 + two_models)
 
 
-def test_the_best_split_point_is_that_of_the_quickest_epoch() -> None:
-    found = team(speed="20kflops", server="20mflops")
-    best = split_plan("split-learning", found, "best", 1).details.clients["device1"]
-    each = {
-        split: split_plan("split-learning", found, split, 1).details.clients["device1"]
-        for split in (1, 2, 3)
-    }
-    quickest = min(
-        each,
-        key=lambda split: (
-            each[split].iteration_time * each[split].epoch_iterations
-            + each[split].exchange_time
-        ),
-    )
-    assert best == each[quickest]
+def test_best_split_point_has_quickest_epoch() -> None:
+    participants = make_participants(speed="20kflops", server="20mflops")
+
+    def client_with(split_point) -> ClientPlan:
+        split = split_plan("split-learning", participants, split_point, 1)
+        return split.details.clients["device1"]
+
+    def epoch_time(client: ClientPlan) -> float:
+        return client.iteration_time * client.epoch_iterations + client.exchange_time
+
+    candidates = [client_with(split_point) for split_point in (1, 2, 3)]
+    assert client_with("best") == min(candidates, key=epoch_time)
 
 
-def test_a_given_number_of_mini_batches_is_kept_to_and_one_beyond_the_batch_refused() -> (
-    None
-):
-    found = split_plan(
-        "pipelearn", team("pipelearn"), "best", 2, {"device1": 2, "device2": 4}
-    )
-    assert [each.parallel_batches for each in found.details.clients.values()] == [2, 4]
+def test_configured_number_of_mini_batches_is_used() -> None:
+    participants = make_participants("pipelearn")
+    numbers = {"device1": 2, "device2": 4}
+    split = split_plan("pipelearn", participants, "best", 2, numbers)
+    clients = split.details.clients.values()
+    assert [client.parallel_batches for client in clients] == [2, 4]
+
+
+def test_invalid_split_point_or_number_of_mini_batches_is_rejected() -> None:
+    participants = make_participants("pipelearn")
     with pytest.raises(InputError, match="17 is out of range: use 1 to 16"):
-        split_plan("pipelearn", team("pipelearn"), "best", 2, 17)
+        split_plan("pipelearn", participants, "best", 2, 17)
     with pytest.raises(
         InputError, match="name each of the devices device1, device2, and no other"
     ):
-        split_plan("pipelearn", team("pipelearn"), {"device1": 1}, 2)
+        split_plan("pipelearn", participants, {"device1": 1}, 2)
     with pytest.raises(InputError, match="4 is out of range: use 1 to 3"):
-        split_plan("pipelearn", team("pipelearn"), 4, 2)
+        split_plan("pipelearn", participants, 4, 2)
 
 
-def test_a_device_that_trains_all_by_itself_sends_its_weights_and_nothing_else() -> (
-    None
-):
-    found = team("federated")
-    made = whole_plan("federated", found)
-    mine = made.details.clients["device1"]
-    assert (mine.split_point, mine.parallel_batches) == (3, 1)
-    assert [
-        (assignment.device, assignment.start, assignment.stop)
-        for assignment in made.assignments
-    ] == [
-        ("server", 0, 3),
-        ("device1", 0, 3),
-        ("device2", 0, 3),
-    ]
-    parameters = sum(unit.parameters for unit in found.problem.model.units)
+def test_device_training_whole_model_exchanges_only_weights() -> None:
+    participants = make_participants("federated")
+    federated = whole_plan("federated", participants)
+    client = federated.details.clients["device1"]
+    assert client.split_point == 3
+    assert client.parallel_batches == 1
+    devices = []
+    for assignment in federated.assignments:
+        assert (assignment.start, assignment.stop) == (0, 3)
+        devices.append(assignment.device)
+    assert devices == ["server", "device1", "device2"]
+    parameters = participants.problem.model.parameters
     # There and back over a link of 1 Mbit/s and 2 ms.
-    assert mine.exchange_time == pytest.approx(
-        2 * (size_around(4 * parameters) * 8 / 1e6 + 0.002)
-    )
+    one_way = size_around(4 * parameters) * 8 / 1e6 + 0.002
+    assert client.exchange_time == pytest.approx(2 * one_way)
 
 
-def test_without_a_server_all_devices_have_data_and_the_first_one_evaluates() -> None:
-    found = Participants(
-        prepare_scenario(scenario("federated", 2)).problem, serverless=True
-    )
-    assert found.names == ("server", "device1", "device2")
-    assert found.server.name == "server"
+def test_without_server_all_devices_have_data_and_first_evaluates() -> None:
+    problem = prepare_scenario(scenario("federated", 2)).problem
+    participants = Participants(problem, serverless=True)
+    assert participants.names == ("server", "device1", "device2")
+    assert participants.server.name == "server"
 
 
-def test_each_device_is_given_its_own_work_alone() -> None:
-    details = whole_plan("federated", team("federated")).details
+def test_each_device_receives_only_its_own_part_of_plan() -> None:
+    details = whole_plan("federated", make_participants("federated")).details
     assert list(details.part_of("device2").clients) == ["device2"]
     assert details.part_of("server").clients == {}

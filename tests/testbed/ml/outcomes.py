@@ -1,0 +1,26 @@
+"""Values of the events of a simulated run, for tests of methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from testbed.trace.outcome import Outcome
+from tests.helpers.runs import fields_of
+
+
+def field_values(outcome: Outcome, event: str, field: str) -> list[Any]:
+    """Return the values of one field of all events of a name, in the order of the events."""
+    return [fields[field] for fields in fields_of(outcome, event)]
+
+
+def times_of(outcome: Outcome, name: str) -> list[float]:
+    """Return the times of all events of a name, in seconds."""
+    return [event.time for event in outcome.events.of(name)]
+
+
+def count_events(outcome: Outcome, name: str, **fields: Any) -> int:
+    """Return the number of events of a name with these values of fields."""
+    count = 0
+    for event_fields in fields_of(outcome, name):
+        count += fields.items() <= event_fields.items()
+    return count
