@@ -1,4 +1,4 @@
-"""Networks that a run cannot compute with are refused before it, and noise is the same in however many parts."""
+"""Checks of users' networks before a run: number types, normalisation of single samples, and random numbers."""
 
 from __future__ import annotations
 
@@ -74,72 +74,64 @@ workload:
 """
 
 
-def written(folder: Path) -> Path:
+def write_scenario(folder: Path, scenario: str = SCENARIO) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "own.py").write_text(OWN)
-    (folder / "own.yaml").write_text(SCENARIO)
-    return folder / "own.yaml"
+    file = folder / "own.yaml"
+    file.write_text(scenario)
+    return file
 
 
 @pytest.mark.parametrize(
-    ("name", "type_"),
+    ("network", "number_type"),
     [("double", "float64"), ("half", "float16"), ("brain", "bfloat16")],
 )
-def test_weights_of_another_type_than_the_samples_are_refused(
-    tmp_path: Path, name: str, type_: str
+def test_weights_of_other_type_than_samples_are_rejected(
+    tmp_path: Path, network: str, number_type: str
 ) -> None:
-    with pytest.raises(InputError, match=rf"multiplies .*{type_}.*samples are float32"):
-        prepare(trials(load(written(tmp_path), {"workload.model.name": name}))[0])
+    scenario = load(write_scenario(tmp_path), {"workload.model.name": network})
+    message = rf"multiplies .*{number_type}.*samples are float32"
+    with pytest.raises(InputError, match=message):
+        prepare(trials(scenario)[0])
 
 
-def test_a_layer_of_another_type_is_taken_where_the_network_converts(
-    tmp_path: Path,
-) -> None:
-    result = simulate(
-        load(written(tmp_path), {"workload.model.name": "Inside"}), out=tmp_path / "run"
-    )
-    assert result.run.outcome.status == "finished", result.run.outcome.error
+def test_layer_of_other_type_is_accepted_if_network_converts(tmp_path: Path) -> None:
+    scenario = load(write_scenario(tmp_path), {"workload.model.name": "Inside"})
+    outcome = simulate(scenario, out=tmp_path / "run").run.outcome
+    assert outcome.status == "finished", outcome.error
+
+
+NORMALISED = SCENARIO.replace("name: plain", "name: normed")
 
 
 @pytest.mark.parametrize(
-    ("method", "batch", "fits"),
-    [
-        ("{name: single}", 1, False),
-        ("{name: pipeline, micro_batches: 4}", 4, False),
-        ("{name: single}", 2, True),
-    ],
+    ("method", "batch"),
+    # Each has one sample in a forward pass.
+    [("{name: single}", 1), ("{name: pipeline, micro_batches: 4}", 4)],
+    ids=["single", "pipeline"],
 )
-def test_a_normalisation_needs_more_than_one_sample_at_once(
-    tmp_path: Path, method: str, batch: int, fits: bool
+def test_batch_normalisation_of_one_sample_is_rejected(
+    tmp_path: Path, method: str, batch: int
 ) -> None:
-    file = written(tmp_path)
-    file.write_text(
-        SCENARIO.replace("{name: single}", method).replace(
-            "name: plain", "name: normed"
-        )
-    )
+    file = write_scenario(tmp_path, NORMALISED.replace("{name: single}", method))
     scenario = load(file, {"workload.batch_size": batch})
-    if fits:
-        prepare(trials(scenario)[0])
-        return
     with pytest.raises(InputError, match="normalises over samples alone"):
         prepare(trials(scenario)[0])
 
 
-def test_noise_is_the_same_in_however_many_parts(tmp_path: Path) -> None:
-    found = []
-    for number, method in enumerate(
-        ({"name": "single"}, {"name": "pipeline", "micro_batches": 4})
-    ):
+def test_batch_normalisation_of_two_samples_is_accepted(tmp_path: Path) -> None:
+    scenario = load(write_scenario(tmp_path, NORMALISED), {"workload.batch_size": 2})
+    prepare(trials(scenario)[0])
+
+
+def test_noise_is_independent_of_partition_and_micro_batches(tmp_path: Path) -> None:
+    def losses_with(method: dict[str, object]) -> list[float]:
+        folder = tmp_path / str(method["name"])
         changes = {"workload.model.name": "Noise", "workload.method": method}
-        result = simulate(
-            load(written(tmp_path / str(number)), changes),
-            out=tmp_path / f"{number}" / "run",
-        )
-        found.append(
-            [
-                *(each["loss"] for each in result.rows("steps")),
-                result.metrics["test_loss"],
-            ]
-        )
-    assert found[0] == pytest.approx(found[1], abs=1e-6)
+        result = simulate(load(write_scenario(folder), changes), out=folder / "run")
+        losses = [row["loss"] for row in result.rows("steps")]
+        return [*losses, result.metrics["test_loss"]]
+
+    single = losses_with({"name": "single"})
+    pipeline = losses_with({"name": "pipeline", "micro_batches": 4})
+    assert pipeline == pytest.approx(single, abs=1e-6)

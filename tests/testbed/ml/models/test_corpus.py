@@ -1,4 +1,7 @@
-"""Public architectures in small: traced, cut into units, and the same in parts as whole; `make corpus` does all."""
+"""Small public architectures: tracing, cuts into units, and equal outputs of parts and whole.
+
+`make corpus` checks all architectures.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +18,37 @@ from tests.corpus.architectures import (
     vision,
 )
 
-UNCUT = ("Bag",)
-"""Of one embedding and one product."""
+INDIVISIBLE = ("Bag",)
+"""Architectures with one embedding and one product, which are one unit."""
 
 
-def is_cut(each: Architecture) -> None:
-    model = each.model()
+def assert_divisible(architecture: Architecture) -> None:
+    model = architecture.model()
     units = len(model.units)
-    assert units >= max(each.layers, 1 if each.name in UNCUT else 2)
-    check(each, model, [*range(units + 1)])
+    least = 1 if architecture.name in INDIVISIBLE else 2
+    assert units >= max(architecture.layers, least)
+    # One part for each unit.
+    every_cut = list(range(units + 1))
+    check(architecture, model, every_cut)
 
 
-@pytest.mark.parametrize("each", plain(), ids=lambda each: each.name)
-def test_a_network_of_plain_torch_is_cut(each: Architecture) -> None:
-    is_cut(each)
+def select(architectures: list[Architecture], name: str) -> Architecture:
+    (match,) = [each for each in architectures if each.name == name]
+    return match
+
+
+@pytest.mark.parametrize("architecture", plain(), ids=lambda each: each.name)
+def test_plain_torch_network_is_divided(architecture: Architecture) -> None:
+    assert_divisible(architecture)
 
 
 @pytest.mark.skipif(
     not importlib.util.find_spec("torchvision"),
     reason="needs torchvision: the extra `vision`",
 )
-def test_a_network_of_torchvision_is_cut() -> None:
+def test_torchvision_network_is_divided() -> None:
     assert has_vision()
-    is_cut(next(each for each in vision() if each.name == "squeezenet1_1"))
+    assert_divisible(select(vision(), "squeezenet1_1"))
 
 
 @pytest.mark.skipif(
@@ -45,6 +56,7 @@ def test_a_network_of_torchvision_is_cut() -> None:
     reason="needs the extra `transformers`",
 )
 @pytest.mark.parametrize("name", ["bert", "vit"])
-def test_a_network_of_transformers_is_cut(name: str) -> None:
+def test_transformers_network_is_divided(name: str) -> None:
+    # transformers imports torchvision; has_vision makes a build for another torch importable.
     has_vision()
-    is_cut(next(each for each in language(2) if each.name == name))
+    assert_divisible(select(language(2), name))

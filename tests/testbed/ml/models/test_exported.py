@@ -14,7 +14,7 @@ from testbed.ml.models import exported
 
 
 class Wrapping(nn.Module):
-    """A network whose only normalisation is a submodule with the name that the exporter gives the whole network."""
+    """A network with a normalisation named `network`, the exporter's name of the whole network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,22 +26,25 @@ class Wrapping(nn.Module):
         return result
 
 
-def test_submodule_called_network_keeps_its_running_statistics() -> None:
+def called_modules(graph: torch.fx.Graph) -> list[object]:
+    """Return the names of the modules in a graph, in the order of calls."""
+    return [node.target for node in graph.nodes if node.op == "call_module"]
+
+
+def test_submodule_named_network_updates_running_statistics() -> None:
     root = Wrapping().train()
-    graph = exported._export_network(root, InputSpec((8,))).graph
-    modules = [node.target for node in graph.nodes if node.op == "call_module"]
-    assert modules == ["network"]
-    before = root.network.running_mean
-    assert before is not None
-    before = before.clone()
-    torch.fx.GraphModule(root, graph)(torch.randn(16, 8) + 3)
-    after = root.network.running_mean
-    assert after is not None
-    assert not torch.equal(after, before)
+    traced = exported._export_network(root, InputSpec((8,)))
+    assert called_modules(traced.graph) == ["network"]
+    running_mean = root.network.running_mean
+    assert running_mean is not None
+    before = running_mean.clone()
+    # A normalisation updates its statistics in place; samples have a mean of 3.
+    torch.fx.GraphModule(root, traced.graph)(torch.randn(16, 8) + 3)
+    assert not torch.equal(running_mean, before)
 
 
 class NormScale(nn.Module):
-    """A user's module with statistics of its own, and more operations than the normalisation."""
+    """A user's module: a normalisation with own running statistics, then a factor."""
 
     mean: torch.Tensor
     variance: torch.Tensor
@@ -59,24 +62,24 @@ class NormScale(nn.Module):
 
 
 class ScaledBatchNorm(nn.BatchNorm1d):
-    """A user's normalisation that continues where torch's ends."""
+    """A user's subclass of torch's normalisation, with a factor."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name of the base class
         normalised: torch.Tensor = super().forward(input)
         return normalised * 3
 
 
-@pytest.mark.parametrize("make", [NormScale, ScaledBatchNorm])
-def test_modules_around_a_normalisation_are_exported(
-    make: Callable[[int], nn.Module],
+@pytest.mark.parametrize("normalisation", [NormScale, ScaledBatchNorm])
+def test_module_that_contains_normalisation_is_expanded(
+    normalisation: Callable[[int], nn.Module],
 ) -> None:
-    root = nn.Sequential(make(8), nn.Linear(8, 4), nn.BatchNorm1d(4))
+    root = nn.Sequential(normalisation(8), nn.Linear(8, 4), nn.BatchNorm1d(4))
     traced = exported._export_network(root, InputSpec((8,)))
-    modules = [node.target for node in traced.graph.nodes if node.op == "call_module"]
-    assert modules == ["2"]
+    # Only torch's own normalisation remains a module; the other one would lose its scale.
+    assert called_modules(traced.graph) == ["2"]
 
 
-def test_tracing_leaves_running_statistics_as_they_were() -> None:
+def test_tracing_keeps_running_statistics() -> None:
     root = nn.Sequential(NormScale(8), nn.Linear(8, 4), nn.BatchNorm1d(4))
     before = {name: buffer.clone() for name, buffer in root.named_buffers()}
     exported._export_network(root, InputSpec((8,)))
@@ -85,7 +88,7 @@ def test_tracing_leaves_running_statistics_as_they_were() -> None:
 
 
 class Masked(nn.Module):
-    """A network with a buffer whose rows share their memory."""
+    """A network with a buffer of three rows in the memory of one."""
 
     mask: torch.Tensor
 
@@ -99,6 +102,7 @@ class Masked(nn.Module):
         return result
 
 
-def test_buffers_whose_elements_share_memory_are_exported() -> None:
+def test_buffer_with_overlapping_memory_is_exported() -> None:
+    # torch cannot write in place into a tensor of which elements share memory.
     traced = exported._export_network(Masked(), InputSpec((8,)))
     assert len(traced.runs) == 2

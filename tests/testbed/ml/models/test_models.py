@@ -1,4 +1,4 @@
-"""Models: formulas against torch, seeded building, and stages that compose to the whole."""
+"""Models: analytic costs against torch's counters, seeded weights, and stages against the whole network."""
 
 import math
 import threading
@@ -23,29 +23,17 @@ from testbed.ml.models.layers import (
     Residual,
 )
 
+DEPTHWISE = (Conv2d(6, groups=6, padding=1, bias=False), ReLU(), Conv2d(6, 1))
+DOWNSAMPLING = (Conv2d(8, stride=2, padding=1), ReLU())
+SHORTCUT = (Conv2d(8, 1, stride=2),)
 RESIDUAL = chain(
     "residual",
     (3, 9, 9),
     4,
     [
         ("stem", [Conv2d(6, 5, stride=2, padding=1), BatchNorm2d(), ReLU(6.0)]),
-        (
-            "same",
-            [
-                Residual(
-                    (Conv2d(6, groups=6, padding=1, bias=False), ReLU(), Conv2d(6, 1))
-                )
-            ],
-        ),
-        (
-            "wider",
-            [
-                Residual(
-                    (Conv2d(8, stride=2, padding=1), ReLU()), (Conv2d(8, 1, stride=2),)
-                ),
-                Dropout(0.0),
-            ],
-        ),
+        ("same", [Residual(DEPTHWISE)]),
+        ("wider", [Residual(DOWNSAMPLING, SHORTCUT), Dropout(0.0)]),
         ("head", [MaxPool2d(), Flatten(), Linear(5, bias=False), ReLU()]),
         ("output", [Linear(4)]),
     ],
@@ -67,89 +55,88 @@ every_model = pytest.mark.parametrize(
 )
 
 
-def batch(model: Model, samples: int = 3) -> torch.Tensor:
-    return torch.rand(
-        samples,
-        *model.input,
-        generator=torch.Generator().manual_seed(5),
-        dtype=torch.float32,
-    )
+def draw_batch(model: Model, samples: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.rand(samples, *model.input, generator=generator)
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @every_model
-def test_shapes_and_parameters_are_those_of_the_built_modules(model: Model) -> None:
-    values = batch(model)
+def test_shapes_and_parameters_match_built_modules(model: Model) -> None:
+    values = draw_batch(model)
     built = model.build(0, len(model.units), seed=1)
     for unit, module in zip(model.units, built, strict=True):
         values = module(values)
         assert values.shape[1:] == unit.output
         assert unit.output_bytes == values[0].numel() * 4
-        assert unit.parameters == sum(
-            parameter.numel() for parameter in module.parameters()
-        )
-    assert model.parameters == sum(
-        parameter.numel() for parameter in built.parameters()
-    )
+        assert unit.parameters == count_parameters(module)
+    assert model.parameters == count_parameters(built)
+
+
+def has_grouped_convolution(module: nn.Module) -> bool:
+    submodules = module.modules()
+    convolutions = [each for each in submodules if isinstance(each, nn.Conv2d)]
+    return any(convolution.groups > 1 for convolution in convolutions)
 
 
 @every_model
-def test_flops_are_those_torch_counts(model: Model) -> None:
-    values = batch(model, samples=2)
-    for unit, module in zip(
-        model.units, model.build(0, len(model.units), seed=1), strict=True
-    ):
+def test_flops_equal_counts_of_torch(model: Model) -> None:
+    samples = 2
+    values = draw_batch(model, samples)
+    built = model.build(0, len(model.units), seed=1)
+    for unit, module in zip(model.units, built, strict=True):
         values = values.detach().requires_grad_()
         with FlopCounterMode(display=False) as forward:
             output = module(values)
-        assert forward.get_total_flops() == 2 * unit.forward_flops
+        assert forward.get_total_flops() == samples * unit.forward_flops
         with FlopCounterMode(display=False) as backward:
             output.sum().backward()
-        grouped = any(
-            isinstance(inner, nn.Conv2d) and inner.groups > 1
-            for inner in module.modules()
-        )
-        if not grouped:  # torch counts the backward of a depthwise convolution as if it had one group
-            assert (
-                backward.get_total_flops() == 2 * backward_of(unit.cost, 1).of().flops
-            )
+        # torch counts the backward of a depthwise convolution as if it had one group.
+        if not has_grouped_convolution(module):
+            per_sample = backward_of(unit.cost, 1).of().flops
+            assert backward.get_total_flops() == samples * per_sample
         values = output
 
 
 @every_model
-def test_activations_are_the_outputs_of_all_layers(model: Model) -> None:
-    made = 0
+def test_activation_bytes_count_outputs_of_all_layers(model: Model) -> None:
+    output_bytes: list[int] = []
 
-    def count(module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
-        nonlocal made
-        leaf = not isinstance(module, nn.Sequential) or hasattr(module, "block")
-        made += output[0].numel() * 4 if leaf else 0
+    def record_output(module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        # A plain Sequential has the output of its last layer; a Residual adds one of its own.
+        if isinstance(module, nn.Sequential) and not hasattr(module, "block"):
+            return
+        output_bytes.append(output[0].numel() * 4)
 
-    values = batch(model)
-    for unit, module in zip(
-        model.units, model.build(0, len(model.units), seed=1), strict=True
-    ):
-        made = 0
-        for inner in module.modules():
-            inner.register_forward_hook(count)
+    values = draw_batch(model)
+    built = model.build(0, len(model.units), seed=1)
+    for unit, module in zip(model.units, built, strict=True):
+        output_bytes.clear()
+        for submodule in module.modules():
+            submodule.register_forward_hook(record_output)
         values = module(values)
-        assert unit.activation_bytes == made
+        assert unit.activation_bytes == sum(output_bytes)
 
 
 @every_model
-def test_stages_compose_to_the_whole_at_every_split_point(model: Model) -> None:
+def test_stages_have_outputs_and_gradients_of_whole_model(model: Model) -> None:
     last = len(model.units)
     whole = model.build(0, last, seed=3)
-    inputs, labels = batch(model), torch.arange(3) % model.classes
+    inputs = draw_batch(model)
+    labels = torch.arange(3) % model.classes
     expected = whole(inputs)
     nn.functional.cross_entropy(expected, labels).backward()
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
     for split in range(1, last):
-        front, back = model.build(0, split, seed=3), model.build(split, last, seed=3)
-        assert {
-            **front.state_dict(),
-            **back.state_dict(),
-        }.keys() == whole.state_dict().keys()
+        front = model.build(0, split, seed=3)
+        back = model.build(split, last, seed=3)
+        names = front.state_dict().keys() | back.state_dict().keys()
+        assert names == whole.state_dict().keys()
         sent = front(inputs)
+        # As on two devices, the second stage has a copy without autograd history.
         received = sent.detach().requires_grad_()
         output = back(received)
         assert torch.equal(output, expected)
@@ -159,21 +146,23 @@ def test_stages_compose_to_the_whole_at_every_split_point(model: Model) -> None:
             assert torch.equal(parameter.grad, gradients[name]), name
 
 
-def test_weights_depend_on_the_seed_and_the_unit_alone() -> None:
+def test_weights_depend_on_seed_and_unit_only() -> None:
     model = create("cnn", {}, (1, 8, 8), 10)
     whole = model.build(0, 6, seed=7).state_dict()
     assert list(whole)[:2] == ["0.0.weight", "0.0.bias"]
+    # The state of torch's global generator must not matter.
     torch.manual_seed(99)
-    part = model.build(2, 5, seed=7).state_dict()
-    assert {key.split(".")[0] for key in part} == {"2", "3", "4"}
-    assert all(torch.equal(whole[key], value) for key, value in part.items())
-    other = model.build(2, 5, seed=8).state_dict()
-    assert not any(
-        torch.equal(part[key], other[key]) for key in part if key.endswith("weight")
-    )
+    stage = model.build(2, 5, seed=7).state_dict()
+    assert {name.split(".")[0] for name in stage} == {"2", "3", "4"}
+    other_seed = model.build(2, 5, seed=8).state_dict()
+    for name, tensor in stage.items():
+        assert torch.equal(whole[name], tensor)
+        # Biases are zero for every seed.
+        if name.endswith("weight"):
+            assert not torch.equal(other_seed[name], tensor)
 
 
-def test_building_leaves_the_global_generator_alone() -> None:
+def test_building_keeps_state_of_global_generator() -> None:
     torch.manual_seed(4)
     before = torch.get_rng_state()
     for model in MODELS:
@@ -181,37 +170,41 @@ def test_building_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_threads_may_build_at_the_same_time() -> None:
+def test_concurrent_builds_have_equal_weights() -> None:
     model = create("cnn", {}, (1, 8, 8), 10)
     expected = model.build(0, 6, seed=1).state_dict()
-    built: list[dict[str, torch.Tensor]] = []
-    threads = [
-        threading.Thread(
-            target=lambda: built.append(model.build(0, 6, seed=1).state_dict())
-        )
-        for _ in range(8)
-    ]
+    states: list[dict[str, torch.Tensor]] = []
+
+    def build() -> None:
+        states.append(model.build(0, 6, seed=1).state_dict())
+
+    threads = [threading.Thread(target=build) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(built) == 8
-    assert all(
-        torch.equal(state[key], expected[key]) for state in built for key in expected
-    )
+    assert len(states) == 8
+    for state in states:
+        for name, tensor in expected.items():
+            assert torch.equal(state[name], tensor), name
 
 
-def test_initial_weights_keep_the_variance() -> None:
-    linear = create("mlp", {"hidden": [400]}, (1, 10, 10), 10).build(0, 1, seed=0)[0][1]
-    assert float(linear.weight.detach().std()) == pytest.approx(
-        math.sqrt(1 / 100), rel=0.02
-    )
+def test_initial_weights_have_variance_of_one_over_inputs() -> None:
+    model = create("mlp", {"hidden": [400]}, (1, 10, 10), 10)
+    linear = model.build(0, 1, seed=0)[0][1]
+    # 10x10 pixels are 100 inputs: the outputs have the variance of the inputs.
+    expected = math.sqrt(1 / 100)
+    assert float(linear.weight.detach().std()) == pytest.approx(expected, rel=0.02)
     assert not linear.bias.detach().any()
 
 
-def test_an_empty_or_impossible_range_of_units() -> None:
+def test_empty_range_of_units_builds_empty_module() -> None:
     model = create("mlp", {}, (1, 8, 8), 10)
     assert len(model.build(2, 2, seed=0)) == 0
+
+
+def test_range_beyond_last_unit_is_rejected() -> None:
+    model = create("mlp", {}, (1, 8, 8), 10)
     with pytest.raises(ValueError, match="units 0 to 5, not 3 to 6"):
         model.build(3, 6, seed=0)
 
@@ -227,8 +220,9 @@ def test_an_empty_or_impossible_range_of_units() -> None:
         ),
         ("cnn", (64,), r"needs \(channels, height, width\), not \(64,\)"),
     ],
+    ids=["unknown-name", "image-too-small", "not-an-image"],
 )
-def test_impossible_models_are_rejected_with_the_reason(
+def test_impossible_model_is_rejected_with_reason(
     name: str, shape: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
@@ -248,10 +242,12 @@ def test_layers_reject_unsuitable_inputs() -> None:
         Model("broken", (5,), 10, create("mlp", {}, (1, 8, 8), 10).units)
 
 
-def test_a_model_as_plain_values() -> None:
-    figures = describe(create("cnn", {}, (1, 8, 8), 10))
-    assert figures["parameters"] == sum(unit["parameters"] for unit in figures["units"])
-    assert figures["units"][5] == {
+def test_description_holds_sizes_and_costs_of_units() -> None:
+    description = describe(create("cnn", {}, (1, 8, 8), 10))
+    units = description["units"]
+    assert description["parameters"] == sum(unit["parameters"] for unit in units)
+    # The output layer has 84 inputs, 10 outputs and 10 biases.
+    assert units[5] == {
         "index": 5,
         "name": "output",
         "output": [10],

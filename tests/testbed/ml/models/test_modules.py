@@ -1,4 +1,4 @@
-"""Modules of which models are built, against what they do written out."""
+"""Modules that connect layers: sums, joins, and segments of units."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from testbed.ml.models.modules import ChannelMean, Joined, Segment, SplitInputs,
 
 
 class Plus(nn.Module):
-    """Adds a number to what enters, or to the sum of all that enters."""
+    """Adds a number to the sum of all inputs."""
 
     def __init__(self, number: float) -> None:
         super().__init__()
@@ -19,51 +19,59 @@ class Plus(nn.Module):
         return sum(inputs) + self.number
 
 
-def test_a_sum_feeds_each_child_the_same() -> None:
-    assert Sum(Plus(1), Plus(10), Plus(100))(torch.tensor([2.0])).tolist() == [117.0]
-    assert Sum(Plus(1))(torch.tensor([2.0])).tolist() == [3.0]
+class FlatPlus(Plus):
+    """Adds a number to the sum of three inputs of different shapes, flattened."""
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        shapes = [tuple(tensor.shape) for tensor in inputs]
+        assert shapes == [(2, 2, 2), (2, 4), (2, 1, 4)]
+        return super().forward(*(tensor.flatten(1) for tensor in inputs))
 
 
-def test_channels_are_joined_in_the_order_of_the_inputs() -> None:
-    one, two = torch.zeros(2, 1, 3), torch.ones(2, 2, 3)
-    assert Joined()(one, two)[0, :, 0].tolist() == [0, 1, 1]
-    assert Joined(Plus(5))(two, one)[1, :, 2].tolist() == [6, 6, 5]
+def test_sum_feeds_same_input_to_each_child() -> None:
+    value = torch.tensor([2.0])
+    # (2 + 1) + (2 + 10) + (2 + 100)
+    assert Sum(Plus(1), Plus(10), Plus(100))(value).tolist() == [117.0]
+    assert Sum(Plus(1))(value).tolist() == [3.0]
 
 
-def test_the_mean_of_a_channel_is_that_of_its_pixels() -> None:
+def test_channels_are_joined_in_order_of_inputs() -> None:
+    zeros = torch.zeros(2, 1, 3)
+    ones = torch.ones(2, 2, 3)
+    assert Joined()(zeros, ones)[0, :, 0].tolist() == [0, 1, 1]
+    assert Joined(Plus(5))(ones, zeros)[1, :, 2].tolist() == [6, 6, 5]
+
+
+def test_channel_mean_averages_pixels() -> None:
     image = torch.arange(12.0).reshape(1, 2, 2, 3)
+    # The channels hold 0 to 5 and 6 to 11.
     assert ChannelMean()(image).tolist() == [[2.5, 8.5]]
 
 
-def test_unit_with_several_inputs_gets_them_on_one_axis_and_keeps_its_names() -> None:
-    apart = SplitInputs(Plus(1), [(2, 2), (4,), (1, 4)])
+def test_split_inputs_restores_shapes_of_joined_inputs() -> None:
     values = torch.arange(24.0).reshape(2, 12)
-
-    class Flat(Plus):
-        def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-            assert [tuple(each.shape) for each in inputs] == [
-                (2, 2, 2),
-                (2, 4),
-                (2, 1, 4),
-            ]
-            return super().forward(*(each.flatten(1) for each in inputs))
-
-    found = SplitInputs(Flat(1), [(2, 2), (4,), (1, 4)])(values)
-    assert found[0].tolist() == [
+    outputs = SplitInputs(FlatPlus(1), [(2, 2), (4,), (1, 4)])(values)
+    # The first row holds 0 to 11, four values for each input.
+    assert outputs[0].tolist() == [
         0 + 4 + 8 + 1,
         1 + 5 + 9 + 1,
         2 + 6 + 10 + 1,
         3 + 7 + 11 + 1,
     ]
-    apart.load_state_dict({"number": torch.tensor(7.0)})
-    assert apart.unit.number.item() == 7.0
 
 
-def segment(first: int, last: int) -> Segment:
-    """Units 0 to 3, of which the last reads units 0 and 2 beside each other; unit 1 is read by 2 alone."""
+def test_split_inputs_keeps_parameter_names_of_unit() -> None:
+    module = SplitInputs(Plus(1), [(2, 2), (4,), (1, 4)])
+    module.load_state_dict({"number": torch.tensor(7.0)})
+    assert module.unit.number.item() == 7.0
+
+
+def make_segment(first: int, last: int) -> Segment:
+    """Return units ``first`` to ``last`` of four, where the last unit reads units 0 and 2, joined."""
     units = [Plus(1), Plus(10), Plus(100), Plus(1000)]
     reads = [[-1], [0], [1], [0, 2]]
     shape = (1, 2)
+    # The tensors that cross each cut: the output of unit 0 waits for unit 3.
     crossing = [
         [(-1, shape)],
         [(0, shape)],
@@ -76,20 +84,25 @@ def segment(first: int, last: int) -> Segment:
     )
 
 
-def test_units_read_their_sources_and_parts_compose_to_the_whole() -> None:
+def test_segments_compose_to_whole_at_every_cut() -> None:
     inputs = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
-    whole = segment(0, 4)(inputs)
-    # x + 1, then + 10 and + 100, and the sum of the first and that, + 1000.
+    whole = make_segment(0, 4)(inputs)
+    # Unit 0 has x + 1, unit 2 x + 111, and unit 3 adds 1000 to their sum.
     assert whole.tolist() == (2 * inputs + 1112).tolist()
     for cut in (1, 2, 3):
-        passing = segment(0, cut)(inputs)
-        assert torch.equal(segment(cut, 4)(passing), whole)
-    assert segment(0, 2)(inputs).shape == (2, 4), "two tensors cross, flat and joined"
+        crossing = make_segment(0, cut)(inputs)
+        assert torch.equal(make_segment(cut, 4)(crossing), whole)
 
 
-def test_units_keep_their_numbers_and_are_announced_before_they_run() -> None:
-    seen: list[str] = []
-    part = segment(1, 3)
-    part(torch.zeros(1, 1, 2), seen.append)
-    assert seen == ["1", "2"]
-    assert [*part.state_dict()] == ["1.number", "2.number"]
+def test_tensors_crossing_a_cut_are_flattened_and_joined() -> None:
+    inputs = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
+    # Two tensors of (1, 2) cross the cut after unit 1.
+    assert make_segment(0, 2)(inputs).shape == (2, 4)
+
+
+def test_segment_announces_units_before_running_them() -> None:
+    announced: list[str] = []
+    segment = make_segment(1, 3)
+    segment(torch.zeros(1, 1, 2), announced.append)
+    assert announced == ["1", "2"]
+    assert [*segment.state_dict()] == ["1.number", "2.number"]
