@@ -1,4 +1,4 @@
-"""Fixed kernels: equal weights whatever instruction set torch would have chosen."""
+"""Fixed kernels, which make weights independent of the instruction set of the processor."""
 
 from __future__ import annotations
 
@@ -15,57 +15,56 @@ from testbed.common.errors import InputError
 from testbed.ml import kernels
 from testbed.scenario.loading import load
 
-SETTINGS = (
+INSTRUCTION_SETS = (
     {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     {"ATEN_CPU_CAPABILITY": "default"},
 )
+"""Environments in which torch and oneDNN choose different instruction sets."""
 TESTBED = Path(sys.executable).with_name("testbed")
+CHANGES = (
+    "faults=[]",
+    "expect={}",
+    "workload.epochs=null",
+    "workload.steps=4",
+    "workload.reproducible=true",
+)
 
 
+def simulate_reproducibly(
+    scenario: str, environment: dict[str, str], results: Path
+) -> None:
+    """Simulate four steps of a scenario in a process of its own, and write the results to a folder."""
+    command = [TESTBED, "run", scenario, "--runtime", "simulate", "--out", results]
+    for change in CHANGES:
+        command += ["--set", change]
+    # The settings of fixed kernels may be set for the tests themselves.
+    usual = {}
+    for name, value in os.environ.items():
+        if name not in kernels.FIXED:
+            usual[name] = value
+    subprocess.run(
+        command, env={**usual, **environment}, check=True, capture_output=True
+    )
+
+
+# The model file of examples/own imports torch before the command has read that kernels must be fixed.
 @pytest.mark.parametrize("scenario", ["quickstart", "examples/own"])
-def test_reproducible_runs_have_equal_weights_on_two_instruction_sets(
+def test_reproducible_run_has_equal_weights_on_two_instruction_sets(
     tmp_path: Path, scenario: str
 ) -> None:
     weights = []
-    # The network of examples/own is a file that imports torch before the command knows that kernels are to be fixed.
-    changes = [
-        "faults=[]",
-        "expect={}",
-        "workload.epochs=null",
-        "workload.steps=4",
-        "workload.reproducible=true",
-    ]
-    options = [option for change in changes for option in ("--set", change)]
-    for number, setting in enumerate(SETTINGS):
-        out = tmp_path / str(number)
-        command = [
-            TESTBED,
-            "run",
-            scenario,
-            "--runtime",
-            "simulate",
-            *options,
-            "--out",
-            out,
-        ]
-        usual = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in kernels.FIXED
-        }
-        subprocess.run(
-            command, env={**usual, **setting}, check=True, capture_output=True
-        )
-        weights.append((out / "weights.safetensors").read_bytes())
-        (computed_on,) = json.loads((out / "manifest.json").read_text())["host"][
-            "computing"
-        ]
-        assert computed_on["instruction_set"] == "DEFAULT"
-        assert computed_on["torch"] == torch.__version__
+    for number, environment in enumerate(INSTRUCTION_SETS):
+        results = tmp_path / str(number)
+        simulate_reproducibly(scenario, environment, results)
+        weights.append((results / "weights.safetensors").read_bytes())
+        manifest = json.loads((results / "manifest.json").read_text())
+        (processor,) = manifest["host"]["computing"]
+        assert processor["instruction_set"] == "DEFAULT"
+        assert processor["torch"] == torch.__version__
     assert weights[0] == weights[1]
 
 
-def test_conflicting_environment_is_refused_with_a_remedy(
+def test_conflicting_environment_is_refused_with_required_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
@@ -75,14 +74,14 @@ def test_conflicting_environment_is_refused_with_a_remedy(
         kernels.fix()
 
 
-def test_libraries_that_compile_for_the_processor_are_off_inside_and_on_again_after() -> (
-    None
-):
+def test_onednn_is_disabled_only_while_kernels_are_fixed() -> None:
+    # oneDNN compiles its kernels for the processor at hand.
     with kernels.fixed_kernels(reproducible=True):
         assert not torch.backends.mkldnn.enabled
     assert torch.backends.mkldnn.enabled
 
 
-def test_own_programs_fix_their_kernels_themselves() -> None:
+def test_reproducible_is_refused_for_external_programs() -> None:
+    # The testbed does not start these programs and cannot set their environment.
     with pytest.raises(InputError, match="environment"):
         load("examples/programs", ["workload.reproducible=true"])

@@ -1,3 +1,5 @@
+"""Lazy imports of torch and numpy."""
+
 from __future__ import annotations
 
 import os
@@ -9,8 +11,19 @@ from testbed.ml.lazy import functional, nn, torch
 from tests.helpers import ROOT
 
 
-def test_torch_is_imported_by_its_first_use_alone(tmp_path: Path) -> None:
-    # A small one in its place: torch itself takes seconds, and that it is this one is shown below.
+def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own, since this one has imported torch already."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_torch_is_imported_at_first_use(tmp_path: Path) -> None:
+    # A stand-in for torch, whose import takes seconds; another test covers the real package.
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("zeros = list\n")
     (tmp_path / "torch" / "nn.py").write_text("Linear = dict\n")
@@ -20,33 +33,25 @@ def test_torch_is_imported_by_its_first_use_alone(tmp_path: Path) -> None:
         "assert torch.zeros is list and nn.Linear is dict\n"
         "sys.exit(early or 'torch' not in sys.modules)"
     )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
-    }
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+    # Python searches the first folder first.
+    search_path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    process = run_python(program, PYTHONPATH=search_path)
+    assert process.returncode == 0, process.stderr
 
 
-def test_what_is_asked_for_is_torch_s_own() -> None:
-    import torch as real
+def test_lazy_modules_have_attributes_of_torch() -> None:
+    import torch as real_torch
 
-    assert torch.Tensor is real.Tensor
-    assert nn.Linear is real.nn.Linear
-    assert functional.relu is real.nn.functional.relu
+    assert torch.Tensor is real_torch.Tensor
+    assert nn.Linear is real_torch.nn.Linear
+    assert functional.relu is real_torch.nn.functional.relu
 
 
-def test_planning_imports_neither_torch_nor_numpy() -> None:
+def test_plan_command_imports_neither_torch_nor_numpy() -> None:
     program = (
         "import sys; from testbed_controller.cli.main import main\n"
         "sys.argv = ['testbed', 'plan', 'quickstart']\n"
         "try: main()\n"
         "finally: print(sorted({'numpy', 'torch', 'scipy'} & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert done.stderr == "[]\n", done.stderr
+    assert run_python(program).stderr == "[]\n"

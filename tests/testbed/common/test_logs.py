@@ -1,4 +1,4 @@
-"""The log that a device's process writes to its standard error."""
+"""The log of a device's process on standard error."""
 
 from __future__ import annotations
 
@@ -24,21 +24,25 @@ for level in (logging.DEBUG, logging.INFO, logging.WARNING):
         ({"TESTBED_LOG_LEVEL": "debug"}, ["DEBUG", "INFO", "WARNING"]),
     ],
 )
-def test_own_loggers_have_the_level_of_the_environment_and_others_begin_at_info(
+def test_log_level_of_environment_applies_to_testbed_loggers_only(
     environment: dict[str, str], levels: list[str]
 ) -> None:
     program = PROGRAM.format(environment=environment)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    records = [line.split(maxsplit=2)[2] for line in done.stderr.splitlines()]
-    own = [line for line in records if "agent" in line]
-    assert own == [f"{level} testbed_agent.module: a record" for level in levels]
-    assert [line for line in records if line not in own] == [
-        "INFO library: a record",
-        "WARNING library: a record",
+    testbed_lines, library_lines = [], []
+    for line in process.stderr.splitlines():
+        # The date and the time precede a record.
+        record = line.split(maxsplit=2)[2]
+        lines = testbed_lines if "testbed_agent" in record else library_lines
+        lines.append(record)
+    assert testbed_lines == [
+        f"{level} testbed_agent.module: a record" for level in levels
     ]
+    # Debug records of libraries are left out at any level.
+    assert library_lines == ["INFO library: a record", "WARNING library: a record"]

@@ -1,4 +1,4 @@
-"""Memory that is freed is used again and not asked of the kernel anew."""
+"""Reuse of freed memory by the allocator."""
 
 import os
 import subprocess
@@ -6,33 +6,34 @@ import sys
 
 import pytest
 
-TENSORS = """
+PROGRAM = """
 import resource, torch
 from testbed.common.memory import keep_freed_memory
 part = torch.ones(1000, 800)
-def layer():
-    several = [torch.cat([part, part], dim=1) for _ in range(6)]
-def faults():
+def allocate_tensors():
+    tensors = [torch.cat([part, part], dim=1) for _ in range(6)]
+def count_page_faults():
     for _ in range(5):
-        layer()
+        allocate_tensors()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
-        layer()
+        allocate_tensors()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-first = faults()
+first = count_page_faults()
 keep_freed_memory()
-print(first, faults())
+print(first, count_page_faults())
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="is about glibc")
 def test_large_tensors_reuse_freed_memory():
-    # A fixed threshold, since by default glibc changes it by what was freed before, which differs from run to run.
+    # By default, glibc adapts this threshold to the sizes of freed blocks, which differ from run to run.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    command = [sys.executable, "-c", TENSORS]
-    done = subprocess.run(
+    command = [sys.executable, "-c", PROGRAM]
+    process = subprocess.run(
         command, env=environment, check=True, capture_output=True, text=True
     )
-    otherwise, kept = map(int, done.stdout.split())
-    assert kept < 1_000  # 60 tensors of 1,563 pages each
-    assert otherwise > 10_000
+    faults_by_default, faults_with_reuse = map(int, process.stdout.split())
+    # 60 tensors of 1,563 pages each would cause 93,780 faults.
+    assert faults_by_default > 10_000
+    assert faults_with_reuse < 1_000

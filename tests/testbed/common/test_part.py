@@ -1,4 +1,4 @@
-"""What every part of a scenario refuses, whatever it is about."""
+"""Validation common to all parts of a scenario file."""
 
 import pytest
 from pydantic import Field, ValidationError
@@ -10,65 +10,69 @@ from testbed.common.quantities import Duration, Rate
 class Example(ConfigModel):
     count: int = 1
     share: float | None = None
-    named: str | bool = "x"
+    label: str | bool = "x"
     bounded: float = Field(0.0, le=1e15)
     rate: Rate | None = None
     pair: tuple[float, float] = (0.0, 0.0)
     wait: Duration = 0.0
 
 
-def problem(**keys):
-    with pytest.raises(ValidationError) as raised:
+def error_type(**keys):
+    with pytest.raises(ValidationError) as error:
         Example(**keys)
-    (error,) = raised.value.errors()
-    return error["type"]
+    (problem,) = error.value.errors()
+    return problem["type"]
 
 
-@pytest.mark.parametrize("key", ["count", "share"])
+# Pydantic reads True as 1, and "1_000" as Python does.
+@pytest.mark.parametrize(
+    ("key", "expected_type"), [("count", "int_type"), ("share", "float_type")]
+)
 @pytest.mark.parametrize("value", [True, "1_000"])
-def test_neither_true_nor_text_with_underscores_is_a_number(key, value):
-    assert problem(**{key: value}) == ("int_type" if key == "count" else "float_type")
+def test_boolean_or_text_is_refused_as_number(key, expected_type, value):
+    assert error_type(**{key: value}) == expected_type
 
 
-def test_booleans_and_underscores_are_valid_outside_of_numbers():
-    assert Example(named=True).named is True
-    assert Example(named="a_b").named == "a_b"
+def test_boolean_and_underscore_are_valid_for_other_keys():
+    assert Example(label=True).label is True
+    assert Example(label="a_b").label == "a_b"
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_numbers_are_finite(value):
-    assert problem(share=value) == "finite_number"
+def test_infinity_and_nan_are_refused(value):
+    assert error_type(share=value) == "finite_number"
 
 
 def test_numbers_are_bounded_by_default():
-    assert problem(count=MOST + 1) == "less_than_equal"
-    assert problem(share=-2.0 * MOST) == "greater_than_equal"
-    assert problem(pair=(0.0, 2.0 * MOST)) == "less_than_equal"
+    assert error_type(count=MOST + 1) == "less_than_equal"
+    assert error_type(share=-2.0 * MOST) == "greater_than_equal"
+    assert error_type(pair=(0.0, 2.0 * MOST)) == "less_than_equal"
+
+
+def test_bound_of_field_or_unit_replaces_default_bound():
     assert Example(count=MOST, bounded=10.0 * MOST).bounded == 10.0 * MOST
     assert Example(rate="5000gbit").rate == 5e12
 
 
-def test_unknown_keys_and_changes_are_refused():
-    assert problem(unknown=1) == "extra_forbidden"
+def test_unknown_key_is_refused():
+    assert error_type(unknown=1) == "extra_forbidden"
+
+
+def test_validated_part_is_immutable():
     with pytest.raises(ValidationError, match="frozen"):
         Example().count = 2
 
 
-def test_schema_contains_bounds_of_all_plain_numbers():
-    described = Example.model_json_schema()["properties"]
-    assert (described["count"]["minimum"], described["count"]["maximum"]) == (
-        -MOST,
-        MOST,
-    )
-    assert (
-        described["bounded"] | {"maximum": 1e15, "minimum": -MOST}
-        == described["bounded"]
-    )
-    number, nothing = described["share"]["anyOf"]
+def test_schema_contains_bounds_of_plain_numbers():
+    properties = Example.model_json_schema()["properties"]
+    count, bounded = properties["count"], properties["bounded"]
+    assert (count["minimum"], count["maximum"]) == (-MOST, MOST)
+    assert (bounded["minimum"], bounded["maximum"]) == (-MOST, 1e15)
+    # The second alternative of an optional number is null.
+    number, null = properties["share"]["anyOf"]
     assert number["maximum"] == MOST
-    assert "maximum" not in nothing
-    assert [item["maximum"] for item in described["pair"]["prefixItems"]] == [
-        MOST,
-        MOST,
-    ]
-    assert "maximum" not in str(described["wait"])
+    assert "maximum" not in null
+    for item in properties["pair"]["prefixItems"]:
+        assert item["maximum"] == MOST
+    # A duration is a text with a unit.
+    assert "maximum" not in str(properties["wait"])

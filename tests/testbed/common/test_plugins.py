@@ -1,4 +1,4 @@
-"""The registry of an extension point; packages are in tests/controller/test_extending.py."""
+"""The registry of an extension point."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from testbed.common.errors import InputError
 from testbed.common.plugins import Registry, subclass_of, summarize
 
+# Plugins of installed packages are covered by tests/controller/test_extending.py.
 REGISTRY = Registry(
     "testbed.none",
     {"ordered": "collections:OrderedDict", "deque": "collections:deque"},
@@ -17,24 +18,28 @@ REGISTRY = Registry(
 )
 
 
-def test_own_objects_are_imported_by_name() -> None:
+def test_registered_object_is_imported_by_name() -> None:
     assert list(REGISTRY) == ["ordered", "deque"]
     assert "ordered" in REGISTRY
     assert REGISTRY.find("ordered") is collections.OrderedDict
 
 
-def test_an_unknown_name_and_an_unsuitable_object_are_refused() -> None:
+def test_unknown_name_is_refused_with_suggestion() -> None:
     with pytest.raises(
         InputError, match=r"a.b: unknown mapping 'order': did you mean 'ordered'\?"
     ):
         REGISTRY.find("order", ("a", "b"))
+
+
+def test_object_of_wrong_class_is_refused() -> None:
+    # The registry accepts subclasses of dict.
     with pytest.raises(
         TypeError, match=r"deque.* must be a subclass of builtins\.dict"
     ):
         REGISTRY.find("deque")
 
 
-def test_summary_is_the_first_paragraph_of_a_docstring_of_its_own() -> None:
+def test_summary_is_first_paragraph_of_own_docstring() -> None:
     class Documented:
         """A network
         of one layer.
@@ -46,4 +51,5 @@ def test_summary_is_the_first_paragraph_of_a_docstring_of_its_own() -> None:
         pass
 
     assert summarize(Documented) == "A network of one layer."
-    assert summarize(Undocumented) == "", "not the one of its base class"
+    # The docstring of the base class does not describe the subclass.
+    assert summarize(Undocumented) == ""

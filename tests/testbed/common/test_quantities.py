@@ -1,3 +1,5 @@
+"""Parsing and formatting of quantities with units."""
+
 from __future__ import annotations
 
 import math
@@ -40,12 +42,12 @@ KINDS = {
         (q.parse_speed, "3.6gflops", 3.6e9),
     ],
 )
-def test_reads_a_number_and_a_unit(parse, text, value):
+def test_number_with_unit_is_parsed(parse, text, value):
     assert parse(text) == pytest.approx(value, rel=1e-15)
 
 
 @pytest.mark.parametrize(
-    ("parse", "text", "said"),
+    ("parse", "text", "message"),
     [
         (q.parse_rate, "100Mbps", "write 'mbit'"),
         (q.parse_rate, "100Mbps", "bytes a second"),
@@ -87,33 +89,34 @@ def test_reads_a_number_and_a_unit(parse, text, value):
         (q.parse_speed, "4GFLOPS", "write 'gflops'"),
     ],
 )
-def test_error_suggests_a_valid_quantity(parse, text, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_invalid_quantity_is_refused_with_suggestion(parse, text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         parse(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_formatted_quantity_parses_to_the_same_value(kind, data):
-    parse, write, _ = KINDS[kind]
-    top = 1.0 if kind == "fraction" else 1e15
-    values = (
-        st.integers(0, 10**15)
-        if kind == "size"
-        else st.floats(0, top, allow_subnormal=False)
-    )
+def test_formatted_quantity_is_parsed_to_same_value(kind, data):
+    parse, format_quantity, _ = KINDS[kind]
+    if kind == "size":
+        # Bytes are whole numbers.
+        values = st.integers(0, 10**15)
+    else:
+        maximum = 1.0 if kind == "fraction" else 1e15
+        values = st.floats(0, maximum, allow_subnormal=False)
     value = data.draw(values)
-    assert parse(write(value)) == pytest.approx(value, rel=1e-15)
+    assert parse(format_quantity(value)) == pytest.approx(value, rel=1e-15)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(number=st.decimals(0, 1, places=6), data=st.data())
-def test_every_unit_scales(kind, number, data):
+def test_number_is_multiplied_by_unit(kind, number, data):
     parse, _, units = KINDS[kind]
     unit = data.draw(st.sampled_from(sorted(units)))
-    assert parse(f"{number}{unit}") == pytest.approx(
-        float(number) * units[unit], abs=0.5 if kind == "size" else 1e-12
-    )
+    # Sizes are rounded to bytes.
+    tolerance = 0.5 if kind == "size" else 1e-12
+    expected = float(number) * units[unit]
+    assert parse(f"{number}{unit}") == pytest.approx(expected, abs=tolerance)
 
 
 @given(
@@ -126,27 +129,31 @@ def test_every_unit_scales(kind, number, data):
         st.lists(st.integers()),
     )
 )
-def test_anything_else_is_refused_in_one_line(value):
+def test_random_value_is_parsed_or_refused_in_one_line(value):
     for parse, _, _ in KINDS.values():
         try:
             result = parse(value)
         except ValueError as error:
-            assert len(str(error).splitlines()) == 1  # noqa: PT017 - it may also be a quantity
+            assert len(str(error).splitlines()) == 1  # noqa: PT017 - some random values are quantities
         else:
             assert math.isfinite(result)
             assert result >= 0
 
 
-def test_blanks_around_a_quantity_do_not_matter_for_a_common_scale():
+def test_common_scale_ignores_blanks_around_quantities():
     assert q.on_one_scale([" 2mbit ", "500 kbit", "0"]) == ([2.0, 0.5, 0.0], "mbit")
 
 
-def test_quantities_above_the_bound_of_plain_numbers_are_valid_keys():
-    class Board(ConfigModel):
-        speed: q.Speed
-        memory: q.Size
+class Board(ConfigModel):
+    speed: q.Speed
+    memory: q.Size
 
+
+def test_quantity_may_exceed_bound_of_plain_numbers():
     board = Board.model_validate({"speed": "1000tflops", "memory": "4000GB"})
     assert (board.speed, board.memory) == (1e15, 4e12)
+
+
+def test_quantity_above_own_bound_is_refused():
     with pytest.raises(ValidationError, match="too large for a speed"):
         Board.model_validate({"speed": "1e9tflops", "memory": "1GB"})

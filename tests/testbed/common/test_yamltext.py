@@ -1,4 +1,4 @@
-"""YAML 1.2 as scenarios have it: what its core schema says a word is, and that values come back as they were."""
+"""Reading and writing of scenarios as YAML 1.2 with its core schema."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from testbed.common.yamltext import DEEPEST, nodes, values, written
 
+# YAML 1.1 reads several of these as booleans, dates or numbers to the base of 60.
 WORDS: dict[str, Any] = {
     "yes": "yes",
     "off": "off",
@@ -36,9 +37,11 @@ WORDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_words_have_types_of_the_core_schema(word: str) -> None:
-    assert values(f"a: {word}")["a"] == WORDS[word]
-    assert type(values(f"a: {word}")["a"]) is type(WORDS[word])
+def test_plain_scalar_has_type_of_core_schema(word: str) -> None:
+    value = values(f"a: {word}")["a"]
+    assert value == WORDS[word]
+    # True and 1 are equal in Python.
+    assert type(value) is type(WORDS[word])
 
 
 @given(
@@ -56,8 +59,8 @@ def test_words_have_types_of_the_core_schema(word: str) -> None:
     ),
     st.booleans(),
 )
-def test_written_values_are_read_back(plain: Any, lines: bool) -> None:
-    assert values(written(plain, lines=lines)) == plain
+def test_written_value_is_read_back(value: Any, lines: bool) -> None:
+    assert values(written(value, lines=lines)) == value
 
 
 def test_repeated_value_is_written_without_alias() -> None:
@@ -65,8 +68,11 @@ def test_repeated_value_is_written_without_alias() -> None:
     assert written({"a": shared, "b": shared}) == "a:\n- 1\nb:\n- 1\n"
 
 
-@pytest.mark.parametrize("deep", [DEEPEST + 1, 17_000, 100_000])
-@pytest.mark.parametrize(("opened", "closed"), [("[", "]"), ("{a: ", "}"), ("- ", "")])
-def test_deep_nesting_is_refused(deep: int, opened: str, closed: str) -> None:
+# The larger depths would overflow the stack of libyaml, which ends the process.
+@pytest.mark.parametrize("depth", [DEEPEST + 1, 17_000, 100_000])
+@pytest.mark.parametrize(
+    ("opening", "closing"), [("[", "]"), ("{a: ", "}"), ("- ", "")]
+)
+def test_too_deep_nesting_is_refused(depth: int, opening: str, closing: str) -> None:
     with pytest.raises(yaml.YAMLError, match="nested too deeply"):
-        nodes(opened * deep + "1" + closed * deep)
+        nodes(opening * depth + "1" + closing * depth)
