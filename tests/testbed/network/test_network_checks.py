@@ -1,4 +1,4 @@
-"""Links that cannot be had are refused by name, with the nearest value that would work."""
+"""Validation of links, cells and access of a scenario's network, and the bounds of link rates."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ BASE = {
 BURSTS = GilbertElliott(0.01, 0.3)
 
 
-def expand(**parts):
-    (trial,) = trials(validate({**BASE, **parts}, Source("small.yaml")))
+def make_experiment(**keys):
+    (trial,) = trials(validate({**BASE, **keys}, Source("small.yaml")))
     return trial.experiment
 
 
-def refusal(**parts) -> str:
-    with pytest.raises(InputError) as caught:
-        expand(**parts)
-    return str(caught.value)
+def error_text(**keys) -> str:
+    with pytest.raises(InputError) as error:
+        make_experiment(**keys)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("link", "name", "said"),
+    ("link", "name", "message"),
     [
         (
             Link(rate=7999),
@@ -71,6 +71,7 @@ def refusal(**parts) -> str:
             "loss_correlation",
             "bursts have a memory of their own",
         ),
+        # 0.01 / 0.31 of the packets.
         (
             Link(loss=0.1, bursts=BURSTS),
             "loss",
@@ -82,58 +83,66 @@ def refusal(**parts) -> str:
         (Link(limit=0), "limit", "use at least 1"),
     ],
 )
-def test_impossible_links_are_reported(link, name, said):
-    (found,) = problems(link)
-    assert found.name == name
-    assert said in found.text
+def test_invalid_link_property_is_reported_with_valid_value(link, name, message):
+    (problem,) = problems(link)
+    assert problem.name == name
+    assert message in problem.text
 
 
-FRACTION = st.floats(0, 1)
-CORRELATION = st.floats(0, 0.99)
+fractions = st.floats(0, 1)
+# Full correlation is refused.
+correlations = st.floats(0, 0.99)
 
 
-@given(
-    delay=st.floats(0, 10),
-    share=FRACTION,
-    distribution=st.sampled_from(["normal", "uniform", "pareto"]),
-    loss=FRACTION,
-    correlations=st.tuples(CORRELATION, CORRELATION),
-    others=st.tuples(FRACTION, FRACTION, FRACTION, FRACTION),
-    limit=st.none() | st.integers(1, 10**6),
-    rate=st.none() | st.floats(8e3, 1e11),
-)
-def test_possible_links_are_accepted(
-    delay, share, distribution, loss, correlations, others, limit, rate
-):
-    link = Link(rate=rate, delay=delay, loss=loss, limit=limit)
-    link = replace(link, message_loss=others[0], duplicate=others[1], corrupt=others[2])
-    if delay * share > 0:
+@st.composite
+def valid_links(draw) -> Link:
+    link = Link(
+        rate=draw(st.none() | st.floats(8e3, 1e11)),
+        delay=draw(st.floats(0, 10)),
+        loss=draw(fractions),
+        limit=draw(st.none() | st.integers(1, 10**6)),
+        message_loss=draw(fractions),
+        duplicate=draw(fractions),
+        corrupt=draw(fractions),
+    )
+    # Jitter must not exceed the delay, and a distribution requires a jitter.
+    jitter = link.delay * draw(fractions)
+    if jitter > 0:
         link = replace(
             link,
-            jitter=delay * share,
-            distribution=distribution,
-            jitter_correlation=correlations[0],
+            jitter=jitter,
+            distribution=draw(st.sampled_from(["normal", "uniform", "pareto"])),
+            jitter_correlation=draw(correlations),
+            reorder=draw(fractions),
         )
-        link = replace(link, reorder=others[3])
-    if loss > 0:
-        link = replace(link, loss_correlation=correlations[1])
+    if link.loss > 0:
+        link = replace(link, loss_correlation=draw(correlations))
+    return link
+
+
+@given(valid_links())
+def test_valid_link_has_no_problems(link):
     assert problems(link) == []
 
 
-def test_nearest_value_works():
-    assert (
-        problems(Link(delay=0.005, jitter=0.005))
-        == problems(Link(delay=0.01, jitter=0.01))
-        == []
-    )
-    assert problems(Link(rate=8e3)) == []
+@pytest.mark.parametrize(
+    "link",
+    [
+        Link(delay=0.005, jitter=0.005),
+        Link(delay=0.01, jitter=0.01),
+        Link(rate=8e3),
+    ],
+)
+def test_value_suggested_by_error_is_valid(link):
+    assert problems(link) == []
 
 
-def part(**keys):
-    return LinkPart.model_validate(keys)
+def overlay_link(link, **keys):
+    part = LinkPart.model_validate(keys)
+    return overlay(link, part, is_from_first=False)
 
 
-def test_every_figure_reaches_the_link():
+def test_every_key_sets_its_link_property():
     keys = {
         "rate": "10mbit",
         "delay": "20ms",
@@ -148,38 +157,47 @@ def test_every_figure_reaches_the_link():
         "corrupt": "4%",
         "limit": 50,
     }
-    assert overlay(Link(), part(**keys), False) == Link(
-        10e6, 0.02, 0.002, "uniform", 0.25, 0.01, 0.1, None, 0.05, 0.02, 0.03, 0.04, 50
+    assert overlay_link(Link(), **keys) == Link(
+        rate=10e6,
+        delay=0.02,
+        jitter=0.002,
+        distribution="uniform",
+        jitter_correlation=0.25,
+        loss=0.01,
+        loss_correlation=0.1,
+        bursts=None,
+        message_loss=0.05,
+        duplicate=0.02,
+        reorder=0.03,
+        corrupt=0.04,
+        limit=50,
     )
-    bursts = overlay(
-        Link(), part(bursts={"p": "1%", "r": "25%", "good_loss": "0.1%"}), False
-    ).bursts
-    assert bursts == GilbertElliott(0.01, 0.25, 1.0, 0.001)
 
 
-def test_loss_and_bursts_of_different_levels_replace_each_other():
-    bursty = overlay(
-        Link(loss=0.1, loss_correlation=0.5),
-        part(bursts={"p": "1%", "r": "25%"}),
-        False,
-    )
-    assert (bursty.loss, bursty.loss_correlation, bursty.bursts) == (
-        0,
-        0,
-        GilbertElliott(0.01, 0.25),
-    )
-    assert overlay(bursty, part(loss="2%"), False) == Link(loss=0.02)
-    assert overlay(Link(loss=0.1, loss_correlation=0.5), part(loss=0), False) == Link()
+def test_keys_of_bursts_set_bursts_of_link():
+    link = overlay_link(Link(), bursts={"p": "1%", "r": "25%", "good_loss": "0.1%"})
+    # All packets are lost in the bad state by default.
+    expected = GilbertElliott(p=0.01, r=0.25, bad_loss=1.0, good_loss=0.001)
+    assert link.bursts == expected
 
 
-def test_zero_jitter_removes_its_distribution():
+def test_loss_and_bursts_replace_each_other():
+    correlated = Link(loss=0.1, loss_correlation=0.5)
+    bursty = overlay_link(correlated, bursts={"p": "1%", "r": "25%"})
+    assert (bursty.loss, bursty.loss_correlation) == (0, 0)
+    assert bursty.bursts == GilbertElliott(0.01, 0.25)
+    assert overlay_link(bursty, loss="2%") == Link(loss=0.02)
+    assert overlay_link(correlated, loss=0) == Link()
+
+
+def test_zero_jitter_removes_distribution_and_correlation():
     link = Link(delay=0.1, jitter=0.01, distribution="pareto", jitter_correlation=0.5)
-    assert overlay(link, part(jitter=0), False) == Link(delay=0.1)
-    assert overlay(link, part(jitter="5ms"), False).distribution == "pareto"
+    assert overlay_link(link, jitter=0) == Link(delay=0.1)
+    assert overlay_link(link, jitter="5ms").distribution == "pareto"
 
 
 @pytest.mark.parametrize(
-    ("network", "said"),
+    ("network", "message"),
     [
         (
             {"link": {"delay": "5ms", "jitter": "6ms"}},
@@ -245,13 +263,11 @@ def test_zero_jitter_removes_its_distribution():
         ),
     ],
 )
-def test_scenarios_are_refused_where_it_was_written(network, said):
-    assert f"small.yaml: {said}" in refusal(network=network) or said in refusal(
-        network=network
-    )
+def test_invalid_network_is_refused_with_key(network, message):
+    assert message in error_text(network=network)
 
 
-def test_refusal_names_file_and_line(tmp_path):
+def test_error_names_file_and_line(tmp_path):
     file = tmp_path / "bad.yaml"
     file.write_text(
         "name: bad\ndevices: {a: {}, b: {}}\nnetwork:\n  link:\n    delay: 1ms\n    jitter: 2ms\n"
@@ -261,59 +277,77 @@ def test_refusal_names_file_and_line(tmp_path):
         trials(load(file))
 
 
-def test_cells_take_groups_and_default_to_everybody():
-    (cell,) = expand(
-        network={"cells": [{"devices": ["source", "worker"], "rate": "250kbit"}]}
-    ).cells
+def make_cells(*cells):
+    return make_experiment(network={"cells": list(cells)}).cells
+
+
+def test_cell_accepts_group_name_and_defaults_to_all_devices():
+    (cell,) = make_cells({"devices": ["source", "worker"], "rate": "250kbit"})
     assert cell == Cell(("source", "worker1", "worker2", "worker3"), 250e3)
-    assert expand(network={"cells": [{"rate": "250kbit"}]}).cells == (cell,)
-    two = expand(
-        network={"cells": [{"devices": ["source", "worker1"], "rate": "1mbit"}] * 1}
-    ).cells
-    assert cell_of(("source", "worker1"), two) == two[0]
-    assert cell_of(("source", "worker2"), two) is None
+    assert make_cells({"rate": "250kbit"}) == (cell,)
 
 
-def test_access_and_slowdown_of_a_device():
-    devices = {
-        "a": {
-            "uplink": "5mbit",
-            "downlink": "20mbit",
-            "slowdown": 4,
-            "speed": "1gflops",
-        }
+def test_pair_belongs_to_cell_of_both_devices():
+    cells = make_cells({"devices": ["source", "worker1"], "rate": "1mbit"})
+    assert cell_of(("source", "worker1"), cells) == cells[0]
+    assert cell_of(("source", "worker2"), cells) is None
+
+
+def test_device_has_access_rates_and_slowdown():
+    keys = {
+        "uplink": "5mbit",
+        "downlink": "20mbit",
+        "slowdown": 4,
+        "speed": "1gflops",
     }
-    (device,) = expand(devices=devices).devices
-    assert (device.uplink, device.downlink, device.slowdown, device.speed) == (
-        5e6,
-        20e6,
-        4,
-        1e9,
-    )
-    assert "devices.a.uplink: 1000bit is below" in refusal(
-        devices={"a": {"uplink": "1kbit"}}
-    )
-    assert "devices.a.slowdown: the host's own speed is not known" in refusal(
-        devices={"a": {"slowdown": 4}}
-    )
-    with pytest.raises(
-        InputError, match=r"devices\.a\.slowdown: '0\.5' must be at least 1"
-    ):
-        expand(devices={"a": {"slowdown": 0.5, "speed": "1gflops"}})
+    (device,) = make_experiment(devices={"a": keys}).devices
+    assert (device.uplink, device.downlink) == (5e6, 20e6)
+    assert (device.slowdown, device.speed) == (4, 1e9)
 
 
-def test_plans_reckon_with_the_least_rate_on_the_way():
-    devices = {"a": {"uplink": "5mbit"}, "b": {"downlink": "2mbit"}, "c": {}, "d": {}}
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"uplink": "1kbit"}, "devices.a.uplink: 1000bit is below"),
+        (
+            {"slowdown": 4},
+            "devices.a.slowdown: the host's own speed is not known",
+        ),
+        (
+            {"slowdown": 0.5, "speed": "1gflops"},
+            "devices.a.slowdown: '0.5' must be at least 1",
+        ),
+    ],
+)
+def test_invalid_access_or_slowdown_is_refused(keys, message):
+    assert message in error_text(devices={"a": keys})
+
+
+ACCESS_DEVICES = {
+    "a": {"uplink": "5mbit"},
+    "b": {"downlink": "2mbit"},
+    "c": {},
+    "d": {},
+}
+
+
+def test_bounded_link_has_minimum_of_link_access_and_cell_rates():
     cells = [{"devices": ["c", "d"], "rate": "250kbit"}]
-    experiment = expand(
-        devices=devices,
+    experiment = make_experiment(
+        devices=ACCESS_DEVICES,
         network={"link": {"rate": "10mbit", "delay": "1ms"}, "cells": cells},
     )
     rates = {pair: link.rate for pair, link in experiment.bounded_links().items()}
     assert rates["a", "b"] == 2e6
     assert rates["a", "c"] == 5e6
+    # An uplink does not limit the opposite direction.
     assert rates["b", "a"] == rates["c", "a"] == 10e6
     assert rates["c", "d"] == rates["d", "c"] == 250e3
-    assert expand().bounded_links() == expand().links
-    unlimited = expand(devices=devices).bounded_links()
-    assert (unlimited["c", "d"].rate, unlimited["c", "b"].rate) == (None, 2e6)
+
+
+def test_bounded_link_is_unlimited_without_any_rate():
+    experiment = make_experiment()
+    assert experiment.bounded_links() == experiment.links
+    bounded = make_experiment(devices=ACCESS_DEVICES).bounded_links()
+    assert bounded["c", "d"].rate is None
+    assert bounded["c", "b"].rate == 2e6
