@@ -62,7 +62,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """
     if pyfuncitem.get_closest_marker("timed") is None:
         return None
-    from tests.helpers.hostload import await_quiet, disturbance, watched
+    from tests.helpers.hostload import (
+        describe_disturbance,
+        run_monitored,
+        wait_until_quiet,
+    )
 
     arguments = {
         name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames
@@ -74,17 +78,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     )
     for _ in range(ATTEMPTS):
         began = time.monotonic()
-        failure, seen = watched(lambda: pyfuncitem.obj(**arguments))
+        failure, seen = run_monitored(lambda: pyfuncitem.obj(**arguments))
         if failure is None:
             return True
-        found = disturbance(seen)
+        found = describe_disturbance(seen)
         failed += found is None
         left = until - time.monotonic() - 2 * (time.monotonic() - began) - 5.0
         if failed == 2 or (failed and left < 0):
             raise failure
         if left < 0:
             break
-        await_quiet(min(AWAITED, left))
+        wait_until_quiet(min(AWAITED, left))
     pytest.skip(f"{NOT_MEASURED}: {found}")
 
 

@@ -18,7 +18,7 @@ from generation.clocks import (
     run_point,
 )
 from tests.helpers.commands import run_command
-from tests.helpers.counts import lost_in_containers
+from tests.helpers.message_counts import lost_in_containers
 
 # A run starts and measures containers for up to a minute on a busy host.
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
@@ -77,4 +77,4 @@ def test_tokens_and_messages_are_those_of_the_virtual_clock(
         assert containers.metrics["recoveries"] == 1
     else:
         assert list(both.different_messages()) == []
-        assert lost_in_containers(containers.outcome, apart_from=UNCOMPARED) == []
+        assert lost_in_containers(containers.outcome, excluded=UNCOMPARED) == []

@@ -23,7 +23,7 @@ from testbed_agent.receiving import DataServer
 from testbed_agent.runner import Runner
 from testbed_agent.settings import Settings
 from tests.helpers.agent_programs import Scripted
-from tests.helpers.agents import RUN_TOKEN, LoopbackDevice, deployment
+from tests.helpers.agents import RUN_TOKEN, LoopbackDevice, make_deployment
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runner]:
 def deployed(runner: Runner, do: str, **options: Any) -> Runner:
     """Hand out one of the scripted programs to a device that has a peer, which is not there."""
     devices = [LoopbackDevice("a", 0), LoopbackDevice("b", 1)]
-    runner.deploy(bytearray(deployment(devices[0], devices, do, **options)))
+    runner.deploy(bytearray(make_deployment(devices[0], devices, do, **options)))
     return runner
 
 
@@ -100,13 +100,13 @@ def test_no_collection_of_garbage_looks_through_torch(
     monkeypatch.setattr(Scripted, "needs_torch", True)
     learning.import_torch.cache_clear()
     before = gc.get_freeze_count()
-    deployed(made, "nothing")
+    deployed(made, "log_name")
     assert gc.get_freeze_count() > before
 
 
 def test_a_program_runs_once_and_after_another_deployment_again(made: Runner) -> None:
     for _ in range(2):
-        deployed(made, "nothing")
+        deployed(made, "log_name")
         assert made.state == "ready"
         made.start(time.monotonic())
         assert (ended(made).state, made.error) == ("finished", None)
@@ -124,17 +124,17 @@ def test_nothing_happens_after_the_end_of_a_program(made: Runner) -> None:
     assert events[-1]["time"] == max(event["time"] for event in events)
 
 
-@pytest.mark.parametrize("do", ["fail", "exits"])
+@pytest.mark.parametrize("do", ["fail", "exit_process"])
 def test_failure_is_kept_until_the_next_deployment(made: Runner, do: str) -> None:
     deployed(made, do).start(time.monotonic())
     assert ended(made).state == "failed"
     assert made.error is not None
     assert "Traceback" in made.error
-    deployed(made, "nothing").start(time.monotonic())
+    deployed(made, "log_name").start(time.monotonic())
     assert (ended(made).state, made.error) == ("finished", None)
 
 
-@pytest.mark.parametrize(("do", "level"), [("fail", "ERROR"), ("nothing", "INFO")])
+@pytest.mark.parametrize(("do", "level"), [("fail", "ERROR"), ("log_name", "INFO")])
 def test_the_end_of_a_program_is_logged_with_the_traceback_of_its_failure(
     made: Runner, do: str, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,8 +152,8 @@ def test_the_end_of_a_program_is_logged_with_the_traceback_of_its_failure(
 def test_waiting_program_is_stopped_and_blocks_deployments(
     made: Runner,
 ) -> None:
-    deployed(made, "endless").start(time.monotonic())
-    assert refusal(deployed, made, "nothing") == (
+    deployed(made, "log_forever").start(time.monotonic())
+    assert refusal(deployed, made, "log_name") == (
         409,
         "cannot deploy while a program is running: stop the program first",
     )
@@ -162,7 +162,7 @@ def test_waiting_program_is_stopped_and_blocks_deployments(
 
 
 def test_a_program_is_stopped_before_it_begins(made: Runner) -> None:
-    deployed(made, "nothing").start(time.monotonic() + 30)
+    deployed(made, "log_name").start(time.monotonic() + 30)
     made.stop()
     assert made.state == "stopped"
 
@@ -171,7 +171,7 @@ def test_program_that_fills_its_disk_is_cancelled_with_the_reason(
     made: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runners, "DISK_SECONDS", 0.1)
-    deployed(made, "hoard", size=2 << 20).start(time.monotonic())
+    deployed(made, "fill_disk", size=2 << 20).start(time.monotonic())
     assert ended(made).state == "failed"
     assert (
         made.error == f"{made.settings.disk} of a holds 2MiB, above its quota of 1MiB"
@@ -195,7 +195,7 @@ def test_program_that_fills_its_disk_is_cancelled_with_the_reason(
     ],
 )
 def test_invalid_losses_are_refused(made: Runner, body: bytes, complaint: str) -> None:
-    status, text = refusal(deployed(made, "nothing").set_links, bytearray(body))
+    status, text = refusal(deployed(made, "log_name").set_links, bytearray(body))
     assert status == 400
     assert complaint in text
 
@@ -204,7 +204,7 @@ def test_messages_are_taken_while_a_program_runs_and_after_it_ended_well(
     made: Runner,
 ) -> None:
     data = made._data
-    deployed(made, "nothing")
+    deployed(made, "log_name")
     assert data.inbox is None
     made.start(time.monotonic())
     ended(made)

@@ -188,7 +188,7 @@ def read_on_a_device(packages: Path, folder: Path, scenario: str, facts: str) ->
         "from testbed.prepare import prepare\n"
         "from testbed.scenario.expand import trials\n"
         "from testbed.scenario.loading import load\n"
-        "from tests.helpers.deployed import deployment_bodies\n"
+        "from tests.helpers.deployments import deployment_bodies\n"
         "body = next(iter(deployment_bodies(prepare(trials(load('extended.yaml'))[0])).values()))\n"
         "Path('body').write_bytes(body)\n"
     )

@@ -75,7 +75,7 @@ class Architecture:
         return module
 
 
-def add_tied(model: Model, parts: Sequence[nn.Module]) -> None:
+def sum_tied_gradients(model: Model, parts: Sequence[nn.Module]) -> None:
     """Give all copies of a tied weight the sum of their gradients, as the stages of a pipeline do."""
     for tied in model.tied:
         named = [dict(part.named_parameters()) for part in parts]
@@ -89,7 +89,9 @@ def add_tied(model: Model, parts: Sequence[nn.Module]) -> None:
             copy.grad = total.clone()
 
 
-def check(each: Architecture, model: Model, cuts: Sequence[int]) -> None:
+def assert_parts_equal_whole(
+    each: Architecture, model: Model, cuts: Sequence[int]
+) -> None:
     """Hold a model in parts against the undivided network: forward, gradients, an update and all state.
 
     Raises AssertionError where they differ by more than rounding.
@@ -120,7 +122,7 @@ def check(each: Architecture, model: Model, cuts: Sequence[int]) -> None:
     nn.functional.cross_entropy(left[-1], labels).backward()
     for at in range(len(parts) - 2, -1, -1):
         left[at].backward(entered[at + 1].grad)
-    add_tied(model, parts)
+    sum_tied_gradients(model, parts)
     found: dict[str, torch.Tensor] = {}
     for part in parts:
         if own := list(part.parameters()):
@@ -151,7 +153,7 @@ def check(each: Architecture, model: Model, cuts: Sequence[int]) -> None:
     assert torch.allclose(crossing, evaluated, atol=1e-4), "in evaluation"
 
 
-def places(units: int) -> list[list[int]]:
+def cut_positions(units: int) -> list[list[int]]:
     """Return where to cut: nowhere, in the middle, everywhere."""
     return [
         [0, units],
@@ -185,7 +187,7 @@ _DEPTHS = {
 }
 
 
-def plain() -> list[Architecture]:
+def torch_architectures() -> list[Architecture]:
     """Return those of plain torch."""
     text = inspect.getsource(networks)
     names = [
@@ -233,7 +235,7 @@ _OPERATIONS = (
 )  # fmt: skip
 
 
-def has_vision() -> bool:
+def has_torchvision() -> bool:
     """Say whether torchvision can be imported, and let it be where it was built for another build of torch.
 
     Its compiled operations are then missing, which networks that classify do not use.
@@ -258,7 +260,7 @@ def has_vision() -> bool:
 _KEPT: list[Any] = []
 
 
-def vision() -> list[Architecture]:
+def torchvision_architectures() -> list[Architecture]:
     """Return those of torchvision."""
     return [
         Architecture(
@@ -401,7 +403,7 @@ class Build(nn.Module):
 """
 
 
-def language(layers: int = 12) -> list[Architecture]:
+def transformers_architectures(layers: int = 12) -> list[Architecture]:
     """Return those of transformers' configurations, tiny, with so many layers each."""
     found = []
     for name, (family, depth, options) in _MODELS.items():
@@ -440,7 +442,11 @@ def main(names: Sequence[str]) -> int:
     import warnings
 
     warnings.filterwarnings("ignore")
-    everything = [*plain(), *(vision() if has_vision() else []), *language()]
+    everything = [
+        *torch_architectures(),
+        *(torchvision_architectures() if has_torchvision() else []),
+        *transformers_architectures(),
+    ]
     wanted = [each for each in everything if not names or each.name in names]
     cut, whole, failed = [], [], []
     for each in wanted:
@@ -449,8 +455,8 @@ def main(names: Sequence[str]) -> int:
             model = each.model()
             took = time.perf_counter() - began
             units = len(model.units)
-            for cuts in places(units):
-                check(each, model, cuts)
+            for cuts in cut_positions(units):
+                assert_parts_equal_whole(each, model, cuts)
             (cut if units > 1 and units >= each.layers else whole).append(each.name)
             print(f"{each.name:20} {units:3} units, traced in {took:.1f} s", flush=True)
         except (InputError, AssertionError) as error:

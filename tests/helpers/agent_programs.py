@@ -1,6 +1,6 @@
 """Starts an agent that knows the programs the tests of agents run: `python agent_programs.py`.
 
-They use every call of `testbed.device`; a test names one in its deployment's scenario as the method's ``do``.
+They use every call of `testbed.device`; a test names one in its deployment's scenario as the method's ``program``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from testbed.wire.message import Message
 class Instructions(Options):
     """What the two devices do."""
 
-    do: str = "nothing"
+    program: str = "log_name"
     count: int = 1
     size: int = 0
 
@@ -43,10 +43,10 @@ class Scripted(Method):
     async def program(self, device: Device, context: ProgramContext) -> None:
         options = context.problem.options
         assert isinstance(options, Instructions)
-        await PROGRAMS[options.do](device, context, options)
+        await PROGRAMS[options.program](device, context, options)
 
 
-async def nothing(
+async def log_name(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
     device.record("log", text=device.name)
@@ -166,7 +166,9 @@ async def cast(device: Device, context: ProgramContext, options: Instructions) -
         device.record("log", text=message.kind)
 
 
-async def hoard(device: Device, context: ProgramContext, options: Instructions) -> None:
+async def fill_disk(
+    device: Device, context: ProgramContext, options: Instructions
+) -> None:
     """Fill the disk with ``size`` bytes, and wait."""
     Path(os.environ["TESTBED_DISK"], "hoard").write_bytes(bytes(options.size))
     await device.sleep(60)
@@ -208,12 +210,14 @@ async def fail(device: Device, context: ProgramContext, options: Instructions) -
     raise RuntimeError("this program is broken")
 
 
-async def exits(device: Device, context: ProgramContext, options: Instructions) -> None:
+async def exit_process(
+    device: Device, context: ProgramContext, options: Instructions
+) -> None:
     """Would end the process, as a script does."""
     sys.exit("enough")
 
 
-async def endless(
+async def log_forever(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
     number = 0
@@ -248,8 +252,8 @@ async def expose(
 PROGRAMS: Mapping[str, Any] = {
     program.__name__: program
     for program in (
-        nothing, ping, stream, slow_reader, withdraw, persist, cast, compute, compute_last, hoard, fail, exits, endless,
-        expose,
+        log_name, ping, stream, slow_reader, withdraw, persist, cast, compute, compute_last, fill_disk, fail,
+        exit_process, log_forever, expose,
     )
 }  # fmt: skip
 

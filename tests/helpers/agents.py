@@ -80,17 +80,17 @@ class LoopbackDevice:
             self.process = None
 
 
-def deployment(
+def make_deployment(
     device: LoopbackDevice,
     devices: list[LoopbackDevice],
-    do: str,
+    program: str,
     memory: float = 1e9,
     **options: Any,
 ) -> bytes:
     """Return what makes a device run one of the scripted programs among the others."""
     workload = {
         "model": {"name": "mlp"},
-        "method": {"name": "scripted", "do": do, **options},
+        "method": {"name": "scripted", "program": program, **options},
         "steps": 1,
     }
     names = [each.name for each in devices]
@@ -113,6 +113,6 @@ def deployment(
     ).of(device.name)
 
 
-def with_values(body: bytes, **changes: Any) -> bytes:
+def replace_fields(body: bytes, **changes: Any) -> bytes:
     """Return a deployment with other values."""
     return json.dumps(json.loads(body) | changes).encode()

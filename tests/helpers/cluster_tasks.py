@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 
-def deadly(
+def kill_second_worker(
     counts: str, _files: object, _argv: list[str], _version: str, place: str, *_: object
 ) -> dict[str, bytes]:
     """End the worker of the second trial."""
@@ -18,7 +18,7 @@ def deadly(
     return {"figure": b"1"}
 
 
-def deadly_twice(
+def kill_workers_twice(
     counts: str, _files: object, _argv: list[str], _version: str, place: str, *_: object
 ) -> dict[str, bytes]:
     """End the workers of the first two trials, twice each."""
@@ -31,7 +31,7 @@ def deadly_twice(
     return {"figure": b"1"}
 
 
-def naming_its_folder(
+def return_folder_path(
     _counts: str,
     _files: object,
     _argv: list[str],
@@ -43,7 +43,7 @@ def naming_its_folder(
     return {"place": place.encode()}
 
 
-def endless(begun: str, *_: object) -> dict[str, bytes]:
+def touch_and_sleep(begun: str, *_: object) -> dict[str, bytes]:
     """Create a file to report the beginning, and continue for long."""
     Path(begun).touch()
     time.sleep(300)

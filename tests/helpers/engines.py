@@ -22,7 +22,7 @@ from pathlib import Path
 
 from testbed_controller.lab.engine import connect
 from testbed_controller.lab.images import ensure_images
-from tests.helpers.layers import share, unshared
+from tests.helpers.image_layers import share_images, unshareable_reason
 
 BRIDGE = "tb-engines"
 NETWORK = "10.78.0"
@@ -44,7 +44,7 @@ exec /usr/bin/ssh -i {keys}/id -oStrictHostKeyChecking=no -oUserKnownHostsFile=/
 """
 
 
-def missing() -> str:
+def unavailable_reason() -> str:
     """Return why there can be none here, or an empty text."""
     if os.geteuid() != 0:
         return "engines in namespaces of their own need root"
@@ -65,28 +65,28 @@ def missing() -> str:
     probe = "ip link add tb-try type vxlan id 7 dstport 4790 && ip link del tb-try"
     if subprocess.run(["sh", "-c", probe], capture_output=True).returncode:
         return "this kernel has no vxlan, of which overlay networks are made"
-    if not os.environ.get("TESTBED_ENGINES") and (why := unshared(connect())):
+    if not os.environ.get("TESTBED_ENGINES") and (why := unshareable_reason(connect())):
         return f"{why}, so that bringing them to engines takes minutes: set TESTBED_ENGINES=1"
     return ""
 
 
-def run(*command: str) -> str:
+def run_checked(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout
 
 
-def lose(number: int) -> None:
+def disconnect_host(number: int) -> None:
     """Cut a host off from the others and from here; its engine and its containers go on."""
-    run("ip", "link", "set", f"tb-h{number}-o", "down")
+    run_checked("ip", "link", "set", f"tb-h{number}-o", "down")
 
 
-def heal(number: int) -> None:
-    run("ip", "link", "set", f"tb-h{number}-o", "up")
+def reconnect_host(number: int) -> None:
+    run_checked("ip", "link", "set", f"tb-h{number}-o", "up")
 
 
 @contextlib.contextmanager
-def engines(folder: Path, count: int) -> Iterator[list[str]]:
+def start_engines(folder: Path, count: int) -> Iterator[list[str]]:
     """Have engines h1, h2, ... in one swarm that h1 manages; yields their names, which are those of docker contexts.
 
     The contexts are in ``folder / "docker"``, for ``DOCKER_CONFIG``; an ``ssh`` that reaches root on each host is in
@@ -108,12 +108,14 @@ def engines(folder: Path, count: int) -> Iterator[list[str]]:
         names = ",".join(f"IP:{NETWORK}.1{number}" for number in range(1, count + 1))
         made = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=engines"]
         files = ["-keyout", str(keys / "key.pem"), "-out", str(keys / "cert.pem")]
-        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / "id"))
+        run_checked(
+            "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / "id")
+        )
         ssh = folder / "bin/ssh"
         ssh.parent.mkdir()
         ssh.write_text(_SSH.format(keys=keys))
         ssh.chmod(0o755)
-        run(
+        run_checked(
             "openssl",
             "req",
             "-x509",
@@ -122,24 +124,34 @@ def engines(folder: Path, count: int) -> Iterator[list[str]]:
             f"subjectAltName={names}",
             *files,
         )
-        run("ip", "link", "add", BRIDGE, "type", "bridge")
-        stack.callback(run, "ip", "link", "del", BRIDGE)
-        run("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
-        run("ip", "link", "set", BRIDGE, "up")
+        run_checked("ip", "link", "add", BRIDGE, "type", "bridge")
+        stack.callback(run_checked, "ip", "link", "del", BRIDGE)
+        run_checked("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
+        run_checked("ip", "link", "set", BRIDGE, "up")
         for side in (
             "-i",
             "-o",
         ):  # with br_netfilter the engine of this machine forbids what passes other bridges
-            run("iptables", "-w", "-I", "FORWARD", side, BRIDGE, "-j", "ACCEPT")
+            run_checked("iptables", "-w", "-I", "FORWARD", side, BRIDGE, "-j", "ACCEPT")
             stack.callback(
-                run, "iptables", "-w", "-D", "FORWARD", side, BRIDGE, "-j", "ACCEPT"
+                run_checked,
+                "iptables",
+                "-w",
+                "-D",
+                "FORWARD",
+                side,
+                BRIDGE,
+                "-j",
+                "ACCEPT",
             )
         for number, (host, place) in enumerate(hosts.items(), 1):
             (place / "cgroup").mkdir(parents=True)
-            layers = share(client, [images.device, images.shaper], place / "data")
-            run("ip", "netns", "add", host)
-            stack.callback(run, "ip", "netns", "del", host)
-            run(
+            layers = share_images(
+                client, [images.device, images.shaper], place / "data"
+            )
+            run_checked("ip", "netns", "add", host)
+            stack.callback(run_checked, "ip", "netns", "del", host)
+            run_checked(
                 "ip",
                 "link",
                 "add",
@@ -153,10 +165,10 @@ def engines(folder: Path, count: int) -> Iterator[list[str]]:
                 host,
             )
             stack.callback(
-                run, "ip", "link", "del", f"{host}-o"
+                run_checked, "ip", "link", "del", f"{host}-o"
             )  # the kernel would do it a while after the other end
-            run("ip", "link", "set", f"{host}-o", "master", BRIDGE, "up")
-            run(
+            run_checked("ip", "link", "set", f"{host}-o", "master", BRIDGE, "up")
+            run_checked(
                 "ip",
                 "-n",
                 host,
@@ -166,10 +178,12 @@ def engines(folder: Path, count: int) -> Iterator[list[str]]:
                 "dev",
                 "eth0",
             )
-            run("ip", "-n", host, "link", "set", "eth0", "up")
-            run("ip", "-n", host, "link", "set", "lo", "up")
+            run_checked("ip", "-n", host, "link", "set", "eth0", "up")
+            run_checked("ip", "-n", host, "link", "set", "lo", "up")
             # The engine wants a way out, wherever that leads.
-            run("ip", "-n", host, "route", "add", "default", "via", f"{NETWORK}.1")
+            run_checked(
+                "ip", "-n", host, "route", "add", "default", "via", f"{NETWORK}.1"
+            )
             start = place / "start"
             settings = {
                 "host": host,
@@ -201,12 +215,14 @@ def engines(folder: Path, count: int) -> Iterator[list[str]]:
         for place in hosts.values():
             _await(place)
         first, *others = (f"unix://{place}/sock" for place in hosts.values())
-        run("docker", "-H", first, "swarm", "init", "--advertise-addr", f"{NETWORK}.11")
-        token = run(
+        run_checked(
+            "docker", "-H", first, "swarm", "init", "--advertise-addr", f"{NETWORK}.11"
+        )
+        token = run_checked(
             "docker", "-H", first, "swarm", "join-token", "-q", "worker"
         ).strip()
         for url in others:
-            run(
+            run_checked(
                 "docker",
                 "-H",
                 url,
@@ -219,7 +235,7 @@ def engines(folder: Path, count: int) -> Iterator[list[str]]:
         certificates = f"ca={keys}/cert.pem,cert={keys}/cert.pem,key={keys}/key.pem"
         for number, place in enumerate(hosts.values(), 1):
             at = f"host=tcp://{NETWORK}.1{number}:{PORT},{certificates}"
-            run(
+            run_checked(
                 "docker",
                 "--config",
                 str(folder / "docker"),
@@ -268,12 +284,12 @@ def _end(place: Path, engine: subprocess.Popen[bytes]) -> None:
 def main() -> int:
     count, *command = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if why := missing():
+    if why := unavailable_reason():
         print(why, file=sys.stderr)
         return 3
     with (
         tempfile.TemporaryDirectory(prefix="engines-") as name,
-        engines(Path(name), int(count)),
+        start_engines(Path(name), int(count)),
     ):
         own = {
             "DOCKER_CONFIG": f"{name}/docker",

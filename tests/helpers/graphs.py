@@ -24,13 +24,15 @@ def fully_connected(name: str, sizes: Sequence[int], bias: bool = True) -> Graph
     return Graph(
         name,
         tuple(
-            dense(index, *sizes[index : index + 2], bias)
+            dense_layer(index, *sizes[index : index + 2], bias)
             for index in range(len(sizes) - 1)
         ),
     )
 
 
-def dense(index: int, entering: int, leaving: int, bias: bool = True) -> GraphLayer:
+def dense_layer(
+    index: int, entering: int, leaving: int, bias: bool = True
+) -> GraphLayer:
     return GraphLayer(
         f"fc{index + 1}", (Linear(leaving, bias),), (entering,), (index - 1,)
     )
@@ -40,7 +42,7 @@ FOUR_LAYERS = fully_connected("four layers", (4, 8, 16, 4, 4), bias=False)
 """The worked example of Stahl et al., Fig. 1."""
 
 
-def convolution(
+def convolution_layer(
     name: str, shape: Shape, channels: int, kernel: int, source: int, stride: int = 1
 ) -> GraphLayer:
     return GraphLayer(
@@ -51,7 +53,7 @@ def convolution(
     )
 
 
-def pooling(name: str, shape: Shape, source: int) -> GraphLayer:
+def pooling_layer(name: str, shape: Shape, source: int) -> GraphLayer:
     return GraphLayer(name, (MaxPool2d(),), shape, (source,))
 
 
@@ -80,7 +82,7 @@ def yolov2(size: int = 608) -> Graph:
     shape: Shape = (3, size, size)
     for index, step in enumerate(steps):
         if step == "pool":
-            found.append(pooling(f"max{index}", shape, index - 1))
+            found.append(pooling_layer(f"max{index}", shape, index - 1))
         elif step == "route":
             found.append(GraphLayer(f"route{index}", (), found[16].output, (16,)))
         elif step == "reorg":
@@ -92,13 +94,13 @@ def yolov2(size: int = 608) -> Graph:
             found.append(GraphLayer(f"route{index}", (), joined, (27, 24)))
         else:
             assert isinstance(step, tuple)
-            found.append(convolution(f"conv{index}", shape, *step, index - 1))
+            found.append(convolution_layer(f"conv{index}", shape, *step, index - 1))
         shape = found[-1].output
     return Graph("yolov2", tuple(found))
 
 
 @dataclass(frozen=True)
-class Halve(Layer):
+class HalvingLayer(Layer):
     """As many values as are left when each ``by`` of them become one: something that cannot be divided."""
 
     by: int = 2
@@ -112,15 +114,17 @@ class Halve(Layer):
 
 
 @st.composite
-def chains(draw: st.DrawFn, most: int = 8) -> Graph:
+def random_chains(draw: st.DrawFn, most: int = 8) -> Graph:
     """Layers in a row, fully connected in their sizes, with pooling here and there that halves what passes."""
     found: list[GraphLayer] = []
     entering = draw(st.integers(1, 40))
     for index in range(draw(st.integers(1, most))):
         if found and entering % 2 == 0 and draw(st.integers(0, 4)) == 0:
-            found.append(GraphLayer(f"p{index}", (Halve(),), (entering,), (index - 1,)))
+            found.append(
+                GraphLayer(f"p{index}", (HalvingLayer(),), (entering,), (index - 1,))
+            )
         else:
-            found.append(dense(index, entering, draw(st.integers(1, 40))))
+            found.append(dense_layer(index, entering, draw(st.integers(1, 40))))
         entering = found[-1].outputs
     return Graph("chain", tuple(found))
 

@@ -21,19 +21,19 @@ _best = float("inf")
 
 def load_by_others(seconds: float = 1.0) -> float:
     """Return the share of the processors that is busy now, with nothing of ours at work."""
-    return float(watched(lambda: time.sleep(seconds))[1]["host_load"])
+    return float(run_monitored(lambda: time.sleep(seconds))[1]["host_load"])
 
 
-def await_quiet(seconds: float) -> bool:
+def wait_until_quiet(seconds: float) -> bool:
     """Wait until others leave the host alone; say whether they did within this many seconds."""
     deadline = time.monotonic() + seconds
-    while disturbance({}) is not None:
+    while describe_disturbance({}) is not None:
         if time.monotonic() > deadline:
             return False
     return True
 
 
-def disturbance(seen: dict[str, float]) -> str | None:
+def describe_disturbance(seen: dict[str, float]) -> str | None:
     """Say what keeps this host from measuring time, or did while ``seen`` was (by a `HostMonitor`); None if nothing."""
     if seen.get("host_stolen", 0.0) > STOLEN:
         return "a hypervisor kept the processors for others"
@@ -57,7 +57,7 @@ def _slowdown() -> float:
     return median(taken) / _best
 
 
-def watched(
+def run_monitored(
     work: Callable[[], object],
 ) -> tuple[AssertionError | None, dict[str, float]]:
     """Do some work; return the assertion that it failed with, if any, and what became of the host meanwhile."""

@@ -21,7 +21,7 @@ from testbed.simulation import simulate
 from testbed.trace.outcome import Outcome
 from testbed_stahl.dataflow import Dataflow
 from testbed_stahl.planner import flow_of
-from tests.helpers.runs import scenario
+from tests.helpers.runs import make_scenario
 
 FC = {"name": "mlp", "hidden": [8, 16, 4]}
 CNN = {"name": "cnn", "channels": [5, 7, 6], "hidden": [11, 9]}
@@ -42,12 +42,12 @@ class Inference:
     weights: Mapping[str, torch.Tensor]
 
 
-def distributed(
+def distributed_scenario(
     workers: int = 2, method: Mapping = {}, workload: Mapping = {}, **keys
 ) -> Scenario:
     """Return the scenario of two requests to a small fully connected network."""
     work = {"task": "infer", "model": FC, "requests": 2, "batch_size": 2, **workload}
-    return scenario(
+    return make_scenario(
         workers,
         workload=work,
         method={"name": "distributed", "tiled_layers": 0, **method},
@@ -55,7 +55,7 @@ def distributed(
     )
 
 
-def infer(
+def run_inference(
     spec: Scenario,
     model: Model | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
@@ -78,7 +78,7 @@ def infer(
             spec.seed,
             model=model,
         )
-        data = noise(model, workload.requests * workload.batch_size)
+        data = random_dataset(model, workload.requests * workload.batch_size)
     plan = method.plan(problem)
     outputs: dict[int, torch.Tensor] = {}
     add = Answers.add
@@ -116,7 +116,7 @@ def infer(
     )
 
 
-def noise(model: Model, samples: int) -> Dataset:
+def random_dataset(model: Model, samples: int) -> Dataset:
     """Return random images and labels for a model."""
     images = (
         np.random.default_rng(1)

@@ -61,7 +61,7 @@ class _Program:
         return [float(value) for value in solution.x]
 
 
-def least_communication(
+def optimal_schemes(
     graph: Graph,
     workers: WorkerTotals,
     reuse: Reuse = "with-reuse",

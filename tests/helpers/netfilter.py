@@ -18,7 +18,7 @@ PAYLOAD = 10
 OVER_IP = struct.Struct(">BBHHHBBH4s4s")
 
 
-def datagram(source: str, target: str, size: int) -> bytes:
+def make_datagram(source: str, target: str, size: int) -> bytes:
     """Return an IP packet of this many bytes."""
     addresses = socket.inet_aton(source), socket.inet_aton(target)
     return OVER_IP.pack(0x45, 0, size, 0, 0, 64, 17, 0, *addresses) + bytes(
@@ -38,11 +38,11 @@ class Verdict(NamedTuple):
     """What the packet is to be instead; empty where it stays what it is."""
 
 
-class Queue:
+class FakeQueue:
     """Stands for the kernel: agrees to every configuration, and writes down verdicts."""
 
     def __init__(self) -> None:
-        self._own, self.opened = socket.socketpair(
+        self._own, self.socket = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_SEQPACKET
         )
         self.verdicts: list[Verdict] = []
@@ -58,7 +58,7 @@ class Queue:
             struct.pack("=IHHII", HEADER + len(body), nfqueue.PACKET, 0, 0, 0) + body
         )
 
-    def decided(self, count: int) -> list[Verdict]:
+    def wait_for_verdicts(self, count: int) -> list[Verdict]:
         """Return the verdicts, once there are so many."""
         until = time.monotonic() + 10
         while len(self.verdicts) < count:
@@ -103,7 +103,7 @@ def _verdict(now: float, kind: int, message: bytes) -> Verdict:
     )
 
 
-class Server:
+class LoopServer:
     """The server's end of one of the shaper's processes, whose loop runs in a thread here."""
 
     def __init__(self, loop: Callable[[socket.socket], Any]) -> None:

@@ -34,7 +34,7 @@ class Owners(Method):
         )
         tests = 0 if given is None else len(given.test_labels)
         device.record(
-            "given",
+            "owned_data",
             labels=labels,
             pixels=pixels,
             tests=tests,

@@ -18,7 +18,7 @@ class RecordingAgent:
         self.factors: list[float] = []
         self.losses: list[Mapping[str, float]] = []
         self.slowness: list[Mapping[str, float]] = []
-        self.gone = False
+        self.unreachable = False
         self.leaving = False
 
     def health(self) -> dict[str, Any]:
@@ -28,7 +28,7 @@ class RecordingAgent:
         self.leaving = True
 
     def set_speed(self, factor: float) -> None:
-        if self.gone:
+        if self.unreachable:
             raise AgentGone("paused")
         self.factors.append(factor)
 
@@ -66,14 +66,14 @@ class RecordingLab:
         self.shaped: dict[Pair, Link] = dict(self.experiment.links)
         self.shaper = self
         self.booted_with: dict[Pair, Link] = {}
-        self.refuses = False
-        self.done: list[str] = []
+        self.refuses_links = False
+        self.actions: list[str] = []
 
     def states(self) -> dict[str, str]:
         return {name: each.state for name, each in self.devices.items()}
 
     def set(self, links: Mapping[Pair, Link]) -> None:
-        if self.refuses:
+        if self.refuses_links:
             raise HostError("the rule did not take")
         self.shaped.update(links)
 
@@ -84,11 +84,11 @@ class RecordingLab:
         pass
 
     def kill(self, name: str) -> None:
-        self.done.append(f"kill {name}")
+        self.actions.append(f"kill {name}")
         self.devices[name].state = "exited"
 
     def start(self, name: str) -> None:
-        self.done.append(f"start {name}")
+        self.actions.append(f"start {name}")
         self.devices[name].state = "running"
 
     def admit(self, name: str, links: Mapping[Pair, Link]) -> None:
@@ -96,8 +96,8 @@ class RecordingLab:
 
     def pause(self, name: str) -> None:
         self.devices[name].state = "paused"
-        self.agents[name].gone = True
+        self.agents[name].unreachable = True
 
     def resume(self, name: str) -> None:
         self.devices[name].state = "running"
-        self.agents[name].gone = False
+        self.agents[name].unreachable = False

@@ -11,7 +11,7 @@ SPEED = "10gflops"
 """With which a device holds the token for 100 ms."""
 
 
-def workload(requests: int = 300) -> dict[str, Any]:
+def ring_workload(requests: int = 300) -> dict[str, Any]:
     """Return that of so many rounds."""
     method = {"file": RING, "name": "ring"}
     return {

@@ -29,7 +29,7 @@ WORKLOAD = {
 }
 
 
-def scenario(*args, **keys):
+def make_scenario(*args, **keys):
     """Return a scenario of a source and so many workers, all alike; see `written`."""
     return Scenario.model_validate(scenario_keys(*args, **keys))
 

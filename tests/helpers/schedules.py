@@ -22,7 +22,7 @@ MODEL = {"name": "mlp", "hidden": [24] * 6}
 """Units that can be shared out, so that there is something to adapt."""
 
 
-def during(device, span, batch):
+def at_span_start(device, span, batch):
     return {"device": device, "begins": span, "batch": batch}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 
 @dataclass
-class Setting:
+class RunSetting:
     """What a run is made of."""
 
     groups: list[list[str]]
@@ -29,7 +29,7 @@ class Setting:
 
 
 @dataclass
-class Node:
+class ReferenceDevice:
     """One device."""
 
     weights: dict[int, np.ndarray]
@@ -47,7 +47,7 @@ class Node:
     past: dict = field(default_factory=dict)
 
 
-class EdgePipe:
+class EdgePipeReference:
     """Section V: one pass of a layer a timeslot; what has not come is treated as null."""
 
     def __init__(self, setting, update_condition="all_losses"):
@@ -68,7 +68,7 @@ class EdgePipe:
                     if layer
                 ]
                 rows = {layer: self.neurons(name, layer) for layer in held}
-                self.nodes[name] = Node(
+                self.nodes[name] = ReferenceDevice(
                     {
                         layer: setting.weights[layer - 1][0][rows[layer]].copy()
                         for layer in held
@@ -255,7 +255,7 @@ class EdgePipe:
         return before if layer > 1 else None
 
 
-class VersatileFL(EdgePipe):
+class VersatileFLReference(EdgePipeReference):
     """Section IV: substitution, the forward criterion, saved gradients, dynamic update; neurons stay where they are."""
 
     def __init__(

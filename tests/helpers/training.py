@@ -8,7 +8,7 @@ from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.schema import OptimizerPart, TrainingPart
 
 
-def sgd(**options: Any) -> TrainingConfig:
+def sgd_config(**options: Any) -> TrainingConfig:
     """Return plain descent with these options."""
     return training_config(optimizer=OptimizerPart(**options))
 

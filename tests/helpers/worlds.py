@@ -83,7 +83,7 @@ def first_message_bytes(made: World, message: str) -> float:
     )
 
 
-async def idle(device: Any) -> None:
+async def receive_forever(device: Any) -> None:
     """Take in messages for ever."""
     while True:
         await device.receive()

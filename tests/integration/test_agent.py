@@ -35,8 +35,8 @@ from tests.helpers.agents import (
     RUN_TOKEN,
     TOKEN,
     LoopbackDevice,
-    deployment,
-    with_values,
+    make_deployment,
+    replace_fields,
 )
 from tests.helpers.waiting import wait_for
 
@@ -71,7 +71,7 @@ def run(
         list(
             pool.map(
                 lambda device: device.agent.deploy(
-                    deployment(device, devices, do, **options)
+                    make_deployment(device, devices, do, **options)
                 ),
                 devices,
             )
@@ -190,7 +190,7 @@ def test_a_program_that_fails_says_why(pair: list[LoopbackDevice]) -> None:
 
 def test_a_program_is_stopped(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
-    agent.deploy(deployment(pair[0], pair[:1], "endless"))
+    agent.deploy(make_deployment(pair[0], pair[:1], "log_forever"))
     after = int(agent.metrics()["testbed_events_total"])
     agent.start(time.monotonic())
     stream = agent.events(after)
@@ -204,7 +204,7 @@ def test_a_program_is_stopped(pair: list[LoopbackDevice]) -> None:
 @pytest.mark.timed
 def test_a_program_starts_at_the_origin(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
-    agent.deploy(deployment(pair[0], pair[:1], "nothing"))
+    agent.deploy(make_deployment(pair[0], pair[:1], "log_name"))
     after = int(agent.metrics()["testbed_events_total"])
     origin = time.monotonic() + 0.4
     agent.start(origin)
@@ -221,7 +221,7 @@ def test_a_program_starts_at_the_origin(pair: list[LoopbackDevice]) -> None:
 @pytest.mark.timed
 def test_events_reach_the_reader_at_once(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
-    agent.deploy(deployment(pair[0], pair[:1], "endless"))
+    agent.deploy(make_deployment(pair[0], pair[:1], "log_forever"))
     after = int(agent.metrics()["testbed_events_total"])
     agent.start(time.monotonic())
     late = []
@@ -235,7 +235,7 @@ def test_events_reach_the_reader_at_once(pair: list[LoopbackDevice]) -> None:
 
 
 def test_events_are_read_again_from_any_number(pair: list[LoopbackDevice]) -> None:
-    run(pair[:1], "nothing")
+    run(pair[:1], "log_name")
     agent = pair[0].agent
     everything = list(agent.events())
     assert list(agent.events(len(everything) - 2)) == everything[-2:]
@@ -246,9 +246,9 @@ def test_events_are_read_again_from_any_number(pair: list[LoopbackDevice]) -> No
 
 def test_shard_data_and_weights(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
-    deployed = deployment(pair[0], pair[:1], "expose")
+    deployed = make_deployment(pair[0], pair[:1], "expose")
     agent.deploy(
-        with_values(
+        replace_fields(
             deployed,
             facts={**json.loads(deployed)["facts"], "samples": {"a": 4, "b": 2}},
         )
@@ -313,7 +313,7 @@ def test_a_send_that_is_given_up_while_the_peer_is_off_is_withdrawn(
 ) -> None:
     first, second = pair
     for device in pair:
-        device.agent.deploy(deployment(device, pair, "withdraw"))
+        device.agent.deploy(make_deployment(device, pair, "withdraw"))
     before, after = (
         int(device.agent.metrics()["testbed_events_total"]) for device in pair
     )
@@ -332,7 +332,9 @@ def test_a_message_waits_for_a_program_that_starts_later(
 ) -> None:
     first, second = pair
     for device in pair:
-        device.agent.deploy(deployment(device, pair, "stream", count=3, size=100_000))
+        device.agent.deploy(
+            make_deployment(device, pair, "stream", count=3, size=100_000)
+        )
     after = int(second.agent.metrics()["testbed_events_total"])
     origin = time.monotonic()
     first.agent.start(origin)
@@ -354,7 +356,7 @@ def test_a_full_inbox_holds_senders_back_and_loses_nothing() -> None:
     try:
         for device in devices:
             device.agent.deploy(
-                deployment(device, devices, "slow_reader", count=60, size=100_000)
+                make_deployment(device, devices, "slow_reader", count=60, size=100_000)
             )
             device.agent.start(time.monotonic())
         waiting: dict[str, float] = {}
@@ -382,7 +384,7 @@ def test_a_restarted_receiver_takes_up_where_the_sender_is(
     second.boot()
     origin = time.monotonic()
     for device in pair:
-        device.agent.deploy(deployment(device, pair, "persist", count=20))
+        device.agent.deploy(make_deployment(device, pair, "persist", count=20))
         device.agent.start(origin)
     before: list[int] = []
 
@@ -396,7 +398,7 @@ def test_a_restarted_receiver_takes_up_where_the_sender_is(
     with pytest.raises(AgentGone, match="ended before the program"):
         follow()
     second.boot()
-    second.agent.deploy(deployment(second, pair, "persist", count=20))
+    second.agent.deploy(make_deployment(second, pair, "persist", count=20))
     second.agent.start(origin)
     events = list(second.agent.events())
     after = [event.fields["number"] for event in named(events, "log")]
@@ -421,7 +423,7 @@ def test_a_paused_peer_is_waited_for(pair: list[LoopbackDevice]) -> None:
     origin = time.monotonic()
     after = int(second.agent.metrics()["testbed_events_total"])
     for device in pair:
-        device.agent.deploy(deployment(device, pair, "persist", count=10))
+        device.agent.deploy(make_deployment(device, pair, "persist", count=10))
     for device in pair:
         device.agent.start(origin)
     time.sleep(0.2)
@@ -442,7 +444,7 @@ def test_more_peers_than_threads_are_served_at_once(pair: list[LoopbackDevice]) 
         pair[1],
         *(LoopbackDevice(f"p{number}", 20 + number) for number in range(20)),
     ]
-    pair[1].agent.deploy(deployment(pair[1], peers, "endless"))
+    pair[1].agent.deploy(make_deployment(pair[1], peers, "log_forever"))
     start_and_wait(pair[1])
     with contextlib.ExitStack() as links:
         for number in range(20):
@@ -469,7 +471,7 @@ def test_more_peers_than_threads_are_served_at_once(pair: list[LoopbackDevice]) 
 def test_connections_that_send_no_more_keep_no_peer_waiting(
     pair: list[LoopbackDevice], token: str | None
 ) -> None:
-    run(pair, "nothing")
+    run(pair, "log_name")
     begun = (
         head(
             "POST",
@@ -495,7 +497,7 @@ def test_who_keeps_more_than_its_quota_is_ended(tmp_path: Path) -> None:
     )
     device.boot()
     try:
-        events = run([device], "hoard", size=2 << 20)["a"]
+        events = run([device], "fill_disk", size=2 << 20)["a"]
         assert named(events, "state")[-1].fields["state"] == "failed"
         assert (
             f"{tmp_path} of a holds 2MiB, above its quota of 1MiB"
@@ -510,7 +512,7 @@ def test_a_message_too_large_for_any_device_is_refused_where_it_is_sent() -> Non
     device.boot()
     try:
         device.agent.deploy(
-            deployment(
+            make_deployment(
                 device,
                 [device, LoopbackDevice("b", 8)],
                 "stream",
@@ -547,7 +549,7 @@ def test_a_message_too_large_for_any_device_is_refused_where_it_is_sent() -> Non
 def test_links_that_cannot_be(
     pair: list[LoopbackDevice], body: bytes, complaint: str
 ) -> None:
-    pair[1].agent.deploy(deployment(pair[1], pair, "nothing"))
+    pair[1].agent.deploy(make_deployment(pair[1], pair, "log_name"))
     refused = ask(pair[1], "PUT", "/links", data=body)
     assert refused.status_code == 400
     assert complaint in refused.json()["error"]
@@ -668,14 +670,14 @@ def test_deployments_that_do_not_fit(
         pair[0],
         "PUT",
         "/deployment",
-        data=with_values(deployment(pair[0], pair, "nothing"), **change),
+        data=replace_fields(make_deployment(pair[0], pair, "log_name"), **change),
     )
     assert response.status_code == 400
     assert wrong in response.json()["error"]
 
 
 def test_a_deployment_whose_workload_is_wrong(pair: list[LoopbackDevice]) -> None:
-    document = deployment(pair[0], pair, "nothing")
+    document = make_deployment(pair[0], pair, "log_name")
     for key, value, wrong in (
         ("method", {"name": "no-such-method"}, "no-such-method"),
         ("model", {"name": "no-such-model"}, "no-such-model"),
@@ -684,7 +686,10 @@ def test_a_deployment_whose_workload_is_wrong(pair: list[LoopbackDevice]) -> Non
     ):
         workload = json.loads(document)["workload"] | {key: value}
         response = ask(
-            pair[0], "PUT", "/deployment", data=with_values(document, workload=workload)
+            pair[0],
+            "PUT",
+            "/deployment",
+            data=replace_fields(document, workload=workload),
         )
         assert response.status_code == 400
         assert wrong in response.json()["error"]
@@ -706,7 +711,7 @@ def test_requests_out_of_order() -> None:
             ).status_code
             == 503
         )
-        device.agent.deploy(deployment(device, [device], "endless"))
+        device.agent.deploy(make_deployment(device, [device], "log_forever"))
         device.agent.start(time.monotonic())
         for method, path, body in (
             ("POST", "/start", b'{"origin": 1}'), ("PUT", "/data", b"x"), ("PUT", "/shard", b"x"),
@@ -720,10 +725,10 @@ def test_requests_out_of_order() -> None:
             )
         device.agent.stop()
         device.agent.stop()
-        device.agent.deploy(deployment(device, [device], "nothing"))
+        device.agent.deploy(make_deployment(device, [device], "log_name"))
         assert device.agent.health()["state"] == "ready"
         for wrong in (
-            b"nothing",
+            b"log_name",
             b"[]",
             b'{"origin": "1"}',
             b'{"origin": true}',
@@ -768,7 +773,7 @@ def head(method: str, path: str, *headers: str, token: str = TOKEN) -> bytes:
 def test_oversized_bodies_are_refused_before_they_are_read(
     pair: list[LoopbackDevice],
 ) -> None:
-    run(pair, "nothing")
+    run(pair, "log_name")
     resident = pair[0].agent.metrics()["testbed_resident_bytes"]
     for port, method, path, size in (
         (8700, "PUT", "/deployment", 49 << 20), (8700, "PUT", "/deployment", 10**15),
@@ -795,7 +800,7 @@ def test_oversized_bodies_are_refused_before_they_are_read(
 
 
 def test_bodies_of_unknown_or_wrong_length(pair: list[LoopbackDevice]) -> None:
-    run(pair, "nothing")
+    run(pair, "log_name")
     for port, method, path, token in (
         (8700, "PUT", "/deployment", TOKEN),
         (8701, "POST", "/messages", TO_A),
@@ -817,7 +822,7 @@ def test_bodies_of_unknown_or_wrong_length(pair: list[LoopbackDevice]) -> None:
 
 def test_messages_of_strangers_and_garbage(pair: list[LoopbackDevice]) -> None:
     run(
-        pair, "nothing"
+        pair, "log_name"
     )  # a program that ended well: its device still takes messages in
     post = partial(ask, pair[0], "POST", "/messages", 8701)
     assert post(TO_A, data=encode(Message("hello"), "b", 2**62)).status_code == 204
@@ -832,7 +837,7 @@ def test_messages_of_strangers_and_garbage(pair: list[LoopbackDevice]) -> None:
 
 def test_repeated_messages_are_dropped(pair: list[LoopbackDevice]) -> None:
     after = int(pair[1].agent.metrics()["testbed_events_total"])
-    pair[1].agent.deploy(deployment(pair[1], pair, "persist", count=1))
+    pair[1].agent.deploy(make_deployment(pair[1], pair, "persist", count=1))
     start_and_wait(pair[1])
     for incarnation, sequence, number in (
         (5, 0, 7),

@@ -20,7 +20,7 @@ devices:
   worker: {{profile: raspberry-pi-4b}}
 network:
   link: {{rate: 20mbit, delay: 2ms}}
-workload: {json.dumps(rings.workload(1))}
+workload: {json.dumps(rings.ring_workload(1))}
 """
 
 

@@ -29,7 +29,7 @@ from testbed_controller.lab.removal import DEVICE, RUN
 from testbed_controller.running.emulation import emulate
 from tests.helpers import owners, rings
 from tests.helpers.commands import run_command
-from tests.helpers.counts import count_differences
+from tests.helpers.message_counts import count_differences
 from tools.bench.pacing import load_one_core
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(180)]
@@ -239,7 +239,7 @@ def test_each_device_is_sent_its_own_samples_and_no_others(tmp_path: Path) -> No
     dataset = load_data(prepared.scenario.workload.data)
     outcome, _ = run(prepared)
     assert outcome.status == "finished", outcome.error
-    given = {each["device"]: each for each in events(outcome, "given")}
+    given = {each["device"]: each for each in events(outcome, "owned_data")}
     assert (given["server"]["labels"], given["server"]["tests"]) == ([], 20)
     for name, share in shares_of(prepared).items():
         assert given[name]["labels"] == dataset.train_labels[share].tolist()
@@ -251,7 +251,7 @@ def test_each_device_is_sent_its_own_samples_and_no_others(tmp_path: Path) -> No
     simulated = {
         event.device: event.fields
         for event in simulate(prepared, dataset).events
-        if event.event == "given"
+        if event.event == "owned_data"
     }
     fields = ("labels", "pixels", "tests", "samples")
     assert {
@@ -295,7 +295,7 @@ def test_both_clocks_learn_the_same_though_a_device_dies() -> None:
     assert took_part == [["board1", "board2", "board3"], *[["board1", "board3"]] * 2]
     assert took_part == [list(each["samples"]) for each in events(simulated, "round")]
     # What board2 has sent and received by its death depends on the instant of that.
-    assert count_differences(outcome, simulated, apart_from=["board2"]) == []
+    assert count_differences(outcome, simulated, excluded=["board2"]) == []
     assert outcome.weights is not None
     assert simulated.weights is not None
     for name, tensor in simulated.weights.items():
@@ -307,7 +307,7 @@ def test_without_its_lead_there_is_no_run() -> None:
         TestbedError, match="source coordinates the run and went down before the start"
     ):
         run(
-            scenario("emu-lead", workload=rings.workload()),
+            scenario("emu-lead", workload=rings.ring_workload()),
             killing("source", "deploying the programs", "emu-lead"),
         )
 
@@ -316,7 +316,10 @@ def test_a_lead_that_stays_dead_ends_the_run_at_once() -> None:
     faults = [{"kill": "source", "at": "1s"}]
     outcome, _ = run(
         scenario(
-            "emu-leadless", workload=rings.workload(), faults=faults, time_limit="60s"
+            "emu-leadless",
+            workload=rings.ring_workload(),
+            faults=faults,
+            time_limit="60s",
         )
     )
     assert outcome.status == "failed"
@@ -420,7 +423,7 @@ def test_a_run_on_an_engine_with_another_clock_has_the_times_of_this_one(
         "devices": devices,
         "network": {"link": {"delay": "5ms"}},
     }
-    path.write_text(json.dumps(tree | {"workload": rings.workload(3)}))
+    path.write_text(json.dumps(tree | {"workload": rings.ring_workload(3)}))
     clock = [
         "unshare",
         "-T",
@@ -459,7 +462,7 @@ def test_a_backend_that_the_kernel_lacks_is_one_line_and_3(tmp_path: Path) -> No
     path = tmp_path / "short.yaml"
     path.write_text(
         f"name: emu-links\ndevices: {{a: {{}}, b: {{}}}}\nnetwork: {{link: {{delay: 1ms}}}}\n"
-        f"workload: {json.dumps(rings.workload(1))}\n"
+        f"workload: {json.dumps(rings.ring_workload(1))}\n"
     )
     for backend in ("netem", "userspace"):
         done = run_command(

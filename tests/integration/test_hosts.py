@@ -31,7 +31,13 @@ from testbed_controller.hosts.removal import remove
 from testbed_controller.lab.engine import connect
 from testbed_controller.lab.images import image_exists
 from testbed_controller.running.emulation import emulate
-from tests.helpers.engines import engines, heal, lose, missing, run
+from tests.helpers.engines import (
+    disconnect_host,
+    reconnect_host,
+    run_checked,
+    start_engines,
+    unavailable_reason,
+)
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 
@@ -80,12 +86,12 @@ time.sleep(600)
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Have docker contexts h1 and h2, each of an engine of its own."""
-    if why := missing():
+    if why := unavailable_reason():
         pytest.skip(why)
     # Not in the folder of the tests, whose names are too long for a socket.
     with (
         tempfile.TemporaryDirectory(prefix="engines-") as name,
-        engines(Path(name), 2) as found,
+        start_engines(Path(name), 2) as found,
     ):
         monkeypatch.setenv("DOCKER_CONFIG", f"{name}/docker")
         monkeypatch.setenv("PATH", f"{name}/bin:{os.environ['PATH']}")
@@ -146,7 +152,7 @@ def _an_image_is_brought(hosts: list[str]) -> None:
 
 
 def _a_host_is_reached_by_ssh() -> None:
-    run(
+    run_checked(
         "docker",
         "context",
         "create",
@@ -183,10 +189,10 @@ def _what_is_wrong_is_said(hosts: list[str]) -> None:
     ):
         rule = ["INPUT", "-p", "udp", "--dport", "4789", *match.split(), "-j", "DROP"]
         for host in ("tb-h1", "tb-h2"):
-            run("ip", "netns", "exec", host, "iptables", "-I", *rule)
+            run_checked("ip", "netns", "exec", host, "iptables", "-I", *rule)
         _is_refused(hosts, says)
         for host in ("tb-h1", "tb-h2"):
-            run("ip", "netns", "exec", host, "iptables", "-D", *rule)
+            run_checked("ip", "netns", "exec", host, "iptables", "-D", *rule)
 
 
 def _is_refused(hosts: list[str], says: str, **network: str) -> None:
@@ -238,12 +244,12 @@ def _a_host_is_lost_and_found_again(lab: HostsLab) -> None:
     def see(event: Event) -> None:
         if event.event == "step" and "lost" not in at:
             at["lost"] = time.monotonic()
-            lose(2)
+            disconnect_host(2)
         elif event.event == "log":
             said.append(event.fields["text"])
             if "has been silent for" in said[-1]:
                 at["noticed"] = time.monotonic()
-                threading.Timer(1.0, heal, [2]).start()
+                threading.Timer(1.0, reconnect_host, [2]).start()
 
     prepared = prepare(lab.trial)
     outcome = emulate(

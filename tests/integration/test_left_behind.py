@@ -48,7 +48,7 @@ def tree(name: str) -> dict[str, Any]:
         "name": name,
         "devices": {"source": {"speed": rings.SPEED}, "worker": {"speed": rings.SPEED}},
         "network": {"link": {"rate": "100mbit", "delay": "5ms"}},
-        "workload": rings.workload(),
+        "workload": rings.ring_workload(),
         "time_limit": "120s",
     }
 
@@ -258,7 +258,7 @@ def test_a_run_survives_an_engine_that_does_not_answer_for_a_while(
             proxy.mend()
 
         run = begun(
-            "left-engine", engine=proxy.address, workload=rings.workload(rounds)
+            "left-engine", engine=proxy.address, workload=rings.ring_workload(rounds)
         )
         wait_for(
             lambda: any("shaper" in each for each in left_of(client, "left-engine"))

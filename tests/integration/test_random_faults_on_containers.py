@@ -15,8 +15,8 @@ from testbed.common import yamltext
 from testbed.trace.events import Event
 from testbed.trace.log import EventLog
 from tests.helpers.commands import run_command
-from tests.helpers.delayed import Reference
-from tests.helpers.runs import scenario, scenario_keys
+from tests.helpers.delayed_gradients import DelayedReference
+from tests.helpers.runs import make_scenario, scenario_keys
 from tests.helpers.schedules import STEPS, random_keys
 from tools.stress import containers
 from tools.stress.generate import random_scenario
@@ -58,7 +58,9 @@ def test_random_faults_on_containers(
         map(Event.from_json, (results / "events.jsonl").read_text().splitlines())
     )
     expected = (
-        Reference(scenario(**keys)).replay(SimpleNamespace(events=log), STEPS).newest
+        DelayedReference(make_scenario(**keys))
+        .replay(SimpleNamespace(events=log), STEPS)
+        .newest
     )
     found = load_file(results / "weights.safetensors")
     for name, tensor in expected.items():

@@ -29,7 +29,7 @@ from testbed_controller.lab.removal import RUN
 from tests.helpers import ROOT, own_tokens
 from tests.helpers.browser import CHROMIUM, open_page
 from tests.helpers.commands import run_command
-from tests.helpers.counts import (
+from tests.helpers.message_counts import (
     count_differences,
     lost_in_containers,
     outcome_in,

@@ -71,7 +71,9 @@ def test_each_device_is_given_its_own_samples_and_the_lead_the_test_samples(
     outcome = simulate(ready, dataset)
     assert outcome.status == "finished", outcome.error
     given = {
-        event.device: event.fields for event in outcome.events if event.event == "given"
+        event.device: event.fields
+        for event in outcome.events
+        if event.event == "owned_data"
     }
     assert given["server"]["labels"] == []
     assert given["server"]["tests"] == 40

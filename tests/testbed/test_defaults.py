@@ -8,7 +8,7 @@ from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from tests.helpers.runs import fields_of, scenario
+from tests.helpers.runs import fields_of, make_scenario
 
 
 def learned(method, epochs, **training):
@@ -22,7 +22,7 @@ def learned(method, epochs, **training):
         "epochs": epochs,
         "steps": None,
     }
-    written = scenario(
+    written = make_scenario(
         3, "1gflops", workload={**work, "training": training}, method={"name": method}
     )
     prepared = prepare(trials(written)[0])

@@ -17,7 +17,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
 from tests.helpers import ROOT
-from tests.helpers.deployed import deployment_bodies, read_deployment
+from tests.helpers.deployments import deployment_bodies, read_deployment
 
 SCENARIOS = sorted(ROOT.glob("scenarios/smoke/*.yaml")) + [
     ROOT / "scenarios" / "examples" / name

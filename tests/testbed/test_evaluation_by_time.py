@@ -11,7 +11,7 @@ from testbed.ml.preparation import load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from tests.helpers.runs import scenario
+from tests.helpers.runs import make_scenario
 
 METHODS = {
     "single": ({}, "coordinator"),
@@ -29,7 +29,7 @@ def run(method: str, every: object, **training: object):
         "steps": 40,
         "training": {"optimizer": {"learning_rate": 0.1}, **training},
     }
-    described = scenario(
+    described = make_scenario(
         2, workload=work, method={"name": method, "evaluate_every": every, **options}
     )
     return prepare(trials(described)[0])

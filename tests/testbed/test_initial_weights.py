@@ -21,7 +21,7 @@ from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed_controller.cli.main import testbed as command_line
 from testbed_controller.running.inputs import InitialWeights
-from tests.helpers.runs import scenario
+from tests.helpers.runs import make_scenario
 
 FIRST = """\
 name: first
@@ -195,9 +195,11 @@ def test_every_method_begins_with_given_weights_or_refuses_them(name, tmp_path):
         if name in ("edgepipe", "versatile")
         else {"topology": "mesh", "link": radio["link"]}
     )
-    described = scenario(2 if own else 3, workload=work, method=chosen, network=network)
+    described = make_scenario(
+        2 if own else 3, workload=work, method=chosen, network=network
+    )
     if "steps" not in key:
-        described = scenario(
+        described = make_scenario(
             3, workload={**work, "steps": None}, method={"name": name}, network=network
         )
     whole = create("mlp", {"hidden": [12, 10, 8]}, (1, 8, 8), 10)

@@ -28,7 +28,7 @@ from testbed.trace.outcome import Outcome
 from testbed.wire import arrays
 from testbed.wire.message import Message
 from tests.helpers import recorded
-from tests.helpers.runs import problem_of, run_simulated, scenario
+from tests.helpers.runs import make_scenario, problem_of, run_simulated
 from tests.helpers.worlds import make_world
 
 
@@ -79,7 +79,7 @@ def test_gathered_weights_that_a_stage_cannot_send_are_refused_before_the_run() 
     }
     method = {"name": "pipeline", "partition": "even"}
     workload = {"model": {"name": "mlp", "hidden": [64, 1000, 1000]}}
-    refused = scenario(workload=workload, method=method, devices=devices)
+    refused = make_scenario(workload=workload, method=method, devices=devices)
     with pytest.raises(
         InputError,
         match=r"devices.worker.memory: a message of 8.0\d MB from worker to source is too",
@@ -89,7 +89,9 @@ def test_gathered_weights_that_a_stage_cannot_send_are_refused_before_the_run() 
     assert (
         simulated(
             prepare(
-                trials(scenario(workload=workload, method=method, devices=devices))[0]
+                trials(
+                    make_scenario(workload=workload, method=method, devices=devices)
+                )[0]
             )
         ).status
         == "finished"
@@ -140,12 +142,14 @@ def test_a_plan_knows_the_largest_messages_of_its_run(
     given: bool,
 ) -> None:
     if given:
-        model = problem_of(scenario(workload=MODEL))[0].model
+        model = problem_of(make_scenario(workload=MODEL))[0].model
         file = tmp_path / "weights.safetensors"
         module = model.build(0, len(model.units), 1)
         file.write_bytes(arrays.pack(module.state_dict()))
         workload = {**workload, "model": {**workload["model"], "weights": str(file)}}
-    prepared = prepare(trials(scenario(workload=workload, method=method, **network))[0])
+    prepared = prepare(
+        trials(make_scenario(workload=workload, method=method, **network))[0]
+    )
     planned: dict[tuple[str, str], float] = {}
     for sender, receiver, size in prepared.method.largest_messages(
         prepared.problem, prepared.plan
@@ -182,7 +186,7 @@ def test_the_simulation_refuses_a_message_that_a_container_would_refuse(
 def test_stages_keep_what_they_trained_where_it_cannot_be_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rarely_gathered = scenario(method={"checkpoint_every": 12})
+    rarely_gathered = make_scenario(method={"checkpoint_every": 12})
     whole = run_simulated(rarely_gathered).weights
     assert whole is not None
     add = Collector.add
@@ -215,7 +219,7 @@ def test_stages_keep_what_they_trained_where_it_cannot_be_gathered(
 
 def test_a_run_at_its_time_limit_leaves_each_stage_and_no_empty_file() -> None:
     outcome = run_simulated(
-        scenario(method={"checkpoint_every": 12}, time_limit="0.2s")
+        make_scenario(method={"checkpoint_every": 12}, time_limit="0.2s")
     )
     assert outcome.status == "timed out"
     assert outcome.weights_file is None
@@ -224,7 +228,7 @@ def test_a_run_at_its_time_limit_leaves_each_stage_and_no_empty_file() -> None:
 
 def test_a_stage_without_a_checkpoint_leaves_what_it_trained_asynchronously() -> None:
     outcome = run_simulated(
-        scenario(
+        make_scenario(
             method={"name": "pipedream", "global_replication_interval": 0},
             time_limit="0.05s",
         )
@@ -235,7 +239,7 @@ def test_a_stage_without_a_checkpoint_leaves_what_it_trained_asynchronously() ->
 
 def test_the_parts_of_a_users_own_network_have_its_names() -> None:
     part = arrays.pack({"3.head.weight": torch.ones(2)})
-    problem, _ = problem_of(scenario())
+    problem, _ = problem_of(make_scenario())
     own = SimpleNamespace(
         problem=replace(
             problem, model=replace(problem.model, builder=problem.model.build)

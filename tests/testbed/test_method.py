@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from testbed.methods import METHODS
 from testbed_edgepipe.planner import EdgePipeOptions
 from testbed_versatilefl.planner import VersatileOptions
-from tests.helpers.runs import problem_of, scenario
+from tests.helpers.runs import make_scenario, problem_of
 
 BASELINES = [
     (method.Options, name)
@@ -61,6 +61,8 @@ def test_gpipe_has_as_many_micro_batches_as_devices():
         "training": {"optimizer": {"learning_rate": 0.1}},
     }
     problem, _ = problem_of(
-        scenario(3, workload=work, method={"name": "edgepipe", "baseline": "gpipe"})
+        make_scenario(
+            3, workload=work, method={"name": "edgepipe", "baseline": "gpipe"}
+        )
     )
     assert METHODS["edgepipe"].plan(problem).details.micro_batches == 4

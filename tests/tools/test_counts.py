@@ -10,7 +10,7 @@ import pytest
 from testbed.trace.events import Event
 from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome
-from tests.helpers.counts import count_differences, lost_in_containers
+from tests.helpers.message_counts import count_differences, lost_in_containers
 
 CAST = Event(0.1, "a", "cast", {"peers": ["b"], "message": "outputs", "bytes": 4000})
 HEARD = Event(
@@ -64,8 +64,8 @@ def test_lost_cast_and_other_message_are_named(
 
 def test_devices_and_kinds_that_depend_on_an_instant_are_left_out() -> None:
     nothing = outcome()
-    assert count_differences(nothing, WHOLE, apart_from=["b"]) == []
-    assert count_differences(nothing, WHOLE, apart_from=["gradient", "outputs"]) == []
+    assert count_differences(nothing, WHOLE, excluded=["b"]) == []
+    assert count_differences(nothing, WHOLE, excluded=["gradient", "outputs"]) == []
 
 
 def test_messages_without_their_reception_and_unread_datagrams_are_losses() -> None:

@@ -20,13 +20,13 @@ from testbed.wire.cast import CastForm, size_around
 from testbed.wire.message import Message
 from testbed_edgepipe.method import EdgePipe
 from testbed_edgepipe.planner import planned_assignment
-from tests.helpers.delayed import Reference
+from tests.helpers.delayed_gradients import DelayedReference
 from tests.helpers.runs import (
     events_of,
     fields_of,
+    make_scenario,
     problem_of,
     run_simulated,
-    scenario,
     train_with_torch,
 )
 
@@ -35,7 +35,7 @@ SIX = {"workers": 5, "workload": {"training": {"optimizer": {"learning_rate": 0.
 
 def six_devices(method=(), model=None, **keys):
     workload = SIX["workload"] | ({} if model is None else {"model": model})
-    return scenario(
+    return make_scenario(
         5, workload=workload, method={"name": "edgepipe", **dict(method)}, **keys
     )
 
@@ -51,7 +51,7 @@ def train_reference(scenario):
     table = timetable_of(chosen.details)
     units = range(len(problem.model.units))
     spans = {unit: table.staleness(unit + 1) for unit in units}
-    return Reference(scenario).train(0, scenario.workload.steps, spans), spans
+    return DelayedReference(scenario).train(0, scenario.workload.steps, spans), spans
 
 
 MLP = {"name": "mlp", "hidden": [12, 10, 8, 8]}
@@ -96,7 +96,7 @@ def test_without_losses_it_is_delayed_gradient_descent_on_the_undivided_network(
 def test_a_pipeline_that_drains_for_tests_fills_again_with_the_newest_weights():
     written = six_devices({"evaluate_every": 5, "test_runs": 2})
     table = timetable_of(plan_scenario(written)[1].details)
-    expected, losses = Reference(written), []
+    expected, losses = DelayedReference(written), []
     spans = {unit: table.staleness(unit + 1) for unit in range(5)}
     data = expected.data
     images, labels = (
@@ -156,7 +156,7 @@ def test_as_many_steps_are_trained_as_fit_into_the_time():
 
 
 def test_one_device_in_slots_is_the_papers_naive_and_plain_gradient_descent():
-    written = scenario(0, workload=SIX["workload"], method={"name": "edgepipe"})
+    written = make_scenario(0, workload=SIX["workload"], method={"name": "edgepipe"})
     table = timetable_of(plan_scenario(written)[1].details)
     assert table.slot_count(12) == 11 * 12
     outcome = run_simulated(written)
@@ -392,7 +392,7 @@ def test_each_test_run_has_losses_of_its_own():
     network = {"link": {"message_loss": "20%"}}
     workload = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 60}
     method = {"name": "edgepipe", "test_runs": 20}
-    written = scenario(5, workload=workload, method=method, network=network)
+    written = make_scenario(5, workload=workload, method=method, network=network)
     outcome = run_simulated(written)
     (tested,) = fields_of(outcome, "evaluate")
     assert tested["deviation"] > 0
@@ -458,7 +458,7 @@ def is_event(event, kind, device):
 
 def frozen(written, own):
     """Return the losses of training in which the first device's neurons of layer 1 never change."""
-    expected = Reference(written)
+    expected = DelayedReference(written)
     first = {name: value.clone() for name, value in expected.newest.items()}
     history = [expected.newest]
     spans = train_reference(written)[1]
@@ -496,7 +496,7 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradien
     assert chosen.details.devices == devices
     held = planned_assignment(problem, chosen)
     lost, deaf = held.neurons_of(devices[0], 1), held.neurons_of(devices[2], 2)
-    expected = Reference(written)
+    expected = DelayedReference(written)
     optimizer = torch.optim.SGD(
         expected.model.parameters(),
         lr=written.workload.training.optimizer.learning_rate,
@@ -635,7 +635,7 @@ def test_the_time_to_80_percent_excludes_tests():
         "batch_size": 32,
     }
     method = {"name": "edgepipe", "allocation": "horizontal", "evaluate_every": 10}
-    written = scenario(5, workload=workload, method=method)
+    written = make_scenario(5, workload=workload, method=method)
     outcome = run_simulated(written)
     step = next(
         (
@@ -784,7 +784,7 @@ def test_impossible_plans_are_refused_with_their_key(keys, key, said):
     workload = {**SIX["workload"], **keys.pop("workload", {})}
     method = {"name": "edgepipe", **keys.pop("method", {})}
     problem, _ = problem_of(
-        scenario(keys.pop("workers", 5), workload=workload, method=method, **keys)
+        make_scenario(keys.pop("workers", 5), workload=workload, method=method, **keys)
     )
     with pytest.raises(InputError, match=said) as caught:
         EdgePipe().plan(problem)

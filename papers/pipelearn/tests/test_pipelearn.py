@@ -22,7 +22,7 @@ from testbed.ml.rounds.estimate import (
 from testbed.network.link import Link
 from testbed.network.parts import PRESETS
 from testbed_pipelearn.method import all_choices, paper_choices, parallel_batches
-from tests.helpers.training import sgd
+from tests.helpers.training import sgd_config
 
 SAMPLES, BATCH, DEVICES = 10_000, 100, 4
 NETWORKS = ("4g", "4g+", "wifi")
@@ -65,7 +65,7 @@ def cell(name: str, network: str) -> PairProfile:
     model = create(name, {}, (3, 32, 32), 10)
     spec = DeviceSpec("device", 1e9, 1e9)
     preset = PRESETS[network]
-    times = layer_times(model, sgd(), spec)
+    times = layer_times(model, sgd_config(), spec)
     plain = make_profile(
         model, times, times, Link(rate=preset.up), Link(rate=preset.down)
     )
@@ -251,10 +251,14 @@ def test_methods_rank_as_in_figure_4(name: str, network: str) -> None:
 def test_devices_that_share_the_servers_processor_find_it_slower(at_once: int) -> None:
     model = create("vgg5", {}, (3, 32, 32), 10)
     server = DeviceSpec("server", 1e10, 1e9)
-    device = layer_times(model, sgd(), DeviceSpec("device", 1e9, 1e9))
+    device = layer_times(model, sgd_config(), DeviceSpec("device", 1e9, 1e9))
     alone, shared = (
         make_profile(
-            model, device, layer_times(model, sgd(), server, share), Link(), Link()
+            model,
+            device,
+            layer_times(model, sgd_config(), server, share),
+            Link(),
+            Link(),
         ).durations(1, 10)
         for share in (1, at_once)
     )

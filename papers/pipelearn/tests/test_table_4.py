@@ -8,7 +8,7 @@ from testbed.plan import Plan
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
-from tests.helpers.collaborating import prepare_scenario, scenario
+from tests.helpers.server_scenarios import make_scenario, prepare_scenario
 
 GRID = ((1, 1), (1, 7), (1, 25), (1, 91), (2, 12))
 """P and N; by formula P 1, N 91 is the best of all: its epochs leave out most samples."""
@@ -23,7 +23,7 @@ DEVICES = {
 
 def measured(options: dict, *, samples: int = 10_000, **work: object) -> dict:
     """Return the figures of a device and a server of the paper's, over 4G."""
-    spec = scenario(
+    spec = make_scenario(
         "pipelearn",
         1,
         workload={

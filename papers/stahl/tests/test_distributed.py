@@ -15,7 +15,7 @@ from testbed.ml.models.layers import (
 )
 from testbed.wire.message import ENVELOPE
 from testbed_stahl.communication import all_transfers
-from tests.helpers.inferences import CNN, FC, distributed, infer
+from tests.helpers.inferences import CNN, FC, distributed_scenario, run_inference
 from tests.helpers.runs import events_of
 
 SCHEMES = ("lop", "lip", "fuse", "optimal", "sequential", "single")
@@ -28,7 +28,9 @@ TRAFFIC = ("piece", "sums", "tile", "tiled")
 def test_fully_connected_layers_give_what_the_single_device_gives(
     scheme, exchange, devices
 ):
-    found = infer(distributed(devices - 1, {"scheme": scheme, "exchange": exchange}))
+    found = run_inference(
+        distributed_scenario(devices - 1, {"scheme": scheme, "exchange": exchange})
+    )
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-4
 
@@ -45,7 +47,7 @@ def test_convolutions_and_tiles_give_what_the_single_device_gives(
         "tiled_layers": early,
         "source": "worker1",
     }
-    found = infer(distributed(devices - 1, method, {"model": CNN}))
+    found = run_inference(distributed_scenario(devices - 1, method, {"model": CNN}))
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-4
 
@@ -60,7 +62,9 @@ def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, min_chunk_b
         "exchange": exchange,
         "min_chunk_bytes": min_chunk_bytes,
     }
-    found = infer(distributed(3, method, {"model": model, "requests": 1}))
+    found = run_inference(
+        distributed_scenario(3, method, {"model": model, "requests": 1})
+    )
     flow = found.flow
     planned, sent = defaultdict(list), defaultdict(list)
     for transfer in all_transfers(flow):
@@ -90,7 +94,9 @@ def test_pooling_right_behind_a_route_is_computed(exchange):
         ("mean", [GlobalAveragePool2d(), Linear(10)]),
     ]
     model = chain("routed", (1, 8, 8), 10, units, {2: (1, 0)})
-    found = infer(distributed(2, {"scheme": "lop", "exchange": exchange}), model)
+    found = run_inference(
+        distributed_scenario(2, {"scheme": "lop", "exchange": exchange}), model
+    )
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-4
 
@@ -119,8 +125,10 @@ def test_large_networks_give_what_the_single_device_gives(
     name, options, shape, scheme, devices, exchange
 ):
     method = {"scheme": scheme, "exchange": exchange, "tiled_layers": None}
-    found = infer(
-        distributed(devices - 1, method, {"requests": 1, "batch_size": 1}, **FAST),
+    found = run_inference(
+        distributed_scenario(
+            devices - 1, method, {"requests": 1, "batch_size": 1}, **FAST
+        ),
         create(name, options, shape, 10),
     )
     assert found.outcome.status == "finished", found.outcome.error

@@ -22,7 +22,13 @@ from testbed_stahl.schemes import (
     uniform_schemes,
 )
 from tests.helpers import integer_program
-from tests.helpers.graphs import FOUR_LAYERS, Halve, chains, dense, yolov2
+from tests.helpers.graphs import (
+    FOUR_LAYERS,
+    HalvingLayer,
+    dense_layer,
+    random_chains,
+    yolov2,
+)
 
 MIB = 2**20
 YOLO = yolov2()
@@ -33,7 +39,7 @@ TABLE_2 = {
     "FUSE2": ((18, 19), (20, 21), (23, 24), (29, 30)),
     "FUSE1": ((18, 19), (20, 21), (22, 23), (29, 30)),
 }
-PROGRAMS = [least_communication, integer_program.least_communication]
+PROGRAMS = [least_communication, integer_program.optimal_schemes]
 """The dynamic program that plans are made with, and the paper's integer program."""
 SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")
 
@@ -56,7 +62,7 @@ def test_the_four_layer_example_communicates_as_the_paper_says(
 def test_the_optimum_of_the_four_layer_example_is_the_papers() -> None:
     workers = WorkerTotals.equal(2)
     assert least_communication(FOUR_LAYERS, workers) == ("lop", "fuse1", "fuse2", "lop")
-    assert integer_program.least_communication(FOUR_LAYERS, workers) == (
+    assert integer_program.optimal_schemes(FOUR_LAYERS, workers) == (
         "lop",
         "fuse1",
         "fuse2",
@@ -156,7 +162,11 @@ def allowed(graph: Graph, schemes: tuple[Scheme, ...]) -> bool:
 
 
 @settings(deadline=None)
-@given(chains(most=5), st.integers(1, 8), st.sampled_from(["equation-9", "with-reuse"]))
+@given(
+    random_chains(most=5),
+    st.integers(1, 8),
+    st.sampled_from(["equation-9", "with-reuse"]),
+)
 def test_the_dynamic_program_finds_the_least_there_is(
     graph: Graph, devices: int, reuse: Reuse
 ) -> None:
@@ -202,11 +212,13 @@ def random_chain(chance: random.Random) -> Graph:
     for index in range(chance.randint(1, 10)):
         if index > 0 and chance.random() < 0.1:
             layers.append(
-                GraphLayer(f"l{index}", (Halve(by=1),), (entering,), (index - 1,))
+                GraphLayer(
+                    f"l{index}", (HalvingLayer(by=1),), (entering,), (index - 1,)
+                )
             )
         else:
             layers.append(
-                dense(
+                dense_layer(
                     index, entering, chance.choice([2, 64, 4096]) * chance.randint(1, 9)
                 )
             )
@@ -215,7 +227,7 @@ def random_chain(chance: random.Random) -> Graph:
         again = chance.randrange(len(layers) - 1)
         size = entering + layers[again].outputs
         layers.append(GraphLayer("join", (), (size,), (len(layers) - 1, again)))
-        layers.append(dense(len(layers), size, 9))
+        layers.append(dense_layer(len(layers), size, 9))
     return Graph("random", tuple(layers))
 
 

@@ -34,7 +34,7 @@ from testbed_stahl.plan import (
 )
 from testbed_stahl.request_work import Ledger
 from testbed_stahl.tile_work import compute_tile
-from tests.helpers.graphs import chains, plan_settings, yolov2
+from tests.helpers.graphs import plan_settings, random_chains, yolov2
 
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 SCHEMES = st.sampled_from(["lop", "lip", "fuse", "optimal", "sequential", "single"])
@@ -90,7 +90,7 @@ def sent_through_the_source(graph, plan):
 
 
 @settings(deadline=None, max_examples=150)
-@given(chains(), SPEEDS, SCHEMES, st.data())
+@given(random_chains(), SPEEDS, SCHEMES, st.data())
 def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(
     graph, speeds, scheme, data
 ):
@@ -118,7 +118,7 @@ def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
 
 
 @settings(deadline=None, max_examples=150)
-@given(chains(), SPEEDS, SCHEMES)
+@given(random_chains(), SPEEDS, SCHEMES)
 def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(
     graph, speeds, scheme
 ):

@@ -15,7 +15,7 @@ from testbed.ml.models.layers import (
 )
 from testbed.trace.metrics import metrics
 from testbed_stahl.demands import count_parameters
-from tests.helpers.inferences import CNN, Inference, distributed, infer
+from tests.helpers.inferences import CNN, Inference, distributed_scenario, run_inference
 
 
 def convolution(channels: int, kernel: int) -> tuple[Conv2d, LeakyReLU]:
@@ -100,8 +100,8 @@ def test_no_device_holds_more_than_the_plan_says(
         keys["devices"]["worker"] = {"speed": "40mflops", "count": devices - 1}
         method["shares"] = "equal"
     used = shares_used(
-        infer(
-            distributed(devices - 1, method, work, **keys),
+        run_inference(
+            distributed_scenario(devices - 1, method, work, **keys),
             ROUTED if model == "routed" else None,
         )
     )
@@ -135,8 +135,8 @@ def test_what_the_plan_says_is_needed_when_some_devices_are_slower(
                 }
             }
             keys["network"] = {"link": {"rate": rate, "delay": "100us"}}
-            found = infer(
-                distributed(
+            found = run_inference(
+                distributed_scenario(
                     2, method, {"model": CNN, "requests": 1, "batch_size": 8}, **keys
                 )
             )

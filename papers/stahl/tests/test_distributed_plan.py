@@ -45,7 +45,7 @@ from testbed_stahl.options import SCHEMES, PlanSettings, SchemeName
 from testbed_stahl.plan import DistributedPlan
 from testbed_stahl.planner import compare_schemes, plan_demands
 from testbed_stahl.schemes import WorkerTotals, total_communication
-from tests.helpers.graphs import FOUR_LAYERS, chains, plan_settings, yolov2
+from tests.helpers.graphs import FOUR_LAYERS, plan_settings, random_chains, yolov2
 
 YOLO = yolov2()
 HALF_AND_HALO = 304 + 1 + 2 + 4 + 4 + 8 + 8 + 16 + 16
@@ -114,7 +114,7 @@ def test_where_channels_divide_what_is_sent_is_what_the_formulas_say(
 
 @settings(deadline=None)
 @given(
-    chains(),
+    random_chains(),
     st.lists(st.sampled_from([1.0, 2.0, 3.5, 10.0]), min_size=1, max_size=8),
     st.data(),
 )
@@ -253,7 +253,7 @@ def test_memory_bounds_the_share_of_a_fast_device_and_the_others_take_over() -> 
 
 @settings(deadline=None, max_examples=40)
 @given(
-    chains(),
+    random_chains(),
     st.lists(
         st.tuples(st.sampled_from([1.0, 3.0]), st.sampled_from([2e3, 4e3, 1e4])),
         min_size=1,

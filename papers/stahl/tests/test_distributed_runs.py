@@ -19,14 +19,16 @@ from testbed_stahl.communication import (
 from testbed_stahl.dataflow import stored_layers
 from testbed_stahl.demands import count_parameters
 from testbed_stahl.request_work import Ledger
-from tests.helpers.inferences import CNN, distributed, infer
+from tests.helpers.inferences import CNN, distributed_scenario, run_inference
 from tests.helpers.runs import events_of, fields_of
 
 
 def test_each_of_n_devices_holds_an_nth_of_the_weights():
     model = {"name": "mlp", "hidden": [240, 480, 240]}
     for devices in (3, 5, 6, 7):
-        found = infer(distributed(devices - 1, {"scheme": "fuse"}, {"model": model}))
+        found = run_inference(
+            distributed_scenario(devices - 1, {"scheme": "fuse"}, {"model": model})
+        )
         whole = sum(tensor.nbytes for tensor in found.weights.values())
         for device, fields in events_of(found.outcome, "memory"):
             assert fields["weights"] == pytest.approx(whole / devices, rel=0.1), device
@@ -36,7 +38,7 @@ def test_each_of_n_devices_holds_an_nth_of_the_weights():
 def test_devices_have_the_same_weights_drawn_or_given(given):
 
     model = create("vgg5", {}, (3, 8, 8), 10)
-    found = infer(distributed(3, {"tiled_layers": None}), model)
+    found = run_inference(distributed_scenario(3, {"tiled_layers": None}), model)
     whole = model.build(0, len(model.units), 5).state_dict()
     for index in range(4):
         held = stored_layers(found.flow, index)
@@ -49,8 +51,10 @@ def test_devices_have_the_same_weights_drawn_or_given(given):
         assert drawn.keys() == sliced.keys()
         assert all(drawn[name].equal(sliced[name]) for name in drawn)
     if given:
-        again = infer(
-            distributed(3, {"tiled_layers": None}, network={"link": {"rate": "1gbit"}}),
+        again = run_inference(
+            distributed_scenario(
+                3, {"tiled_layers": None}, network={"link": {"rate": "1gbit"}}
+            ),
             model,
             weights=whole,
         )
@@ -59,8 +63,8 @@ def test_devices_have_the_same_weights_drawn_or_given(given):
 
 def test_a_device_without_enough_memory_is_refused_before_it_fails():
     with pytest.raises(InputError, match="memory"):
-        infer(
-            distributed(
+        run_inference(
+            distributed_scenario(
                 2,
                 devices={
                     "source": {"speed": "1gflops", "memory": "0.5kB"},
@@ -82,7 +86,9 @@ def test_a_request_is_finished_by_the_other_devices_where_the_scenario_says_so(
     exchange,
 ):
     method = {"exchange": exchange, "on_loss": "replan", **CALM}
-    found = infer(distributed(3, method, {"requests": 4, "model": CNN}, faults=[KILL]))
+    found = run_inference(
+        distributed_scenario(3, method, {"requests": 4, "model": CNN}, faults=[KILL])
+    )
     assert found.outcome.status == "finished", found.outcome.error
     assert [event["request"] for event in fields_of(found.outcome, "request")] == [
         0,
@@ -104,7 +110,9 @@ def test_a_request_fails_clearly_where_the_scenario_says_so_and_the_next_one_wor
     exchange,
 ):
     method = {"exchange": exchange, "on_loss": "fail", **CALM}
-    found = infer(distributed(3, method, {"requests": 4, "model": CNN}, faults=[KILL]))
+    found = run_inference(
+        distributed_scenario(3, method, {"requests": 4, "model": CNN}, faults=[KILL])
+    )
     assert found.outcome.status == "finished", found.outcome.error
     (failed,) = fields_of(found.outcome, "failed")
     assert failed["request"] == 1
@@ -127,8 +135,8 @@ def test_several_requests_under_way_are_done_sooner_and_never_more_than_asked_fo
             "chunks": 1,
         }
         network = {"link": {"rate": "10mbit", "delay": "10us"}}
-        found = infer(
-            distributed(
+        found = run_inference(
+            distributed_scenario(
                 2,
                 method,
                 {"requests": 8, "model": CNN},
@@ -163,10 +171,10 @@ def test_several_requests_under_way_are_done_sooner_and_never_more_than_asked_fo
 
 
 def test_two_runs_are_alike_to_the_last_byte():
-    spec = distributed(
+    spec = distributed_scenario(
         4, {"exchange": "direct", "in_flight": 2}, {"model": CNN, "requests": 4}
     )
-    one, other = (infer(spec) for _ in range(2))
+    one, other = (run_inference(spec) for _ in range(2))
     assert [event.to_json() for event in one.outcome.events] == [
         event.to_json() for event in other.outcome.events
     ]
@@ -177,8 +185,10 @@ def test_two_runs_are_alike_to_the_last_byte():
 def test_parts_are_sent_while_the_next_are_computed(exchange):
     model = {"name": "cnn", "channels": [32, 32, 32], "hidden": [64]}
     method = {"scheme": "lop", "exchange": exchange, "min_chunk_bytes": 256}
-    found = infer(
-        distributed(2, method, {"model": model, "requests": 1, "batch_size": 8})
+    found = run_inference(
+        distributed_scenario(
+            2, method, {"model": model, "requests": 1, "batch_size": 8}
+        )
     )
     computing, sending = defaultdict(list), defaultdict(list)
     for device, fields in events_of(found.outcome, "compute", "send"):
@@ -200,8 +210,8 @@ def test_layer_by_layer_nothing_is_sent_while_the_same_device_computes(scheme):
         "devices": {"source": board, "worker": {**board, "count": 4}},
     }
     method = {"scheme": scheme, "min_chunk_bytes": 256, "layerwise": True}
-    found = infer(
-        distributed(
+    found = run_inference(
+        distributed_scenario(
             4, method, {"model": model, "requests": 1, "batch_size": 40}, **keys
         )
     )
@@ -233,8 +243,8 @@ def test_schemes_rank_by_run_time_as_by_communication():
             "source": {"speed": "10gflops", "uplink": "10mbit", "downlink": "10mbit"}
         }
         keys["devices"]["worker"] = {**keys["devices"]["source"], "count": 5}
-        found = infer(
-            distributed(
+        found = run_inference(
+            distributed_scenario(
                 5, method, {"model": model, "requests": 1, "batch_size": 32}, **keys
             )
         )
@@ -253,8 +263,8 @@ def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exch
         "devices": {"source": board, "worker": {**board, "count": 5}},
     }
     method = {"scheme": scheme, "exchange": exchange, "min_chunk_bytes": 4096}
-    found = infer(
-        distributed(
+    found = run_inference(
+        distributed_scenario(
             5, method, {"model": model, "requests": 1, "batch_size": 40}, **keys
         )
     )
@@ -290,7 +300,9 @@ def test_faster_devices_take_larger_shares_of_the_same_result(scheme, exchange):
         "fast": {"speed": "53mflops", "count": 2},
     }
     method = {"scheme": scheme, "exchange": exchange, "source": "slow"}
-    found = infer(distributed(3, method, {"model": CNN}, devices=devices))
+    found = run_inference(
+        distributed_scenario(3, method, {"model": CNN}, devices=devices)
+    )
     assert found.error < 1e-4
     work = {
         name: figures["flops"] for name, figures in metrics_of(found)["devices"].items()
@@ -316,8 +328,8 @@ def test_the_lead_answers_again_after_each_of_several_losses():
         {"kill": name, "when": {"device": name, "begins": "forward", "batch": batch}}
         for name, batch in (("worker1", 1), ("worker3", 3))
     ]
-    found = infer(
-        distributed(
+    found = run_inference(
+        distributed_scenario(
             3,
             {"exchange": "direct", **CALM},
             {"requests": 6, "model": CNN},

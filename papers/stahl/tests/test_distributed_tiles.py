@@ -20,7 +20,7 @@ from testbed_stahl.tiles import (
     tile_multiplications,
     tile_padding,
 )
-from tests.helpers.graphs import convolution, pooling, yolov2
+from tests.helpers.graphs import convolution_layer, pooling_layer, yolov2
 
 YOLO = yolov2()
 
@@ -31,13 +31,13 @@ def early(draw: st.DrawFn) -> list[GraphLayer]:
     layers: list[GraphLayer] = []
     for index in range(draw(st.integers(1, 4))):
         if min(shape[1:]) >= 4 and draw(st.booleans()):
-            layers.append(pooling(f"p{index}", shape, index - 1))
+            layers.append(pooling_layer(f"p{index}", shape, index - 1))
         else:
             kernel, stride = draw(
                 st.sampled_from([(1, 1), (3, 1), (3, 2), (5, 1), (5, 3)])
             )
             layers.append(
-                convolution(
+                convolution_layer(
                     f"c{index}",
                     shape,
                     draw(st.integers(1, 3)),
@@ -126,11 +126,11 @@ def test_tiles_computed_each_alone_make_up_the_whole(
 
 def test_halo_of_a_small_example_by_hand() -> None:
     # 3x3 on 8x8, pooling to 4x4, 3x3 on that: a 2x1 grid.
-    first = convolution("a", (1, 8, 8), 1, 3, -1)
+    first = convolution_layer("a", (1, 8, 8), 1, 3, -1)
     layers = [
         first,
-        pooling("b", first.output, 0),
-        convolution("c", (1, 4, 4), 1, 3, 1),
+        pooling_layer("b", first.output, 0),
+        convolution_layer("c", (1, 4, 4), 1, 3, 1),
     ]
     upper, lower = make_tiling(layers, 2, 1, [1.0, 1.0], 0).tiles
     # Two rows of the last layer need three of pooling, so six of the first, so seven of the image.
@@ -166,7 +166,9 @@ def test_layers_that_cannot_be_tiled_are_refused(count: int, instead: int) -> No
 def test_padding_as_large_as_the_kernel_is_not_tiled() -> None:
     """A tile at the border would see nothing of the map."""
     padded = GraphLayer("padded", (Conv2d(8, 1, 1, 1),), (3, 6, 6), (-1,))
-    graph = Graph("padded", (padded, convolution("after", padded.output, 8, 3, 0)))
+    graph = Graph(
+        "padded", (padded, convolution_layer("after", padded.output, 8, 3, 0))
+    )
     assert feature_dominated_layers(graph) == 0
     with pytest.raises(InputError, match=r"less padding than their kernels.* use 0"):
         check_tileable(graph, 1)
@@ -218,7 +220,9 @@ def test_grids_finer_than_the_map_are_refused() -> None:
 
 def test_a_layer_whose_inside_is_asked_for_later_ends_the_early_ones() -> None:
     shape = (2, 8, 8)
-    layers = [convolution(f"c{index}", shape, 2, 3, index - 1) for index in range(3)]
+    layers = [
+        convolution_layer(f"c{index}", shape, 2, 3, index - 1) for index in range(3)
+    ]
     joined = GraphLayer("join", (), (4, 8, 8), (2, 1))
     graph = Graph("n", (*layers, joined))
     with pytest.raises(InputError, match="use 2"):

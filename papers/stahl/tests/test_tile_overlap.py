@@ -25,7 +25,7 @@ from testbed_stahl.request_work import Ledger
 from testbed_stahl.tile_work import compute_tile
 from testbed_stahl.tiles import is_late, redundant_multiplications
 from tests.helpers.graphs import plan_settings, yolov2
-from tests.helpers.inferences import CNN, distributed, infer
+from tests.helpers.inferences import CNN, distributed_scenario, run_inference
 from tests.helpers.runs import fields_of
 
 REUSE = {"tile_overlap": "reuse"}
@@ -177,7 +177,9 @@ def test_runs_give_what_the_whole_network_gives_within_the_memory_that_is_planne
         "tile_overlap": "reuse",
         "in_flight": 2,
     }
-    found = infer(distributed(2, method, {"model": CNN, "requests": 3}))
+    found = run_inference(
+        distributed_scenario(2, method, {"model": CNN, "requests": 3})
+    )
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-6
     held = metrics(found.outcome, found.experiment, found.plan)["devices"]
@@ -213,7 +215,9 @@ def test_a_device_that_dies_between_tiles_is_done_without() -> None:
         "stall_timeout": "500ms",
         "rejoin_timeout": "1s",
     }
-    found = infer(distributed(2, method, {"model": CNN, "requests": 3}, faults=[kill]))
+    found = run_inference(
+        distributed_scenario(2, method, {"model": CNN, "requests": 3}, faults=[kill])
+    )
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-6
 
@@ -224,8 +228,8 @@ def test_the_time_is_predicted() -> None:
         "network": {"link": {"rate": "20mbit", "delay": "2ms"}},
         "speed": "200mflops",
     }
-    found = infer(
-        distributed(
+    found = run_inference(
+        distributed_scenario(
             2,
             method,
             {"model": {"name": "cnn", "channels": [16, 16, 16]}, "requests": 3},

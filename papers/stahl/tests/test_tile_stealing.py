@@ -10,7 +10,7 @@ from testbed.trace.metrics import metrics
 from testbed_stahl.demands import memory_needs
 from testbed_stahl.method import DECLARED
 from testbed_stahl.tile_work import tile_queue
-from tests.helpers.inferences import CNN, distributed, infer
+from tests.helpers.inferences import CNN, distributed_scenario, run_inference
 from tests.helpers.runs import fields_of
 
 LAYERS = graph_of(create("cnn", {"channels": [4, 4, 4]}, (1, 16, 16), 10)).layers[:3]
@@ -78,7 +78,9 @@ def test_a_slow_device_loses_tiles_and_nothing_else_changes(overlap, in_flight) 
         "tile_stealing": True,
         "in_flight": in_flight,
     }
-    found = infer(distributed(2, method, {"model": CNN, "requests": 4}, faults=[SLOW]))
+    found = run_inference(
+        distributed_scenario(2, method, {"model": CNN, "requests": 4}, faults=[SLOW])
+    )
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-6
     figures = metrics(found.outcome, found.experiment, found.plan, DECLARED)
@@ -103,8 +105,8 @@ def test_a_slow_device_loses_tiles_and_nothing_else_changes(overlap, in_flight) 
             + figures["devices"][name]["activations"]
             <= bound
         )
-    alone = infer(
-        distributed(
+    alone = run_inference(
+        distributed_scenario(
             2,
             {**method, "tile_stealing": False},
             {"model": CNN, "requests": 4},
@@ -130,8 +132,10 @@ def test_a_thief_that_dies_is_done_without() -> None:
         "tile_stealing": True,
     }
     method |= {"stall_timeout": "500ms", "rejoin_timeout": "1s"}
-    found = infer(
-        distributed(2, method, {"model": CNN, "requests": 3}, faults=[SLOW, kill])
+    found = run_inference(
+        distributed_scenario(
+            2, method, {"model": CNN, "requests": 3}, faults=[SLOW, kill]
+        )
     )
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-6
@@ -140,4 +144,4 @@ def test_a_thief_that_dies_is_done_without() -> None:
 def test_without_tiles_there_is_nothing_to_steal_or_to_reuse() -> None:
     for key, value in (("tile_stealing", True), ("tile_overlap", "reuse")):
         with pytest.raises(InputError, match=f"method.{key}: no layer of mlp is tiled"):
-            infer(distributed(2, {"tiled_layers": 0, key: value}))
+            run_inference(distributed_scenario(2, {"tiled_layers": 0, key: value}))

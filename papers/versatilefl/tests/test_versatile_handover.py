@@ -19,8 +19,8 @@ from testbed_versatilefl.rearrangement import (
     rearrange_group,
     remove_device,
 )
-from tests.helpers.runs import problem_of, scenario
-from tests.helpers.simulated import LINK, simulate_programs
+from tests.helpers.runs import make_scenario, problem_of
+from tests.helpers.simulated_programs import LINK, simulate_programs
 
 CNN = {"model": {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}}
 
@@ -69,7 +69,7 @@ def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
         "training": {"optimizer": {"learning_rate": 0.1, "momentum": 0.9}},
     }
     problem, _ = problem_of(
-        scenario(
+        make_scenario(
             5, workload=workload, method={"name": "versatile", "allocation": allocation}
         )
     )

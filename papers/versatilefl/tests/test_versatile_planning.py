@@ -25,7 +25,7 @@ from testbed_versatilefl.records import (
     mean_credibility,
     update_credibility,
 )
-from tests.helpers.runs import problem_of, scenario
+from tests.helpers.runs import make_scenario, problem_of
 
 INITIAL = [
     [1.0, 0.9, 0.3, 0.5],
@@ -330,6 +330,6 @@ def test_a_stage_begins_after_so_many_steps_without_a_better_loss():
 
 def test_a_single_device_without_links_can_be_planned():
     plan = Versatile().plan(
-        problem_of(scenario(workers=0, method={"name": "versatile"}))[0]
+        problem_of(make_scenario(workers=0, method={"name": "versatile"}))[0]
     )
     assert plan.details.credibility_threshold == 1.0

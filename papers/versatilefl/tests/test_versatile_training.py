@@ -13,7 +13,7 @@ from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
 from testbed_versatilefl.metrics import DECLARED
 from testbed_versatilefl.planner import plan
-from tests.helpers.runs import fields_of, problem_of, run_simulated, scenario
+from tests.helpers.runs import fields_of, make_scenario, problem_of, run_simulated
 
 WORKLOAD = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 36}
 LOSSY = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "25%"}}
@@ -24,7 +24,7 @@ CNN = {"model": {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}}
 
 def six_devices(method=(), name="versatile", workload=(), **keys):
     own = {"management_window": 12} if name == "versatile" else {}
-    return scenario(
+    return make_scenario(
         5,
         workload={**WORKLOAD, **dict(workload)},
         method={"name": name, **own, **dict(method)},

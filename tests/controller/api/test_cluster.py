@@ -21,7 +21,7 @@ from testbed.scenario.expand import trials
 from testbed_controller.api import cluster
 from testbed_controller.api.executors import PlannedRun
 from tests.helpers import cluster_tasks
-from tests.helpers.runs import scenario
+from tests.helpers.runs import make_scenario
 
 # Workers of a `LocalCluster` are forked from one process that has imported what they need, not begun anew each time.
 os.environ.setdefault("DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD", "forkserver")
@@ -68,7 +68,7 @@ def client() -> Iterator[distributed.Client]:
 
 
 def planned(folder: Path) -> PlannedRun:
-    return PlannedRun(prepare(trials(scenario())[0]), folder)
+    return PlannedRun(prepare(trials(make_scenario())[0]), folder)
 
 
 def kept(folder: Path) -> dict[str, object]:
@@ -88,9 +88,9 @@ def kept(folder: Path) -> dict[str, object]:
 
 
 def test_a_sweep_leaves_the_files_that_it_leaves_here(client, tmp_path: Path) -> None:
-    here = api.sweep(scenario(), {"seed": [1, 2, 3]}, tmp_path / "here")
+    here = api.sweep(make_scenario(), {"seed": [1, 2, 3]}, tmp_path / "here")
     there = api.sweep(
-        scenario(), {"seed": [1, 2, 3]}, tmp_path / "there", cluster=client
+        make_scenario(), {"seed": [1, 2, 3]}, tmp_path / "there", cluster=client
     )
     assert [each.metrics for each in there] == [each.metrics for each in here]
     assert kept(tmp_path / "there") == kept(tmp_path / "here")
@@ -116,7 +116,7 @@ def test_files_of_each_point_travel(client, tmp_path: Path) -> None:
 def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.deadly)
+    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.kill_second_worker)
     monkeypatch.setattr(
         "testbed_controller.api.executors.load_metrics",
         lambda place: type("Run", (), {"path": place}),
@@ -141,7 +141,7 @@ def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
 def test_only_those_are_given_up_that_were_under_way_as_workers_died(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.deadly_twice)
+    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.kill_workers_twice)
     monkeypatch.setattr(
         "testbed_controller.api.executors.load_metrics",
         lambda place: type("Run", (), {"path": place}),
@@ -165,7 +165,7 @@ def allowed_failures(dask_scheduler: Any) -> int:
 def test_runs_whose_folders_have_the_same_name_are_told_apart(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.naming_its_folder)
+    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.return_folder_path)
     monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: ("", {}))
     monkeypatch.setattr(
         "testbed_controller.api.executors.load_metrics",
@@ -201,7 +201,7 @@ def test_a_process_has_the_version_that_it_imported(
 def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.endless)
+    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.touch_and_sleep)
     monkeypatch.setattr(
         cluster, "_pack_trial", lambda _trial: (str(tmp_path / "begun"), {})
     )

@@ -43,7 +43,7 @@ def test_devices_are_killed_and_restarted(lab: RecordingLab) -> None:
     assert call("kill", "b").output == "kill: b\n"
     assert call("pause", "b").output == "pause: b is down, nothing to do\n"
     assert call("restart", "b").output == "restart: b\n"
-    assert lab.done == ["kill b", "start b"]
+    assert lab.actions == ["kill b", "start b"]
 
 
 def test_a_device_that_retires_is_off_once_its_program_has_returned_and_joins_again(
@@ -53,7 +53,7 @@ def test_a_device_that_retires_is_off_once_its_program_has_returned_and_joins_ag
     assert lab.agents["b"].leaving
     assert call("retire", "b").output == "retire: b is down, nothing to do\n"
     assert call("join", "b").output == "join: b\n"
-    assert lab.done == ["kill b", "start b"]
+    assert lab.actions == ["kill b", "start b"]
 
 
 def test_a_throttle_says_what_is_left(lab: RecordingLab) -> None:

@@ -16,7 +16,7 @@ from testbed.common.errors import HostError, InputError
 from testbed_controller.hosts import contexts
 from testbed_controller.hosts.contexts import Host, find_manager, reach, reach_all
 from testbed_controller.lab.engineaddress import EngineAddress
-from tests.helpers.dockercontexts import context
+from tests.helpers.docker_contexts import write_docker_context
 
 
 def host(name: str, **changes: Any) -> Host:
@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_engine_that_does_not_answer_is_named_with_how_to_try_it(
     folder: Path,
 ) -> None:
-    context(folder, "a", "unix:///nowhere/sock")
+    write_docker_context(folder, "a", "unix:///nowhere/sock")
     with pytest.raises(
         HostError,
         match=r"a: no engine responds at unix:///nowhere/sock .*docker --context a info",
@@ -60,7 +60,7 @@ def test_an_engine_that_does_not_answer_is_named_with_how_to_try_it(
 def test_a_host_that_ssh_does_not_reach_is_named_with_how_to_try_it(
     folder: Path,
 ) -> None:
-    context(folder, "a", "ssh://me@127.0.0.1:9")
+    write_docker_context(folder, "a", "ssh://me@127.0.0.1:9")
     with pytest.raises(
         HostError,
         match=r"a: ssh cannot reach ssh://me@127.0.0.1:9 .*'ssh -p 9 me@127.0.0.1'",
@@ -71,7 +71,7 @@ def test_a_host_that_ssh_does_not_reach_is_named_with_how_to_try_it(
 def test_an_ssh_that_is_not_installed_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context(folder, "a", "ssh://me@127.0.0.1:9")
+    write_docker_context(folder, "a", "ssh://me@127.0.0.1:9")
     monkeypatch.setenv("PATH", str(folder))
     with pytest.raises(
         HostError,
@@ -117,7 +117,7 @@ def is_running(pid: str) -> bool:
 def test_an_engine_that_is_open_to_everybody_on_the_way_is_refused(
     folder: Path,
 ) -> None:
-    context(folder, "a", "tcp://10.0.0.7:2375")
+    write_docker_context(folder, "a", "tcp://10.0.0.7:2375")
     with pytest.raises(
         InputError,
         match=r"tcp://10.0.0.7:2375 is unprotected .* certificates to the context, or use ssh://",

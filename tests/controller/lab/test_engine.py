@@ -9,7 +9,7 @@ from requests.adapters import BaseAdapter
 from testbed.common.errors import HostError
 from testbed_controller.lab import engine, runstate
 from testbed_controller.lab.engineaddress import EngineAddress
-from tests.helpers.dockercontexts import context
+from tests.helpers.docker_contexts import write_docker_context
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_of_the_current_context_is_reported_and_never_started(
     configuration: Path, url: str
 ) -> None:
-    context(configuration, "away", url, use=True)
+    write_docker_context(configuration, "away", url, is_current=True)
     with pytest.raises(
         HostError,
         match=r"the docker context 'away' .*'docker context use default'.*--runtime simulate",
@@ -53,7 +53,7 @@ def test_an_engine_of_the_current_context_is_reported_and_never_started(
 def test_an_engine_over_ssh_is_refused_with_the_way_over_hosts(
     configuration: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context(configuration, "lab", "ssh://me@lab", use=True)
+    write_docker_context(configuration, "lab", "ssh://me@lab", is_current=True)
     with pytest.raises(HostError, match=r"reached by ssh: .*'--hosts lab'"):
         engine.ensure_engine(print)
     monkeypatch.setenv("DOCKER_HOST", "ssh://me@lab")

@@ -11,7 +11,7 @@ from testbed_controller.lab.engineaddress import (
     context_names,
     find_context,
 )
-from tests.helpers.dockercontexts import context
+from tests.helpers.docker_contexts import write_docker_context
 
 
 @pytest.fixture
@@ -56,8 +56,10 @@ def test_without_a_choice_the_engine_is_that_of_this_machine(folder: Path) -> No
 def test_the_current_context_is_followed_unless_the_environment_names_another_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context(folder, "desktop", "unix:///desktop/docker.sock", use=True)
-    context(folder, "lab", "tcp://192.0.2.7:2376")
+    write_docker_context(
+        folder, "desktop", "unix:///desktop/docker.sock", is_current=True
+    )
+    write_docker_context(folder, "lab", "tcp://192.0.2.7:2376")
     found = chosen_engine()
     assert (found.url, found.context, found.chosen) == (
         "unix:///desktop/docker.sock",
@@ -78,7 +80,7 @@ def test_the_current_context_is_followed_unless_the_environment_names_another_en
 def test_certificates_belong_to_the_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context(folder, "lab", "tcp://192.0.2.7:2376", use=True)
+    write_docker_context(folder, "lab", "tcp://192.0.2.7:2376", is_current=True)
     assert chosen_engine().certificates == ""
     (meta,) = (folder / "contexts" / "meta").iterdir()
     place = folder / "contexts" / "tls" / meta.name / "docker"
@@ -97,15 +99,15 @@ def test_certificates_belong_to_the_engine(
 
 
 def test_contexts_are_found_without_a_configuration_beside_them(folder: Path) -> None:
-    context(folder, "b", "unix:///b")
-    context(folder, "a", "unix:///a")
+    write_docker_context(folder, "b", "unix:///b")
+    write_docker_context(folder, "a", "unix:///a")
     assert context_names() == ["default", "a", "b"]
 
 
 def test_missing_context_is_refused_with_the_known_names(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context(folder, "a", "unix:///a")
+    write_docker_context(folder, "a", "unix:///a")
     with pytest.raises(
         InputError,
         match=r"unknown docker context 'x' \(contexts: default, a\): .*docker context create x",

@@ -25,7 +25,7 @@ from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed_controller.cli.machine import profile
 from testbed_controller.profiling import board
-from tests.helpers.training import sgd
+from tests.helpers.training import sgd_config
 
 SCENARIO = """
 name: own
@@ -59,7 +59,7 @@ def test_board_layers_have_the_costs_of_the_models(
         )
         assert cost.of([each.kind]) == cost.of() == each[2:5]  # type: ignore[list-item]
     assert {*(each.kind for each in measured), update.kind} == {*KINDS}
-    assert update.flops == sgd(momentum=0).update_flops * (1 << 20)
+    assert update.flops == sgd_config(momentum=0).update_flops * (1 << 20)
 
 
 def ours(module: nn.Module) -> Layer:

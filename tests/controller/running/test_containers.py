@@ -220,7 +220,7 @@ def test_obstruction_is_sent_to_receivers_as_broadcast_loss(
 
 
 def test_change_refused_by_the_shaper_is_not_stored(lab: RecordingLab) -> None:
-    lab.refuses = True
+    lab.refuses_links = True
     with pytest.raises(HostError):
         do(lab, degrade={"device": "a", "loss": "5%"})
     assert in_force(lab) == []
@@ -239,7 +239,7 @@ def test_device_is_switched_according_to_its_actual_state(lab: RecordingLab) -> 
     assert do(lab, pause="b") == StateDiff()
     assert do(lab, restart="b") == StateDiff({"b": "up"})
     assert take_back(lab, kill="b") == StateDiff()
-    assert lab.done == ["start b"]
+    assert lab.actions == ["start b"]
 
 
 def test_run_admits_restarted_devices_by_its_own_function(lab: RecordingLab) -> None:
@@ -249,7 +249,7 @@ def test_run_admits_restarted_devices_by_its_own_function(lab: RecordingLab) -> 
         FaultOperation(ActionPart(kill="b").action, "it", "undo"),
         DockerFaultTarget(cast(Lab, lab), admitted.append),
     )
-    assert (admitted, lab.done, lab.booted_with) == (["b"], ["start b"], {})
+    assert (admitted, lab.actions, lab.booted_with) == (["b"], ["start b"], {})
 
 
 def test_every_action_in_force_is_read_as_it_was_written(lab: RecordingLab) -> None:

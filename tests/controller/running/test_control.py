@@ -61,7 +61,7 @@ def test_active_run_executes_commands_and_records_events(
         ask({"undo": said["handle"]})["text"] == "b computes at 1 times its own speed"
     )
     assert control.strike(RUN, {"kill": "b"}) == "kill: b"
-    assert (lab.done, ask({"show": None})["devices"]["b"]) == (["kill b"], "down")
+    assert (lab.actions, ask({"show": None})["devices"]["b"]) == (["kill b"], "down")
 
 
 def test_python_interface_reads_a_run_and_strikes(run: Run, lab: RecordingLab) -> None:
@@ -117,7 +117,7 @@ def test_failed_command_is_reported_and_the_run_continues(
         ask({"strike": {"kill": "z"}})
     with pytest.raises(InputError, match="no active fault 'it'"):
         ask({"undo": "it"})
-    lab.refuses = True
+    lab.refuses_links = True
     with pytest.raises(TestbedError, match="the rule did not take"):
         ask({"strike": {"partition": [["a"], ["b", "c"]]}})
     assert run.events == []
@@ -158,7 +158,7 @@ def test_once_the_run_is_over_a_lab_that_stands_is_changed_directly(
     with pytest.raises(TestbedError, match="run run-1 does not respond"):
         ask({"strike": {"restart": "b"}})
     assert control.strike(RUN, {"restart": "b"}) == "restart: b"
-    assert lab.done == ["kill b", "start b"]
+    assert lab.actions == ["kill b", "start b"]
     assert [fields["action"] for _, fields in made.events] == ["kill"]
 
 

@@ -12,24 +12,24 @@ import pytest
 from testbed.network.link import Link
 from testbed.wire.framing import ETHERNET_HEADER
 from testbed_controller.shaping.engine import Loop
-from tests.helpers.netfilter import Queue, Server, datagram
+from tests.helpers.netfilter import FakeQueue, LoopServer, make_datagram
 
-PACKET = datagram("198.18.0.3", "198.18.0.2", 500)
+PACKET = make_datagram("198.18.0.3", "198.18.0.2", 500)
 
 
 class Device:
     """A device with one queue, numbered 5."""
 
     def __init__(
-        self, server: Server, link: Link, downlink: tuple[float, int] | None = None
+        self, server: LoopServer, link: Link, downlink: tuple[float, int] | None = None
     ) -> None:
         self._server = server
-        self.kernel = Queue()
+        self.kernel = FakeQueue()
         self.received, injector = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_SEQPACKET
         )
         self.received.settimeout(10)
-        server.ask(self.kernel.opened, injector, do="open", device="a")
+        server.ask(self.kernel.socket, injector, do="open", device="a")
         self.set(link, downlink)
 
     def set(self, link: Link, downlink: tuple[float, int] | None = None) -> None:
@@ -55,18 +55,20 @@ class Device:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server(Loop)
+def server() -> Iterator[LoopServer]:
+    made = LoopServer(Loop)
     yield made
     made.stop()
 
 
-def test_packets_leave_in_their_order_when_their_delay_is_over(server: Server) -> None:
+def test_packets_leave_in_their_order_when_their_delay_is_over(
+    server: LoopServer,
+) -> None:
     device = Device(server, Link(delay=0.02))
     began = device.arrives(1, 2, 3)
-    found = device.kernel.decided(1)
+    found = device.kernel.wait_for_verdicts(1)
     while found[-1].number < 3:  # one verdict may hold for all that came before it
-        found = device.kernel.decided(len(found) + 1)
+        found = device.kernel.wait_for_verdicts(len(found) + 1)
     assert all(each.accepted and each.batch for each in found)
     assert found[0].time - began >= 0.02 - 1e-4
     assert device.counted()["passed"] == 3
@@ -74,7 +76,7 @@ def test_packets_leave_in_their_order_when_their_delay_is_over(server: Server) -
 
 
 def test_changed_link_keeps_the_due_times_of_packets_in_transit(
-    server: Server,
+    server: LoopServer,
 ) -> None:
     device = Device(
         server, Link(delay=0.6)
@@ -84,31 +86,36 @@ def test_changed_link_keeps_the_due_times_of_packets_in_transit(
         pass
     device.set(Link(delay=0.001))
     device.arrives(2)
-    first, second = device.kernel.decided(2)
+    first, second = device.kernel.wait_for_verdicts(2)
     assert (first.number, second.number) == (2, 1)
     assert second.time - began >= 0.6 - 1e-4
 
 
-def test_lost_packets_are_dropped(server: Server) -> None:
+def test_lost_packets_are_dropped(server: LoopServer) -> None:
     device = Device(server, Link(delay=0.001, loss=1.0))
     device.arrives(1, 2)
-    assert [each.accepted for each in device.kernel.decided(2)] == [False, False]
+    assert [each.accepted for each in device.kernel.wait_for_verdicts(2)] == [
+        False,
+        False,
+    ]
     assert device.counted()["dropped"] == 2
 
 
-def test_second_copy_is_injected_into_the_device(server: Server) -> None:
+def test_second_copy_is_injected_into_the_device(server: LoopServer) -> None:
     device = Device(server, Link(delay=0.001, duplicate=1.0))
     device.arrives(1)
     frame = device.received.recv(2000)
     assert frame[ETHERNET_HEADER:] == PACKET
-    assert device.kernel.decided(1)[0].accepted
+    assert device.kernel.wait_for_verdicts(1)[0].accepted
     assert device.counted()["duplicated"] == 1
 
 
-def test_a_corrupted_packet_differs_in_one_bit_of_its_payload(server: Server) -> None:
+def test_a_corrupted_packet_differs_in_one_bit_of_its_payload(
+    server: LoopServer,
+) -> None:
     device = Device(server, Link(delay=0.001, corrupt=1.0))
     device.arrives(1)
-    [verdict] = device.kernel.decided(1)
+    [verdict] = device.kernel.wait_for_verdicts(1)
     content = verdict.content[: len(PACKET)]
     different = sum(
         (one ^ two).bit_count() for one, two in zip(content, PACKET, strict=True)
@@ -119,12 +126,12 @@ def test_a_corrupted_packet_differs_in_one_bit_of_its_payload(server: Server) ->
 
 
 def test_downlink_passes_packets_at_its_rate_and_drops_the_overflow(
-    server: Server,
+    server: LoopServer,
 ) -> None:
     size, rate = len(PACKET) + ETHERNET_HEADER, 1e6
     device = Device(server, Link(delay=0.001), (rate, 2))
     began = device.arrives(1, 2, 3, 4, 5)
-    found = device.kernel.decided(5)
+    found = device.kernel.wait_for_verdicts(5)
     passed = [each for each in found if each.accepted]
     for place, each in enumerate(
         passed
@@ -136,11 +143,11 @@ def test_downlink_passes_packets_at_its_rate_and_drops_the_overflow(
     assert device.counted()["dropped"] == 5 - len(passed)
 
 
-def test_closed_device_can_be_opened_again(server: Server) -> None:
+def test_closed_device_can_be_opened_again(server: LoopServer) -> None:
     device = Device(server, Link(delay=10.0))
     device.arrives(1)
     server.ask(do="close", device="a")
     again = Device(server, Link())
     again.arrives(2)
-    assert [each.number for each in again.kernel.decided(1)] == [2]
+    assert [each.number for each in again.kernel.wait_for_verdicts(1)] == [2]
     assert device.kernel.verdicts == []

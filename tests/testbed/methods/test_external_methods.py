@@ -22,7 +22,7 @@ from testbed.scenario.loading import load
 from testbed.validation import find_method
 from testbed_controller.results import files
 from tests.helpers import ROOT, recorded
-from tests.helpers.deployed import deployment_bodies
+from tests.helpers.deployments import deployment_bodies
 
 RING = ROOT / "scenarios" / "examples" / "ring.yaml"
 SMALL = """

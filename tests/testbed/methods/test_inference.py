@@ -10,9 +10,9 @@ from testbed.methods import METHODS
 from tests.helpers.runs import (
     events_of,
     fields_of,
+    make_scenario,
     problem_of,
     run_simulated,
-    scenario,
     train_with_torch,
 )
 
@@ -20,7 +20,9 @@ INFER = {"task": "infer", "requests": 7}
 
 
 def sequential(workload=INFER, method=MappingProxyType({}), **keys):
-    return scenario(workload=workload, method={"name": "sequential", **method}, **keys)
+    return make_scenario(
+        workload=workload, method={"name": "sequential", **method}, **keys
+    )
 
 
 def accuracy_of_plain_model(spec, weights=None, requests=7):
@@ -46,7 +48,7 @@ def accuracy_of_plain_model(spec, weights=None, requests=7):
 @pytest.mark.parametrize("partition", ["even", "latency", "bottleneck"])
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_answers_equal_the_undivided_model(partition, in_flight):
-    weights = run_simulated(scenario()).weights
+    weights = run_simulated(make_scenario()).weights
     spec = sequential(method={"partition": partition, "in_flight": in_flight})
     outcome = run_simulated(spec, weights=weights)
     assert outcome.status == "finished", outcome.error
@@ -128,7 +130,7 @@ def test_requests_lost_with_a_device_are_sent_again(end):
 
 @pytest.mark.parametrize("device", ["source", "worker2"])
 def test_single_device_trains_the_undivided_model(device):
-    spec = scenario(method={"name": "single", "device": device})
+    spec = make_scenario(method={"name": "single", "device": device})
     outcome = run_simulated(spec)
     model, losses = train_with_torch(spec)
     assert all(
@@ -150,7 +152,7 @@ def test_single_device_trains_the_undivided_model(device):
 
 
 def test_single_device_answers_requests():
-    spec = scenario(workload=INFER, method={"name": "single"})
+    spec = make_scenario(workload=INFER, method={"name": "single"})
     outcome = run_simulated(spec)
     assert fields_of(outcome, "evaluate")[-1]["accuracy"] == accuracy_of_plain_model(
         spec
@@ -161,10 +163,12 @@ def test_single_device_answers_requests():
 def test_missing_or_small_single_device_is_refused():
     with pytest.raises(InputError, match=r"method\.device: unknown device 'elsewhere'"):
         METHODS["single"].plan(
-            problem_of(scenario(method={"name": "single", "device": "elsewhere"}))[0]
+            problem_of(make_scenario(method={"name": "single", "device": "elsewhere"}))[
+                0
+            ]
         )
     devices = {"source": {"speed": "20mflops", "memory": "10kB"}}
     with pytest.raises(InputError, match=r"source has 10 kB of memory"):
         METHODS["single"].plan(
-            problem_of(scenario(method={"name": "single"}, devices=devices))[0]
+            problem_of(make_scenario(method={"name": "single"}, devices=devices))[0]
         )

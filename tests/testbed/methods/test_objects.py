@@ -16,7 +16,7 @@ from testbed_controller.report.html import render
 from testbed_controller.report.terminal import show
 from testbed_controller.results import files
 from tests.helpers import recorded
-from tests.helpers.runs import fields_of, problem_of, run_simulated, scenario
+from tests.helpers.runs import fields_of, make_scenario, problem_of, run_simulated
 
 WORK = {
     "task": "infer",
@@ -30,7 +30,7 @@ DOG = 16
 
 
 def spec(method="single", **workload):
-    return scenario(
+    return make_scenario(
         workers=2,
         speed="10gflops",
         workload={**WORK, **workload},

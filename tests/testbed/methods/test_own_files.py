@@ -14,7 +14,7 @@ from testbed.simulation import simulate
 from testbed.trace.outcome import Outcome
 from testbed_controller.results.recorder import with_local_sources
 from tests.helpers import ROOT
-from tests.helpers.deployed import deployment_bodies, read_deployment
+from tests.helpers.deployments import deployment_bodies, read_deployment
 
 EXAMPLES = ROOT / "scenarios" / "examples"
 

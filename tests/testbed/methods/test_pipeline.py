@@ -11,9 +11,9 @@ from testbed.plan import Assignment, Plan
 from tests.helpers.runs import (
     events_of,
     fields_of,
+    make_scenario,
     problem_of,
     run_simulated,
-    scenario,
     train_with_torch,
 )
 
@@ -54,7 +54,7 @@ def test_every_split_trains_the_undivided_model(schedule, cuts):
     micro_batches = (
         4 if len(cuts) % 2 else 3
     )  # 16 samples: 4 even micro-batches, or 6, 5 and 5
-    spec = scenario(
+    spec = make_scenario(
         workload={"steps": 4},
         method={"schedule": schedule, "micro_batches": micro_batches},
     )
@@ -74,7 +74,9 @@ def test_convolutions_train_the_undivided_model(schedule):
         "model": {"name": "cnn", "channels": [4, 4, 8], "hidden": [16, 12]},
         "batch_size": 10,
     }
-    spec = scenario(workload=work, method={"schedule": schedule, "micro_batches": 4})
+    spec = make_scenario(
+        workload=work, method={"schedule": schedule, "micro_batches": 4}
+    )
     outcome = run_simulated(spec)
     model, losses = train_with_torch(spec)
     assert_same(outcome.weights, model)
@@ -85,9 +87,9 @@ def test_convolutions_train_the_undivided_model(schedule):
 
 def test_given_weights_are_trained_on():
     work = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 6}
-    weights = run_simulated(scenario(workload=work)).weights
-    again = run_simulated(scenario(workload=work), weights=weights)
-    spec = scenario(workload=work)
+    weights = run_simulated(make_scenario(workload=work)).weights
+    again = run_simulated(make_scenario(workload=work), weights=weights)
+    spec = make_scenario(workload=work)
     model, losses = train_with_torch(spec, weights)
     assert_same(again.weights, model)
     assert [step["loss"] for step in fields_of(again, "step")] == pytest.approx(
@@ -101,7 +103,7 @@ def test_batch_normalisation_statistics_reach_the_lead():
         "model": {"name": "vgg5"},
         "data": {"name": "digits", "train": 64, "test": 16},
     }
-    outcome = run_simulated(scenario(workload=work, speed="10gflops"))
+    outcome = run_simulated(make_scenario(workload=work, speed="10gflops"))
     assert outcome.status == "finished", outcome.error
     counts = [
         tensor
@@ -118,7 +120,7 @@ def test_two_runs_are_the_same():
         "when": {"device": "worker2", "begins": "backward", "batch": 6},
         "for": "2s",
     }
-    one, other = (run_simulated(scenario(faults=[fault])) for _ in range(2))
+    one, other = (run_simulated(make_scenario(faults=[fault])) for _ in range(2))
     assert [event.to_json() for event in one.events] == [
         event.to_json() for event in other.events
     ]
@@ -132,7 +134,7 @@ def test_sending_does_not_keep_a_stage_from_computing():
         "batch_size": 64,
     }
     network = {"link": {"rate": "100mbit", "delay": "0ms"}}
-    spec = scenario(
+    spec = make_scenario(
         workload=work, speed="5mflops", method={"micro_batches": 16}, network=network
     )
     outcome = run_simulated(spec)
@@ -143,7 +145,7 @@ def test_sending_does_not_keep_a_stage_from_computing():
 
 
 def test_one_stage_never_keeps_more_than_its_schedule_allows():
-    outcome = run_simulated(scenario(method={"micro_batches": 8}))
+    outcome = run_simulated(make_scenario(method={"micro_batches": 8}))
     kept = dict.fromkeys(("source", "worker1", "worker2", "worker3"), 0)
     most = dict(kept)
     for device, fields in events_of(outcome, "compute"):
@@ -153,7 +155,7 @@ def test_one_stage_never_keeps_more_than_its_schedule_allows():
 
 
 def test_labels_cost_bytes_on_their_way_to_the_last_stage():
-    outcome = run_simulated(scenario())
+    outcome = run_simulated(make_scenario())
     sent = [
         fields
         for device, fields in events_of(outcome, "send")
@@ -164,13 +166,13 @@ def test_labels_cost_bytes_on_their_way_to_the_last_stage():
 
 
 def test_evaluations_on_the_way():
-    outcome = run_simulated(scenario(method={"evaluate_every": 5}))
+    outcome = run_simulated(make_scenario(method={"evaluate_every": 5}))
     assert [event["step"] for event in fields_of(outcome, "evaluate")] == [5, 10, 12]
 
 
 def test_spans_are_all_that_devices_begin():
-    outcome = run_simulated(scenario())
-    spec = scenario()
+    outcome = run_simulated(make_scenario())
+    spec = make_scenario()
     problem, _ = problem_of(spec)
     method = METHODS["pipeline"]
     plan = method.plan(problem)
@@ -189,7 +191,7 @@ def test_spare_devices_replace_lost_stages():
         "when": {"device": "worker1", "begins": "backward", "batch": 6},
     }
     outcome = run_simulated(
-        scenario(method={"stages": 2, "rejoin_timeout": "2s"}, faults=[fault])
+        make_scenario(method={"stages": 2, "rejoin_timeout": "2s"}, faults=[fault])
     )
     assert outcome.status == "finished", outcome.error
     assert [
@@ -209,7 +211,7 @@ def test_not_enough_devices():
     work = {"model": {"name": "mlp", "hidden": [8, 16, 64, 64]}, "batch_size": 8}
     fault = {"partition": [["source"]], "at": "50ms"}
     outcome = run_simulated(
-        scenario(
+        make_scenario(
             workload=work,
             devices=devices,
             faults=[fault],
@@ -234,7 +236,7 @@ def test_not_enough_devices():
     ],
 )
 def test_plans_that_cannot_be_are_refused(keys, complaint):
-    problem, _ = problem_of(scenario(**keys))
+    problem, _ = problem_of(make_scenario(**keys))
     with pytest.raises(InputError, match=complaint):
         METHODS["pipeline"].plan(problem)
 
@@ -251,7 +253,7 @@ def test_recomputing_changes_time_and_memory_but_no_bit(model):
     work = {"steps": 2, "model": model, "batch_size": 8}
     kept, again = (
         run_simulated(
-            scenario(
+            make_scenario(
                 2,
                 workload=work,
                 method={
@@ -284,7 +286,7 @@ def test_recomputing_is_planned_for():
             "partition": "even",
             "micro_batches": 8,
         }
-        spec = scenario(3, workload=work, speed="5mflops", method=method)
+        spec = make_scenario(3, workload=work, speed="5mflops", method=method)
         plans.append(METHODS["gpipe"].plan(problem_of(spec)[0]))
         ends = [
             event.time for event in run_simulated(spec).events if event.event == "step"
@@ -312,7 +314,9 @@ def test_without_drop_last_the_rest_of_an_epoch_is_a_smaller_batch(method, batch
     options = {} if method == "pipedream" else {"micro_batches": 3}
     found = [
         fields_of(
-            run_simulated(scenario(workload=workload, method={"name": name, **own})),
+            run_simulated(
+                make_scenario(workload=workload, method={"name": name, **own})
+            ),
             "step",
         )
         for name, own in ((method, options), ("single", {}))
@@ -330,6 +334,8 @@ def test_without_drop_last_the_rest_of_an_epoch_is_a_smaller_batch(method, batch
 
 
 def test_samples_that_an_epoch_leaves_out_are_recorded():
-    outcome = run_simulated(scenario(workload={"batch_size": 20, "steps": 2}))
+    outcome = run_simulated(make_scenario(workload={"batch_size": 20, "steps": 2}))
     assert fields_of(outcome, "left_out") == [{"samples": 16, "of": 96}]
-    assert fields_of(run_simulated(scenario(workload={"steps": 2})), "left_out") == []
+    assert (
+        fields_of(run_simulated(make_scenario(workload={"steps": 2})), "left_out") == []
+    )

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.helpers.runs import fields_of, run_simulated, scenario
+from tests.helpers.runs import fields_of, make_scenario, run_simulated
 
 DEVICES = ("source", "worker1", "worker2", "worker3")
 WORKERS = DEVICES[1:]
@@ -49,12 +49,12 @@ def random_fault(draw: random.Random, first: bool) -> dict:
 def random_scenario(seed: int):
     draw = random.Random(seed)
     faults = [random_fault(draw, index == 0) for index in range(draw.randint(1, 5))]
-    return scenario(method=METHOD, faults=faults)
+    return make_scenario(method=METHOD, faults=faults)
 
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    return run_simulated(scenario(method=METHOD))
+    return run_simulated(make_scenario(method=METHOD))
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tests.helpers.runs import fields_of, run_simulated, scenario
+from tests.helpers.runs import fields_of, make_scenario, run_simulated
 
 METHOD = {"checkpoint_every": 4, "stall_timeout": "1s", "rejoin_timeout": "6s"}
 WORKERS = ("worker1", "worker2", "worker3")
 
 
 def faulty(*faults, method=METHOD, **keys):
-    return run_simulated(scenario(method=method, faults=faults, **keys))
+    return run_simulated(make_scenario(method=method, faults=faults, **keys))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from testbed.ml.data import load
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from tests.helpers.runs import scenario
+from tests.helpers.runs import make_scenario
 
 TRAINING = (
     *("pipeline", "gpipe", "model-parallelism", "pipedream", "respipe", "ftpipehd"),
@@ -46,7 +46,7 @@ def keys(method):
 
 
 def run(method, faults=()):
-    (trial,) = trials(scenario(**keys(method), faults=faults))
+    (trial,) = trials(make_scenario(**keys(method), faults=faults))
     return simulate(prepare(trial), load(trial.scenario.workload.data))
 
 

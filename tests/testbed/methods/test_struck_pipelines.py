@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.helpers.runs import fields_of, run_simulated, scenario
+from tests.helpers.runs import fields_of, make_scenario, run_simulated
 
 METHODS = (
     "pipeline",
@@ -85,7 +85,7 @@ def test_every_step_is_recorded(method, seed):
     )
     faults = [fault(draw) for _ in range(draw.randint(1, 4))]
     outcome = run_simulated(
-        scenario(method=options(draw, method), workload=work, faults=faults)
+        make_scenario(method=options(draw, method), workload=work, faults=faults)
     )
     assert outcome.status == "finished", (faults, outcome.error)
     done = {

@@ -22,7 +22,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.wire.message import Message
-from tests.helpers.runs import fields_of, scenario
+from tests.helpers.runs import fields_of, make_scenario
 
 ENCODINGS = ["f16", "bf16", "int8", "int8-channel", LargestPart(top_k="10%")]
 
@@ -99,7 +99,7 @@ def train(method, **workload_keys):
         "data": data,
         **workload_keys,
     }
-    (trial,) = trials(scenario(2, workload=workload, method=method))
+    (trial,) = trials(make_scenario(2, workload=workload, method=method))
     prepared = prepare(trial)
     outcome = simulate_prepared(prepared)
     assert outcome.status == "finished", outcome.error
@@ -191,7 +191,7 @@ def infer(transfer):
         "batch_size": 40,
     }
     method = {"name": "sequential", "transfer": transfer}
-    (trial,) = trials(scenario(2, workload=workload, method=method))
+    (trial,) = trials(make_scenario(2, workload=workload, method=method))
     prepared = prepare(trial)
     outcome = simulate_prepared(prepared)
     assert outcome.status == "finished", outcome.error
@@ -232,7 +232,7 @@ def prepare_with_own_codec(folder, transfer, method="pipeline"):
     data = {"name": "digits", "train": 64, "test": 20}
     if method == "federated":
         data["split"] = "iid"
-    keys = scenario(
+    keys = make_scenario(
         2,
         workload={"steps": 4, "data": data},
         method={"name": method, "transfer": transfer},

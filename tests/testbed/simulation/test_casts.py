@@ -11,13 +11,13 @@ from testbed.network.link import Cell, Link
 from testbed.network.radio import Propagation, Radio
 from testbed.wire.framing import CAST_CHUNK, cast_wire_bytes
 from testbed.wire.message import Message
-from tests.helpers.worlds import events_of, idle, make_world
+from tests.helpers.worlds import events_of, make_world, receive_forever
 from tests.testbed.simulation.observations import sleep_for, times_of, values_of
 
 RADIO = Link(rate=250e3, delay=0.01)
 """The rate of IEEE 802.15.4."""
 RECEIVERS = ("b", "c", "d")
-IDLE_RECEIVERS = dict.fromkeys(RECEIVERS, idle)
+IDLE_RECEIVERS = dict.fromkeys(RECEIVERS, receive_forever)
 
 
 def cast_repeatedly(count: int, padding: int = 100, peers=RECEIVERS):

@@ -6,7 +6,7 @@ import pytest
 
 from testbed.device import Cost, Device, Span
 from testbed.wire.message import Message
-from tests.helpers.worlds import LINK, events_of, idle, make_world
+from tests.helpers.worlds import LINK, events_of, make_world, receive_forever
 from tests.testbed.simulation.observations import (
     send_one,
     sleep_for,
@@ -99,7 +99,7 @@ def test_throttle_persists_across_restart():
 def test_flap_interrupts_transmission_each_time():
     flap = {"between": ["a", "b"], "down": "100ms", "up": "5s", "times": 2}
     world = make_world(
-        {"a": send_one("b", padding=10_000_000, start=0.05), "b": idle},
+        {"a": send_one("b", padding=10_000_000, start=0.05), "b": receive_forever},
         faults=[{"flap": flap, "at": "1s"}],
     )
     world.run()
@@ -128,7 +128,8 @@ def test_flap_of_one_device_does_not_affect_links_of_others():
 
     flap = {"device": "b", "down": "1s", "up": "9s"}
     world = make_world(
-        {"a": send_to_both, "b": idle, "c": idle}, faults=[{"flap": flap, "at": 0}]
+        {"a": send_to_both, "b": receive_forever, "c": receive_forever},
+        faults=[{"flap": flap, "at": 0}],
     )
     world.run()
     changed_links = values_of(world, "link", "source", "destination")
@@ -141,7 +142,7 @@ def test_flap_of_one_device_does_not_affect_links_of_others():
 
 def test_link_trace_changes_rate_of_message_under_way():
     world = make_world(
-        {"a": send_one("b", padding=4_000_000), "b": idle},
+        {"a": send_one("b", padding=4_000_000), "b": receive_forever},
         trace=["1,link a->b rate,4mbit", "3,link a->b rate,8mbit"],
     )
     world.run()
@@ -162,7 +163,7 @@ def test_trace_entry_at_start_applies_before_programs_begin():
         await device.send("b", Message("m"))
 
     world = make_world(
-        {"a": compute_and_send, "b": idle},
+        {"a": compute_and_send, "b": receive_forever},
         trace=["0,device a speed,2mflops", "0,link a<->b delay,1s"],
     )
     world.run()

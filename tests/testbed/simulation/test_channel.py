@@ -9,7 +9,13 @@ from testbed.network.link import Link
 from testbed.simulation.channel import next_attempt
 from testbed.wire.framing import WINDOW, cast_wire_bytes, chunks, wire_bytes
 from testbed.wire.message import Message
-from tests.helpers.worlds import LINK, events_of, first_message_bytes, idle, make_world
+from tests.helpers.worlds import (
+    LINK,
+    events_of,
+    first_message_bytes,
+    make_world,
+    receive_forever,
+)
 from tests.testbed.simulation.observations import (
     send_one,
     sleep_for,
@@ -81,7 +87,10 @@ def test_wire_bytes_include_headers_of_message_and_packets():
 )
 def test_messages_to_one_peer_are_transmitted_one_after_another(access):
     world = make_world(
-        {"source": send_concurrently("sink", 3, padding=50_000), "sink": idle},
+        {
+            "source": send_concurrently("sink", 3, padding=50_000),
+            "sink": receive_forever,
+        },
         access=access,
     )
     world.run()
@@ -105,7 +114,10 @@ def test_messages_to_one_peer_are_transmitted_one_after_another(access):
 def test_full_window_waits_for_first_acknowledgement(access):
     # Two messages exceed the window, so each pair waits for the round trip of 0.5 s of the pair before it.
     world = make_world(
-        {"lead": send_concurrently("b", 5, padding=WINDOW // 2 + 1), "b": idle},
+        {
+            "lead": send_concurrently("b", 5, padding=WINDOW // 2 + 1),
+            "b": receive_forever,
+        },
         link=Link(delay=0.25),
         access=access,
     )
@@ -119,7 +131,7 @@ def test_full_window_waits_for_first_acknowledgement(access):
 )
 def test_many_messages_use_full_rate_of_long_link(access):
     world = make_world(
-        {"lead": send_concurrently("b", 100, padding=100_000), "b": idle},
+        {"lead": send_concurrently("b", 100, padding=100_000), "b": receive_forever},
         link=Link(rate=50e6, delay=0.02),
         access=access,
     )
@@ -141,7 +153,9 @@ def test_acknowledgements_stay_in_order_when_delay_shrinks():
 
     shorten = {"degrade": {"between": ["lead", "b"], "delay": "1ms"}, "at": "300ms"}
     world = make_world(
-        {"lead": send_five, "b": idle}, link=Link(rate=1e5, delay=0.2), faults=[shorten]
+        {"lead": send_five, "b": receive_forever},
+        link=Link(rate=1e5, delay=0.2),
+        faults=[shorten],
     )
     world.run()
     assert order == list(range(5))
@@ -154,7 +168,9 @@ def test_links_to_different_peers_do_not_share_rate():
         message = Message("m", padding=100_000)
         await asyncio.gather(device.send("b", message), device.send("c", message))
 
-    world = make_world({"lead": send_to_both, "b": idle, "c": idle})
+    world = make_world(
+        {"lead": send_to_both, "b": receive_forever, "c": receive_forever}
+    )
     world.run()
     first, second = events_of(world, "receive")
     assert first["time"] == second["time"]
@@ -163,7 +179,7 @@ def test_links_to_different_peers_do_not_share_rate():
 def test_link_without_rate_takes_only_its_delay():
     # Half a gigabyte, a little below the limit of one message.
     world = make_world(
-        {"lead": send_one("b", padding=5 * 10**8 - 1000), "b": idle},
+        {"lead": send_one("b", padding=5 * 10**8 - 1000), "b": receive_forever},
         link=Link(delay=0.25),
     )
     world.run()
@@ -218,7 +234,10 @@ def test_loss_costs_time_and_depends_only_on_seed():
 
     def duration(loss):
         world = make_world(
-            {"lead": send_sequentially("b", count, padding=100_000), "b": idle},
+            {
+                "lead": send_sequentially("b", count, padding=100_000),
+                "b": receive_forever,
+            },
             link=Link(rate=8e6, delay=0.01, loss=loss),
         )
         world.run()
@@ -232,7 +251,7 @@ def test_loss_costs_time_and_depends_only_on_seed():
 
 def test_lost_message_of_one_packet_waits_for_timeout():
     world = make_world(
-        {"lead": send_sequentially("b", 100), "b": idle},
+        {"lead": send_sequentially("b", 100), "b": receive_forever},
         link=Link(rate=8e6, delay=0.01, loss=0.2),
     )
     world.run()
@@ -318,7 +337,7 @@ def test_next_message_starts_when_send_under_way_is_cancelled():
         large.cancel()
         await small
 
-    world = make_world({"lead": cancel_large_send, "b": idle})
+    world = make_world({"lead": cancel_large_send, "b": receive_forever})
     world.run()
     (received,) = events_of(world, "receive")
     assert received["message"] == "small"
@@ -349,7 +368,7 @@ def test_cancelled_receive_loses_no_message():
 
 
 def test_send_to_unlinked_peer_is_error_that_names_both_devices():
-    world = make_world({"lead": send_one("nobody"), "b": idle})
+    world = make_world({"lead": send_one("nobody"), "b": receive_forever})
     with pytest.raises(Exception, match="the program of lead failed") as raised:
         world.run()
     assert "no link from lead to nobody" in str(raised.value.__cause__)

@@ -9,7 +9,7 @@ from testbed.network.link import GilbertElliott, Link
 from testbed.simulation.crossing import PACKET, Crossing, make_crossing
 from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Window
 from testbed.wire.message import Message
-from tests.helpers.worlds import events_of, idle, make_world
+from tests.helpers.worlds import events_of, make_world, receive_forever
 from tests.testbed.simulation.observations import transmission_time
 
 
@@ -24,7 +24,7 @@ def send_sequentially(count: int, padding: int = 0):
 def latencies(link: Link, count: int, padding: int = 0) -> list[float]:
     """Return the seconds between departure and arrival of each message."""
     world = make_world(
-        {"lead": send_sequentially(count, padding), "b": idle}, link=link
+        {"lead": send_sequentially(count, padding), "b": receive_forever}, link=link
     )
     world.run()
     seconds = []
@@ -116,7 +116,7 @@ def test_loss_bursts_delay_messages_more_than_independent_loss():
 
 def test_retransmitted_bytes_take_time_on_link():
     world = make_world(
-        {"lead": send_sequentially(1, 400_000), "b": idle},
+        {"lead": send_sequentially(1, 400_000), "b": receive_forever},
         link=Link(rate=8e6, delay=0.01, loss=0.3),
     )
     world.run()
@@ -137,7 +137,7 @@ def test_latencies_are_reproducible():
 
 def test_messages_arrive_while_jittery_link_changes():
     world = make_world(
-        {"lead": send_sequentially(40), "b": idle},
+        {"lead": send_sequentially(40), "b": receive_forever},
         link=Link(delay=0.1, jitter=0.05),
         trace=[
             "2,link lead<->b jitter,50ms",

@@ -8,7 +8,7 @@ from testbed.device import Cost, Device, Span
 from testbed.simulation.event_queue import EmptySchedule
 from testbed.simulation.world import BOOT_SECONDS
 from testbed.wire.message import Message
-from tests.helpers.worlds import LINK, events_of, idle, make_world
+from tests.helpers.worlds import LINK, events_of, make_world, receive_forever
 from tests.testbed.simulation.observations import (
     send_one,
     sleep_for,
@@ -128,7 +128,7 @@ def test_kill_discards_inbox_and_unacknowledged_message_is_sent_again():
 
 def test_message_in_flight_to_killed_device_is_sent_again_completely():
     world = make_world(
-        {"lead": send_one("b", "large", MEGABYTE), "b": idle},
+        {"lead": send_one("b", "large", MEGABYTE), "b": receive_forever},
         faults=[{"kill": "b", "at": "0.9s", "for": "0"}],
     )
     world.run()
@@ -147,7 +147,7 @@ def test_unsent_messages_of_killed_sender_are_lost():
         await device.sleep(100)
 
     async def receive_for_five_seconds(device: Device):
-        await asyncio.wait_for(idle(device), 5)
+        await asyncio.wait_for(receive_forever(device), 5)
 
     # A message takes 0.1 s: the kill strikes while the second one is under way.
     world = make_world(
@@ -205,7 +205,7 @@ def test_paused_sender_continues_its_message_after_resuming():
 
 def test_message_blocked_by_partition_arrives_with_retransmission_after_healing():
     world = make_world(
-        {"lead": send_one("b", padding=100, start=1.0), "b": idle},
+        {"lead": send_one("b", padding=100, start=1.0), "b": receive_forever},
         faults=[{"partition": [["lead"], ["b"]], "at": "0.5s", "for": "1s"}],
     )
     world.run()
@@ -224,7 +224,7 @@ def test_message_blocked_by_partition_arrives_with_retransmission_after_healing(
 
 def test_short_partition_preserves_bytes_already_sent():
     world = make_world(
-        {"lead": send_one("b", "large", MEGABYTE), "b": idle},
+        {"lead": send_one("b", "large", MEGABYTE), "b": receive_forever},
         faults=[{"partition": [["lead"]], "at": "0.5s", "for": "0.1s"}],
     )
     world.run()
@@ -236,7 +236,7 @@ def test_short_partition_preserves_bytes_already_sent():
 
 def test_message_starts_over_on_new_connection_after_long_partition():
     world = make_world(
-        {"lead": send_one("b", "large", MEGABYTE), "b": idle},
+        {"lead": send_one("b", "large", MEGABYTE), "b": receive_forever},
         faults=[{"partition": [["lead"]], "at": "0.5s", "for": "5.2s"}],
     )
     world.run()
@@ -253,7 +253,9 @@ def test_acknowledgement_waits_for_repair_of_return_link():
         "at": "0",
         "for": "1s",
     }
-    world = make_world({"lead": send_one("b", padding=100), "b": idle}, faults=[cut])
+    world = make_world(
+        {"lead": send_one("b", padding=100), "b": receive_forever}, faults=[cut]
+    )
     world.run()
     arrival = events_of(world, "receive")[0]["time"]
     assert arrival < 0.02
@@ -271,7 +273,7 @@ def test_send_across_partition_times_out_and_other_peers_stay_reachable():
         await asyncio.wait_for(device.send("c", Message("m")), 0.3)
 
     world = make_world(
-        {"lead": send_to_both, "b": idle, "c": idle},
+        {"lead": send_to_both, "b": receive_forever, "c": receive_forever},
         faults=[{"partition": [["b"]], "at": "0"}],
     )
     world.run()
@@ -284,7 +286,8 @@ def test_degrade_slows_remainder_of_message_under_way():
         "at": "0.5s",
     }
     world = make_world(
-        {"lead": send_one("b", "large", MEGABYTE), "b": idle}, faults=[degrade]
+        {"lead": send_one("b", "large", MEGABYTE), "b": receive_forever},
+        faults=[degrade],
     )
     world.run()
     # 4 Mbit/s is half of the link's rate; the acknowledgement takes the longer delay once more.
@@ -297,7 +300,7 @@ def test_degrade_slows_remainder_of_message_under_way():
 
 def test_heal_reverts_all_faults_and_later_scheduled_end_has_no_effect():
     world = make_world(
-        {"lead": sleep_for(5), "b": idle},
+        {"lead": sleep_for(5), "b": receive_forever},
         faults=[
             {"partition": [["b"]], "at": "1s", "for": "2s"},
             {"degrade": {"device": "b", "delay": "1s"}, "at": "1s"},
@@ -333,7 +336,7 @@ def test_kill_during_boot_delays_restart():
 
 def test_restarted_coordinator_ends_run_when_it_returns():
     world = make_world(
-        {"lead": sleep_for(3), "b": idle},
+        {"lead": sleep_for(3), "b": receive_forever},
         faults=[{"kill": "lead", "at": "1s", "for": "0"}],
     )
     world.run()
@@ -342,7 +345,7 @@ def test_restarted_coordinator_ends_run_when_it_returns():
 
 def test_deadlock_caused_by_dead_peer_is_detected_and_described():
     world = make_world(
-        {"lead": send_one("b", start=1.0), "b": idle, "c": idle},
+        {"lead": send_one("b", start=1.0), "b": receive_forever, "c": receive_forever},
         faults=[{"kill": "b", "at": "0.5s"}],
     )
     with pytest.raises(EmptySchedule):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from testbed.device import Cost, Device, Span
 from testbed.simulation.world import BOOT_SECONDS
 from testbed.wire.message import Message
-from tests.helpers.worlds import events_of, idle, make_world
+from tests.helpers.worlds import events_of, make_world, receive_forever
 from tests.testbed.simulation.observations import sleep_for, values_of
 
 ROUNDS = 3
@@ -217,7 +217,9 @@ def test_device_killed_during_pause_sends_after_restart():
 
     faults = [{"pause": "lead", "at": "1s"}, {"kill": "lead", "at": "2s", "for": "1s"}]
     world = make_world(
-        {"lead": send_after_each_boot, "b": idle}, faults=faults, time_limit=100
+        {"lead": send_after_each_boot, "b": receive_forever},
+        faults=faults,
+        time_limit=100,
     )
     world.run()
     # One message before the pause and one after the restart.

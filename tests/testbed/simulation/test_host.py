@@ -7,7 +7,7 @@ import asyncio
 from testbed.hardware import DeviceSpec
 from testbed.simulation.host import Host
 from testbed.wire.message import Message
-from tests.helpers.worlds import idle, make_world
+from tests.helpers.worlds import make_world, receive_forever
 from tests.testbed.simulation.observations import sleep_for
 
 
@@ -33,7 +33,7 @@ def test_reported_state_follows_faults() -> None:
         {"pause": "b", "at": "500ms", "for": "1s"},
         {"kill": "b", "at": "2500ms", "for": "1s"},
     ]
-    world = make_world({"a": watch_b, "b": idle}, faults=faults)
+    world = make_world({"a": watch_b, "b": receive_forever}, faults=faults)
     world.run()
     assert states == [
         (0.0, "up"),

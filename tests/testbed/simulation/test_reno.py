@@ -8,7 +8,7 @@ import pytest
 from testbed.network.link import Link
 from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Transmission, Window
 from testbed.wire.message import Message
-from tests.helpers.worlds import events_of, idle, make_world
+from tests.helpers.worlds import events_of, make_world, receive_forever
 from tests.testbed.simulation.observations import times_of
 from tools.bench.losses import simulate_mean_time
 
@@ -200,7 +200,7 @@ def test_loss_limits_throughput_of_simulated_run():
             await device.send("b", Message("m", padding=size))
 
     world = make_world(
-        {"lead": send_sequentially, "b": idle},
+        {"lead": send_sequentially, "b": receive_forever},
         link=Link(rate=50e6, delay=0.05, loss=0.01),
     )
     world.run()
@@ -219,7 +219,7 @@ def test_transmission_limited_by_window_leaves_shared_rate_to_others():
             await device.send("c", Message("clean", padding=1_000_000))
 
     world = make_world(
-        {"a": send_over_lossy_link, "b": send_three, "c": idle},
+        {"a": send_over_lossy_link, "b": send_three, "c": receive_forever},
         link=Link(rate=8e6),
         trace=["0,link a<->c delay,50ms", "0,link a<->c loss,1%"],
         access={"c": {"downlink": 8e6}},
@@ -241,7 +241,7 @@ def test_window_is_initial_again_after_restart_of_receiver():
 
     # A loss of almost zero selects the model of TCP's window without losing anything.
     world = make_world(
-        {"lead": send_sequentially, "b": idle},
+        {"lead": send_sequentially, "b": receive_forever},
         link=Link(rate=1e9, delay=0.05, loss=1e-9),
         faults=[{"kill": "b", "at": "2s", "for": "1s"}],
     )

@@ -15,7 +15,7 @@ from testbed.prepare import Prepared
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
 from testbed.wire.message import Message
-from tests.helpers.runs import problem_of, run_simulated, scenario
+from tests.helpers.runs import make_scenario, problem_of, run_simulated
 
 FAULTS = [
     {
@@ -47,7 +47,7 @@ class FunctionMethod(Method):
 
 def simulate_function(function, **keys):
     """Simulate a function as the program of a source and a worker; return the outcome."""
-    spec = scenario(workers=1, **keys)
+    spec = make_scenario(workers=1, **keys)
     (trial,) = trials(spec)
     problem, data = problem_of(spec)
     method = FunctionMethod(function)
@@ -59,8 +59,8 @@ def json_lines(outcome):
 
 
 def test_runs_with_faults_are_identical():
-    first = run_simulated(scenario(faults=FAULTS))
-    second = run_simulated(scenario(faults=FAULTS))
+    first = run_simulated(make_scenario(faults=FAULTS))
+    second = run_simulated(make_scenario(faults=FAULTS))
     assert first.status == "finished", first.error
     assert json_lines(first) == json_lines(second)
     # Three faults, each with its end.
@@ -71,7 +71,7 @@ def test_runs_with_faults_are_identical():
 
 def test_live_events_equal_recorded_events_in_order_of_time():
     live = []
-    outcome = run_simulated(scenario(), on_event=live.append)
+    outcome = run_simulated(make_scenario(), on_event=live.append)
     assert live == outcome.events
     times = [event.time for event in live]
     assert times == sorted(times)
@@ -80,7 +80,10 @@ def test_live_events_equal_recorded_events_in_order_of_time():
 def test_live_events_can_be_limited_by_name_and_lines_are_complete():
     live, lines = [], []
     outcome = run_simulated(
-        scenario(), on_event=live.append, names=("step", "send"), on_lines=lines.append
+        make_scenario(),
+        on_event=live.append,
+        names=("step", "send"),
+        on_lines=lines.append,
     )
     assert live == outcome.events.of("step", "send")
     assert "".join(lines) == json_lines(outcome)
@@ -94,7 +97,7 @@ def test_run_interrupted_by_user_keeps_its_events():
         if event.event == "step" and event.fields["step"] == 5:
             raise KeyboardInterrupt
 
-    outcome = run_simulated(scenario(), on_event=interrupt_at_step_5)
+    outcome = run_simulated(make_scenario(), on_event=interrupt_at_step_5)
     assert (outcome.status, outcome.error) == ("interrupted", "stopped by the user")
     assert outcome.events == live
     assert len(outcome.events) > 50

@@ -9,7 +9,13 @@ from testbed.network.link import Cell, Link
 from testbed.simulation.shared_channel import SharedChannel
 from testbed.wire.framing import cast_wire_bytes
 from testbed.wire.message import Message
-from tests.helpers.worlds import LINK, events_of, first_message_bytes, idle, make_world
+from tests.helpers.worlds import (
+    LINK,
+    events_of,
+    first_message_bytes,
+    make_world,
+    receive_forever,
+)
 from tests.testbed.simulation.observations import sleep_for, times_of, values_of
 
 UNLIMITED = Link(delay=0.01)
@@ -64,7 +70,12 @@ def message_seconds(world, rate=8e6) -> float:
 
 def test_concurrent_messages_of_device_share_its_uplink():
     world = make_world(
-        {"lead": wait_for_others, "a": send_to("b", "c"), "b": idle, "c": idle},
+        {
+            "lead": wait_for_others,
+            "a": send_to("b", "c"),
+            "b": receive_forever,
+            "c": receive_forever,
+        },
         link=UNLIMITED,
         access=UPLINK_OF_A,
     )
@@ -76,7 +87,12 @@ def test_concurrent_messages_of_device_share_its_uplink():
 def test_later_message_shares_uplink_from_its_start():
     send_twice = run_concurrently(send_to("b"), send_to("c", start=0.5))
     world = make_world(
-        {"lead": wait_for_others, "a": send_twice, "b": idle, "c": idle},
+        {
+            "lead": wait_for_others,
+            "a": send_twice,
+            "b": receive_forever,
+            "c": receive_forever,
+        },
         link=UNLIMITED,
         access=UPLINK_OF_A,
     )
@@ -102,7 +118,7 @@ def test_slow_link_leaves_remainder_of_downlink_to_others():
 
 
 def test_access_faster_than_link_does_not_change_times():
-    programs = {"a": send_to("b", padding=300_000), "b": idle}
+    programs = {"a": send_to("b", padding=300_000), "b": receive_forever}
     plain = make_world(programs)
     limited = make_world(programs, access={"a": {"uplink": 1e9}})
     plain.run()
@@ -118,9 +134,9 @@ def test_cell_is_one_channel_for_its_members_and_does_not_limit_other_links():
     programs = {
         "lead": wait_for_others,
         "a": send_to("b", "d"),
-        "b": run_concurrently(send_to("c"), idle),
-        "c": idle,
-        "d": idle,
+        "b": run_concurrently(send_to("c"), receive_forever),
+        "c": receive_forever,
+        "d": receive_forever,
     }
     world = make_world(programs, link=Link(rate=80e6, delay=0.01), cells=cells)
     world.run()
@@ -136,8 +152,8 @@ def test_slow_link_in_cell_occupies_channel_longer():
         {
             "lead": wait_for_others,
             "a": send_to("b"),
-            "b": run_concurrently(send_to("c"), idle),
-            "c": idle,
+            "b": run_concurrently(send_to("c"), receive_forever),
+            "c": receive_forever,
         },
         link=UNLIMITED,
         cells=[Cell(("a", "b", "c"), 8e6)],
@@ -156,7 +172,7 @@ def test_cast_precedes_message_under_way_in_cell():
         await device.cast(["a"], Message("c", padding=50_000))
 
     world = make_world(
-        {"a": send_to("b"), "b": idle, "c": cast_later},
+        {"a": send_to("b"), "b": receive_forever, "c": cast_later},
         link=UNLIMITED,
         cells=[Cell(("a", "b", "c"), 8e6)],
     )
@@ -177,7 +193,9 @@ def test_messages_to_one_peer_are_sequential_on_shared_uplink():
         messages = [Message(kind, padding=10_000) for kind in kinds]
         await asyncio.gather(*(device.send("b", message) for message in messages))
 
-    world = make_world({"a": send_five, "b": idle}, link=UNLIMITED, access=UPLINK_OF_A)
+    world = make_world(
+        {"a": send_five, "b": receive_forever}, link=UNLIMITED, access=UPLINK_OF_A
+    )
     world.run()
     assert values_of(world, "receive", "message") == kinds
     seconds = first_message_bytes(world, "m0") * 8 / 8e6
@@ -198,7 +216,7 @@ def test_kill_partition_and_degradation_apply_to_shared_channel():
         {"degrade": {"between": ["a", "b"], "rate": "4mbit"}, "at": "1200ms"},
     ]
     world = make_world(
-        {"a": send_lost_and_kept, "b": idle, "c": idle},
+        {"a": send_lost_and_kept, "b": receive_forever, "c": receive_forever},
         link=UNLIMITED,
         faults=faults,
         access=UPLINK_OF_A,
@@ -235,7 +253,9 @@ def test_events_of_shared_channels_are_reproducible():
 
 def test_link_outside_cells_and_access_limits_uses_plain_channel():
     world = make_world(
-        {"a": send_to("b"), "b": idle}, link=LINK, cells=[Cell(("b", "c"), 1e6)]
+        {"a": send_to("b"), "b": receive_forever},
+        link=LINK,
+        cells=[Cell(("b", "c"), 1e6)],
     )
     world.run()
     assert not isinstance(world.channel("a", "b"), SharedChannel)

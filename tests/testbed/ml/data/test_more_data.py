@@ -20,7 +20,7 @@ from testbed.ml.workload import AugmentPart, DataPart, LearningPart
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from tests.helpers.runs import fields_of, scenario
+from tests.helpers.runs import fields_of, make_scenario
 
 PICTURES = np.random.default_rng(1).random((20, 1, 8, 8)).astype(np.float32)
 LABELS = np.arange(20) % 4
@@ -85,7 +85,9 @@ def test_drawn_samples_are_the_same_wherever_a_model_is_cut_and_as_containers_ha
     ) -> list[float]:
         prepared = prepare(
             trials(
-                scenario(workload={"steps": 18}, method={"name": method, **options})
+                make_scenario(
+                    workload={"steps": 18}, method={"name": method, **options}
+                )
             )[0]
         )
         dataset = change(load_data(prepared))
@@ -161,7 +163,7 @@ def test_arrays_stay_in_their_files(
 
 
 def test_features_shift_from_device_to_device() -> None:
-    written = scenario(
+    written = make_scenario(
         4,
         workload={"data": {"name": "digits", "train": 400, "split": {"noise": 0.5}}},
         method={"name": "federated"},

@@ -19,7 +19,7 @@ from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
-from tests.helpers import ROOT, deployed, own_tokens
+from tests.helpers import ROOT, deployments, own_tokens
 
 IMAGES = np.arange(40 * 12, dtype=np.uint8).reshape(40, 1, 3, 4)
 LABELS = np.arange(40) % 4
@@ -237,8 +237,8 @@ def test_own_data_are_split_and_devices_need_no_files(
     prepared = prepare(trials(load_scenario(tmp_path / "mine.yaml"))[0])
     assert dict(prepared.problem.samples) == {"worker1": 10, "worker2": 20}
     (tmp_path / "mine.npz").unlink()
-    for body in deployed.deployment_bodies(prepared).values():
-        assert deployed.read_deployment(body)[1].model == prepared.problem.model
+    for body in deployments.deployment_bodies(prepared).values():
+        assert deployments.read_deployment(body)[1].model == prepared.problem.model
 
 
 def test_documented_example_of_own_data_works() -> None:
@@ -294,8 +294,8 @@ def test_integers_stay_integers_for_networks_accepting_them(tmp_path: Path) -> N
     model, data = prepared.problem.model, load_data(prepared)
     assert (model.input, model.integers) == ((7,), True)
     assert data.train_images.dtype == np.int64
-    for body in deployed.deployment_bodies(prepared).values():
-        assert deployed.read_deployment(body)[1].model == model
+    for body in deployments.deployment_bodies(prepared).values():
+        assert deployments.read_deployment(body)[1].model == model
     losses = {}
     for method in ("single", "pipeline"):
         outcome = simulate(

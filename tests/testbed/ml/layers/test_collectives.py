@@ -7,7 +7,7 @@ import torch
 
 from testbed.messaging.mailbox import Mailbox
 from testbed.ml.layers.collectives import Contribution, Group
-from tests.helpers.simulated import LINK, simulate_programs
+from tests.helpers.simulated_programs import LINK, simulate_programs
 
 NAMES = ("a", "b", "c", "d", "e")
 

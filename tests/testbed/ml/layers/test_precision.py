@@ -18,7 +18,7 @@ from testbed.ml.training.config import TrainingConfig
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from tests.helpers.runs import fields_of, scenario
+from tests.helpers.runs import fields_of, make_scenario
 
 MODEL = create("cnn", {}, (1, 8, 8), 10)
 
@@ -31,7 +31,7 @@ def trial(precision: str, workers: int = 2, **keys) -> Prepared:
             "count": workers,
             "precision": precision,
         }
-    return prepare(trials(scenario(workers, devices=devices, **keys))[0])
+    return prepare(trials(make_scenario(workers, devices=devices, **keys))[0])
 
 
 @pytest.mark.parametrize("precision", ["f16", "bf16", "int8"])
@@ -99,14 +99,16 @@ def test_profiles_have_speeds_of_precisions_and_unknown_ones_are_asked_for() -> 
     )
     devices = {"source": {"profile": "jetson-nano", "precision": "f16"}}
     (device,) = prepare(
-        trials(scenario(0, devices=devices, method={"name": "single"}))[0]
+        trials(make_scenario(0, devices=devices, method={"name": "single"}))[0]
     ).problem.devices
     assert device.faster == pytest.approx(2.0, rel=0.01)
     with pytest.raises(
         InputError, match="no speed in bf16 is known of laptop: give `speed`"
     ):
         trials(
-            scenario(0, devices={"source": {"profile": "laptop", "precision": "bf16"}})
+            make_scenario(
+                0, devices={"source": {"profile": "laptop", "precision": "bf16"}}
+            )
         )
 
 
@@ -122,4 +124,4 @@ def test_methods_without_precision_support_reject_it() -> None:
     outcome = simulate(found, load_data(found))
     assert outcome.status == "finished", outcome.error
     with pytest.raises(InputError, match="applies to user programs only"):
-        trials(scenario(0, devices={"source": {"gpu": True}}))
+        trials(make_scenario(0, devices={"source": {"gpu": True}}))

@@ -12,14 +12,14 @@ from testbed.ml.layers.shard import Shard
 from testbed.ml.method import Options, PlanningProblem
 from testbed.ml.models import CATALOG, create
 from testbed.work import WorkloadPart
-from tests.helpers.training import sgd
+from tests.helpers.training import sgd_config
 
 MODEL = create("vgg5", {}, (3, 32, 32), 10)
 ROUTED = create("yolov2", {}, (3, 32, 32), 80)
 
 
 def both(model, first, last, momentum=0.9):
-    training = sgd(learning_rate=0.1, momentum=momentum)
+    training = sgd_config(learning_rate=0.1, momentum=momentum)
     return Shard(model, first, last, 7, training), ShapeShard(
         model, first, last, training
     )

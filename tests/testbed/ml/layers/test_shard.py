@@ -11,9 +11,9 @@ from testbed.ml.models import create
 from testbed.ml.models.chain import chain
 from testbed.ml.models.layers import Dropout, Flatten, Linear, ReLU
 from testbed.ml.schedule import SCHEDULES, actions_by_stage, simulate_schedule
-from tests.helpers.training import sgd
+from tests.helpers.training import sgd_config
 
-SGD = sgd(learning_rate=0.1, momentum=0.9, weight_decay=0.01)
+SGD = sgd_config(learning_rate=0.1, momentum=0.9, weight_decay=0.01)
 SMALL = {
     "mlp": create("mlp", {"hidden": [9, 8, 7]}, (1, 5, 5), 4),
     "cnn": create("cnn", {"channels": [3, 4, 5], "hidden": [8]}, (1, 8, 8), 4),
@@ -104,7 +104,7 @@ def test_every_split_equals_the_undivided_model(name, count, schedule):
 def test_gradients_equal_those_of_the_whole_batch():
     model = SMALL["mlp"]
     _, (expected, *_) = train_plain(model, [11])
-    shard = Shard(model, 0, len(model.units), 7, sgd(learning_rate=1.0))
+    shard = Shard(model, 0, len(model.units), 7, sgd_config(learning_rate=1.0))
     before = shard.state()
     ((images, labels),) = batches(model, [11])
     for micro, part in enumerate(cut_batch(11, 4)):

@@ -11,11 +11,11 @@ import pytest
 
 from tests.corpus.architectures import (
     Architecture,
-    check,
-    has_vision,
-    language,
-    plain,
-    vision,
+    assert_parts_equal_whole,
+    has_torchvision,
+    torch_architectures,
+    torchvision_architectures,
+    transformers_architectures,
 )
 
 INDIVISIBLE = ("Bag",)
@@ -29,7 +29,7 @@ def assert_divisible(architecture: Architecture) -> None:
     assert units >= max(architecture.layers, least)
     # One part for each unit.
     every_cut = list(range(units + 1))
-    check(architecture, model, every_cut)
+    assert_parts_equal_whole(architecture, model, every_cut)
 
 
 def select(architectures: list[Architecture], name: str) -> Architecture:
@@ -37,7 +37,9 @@ def select(architectures: list[Architecture], name: str) -> Architecture:
     return match
 
 
-@pytest.mark.parametrize("architecture", plain(), ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "architecture", torch_architectures(), ids=lambda each: each.name
+)
 def test_plain_torch_network_is_divided(architecture: Architecture) -> None:
     assert_divisible(architecture)
 
@@ -47,8 +49,8 @@ def test_plain_torch_network_is_divided(architecture: Architecture) -> None:
     reason="needs torchvision: the extra `vision`",
 )
 def test_torchvision_network_is_divided() -> None:
-    assert has_vision()
-    assert_divisible(select(vision(), "squeezenet1_1"))
+    assert has_torchvision()
+    assert_divisible(select(torchvision_architectures(), "squeezenet1_1"))
 
 
 @pytest.mark.skipif(
@@ -58,5 +60,5 @@ def test_torchvision_network_is_divided() -> None:
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_transformers_network_is_divided(name: str) -> None:
     # transformers imports torchvision; has_vision makes a build for another torch importable.
-    has_vision()
-    assert_divisible(select(language(2), name))
+    has_torchvision()
+    assert_divisible(select(transformers_architectures(2), name))

@@ -13,7 +13,7 @@ from testbed.ml.fields import InputSpec
 from testbed.ml.learning import model_of
 from testbed.ml.models import create
 from testbed.ml.models.layers import initial_bound
-from tests.helpers.runs import fields_of, run_simulated, scenario
+from tests.helpers.runs import fields_of, make_scenario, run_simulated
 
 LINEAR = (40, 60)
 CONVOLUTION = (32, 16, 3, 3)
@@ -88,7 +88,9 @@ def test_methods_share_initialisation_of_scenario() -> None:
         workload: dict[str, object] = {"steps": 2}
         if initialisation:
             workload["initialisation"] = initialisation
-        run = run_simulated(scenario(1, workload=workload, method={"name": method}))
+        run = run_simulated(
+            make_scenario(1, workload=workload, method={"name": method})
+        )
         return fields_of(run, "step")[0]["loss"]
 
     assert first_loss("single", "he") != first_loss("single", None)
@@ -102,7 +104,9 @@ def test_initialisation_of_user_network_is_rejected() -> None:
     network = "from torch import nn\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
     code = Code(name="net", module="net", sources={"net": network})
     model = {"name": "net", "file": "net.py"}
-    workload = scenario(1, workload={"initialisation": "he", "model": model}).workload
+    workload = make_scenario(
+        1, workload={"initialisation": "he", "model": model}
+    ).workload
     with pytest.raises(InputError, match="initialises its own weights"):
         model_of(workload, code, 10, InputSpec((1, 8, 8)))
 
@@ -110,4 +114,4 @@ def test_initialisation_of_user_network_is_rejected() -> None:
 def test_initialisation_with_weights_from_file_is_rejected() -> None:
     model = {"name": "mlp", "weights": "w.safetensors"}
     with pytest.raises(ValueError, match="exclude 'initialisation'"):
-        scenario(1, workload={"initialisation": "he", "model": model})
+        make_scenario(1, workload={"initialisation": "he", "model": model})

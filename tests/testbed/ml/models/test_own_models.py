@@ -22,7 +22,7 @@ from testbed.ml.models.graph import graph_of
 from testbed.ml.models.layers import Flatten, shapes_through
 from testbed.ml.models.making import KEY
 from testbed.ml.models.own import create_own
-from tests.corpus.architectures import add_tied
+from tests.corpus.architectures import sum_tied_gradients
 from tests.helpers import ROOT
 
 NETWORKS = ROOT / "tests" / "helpers" / "own_networks.py"
@@ -185,7 +185,7 @@ def test_parts_have_outputs_and_updates_of_whole_network(name: str) -> None:
             parts.append(model.build(first, last, seed=5))
         output = compute_parts(parts, inputs, labels)
         assert torch.equal(output, expected)
-        add_tied(model, parts)
+        sum_tied_gradients(model, parts)
         state = {}
         for part in parts:
             torch.optim.SGD(part.parameters(), lr=0.1).step()

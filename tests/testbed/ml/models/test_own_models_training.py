@@ -13,7 +13,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from tests.helpers import ROOT
-from tests.helpers.deployed import deployment_bodies, read_deployment
+from tests.helpers.deployments import deployment_bodies, read_deployment
 
 NETWORKS = (ROOT / "tests" / "helpers" / "own_networks.py").read_text()
 SCENARIO = """\

@@ -15,7 +15,7 @@ from testbed.ml.partition.redistribution import (
     missing_units,
     needs,
 )
-from tests.helpers.replicated import (
+from tests.helpers.replicas import (
     chain_replicas,
     moved_units,
     own_units,
@@ -135,7 +135,7 @@ def test_single_failure_matches_listing_of_algorithm_1() -> None:
         failed = old.devices.index(lost[0])
         new_points = [cut - 1 for cut in new.cuts[1:]]
         old_points = [cut - 1 for cut in old.cuts[1:]]
-        plan = redistribution(old, new, lost, everything=False)
+        plan = redistribution(old, new, lost, global_replication=False)
         for index, device in enumerate(new.devices):
             old_index = old.devices.index(device)
             need, local = algorithm_1(new_points, old_points, failed, old_index, index)
@@ -183,7 +183,7 @@ def test_replica_of_same_state_is_not_fetched_if_local_units_come_first() -> Non
 def test_replica_of_last_stage_is_at_coordinator() -> None:
     old = StagePartition(NAMES[:3], (0, 2, 4, 6))
     new = StagePartition(NAMES[:2], (0, 3, 6))
-    plan = redistribution(old, new, ["two"], everything=False)
+    plan = redistribution(old, new, ["two"], global_replication=False)
     assert plan["one"].fetch == {"centre": (4, 5)}
     assert plan["centre"].local == (0, 1)
     assert plan["centre"].fetch == {"one": (2,)}
@@ -191,7 +191,7 @@ def test_replica_of_last_stage_is_at_coordinator() -> None:
 
 def test_device_returning_without_state_fetches_its_units_from_next_stage() -> None:
     old = StagePartition(NAMES[:3], (0, 2, 4, 6))
-    plan = redistribution(old, old, ["one"], everything=False)
+    plan = redistribution(old, old, ["one"], global_replication=False)
     assert plan["one"].local == ()
     assert plan["one"].fetch == {"two": (2, 3)}
     assert plan["two"].fetch == plan["centre"].fetch == {}
@@ -210,7 +210,7 @@ def test_loss_of_two_neighbours_needs_global_replica() -> None:
     lost = ["one", "two"]
     # The chain replica of unit 1 was at `two`, which is lost with `one`.
     with pytest.raises(UnitsLostError, match="no device has the units 1 of") as caught:
-        redistribution(old, new, lost, everything=False)
+        redistribution(old, new, lost, global_replication=False)
     assert caught.value.units == {1}
     assert missing_units(without_devices(chain_replicas(old), lost), 4) == {1}
     plan = redistribution(old, new, lost)
@@ -239,7 +239,7 @@ def test_respipe_moves_units_only_after_loss_of_last_stage() -> None:
         if len(lost) != 1:
             continue
         new = take_over(old, lost)
-        moves = moved_units(redistribution(old, new, lost, everything=False))
+        moves = moved_units(redistribution(old, new, lost, global_replication=False))
         # The replica of the last stage is at the coordinator, from which the stage before fetches the units.
         is_last = lost[0] == old.devices[-1] and len(old.devices) > 2
         expected = list(old.of(lost[0])) if is_last else []

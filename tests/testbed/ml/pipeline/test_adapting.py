@@ -9,8 +9,8 @@ from testbed.ml.pipeline.placement import Replicas, ReplicaStore
 from testbed.ml.pipeline.planning import pipeline_over
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
-from tests.helpers.delayed import Reference
-from tests.helpers.runs import fields_of, problem_of, run_simulated, scenario
+from tests.helpers.delayed_gradients import DelayedReference
+from tests.helpers.runs import fields_of, make_scenario, problem_of, run_simulated
 
 METHOD = {
     "name": "ftpipehd",
@@ -27,7 +27,7 @@ UNEQUAL = {"source": {"speed": "2mflops"}, "worker": {"speed": "500kflops", "cou
 
 
 def adapting(*faults, steps=36, **keys):
-    return scenario(
+    return make_scenario(
         2, "2mflops", {**WORK, "steps": steps}, METHOD, faults=faults, **keys
     )
 
@@ -78,7 +78,7 @@ def test_evaluations_on_the_same_batches_keep_no_better_partition_from_being_fou
         "repartition_every": every,
         "evaluate_every": evaluate_every,
     }
-    planned = scenario(
+    planned = make_scenario(
         2, workload=WORK | {"steps": 21}, method=METHOD | often, devices=UNEQUAL
     )
     found = fields_of(run_simulated(planned), "repartition")
@@ -100,7 +100,7 @@ def test_what_is_throttled_no_more_has_its_share_again():
 def test_a_repartition_loses_no_batch_and_moves_but_the_missing_units():
     planned = adapting(devices=UNEQUAL)
     outcome = run_simulated(planned)
-    reference = Reference(planned).replay(outcome, 36)
+    reference = DelayedReference(planned).replay(outcome, 36)
     assert all(
         torch.equal(outcome.weights[name], tensor)
         for name, tensor in reference.newest.items()
@@ -153,7 +153,7 @@ def test_replicas_take_no_more_memory_than_was_planned(chain, everything, monkey
         "chain_replication_interval": chain,
         "global_replication_interval": everything,
     }
-    planned = scenario(2, "2mflops", WORK, settings, devices=UNEQUAL)
+    planned = make_scenario(2, "2mflops", WORK, settings, devices=UNEQUAL)
     outcome = run_simulated(planned)
     problem, _ = problem_of(planned)
     cuts = [cuts_of(each["partition"]) for each in fields_of(outcome, "stretch")]

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from testbed.scenario.schema import Scenario
-from tests.helpers.delayed import Reference, final_stretches
-from tests.helpers.runs import fields_of, run_simulated, scenario
+from tests.helpers.delayed_gradients import DelayedReference, final_stretches
+from tests.helpers.runs import fields_of, make_scenario, run_simulated
 from tests.helpers.schedules import (
     DEVICES,
     METHOD,
     MODEL,
     STEPS,
     WORKERS,
-    during,
+    at_span_start,
     random_keys,
 )
 
@@ -25,7 +25,7 @@ SEEDS = int(os.environ.get("RANDOM_FAULTS", "24"))
 
 def disturbed(*faults, method=METHOD, steps=STEPS, **keys):
     return run_simulated(
-        scenario(
+        make_scenario(
             workload={"steps": steps, "model": MODEL},
             method={**METHOD, **method},
             faults=faults,
@@ -39,8 +39,8 @@ def assert_right(outcome, steps=STEPS, **keys):
     assert outcome.status == "finished", outcome.error
     assert {step["step"] for step in fields_of(outcome, "step")} == set(range(steps))
     assert len(fields_of(outcome, "evaluate")) == 1
-    reference = Reference(
-        scenario(workload={"steps": steps, "model": MODEL}, **keys)
+    reference = DelayedReference(
+        make_scenario(workload={"steps": steps, "model": MODEL}, **keys)
     ).replay(outcome, steps)
     assert outcome.weights.keys() == reference.newest.keys()
     for name, tensor in reference.newest.items():
@@ -66,9 +66,9 @@ def test_worker_killed_for_good(method, victim):
         "global_replication_interval": 8,
         "stall_timeout": "500ms",
     }
-    fault = {"kill": victim, "when": during(victim, "backward", 13)}
+    fault = {"kill": victim, "when": at_span_start(victim, "backward", 13)}
     outcome = run_simulated(
-        scenario(
+        make_scenario(
             workload={"steps": STEPS, "model": MODEL}, method=given, faults=[fault]
         )
     )
@@ -89,10 +89,16 @@ def test_worker_killed_for_good(method, victim):
 @pytest.mark.parametrize("batch", [2, 13, 34])
 def test_central_node_dies_and_comes_back(batch, also):
     faults = [
-        {"kill": "source", "when": during("source", "forward", batch), "for": "1s"}
+        {
+            "kill": "source",
+            "when": at_span_start("source", "forward", batch),
+            "for": "1s",
+        }
     ]
     if also:
-        faults.append({"kill": "worker1", "when": during("source", "forward", batch)})
+        faults.append(
+            {"kill": "worker1", "when": at_span_start("source", "forward", batch)}
+        )
     outcome = disturbed(*faults)
     assert_right(outcome)
     _, decided, *_ = fields_of(outcome, "recovery")
@@ -105,7 +111,7 @@ def test_central_node_dies_and_comes_back(batch, also):
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_faults(seed):
-    outcome = run_simulated(scenario(**random_keys(seed)))
+    outcome = run_simulated(make_scenario(**random_keys(seed)))
     if outcome.status == "failed" and "not enough devices" in outcome.error:
         return
     assert_right(outcome)
@@ -115,7 +121,7 @@ def test_with_one_batch_in_flight_a_fault_changes_nothing():
     """Nothing of what was undone is left, and nothing is missing: as if nobody had died."""
     calm = disturbed(method={"in_flight": 1})
     killed = disturbed(
-        {"kill": "worker2", "when": during("worker2", "update", 17)},
+        {"kill": "worker2", "when": at_span_start("worker2", "update", 17)},
         method={"in_flight": 1},
     )
     assert fields_of(killed, "recovery")
@@ -127,7 +133,11 @@ def test_with_one_batch_in_flight_a_fault_changes_nothing():
 
 
 def test_worker_that_came_back_empty_is_filled_again():
-    fault = {"kill": "worker2", "when": during("worker2", "backward", 17), "for": "1s"}
+    fault = {
+        "kill": "worker2",
+        "when": at_span_start("worker2", "backward", 17),
+        "for": "1s",
+    }
     outcome = disturbed(fault, method={"rejoin_timeout": "5s"})
     assert_right(outcome)
     (decided,) = recovered(outcome)
@@ -137,7 +147,7 @@ def test_worker_that_came_back_empty_is_filled_again():
 
 
 def test_two_neighbours_at_once_go_back_to_the_global_replica():
-    when = during("worker2", "backward", 14)
+    when = at_span_start("worker2", "backward", 14)
     outcome = disturbed(
         {"kill": "worker1", "when": when}, {"kill": "worker2", "when": when}
     )
@@ -151,7 +161,11 @@ def test_two_neighbours_at_once_go_back_to_the_global_replica():
 
 @pytest.mark.parametrize("name", ["ftpipehd", "respipe"])
 def test_replaced_worker_joins_again_or_is_turned_away(name):
-    fault = {"pause": "worker2", "when": during("worker2", "backward", 13), "for": "6s"}
+    fault = {
+        "pause": "worker2",
+        "when": at_span_start("worker2", "backward", 13),
+        "for": "6s",
+    }
     given = {
         "name": name,
         "chain_replication_interval": 4,
@@ -161,7 +175,7 @@ def test_replaced_worker_joins_again_or_is_turned_away(name):
     method = {**METHOD, "rejoin_timeout": "0s"} if name == "ftpipehd" else given
     steps = 150
     outcome = run_simulated(
-        scenario(
+        make_scenario(
             workload={"steps": steps, "model": MODEL},
             method=method,
             faults=[fault],
@@ -202,7 +216,7 @@ def test_worker_dies_while_the_partition_changes(span):
 def test_throttled_device_is_noticed_at_the_next_point():
     fault = {
         "throttle": {"device": "worker1", "slowdown": 8},
-        "when": during("worker1", "forward", 13),
+        "when": at_span_start("worker1", "forward", 13),
     }
     outcome = disturbed(fault, steps=60, speed="2mflops")
     assert_right(outcome, 60)
@@ -219,7 +233,7 @@ def test_too_few_devices_is_said():
         name: {"speed": "20mflops", "memory": "199kB" if name == "source" else "150kB"}
         for name in DEVICES
     }
-    when = during("worker2", "backward", 13)
+    when = at_span_start("worker2", "backward", 13)
     outcome = disturbed(
         *({"kill": worker, "when": when} for worker in WORKERS), devices=devices
     )
@@ -248,7 +262,7 @@ def test_worker_restarts_between_the_drain_and_the_change():
 
 
 def test_two_runs_with_faults_are_identical():
-    one, other = (run_simulated(scenario(**random_keys(3))) for _ in range(2))
+    one, other = (run_simulated(make_scenario(**random_keys(3))) for _ in range(2))
     assert fields_of(one, "recovery")
     assert [event.to_json() for event in one.events] == [
         event.to_json() for event in other.events
@@ -266,7 +280,7 @@ def test_two_runs_with_faults_are_identical():
 def test_worker_dies_while_another_is_recovered_from(when, returns):
     second = {"kill": "worker3", "when": when, **({"for": "500ms"} if returns else {})}
     outcome = disturbed(
-        {"kill": "worker1", "when": during("worker1", "backward", 13)}, second
+        {"kill": "worker1", "when": at_span_start("worker1", "backward", 13)}, second
     )
     assert_right(outcome)
 
@@ -275,7 +289,7 @@ def test_what_a_replaced_worker_still_says_is_refused():
     """Cut off, it trains on with what it has; healed, it must not be heard as the stage that it no longer is."""
     fault = {
         "partition": [["worker2"]],
-        "when": during("worker2", "forward", 13),
+        "when": at_span_start("worker2", "forward", 13),
         "for": "4s",
     }
     outcome = disturbed(fault, steps=120, speed="2mflops")
@@ -324,7 +338,7 @@ def test_replicas_are_not_asked_of_who_is_not_reached():
     """Who came back empty is to be filled by a neighbour that it does not reach any more; that one is no stage then."""
     killed = {
         "kill": "worker1",
-        "when": during("source", "forward", 22),
+        "when": at_span_start("source", "forward", 22),
         "for": "100ms",
     }
     cut = {
@@ -349,7 +363,7 @@ def test_no_batch_that_is_gone_on_from_is_missing_in_the_record():
         "flap": {"from": "worker3", "to": "source", "down": "10h", "up": "1s"},
         "for": "3s",
     }
-    cut["when"] = during("worker3", "forward", 1)
+    cut["when"] = at_span_start("worker3", "forward", 1)
     killed = {"kill": "source", "after": "1s", "for": "4s"}
     outcome = disturbed(cut, killed, method={"stall_timeout": "5s"})
     assert_right(outcome)
@@ -364,8 +378,8 @@ def test_what_is_drawn_and_normalised_is_as_if_nothing_had_been_undone(victim):
         "model": {"name": "mobilenetv2", "width": 0.1},
         "batch_size": 8,
     }
-    fault = {"kill": victim, "when": during(victim, "backward", 10), "for": "1s"}
-    planned = scenario(
+    fault = {"kill": victim, "when": at_span_start(victim, "backward", 10), "for": "1s"}
+    planned = make_scenario(
         2,
         "200mflops",
         work,
@@ -374,7 +388,7 @@ def test_what_is_drawn_and_normalised_is_as_if_nothing_had_been_undone(victim):
     )
     outcome = run_simulated(planned)
     assert len(final_stretches(outcome)) > 1
-    reference = Reference(planned).replay(outcome, 14, aggregate=1)
+    reference = DelayedReference(planned).replay(outcome, 14, aggregation_interval=1)
     assert all(
         torch.equal(outcome.weights[name], tensor)
         for name, tensor in reference.newest.items()
@@ -388,10 +402,10 @@ def test_what_is_drawn_and_normalised_is_as_if_nothing_had_been_undone(victim):
 def test_who_comes_back_is_waited_for_before_it_is_counted_in(workers, delay):
     """However few the stages are that answer before it, and however far away it is."""
     last = f"worker{workers}"
-    fault = {"kill": last, "when": during(last, "backward", 6), "for": "3s"}
+    fault = {"kill": last, "when": at_span_start(last, "backward", 6), "for": "3s"}
     far = {"between": ["source", last], "rate": "20mbit", "delay": delay}
     outcome = run_simulated(
-        scenario(
+        make_scenario(
             workers,
             "2mflops",
             {"steps": 120, "model": MODEL},
@@ -412,7 +426,9 @@ def test_who_comes_back_is_waited_for_before_it_is_counted_in(workers, delay):
 
 
 def test_the_central_node_gone_for_good_is_said_in_one_line():
-    outcome = disturbed({"kill": "source", "when": during("source", "forward", 13)})
+    outcome = disturbed(
+        {"kill": "source", "when": at_span_start("source", "forward", 13)}
+    )
     assert outcome.status == "failed"
     assert (
         outcome.error
@@ -422,7 +438,7 @@ def test_the_central_node_gone_for_good_is_said_in_one_line():
 
 @pytest.mark.parametrize(("replicas", "step"), [(1, 0), (2, 12)])
 def test_as_many_replicas_as_neighbours_that_are_lost_at_once(replicas, step):
-    when = during("worker2", "backward", 14)
+    when = at_span_start("worker2", "backward", 14)
     given = {
         "name": "respipe",
         "chain_replication_interval": 4,
@@ -432,7 +448,9 @@ def test_as_many_replicas_as_neighbours_that_are_lost_at_once(replicas, step):
     }
     faults = [{"kill": "worker1", "when": when}, {"kill": "worker2", "when": when}]
     outcome = run_simulated(
-        scenario(workload={"steps": STEPS, "model": MODEL}, method=given, faults=faults)
+        make_scenario(
+            workload={"steps": STEPS, "model": MODEL}, method=given, faults=faults
+        )
     )
     assert_right(outcome)
     (decided,) = recovered(outcome)
@@ -467,7 +485,7 @@ def test_a_batch_that_ends_while_silent_devices_are_waited_for_is_recorded():
             "faults": [
                 {
                     "partition": [["w1", "w3"]],
-                    "when": during("w3", "backward", 2),
+                    "when": at_span_start("w3", "backward", 2),
                     "for": "2.5s",
                 }
             ],

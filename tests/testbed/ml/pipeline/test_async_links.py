@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.helpers.delayed import final_stretches
-from tests.helpers.runs import fields_of, run_simulated, scenario
-from tests.helpers.schedules import during
+from tests.helpers.delayed_gradients import final_stretches
+from tests.helpers.runs import fields_of, make_scenario, run_simulated
+from tests.helpers.schedules import at_span_start
 from tests.testbed.ml.pipeline.test_async_faults import (
     assert_right,
     disturbed,
@@ -29,7 +29,7 @@ SLOW = "60kbit"
 
 def two(steps, *faults, method=(), workers=2, **keys):
     """Two or three equal devices."""
-    return scenario(
+    return make_scenario(
         workers,
         "20mflops",
         WORK | {"steps": steps},
@@ -56,7 +56,7 @@ def rates(outcome):
 def test_a_link_that_is_degraded_in_mid_run_is_measured_again_and_the_partition_follows():
     slow = {
         "degrade": {"between": ["source", "worker1"], "rate": SLOW},
-        "when": during("source", "backward", 8),
+        "when": at_span_start("source", "backward", 8),
     }
     traffic = {"partition_objective": "link-traffic"}
     network = {
@@ -75,7 +75,7 @@ def test_a_link_that_is_degraded_in_mid_run_is_measured_again_and_the_partition_
 def test_who_is_lost_over_a_slow_link_is_not_taken_back_over_it_again_and_again():
     slow = {
         "degrade": {"between": ["source", "worker1"], "rate": SLOW},
-        "when": during("source", "backward", 8),
+        "when": at_span_start("source", "backward", 8),
     }
     outcome = run_simulated(
         two(
@@ -101,7 +101,7 @@ def test_the_link_between_new_neighbours_is_measured_after_a_loss():
         "link": {"rate": "20mbit"},
         "links": [{"between": ["source", "worker2"], "rate": "100kbit"}],
     }
-    killed = {"kill": "worker1", "when": during("worker1", "backward", 55)}
+    killed = {"kill": "worker1", "when": at_span_start("worker1", "backward", 55)}
     outcome = run_simulated(
         two(
             100,
@@ -153,7 +153,7 @@ def test_a_device_that_was_cut_off_from_its_neighbour_comes_back_when_the_link_h
         "flap": {"between": ["worker1", "worker2"], "down": "10h", "up": "1s"},
         "for": "3s",
     }
-    cut["when"] = during("worker1", "backward", 13)
+    cut["when"] = at_span_start("worker1", "backward", 13)
     outcome = disturbed(cut, steps=120, speed="2mflops")
     assert_right(outcome, 120)
     members = [
@@ -168,7 +168,7 @@ def test_when_all_answer_again_as_they_were_nothing_is_done_again():
     """The fault handler's first case: training goes on with the batch whose gradients did not come."""
     paused = {
         "partition": [["worker2"]],
-        "when": during("worker2", "backward", 13),
+        "when": at_span_start("worker2", "backward", 13),
         "for": "4s",
     }
     outcome = disturbed(paused, method={"rejoin_timeout": "10s"})

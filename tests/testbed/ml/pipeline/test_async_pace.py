@@ -10,8 +10,14 @@ from testbed.ml.partition.asynchronous import divisible_limit
 from testbed.ml.pipeline.planning import pipeline_over
 from testbed.trace.metrics import metrics
 from testbed.wire.framing import wire_bytes
-from tests.helpers.delayed import final_stretches
-from tests.helpers.runs import fields_of, problem_of, run_simulated, scenario, trials
+from tests.helpers.delayed_gradients import final_stretches
+from tests.helpers.runs import (
+    fields_of,
+    make_scenario,
+    problem_of,
+    run_simulated,
+    trials,
+)
 
 MODEL = {"name": "mlp", "hidden": [48] * 23}
 UNEQUAL = (("d0", "50mflops"), ("d1", "50mflops"), ("d2", "5mflops"))
@@ -32,7 +38,7 @@ def measured(name, rate="100mbit", devices=UNEQUAL, kill=None, steps=60):
     """Run, and return the outcome, its figures, and what was known of the last partition's pace from the scenario."""
     method = {"name": name, **OFTEN}
     when = {"device": kill, "begins": "backward", "batch": 35}
-    spec = scenario(
+    spec = make_scenario(
         workload={"steps": steps, "model": MODEL, "batch_size": 32},
         method=method,
         devices={device: {"speed": speed} for device, speed in devices},
@@ -156,7 +162,7 @@ def test_an_evaluation_between_draining_and_moving_is_no_cost_of_the_change():
         }
         devices = {device: {"speed": speed} for device, speed in UNEQUAL}
         outcome = run_simulated(
-            scenario(
+            make_scenario(
                 workload={"steps": 6, "model": MODEL}, method=method, devices=devices
             )
         )

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tests.helpers.delayed import Reference, final_stretches
-from tests.helpers.runs import fields_of, run_simulated, scenario, train_with_torch
+from tests.helpers.delayed_gradients import DelayedReference, final_stretches
+from tests.helpers.runs import fields_of, make_scenario, run_simulated, train_with_torch
 
 METHOD = {"name": "pipedream", "partition": "even", "global_replication_interval": 0}
 
 
 def trained(workers=3, method=METHOD, **keys):
-    outcome = run_simulated(scenario(workers, method={**METHOD, **method}, **keys))
+    outcome = run_simulated(make_scenario(workers, method={**METHOD, **method}, **keys))
     assert outcome.status == "finished", outcome.error
     return outcome
 
@@ -36,7 +36,7 @@ def order_of(outcome, device):
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_one_batch_in_flight_is_plain_sgd(workers):
     outcome = trained(workers, method={"in_flight": 1})
-    model, losses = train_with_torch(scenario(workers))
+    model, losses = train_with_torch(make_scenario(workers))
     assert_equal(outcome.weights, dict(model.state_dict()), 1e-7)
     assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
         losses, abs=1e-6
@@ -48,7 +48,7 @@ def test_one_batch_in_flight_is_plain_sgd(workers):
 @pytest.mark.parametrize("in_flight", [None, 2])
 def test_equals_sgd_with_delayed_gradients(vertical_sync, in_flight):
     outcome = trained(method={"vertical_sync": vertical_sync, "in_flight": in_flight})
-    reference = Reference(scenario()).replay(outcome, 12, vertical_sync)
+    reference = DelayedReference(make_scenario()).replay(outcome, 12, vertical_sync)
     assert_equal(outcome.weights, reference.newest)
     assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
         reference.losses, abs=1e-6
@@ -62,7 +62,7 @@ def test_versions_are_averaged_at_their_interval(aggregate, vertical_sync):
         method={"aggregation_interval": aggregate, "vertical_sync": vertical_sync},
         workload={"steps": 30},
     )
-    reference = Reference(scenario(workload={"steps": 30})).replay(
+    reference = DelayedReference(make_scenario(workload={"steps": 30})).replay(
         outcome, 30, vertical_sync, aggregate
     )
     assert_equal(outcome.weights, reference.newest)
@@ -158,7 +158,9 @@ def test_evaluations_drain_the_pipeline():
     outcome = trained(method={"evaluate_every": 5})
     assert [report["step"] for report in fields_of(outcome, "evaluate")] == [5, 10, 12]
     assert [first for first, _, _ in final_stretches(outcome)] == [0, 5, 10]
-    assert_equal(outcome.weights, Reference(scenario()).replay(outcome, 12).newest)
+    assert_equal(
+        outcome.weights, DelayedReference(make_scenario()).replay(outcome, 12).newest
+    )
 
 
 def test_two_runs_are_identical():

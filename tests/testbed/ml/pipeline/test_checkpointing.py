@@ -12,7 +12,7 @@ from testbed.messaging.supervision import Lost, Supervisor, Timeouts
 from testbed.ml.pipeline.checkpointing import CheckpointRecovery, Collector
 from testbed.ml.pipeline.messages import SYNCHRONOUS_KINDS, Configure, UnitState
 from testbed.plan import Assignment
-from tests.helpers.simulated import simulate_programs
+from tests.helpers.simulated_programs import simulate_programs
 
 
 def test_checkpoint_is_complete_with_its_last_unit():

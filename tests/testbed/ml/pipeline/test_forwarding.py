@@ -15,8 +15,8 @@ from testbed.ml.pipeline.forwarding import Serving, evaluate, forward_all
 from testbed.ml.pipeline.messages import FORWARD_KINDS, Activation, Output
 from testbed.ml.pipeline.program import configure_stage
 from testbed.plan import Assignment
-from tests.helpers.simulated import simulate_programs
-from tests.helpers.training import sgd
+from tests.helpers.simulated_programs import simulate_programs
+from tests.helpers.training import sgd_config
 
 DEVICES = ("lead", "stage")
 DATA = Dataset(
@@ -82,7 +82,7 @@ def test_no_more_batches_are_under_way_than_asked():
 
 def test_the_score_of_an_evaluation_is_recorded():
     async def lead(supervisor):
-        await evaluate(supervisor, 7, Requests(DATA, 4), sgd())
+        await evaluate(supervisor, 7, Requests(DATA, 4), sgd_config())
 
     world, _ = forwarded(lead)
     (found,) = (event.fields for event in world.events if event.event == "evaluate")
@@ -97,7 +97,9 @@ def test_requests_of_a_lost_stage_are_left_or_given_up(gives_up):
     async def lead(supervisor):
         workload = SimpleNamespace(batch_size=2, requests=4)
         problem = SimpleNamespace(
-            workload=workload, model=SimpleNamespace(detector=None), training=sgd()
+            workload=workload,
+            model=SimpleNamespace(detector=None),
+            training=sgd_config(),
         )
         serving = Serving(
             supervisor,

@@ -8,8 +8,15 @@ import torch
 
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.placement import RUNNING, Lineage, Point, place_newest
-from tests.helpers.runs import fields_of, run_simulated, scenario
-from tests.helpers.schedules import METHOD, MODEL, STEPS, WORKERS, during, random_keys
+from tests.helpers.runs import fields_of, make_scenario, run_simulated
+from tests.helpers.schedules import (
+    METHOD,
+    MODEL,
+    STEPS,
+    WORKERS,
+    at_span_start,
+    random_keys,
+)
 
 NEXT = {**METHOD, "resume": "next-batch"}
 SEEDS = int(os.environ.get("RANDOM_FAULTS", "24"))
@@ -20,7 +27,7 @@ LINEAGE = Lineage().branch(0, 1)
 
 def disturbed(*faults, **method):
     return run_simulated(
-        scenario(
+        make_scenario(
             workload={"steps": STEPS, "model": MODEL},
             method={**NEXT, **method},
             faults=faults,
@@ -35,7 +42,7 @@ def steps_of(outcome):
 @pytest.mark.parametrize("victim", WORKERS)
 @pytest.mark.parametrize("span", ["forward", "backward", "update"])
 def test_no_batch_is_trained_again_after_a_worker_is_lost(victim, span):
-    outcome = disturbed({"kill": victim, "when": during(victim, span, 13)})
+    outcome = disturbed({"kill": victim, "when": at_span_start(victim, span, 13)})
     assert outcome.status == "finished", outcome.error
     assert steps_of(outcome) == list(range(STEPS))
     (resumed,) = [
@@ -46,7 +53,11 @@ def test_no_batch_is_trained_again_after_a_worker_is_lost(victim, span):
 
 
 def test_worker_that_came_back_empty_receives_replicas_and_no_batch_is_repeated():
-    fault = {"kill": "worker2", "when": during("worker2", "backward", 17), "for": "1s"}
+    fault = {
+        "kill": "worker2",
+        "when": at_span_start("worker2", "backward", 17),
+        "for": "1s",
+    }
     outcome = disturbed(fault, rejoin_timeout="5s")
     assert outcome.status == "finished", outcome.error
     assert steps_of(outcome) == list(range(STEPS))
@@ -58,7 +69,7 @@ def test_weights_are_those_of_an_undisturbed_run_if_every_batch_is_replicated():
     """With one batch under way and a replica of each, the newest weights of all units are one state."""
     sequential = {"in_flight": 1, "chain_replication_interval": 1}
     calm = disturbed(**sequential)
-    fault = {"kill": "worker2", "when": during("worker2", "forward", 17)}
+    fault = {"kill": "worker2", "when": at_span_start("worker2", "forward", 17)}
     killed = disturbed(fault, **sequential)
     assert fields_of(killed, "recovery")
     for name, tensor in calm.weights.items():
@@ -67,7 +78,7 @@ def test_weights_are_those_of_an_undisturbed_run_if_every_batch_is_replicated():
 
 def test_remaining_devices_keep_updates_that_were_not_replicated():
     """The last replicas are of batch 12; without updates since then, losses would equal those of the other way."""
-    fault = {"kill": "worker1", "when": during("worker1", "backward", 15)}
+    fault = {"kill": "worker1", "when": at_span_start("worker1", "backward", 15)}
     keeping = disturbed(fault)
     returning = disturbed(fault, resume="last-replica")
     counts = Counter(steps_of(returning))
@@ -81,7 +92,9 @@ def test_remaining_devices_keep_updates_that_were_not_replicated():
 
 
 def test_training_begins_again_if_a_lost_unit_was_never_replicated():
-    outcome = disturbed({"kill": "worker2", "when": during("worker2", "backward", 2)})
+    outcome = disturbed(
+        {"kill": "worker2", "when": at_span_start("worker2", "backward", 2)}
+    )
     assert outcome.status == "finished", outcome.error
     (resumed,) = [
         event for event in fields_of(outcome, "recovery") if event["phase"] == "resumed"
@@ -90,7 +103,7 @@ def test_training_begins_again_if_a_lost_unit_was_never_replicated():
 
 
 def test_evaluations_do_not_count_as_batches():
-    fault = {"kill": "worker2", "when": during("worker2", "backward", 17)}
+    fault = {"kill": "worker2", "when": at_span_start("worker2", "backward", 17)}
     outcome = disturbed(fault, evaluate_every=5)
     assert outcome.status == "finished", outcome.error
     assert steps_of(outcome) == list(range(STEPS))
@@ -100,7 +113,7 @@ def test_evaluations_do_not_count_as_batches():
 def test_random_faults(seed):
     keys = random_keys(seed)
     keys["method"] = {**keys["method"], "resume": "next-batch"}
-    outcome = run_simulated(scenario(**keys))
+    outcome = run_simulated(make_scenario(**keys))
     if outcome.status == "failed" and "not enough devices" in outcome.error:
         return
     assert outcome.status == "finished", outcome.error

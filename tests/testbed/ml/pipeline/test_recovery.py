@@ -14,7 +14,7 @@ from testbed.ml.pipeline.messages import ASYNCHRONOUS_KINDS, Commit, Prepare
 from testbed.ml.pipeline.placement import Point, ReplicaStore
 from testbed.ml.pipeline.recovery import ReplicaRecovery
 from testbed.plan import Assignment
-from tests.helpers.simulated import simulate_programs
+from tests.helpers.simulated_programs import simulate_programs
 
 NAMES = ("lead", "one", "two")
 UNITS = 3

@@ -19,7 +19,7 @@ from testbed_ftpipehd.method import (
     estimate_capacities,
     is_worthwhile,
 )
-from tests.helpers.replicated import chain_replicas, gathered_units, without_devices
+from tests.helpers.replicas import chain_replicas, gathered_units, without_devices
 
 ROW = StagePartition(("centre", "one", "two", "three"), (0, 2, 4, 6, 8))
 

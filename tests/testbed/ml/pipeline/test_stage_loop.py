@@ -11,13 +11,13 @@ from testbed.ml.models import create
 from testbed.ml.pipeline.messages import SYNCHRONOUS_KINDS, Activation, Labels
 from testbed.ml.pipeline.stage import Stage, StagePosition, run_schedule
 from testbed.ml.schedule import SCHEDULES, Action, asynchronous_1f1b
-from tests.helpers.simulated import simulate_programs
-from tests.helpers.training import sgd
+from tests.helpers.simulated_programs import simulate_programs
+from tests.helpers.training import sgd_config
 
 MODEL = create("mlp", {"hidden": [6, 5]}, (1, 2, 2), 3)
 UNITS = len(MODEL.units)
 CUTS = (0, 1, UNITS)
-OPTIMIZER = sgd(learning_rate=0.1)
+OPTIMIZER = sgd_config(learning_rate=0.1)
 WORKLOAD = SimpleNamespace(training=OPTIMIZER.part, numerics="full")
 DEVICE = SimpleNamespace(precision="f32")
 PROBLEM = SimpleNamespace(

@@ -17,7 +17,7 @@ from testbed.ml.pipeline.messages import (
 from testbed.ml.pipeline.placement import BEGINNING, Point, ReplicaStore
 from testbed.ml.pipeline.recovery import ReplicaIndex
 from testbed.plan import Assignment
-from tests.helpers.simulated import simulate_programs
+from tests.helpers.simulated_programs import simulate_programs
 
 DEVICES = ("lead", "keeper")
 

@@ -15,14 +15,16 @@ from testbed.ml.rounds.planner import (
     whole_plan,
 )
 from testbed.wire.message import size_around
-from tests.helpers.collaborating import prepare_scenario, scenario
+from tests.helpers.server_scenarios import make_scenario, prepare_scenario
 
 
 def make_participants(
     method: str = "split-learning", devices: int = 2, **keys
 ) -> Participants:
     """Return the participants of a scenario; its model has 3 units."""
-    return Participants(prepare_scenario(scenario(method, devices, **keys)).problem)
+    return Participants(
+        prepare_scenario(make_scenario(method, devices, **keys)).problem
+    )
 
 
 def client_plan(round_iterations: int = 3) -> ClientPlan:
@@ -152,7 +154,7 @@ def test_device_training_whole_model_exchanges_only_weights() -> None:
 
 
 def test_without_server_all_devices_have_data_and_first_evaluates() -> None:
-    problem = prepare_scenario(scenario("federated", 2)).problem
+    problem = prepare_scenario(make_scenario("federated", 2)).problem
     participants = Participants(problem, serverless=True)
     assert participants.names == ("server", "device1", "device2")
     assert participants.server.name == "server"

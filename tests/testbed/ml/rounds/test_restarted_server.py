@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.collaborating import run_simulated, scenario
 from tests.helpers.runs import fields_of
+from tests.helpers.server_scenarios import make_scenario, run_simulated
 from tests.testbed.ml.outcomes import count_events, field_values
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
@@ -24,7 +24,9 @@ def test_every_step_is_recorded_if_server_is_killed_while_recording(
     method: str, event: str
 ) -> None:
     faults = [kill_server(event=event)]
-    outcome = run_simulated(scenario(method, 2, workload={"steps": 4}, faults=faults))
+    outcome = run_simulated(
+        make_scenario(method, 2, workload={"steps": 4}, faults=faults)
+    )
     # An event may be recorded twice: before the crash, and again after it.
     assert set(field_values(outcome, "step", "step")) == {0, 1, 2, 3}
     assert set(field_values(outcome, "evaluate", "step")) == {1, 2, 3, 4}
@@ -35,9 +37,9 @@ def test_saved_round_is_not_trained_again() -> None:
     workload = {"steps": 4}
     faults = [kill_server(event="step", batch=1)]
     disturbed = run_simulated(
-        scenario("federated", 2, workload=workload, faults=faults)
+        make_scenario("federated", 2, workload=workload, faults=faults)
     )
-    undisturbed = run_simulated(scenario("federated", 2, workload=workload))
+    undisturbed = run_simulated(make_scenario("federated", 2, workload=workload))
     assert disturbed.weights is not None
     assert undisturbed.weights is not None
 

@@ -5,12 +5,12 @@ import torch
 
 from testbed.prepare import Prepared
 from testbed.trace.metrics import metrics
-from tests.helpers.collaborating import (
+from tests.helpers.server_scenarios import (
     fields_of,
+    make_scenario,
     participants_by_round,
     prepare_scenario,
     run_simulated,
-    scenario,
 )
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
@@ -25,7 +25,7 @@ UNLIKE = {
 def faulty(method: str, *faults: dict, options=None, rounds: int = 6):
     """Return a scenario of three devices with rounds of two iterations."""
     chosen = {"local_steps": 2, **(options or {})}
-    return scenario(
+    return make_scenario(
         method, 3, workload={"steps": 2 * rounds}, options=chosen, faults=list(faults)
     )
 
@@ -40,7 +40,7 @@ def round_time(method: str) -> float:
 def test_a_round_takes_what_the_stage_graph_says(method: str, delay: str) -> None:
     network = {"topology": "star", "link": {"rate": "1mbit", "delay": delay}}
     keys = {"workload": {"steps": 6}, "options": {"local_steps": 6}, "network": network}
-    spec = scenario(method, 3, **keys)
+    spec = make_scenario(method, 3, **keys)
     clients = prepare_scenario(spec).plan.details.clients
     expected = [each.round_time for each in clients.values()]
     together = sum(expected) if method == "split-learning" else max(expected)
@@ -141,7 +141,7 @@ def test_a_restart_of_the_server_between_updates_changes_nothing_that_is_learnt(
         "workload": {"steps": 12, "training": {"optimizer": plain}},
         "options": {"local_steps": 2},
     }
-    whole = run_simulated(scenario("federated", 3, **keys))
+    whole = run_simulated(make_scenario("federated", 3, **keys))
     killed = {
         "kill": "server",
         "at": f"{2.5 * fields_of(whole, 'round')[0]['duration']}s",
@@ -149,7 +149,7 @@ def test_a_restart_of_the_server_between_updates_changes_nothing_that_is_learnt(
     }
     one, other = (
         whole.weights,
-        run_simulated(scenario("federated", 3, faults=[killed], **keys)).weights,
+        run_simulated(make_scenario("federated", 3, faults=[killed], **keys)).weights,
     )
     assert one is not None
     assert other is not None
@@ -194,7 +194,7 @@ def test_a_default_deadline_waits_for_devices_whose_messages_take_far_longer_tha
     """Planners do not know that the server's access is shared: here rounds take many times the planned time."""
     devices = {"server": {"speed": "1gflops", "downlink": "1mbit", "uplink": "1mbit"}}
     devices |= {"device": {"speed": "1gflops", "count": 12}}
-    spec = scenario(
+    spec = make_scenario(
         method,
         devices=devices,
         workload={"steps": 4, "batch_size": 8},
@@ -224,7 +224,7 @@ def test_an_overhead_of_seconds_in_rounds_of_milliseconds_loses_no_update() -> N
         "at": "150ms",
         "for": "60s",
     }
-    outcome = run_simulated(scenario("federated", 3, faults=[slow], **keys))
+    outcome = run_simulated(make_scenario("federated", 3, faults=[slow], **keys))
     assert fields_of(outcome, "round")[-1]["duration"] > 1
     assert fields_of(outcome, "missed") == []
 
@@ -235,7 +235,7 @@ def test_a_device_that_is_late_is_not_invited_while_it_still_computes(
 ) -> None:
     options = {"local_steps": 2, "round_deadline": "1s"}
     outcome = run_simulated(
-        scenario(method, devices=UNLIKE, workload={"steps": 60}, options=options)
+        make_scenario(method, devices=UNLIKE, workload={"steps": 60}, options=options)
     )
     computed = [
         event.fields for event in outcome.events.of("compute") if event.device == "slow"
@@ -262,7 +262,7 @@ def judged(spec) -> tuple[dict, Prepared]:
 
 
 def test_updates_that_are_missed_without_a_fault_are_named_by_the_verdict() -> None:
-    spec = scenario(
+    spec = make_scenario(
         "federated",
         devices=UNLIKE,
         workload={"steps": 8},
@@ -274,7 +274,7 @@ def test_updates_that_are_missed_without_a_fault_are_named_by_the_verdict() -> N
     assert (
         found["verdict"]["kind"] == "prediction"
     )  # the scenario asks for this deadline
-    default = scenario("federated", devices=UNLIKE, workload={"steps": 8})
+    default = make_scenario("federated", devices=UNLIKE, workload={"steps": 8})
     adapted = prepare_scenario(default)
     untrusted = metrics(
         run_simulated(spec), adapted.experiment, ready.plan, ready.method.declared

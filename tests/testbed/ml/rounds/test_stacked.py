@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from testbed.common.errors import InputError
-from tests.helpers.collaborating import run_simulated, scenario
 from tests.helpers.runs import fields_of
+from tests.helpers.server_scenarios import make_scenario, run_simulated
 from tests.testbed.ml.rounds.test_timing_only import told
 
 PLAIN = {"optimizer": {"learning_rate": 0.1, "weight_decay": 0.001}}
@@ -15,7 +15,7 @@ def both(devices: int, **keys):
     work = keys.pop("workload", {})
     return [
         run_simulated(
-            scenario(
+            make_scenario(
                 "federated",
                 devices,
                 workload={
@@ -88,14 +88,14 @@ def test_a_device_that_dies_meanwhile_changes_nothing() -> None:
 def test_what_cannot_be_stacked_is_refused(work, reason) -> None:
     with pytest.raises(InputError, match=reason):
         run_simulated(
-            scenario("federated", 2, workload={**work, "numerics": "stacked"})
+            make_scenario("federated", 2, workload={**work, "numerics": "stacked"})
         )
 
 
 def test_methods_that_do_not_train_whole_models_are_refused() -> None:
     with pytest.raises(InputError, match="stacked"):
         run_simulated(
-            scenario(
+            make_scenario(
                 "split-federated",
                 2,
                 workload={"training": PLAIN, "numerics": "stacked"},

@@ -8,12 +8,12 @@ from testbed.common.errors import InputError
 from testbed.ml.data import load
 from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
-from tests.helpers.collaborating import (
+from tests.helpers.server_scenarios import (
     data,
     fields_of,
+    make_scenario,
     prepare_scenario,
     run_simulated,
-    scenario,
 )
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn", "single")
@@ -60,7 +60,9 @@ def test_a_run_without_numbers_has_the_events_of_one_with_them(
             {**CUT, "at": "90s", "for": "9s"},
         ]
     )
-    spec = scenario(method, 2, workload={"model": model, "steps": 3}, faults=faults)
+    spec = make_scenario(
+        method, 2, workload={"model": model, "steps": 3}, faults=faults
+    )
     full, timing = run_simulated(spec), run_simulated(without(spec))
     assert told(timing) == told(full)
     assert timing.weights is None
@@ -101,7 +103,7 @@ def test_an_epoch_of_resnet18_takes_seconds() -> None:
     }
     begun = time.thread_time()
     found = prepare_scenario(
-        scenario("pipelearn", 4, workload=work, server="20gflops", speed="1gflops")
+        make_scenario("pipelearn", 4, workload=work, server="20gflops", speed="1gflops")
     )
     outcome = simulate(found, load(found.scenario.workload.data, blank=True))
     assert outcome.status == "finished", outcome.error
@@ -109,7 +111,7 @@ def test_an_epoch_of_resnet18_takes_seconds() -> None:
 
 
 def test_blank_data_have_the_labels_and_take_no_memory() -> None:
-    spec = scenario(
+    spec = make_scenario(
         "pipelearn",
         workload={
             "data": {"name": "synthetic-1x8x8", "train": 50, "test": 9, "split": "iid"}

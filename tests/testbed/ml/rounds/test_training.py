@@ -6,15 +6,15 @@ import torch
 from testbed.ml.data.batches import batch
 from testbed.ml.models import create
 from testbed.ml.preparation import samples_of
-from tests.helpers.collaborating import (
+from tests.helpers.server_scenarios import (
     SHAPE,
     TorchReference,
     data,
     fields_of,
+    make_scenario,
     participants_by_round,
     prepare_scenario,
     run_simulated,
-    scenario,
 )
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
@@ -42,9 +42,9 @@ def test_one_device_learns_what_a_single_one_does(method: str) -> None:
     work = {"epochs": 3, "model": VGG5}
     options = {"parallel_batches": 1} if method == "pipelearn" else {}
     together = run_simulated(
-        scenario(method, 1, workload=work, options=options)
+        make_scenario(method, 1, workload=work, options=options)
     ).weights
-    alone = run_simulated(scenario("single", 1, workload=work)).weights
+    alone = run_simulated(make_scenario("single", 1, workload=work)).weights
     assert together is not None
     assert alone is not None
     assert together.keys() == alone.keys()
@@ -59,7 +59,7 @@ def test_one_device_learns_what_a_single_one_does(method: str) -> None:
 def test_devices_with_equal_shares_and_one_iteration_a_round_take_steps_with_all_their_batches(
     method: str,
 ) -> None:
-    spec = scenario(
+    spec = make_scenario(
         method,
         3,
         workload={"steps": 5},
@@ -82,7 +82,7 @@ def transparent(model: dict, split: int, parallel: int, mini_batches: int = 1) -
         "data": {"name": "digits", "train": 16, "test": 8, "split": "iid"},
         "batch_size": 13,
     }
-    spec = scenario(
+    spec = make_scenario(
         "pipelearn",
         1,
         workload=work,
@@ -117,7 +117,7 @@ def test_batch_normalisation_sees_each_mini_batch_by_itself(split: int) -> None:
 
 
 def test_split_learning_hands_the_model_from_device_to_device() -> None:
-    spec = scenario(
+    spec = make_scenario(
         "split-learning",
         2,
         workload={"steps": 3, "training": {"optimizer": {"learning_rate": 0.1}}},
@@ -130,7 +130,9 @@ def test_split_learning_hands_the_model_from_device_to_device() -> None:
 
 
 def test_a_fraction_of_the_devices_takes_part_by_seed_and_round() -> None:
-    spec = scenario("federated", 4, workload={"steps": 6}, options={"fraction": "50%"})
+    spec = make_scenario(
+        "federated", 4, workload={"steps": 6}, options={"fraction": "50%"}
+    )
     rounds = participants_by_round(run_simulated(spec))
     assert [len(names) for names in rounds] == [2] * 6
     assert len({tuple(names) for names in rounds}) > 1
@@ -147,7 +149,7 @@ def test_devices_with_fewer_samples_than_a_batch_train_with_all_they_have_and_ar
             "test": 40,
             "split": {"sizes": [40, 10]},
         }
-        return scenario(
+        return make_scenario(
             "federated", 2, workload={"data": split, "batch_size": batch, "steps": 1}
         )
 
@@ -175,7 +177,7 @@ def test_without_drop_last_each_epoch_has_every_sample_of_every_device() -> None
         (False, {"device1": 40, "device2": 10}, []),
     ):
         outcome = run_simulated(
-            scenario("federated", 2, workload={**work, "drop_last": drop_last})
+            make_scenario("federated", 2, workload={**work, "drop_last": drop_last})
         )
         assert [each["samples"] for each in fields_of(outcome, "round")] == [
             samples
@@ -194,14 +196,16 @@ def test_without_drop_last_planners_and_both_ways_of_timing_count_the_last_batch
     }
     work = {"data": data, "batch_size": 16, "epochs": 1, "drop_last": False}
     full, timed = (
-        run_simulated(scenario("federated", 2, workload={**work, "numerics": each}))
+        run_simulated(
+            make_scenario("federated", 2, workload={**work, "numerics": each})
+        )
         for each in ("full", "none")
     )
     assert fields_of(timed, "round")[0]["duration"] == pytest.approx(
         fields_of(full, "round")[0]["duration"]
     )
     clients = prepare_scenario(
-        scenario("federated", 2, workload=work)
+        make_scenario("federated", 2, workload=work)
     ).plan.details.clients
     assert {client.round_iterations for client in clients.values()} == {3}
 
@@ -219,7 +223,7 @@ def test_without_drop_last_mini_batches_of_the_last_iteration_have_the_rest_of_a
     options = {"split_point": 1, "parallel_batches": 3}
     full, timed = (
         run_simulated(
-            scenario(
+            make_scenario(
                 "pipelearn", 2, workload={**work, "numerics": each}, options=options
             )
         )
@@ -231,7 +235,7 @@ def test_without_drop_last_mini_batches_of_the_last_iteration_have_the_rest_of_a
     )
     # Iterations of three mini-batches of 5, and one of 5 and 5 or of 5 and 2.
     clients = prepare_scenario(
-        scenario("pipelearn", 2, workload=work, options=options)
+        make_scenario("pipelearn", 2, workload=work, options=options)
     ).plan.details.clients
     assert [
         (client.round_iterations, client.epoch_iterations)
@@ -268,7 +272,7 @@ def test_dropout_in_a_smaller_last_iteration_ignores_its_division_into_mini_batc
     def trained(parallel_batches: int) -> dict[str, torch.Tensor]:
         options = {"split_point": 2, "parallel_batches": parallel_batches}
         weights = run_simulated(
-            scenario("pipelearn", 1, workload=work, options=options)
+            make_scenario("pipelearn", 1, workload=work, options=options)
         ).weights
         assert weights is not None
         return dict(weights)
@@ -285,7 +289,7 @@ def test_the_moving_average_is_that_of_the_rounds() -> None:
             "steps": steps,
             "training": {"optimizer": {"learning_rate": 0.1}, **training},
         }
-        weights = run_simulated(scenario("federated", 2, workload=work)).weights
+        weights = run_simulated(make_scenario("federated", 2, workload=work)).weights
         assert weights is not None
         return weights
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.runs import fields_of, run_simulated, scenario
+from tests.helpers.runs import fields_of, make_scenario, run_simulated
 
 MODEL = {"name": "mlp", "hidden": [16, 16]}
 
@@ -20,7 +20,7 @@ def lossy_scenario(name, loss, **options):
     }
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": loss}}
     workload = {"model": MODEL, "steps": 40}
-    return scenario(2, workload=workload, method=method, network=network)
+    return make_scenario(2, workload=workload, method=method, network=network)
 
 
 def evaluations_of(outcome):

@@ -10,7 +10,7 @@ import torch
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.slots import neurons
 from testbed.ml.slots.program import gradient_of_cross_entropy
-from tests.helpers.runs import fields_of, run_simulated, scenario
+from tests.helpers.runs import fields_of, make_scenario, run_simulated
 
 MODEL = {"name": "mlp", "hidden": [16, 16]}
 ERRORS = (
@@ -34,7 +34,7 @@ def kill_coordinator(duration):
 @pytest.mark.parametrize("duration", ["0.001s", "1s"])
 def test_coordinator_returning_after_last_slot_reports_lost_evaluation(name, duration):
     outcome = run_simulated(
-        scenario(
+        make_scenario(
             1,
             workload={"model": MODEL, "steps": 8},
             method={"name": name, "timeslot_margin": "10ms"},
@@ -96,7 +96,7 @@ def test_equal_test_inputs_are_computed_once_with_equal_results(
         "test_batch_size": 25,
         "evaluate_every": 4,
     }
-    with_tests = scenario(
+    with_tests = make_scenario(
         2,
         workload={"model": MODEL, "steps": 8},
         method=method | tests,
@@ -122,7 +122,7 @@ def test_equal_test_inputs_are_computed_once_with_equal_results(
 def test_coordinator_without_peers_stops_after_its_last_slot():
     faults = [kill_coordinator("1ms"), {"kill": "worker1", "at": "2s"}]
     outcome = run_simulated(
-        scenario(
+        make_scenario(
             1,
             workload={"model": MODEL, "steps": 40},
             method={"name": "versatile", "timeslot_margin": "100ms"},
@@ -172,7 +172,7 @@ def test_run_with_random_faults_finishes_or_fails_with_known_error(name, seed):
     }
     faults = [random_fault(draw, names) for _ in range(draw.randint(1, 3))]
     outcome = run_simulated(
-        scenario(
+        make_scenario(
             workers,
             workload={"model": MODEL, "steps": 10},
             method=method,

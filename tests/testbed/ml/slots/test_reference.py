@@ -10,8 +10,8 @@ import torch
 
 from testbed.methods import METHODS
 from testbed.ml.data.batches import batch
-from tests.helpers.runs import fields_of, problem_of, run_simulated, scenario
-from tests.helpers.timeslots import EdgePipe, Setting, VersatileFL
+from tests.helpers.runs import fields_of, make_scenario, problem_of, run_simulated
+from tests.helpers.timeslots import EdgePipeReference, RunSetting, VersatileFLReference
 
 STEPS = 14
 BATCH_SIZE = 16
@@ -82,7 +82,7 @@ def random_case(name, seed):
         "training": {"optimizer": {"learning_rate": LEARNING_RATE}},
         "steps": STEPS,
     }
-    random_scenario = scenario(
+    random_scenario = make_scenario(
         devices - 1, seed=seed + 1, workload=workload, method=method, network=network
     )
     return random_scenario, arguments
@@ -112,7 +112,7 @@ def reference_setting(random_scenario, outcome):
     for event in outcome.events:
         if event.event == "receive" and "cast" in event.fields:
             received.add((event.fields["peer"], event.device, event.fields["cast"]))
-    return Setting(groups, weights, batches, LEARNING_RATE, received)
+    return RunSetting(groups, weights, batches, LEARNING_RATE, received)
 
 
 def casts_in_training(outcome):
@@ -131,7 +131,9 @@ def casts_in_training(outcome):
 def test_losses_and_casts_equal_reference_implementation(name, seed):
     random_scenario, arguments = random_case(name, seed)
     outcome = run_simulated(random_scenario)
-    reference_of = {"edgepipe": EdgePipe, "versatile": VersatileFL}[name]
+    reference_of = {"edgepipe": EdgePipeReference, "versatile": VersatileFLReference}[
+        name
+    ]
     setting = reference_setting(random_scenario, outcome)
     reference = reference_of(setting, **arguments).train()
     losses = [step["loss"] for step in fields_of(outcome, "step")]

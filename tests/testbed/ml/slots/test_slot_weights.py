@@ -7,9 +7,9 @@ import torch
 
 from tests.helpers.runs import (
     fields_of,
+    make_scenario,
     problem_of,
     run_simulated,
-    scenario,
     train_with_torch,
 )
 
@@ -25,7 +25,7 @@ def horizontal_scenario(name, *, initial_weights=False, **keys):
         model["weights"] = "given.safetensors"
     workload = {"model": model, "training": TRAINING, "steps": 12}
     method = {"name": name, "allocation": "horizontal", "final_weights": True}
-    return scenario(2, workload=workload, method=method, **keys)
+    return make_scenario(2, workload=workload, method=method, **keys)
 
 
 def assert_close(weights, expected):

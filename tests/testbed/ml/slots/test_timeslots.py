@@ -17,7 +17,7 @@ from testbed.ml.slots.timeslots import (
 )
 from testbed.wire.cast import size_around
 from testbed_edgepipe.method import EdgePipe
-from tests.helpers.runs import problem_of, scenario
+from tests.helpers.runs import make_scenario, problem_of
 from tests.testbed.ml.slots.networks import EVALUATED, FIGURE_2, SHAPES, partition
 
 RATE = 250e3
@@ -156,7 +156,7 @@ def test_planned_slot_includes_message_of_table_iii_with_headers(
         "batch_size": 1,
     }
     problem, _ = problem_of(
-        scenario(
+        make_scenario(
             workers,
             workload=workload,
             method={"name": "edgepipe", "allocation": allocation},

@@ -11,7 +11,7 @@ from testbed.ml.training.stopping import Stopping
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from tests.helpers.runs import fields_of, scenario
+from tests.helpers.runs import fields_of, make_scenario
 from tests.helpers.training import training_config
 
 METHODS = {
@@ -38,7 +38,7 @@ def trained(name, training, steps=200, **keys):
     training = {"optimizer": {"learning_rate": 0.1}, **training}
     work = {"training": training, "steps": steps, "data": data}
     prepared = prepare(
-        trials(scenario(2, workload=work, method=METHODS[name], **keys))[0]
+        trials(make_scenario(2, workload=work, method=METHODS[name], **keys))[0]
     )
     outcome = simulate(prepared, load_data(prepared.scenario.workload.data))
     assert outcome.status == "finished", outcome.error
@@ -128,7 +128,7 @@ def test_an_evaluation_that_is_made_again_counts_once():
     ],
 )
 def test_what_cannot_be_judged_is_refused(method, training, words):
-    (trial,) = trials(scenario(2, workload={"training": training}, method=method))
+    (trial,) = trials(make_scenario(2, workload={"training": training}, method=method))
     with pytest.raises(InputError, match=words):
         prepare(trial)
 

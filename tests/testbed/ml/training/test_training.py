@@ -9,7 +9,7 @@ from testbed.common.errors import InputError
 from testbed.ml.data.batches import batch
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
-from tests.helpers.runs import fields_of, problem_of, run_simulated, scenario
+from tests.helpers.runs import fields_of, make_scenario, problem_of, run_simulated
 
 RECIPE = {
     "optimizer": {"name": "adamw", "learning_rate": 0.01, "betas": [0.9, 0.98]},
@@ -21,7 +21,7 @@ STEPS = 12
 
 
 def spec(method, training=RECIPE, workers=3, **keys):
-    return scenario(
+    return make_scenario(
         workers, workload={"training": training, "steps": STEPS}, method=method, **keys
     )
 
@@ -129,7 +129,7 @@ def test_a_federated_device_alone_trains_as_a_single_one_does():
     }
     prepared = prepare(
         trials(
-            scenario(
+            make_scenario(
                 1, workload=work, method={"name": "federated", "local_steps": STEPS}
             )
         )[0]
@@ -196,7 +196,7 @@ def test_without_numbers_as_many_bytes_travel_at_the_same_times():
     for numerics in ("full", "none"):
         work = {"training": training, "steps": 6, "numerics": numerics}
         method = {"micro_batches": 2, "checkpoint_every": 2}
-        runs.append(run_simulated(scenario(2, workload=work, method=method)))
+        runs.append(run_simulated(make_scenario(2, workload=work, method=method)))
     plain, shapes = (
         [
             (each["message"], each["bytes"], each["start"])

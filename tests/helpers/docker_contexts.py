@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 
-def context(folder: Path, name: str, url: str, *, use: bool = False) -> None:
-    """Write a context as docker does, and with ``use`` make it the current one."""
+def write_docker_context(
+    folder: Path, name: str, url: str, *, is_current: bool = False
+) -> None:
+    """Write a context as docker does, and with ``is_current`` make it the current one."""
     place = folder / "contexts" / "meta" / hashlib.sha256(name.encode()).hexdigest()
     place.mkdir(parents=True)
     written = {
@@ -17,5 +19,5 @@ def context(folder: Path, name: str, url: str, *, use: bool = False) -> None:
         "Endpoints": {"docker": {"Host": url, "SkipTLSVerify": False}},
     }
     (place / "meta.json").write_text(json.dumps(written))
-    if use:
+    if is_current:
         (folder / "config.json").write_text(json.dumps({"currentContext": name}))

@@ -18,7 +18,7 @@ STORE = Path("image/overlay2")
 LAYERS = Path("overlay2")
 
 
-def unshared(client: docker.DockerClient) -> str:
+def unshareable_reason(client: docker.DockerClient) -> str:
     """Say why other engines cannot have the layers of this one; else an empty text."""
     info = client.info()
     if info["Driver"] == "overlay2" and (Path(info["DockerRootDir"]) / STORE).is_dir():
@@ -26,12 +26,14 @@ def unshared(client: docker.DockerClient) -> str:
     return "this engine keeps images by another driver than overlay2"
 
 
-def share(client: docker.DockerClient, tags: Iterable[str], root: Path) -> list[str]:
+def share_images(
+    client: docker.DockerClient, tags: Iterable[str], root: Path
+) -> list[str]:
     """Put images into the data root of an engine that has not started yet.
 
     Returns the commands that the engine has to be started after, in its own mount namespace.
     """
-    if unshared(client):
+    if unshareable_reason(client):
         return []
     source = Path(client.info()["DockerRootDir"])
     names = {tag: client.images.get(tag).id for tag in tags}

@@ -17,7 +17,7 @@ def final_stretches(outcome):
     return kept
 
 
-class Reference:
+class DelayedReference:
     """The undivided model, and every version of its weights; what it draws, it draws by seed, unit and batch."""
 
     def __init__(self, scenario, weights=None):
@@ -94,7 +94,7 @@ class Reference:
                     ).mean(0)
         return self
 
-    def replay(self, outcome, last, vertical_sync=True, aggregate=0):
+    def replay(self, outcome, last, vertical_sync=True, aggregation_interval=0):
         """Train as a run says that it did, leaving out what it undid."""
         found = final_stretches(outcome)
         for (first, window, partition), end in zip(
@@ -107,8 +107,10 @@ class Reference:
                     range(begin, stop), window if vertical_sync else depth
                 )
                 averaged |= (
-                    dict.fromkeys(range(begin, stop), (aggregate * depth, depth))
-                    if aggregate
+                    dict.fromkeys(
+                        range(begin, stop), (aggregation_interval * depth, depth)
+                    )
+                    if aggregation_interval
                     else {}
                 )
             self.train(first, end, spans, averaged)

@@ -69,21 +69,21 @@ def count_differences(
     emulated: Outcome,
     simulated: Outcome,
     *,
-    apart_from: Collection[str] = (),
+    excluded: Collection[str] = (),
     unfinished: int = 0,
 ) -> list[str]:
     """Return how the counts of each link differ between a run in containers and the same run on the virtual clock.
 
-    ``apart_from`` names devices and kinds of messages whose number depends on an instant, such as that of a kill.
+    ``excluded`` names devices and kinds of messages whose number depends on an instant, such as that of a kill.
     ``unfinished`` is the number of messages of each kind and link that may be under way when the coordinator ends the
     run.
     """
-    differences = lost_in_containers(emulated, apart_from=apart_from)
+    differences = lost_in_containers(emulated, excluded=excluded)
     for way, (event_name, about) in WAYS.items():
         expected = message_sizes(simulated, event_name, about)
         measured = message_sizes(emulated, event_name, about)
         for flow in sorted(expected.keys() | measured.keys()):
-            if {*flow} & {*apart_from}:
+            if {*flow} & {*excluded}:
                 continue
             difference = _compare_sizes(
                 expected.get(flow, []), measured.get(flow, []), unfinished
@@ -105,7 +105,7 @@ def _compare_sizes(
 
 
 def lost_in_containers(
-    emulated: Outcome, *, apart_from: Collection[str] = ()
+    emulated: Outcome, *, excluded: Collection[str] = ()
 ) -> list[str]:
     """Return losses that no method and no scenario asks for, by link; they hold for asynchronous methods as well.
 
@@ -116,7 +116,7 @@ def lost_in_containers(
     sent = message_sizes(emulated, "send", "messages")
     received = message_sizes(emulated, "receive", "messages")
     for flow in sorted(sent.keys() | received.keys()):
-        if {*flow} & {*apart_from}:
+        if {*flow} & {*excluded}:
             continue
         arrived, acknowledged = len(received.get(flow, [])), len(sent.get(flow, []))
         if abs(acknowledged - arrived) > AT_THE_END:

@@ -15,7 +15,7 @@ from tests.helpers.runs import fields_of
 SHAPE = (1, 8, 8)
 
 
-def scenario(
+def make_scenario(
     method: str,
     devices: int | dict = 2,
     *,

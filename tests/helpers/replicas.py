@@ -32,11 +32,14 @@ def redistribution(
     old: StagePartition,
     new: StagePartition,
     lost: Collection[str] = (),
-    everything: bool = True,
+    global_replication: bool = True,
 ) -> dict[str, Need]:
-    """Who fetches what after a chain replication, and a global one if ``everything``; without a loss after none."""
+    """Return the units that each device fetches after chain replication, and global replication if set.
+
+    Without a lost device, no replication is assumed.
+    """
     held = chain_replicas(old) if lost else own_units(old)
-    if lost and everything:
+    if lost and global_replication:
         held[old.coordinator] |= set(range(old.units))
     return needs(old, new, without_devices(held, lost))
 

@@ -1,4 +1,4 @@
-"""``python -m tests.helpers.killed COUNT SEED``: kill a run over h1 and h2 by SIGKILL, at another moment each time.
+"""``python -m tests.helpers.kill_runs COUNT SEED``: kill a run over h1 and h2 by SIGKILL, at another moment each time.
 
 Says after how many seconds nothing of it is left on either; as a command of `tests.helpers.engines`.
 """
