@@ -54,8 +54,8 @@ class EdgePipeOptions(SlotOptions):
     previous layer."""
     mask_missing_outputs: bool = True
     """Whether an output that was missing, and counted as zero, gets no losses: the zero is a constant, and the gradient
-    by a constant is zero. The paper does not state this. If such losses are sent, as with `false`, they are those of a
-    batch without inputs, which learning cannot lower: weights grew until the loss was not a number."""
+    by a constant is zero. The paper does not state this. With `false` such losses are sent; in some runs weights then
+    grew until the loss was not a number."""
     send_model_partition: bool = False
     """Whether the device coordinator sends the model partition to all other devices before the first timeslot, as in
     Algorithm 1. Otherwise each device takes its neurons from the plan, without a message."""
