@@ -19,7 +19,7 @@ from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
-from tests.helpers import ROOT, deployed
+from tests.helpers import ROOT, deployments
 from tests.helpers.own_inputs import Masked
 
 SCENARIO = """\
@@ -91,8 +91,8 @@ def test_stages_compose_to_whole_network_at_every_cut(
     count = len(model.units)
     assert count >= units
     assert model.integers == (data == "tokens")
-    for body in deployed.deployment_bodies(prepared).values():
-        _, problem, _ = deployed.read_deployment(body)
+    for body in deployments.deployment_bodies(prepared).values():
+        _, problem, _ = deployments.read_deployment(body)
         assert problem.model == model
     samples = torch.from_numpy(load_data(prepared).train_images[:4])
     expected = model.build(0, count, 1)(samples)
