@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from testbed_comparison.rows import Row
-from testbed_comparison.words import Ours
+from testbed_comparison.words import RANKINGS, Ours, ranking_of, shares_of_paper
 
 NONE = "–"
 """Cell of a value that does not exist."""
@@ -76,12 +77,43 @@ def paper_range(rows: Sequence[Row]) -> str:
 
 
 def our_range(values: Sequence[Ours], unit: str) -> str:
-    """Return the least and the largest of our values; without values a dash."""
+    """Return the least and the largest of our values, and the widest interval; without values a dash."""
     if not values:
         return NONE
     least = min(value.low for value in values)
     most = max(value.high for value in values)
-    return append_unit(_format_range(least, most), unit)
+    text = append_unit(_format_range(least, most), unit)
+    widest = max(value.half_width or 0.0 for value in values)
+    return f"{text}, each ± {widest:.2g} or less" if widest else text
+
+
+def comparison(pairs: Iterable[tuple[Row, Ours | None]]) -> str:
+    """Return how far ours are from the paper's: the order of rankings, or our values divided by the paper's.
+
+    >>> row = Row(item="", name="", kind="measured", paper="20", scenario="", metric="duration")
+    >>> comparison([(row, Ours(19.0, 19.0, None, runs=1)), (row, Ours(25.0, 25.0, None, runs=1))])
+    '0.95–1.25'
+    """
+    orders: Counter[str] = Counter()
+    shares: list[float] = []
+    for row, ours in pairs:
+        if ours is None:
+            continue
+        if row.kind == "ranking":
+            orders[ranking_of(row, ours)] += 1
+        else:
+            shares += shares_of_paper(row, ours)
+    parts = []
+    if shares:
+        least = f"{min(shares):.3g}"
+        most = f"{max(shares):.3g}"
+        parts.append(least if least == most else f"{least}–{most}")
+    for order in RANKINGS:
+        if orders[order]:
+            parts.append(f"{orders[order]} {order}")
+    if parts == ["1 as claimed"]:
+        return "as claimed"
+    return ", ".join(parts)
 
 
 def _format_range(least: float, most: float) -> str:

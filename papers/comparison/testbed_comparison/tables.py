@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from testbed_comparison.cells import (
     NONE,
+    comparison,
     format_number,
     our_range,
     our_value,
@@ -34,6 +35,7 @@ VALUES_A_LINE = 3
 """Number of other values of a parameter in one line of the sensitivity table."""
 CONDITION = "open or other condition"
 """Heading of the conditions that a paper leaves open or in which ours differ; they explain no value."""
+HEADLINE_COLUMNS = ("claim", "paper", "ours", "ours / paper", CONDITION, "word")
 TOO_WIDE = "our interval contains the paper's value, but is too wide"
 T = TypeVar("T")
 Line = Sequence[str]
@@ -106,7 +108,7 @@ def headline_page(systems: Mapping[str, System]) -> str:
             lines.append([link, *_headline_cells(system, headline)])
             # The name of a paper stands beside its first headline only.
             link = ""
-    return _table(["", "claim", "paper", "ours", CONDITION, "word"], lines)
+    return _table(["", *HEADLINE_COLUMNS], lines)
 
 
 def clocks_page(systems: Mapping[str, System]) -> str:
@@ -119,8 +121,10 @@ def clocks_page(systems: Mapping[str, System]) -> str:
             head = ["", ""]
     heading = ["", "figure", "metric", "containers", "simulated", "ratio", "verdict"]
     text = (
-        "One short figure of each paper was also run in containers (`testbed papers --containers`); a ratio of 1\n"
-        "means that both clocks agree."
+        "One short figure of each paper was also run in containers (`testbed papers --containers`). A ratio of 1\n"
+        "means that both clocks agree. *Not trusted* means that the host was too slow for containers, so the ratio\n"
+        "describes the host. Losses are drawn equally on both clocks and slots follow the clock, so the ratios of\n"
+        "EdgePipe and VersatileFL show only that no slot was missed."
     )
     return f"{text}\n\n{_table(heading, lines)}"
 
@@ -132,8 +136,7 @@ def _summary_section(system: System) -> str:
     for headline in system.figures.headlines:
         headlines.append(list(_headline_cells(system, headline)))
     if headlines:
-        heading = ["claim", "paper", "ours", CONDITION, "word"]
-        blocks.append(_table(heading, headlines))
+        blocks.append(_table(HEADLINE_COLUMNS, headlines))
     rows = system.figures.rows
     blocks.append(f"{len(rows)} rows: {_count_words(system, rows)}. {LEGEND}")
     lines = _lines_by_word(system, rows)
@@ -183,6 +186,7 @@ def _headline_cells(system: System, headline: Headline) -> Iterator[str]:
             differs.append(TOO_WIDE)
     else:
         yield from _value_ranges(system, rows)
+    yield comparison((row, system.ours(row)) for row in rows)
     yield "; ".join(differs)
     words = {system.word(row) for row in rows}
     if len(words) == 1:
@@ -197,7 +201,7 @@ def _value_ranges(system: System, rows: list[Row]) -> tuple[str, str]:
     # Plain numbers of a formula count elements, operations and slots, which have no common range.
     are_counts = units == {""} and rows[0].kind == "arithmetic"
     if len(units) > 1 or are_counts:
-        return f"{len(rows)} figures", ""
+        return f"{len(rows)} values", ""
     values = []
     for row in rows:
         ours = system.ours(row)
@@ -236,7 +240,7 @@ def _conditions_section(system: System) -> str:
     return "\n\n".join(
         [
             "## Default conditions",
-            "Chosen before the runs.",
+            "Chosen before the runs, except those in a table of corrections below.",
             _table(["condition", "reason"], lines),
         ]
     )

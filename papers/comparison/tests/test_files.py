@@ -220,7 +220,7 @@ def test_headlines_are_one_row_each(folder):
     result(folder, duration=[80.0], fast=[0.9], slow=[0.7])
     page = headline_page({"system": System(folder, load(folder), Results(folder))})
     assert page.endswith(
-        "(../papers/system/README.md) | fast | 1.0 min | 1.333 min | links | differs |"
+        "(../papers/system/README.md) | fast | 1.0 min | 1.333 min | 1.33 | links | differs |"
     )
 
 

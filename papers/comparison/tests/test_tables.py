@@ -64,7 +64,7 @@ def test_summary_names_the_figures_of_each_word(page):
 def test_headlines_of_a_paper_begin_its_page(page):
     headline = {"claim": "it learns", "rows": ["near"], "differs": "data"}
     text = page([row("near")], {"near": [0.80, 0.801]}, headlines=[headline])
-    line = "| it learns | 80 % | 80.05 ± 0.64 % | data | agrees |"
+    line = "| it learns | 80 % | 80.05 ± 0.64 % | 1 | data | agrees |"
     assert text.index(line) < text.index("## Default conditions")
 
 

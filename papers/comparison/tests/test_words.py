@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from testbed_comparison.rows import Difference, Ratio, Row, Saving, Value, terms
-from testbed_comparison.words import Ours, combine, measure, word_for
+from testbed_comparison.words import (
+    Ours,
+    combine,
+    measure,
+    ranking_of,
+    shares_of_paper,
+    word_for,
+)
 
 ACCURACY, OTHER = (
     Value(metric="accuracy"),
@@ -130,6 +137,39 @@ def test_a_ranking_needs_a_significant_difference(paper, mean, half_width, word)
     assert word_for(ranking, trained(mean, half_width)) == word
 
 
+@pytest.mark.parametrize(
+    ("paper", "mean", "half_width", "order"),
+    [
+        ("larger", 3.0, 2.9, "as claimed"),
+        ("larger", 3.0, 3.1, "undecided"),
+        ("larger", -3.0, 2.9, "opposite"),
+        ("similar", 1.0, 2.0, "as claimed"),
+        ("similar", 1.0, 20.0, "undecided"),
+        ("similar", -9.0, 2.0, "opposite"),
+    ],
+)
+def test_wide_interval_is_undecided_and_another_order_is_opposite(
+    paper, mean, half_width, order
+):
+    ranking = row(
+        paper, "ranking", Difference(difference=(ACCURACY, OTHER)), unit="points"
+    )
+    assert ranking_of(ranking, trained(mean, half_width)) == order
+
+
+def test_ranking_with_fitted_parameter_is_calibrated():
+    ratio = Ratio(ratio=(ACCURACY, OTHER))
+    ranking = row("larger", "ranking", ratio, unit="x", fitted="rate")
+    assert word_for(ranking, timed(1.2)) == "calibrated"
+
+
+def test_share_of_open_range_has_one_end():
+    ours = timed(3.0, 6.0)
+    assert shares_of_paper(row(("2", "4")), ours) == (1.5, 1.5)
+    assert shares_of_paper(row((None, "4")), ours) == (1.5,)
+    assert shares_of_paper(row("3"), ours) == (1.0, 2.0)
+
+
 def test_times_of_one_run_are_similar_within_five_percent():
     ranking = row("similar", "ranking", Ratio(ratio=(ACCURACY, OTHER)), unit="x")
     assert word_for(ranking, timed(1.026)) == "same ranking"
@@ -189,8 +229,8 @@ def test_several_expressions_give_a_range_and_a_missing_one_gives_nothing():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "word"), [(1.0005, "differs"), (1.002, "same ranking")]
+    ("ratio", "word"), [(1.029, "differs"), (1.031, "same ranking")]
 )
-def test_times_that_differ_by_a_trifle_have_no_ranking(ratio, word):
+def test_times_of_one_run_have_ranking_only_beyond_difference_of_clocks(ratio, word):
     ranking = row("larger", "ranking", Ratio(ratio=(ACCURACY, OTHER)), unit="x")
     assert word_for(ranking, Ours(ratio, ratio, None, 1)) == word
