@@ -24,3 +24,16 @@ def count_events(outcome: Outcome, name: str, **fields: Any) -> int:
     for event_fields in fields_of(outcome, name):
         count += fields.items() <= event_fields.items()
     return count
+
+
+def events_without_values(
+    outcome: Outcome,
+) -> list[tuple[float, str, str, dict[str, Any]]]:
+    """Return time, device, name and fields of all events, without losses and accuracies."""
+    events = []
+    for event in outcome.events:
+        fields = dict(event.fields)
+        fields.pop("loss", None)
+        fields.pop("accuracy", None)
+        events.append((event.time, event.device, event.event, fields))
+    return events

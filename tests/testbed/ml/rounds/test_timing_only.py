@@ -1,4 +1,4 @@
-"""Runs without numbers take the time, and send the messages, of runs with them."""
+"""Tests of timing-only runs: times and messages are those of runs that compute values."""
 
 import time
 
@@ -15,32 +15,14 @@ from tests.helpers.server_scenarios import (
     prepare_scenario,
     run_simulated,
 )
+from tests.testbed.ml.outcomes import events_without_values
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn", "single")
-CUT = {"partition": [["device2"], ["server", "device1"]]}
 
 
-def without(spec):
-    return spec.model_copy(
-        update={"workload": spec.workload.model_copy(update={"numerics": "none"})}
-    )
-
-
-def told(outcome):
-    """Return what happened when, without what was learnt."""
-    return [
-        (
-            event.time,
-            event.device,
-            event.event,
-            {
-                key: value
-                for key, value in event.fields.items()
-                if key not in ("loss", "accuracy")
-            },
-        )
-        for event in outcome.events
-    ]
+def timing_only(spec):
+    workload = spec.workload.model_copy(update={"numerics": "none"})
+    return spec.model_copy(update={"workload": workload})
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -49,47 +31,54 @@ def told(outcome):
     [{"name": "vgg5"}, {"name": "mobilenetv2", "width": 0.1}],
     ids=lambda model: model["name"],
 )
-def test_a_run_without_numbers_has_the_events_of_one_with_them(
-    method: str, model: dict
-) -> None:
-    faults = (
-        []
-        if method == "single"
-        else [
-            {"kill": "device1", "at": "40s", "for": "3s"},
-            {**CUT, "at": "90s", "for": "9s"},
-        ]
-    )
+def test_timing_only_run_has_events_of_full_run(method: str, model: dict) -> None:
+    faults = [
+        {"kill": "device1", "at": "40s", "for": "3s"},
+        {
+            "partition": [["device2"], ["server", "device1"]],
+            "at": "90s",
+            "for": "9s",
+        },
+    ]
+    # A single device has no others that could fail.
+    if method == "single":
+        faults = []
     spec = make_scenario(
         method, 2, workload={"model": model, "steps": 3}, faults=faults
     )
-    full, timing = run_simulated(spec), run_simulated(without(spec))
-    assert told(timing) == told(full)
-    assert timing.weights is None
-    assert not any("loss" in each for each in fields_of(timing, "step"))
-    assert not any("accuracy" in each for each in fields_of(timing, "evaluate"))
+    full = run_simulated(spec)
+    timed = run_simulated(timing_only(spec))
+    assert events_without_values(timed) == events_without_values(full)
+    assert timed.weights is None
+    for step in fields_of(timed, "step"):
+        assert "loss" not in step
+    for evaluation in fields_of(timed, "evaluate"):
+        assert "accuracy" not in evaluation
 
 
 @pytest.mark.parametrize(
     "name",
     ["ftpipehd-faults", "gpipe-kill-for-good", "distributed-kill", "sequential-infer"],
 )
-def test_so_have_the_other_families_with_their_faults(name: str) -> None:
+def test_timing_only_smoke_scenario_has_events_of_full_run(name: str) -> None:
     spec = load_scenario(f"smoke/{name}").model_copy(update={"sweep": {}})
-    full, timing = run_simulated(spec), run_simulated(without(spec))
-    assert told(timing) == told(full)
-    assert timing.weights is None
-    assert not any({"loss", "accuracy"} & set(event.fields) for event in timing.events)
+    full = run_simulated(spec)
+    timed = run_simulated(timing_only(spec))
+    assert events_without_values(timed) == events_without_values(full)
+    assert timed.weights is None
+    for event in timed.events:
+        assert not {"loss", "accuracy"} & set(event.fields)
 
 
-def test_a_method_whose_time_is_that_of_its_slots_is_refused() -> None:
+def test_method_in_timeslots_rejects_timing_only_run() -> None:
+    # A timeslot has a fixed length, so computing no values would predict nothing.
     with pytest.raises(InputError, match="does not support timing-only runs"):
-        prepare_scenario(without(load_scenario("smoke/edgepipe")))
+        prepare_scenario(timing_only(load_scenario("smoke/edgepipe")))
 
 
 @pytest.mark.timed
-def test_an_epoch_of_resnet18_takes_seconds() -> None:
-    work = {
+def test_timing_only_epoch_of_resnet18_takes_less_than_5_seconds() -> None:
+    workload = {
         "model": {"name": "resnet18"},
         "data": {
             "name": "synthetic-3x32x32",
@@ -101,25 +90,26 @@ def test_an_epoch_of_resnet18_takes_seconds() -> None:
         "epochs": 1,
         "numerics": "none",
     }
-    begun = time.thread_time()
-    found = prepare_scenario(
-        make_scenario("pipelearn", 4, workload=work, server="20gflops", speed="1gflops")
+    # The time of this thread, so that other processes of the host do not count.
+    started = time.thread_time()
+    prepared = prepare_scenario(
+        make_scenario(
+            "pipelearn", 4, workload=workload, server="20gflops", speed="1gflops"
+        )
     )
-    outcome = simulate(found, load(found.scenario.workload.data, blank=True))
+    outcome = simulate(prepared, load(prepared.scenario.workload.data, blank=True))
     assert outcome.status == "finished", outcome.error
-    assert time.thread_time() - begun < 5
+    assert time.thread_time() - started < 5
 
 
-def test_blank_data_have_the_labels_and_take_no_memory() -> None:
-    spec = make_scenario(
-        "pipelearn",
-        workload={
-            "data": {"name": "synthetic-1x8x8", "train": 50, "test": 9, "split": "iid"}
-        },
-    )
-    full, blank = data(spec.workload.data), load(spec.workload.data, blank=True)
+def test_blank_dataset_has_labels_and_shapes_without_memory_for_values() -> None:
+    digits = {"name": "synthetic-1x8x8", "train": 50, "test": 9, "split": "iid"}
+    part = make_scenario("pipelearn", workload={"data": digits}).workload.data
+    full = data(part)
+    blank = load(part, blank=True)
     assert (blank.train_labels == full.train_labels).all()
     assert blank.train_images.shape == full.train_images.shape
-    part = blank.part(full.train_labels[:7], tests=True)
-    assert part.train_images.shape[0] == 7
-    assert part.train_images.strides[0] == 0
+    share = blank.part(full.train_labels[:7], tests=True)
+    assert share.train_images.shape[0] == 7
+    # A stride of 0: all samples are the same memory.
+    assert share.train_images.strides[0] == 0
