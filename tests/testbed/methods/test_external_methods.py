@@ -1,4 +1,4 @@
-"""Methods from a file and from a package: found, refused in one line, and sent to devices as text."""
+"""Methods from files and packages: loading, error messages, and deployment as source text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from testbed.common.errors import InputError
 from testbed.common.usercode import Code
 from testbed.methods import METHODS
 from testbed.methods.external import code_of, from_code, from_file
-from testbed.prepare import prepare
+from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.validation import find_method
@@ -40,33 +40,43 @@ class Nothing(Method):
 """
 
 
-def written(folder: Path, text: str) -> Path:
+def write_method(folder: Path, text: str) -> Path:
     file = folder / "mine.py"
     file.write_text(text)
     return file
 
 
-def test_the_method_of_a_file_plans_and_declares() -> None:
-    prepared = prepare(trials(load(RING))[0])
+def prepare_ring(*changes: str) -> Prepared:
+    return prepare(trials(load(RING, changes))[0])
+
+
+def test_method_of_file_plans_and_defines_metrics() -> None:
+    prepared = prepare_ring()
     assert prepared.plan.method == "ring"
-    assert [figure.name for figure in prepared.method.declared.metrics] == [
-        "tokens_lost"
-    ]
+    metrics = prepared.method.declared.metrics
+    assert [metric.name for metric in metrics] == ["tokens_lost"]
 
 
-def test_a_method_travels_as_text_and_is_the_same_there(tmp_path: Path) -> None:
-    (tmp_path / "there.py").write_text(
+def test_deployed_method_is_loaded_in_another_process(tmp_path: Path) -> None:
+    reader = tmp_path / "reader.py"
+    reader.write_text(
         "import sys\n"
         "from testbed.deployment import read\n"
         "method, problem = read(sys.stdin.buffer.read()).problem()\n"
         "print(method.name, problem.options.stall_timeout)\n"
     )
-    body = next(iter(deployment_bodies(prepare(trials(load(RING))[0])).values()))
-    command = [sys.executable, str(tmp_path / "there.py")]
-    assert (
-        subprocess.run(command, check=True, capture_output=True, input=body).stdout
-        == b"ring 6.0\n"
+    completed = subprocess.run(
+        [sys.executable, str(reader)],
+        check=True,
+        capture_output=True,
+        input=first_deployment(prepare_ring()),
     )
+    assert completed.stdout == b"ring 6.0\n"
+
+
+def first_deployment(prepared: Prepared) -> bytes:
+    """Return the request body that deploys the run to its first device."""
+    return next(iter(deployment_bodies(prepared).values()))
 
 
 SYSTEMS = {
@@ -79,31 +89,29 @@ SYSTEMS = {
 
 
 @pytest.mark.parametrize("package", SYSTEMS)
-def test_a_published_system_runs_from_its_text_on_a_device_without_the_package(
+def test_deployed_method_of_paper_needs_no_installed_package(
     package: str, tmp_path: Path
 ) -> None:
-    names = {
-        point.name
-        for point in entry_points(group="testbed.methods")
-        if point.module.startswith(package)
-    }
+    methods = set()
+    for point in entry_points(group="testbed.methods"):
+        if point.module.startswith(package):
+            methods.add(point.name)
+    # Scenarios of papers also run other methods, for comparison.
     trial = next(
-        each
-        for each in trials(load(SYSTEMS[package]))
-        if each.scenario.workload.method.name in names
+        trial
+        for trial in trials(load(SYSTEMS[package]))
+        if trial.scenario.workload.method.name in methods
     )
-    body = next(iter(deployment_bodies(prepare(trial)).values()))
-    assert (
-        _read_without(package, body, tmp_path)
-        == f"{trial.scenario.workload.method.name} True\n"
-    )
+    method = trial.scenario.workload.method.name
+    output = _read_without(package, first_deployment(prepare(trial)), tmp_path)
+    assert output == f"{method} True\n"
 
 
-def test_a_workload_and_its_method_from_one_package_share_their_texts(
+def test_workload_and_method_of_one_package_share_its_sources(
     tmp_path: Path,
 ) -> None:
     trial = trials(load(ROOT / "generation" / "scenarios" / "kill.yaml"))[0]
-    body = next(iter(deployment_bodies(prepare(trial)).values()))
+    body = first_deployment(prepare(trial))
     document = json.loads(body)
     assert "testbed_generation.methods" in document["work_code"]["sources"]
     assert document["method_code"]["sources"] == {}
@@ -111,9 +119,12 @@ def test_a_workload_and_its_method_from_one_package_share_their_texts(
 
 
 def _read_without(package: str, body: bytes, tmp_path: Path) -> str:
-    """Read a deployment in a process without a package; return its method's name and whether its options are read."""
+    """Read a deployment in a process without a package.
+
+    Returns the printed name of the method, and whether its options have the method's own type.
+    """
     (tmp_path / "testbed").symlink_to(ROOT / "testbed")
-    (tmp_path / "there.py").write_text(
+    (tmp_path / "reader.py").write_text(
         "import importlib, sys\n"
         "from importlib.util import find_spec\n"
         "from testbed.deployment import read\n"
@@ -125,78 +136,88 @@ def _read_without(package: str, body: bytes, tmp_path: Path) -> str:
         "    assert importlib.import_module(name).__spec__.origin is None, name\n"
         "print(method.name, type(problem.options) is method.Options)\n"
     )
-    # Without site no editable installation is found: the folders are what a device image has.
+    # Option -S hides editable installations, so that the process has only the folders of a device image.
     path = f"{tmp_path}:{sysconfig.get_path('purelib')}"
-    command = [sys.executable, "-S", str(tmp_path / "there.py")]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, input=body
+    command = [sys.executable, "-S", str(tmp_path / "reader.py")]
+    environment = {**os.environ, "PYTHONPATH": path}
+    completed = subprocess.run(
+        command, env=environment, capture_output=True, input=body
     )
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode()
+    assert completed.returncode == 0, completed.stderr.decode()
+    return completed.stdout.decode()
 
 
-def test_methods_of_this_code_need_not_travel() -> None:
+def test_builtin_method_is_deployed_without_sources() -> None:
     assert code_of(METHODS["pipeline"]) is None
 
 
-def test_results_keep_the_file_and_load_without_the_original(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SMALL)
-    workload = recorded.SCENARIO["workload"] | {
-        "method": {"file": "mine.py", "name": "nothing"}
-    }
-    (tmp_path / "mine.yaml").write_text(
-        str({**recorded.SCENARIO, "workload": workload, "faults": []})
-    )
+def test_results_store_method_file_and_load_without_original(tmp_path: Path) -> None:
+    original = write_method(tmp_path, SMALL)
+    method = {"file": "mine.py", "name": "nothing"}
+    workload = recorded.SCENARIO["workload"] | {"method": method}
+    scenario = {**recorded.SCENARIO, "workload": workload, "faults": []}
+    (tmp_path / "mine.yaml").write_text(str(scenario))
     trial = trials(load(tmp_path / "mine.yaml"))[0]
-    kept = recorded.write_run(
+    results = recorded.write_run(
         tmp_path / "run", trial, recorded.make_plan(), recorded.make_outcome()
     )
-    (tmp_path / "mine.py").unlink()
-    run = files.load(kept)
-    assert (kept / "mine.py").read_text() == SMALL
+    original.unlink()
+    run = files.load(results)
+    assert (results / "mine.py").read_text() == SMALL
     assert run.trial.scenario.workload.method.file == "mine.py"
     assert "step_time" in run.metrics
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("def plan(:\n", r"mine.py:1: is not Python: "),
-        ("import testbed\n\nraise ValueError('x')\n", r"mine.py:3: ValueError: x"),
-        (
-            "import nowhere.to.be.found\n",
-            r"mine.py:1: ModuleNotFoundError: No module named 'nowhere'",
+        pytest.param("def plan(:\n", r"mine.py:1: is not Python: ", id="syntax-error"),
+        pytest.param(
+            "import testbed\n\nraise ValueError('x')\n",
+            r"mine.py:3: ValueError: x",
+            id="exception",
         ),
-        (
+        pytest.param(
+            "import nowhere.at.all\n",
+            r"mine.py:1: ModuleNotFoundError: No module named 'nowhere'",
+            id="missing-module",
+        ),
+        pytest.param(
             SMALL.replace('"nothing"', '"other"'),
             r"defines no method 'nothing': .* \(there: other\)",
+            id="other-name",
         ),
-        ("x = 1\n", r"\(there: none\)"),
-        (SMALL.replace("def plan", "def plans"), r"Nothing lacks plan"),
+        pytest.param("x = 1\n", r"\(there: none\)", id="no-method"),
+        pytest.param(
+            SMALL.replace("def plan", "def plans"),
+            r"Nothing lacks plan",
+            id="missing-function",
+        ),
     ],
 )
-def test_file_without_method_is_refused_in_one_line(
-    tmp_path: Path, text: str, said: str
+def test_invalid_method_file_is_rejected_in_one_line(
+    tmp_path: Path, text: str, message: str
 ) -> None:
-    with pytest.raises(InputError, match=said) as refused:
-        from_file(written(tmp_path, text), "nothing")
-    assert refused.value.key == ("method", "file")
-    assert "\n" not in str(refused.value)
+    with pytest.raises(InputError, match=message) as raised:
+        from_file(write_method(tmp_path, text), "nothing")
+    assert raised.value.key == ("method", "file")
+    assert "\n" not in str(raised.value)
 
 
-def test_figures_of_a_method_may_not_take_names_that_there_are(tmp_path: Path) -> None:
-    text = (
-        "from testbed.trace.metrics_spec import MetricsSpec, Metric\n"
-        + SMALL.replace(
-            "    name =",
-            "    declared = MetricsSpec(metrics=(Metric('loss', 'number', 'x', None),))\n    name =",
-        )
-    )
+METRIC_NAMED_LOSS = """\
+    declared = MetricsSpec(metrics=(Metric('loss', 'number', 'x', None),))
+    name ="""
+
+
+def test_metric_with_name_of_builtin_metric_is_rejected(tmp_path: Path) -> None:
+    text = "from testbed.trace.metrics_spec import MetricsSpec, Metric\n"
+    text += SMALL.replace("    name =", METRIC_NAMED_LOSS)
     with pytest.raises(InputError, match="two metrics are called 'loss'"):
-        from_file(written(tmp_path, text), "nothing")
+        from_file(write_method(tmp_path, text), "nothing")
 
 
-def test_a_missing_file_is_named_at_its_key(tmp_path: Path) -> None:
+def test_missing_method_file_is_reported_at_its_key(tmp_path: Path) -> None:
+    # The scenario of the ring without the file of its method.
     scenario = tmp_path / "mine.yaml"
     scenario.write_text(RING.read_text())
     with pytest.raises(
@@ -206,60 +227,66 @@ def test_a_missing_file_is_named_at_its_key(tmp_path: Path) -> None:
         prepare(trials(load(scenario))[0])
 
 
-def test_expect_knows_the_figures_of_the_file_and_of_no_other_method() -> None:
+def test_expect_accepts_metrics_of_method_file_and_not_of_other_methods() -> None:
     with pytest.raises(
         InputError, match="unknown metric 'tokens_los': did you mean 'tokens_lost'"
     ):
-        prepare(trials(load(RING, ["expect.tokens_los=== 1"]))[0])
+        prepare_ring("expect.tokens_los=== 1")
+    # A metric of the asynchronous pipelines.
     with pytest.raises(InputError, match="unknown metric 'versions_kept'"):
-        prepare(trials(load(RING, ["expect.versions_kept=== 1"]))[0])
+        prepare_ring("expect.versions_kept=== 1")
 
 
-def test_events_of_the_file_can_be_waited_for() -> None:
-    waiting = "faults.0.when={device: source, event: lost, batch: 3}"
-    assert prepare(trials(load(RING, [waiting]))[0])
+def test_fault_can_wait_for_event_of_method_file() -> None:
+    trigger = "faults.0.when={device: source, event: lost, batch: 3}"
+    assert prepare_ring(trigger)
     with pytest.raises(InputError, match="the event 'lost' has no micro"):
-        prepare(trials(load(RING, [waiting.replace("batch", "micro")]))[0])
+        prepare_ring(trigger.replace("batch", "micro"))
 
 
-def test_a_package_registers_methods_by_entry_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "rings"
+def write_package(folder: Path) -> None:
+    """Write an installed package whose entry point registers a method."""
+    package = folder / "rings"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "rest.py").write_text("WORD = 'from the package'\n")
     (package / "small.py").write_text(
         SMALL + "    from rings.rest import WORD as summary\n"
     )
-    info = tmp_path / "rings-1.dist-info"
+    info = folder / "rings-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rings\nVersion: 1\n")
     (info / "entry_points.txt").write_text(
         "[testbed.methods]\nnothing = rings.small:Nothing\n"
     )
+
+
+def test_method_of_entry_point_is_deployed_with_modules_of_its_package(
+    tmp_path: Path,
+) -> None:
+    write_package(tmp_path)
     program = (
         "from testbed.methods import METHODS\n"
         "from testbed.methods.external import code_of\n"
         "method = METHODS['nothing']\n"
         "print(code_of(method).model_dump_json())"
     )
-    root = str(ROOT)
-    environment = {"PYTHONPATH": f"{tmp_path}:{root}", "PATH": "/usr/bin:/bin"}
-    found = subprocess.run(
+    # Another process, since this one has read its entry points already.
+    completed = subprocess.run(
         [sys.executable, "-c", program],
         check=True,
         capture_output=True,
         text=True,
-        env=environment,
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"},
     )
-    code = Code.model_validate_json(found.stdout)
+    code = Code.model_validate_json(completed.stdout)
     assert set(code.sources) == {"rings", "rings.rest", "rings.small"}
     method = from_code(code)
     assert (method.name, method.summary) == ("nothing", "from the package")
 
 
-def test_method_without_span_names_accepts_all_faults() -> None:
+def test_method_without_span_names_accepts_fault_at_any_span() -> None:
     (trial,) = trials(load(RING, ["faults.0.when.begins=anything"]))
-    assert find_method(trial.scenario).spans(recorded.make_plan(), "worker2") is None
+    method = find_method(trial.scenario)
+    assert method.spans(recorded.make_plan(), "worker2") is None
     assert prepare(trial)

@@ -1,4 +1,4 @@
-"""The page on writing a method shows the example, and the example runs."""
+"""Code on documentation pages equals the examples, and the example method runs."""
 
 import re
 
@@ -14,42 +14,46 @@ from tests.helpers import ROOT
 EXAMPLES = ROOT / "scenarios" / "examples"
 
 
-def lines(text):
-    """Return the lines of a program, without what its place in a class changes of them."""
+def stripped_lines(text):
+    """Return the non-empty lines of a program without indentation, which differs within a class."""
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def shown_programs(page):
-    """Return the programs of a page, in their order."""
-    return re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL
-    )
+def programs_on_page(page):
+    """Return the Python programs of a documentation page in order."""
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-def test_the_page_shows_the_end_of_the_tensor_parallel_example():
-    shown = lines(shown_programs("layers.md")[-1])
-    assert lines((EXAMPLES / "tensorparallel.py").read_text())[-len(shown) :] == shown
-
-
-def test_the_page_shows_the_example():
-    _, shown, *_ = shown_programs("method.md")  # the first is the ring
-    begin = shown.index("async def program")
-    messages, program = lines(shown[:begin]), lines(shown[begin:])
-    example = lines((EXAMPLES / "mean.py").read_text())
-    assert example[example.index(messages[0]) :][: len(messages)] == messages
+def test_last_program_of_layers_page_is_end_of_tensor_parallel_example():
+    program = stripped_lines(programs_on_page("layers.md")[-1])
+    example = stripped_lines((EXAMPLES / "tensorparallel.py").read_text())
     assert example[-len(program) :] == program
 
 
-def test_example_continues_without_the_dead_device():
+def test_second_program_of_method_page_is_in_mean_example():
+    # The first program is the ring.
+    _, text, *_ = programs_on_page("method.md")
+    begin = text.index("async def program")
+    messages = stripped_lines(text[:begin])
+    program = stripped_lines(text[begin:])
+    example = stripped_lines((EXAMPLES / "mean.py").read_text())
+    first = example.index(messages[0])
+    assert example[first : first + len(messages)] == messages
+    assert example[-len(program) :] == program
+
+
+def test_mean_example_continues_without_dead_device():
     prepared = prepare(trials(load(EXAMPLES / "mean.yaml"))[0])
     outcome = simulate(prepared, None)
     assert outcome.status == "finished", outcome.error
     declared = prepared.method.declared
-    found = metrics(outcome, prepared.experiment, prepared.plan, declared)
-    results = evaluate(prepared.scenario.expect, found, metrics_of(declared))
+    values = metrics(outcome, prepared.experiment, prepared.plan, declared)
+    results = evaluate(prepared.scenario.expect, values, metrics_of(declared))
     assert {result.key for result in results} >= {"late"}
     assert all(result.holds for result in results)
-    late = [event.fields["late"] for event in outcome.events if event.event == "mean"]
+    # The number of late devices in each round: none before the kill, one until the timeout, none afterwards.
+    late = [event.fields["late"] for event in outcome.events.of("mean")]
     assert late[:5] == [0] * 5
     assert late[5:7] == [1, 1]
     assert late[-1] == 0

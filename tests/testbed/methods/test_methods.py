@@ -1,4 +1,4 @@
-"""The registry, and that planning imports no torch."""
+"""The registry of methods, and the imports of planning."""
 
 import subprocess
 import sys
@@ -10,20 +10,22 @@ from testbed.method import Method
 from testbed.methods import METHODS, get
 
 
-def test_methods_are_registered_under_their_names():
+def test_registered_names_resolve_to_methods():
     assert {"single", "sequential", "pipeline"} <= set(METHODS)
     for name, method in METHODS.items():
         assert isinstance(method, Method)
+        # A name may have the task as a prefix, as in "generate.sequential".
         task, dot, short = name.rpartition(".")
         assert method.name == short
         assert get(name) is method
         assert get(short, task) is method
-        assert not dot or method.tasks == (task,)
+        if dot:
+            assert method.tasks == (task,)
         assert "\n" not in method.summary
         assert method.Options()
 
 
-def test_unknown_method_is_refused_with_the_available_ones():
+def test_unknown_method_is_rejected_with_available_methods():
     with pytest.raises(
         InputError, match="unknown method 'gossip': choose one of single, sequential,"
     ):
@@ -32,13 +34,14 @@ def test_unknown_method_is_refused_with_the_available_ones():
         METHODS["gossip"]
 
 
-def test_a_package_brings_a_method_of_the_same_name_for_another_task():
+def test_method_name_is_resolved_by_task():
     assert get("sequential", "generate") is METHODS["generate.sequential"]
     assert get("sequential", "infer") is METHODS["sequential"]
     assert get("sequential") is METHODS["sequential"]
 
 
-def test_planning_imports_no_torch():
+def test_planning_does_not_import_torch():
+    # Importing torch takes seconds, which `plan` and `validate` must not cost.
     program = """
 import sys
 from testbed.scenario.expand import trials

@@ -1,4 +1,4 @@
-"""Programs of the user's: who runs what, what they are told, and which of their lines are events."""
+"""Users' programs as a workload: devices, environment, files and events on standard output."""
 
 from __future__ import annotations
 
@@ -19,58 +19,62 @@ from tests.helpers.deployments import deployment_bodies, read_deployment
 EXAMPLE = ROOT / "scenarios" / "examples" / "programs.yaml"
 
 
-def prepared(*changes: str) -> Prepared:
+def prepare_example(*changes: str) -> Prepared:
     return prepare(trials(load(EXAMPLE, changes))[0])
 
 
-def test_role_expands_to_devices_in_the_order_of_ranks() -> None:
-    found = prepared(
+def test_role_expands_to_its_devices_except_those_with_own_program() -> None:
+    problem = prepare_example(
         "workload.programs.stage2={command: serve, background: true}", "devices.idle={}"
-    )
-    workload = found.problem.workload
-    programs = by_device(
-        workload.programs, [device.name for device in found.problem.devices]
-    )
-    assert {name: part.command[0] for name, part in programs.items()} == {
-        "stage1": "python3",
-        "stage2": "serve",
-        "stage3": "python3",
-    }
-    told = environment(found.problem, "stage3", [*programs])
-    assert (told["RANK"], told["WORLD_SIZE"], told["MASTER_ADDR"]) == (
-        "2",
-        "3",
-        "stage1",
-    )
-    assert told["OMP_NUM_THREADS"] == "1"
+    ).problem
+    devices = [device.name for device in problem.devices]
+    programs = by_device(problem.workload.programs, devices)
+    commands = {name: part.command[0] for name, part in programs.items()}
+    assert commands == {"stage1": "python3", "stage2": "serve", "stage3": "python3"}
 
 
-STAR = ("network.topology=star", "devices={hub: {}, leaf: {count: 2}}")
+def test_environment_has_variables_of_torch_distributed() -> None:
+    problem = prepare_example().problem
+    variables = environment(problem, "stage3", ["stage1", "stage2", "stage3"])
+    assert variables["RANK"] == "2"
+    assert variables["WORLD_SIZE"] == "3"
+    assert variables["MASTER_ADDR"] == "stage1"
+    # As many threads as the device has processors.
+    assert variables["OMP_NUM_THREADS"] == "1"
 
 
-def test_the_hub_of_a_star_waits_for_the_leaves_whether_its_program_ends_or_not() -> (
-    None
-):
-    background = "workload.programs={hub: {command: serve, background: true}, leaf: {command: ask}}"
-    assert prepared(*STAR, background).plan.coordinator == "hub"
-    assert (
-        prepared(*STAR, "workload.programs={leaf: {command: ask}}").plan.coordinator
-        == "hub"
-    )
-    without_hub = "network={topology: explicit, links: [{between: [leaf1, hub], rate: 1mbit, delay: 1ms}]}"
+STAR_DEVICES = "devices={hub: {}, leaf: {count: 2}}"
+SERVING_HUB = (
+    "workload.programs={hub: {command: serve, background: true}, leaf: {command: ask}}"
+)
+
+
+@pytest.mark.parametrize(
+    "programs",
+    [
+        pytest.param(SERVING_HUB, id="background-program"),
+        pytest.param("workload.programs={leaf: {command: ask}}", id="no-program"),
+    ],
+)
+def test_hub_of_star_is_coordinator(programs: str) -> None:
+    prepared = prepare_example("network.topology=star", STAR_DEVICES, programs)
+    assert prepared.plan.coordinator == "hub"
+
+
+def test_device_without_links_to_all_programs_cannot_coordinate() -> None:
+    links = "network={topology: explicit, links: [{between: [leaf1, hub], rate: 1mbit, delay: 1ms}]}"
     with pytest.raises(
         InputError,
         match="no device has links with all whose programs end, leaf1, leaf2, to know when",
     ):
-        prepared(STAR[1], background, without_hub)
+        prepare_example(STAR_DEVICES, SERVING_HUB, links)
 
 
-def test_files_travel_and_the_device_needs_none() -> None:
-    found = prepared()
-    _, problem, _ = read_deployment(deployment_bodies(found)["stage1"])
-    assert problem.files == {
-        "programs.py": (EXAMPLE.parent / "programs.py").read_bytes()
-    }
+def test_deployment_contains_files_of_program() -> None:
+    prepared = prepare_example()
+    _, problem, _ = read_deployment(deployment_bodies(prepared)["stage1"])
+    content = (EXAMPLE.parent / "programs.py").read_bytes()
+    assert problem.files == {"programs.py": content}
 
 
 @pytest.mark.parametrize(
@@ -92,51 +96,52 @@ def test_files_travel_and_the_device_needs_none() -> None:
         ),
     ],
 )
-def test_mistakes_are_reported(change: str, message: str) -> None:
+def test_invalid_programs_are_rejected(change: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        prepared(change)
+        prepare_example(change)
 
 
-def test_large_files_are_refused_before_others_are_read(tmp_path: Path) -> None:
+def test_large_file_is_rejected_before_later_files_are_read(tmp_path: Path) -> None:
+    # A sparse file; the one after it does not exist.
     large = tmp_path / "large"
     with large.open("wb") as file:
         file.truncate(MOST_BYTES + 1)
     with pytest.raises(InputError, match="more than 20 MB: use an image"):
-        prepared(f"workload.programs.stage.files=[{large}, none.py]")
+        prepare_example(f"workload.programs.stage.files=[{large}, none.py]")
 
 
-def test_programs_are_not_simulated() -> None:
+def test_simulation_of_programs_is_rejected() -> None:
     with pytest.raises(InputError, match="programs require containers"):
-        simulate(prepared(), None)
+        simulate(prepare_example(), None)
 
 
-def test_lines_of_json_are_events() -> None:
-    assert parse_event('{"event": "step", "step": 3, "time": 1}') == {
-        "event": "step",
-        "step": 3,
-    }
-    assert parse_event('{"event": "drift", "value": [1]}') == {
-        "event": "drift",
-        "value": [1],
-    }
-    for line in (
-        *(
-            "plain",
-            "3",
-            '{"step": 3}',
-            '{"event": 3}',
-            '{"event": "send"}',
-            '{"event": "exit"}',
-            '{"event": "step"}',
-        ),
-        *(
-            '{"event": "step", "step": "3"}',
-            '{"event": "step", "step": 3, "loss": "low"}',
-            '{"event": "evaluate"}',
-        ),
-        *(
-            '{"event": "request", "request": 1}',
-            '{"event": "request", "request": 1, "latency": NaN}',
-        ),
-    ):
-        assert parse_event(line) is None
+def test_json_lines_with_event_are_events() -> None:
+    # The testbed adds its own time.
+    step = parse_event('{"event": "step", "step": 3, "time": 1}')
+    assert step == {"event": "step", "step": 3}
+    # Unknown names are events of the user.
+    drift = parse_event('{"event": "drift", "value": [1]}')
+    assert drift == {"event": "drift", "value": [1]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plain",
+        "3",
+        '{"step": 3}',
+        '{"event": 3}',
+        # Events that only the testbed records.
+        '{"event": "send"}',
+        '{"event": "exit"}',
+        # Known events with missing fields, or with fields of other types.
+        '{"event": "step"}',
+        '{"event": "step", "step": "3"}',
+        '{"event": "step", "step": 3, "loss": "low"}',
+        '{"event": "evaluate"}',
+        '{"event": "request", "request": 1}',
+        '{"event": "request", "request": 1, "latency": NaN}',
+    ],
+)
+def test_other_lines_are_output(line: str) -> None:
+    assert parse_event(line) is None

@@ -1,4 +1,4 @@
-"""What a user's program writes and starts, on this machine: no output stops a run, and no process outlives it."""
+"""Output and processes of a user's program on this machine: any output is recorded, and no process outlives a run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tests.helpers import ROOT
 EXAMPLE = ROOT / "scenarios" / "examples" / "programs.yaml"
 
 
-class Recording:
-    """A device that keeps the events of its program."""
+class RecordingDevice:
+    """A device that stores the events of its program."""
 
     name = "stage1"
 
@@ -39,24 +39,24 @@ class Recording:
     def record(self, event: str, **fields: Any) -> None:
         self.events.append((event, fields))
 
-    def lines(self) -> list[str]:
+    def output_lines(self) -> list[str]:
         return [fields["text"] for event, fields in self.events if event == "output"]
 
 
-def run(code: str, seconds: float = 20.0) -> Recording:
-    """Run a program of Python on a device; raises TimeoutError where it does not end."""
+def run_python(code: str, seconds: float = 20.0) -> RecordingDevice:
+    """Run Python code as the program of a device. Raises TimeoutError after a number of seconds."""
     problem = prepare(trials(load(EXAMPLE, []))[0]).problem
     command = [sys.executable, "-c", textwrap.dedent(code)]
     part = problem.workload.programs["stage"].model_copy(
         update={"command": command, "files": []}
     )
     workload = problem.workload.model_copy(update={"programs": {"stage": part}})
-    device = Recording()
-    changed = program.replace(problem, workload=workload)
-    names = ["stage1", "stage2", "stage3"]
-    asyncio.run(
-        asyncio.wait_for(execute(cast(Device, device), changed, names), seconds)
+    changed_problem = program.replace(problem, workload=workload)
+    device = RecordingDevice()
+    execution = execute(
+        cast(Device, device), changed_problem, ["stage1", "stage2", "stage3"]
     )
+    asyncio.run(asyncio.wait_for(execution, seconds))
     return device
 
 
@@ -70,7 +70,7 @@ def start_process(script: str) -> subprocess.Popen[str]:
 
 
 def ask_for_number(process: subprocess.Popen[str]) -> str:
-    """Let a process that reads a line continue, and return the line that it prints."""
+    """Send a line to a process that waits for input; return the next line of output."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("\n")
@@ -79,7 +79,7 @@ def ask_for_number(process: subprocess.Popen[str]) -> str:
 
 
 @contextlib.contextmanager
-def ended_afterwards(process: subprocess.Popen[str]) -> Iterator[None]:
+def kill_afterwards(process: subprocess.Popen[str]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -94,8 +94,9 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def test_a_progress_bar_of_megabytes_leaves_its_last_state() -> None:
-    device = run(
+def test_last_state_of_progress_bar_is_recorded() -> None:
+    # 30,000 states of 90 bytes, each overwriting the previous one on a terminal.
+    device = run_python(
         """
         import sys
         for number in range(30_000):
@@ -103,43 +104,42 @@ def test_a_progress_bar_of_megabytes_leaves_its_last_state() -> None:
         print("done", file=sys.stderr)
         """
     )
-    assert device.lines() == [" 29999/30000 [" + "#" * 75 + "]done"]
+    assert device.output_lines() == [" 29999/30000 [" + "#" * 75 + "]done"]
 
 
-def test_a_line_of_many_megabytes_is_recorded_in_parts_of_which_nothing_is_lost() -> (
-    None
-):
-    device = run(
+def test_very_long_line_is_recorded_completely_in_parts() -> None:
+    device = run_python(
         "import sys; sys.stdout.write('y' * 5_000_000); sys.stdout.write('\\nlast')"
     )
-    *parts, last = device.lines()
+    *parts, last = device.output_lines()
     assert "".join(parts) == "y" * 5_000_000
     assert max(map(len, parts)) <= program.LONGEST + program.CHUNK
     assert last == "last"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_lines_are_the_same_however_output_is_cut(size: int) -> None:
+def test_lines_do_not_depend_on_chunk_size(size: int) -> None:
     text = b"one\r\ntwo\n\n 10%\r 20%\r100%\nthree\r\r\nrest"
-    lines = LineSplitter()
-    found = [
-        line
-        for at in range(0, len(text), size)
-        for line in lines.split(text[at : at + size])
-    ]
-    assert [*found, *lines.finish()] == ["one", "two", "", "100%", "three", "rest"]
+    splitter = LineSplitter()
+    lines: list[str] = []
+    for start in range(0, len(text), size):
+        lines += splitter.split(text[start : start + size])
+    lines += splitter.finish()
+    # A carriage return that no newline follows discards the beginning of its line.
+    assert lines == ["one", "two", "", "100%", "three", "rest"]
 
 
 DAEMON = """
 import os, pathlib, time
+# Fork twice with a new session: the second child is no longer a descendant of the program.
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        pathlib.Path({place!r}).write_text(str(os.getpid()))
+        pathlib.Path({pid_file!r}).write_text(str(os.getpid()))
         {keep}
         time.sleep(600)
     os._exit(0)
-while not os.path.exists({place!r}) or not pathlib.Path({place!r}).read_text():
+while not os.path.exists({pid_file!r}) or not pathlib.Path({pid_file!r}).read_text():
     time.sleep(0.01)
 print("done", flush=True)
 """
@@ -150,60 +150,69 @@ print("done", flush=True)
     ["pass", "os.close(1); os.close(2)"],
     ids=["keeps its output", "closes its output"],
 )
-def test_a_daemon_ends_with_its_program(tmp_path: Path, keep: str) -> None:
-    place = str(tmp_path / "pid")
-    device = run(DAEMON.format(place=place, keep=keep))
+def test_daemon_is_killed_when_its_program_ends(tmp_path: Path, keep: str) -> None:
+    pid_file = str(tmp_path / "pid")
+    device = run_python(DAEMON.format(pid_file=pid_file, keep=keep))
     assert device.events[-2:] == [
         ("output", {"stream": "stdout", "text": "done"}),
         ("exit", {"status": 0}),
     ]
-    assert not is_running(int(Path(place).read_text()))
+    assert not is_running(int(Path(pid_file).read_text()))
 
 
 def test_stopped_program_ends_with_all_descendants(tmp_path: Path) -> None:
-    place = str(tmp_path / "pid")
+    pid_file = str(tmp_path / "pid")
+    daemon = DAEMON.format(pid_file=pid_file, keep="pass")
     with pytest.raises(TimeoutError):
-        run(DAEMON.format(place=place, keep="pass") + "time.sleep(600)", seconds=1.5)
-    assert not is_running(int(Path(place).read_text()))
+        run_python(daemon + "time.sleep(600)", seconds=1.5)
+    assert not is_running(int(Path(pid_file).read_text()))
 
 
-def test_other_children_of_the_process_live_on() -> None:
+def test_other_children_of_agent_survive_end_of_program() -> None:
     pid = os.posix_spawn("/bin/sleep", ["sleep", "600"], os.environ)
     try:
-        run("print(1)")
+        run_python("print(1)")
+        # No child has changed its state.
         assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
-def test_a_kill_for_want_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+KILL_ITSELF = "import os; os.kill(os.getpid(), 9)"
+
+
+def test_kill_by_kernel_for_lack_of_memory_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The kernel's count of kills in the container is 3 before the program and 4 afterwards.
     counts = iter((3, 4))
     monkeypatch.setattr(program, "count_memory_kills", lambda: next(counts))
     with pytest.raises(
         TestbedError,
         match=r"ended with signal SIGKILL.*ran out of memory: its container is held to",
     ):
-        run("import os; os.kill(os.getpid(), 9)")
+        run_python(KILL_ITSELF)
 
 
-def test_a_kill_by_somebody_else_is_not_taken_for_want_of_memory() -> None:
+def test_other_kill_is_not_attributed_to_memory() -> None:
     with pytest.raises(TestbedError, match=r"ended with signal SIGKILL: no output$"):
-        run("import os; os.kill(os.getpid(), 9)")
+        run_python(KILL_ITSELF)
 
 
 @pytest.mark.parametrize("name", ["localhost", "ip6-loopback"])
-def test_names_of_a_containers_own_addresses_are_refused(name: str) -> None:
+def test_host_names_of_loopback_are_rejected_as_device_names(name: str) -> None:
     with pytest.raises(InputError, match=f"devices.{name}: this name is reserved"):
         prepare(trials(load(EXAMPLE, [f"devices.{name}={{}}"]))[0])
 
 
-def test_children_of_earlier_processes_outlive_the_program() -> None:
+def test_children_of_processes_before_program_survive() -> None:
     with (
         start_process("read line; sleep 60 & echo $!; wait") as earlier,
-        ended_afterwards(earlier),
+        kill_afterwards(earlier),
     ):
         tree = ProcessTree()
+        # The process started before the tree, its child afterwards.
         helper = int(ask_for_number(earlier))
         with start_process("exec sleep 60") as started:
             tree.kill(started.pid)
@@ -212,7 +221,7 @@ def test_children_of_earlier_processes_outlive_the_program() -> None:
         os.kill(helper, signal.SIGKILL)
 
 
-def test_numbers_of_ended_earlier_processes_are_forgotten() -> None:
+def test_process_that_ended_is_forgotten() -> None:
     with start_process("read line") as earlier:
         tree = ProcessTree()
         ask_for_number(earlier)
@@ -221,13 +230,14 @@ def test_numbers_of_ended_earlier_processes_are_forgotten() -> None:
     assert earlier.pid not in tree._earlier
 
 
-def test_process_that_survives_its_kill_is_logged(
+def test_process_that_survives_sigkill_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(processes, "_END_SECONDS", 0.0)
     tree = ProcessTree()
     with start_process("exec sleep 60") as started:
         with monkeypatch.context() as patch:
+            # A kill without effect, as of a process that waits for a device in the kernel.
             patch.setattr(os, "kill", lambda pid, number: None)
             tree.kill(started.pid)
         started.kill()

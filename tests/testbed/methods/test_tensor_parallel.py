@@ -1,5 +1,6 @@
-"""The example of a tensor-parallel perceptron answers as the undivided model, with the weights that it is given."""
+"""The example of tensor parallelism: its outputs equal the undivided model's, also with initial weights."""
 
+import json
 from unittest.mock import patch
 
 import pytest
@@ -17,63 +18,68 @@ from tests.helpers import ROOT
 EXAMPLE = ROOT / "scenarios" / "examples" / "tensorparallel.yaml"
 
 
-def answers(devices=3, hidden=(9, 7), weights=None):
-    """Run the example in a smaller size; return its outputs, and those of the undivided model."""
-    model = f"workload.model={{name: mlp, hidden: {list(hidden)}{', weights: some' if weights else ''}}}"
-    changes = [model, f"devices.source.count={devices}", "workload.requests=2"]
+def simulate_outputs(devices=3, hidden=(9, 7), weights=None):
+    """Run the example with a smaller model; return its outputs and those of the undivided model."""
+    model = {"name": "mlp", "hidden": list(hidden)}
+    if weights is not None:
+        model["weights"] = "some"
+    changes = [
+        f"workload.model={json.dumps(model)}",
+        f"devices.source.count={devices}",
+        "workload.requests=2",
+    ]
     (trial,) = trials(load(EXAMPLE, changes))
-    with patch(
-        "testbed.ml.preparation._pretraining", return_value=None
-    ):  # the weights lie in no file
+    # The file of weights that the scenario names does not exist: the weights are an argument of the simulation.
+    with patch("testbed.ml.preparation._pretraining", return_value=None):
         prepared = prepare(trial)
-    data, network, found = (
-        load_data(trial.scenario.workload.data),
-        prepared.problem.model,
-        {},
-    )
+    data = load_data(trial.scenario.workload.data)
+    network = prepared.problem.model
+    outputs_of_request = {}
 
-    def add(self, index, outputs):
-        found[index] = outputs
+    def store_outputs(self, index, outputs):
+        outputs_of_request[index] = outputs
 
-    with patch.object(Answers, "add", add):
+    with patch.object(Answers, "add", store_outputs):
         outcome = simulate(prepared, data, weights=weights)
     assert outcome.status == "finished", outcome.error
-    whole = network.build(0, len(network.units), prepared.problem.seed).eval()
+    undivided = network.build(0, len(network.units), prepared.problem.seed).eval()
     if weights is not None:
-        whole.load_state_dict(weights)
+        undivided.load_state_dict(weights)
+    # Two requests of eight samples.
     with torch.no_grad():
-        wanted = whole(torch.from_numpy(data.test_images[:16]))
-    return torch.cat([found[0], found[1]]), wanted
+        expected = undivided(torch.from_numpy(data.test_images[:16]))
+    return torch.cat([outputs_of_request[0], outputs_of_request[1]]), expected
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
 @pytest.mark.parametrize("hidden", [(9,), (9, 7), (13, 5, 6)])
-def test_divided_outputs_equal_the_undivided_model(devices, hidden):
-    found, wanted = answers(devices, hidden)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+def test_outputs_equal_undivided_model(devices, hidden):
+    # Odd widths, so that devices have different numbers of neurons.
+    outputs, expected = simulate_outputs(devices, hidden)
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_given_weights_are_used():
+def test_initial_weights_are_used():
     (trial,) = trials(load(EXAMPLE, ["workload.model={name: mlp, hidden: [9, 7]}"]))
     network = prepare(trial).problem.model
-    given = network.build(0, len(network.units), 12345).state_dict()
-    found, wanted = answers(3, (9, 7), given)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    seeded, _ = answers(3, (9, 7))
-    assert not torch.allclose(found, seeded, rtol=1e-2)
+    initial = network.build(0, len(network.units), 12345).state_dict()
+    outputs, expected = simulate_outputs(3, (9, 7), initial)
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
+    seeded, _ = simulate_outputs(3, (9, 7))
+    assert not torch.allclose(outputs, seeded, rtol=1e-2)
 
 
-def test_a_convolution_is_refused():
+def test_convolutional_network_is_rejected():
     (trial,) = trials(load(EXAMPLE, ["workload.model={name: cnn}"]))
     with pytest.raises(InputError, match="divides fully connected layers"):
         prepare(trial)
 
 
-def test_the_plan_holds_each_weight_once():
+def test_plan_counts_each_weight_once_and_biases_on_every_device():
     (trial,) = trials(load(EXAMPLE))
     prepared = prepare(trial)
-    biases_of_all = 3 * sum(
-        unit.output[0] for unit in prepared.problem.model.units[::2]
-    )
+    # Every other layer is divided by inputs, and each of the four devices holds all of its biases: three copies.
+    divided_by_inputs = prepared.problem.model.units[::2]
+    copies_of_biases = 3 * sum(unit.output[0] for unit in divided_by_inputs)
     parameters = sum(assignment.parameters for assignment in prepared.plan.assignments)
-    assert parameters == prepared.problem.model.parameters + biases_of_all
+    assert parameters == prepared.problem.model.parameters + copies_of_biases

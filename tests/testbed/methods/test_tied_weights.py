@@ -1,4 +1,4 @@
-"""An embedding that is the head as well, over stages: as the whole network in plain torch."""
+"""Training of a network whose embedding and head share weights, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ workload:
 """
 
 
-def run(folder: Path, changes: dict[str, Any]) -> Result:
+STEPS = 8
+
+
+def simulate_tied(folder: Path, changes: dict[str, Any]) -> Result:
     folder.mkdir(exist_ok=True)
     (folder / "own.py").write_text(OWN)
     (folder / "tied.yaml").write_text(SCENARIO)
@@ -59,18 +62,19 @@ def run(folder: Path, changes: dict[str, Any]) -> Result:
     return result
 
 
-def plain(clip: float | None = None) -> tuple[torch.nn.Module, list[float]]:
+def train_in_torch(clip: float | None = None) -> tuple[torch.nn.Module, list[float]]:
+    """Train the undivided network on the same batches; return the network and the loss of each step."""
     names: dict[str, Any] = {}
     exec(compile(OWN, "own.py", "exec"), names)
     (samples, labels), _ = names["load"]()
     network = names["Tied"]()
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
     losses = []
-    for step in range(8):
-        chosen = torch.from_numpy(batch(64, 16, 1, step))
-        loss = torch.nn.functional.cross_entropy(
-            network(samples[chosen]).movedim(-1, 1), labels[chosen]
-        )
+    for step in range(STEPS):
+        indices = torch.from_numpy(batch(64, 16, 1, step))
+        # cross_entropy expects the classes in the second dimension, before the places of a sequence.
+        logits = network(samples[indices]).movedim(-1, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[indices])
         optimizer.zero_grad()
         loss.backward()
         if clip is not None:
@@ -78,6 +82,13 @@ def plain(clip: float | None = None) -> tuple[torch.nn.Module, list[float]]:
         optimizer.step()
         losses.append(float(loss.detach()))
     return network, losses
+
+
+def load_tied_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the final weights of a run after checking that both tied tensors are equal."""
+    weights = load_file(folder / "run" / "weights.safetensors")
+    assert torch.equal(weights["embed.weight"], weights["head.weight"])
+    return weights
 
 
 METHODS: list[dict[str, Any]] = [
@@ -90,75 +101,82 @@ METHODS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("method", METHODS, ids=lambda each: each["name"])
-def test_stages_train_tied_weights_as_plain_torch_does(
+@pytest.mark.parametrize("method", METHODS, ids=lambda options: options["name"])
+def test_stages_train_tied_weights_as_plain_torch(
     tmp_path: Path, method: dict, clip: float | None
 ) -> None:
-    changes = {"workload.method": method} | (
-        {} if clip is None else {"workload.training.clip": {"norm": clip}}
-    )
-    result = run(tmp_path, changes)
-    network, losses = plain(clip)
-    assert [each["loss"] for each in result.rows("steps")] == pytest.approx(
-        losses, abs=1e-6
-    )
-    left = load_file(tmp_path / "run" / "weights.safetensors")
-    assert torch.equal(left["embed.weight"], left["head.weight"])
+    changes: dict[str, Any] = {"workload.method": method}
+    if clip is not None:
+        changes["workload.training.clip"] = {"norm": clip}
+    result = simulate_tied(tmp_path, changes)
+    network, expected = train_in_torch(clip)
+    losses = [row["loss"] for row in result.rows("steps")]
+    assert losses == pytest.approx(expected, abs=1e-6)
+    weights = load_tied_weights(tmp_path)
     for name, tensor in network.state_dict().items():
-        torch.testing.assert_close(left[name], tensor, rtol=0, atol=2e-5)
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("returns", ["1s", None])
-def test_recovery_keeps_the_copies_equal(tmp_path: Path, returns: str | None) -> None:
-    kill = {"kill": "a3", "when": {"device": "a3", "begins": "backward", "batch": 5}}
-    kill |= {} if returns is None else {"for": returns}
+@pytest.mark.parametrize(
+    "duration", [{"for": "1s"}, {}], ids=["restarted", "permanent"]
+)
+def test_recovery_keeps_tied_weights_equal(tmp_path: Path, duration: dict) -> None:
+    # The last device holds the head, and with it a copy of the embedding's weights.
+    when = {"device": "a3", "begins": "backward", "batch": 5}
     method = {
         "name": "pipeline",
         "checkpoint_every": 2,
         "stall_timeout": "500ms",
         "rejoin_timeout": "3s",
     }
-    result = run(tmp_path, {"workload.method": method, "faults": [kill]})
-    _, losses = plain()
-    last = {each["step"]: each["loss"] for each in result.rows("steps")}
-    assert [last[step] for step in range(8)] == pytest.approx(losses, abs=1e-6)
-    left = load_file(tmp_path / "run" / "weights.safetensors")
-    assert torch.equal(left["embed.weight"], left["head.weight"])
+    faults = [{"kill": "a3", "when": when, **duration}]
+    result = simulate_tied(tmp_path, {"workload.method": method, "faults": faults})
+    _, expected = train_in_torch()
+    # Steps after the checkpoint are repeated; the last loss of each counts.
+    losses = {row["step"]: row["loss"] for row in result.rows("steps")}
+    in_order = [losses[step] for step in range(STEPS)]
+    assert in_order == pytest.approx(expected, abs=1e-6)
+    load_tied_weights(tmp_path)
 
 
 def test_moving_averages_of_tied_weights_are_equal(tmp_path: Path) -> None:
-    run(tmp_path, {"workload.method": {"name": "single"}, "workload.training.ema": 0.9})
-    left = load_file(tmp_path / "run" / "weights.safetensors")
-    assert torch.equal(left["embed.weight"], left["head.weight"])
+    changes = {"workload.method": {"name": "single"}, "workload.training.ema": 0.9}
+    simulate_tied(tmp_path, changes)
+    load_tied_weights(tmp_path)
 
 
-def test_the_plan_counts_what_tied_gradients_take(tmp_path: Path) -> None:
+def test_plan_includes_exchange_of_tied_gradients(tmp_path: Path) -> None:
+    rate = 1e5
     slow = {
         "network.link.rate": "100kbit",
         "workload.method": {"name": "pipeline", "stages": 2},
     }
-    result = run(tmp_path, slow)
-    assert result.metrics["predicted_step_time"] > 2 * 30 * 16 * 4 * 8 / 1e5
-    assert result.metrics["step_time"] == pytest.approx(
-        result.metrics["predicted_step_time"], rel=0.15
+    metrics = simulate_tied(tmp_path, slow).metrics
+    # A gradient of 30 x 16 values of 4 bytes in each direction.
+    exchange = 2 * 30 * 16 * 4 * 8 / rate
+    assert metrics["predicted_step_time"] > exchange
+    assert metrics["step_time"] == pytest.approx(
+        metrics["predicted_step_time"], rel=0.15
     )
 
 
-def test_timing_only_sends_as_much(tmp_path: Path) -> None:
-    numbers = run(tmp_path / "full", {})
-    shapes = run(tmp_path / "none", {"workload.numerics": "none"})
-    assert shapes.metrics["bytes_sent"] == numbers.metrics["bytes_sent"]
+def test_timing_only_run_sends_equal_bytes(tmp_path: Path) -> None:
+    full = simulate_tied(tmp_path / "full", {})
+    timing_only = simulate_tied(tmp_path / "none", {"workload.numerics": "none"})
+    assert timing_only.metrics["bytes_sent"] == full.metrics["bytes_sent"]
 
 
 @pytest.mark.parametrize(
     "method", ["pipedream", "respipe", "ftpipehd", "split-learning"]
 )
-def test_methods_that_cannot_add_up_name_weights_and_remedy(
+def test_method_without_support_for_tied_weights_names_weights_and_alternatives(
     tmp_path: Path, method: str
 ) -> None:
-    own = {"workload.data.split": "iid"} if method == "split-learning" else {}
+    changes: dict[str, Any] = {"workload.method": {"name": method}}
+    if method == "split-learning":
+        changes["workload.data.split"] = "iid"
     with pytest.raises(
         InputError,
         match=r"(?s)embed.weight and head.weight.*use pipeline, gpipe or model-parallelism",
     ):
-        run(tmp_path, {"workload.method": {"name": method}, **own})
+        simulate_tied(tmp_path, changes)
