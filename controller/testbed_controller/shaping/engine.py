@@ -48,9 +48,9 @@ class _DelayQueue:
 
     def __init__(self, queue: int, link: Link, seed: str) -> None:
         self.queue = queue
-        self.accept = nfqueue.verdict_prefix(queue, nfqueue.ACCEPT)
-        self.accept_all = nfqueue.verdict_prefix(queue, nfqueue.ACCEPT, batch=True)
-        self.drop = nfqueue.verdict_prefix(queue, nfqueue.DROP)
+        self.accept = nfqueue.make_verdict_prefix(queue, nfqueue.ACCEPT)
+        self.accept_all = nfqueue.make_verdict_prefix(queue, nfqueue.ACCEPT, batch=True)
+        self.drop = nfqueue.make_verdict_prefix(queue, nfqueue.DROP)
         self.heap: list[_Entry] = []
         self.latest = 0.0
         self.ordered = True
@@ -110,7 +110,7 @@ class Loop:
         self._ties = 0
         # Room for a packet of 64 KiB with its attributes.
         self._buffer = bytearray(1 << 17)
-        self._arrivals = nfqueue.Stamps()
+        self._arrivals = nfqueue.TimestampReader()
         self._lateness = LatenessHistogram()
         self._patience = 0.0
         # Any socket with time stamps makes the kernel record every packet's arrival, so that the wait for this
@@ -308,7 +308,7 @@ class Loop:
                 if not port.downlink.enter(line.queue, due, size, item):
                     line.dropped += 1
                     # The kernel holds no second copy that it could drop.
-                    if len(identity) == nfqueue.IDENTITY:
+                    if len(identity) == nfqueue.IDENTITY_SIZE:
                         port.verdicts += (line.drop, identity)
             elif not line.ordered:
                 self._deliver_packet(port, line, identity, content)
@@ -339,10 +339,10 @@ class Loop:
     ) -> None:
         if content is None:
             port.verdicts += (line.accept, identity)
-        elif len(identity) == nfqueue.IDENTITY:
+        elif len(identity) == nfqueue.IDENTITY_SIZE:
             # Earlier packets first: a verdict with content goes to the kernel by itself.
             self._send_verdicts(port)
-            verdict = nfqueue.accept_altered(line.queue, identity, content)
+            verdict = nfqueue.make_altered_verdict(line.queue, identity, content)
             self._send_messages(port, verdict)
         else:
             try:
@@ -440,10 +440,10 @@ class Loop:
             port.lines[queue].alter(link, seed)
         else:
             port.lines[queue] = _DelayQueue(queue, link, seed)
-            binding = partial(nfqueue.bind_message, queue)
+            binding = partial(nfqueue.make_bind_message, queue)
             nfqueue.configure_socket(port.socket, binding, self._buffer, arrived)
         limit = impairment["limit"]
-        limits = partial(nfqueue.configure_message, queue, limit, content)
+        limits = partial(nfqueue.make_configure_message, queue, limit, content)
         nfqueue.configure_socket(port.socket, limits, self._buffer, arrived)
 
     def _set_patience(self) -> None:
@@ -469,7 +469,7 @@ class Loop:
             devices[device] = {
                 "overflows": port.overflows,
                 "refused": port.refused,
-                "downlink_drops": port.downlink.refused if port.downlink else 0,
+                "downlink_drops": port.downlink.dropped if port.downlink else 0,
                 "lines": lines,
             }
         usage = os.times()

@@ -41,8 +41,8 @@ class Loop:
         self._media: Media[bytearray] = Media()
         self._lateness = LatenessHistogram()
         self._buffer = bytearray(4096)
-        self._accept = nfqueue.verdict_prefix(QUEUE, nfqueue.ACCEPT)
-        self._drop = nfqueue.verdict_prefix(QUEUE, nfqueue.DROP)
+        self._accept = nfqueue.make_verdict_prefix(QUEUE, nfqueue.ACCEPT)
+        self._drop = nfqueue.make_verdict_prefix(QUEUE, nfqueue.DROP)
         self._dropped: Counter[str] = Counter()
         """Number of packets dropped by a full queue, by device."""
         self._passed = 0
@@ -136,8 +136,8 @@ class Loop:
         self._sockets[device] = opened
         self._names[opened.fileno()] = device
         self._epoll.register(opened.fileno(), select.EPOLLIN)
-        binding = partial(nfqueue.bind_message, QUEUE)
-        limits = partial(nfqueue.configure_message, QUEUE, LIMIT, _IP_HEADER)
+        binding = partial(nfqueue.make_bind_message, QUEUE)
+        limits = partial(nfqueue.make_configure_message, QUEUE, LIMIT, _IP_HEADER)
         nfqueue.configure_socket(opened, binding, self._buffer)
         nfqueue.configure_socket(opened, limits, self._buffer)
 

@@ -1,8 +1,11 @@
-"""Shared rates and channels: order and time of transmissions. Pure functions of the time given as an argument.
+"""The times at which packets that share a channel or a rate are transmitted. Callers pass the time: no clock, no I/O.
 
-The devices of a cell share one channel. A slow link, and the broadcasts of a device over slow links, have a channel of
-their own, so that a message takes exactly its transmission time to the last byte, whereas HTB releases a frame at the
-beginning of its time.
+A channel carries one transmission at a time. The devices of a cell share one. A slow link, and the broadcasts of a
+device over slow links, have a channel of their own: HTB releases a frame at the beginning of its transmission time, so
+the last frame of a message would arrive too early.
+
+Packets for such channels pass the gate (`testbed_controller.shaping.gatekeeper`), a process of the shaper that holds
+each one until its transmission ends. All other packets stay in the kernel.
 """
 
 from __future__ import annotations
@@ -20,23 +23,23 @@ from testbed_controller.shaping.chain import RuleChain
 from testbed_controller.shaping.plan import FRAME, Endpoint, queue_limit
 
 QUEUE = 60_000
-"""Number of the gate's netfilter queue in each device's namespace; the delay line counts from 1."""
+"""Number of the gate's netfilter queue in each device's namespace; delay lines have the numbers from 1."""
 GATED_RATE = 25e6
-"""Maximum rate of broadcasts through the gate, in bit/s: above, a frame takes less than half a millisecond."""
+"""Maximum rate of broadcasts through the gate, in bit/s: above, HTB is early by half a millisecond at most."""
 SLOW_RATE = 5e6
-"""Maximum rate of links through the gate, in bit/s: a frame takes 2.4 ms or more there. A packet costs the host about
-0.1 ms of processor time at the gate."""
+"""Maximum rate of links through the gate, in bit/s: a frame then takes at least 2.4 ms, so that the 0.1 ms of processor
+time that the gate needs for a packet are little beside it."""
 T = TypeVar("T")
 
 
 def routes_of(
     device: Endpoint,
-    broadcast: str | None,
+    broadcast_address: str | None,
     endpoints: Mapping[str, Endpoint],
     links: Mapping[Pair, Link],
     cells: Sequence[Cell],
 ) -> dict[str, Route]:
-    """Return the shared-medium routes of a device by address: cells, broadcasts, and slow links.
+    """Return the routes of a device that pass the gate, by address: those of cells, broadcasts and slow links.
 
     ``endpoints`` has every device by name. A broadcast of a device in several cells occupies all of them at once.
     """
@@ -52,8 +55,8 @@ def routes_of(
         if route is not None:
             by_address[peer.address] = route
     broadcast_route = _broadcast_route(device.name, outgoing, cells, device.uplink)
-    if broadcast and broadcast_route is not None:
-        by_address[broadcast] = broadcast_route
+    if broadcast_address and broadcast_route is not None:
+        by_address[broadcast_address] = broadcast_route
     return by_address
 
 
@@ -67,24 +70,31 @@ def _broadcast_route(
             own_cells.append(cell)
     cell_rates = [cell.rate for cell in own_cells]
     rate = broadcast_rate(links.values(), uplink, *cell_rates)
-    if not links or rate is None or (not own_cells and rate > GATED_RATE):
+    if not links or rate is None:
         return None
-    # Outside of cells, a channel of the device's own: its broadcasts wait for each other, and for nobody else.
-    channels = tuple(map(_channel_name, own_cells)) or (f"casts of {device}",)
+    if not own_cells and rate > GATED_RATE:
+        return None
+    # Outside of cells, a channel of the device's own: its broadcasts wait for each other, and for nothing else.
+    channels = tuple(map(_channel_name, own_cells)) or (f"broadcasts of {device}",)
     return Route(channels, rate, queue_limit(Link(rate=rate)))
 
 
 def _unicast_route(
-    pair: Pair, link: Link, cell: Cell | None, access: Iterable[float | None]
+    pair: Pair, link: Link, cell: Cell | None, access_rates: Iterable[float | None]
 ) -> Route | None:
-    """Return the route of a link in a cell, or with a low rate or access limit; None for other links."""
+    """Return the route of a link in a cell, or of a slow link; None for other links.
+
+    ``access_rates`` are the uplink of the sender and the downlink of the receiver.
+    """
     if cell is not None:
         rate = least_rate(cell.rate, link.rate)
         channel = _channel_name(cell)
     else:
-        rate = least_rate(link.rate, *access)
+        rate = least_rate(link.rate, *access_rates)
         channel = f"link {pair[0]} -> {pair[1]}"
-    if rate is None or (cell is None and rate > SLOW_RATE):
+    if rate is None:
+        return None
+    if cell is None and rate > SLOW_RATE:
         return None
     return Route((channel,), rate, queue_limit(replace(link, rate=rate)))
 
@@ -93,21 +103,24 @@ def _channel_name(cell: Cell) -> str:
     return "cell of " + ", ".join(cell.devices)
 
 
-def gate_rules(interface: str, gated: Mapping[str, Route]) -> RuleChain:
+def gate_rules(interface: str, addresses: Iterable[str]) -> RuleChain:
     """Return the iptables chain from the data interface to the gate, for packets to the given addresses.
 
-    >>> gate_rules("eth0", {"10.0.0.2": Route(("cell",), rate=1e6, limit=100)}).rules
+    >>> gate_rules("eth0", ["10.0.0.2"]).rules
     ('-d 10.0.0.2/32 -j NFQUEUE --queue-num 60000',)
     """
     rules = []
-    for address in gated:
+    for address in addresses:
         rules.append(f"-d {address}/32 -j NFQUEUE --queue-num {QUEUE}")
     return RuleChain("TESTBED-GATE", ("OUTPUT", "-o", interface), tuple(rules))
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a station to one address: the rate, and the channels, all of which are occupied at once."""
+    """How packets from a station, a device that sends, to one address are transmitted.
+
+    A transmission occupies all channels at once.
+    """
 
     channels: tuple[Hashable, ...]
     rate: float
@@ -177,7 +190,7 @@ class Media(Generic[T]):
 
     @property
     def next_end(self) -> float:
-        """End of the next transmission in seconds; infinite without one."""
+        """Earliest end of a transmission in seconds; infinite without one."""
         return self._ends[0][0] if self._ends else math.inf
 
     def finished(self, now: float) -> list[Transmission[T]]:
@@ -196,7 +209,7 @@ class Media(Generic[T]):
         self._waiting[transmission.station, transmission.address] -= 1
 
     def forget(self, station: Hashable, now: float) -> None:
-        """Remove a station; the channels of waiting packets become free."""
+        """Remove a station and its waiting packets; one on the air still occupies its channels until its end."""
         self._routes.pop(station, None)
         for transmission in list(self._order):
             if transmission.station == station:
@@ -227,11 +240,12 @@ class Media(Generic[T]):
         heapq.heappush(self._ends, (transmission.end, self._ties, transmission))
 
     def _reschedule(self, now: float) -> None:
-        """Reschedule all waiting transmissions."""
+        """Give all waiting transmissions new times, after a change of routes."""
         # A transmission that has begun keeps its rate: a station does not interrupt a frame.
         on_air = [entry for entry in self._ends if entry[2].start <= now]
         # All others lose their turns, and are given new ones in the same order.
         self._free = {}
+        # In the order of ends, so that the latest end of a channel remains.
         for end, _, transmission in sorted(on_air):
             for channel in transmission.channels:
                 self._free[channel] = end
@@ -243,7 +257,10 @@ class Media(Generic[T]):
 
 
 class Bottleneck(Generic[T]):
-    """Queues by source, served round-robin by packet, as HTB serves classes with a common parent.
+    """A rate shared by several sources, such as a device's downlink: their queues are served packet by packet in turn.
+
+    HTB serves classes with a common parent in this way. Unlike on a channel of `Media`, the order is not that of the
+    offers, so that one source cannot keep the others waiting.
 
     >>> bottleneck = Bottleneck(rate=1e6, limit=10)
     >>> bottleneck.enter("a", now=0.0, size=1250, item="first")
@@ -259,14 +276,16 @@ class Bottleneck(Generic[T]):
         """Rate in bit/s; if infinite, all packets pass at once."""
         self.limit = limit
         """Maximum number of waiting packets of one source."""
-        self.refused = 0
+        self.dropped = 0
         """Number of packets dropped by a full queue."""
         self._waiting: dict[Hashable, deque[tuple[int, T]]] = {}
         self._turn: deque[Hashable] = deque()
+        """Sources with waiting packets, the next one first."""
         self._free = -math.inf
+        """Instant in seconds from which the next packet can leave."""
 
     def alter(self, now: float, rate: float, limit: int) -> None:
-        """Change rate and limit; packets waiting at a lower rate do not sit out their old time."""
+        """Change rate and limit; the next packet waits for at most one full frame at the new rate."""
         self.rate = rate
         self.limit = limit
         self._free = min(self._free, now + 8 * FRAME / rate)
@@ -275,9 +294,9 @@ class Bottleneck(Generic[T]):
         """Queue a packet of ``size`` bytes; return False for a full queue."""
         queue = self._waiting.setdefault(source, deque())
         if len(queue) >= self.limit:
-            self.refused += 1
+            self.dropped += 1
             return False
-        # An idle rate is not saved up: the next packet leaves at once, and the one after it a transmission time later.
+        # Idle time earns no credit: the next packet leaves at once, and the one after it a transmission time later.
         if not self._turn and now > self._free:
             self._free = now
         if not queue:
@@ -291,7 +310,7 @@ class Bottleneck(Generic[T]):
         return self._free if self._turn else math.inf
 
     def leave(self) -> T:
-        """Remove and return the packet leaving at `due`; the rate is occupied for the transmission time."""
+        """Remove and return the packet that leaves at `due`; the next one leaves after the transmission time."""
         source = self._turn.popleft()
         queue = self._waiting[source]
         size, item = queue.popleft()

@@ -1,7 +1,7 @@
 """NFNETLINK queue messages (linux/netfilter/nfnetlink_queue.h) as bytes, and a check for kernel support.
 
-Packets are requested without content, or with as much as needed; a message then has the queue, the packet's identity,
-and possibly its arrival time.
+A message of the kernel has the queue, the packet's identity, as much of its content as was requested, and possibly its
+arrival time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 
@@ -22,34 +22,36 @@ from testbed_controller.shaping.namespaces import read_proc
 ACCEPT = 1
 DROP = 0
 
-_NETLINK_NETFILTER = 12
-"""Constants of linux/netlink.h, linux/netfilter.h and linux/netfilter/nfnetlink_queue.h, and below of
-asm-generic/socket.h."""
+# Constants of asm-generic/socket.h and linux/netlink.h, by the kernel's names.
 _SO_RCVBUFFORCE = 33
 _SO_SNDBUFFORCE = 32
+_NETLINK_NETFILTER = 12
 _NLM_F_REQUEST, _NLM_F_ACK = 1, 4
 NLMSG_ERROR = 2
-_SUBSYSTEM = 3 << 8
-PACKET = _SUBSYSTEM | 0
-_VERDICT = _SUBSYSTEM | 1
-_CONFIG = _SUBSYSTEM | 2
-_VERDICT_BATCH = _SUBSYSTEM | 3
-
-_ATTRIBUTE_VERDICT = 2
-_ATTRIBUTE_TIMESTAMP = 4
-_ATTRIBUTE_PAYLOAD = 10
+# Constants of linux/netfilter/nfnetlink.h and nfnetlink_queue.h.
+_SUBSYSTEM = 3 << 8  # NFNL_SUBSYS_QUEUE
+PACKET = _SUBSYSTEM | 0  # NFQNL_MSG_PACKET
+_VERDICT = _SUBSYSTEM | 1  # NFQNL_MSG_VERDICT
+_CONFIG = _SUBSYSTEM | 2  # NFQNL_MSG_CONFIG
+_VERDICT_BATCH = _SUBSYSTEM | 3  # NFQNL_MSG_VERDICT_BATCH
+_ATTRIBUTE_VERDICT = 2  # NFQA_VERDICT_HDR
+_ATTRIBUTE_TIMESTAMP = 4  # NFQA_TIMESTAMP
+_ATTRIBUTE_PAYLOAD = 10  # NFQA_PAYLOAD
+# NFQA_CFG_CMD, NFQA_CFG_PARAMS, NFQA_CFG_QUEUE_MAXLEN
 _CONFIG_COMMAND, _CONFIG_PARAMETERS, _CONFIG_MAXLEN = 1, 2, 3
-_COMMAND_BIND = 1
-_COPY_META, _COPY_PACKET = 1, 2
+_COMMAND_BIND = 1  # NFQNL_CFG_CMD_BIND
+_COPY_META, _COPY_PACKET = 1, 2  # NFQNL_COPY_META, NFQNL_COPY_PACKET
 WHOLE = 0xFFFF
 """Number of bytes that requests whole packets."""
 
-_HEADER = struct.Struct("=IHHII")
-_ATTRIBUTE = struct.Struct("=HH")
-_STAMP = struct.Struct(">QQ")
-_FIRST_ATTRIBUTE = 20
+_HEADER = struct.Struct("=IHHII")  # struct nlmsghdr
+_BODY = struct.Struct(">BBH")  # struct nfgenmsg: family, version, queue
+_ATTRIBUTE = struct.Struct("=HH")  # struct nlattr: length, type
+_STAMP = struct.Struct(">QQ")  # struct nfqnl_msg_packet_timestamp
+_STAMP_SIZE = _ATTRIBUTE.size + _STAMP.size
+_FIRST_ATTRIBUTE = _HEADER.size + _BODY.size
 _SEQUENCES = count(1)
-IDENTITY = 4
+IDENTITY_SIZE = 4
 """Size of a packet's identity in bytes."""
 
 
@@ -60,7 +62,7 @@ def open_socket(receive_buffer: int = 64 << 20) -> socket.socket:
             socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER
         )
         netfilter.bind((0, 0))
-        # FORCE exceeds net.core.rmem_max: packets that find the buffer full are lost.
+        # The FORCE variants may exceed net.core.rmem_max. A packet that finds the buffer full is lost.
         netfilter.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, receive_buffer)
         netfilter.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 1 << 20)
     except OSError as error:
@@ -74,7 +76,7 @@ def _make_message(
     kind: int, queue: int, flags: int, sequence: int, attributes: bytes
 ) -> bytes:
     # Netlink headers have the byte order of the host, netfilter's own fields that of the network.
-    body = struct.pack(">BBH", 0, 0, queue) + attributes
+    body = _BODY.pack(0, 0, queue) + attributes
     length = _HEADER.size + len(body)
     return _HEADER.pack(length, kind, _NLM_F_REQUEST | flags, sequence, 0) + body
 
@@ -84,10 +86,10 @@ def _make_attribute(kind: int, value: bytes) -> bytes:
     return _ATTRIBUTE.pack(4 + len(value), kind) + value + bytes(-len(value) % 4)
 
 
-def bind_message(queue: int, sequence: int) -> bytes:
+def make_bind_message(queue: int, sequence: int) -> bytes:
     """Return a message for binding a queue to a socket.
 
-    >>> len(bind_message(queue=1, sequence=7))
+    >>> len(make_bind_message(queue=1, sequence=7))
     28
     """
     command = struct.pack(">BBH", _COMMAND_BIND, 0, socket.AF_INET)
@@ -95,7 +97,9 @@ def bind_message(queue: int, sequence: int) -> bytes:
     return _make_message(_CONFIG, queue, _NLM_F_ACK, sequence, attribute)
 
 
-def configure_message(queue: int, limit: int, content: int, sequence: int) -> bytes:
+def make_configure_message(
+    queue: int, limit: int, content: int, sequence: int
+) -> bytes:
     """Return a message for limiting a queue's length and requesting ``content`` bytes of each packet."""
     mode = _COPY_PACKET if content else _COPY_META
     attributes = _make_attribute(_CONFIG_PARAMETERS, struct.pack(">IB", content, mode))
@@ -103,22 +107,24 @@ def configure_message(queue: int, limit: int, content: int, sequence: int) -> by
     return _make_message(_CONFIG, queue, _NLM_F_ACK, sequence, attributes)
 
 
-def verdict_prefix(queue: int, verdict: int, *, batch: bool = False) -> bytes:
+def make_verdict_prefix(queue: int, verdict: int, *, batch: bool = False) -> bytes:
     """Return a verdict up to the packet's identity, the last field.
 
     With ``batch``, the verdict applies to all packets of the queue up to the identified one.
 
-    >>> whole = verdict_prefix(1, ACCEPT) + b"\\0\\0\\0\\7"
-    >>> len(whole)
+    >>> message = make_verdict_prefix(1, ACCEPT) + b"\\0\\0\\0\\7"
+    >>> len(message)
     32
     """
     kind = _VERDICT_BATCH if batch else _VERDICT
     attribute = _make_attribute(_ATTRIBUTE_VERDICT, struct.pack(">II", verdict, 0))
-    # The same prefix serves all packets of a line: building each message would cost more than the decision.
-    return _make_message(kind, queue, 0, 0, attribute)[:-IDENTITY]
+    # One prefix serves all packets of a queue: building each message would cost more than the decision.
+    return _make_message(kind, queue, 0, 0, attribute)[:-IDENTITY_SIZE]
 
 
-def accept_altered(queue: int, identity: bytes | bytearray, packet: bytes) -> bytes:
+def make_altered_verdict(
+    queue: int, identity: bytes | bytearray, packet: bytes
+) -> bytes:
     """Return a verdict for accepting a packet with changed content."""
     verdict = struct.pack(">I", ACCEPT) + identity
     attributes = _make_attribute(_ATTRIBUTE_VERDICT, verdict)
@@ -128,17 +134,25 @@ def accept_altered(queue: int, identity: bytes | bytearray, packet: bytes) -> by
 
 def packet_content(data: bytearray, length: int) -> bytes:
     """Return the packet content in a message of type `PACKET`, starting with the IP header."""
-    at = _FIRST_ATTRIBUTE
-    while at + 4 <= length:
-        size, kind = _ATTRIBUTE.unpack_from(data, at)
+    for at, size, kind in _attributes(data, length):
         if kind == _ATTRIBUTE_PAYLOAD:
-            return bytes(data[at + 4 : at + size])
-        at += max(4, (size + 3) & ~3)
+            return bytes(data[at + _ATTRIBUTE.size : at + size])
     return b""
+
+
+def _attributes(data: bytearray, length: int) -> Iterator[tuple[int, int, int]]:
+    """Yield position, size and type of each attribute of a message."""
+    at = _FIRST_ATTRIBUTE
+    while at + _ATTRIBUTE.size <= length:
+        size, kind = _ATTRIBUTE.unpack_from(data, at)
+        yield at, size, kind
+        # Attributes are padded to multiples of four bytes. A size of 0 must not repeat one for ever.
+        at += max(_ATTRIBUTE.size, (size + 3) & ~3)
 
 
 def packet_queue(data: bytearray) -> int:
     """Return the queue number in a message of type `PACKET`."""
+    # Parsed by hand, as below: faster for each packet.
     return data[18] << 8 | data[19]
 
 
@@ -153,10 +167,10 @@ def packet_identity(data: bytearray) -> bytearray:
 def check_support() -> None:
     """Bind and release a queue in the calling thread's network namespace; raises HostError without kernel support."""
     # Opening the socket alone proves nothing: that succeeds without queue support.
-    with open_socket() as opened:
-        opened.setblocking(False)
+    with open_socket() as netfilter:
+        netfilter.setblocking(False)
         try:
-            configure_socket(opened, partial(bind_message, 1), bytearray(4096))
+            configure_socket(netfilter, partial(make_bind_message, 1), bytearray(4096))
         except OSError as error:
             raise HostError(
                 f"cannot bind a netfilter queue: {error.strerror or error}"
@@ -164,30 +178,34 @@ def check_support() -> None:
 
 
 def configure_socket(
-    opened: socket.socket,
-    message: Callable[[int], bytes],
+    netfilter: socket.socket,
+    make_message: Callable[[int], bytes],
     buffer: bytearray,
-    arrived: Callable[[int], None] = lambda length: None,
+    on_packet: Callable[[int], None] = lambda length: None,
 ) -> None:
     """Send a configuration message with a sequence number, and wait for the kernel's acknowledgement.
 
-    ``arrived`` is called with the length of each packet message that arrives meanwhile in ``buffer``. Raises OSError if
-    the kernel refuses or does not respond within two seconds.
+    The socket must be non-blocking. Packet messages may arrive before the acknowledgement: each is read into
+    ``buffer``, and ``on_packet`` is called with its length. Raises OSError if the kernel refuses or does not respond
+    within two seconds.
     """
     sequence = next(_SEQUENCES)
-    opened.send(message(sequence))
+    netfilter.send(make_message(sequence))
     deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
-        select.select([opened], [], [], 0.1)
+        select.select([netfilter], [], [], 0.1)
+        # Read until nothing is left, which raises BlockingIOError.
         with contextlib.suppress(BlockingIOError):
             while True:
-                length = opened.recv_into(buffer)
+                length = netfilter.recv_into(buffer)
                 kind = message_type(buffer)
                 if kind == PACKET:
-                    arrived(length)
+                    on_packet(length)
                 elif kind == NLMSG_ERROR:
                     # An error message quotes the header of the request, with its sequence number.
-                    error, _, _, _, answered = struct.unpack_from("=iIHHI", buffer, 16)
+                    error, _, _, _, answered = struct.unpack_from(
+                        "=iIHHI", buffer, _HEADER.size
+                    )
                     if answered != sequence:
                         continue
                     if error:
@@ -197,37 +215,48 @@ def configure_socket(
     raise OSError("the kernel did not respond to the request for a netfilter queue")
 
 
-class Stamps:
+class TimestampReader:
     """A reader of arrival times in packet messages, with a cache of their position."""
 
     def __init__(self) -> None:
+        # The position in messages of the present kernels; another one is found by a search.
         self._stamp_at = 48
 
     def read(self, data: bytearray, length: int) -> float | None:
         """Return the arrival time (CLOCK_REALTIME, seconds); None if the kernel has not recorded the time."""
         # The position depends on the attributes before, which are the same for all packets of most namespaces.
-        at = self._stamp_at
-        if at + 20 > length or data[at] != 20 or data[at + 2] != _ATTRIBUTE_TIMESTAMP:
-            at = _FIRST_ATTRIBUTE
-            while at + 4 <= length:
-                size, kind = _ATTRIBUTE.unpack_from(data, at)
-                if kind == _ATTRIBUTE_TIMESTAMP and size == 20:
-                    break
-                at += max(4, (size + 3) & ~3)
-            else:
+        if not self._is_stamp(data, self._stamp_at, length):
+            stamp_at = _find_stamp(data, length)
+            if stamp_at is None:
                 return None
-            self._stamp_at = at
-        seconds, micro = _STAMP.unpack_from(data, at + 4)
+            self._stamp_at = stamp_at
+        seconds, micro = _STAMP.unpack_from(data, self._stamp_at + _ATTRIBUTE.size)
         return float(seconds) + float(micro) * 1e-6
+
+    @staticmethod
+    def _is_stamp(data: bytearray, at: int, length: int) -> bool:
+        if at + _STAMP_SIZE > length:
+            return False
+        # The low bytes of length and type, as on all processors that torch supports.
+        return data[at] == _STAMP_SIZE and data[at + 2] == _ATTRIBUTE_TIMESTAMP
+
+
+def _find_stamp(data: bytearray, length: int) -> int | None:
+    for at, size, kind in _attributes(data, length):
+        if kind == _ATTRIBUTE_TIMESTAMP and size == _STAMP_SIZE:
+            return at
+    return None
 
 
 def message_type(data: bytearray) -> int:
-    """Return the type of a message."""
+    """Return the type of a message, the field ``nlmsg_type``."""
+    # Little-endian, as all processors that torch supports.
     return data[4] | data[5] << 8
 
 
 def kernel_queues() -> list[dict[str, int]]:
     """Return the netfilter queues of the calling thread's namespace with their drop counters."""
+    # In the order of the kernel's function seq_show of nfnetlink_queue.c.
     columns = (
         "queue",
         "port",

@@ -1,4 +1,9 @@
-"""The desired configuration of a device's interface as plain data. Pure functions, testable without a kernel."""
+"""The desired configuration of a device's interface as plain data; all functions are pure.
+
+HTB classes limit the rates of packets that a device sends. Packets that it receives pass a delay line, which delays,
+loses or alters them. Where several devices share a channel, a process of the shaper, the gate, decides which packet is
+sent next (`testbed_controller.shaping.gatekeeper`).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,12 @@ from testbed.network.link import Link, Pair, least_rate
 FRAME = 1514
 """Size of a full Ethernet frame in bytes as the kernel charges it, without preamble and checksum."""
 CEILING = 32_000_000_000
-"""Rate of an HTB class without a limit, in bit/s: above the capacity of any host, within a 32-bit byte rate."""
+"""Rate of an HTB class without a limit, in bit/s: above any host's capacity; as bytes a second it fits into 32 bits."""
 BURST_SECONDS = 2e-4
-"""Burst of an idle link in seconds: enough for a late timer, too short to affect a message's time."""
-MOST_SEGMENTS = 64
-"""Maximum number of packets in one piece of 64 KiB, with a margin."""
+"""Data that an idle link may send at once, as time at its rate: enough for a late timer, too little to change the time
+of a message."""
+MAX_SEGMENTS = 64
+"""Maximum number of packets that TCP may pass down at once; a piece of 64 KiB has fewer."""
 QUEUE_SECONDS = 0.05
 """Length of a queue beyond a round trip, in seconds."""
 
@@ -29,12 +35,13 @@ ACCESS_CLASS = 3
 FIRST_PEER_CLASS = 0x10
 """Class of the link to the first peer; others follow."""
 
-DOWN = Link(up=False)
+NO_LINK = Link(up=False)
+"""Stands for a missing link: packets are dropped."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A device as attached to the shaper."""
+    """What the shaper knows of a device."""
 
     name: str
     pid: int
@@ -47,8 +54,8 @@ class Endpoint:
     downlink: float | None = None
     """Maximum total rate of received data in bit/s; None is unlimited."""
     network: str | None = None
-    """Data network, such as ``10.0.0.0/24``, if the shaper has to create the interface and plug it into a bridge of
-    devices only; None if the interface exists."""
+    """Data network, such as ``10.0.0.0/24``, if the shaper has to create the interface and plug it into a bridge
+    that connects only devices; None if the interface exists."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +77,15 @@ class Access:
     rate: int
     """bit/s"""
     limit: int
-    """Packets of one link that may wait for it"""
+    """Packets of one link that may wait for the shared rate"""
 
 
 @dataclass(frozen=True)
 class ReceiverLine:
-    """Ingress rules for one source address."""
+    """Ingress rules and delay line for packets from one address."""
 
     number: int
-    """NFQUEUE number or class of the source."""
+    """Number of the sending device, which is also the number of its NFQUEUE or ingress class."""
     address: str
     link: Link
     limit: int
@@ -97,7 +104,7 @@ class InterfacePlan:
     senders: tuple[SenderClass, ...]
     receivers: tuple[ReceiverLine, ...]
     segments: int
-    """Maximum number of packets that TCP passes down in one piece."""
+    """Maximum number of packets that TCP passes down at once, as one piece."""
 
 
 def plan_interface(
@@ -108,12 +115,14 @@ def plan_interface(
     links: Mapping[Pair, Link],
     gated: Mapping[str, float] | None = None,
 ) -> InterfacePlan:
-    """Return the plan of a device's interface.
+    """Return the configuration for the links, the uplink and the downlink of a device.
 
-    ``peers`` maps every device to its number (from 1) and its address. A pair without a link cannot communicate: its
-    packets are dropped on arrival. ``gated`` maps addresses to the rates enforced by the gate. Their classes keep a
-    rate as well, so that waiting packets are not released at once when a link becomes slow; the classes do not delay
-    packets from the gate.
+    ``peers`` maps every device to its number (from 1) and its address, and ``broadcast`` is the broadcast address; None
+    without broadcasts. A pair without a link cannot communicate: its packets are dropped on arrival.
+
+    ``gated`` maps addresses to the rates that the gate enforces. The class of such an address keeps the rate of its
+    link as well, so that packets which already wait there are not released at once when the link becomes slow. Packets
+    from the gate come at that rate, so the class does not delay them.
     """
     device = endpoint.name
     uplink = endpoint.uplink
@@ -131,7 +140,7 @@ def plan_interface(
                 lowest = least_rate(gated.get(address), link.rate, uplink)
                 rates.append(class_rate(lowest))
         if peer != device:
-            incoming = links.get((peer, device), DOWN)
+            incoming = links.get((peer, device), NO_LINK)
             receivers.append(
                 _make_receiver(number, address, incoming, endpoint.downlink)
             )
@@ -144,7 +153,7 @@ def plan_interface(
         _make_access(endpoint.downlink, [line.link for line in receivers]),
         tuple(senders),
         tuple(receivers),
-        most_segments(rates),
+        segment_limit(rates),
     )
 
 
@@ -161,18 +170,19 @@ def linked_addresses(plan: InterfacePlan) -> set[str]:
     return addresses
 
 
-def most_segments(rates: Iterable[float]) -> int:
-    """Return the number of packets allowed in one piece of TCP, from the fastest link.
+def segment_limit(rates: Iterable[float]) -> int:
+    """Return the number of packets that TCP may pass down at once, as one piece.
 
     HTB releases a piece at once, however long its transmission takes: five packets at 250 kbit/s would be 0.2 s early.
-    Packet by packet, however, few hosts reach 1 Gbit/s.
+    Packet by packet, however, few hosts reach 1 Gbit/s. One limit applies to the whole interface, and the fastest link
+    determines it; beside a fast link, pieces of a slow one are early by up to their transmission time.
 
-    >>> most_segments([250e3]), most_segments([250e3, 1e9])
+    >>> segment_limit([250e3]), segment_limit([250e3, 1e9])
     (1, 16)
     """
     fastest = max(rates, default=CEILING)
     frames = int(fastest / 8 * BURST_SECONDS / FRAME)
-    return max(1, min(MOST_SEGMENTS, frames))
+    return max(1, min(MAX_SEGMENTS, frames))
 
 
 def is_impaired(link: Link) -> bool:
@@ -201,6 +211,7 @@ def _make_broadcast_sender(
 ) -> SenderClass:
     # As on a radio, one transmission for all receivers uses the rate of the slowest.
     slowest = min(outgoing, key=_class_rate_of)
+    # The gate sends each broadcast at the rate of its slowest receiver at that moment.
     if broadcast in gated:
         slowest = replace(slowest, rate=None)
     return _make_sender(BROADCAST_CLASS, broadcast, slowest, uplink)
@@ -222,7 +233,7 @@ def class_rate(rate: float | None) -> int:
 def _make_receiver(
     number: int, address: str, link: Link, downlink: float | None
 ) -> ReceiverLine:
-    # A downlink charges every packet, also those of unimpaired links.
+    # A downlink counts every packet, even those of unimpaired links.
     queued = link.up and (is_impaired(link) or downlink is not None)
     return ReceiverLine(number, address, link, line_limit(link), queued)
 
@@ -237,17 +248,18 @@ def _make_access(rate: float | None, links: Iterable[Link]) -> Access | None:
 def burst(rate: float) -> int:
     """Return the size of HTB's bucket in bytes: `BURST_SECONDS` of the rate, at least about one frame.
 
-    A class may send while its bucket has no debt, so a bucket slightly smaller than a frame releases one frame at once
-    and no second.
+    A class may send while its bucket is not negative, so a bucket slightly smaller than a frame releases one frame at
+    once, and no second one.
 
     >>> burst(1e6), burst(1e9)
     (1500, 25000)
     """
+    # Less than a frame by the header of Ethernet.
     return max(FRAME - 14, math.ceil(rate / 8 * BURST_SECONDS))
 
 
 def queue_limit(link: Link) -> int:
-    """Return the maximum number of full frames waiting at the sender, unless defined by the link.
+    """Return the maximum number of full frames that wait at the sender; the link's own limit takes precedence.
 
     The bandwidth-delay product of a round trip plus a margin; at least 300, because a socket with the kernel's default
     buffer holds that many small packets before it blocks.

@@ -175,7 +175,7 @@ def test_without_cells_and_with_fast_links_nothing_waits():
 def test_slow_casts_have_a_channel_of_their_own():
     found = routes("a", BROADCAST, PEERS, links(20e6), ())
     assert set(found) == {BROADCAST}
-    assert found[BROADCAST].channels == ("casts of a",)
+    assert found[BROADCAST].channels == ("broadcasts of a",)
     assert found[BROADCAST].rate == 20e6
 
 

@@ -305,14 +305,16 @@ def test_sizes() -> None:
 
 
 def test_netfilter_messages_byte_for_byte() -> None:
-    verdict = nfqueue.verdict_prefix(7, nfqueue.ACCEPT) + struct.pack(">I", 0x01020304)
+    verdict = nfqueue.make_verdict_prefix(7, nfqueue.ACCEPT) + struct.pack(
+        ">I", 0x01020304
+    )
     assert verdict == bytes.fromhex(
         "20000000 0103 0100 00000000 00000000 00 00 0007 0c00 0200 00000001 01020304"
     )
-    assert nfqueue.bind_message(7, 5) == bytes.fromhex(
+    assert nfqueue.make_bind_message(7, 5) == bytes.fromhex(
         "1c000000 0203 0500 05000000 00000000 00 00 0007 0800 0100 01 00 0002"
     )
-    altered = nfqueue.accept_altered(7, b"\1\2\3\4", b"abcde")
+    altered = nfqueue.make_altered_verdict(7, b"\1\2\3\4", b"abcde")
     assert (
         altered[20:]
         == bytes.fromhex("0c000200 00000001 01020304 0900 0a00") + b"abcde\0\0\0"
@@ -325,7 +327,7 @@ def test_arrival_time_is_read_at_any_position() -> None:
         ">QQ", 1_700_000_000, 250_000
     )
     other = struct.pack("=HHI", 8, 5, 3)
-    stamps = nfqueue.Stamps()
+    stamps = nfqueue.TimestampReader()
     for attributes in (other + stamp, stamp, other + other + stamp + other):
         data = bytearray(header + attributes)
         assert stamps.read(data, len(data)) == pytest.approx(1_700_000_000.25)
