@@ -1,25 +1,27 @@
-"""What several tests share: labs, worlds, recorded runs, networks."""
+"""Fixtures and helpers that several folders of tests import: labs, worlds, recorded runs and networks."""
 
 import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout."""
+"""The root of the checkout."""
+
+_WHEEL_FOLDERS = (
+    "testbed",
+    "agent",
+    "controller",
+    "images",
+    "generation",
+    "papers",
+    "scenarios",
+)
 
 
-def copy_sources(folder: Path, *others: str) -> None:
-    """Copy what a wheel is made of into a folder, and other folders of the checkout, without what was compiled."""
-    left_out = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
-    for name in (
-        "testbed",
-        "agent",
-        "controller",
-        "images",
-        "generation",
-        "papers",
-        "scenarios",
-        *others,
-    ):
-        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+def copy_sources(folder: Path, *extra_folders: str) -> None:
+    """Copy the sources of a wheel, and further folders of the checkout, to ``folder``."""
+    # A wheel is to be built from sources alone: old build products would hide missing ones.
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
+    for name in (*_WHEEL_FOLDERS, *extra_folders):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, folder)

@@ -1,6 +1,6 @@
-"""Starts an agent that knows the programs the tests of agents run: `python agent_programs.py`.
+"""Device programs for tests of the agent; ``python agent_programs.py`` starts an agent that can run them.
 
-They use every call of `testbed.device`; a test names one in its deployment's scenario as the method's ``program``.
+Together the programs use every call of `testbed.device`. The option ``program`` of the method selects one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from testbed.wire.message import Message
 
 
 class Instructions(Options):
-    """What the two devices do."""
+    """The selected program and its parameters."""
 
     program: str = "log_name"
     count: int = 1
@@ -30,10 +30,10 @@ class Instructions(Options):
 
 
 class Scripted(Method):
-    """Runs what its options say."""
+    """Runs the program that its options select."""
 
     name = "scripted"
-    summary = "for tests"
+    summary = "run a test program"
     needs_torch = False
     Options = Instructions
 
@@ -53,14 +53,13 @@ async def log_name(
 
 
 async def ping(device: Device, context: ProgramContext, options: Instructions) -> None:
-    """Bounce tensors of ``size`` bytes between a and b."""
+    """Exchange ``count`` messages with tensors of ``size`` bytes; b returns each tensor plus 1."""
     if device.name == "a":
         for number in range(options.count):
-            tensors = (
-                {"x": torch.full((options.size // 4,), float(number))}
-                if options.size
-                else {}
-            )
+            tensors = {}
+            if options.size:
+                elements = options.size // 4  # float32 has 4 bytes
+                tensors["x"] = torch.full((elements,), float(number))
             start = device.now()
             await device.send("b", Message("ping", {"number": number}, tensors))
             sent = device.now()
@@ -84,17 +83,13 @@ async def ping(device: Device, context: ProgramContext, options: Instructions) -
 async def stream(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Send many without waiting in between; b checks that they come in order, each once."""
+    """Send ``count`` messages at once; b checks that each arrives once and in order."""
     if device.name == "a":
-        pending = [
-            asyncio.create_task(
-                device.send(
-                    "b", Message("item", {"number": number}, padding=options.size)
-                )
-            )
-            for number in range(options.count)
-        ]
-        await asyncio.gather(*pending)
+        sends = []
+        for number in range(options.count):
+            message = Message("item", {"number": number}, padding=options.size)
+            sends.append(asyncio.create_task(device.send("b", message)))
+        await asyncio.gather(*sends)
         device.record("log", text="sent")
     else:
         for number in range(options.count):
@@ -106,7 +101,7 @@ async def stream(
 async def slow_reader(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Like `stream`, but b lets its inbox fill up first."""
+    """Run `stream` after b's inbox has had a second to fill up."""
     if device.name == "b":
         await device.sleep(1)
     await stream(device, context, options)
@@ -115,7 +110,7 @@ async def slow_reader(
 async def withdraw(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Give a message up whose receiver is not there yet, and wait for the one behind it."""
+    """Cancel a message while its receiver is down, and send the next one."""
     if device.name == "a":
         first = asyncio.create_task(
             asyncio.wait_for(device.send("b", Message("withdrawn")), 0.3)
@@ -133,7 +128,7 @@ async def withdraw(
 async def persist(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Keep sending numbers to b whatever happens to it; b reports the ones it gets."""
+    """Send numbers to b through its failures; b logs each number that arrives."""
     if device.name == "a":
         for number in range(options.count):
             await device.send("b", Message("number", {"number": number}))
@@ -147,8 +142,9 @@ async def persist(
 
 
 async def cast(device: Device, context: ProgramContext, options: Instructions) -> None:
-    """A tells b but not c."""
+    """Cast from a to b; c receives only the final message."""
     if device.name == "a":
+        # Casts are not repeated, so b and c have to listen first.
         await device.sleep(0.3)
         for number in range(options.count):
             tensors = {"x": torch.arange(options.size // 4, dtype=torch.float32)}
@@ -160,7 +156,7 @@ async def cast(device: Device, context: ProgramContext, options: Instructions) -
             message = await device.receive()
             assert message["number"] == number
             assert message.tensors["x"].tolist() == list(range(options.size // 4))
-        device.record("log", text="heard all")
+        device.record("log", text="received all casts")
     else:
         message = await device.receive()
         device.record("log", text=message.kind)
@@ -169,7 +165,7 @@ async def cast(device: Device, context: ProgramContext, options: Instructions) -
 async def fill_disk(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Fill the disk with ``size`` bytes, and wait."""
+    """Write ``size`` bytes to the disk, and wait to be stopped."""
     Path(os.environ["TESTBED_DISK"], "hoard").write_bytes(bytes(options.size))
     await device.sleep(60)
 
@@ -177,19 +173,19 @@ async def fill_disk(
 async def compute(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Work of known cost: quick, too slow, failing, queued."""
+    """Run computations of known cost: one in time, one late, several queued, one failing."""
     speed = context.problem.device(device.name).speed
 
-    async def work(seconds: float, charged: float, name: str) -> Any:
+    async def work(name: str, *, seconds: float, charged: float) -> Any:
         return await device.compute(
             lambda: time.sleep(seconds) or name,
             Cost(charged * speed),
             Span(name, batch=3),
         )
 
-    assert await work(0, 0.005, "quick") == "quick"
-    assert await work(0.03, 0.01, "late") == "late"
-    queued = [asyncio.create_task(work(0, 0.01, "queued")) for _ in range(20)]
+    assert await work("quick", seconds=0, charged=0.005) == "quick"
+    assert await work("late", seconds=0.03, charged=0.01) == "late"
+    queued = [work("queued", seconds=0, charged=0.01) for _ in range(20)]
     await asyncio.gather(*queued)
     try:
         await device.compute(lambda: 1 // 0, Cost(speed), Span("failing"))
@@ -200,7 +196,7 @@ async def compute(
 async def compute_last(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Its last event is that of a result."""
+    """Compute once, so that the last events are those of a result."""
     cost = Cost(0.02 * context.problem.device(device.name).speed)
     await device.compute(lambda: None, cost, Span("last"))
     device.record("log", text="computed")
@@ -213,7 +209,7 @@ async def fail(device: Device, context: ProgramContext, options: Instructions) -
 async def exit_process(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Would end the process, as a script does."""
+    """Call sys.exit, which would end the agent if the agent let it."""
     sys.exit("enough")
 
 
@@ -230,22 +226,27 @@ async def log_forever(
 async def expose(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Shows what it was given to begin with, changed by one piece of work."""
+    """Expose the initial weights, and replace them by ones in a computation."""
     weights = dict(context.weights or {})
+
+    def nonzero_weights() -> dict[str, Any]:
+        return {"w": weights["w"]} if weights["w"].any() else {}
+
     device.expose(lambda: weights)
-    device.expose(lambda: {"w": weights["w"]} if weights["w"].any() else {}, part=True)
-    if context.dataset is not None:
-        train, tests = (
-            len(context.dataset.train_labels),
-            len(context.dataset.test_labels),
-        )
-        owned = dict(context.problem.samples)
+    device.expose(nonzero_weights, part=True)
+    dataset = context.dataset
+    if dataset is not None:
         device.record(
-            "log", data=context.dataset.name, samples=train, tests=tests, owned=owned
+            "log",
+            data=dataset.name,
+            samples=len(dataset.train_labels),
+            tests=len(dataset.test_labels),
+            owned=dict(context.problem.samples),
         )
     await device.compute(
         lambda: weights.update(w=torch.ones(2, 3)), Cost(), Span("work")
     )
+    # Weights can be read while the program runs: wait to be stopped.
     await device.receive()
 
 
@@ -261,6 +262,7 @@ PROGRAMS: Mapping[str, Any] = {
 if __name__ == "__main__":
     from testbed_agent.__main__ import main
 
+    # This module runs as __main__; under its own name it would be imported a second time.
     methods._CLASSES["scripted"] = "agent_programs:Scripted"
     sys.modules["agent_programs"] = sys.modules["__main__"]
     main()

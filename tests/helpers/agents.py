@@ -1,4 +1,4 @@
-"""Agents as real processes on loopback addresses of their own, driven through their HTTP API."""
+"""Agents as processes, each on its own loopback address, driven through the agent's HTTP API."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from tests.helpers.agent_programs import Scripted
 TOKEN = "a-token-of-the-tests"
 RUN_TOKEN = "a-token-of-the-run"
 HERE = Path(__file__).parent
-_BASE = 20000 + os.getpid() % 2000 * 20
+
+# Test processes run in parallel on one machine: ports and addresses follow from the process id.
+_CAST_PORT = 20000 + os.getpid() % 2000 * 20
 
 
 class LoopbackDevice:
-    """One agent process."""
+    """An agent process that stands for one device."""
 
     def __init__(
         self, name: str, index: int, environment: Mapping[str, str] | None = None
     ) -> None:
         self.name = name
-        # A process of its own has addresses of its own, whatever else runs on this machine.
-        self.host = (
-            f"127.{1 + os.getpid() // 250 % 250}.{1 + os.getpid() % 250}.{10 + index}"
-        )
+        upper, lower = divmod(os.getpid(), 250)
+        self.host = f"127.{1 + upper % 250}.{1 + lower}.{10 + index}"
         self.data = f"{self.host}:8701"
         self.environment = environment or {}
         self.process: subprocess.Popen[bytes] | None = None
         self.agent = Agent(f"http://{self.host}:8700", TOKEN, name)
 
     def boot(self) -> None:
-        """Start the process and wait for its health."""
+        """Start the process and wait until it answers."""
         environment = os.environ | {
             "TESTBED_RUN": "test-run",
             "TESTBED_DEVICE": self.name,
             "TESTBED_TOKEN": TOKEN,
             "TESTBED_CONTROL_ADDRESS": f"{self.host}:8700",
             "TESTBED_DATA_ADDRESS": f"{self.host}:8701",
-            "TESTBED_CAST_ADDRESS": f"0.0.0.0:{_BASE}",
+            "TESTBED_CAST_ADDRESS": f"0.0.0.0:{_CAST_PORT}",
             "OMP_NUM_THREADS": "1",
             **self.environment,
         }
@@ -72,8 +72,9 @@ class LoopbackDevice:
         raise AssertionError(f"agent {self.name} does not answer")
 
     def kill(self) -> None:
-        """Switch the device off."""
+        """Kill the process, which simulates switching the device off."""
         if self.process is not None:
+            # Some tests stop the process by SIGSTOP.
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
             self.process.wait()
@@ -87,16 +88,17 @@ def make_deployment(
     memory: float = 1e9,
     **options: Any,
 ) -> bytes:
-    """Return what makes a device run one of the scripted programs among the others."""
+    """Return the encoded deployment for a device that is to run a program of `agent_programs`."""
     workload = {
         "model": {"name": "mlp"},
         "method": {"name": "scripted", "program": program, **options},
         "steps": 1,
     }
-    names = [each.name for each in devices]
+    names = [peer.name for peer in devices]
+    specs = [DeviceSpec(name, speed=1e9, memory=memory) for name in names]
     problem: PlanningProblem[Any] = PlanningProblem(
         model=create("mlp", {}, (1, 28, 28), 10),
-        devices=tuple(DeviceSpec(name, 1e9, memory) for name in names),
+        devices=tuple(specs),
         links=dict.fromkeys(permutations(names, 2), Link()),
         workload=WorkloadPart.model_validate(workload),
         options=Options(),
@@ -108,11 +110,11 @@ def make_deployment(
         plan=Plan(method="scripted", coordinator="a", assignments=()),
         run="test-run",
         token=RUN_TOKEN,
-        addresses={each.name: each.data for each in devices},
-        broadcast=f"127.255.255.255:{_BASE}",
+        addresses={peer.name: peer.data for peer in devices},
+        broadcast=f"127.255.255.255:{_CAST_PORT}",
     ).of(device.name)
 
 
 def replace_fields(body: bytes, **changes: Any) -> bytes:
-    """Return a deployment with other values."""
+    """Return an encoded deployment with some fields replaced."""
     return json.dumps(json.loads(body) | changes).encode()

@@ -1,4 +1,4 @@
-"""A headless Chromium driven over its DevTools pipe, for tests of pages; `CHROMIUM` is None where there is none."""
+"""A headless Chromium that is driven over its DevTools pipe; `CHROMIUM` is None if none is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class Page:
-    """A page that is open; commands are those of the DevTools protocol."""
+    """An open page that accepts commands of the DevTools protocol."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read = os.fdopen(read, "rb")
@@ -33,31 +33,36 @@ class Page:
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
+        # Events of the page arrive between commands and their responses.
         while True:
-            found: dict[str, Any] = json.loads(
-                b"".join(iter(lambda: self._read.read(1), b"\0"))
-            )
-            if found.get("id") == self._number:
-                result: dict[str, Any] = found["result"]
+            response = self._read_message()
+            if response.get("id") == self._number:
+                result: dict[str, Any] = response["result"]
                 return result
+
+    def _read_message(self) -> dict[str, Any]:
+        content = b"".join(iter(lambda: self._read.read(1), b"\0"))
+        message: dict[str, Any] = json.loads(content)
+        return message
 
     def evaluate(self, script: str) -> Any:
         """Return the value of a script in the page."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
 
 @contextmanager
 def open_page(address: str) -> Iterator[Page]:
-    """Open an address."""
+    """Start a browser with one page at ``address``."""
     assert CHROMIUM is not None
-    theirs_in, ours_out = os.pipe()
-    ours_in, theirs_out = os.pipe()
+    browser_in, command_end = os.pipe()
+    response_end, browser_out = os.pipe()
 
     def attach() -> None:
-        # Copies first: a pipe that has the number 3 or 4 already would be closed, or not be handed on.
-        read, write = os.dup(theirs_in), os.dup(theirs_out)
+        # Chromium reads commands from descriptor 3 and writes to 4. A pipe may have one of these numbers already, and
+        # dup2 would close it or leave it without inheritance: duplicate both first.
+        read, write = os.dup(browser_in), os.dup(browser_out)
         os.dup2(read, 3)
         os.dup2(write, 4)
 
@@ -75,11 +80,12 @@ def open_page(address: str) -> Iterator[Page]:
             stderr=subprocess.DEVNULL,
         )
         try:
-            page = Page(ours_in, ours_out)
+            page = Page(response_end, command_end)
             page.call("Page.navigate", url=address)
             yield page
         finally:
             browser.kill()
             browser.wait()
-            for end in (theirs_in, theirs_out, ours_out):
+            # The page owns the fourth end and closes it.
+            for end in (browser_in, browser_out, command_end):
                 os.close(end)

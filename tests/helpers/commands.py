@@ -1,4 +1,4 @@
-"""The `testbed` command in this process, which has imported what a process of its own would import first."""
+"""The `testbed` command, run in this process to save the time of its imports."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unittest import mock
 from testbed_controller.cli.main import main
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""For which the command has handlers of its own."""
+"""Signals for which the command installs handlers."""
 
 
 class CompletedCommand(NamedTuple):
-    """What a process would have left."""
+    """The exit status and the output of a command."""
 
     returncode: int
     stdout: str
@@ -25,11 +25,13 @@ class CompletedCommand(NamedTuple):
 
 
 def run_command(*arguments: str | Path, **environment: str) -> CompletedCommand:
-    """Run `testbed` with these arguments; what it does not catch is raised here, where a user would see a traceback."""
-    out, err = (
-        io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-        for _ in range(2)
-    )
+    """Run `testbed` with these arguments.
+
+    Raises each exception that the command does not catch; a user would see its traceback.
+    """
+    out_bytes, err_bytes = io.BytesIO(), io.BytesIO()
+    out = io.TextIOWrapper(out_bytes, encoding="utf-8", write_through=True)
+    err = io.TextIOWrapper(err_bytes, encoding="utf-8", write_through=True)
     handlers = [signal.getsignal(number) for number in SIGNALS]
     code: object = 0
     argv = mock.patch("sys.argv", ["testbed", *map(str, arguments)])
@@ -41,11 +43,12 @@ def run_command(*arguments: str | Path, **environment: str) -> CompletedCommand:
     ):
         try:
             main()
-        except SystemExit as ended:
-            code = ended.code or 0
+        except SystemExit as exit_request:
+            code = exit_request.code or 0
         finally:
+            # The handlers belong to the command and would change how later tests react to signals.
             for number, handler in zip(SIGNALS, handlers, strict=True):
                 signal.signal(number, handler)
     assert isinstance(code, int)
-    said, complained = (each.buffer.getvalue().decode() for each in (out, err))  # type: ignore[attr-defined]
-    return CompletedCommand(code, said, complained)
+    stdout, stderr = out_bytes.getvalue().decode(), err_bytes.getvalue().decode()
+    return CompletedCommand(code, stdout, stderr)

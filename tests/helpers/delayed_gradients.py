@@ -1,4 +1,4 @@
-"""What asynchronous training has to come to: delayed gradients on the undivided model, by torch alone."""
+"""A reference for asynchronous pipelines: the undivided model, trained with delayed gradients by torch alone."""
 
 import torch
 
@@ -8,23 +8,34 @@ from tests.helpers.runs import problem_of
 
 
 def final_stretches(outcome):
-    """Return the stretches of a run that were not undone later, as (first batch, window, partition)."""
-    kept = []
+    """Return the stretches of a run as (first batch, window, partition).
+
+    A stretch is a series of batches under one partition. A recovery that resumes at an earlier batch undoes the
+    stretches from that batch on, which are left out.
+    """
+    stretches = []
     for event in outcome.events.of("stretch"):
         fields = event.fields
-        kept = [one for one in kept if one[0] < fields["step"]]
-        kept.append((fields["step"], fields["in_flight"], fields["partition"]))
-    return kept
+        stretches = [stretch for stretch in stretches if stretch[0] < fields["step"]]
+        stretches.append((fields["step"], fields["in_flight"], fields["partition"]))
+    return stretches
+
+
+def unit_of(parameter_name):
+    """Return the unit of a parameter, whose name begins with the unit's number."""
+    return int(parameter_name.split(".")[0])
 
 
 class DelayedReference:
-    """The undivided model, and every version of its weights; what it draws, it draws by seed, unit and batch."""
+    """The undivided model with every version of its weights.
+
+    Random numbers of layers, such as dropout, follow from the seed, the unit and the batch, as in the testbed.
+    """
 
     def __init__(self, scenario, weights=None):
         self.problem, self.data = problem_of(scenario)
-        self.model = self.problem.model.build(
-            0, len(self.problem.model.units), self.problem.seed
-        )
+        units = len(self.problem.model.units)
+        self.model = self.problem.model.build(0, units, self.problem.seed)
         if weights is not None:
             self.model.load_state_dict(weights)
         self.momentum = {}
@@ -35,83 +46,75 @@ class DelayedReference:
         self.losses = []
 
     def gradients(self, step, weights):
+        """Return the gradients of one batch for a version of the weights, and note the loss."""
+        problem, data = self.problem, self.data
         chosen = batch(
-            len(self.data.train_labels),
-            self.problem.workload.batch_size,
-            self.problem.seed,
-            step,
+            len(data.train_labels), problem.workload.batch_size, problem.seed, step
         )
-        images, labels = (
-            torch.from_numpy(part[chosen])
-            for part in (self.data.train_images, self.data.train_labels)
-        )
+        images = torch.from_numpy(data.train_images[chosen])
+        labels = torch.from_numpy(data.train_labels[chosen])
         used = {name: value.clone().requires_grad_() for name, value in weights.items()}
 
-        def seeded(name):
-            torch.default_generator.manual_seed(
-                derive(self.problem.seed, "draws", name, repr((step, 0)))
-            )
+        def seed_unit(name):
+            seed = derive(problem.seed, "draws", name, repr((step, 0)))
+            torch.default_generator.manual_seed(seed)
 
-        outputs = torch.func.functional_call(self.model, used, (images, seeded))
-        loss = torch.nn.functional.cross_entropy(
-            outputs, labels, reduction="sum"
-        ) / len(labels)
+        outputs = torch.func.functional_call(self.model, used, (images, seed_unit))
+        # The testbed sums over micro-batches before it divides, which rounds differently from a mean.
+        total = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum")
+        loss = total / len(labels)
         self.losses.append(float(loss.detach()))
         return dict(zip(used, torch.autograd.grad(loss, used.values()), strict=True))
 
     def train(self, first, last, spans, averaged=None):
-        """Train from one batch to another.
+        """Train on the batches from ``first`` until ``last``.
 
-        ``spans`` gives each unit's delay plus one, ``averaged`` after how many updates how many of its versions become
-        one.
+        ``spans`` maps each unit to its delay in updates plus one. ``averaged`` maps units to (interval, count): after
+        each interval of updates, the newest ``count`` versions are replaced by their mean.
         """
-        optimizer = self.problem.workload.training.optimizer
-        momentum, decay = optimizer.momentum or 0.0, optimizer.weight_decay or 0.0
         history = {first: self.newest}
         for step in range(first, last):
-            used = {
-                name: history[max(first, step - spans[int(name.split(".")[0])] + 1)][
-                    name
-                ]
-                for name in self.newest
-            }
-            following = {}
-            for name, gradient in self.gradients(step, used).items():
-                change = gradient.add(self.newest[name], alpha=decay)
-                before = self.momentum.get(name)
-                self.momentum[name] = (
-                    change if before is None else before.mul(momentum).add(change)
-                )
-                following[name] = self.newest[name].add(
-                    self.momentum[name], alpha=-optimizer.rate
-                )
-            self.newest = history[step + 1] = following
-            for name in following:
-                every, count = (averaged or {}).get(int(name.split(".")[0]), (0, 1))
-                if count > 1 and (step + 1 - first) % every == 0:
-                    following[name] = torch.stack(
-                        [history[step + 1 - back][name] for back in range(count)]
-                    ).mean(0)
+            used = {}
+            for name in self.newest:
+                # No batch uses a version older than the stretch: its pipeline starts empty.
+                version = max(first, step - spans[unit_of(name)] + 1)
+                used[name] = history[version][name]
+            updated = self.update(self.gradients(step, used))
+            self.newest = history[step + 1] = updated
+            for name in updated:
+                interval, count = (averaged or {}).get(unit_of(name), (0, 1))
+                if count > 1 and (step + 1 - first) % interval == 0:
+                    versions = [history[step + 1 - back][name] for back in range(count)]
+                    updated[name] = torch.stack(versions).mean(0)
         return self
 
+    def update(self, gradients):
+        """Return the weights after a step of SGD with momentum, as torch.optim.SGD defines it."""
+        optimizer = self.problem.workload.training.optimizer
+        momentum, decay = optimizer.momentum or 0.0, optimizer.weight_decay or 0.0
+        updated = {}
+        for name, gradient in gradients.items():
+            change = gradient.add(self.newest[name], alpha=decay)
+            before = self.momentum.get(name)
+            if before is not None:
+                change = before.mul(momentum).add(change)
+            self.momentum[name] = change
+            updated[name] = self.newest[name].add(change, alpha=-optimizer.rate)
+        return updated
+
     def replay(self, outcome, last, vertical_sync=True, aggregation_interval=0):
-        """Train as a run says that it did, leaving out what it undid."""
-        found = final_stretches(outcome)
-        for (first, window, partition), end in zip(
-            found, [one[0] for one in found[1:]] + [last], strict=True
-        ):
+        """Train with the stretches of a run, without the stretches that were undone."""
+        stretches = final_stretches(outcome)
+        ends = [first for first, _, _ in stretches[1:]] + [last]
+        for (first, window, partition), end in zip(stretches, ends, strict=True):
             spans, averaged = {}, {}
             for stage, (_, begin, stop) in enumerate(partition):
+                # Stage s of n stores min(window, n - s) versions, as many as it has batches in flight.
                 depth = min(window, len(partition) - stage)
-                spans |= dict.fromkeys(
-                    range(begin, stop), window if vertical_sync else depth
-                )
-                averaged |= (
-                    dict.fromkeys(
-                        range(begin, stop), (aggregation_interval * depth, depth)
-                    )
-                    if aggregation_interval
-                    else {}
-                )
+                units = range(begin, stop)
+                spans |= dict.fromkeys(units, window if vertical_sync else depth)
+                if aggregation_interval:
+                    interval = aggregation_interval * depth
+                    averaged |= dict.fromkeys(units, (interval, depth))
             self.train(first, end, spans, averaged)
         return self

@@ -1,4 +1,4 @@
-"""Deployments as devices read them."""
+"""Deployments as devices receive and read them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from testbed.prepare import Prepared
 
 
 def deployment_bodies(prepared: Prepared) -> dict[str, bytes]:
-    """Return what each device of an experiment is given."""
+    """Return the encoded deployment of each device."""
     addresses = {
-        each.name: f"10.0.0.{number}"
-        for number, each in enumerate(prepared.problem.devices)
+        device.name: f"10.0.0.{number}"
+        for number, device in enumerate(prepared.problem.devices)
     }
-    given = deployments(prepared, "run-00000000", "token", addresses, "10.0.255.255")
-    return {name: given.of(name) for name in addresses}
+    broadcast = "10.0.255.255"
+    encoder = deployments(prepared, "run-00000000", "token", addresses, broadcast)
+    return {name: encoder.of(name) for name in addresses}
 
 
 def read_deployment(body: bytes) -> tuple[Method, PlanningProblem, Plan]:
-    """Return the method, the problem and the plan as a device has them."""
-    found = deployment.read(body)
-    method, problem = found.problem()
-    return method, problem, found.plan.with_details(method.Details)
+    """Return the method, the planning problem and the plan that a device decodes."""
+    decoded = deployment.read(body)
+    method, problem = decoded.problem()
+    return method, problem, decoded.plan.with_details(method.Details)

@@ -1,4 +1,4 @@
-"""Docker contexts in a folder of a test."""
+"""Docker contexts in the configuration folder of a test."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pathlib import Path
 def write_docker_context(
     folder: Path, name: str, url: str, *, is_current: bool = False
 ) -> None:
-    """Write a context as docker does, and with ``is_current`` make it the current one."""
-    place = folder / "contexts" / "meta" / hashlib.sha256(name.encode()).hexdigest()
-    place.mkdir(parents=True)
-    written = {
+    """Write a context in docker's format, and select it if ``is_current``."""
+    # Docker names the folder of a context by the hash of the context's name.
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    context_folder = folder / "contexts" / "meta" / digest
+    context_folder.mkdir(parents=True)
+    metadata = {
         "Name": name,
         "Metadata": {},
         "Endpoints": {"docker": {"Host": url, "SkipTLSVerify": False}},
     }
-    (place / "meta.json").write_text(json.dumps(written))
+    (context_folder / "meta.json").write_text(json.dumps(metadata))
     if is_current:
         (folder / "config.json").write_text(json.dumps({"currentContext": name}))

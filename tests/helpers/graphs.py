@@ -1,7 +1,8 @@
-"""Networks as the distributed planners see them, written down by hand from the papers that define them."""
+"""Graphs of networks for the distributed planners, written by hand from the defining papers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -20,22 +21,17 @@ from testbed_stahl.options import DistributedOptions, PlanSettings
 
 
 def fully_connected(name: str, sizes: Sequence[int], bias: bool = True) -> Graph:
-    """Describe fully connected layers in a row: ``sizes`` are those of the input and of every layer's output."""
-    return Graph(
-        name,
-        tuple(
-            dense_layer(index, *sizes[index : index + 2], bias)
-            for index in range(len(sizes) - 1)
-        ),
-    )
+    """Return a chain of fully connected layers; ``sizes`` are those of the input and of each output."""
+    layers = [
+        dense_layer(index, inputs, outputs, bias)
+        for index, (inputs, outputs) in enumerate(pairwise(sizes))
+    ]
+    return Graph(name, tuple(layers))
 
 
-def dense_layer(
-    index: int, entering: int, leaving: int, bias: bool = True
-) -> GraphLayer:
-    return GraphLayer(
-        f"fc{index + 1}", (Linear(leaving, bias),), (entering,), (index - 1,)
-    )
+def dense_layer(index: int, inputs: int, outputs: int, bias: bool = True) -> GraphLayer:
+    linear = Linear(outputs, bias)
+    return GraphLayer(f"fc{index + 1}", (linear,), (inputs,), (index - 1,))
 
 
 FOUR_LAYERS = fully_connected("four layers", (4, 8, 16, 4, 4), bias=False)
@@ -45,12 +41,8 @@ FOUR_LAYERS = fully_connected("four layers", (4, 8, 16, 4, 4), bias=False)
 def convolution_layer(
     name: str, shape: Shape, channels: int, kernel: int, source: int, stride: int = 1
 ) -> GraphLayer:
-    return GraphLayer(
-        name,
-        (Conv2d(channels, kernel, stride, kernel // 2), LeakyReLU()),
-        shape,
-        (source,),
-    )
+    conv = Conv2d(channels, kernel, stride, kernel // 2)
+    return GraphLayer(name, (conv, LeakyReLU()), shape, (source,))
 
 
 def pooling_layer(name: str, shape: Shape, source: int) -> GraphLayer:
@@ -58,7 +50,7 @@ def pooling_layer(name: str, shape: Shape, source: int) -> GraphLayer:
 
 
 def yolov2(size: int = 608) -> Graph:
-    """YOLOv2 on COCO, 0-based as Darknet counts it, without the last layer, which only reads the result."""
+    """Return YOLOv2 for COCO, with layers numbered from 0 as in Darknet, without the detection layer."""
     steps = [
         *(
             (32, 3),
@@ -78,30 +70,31 @@ def yolov2(size: int = 608) -> Graph:
         *((1024, 3), (512, 1), (1024, 3), (512, 1), (1024, 3), (1024, 3), (1024, 3)),
         *("route", (64, 1), "reorg", "join", (1024, 3), (425, 1)),
     ]
-    found: list[GraphLayer] = []
+    layers: list[GraphLayer] = []
     shape: Shape = (3, size, size)
     for index, step in enumerate(steps):
+        before = index - 1
         if step == "pool":
-            found.append(pooling_layer(f"max{index}", shape, index - 1))
+            layer = pooling_layer(f"max{index}", shape, before)
         elif step == "route":
-            found.append(GraphLayer(f"route{index}", (), found[16].output, (16,)))
+            # Layer 16 is the last one before the final pooling: its finer output skips layers 17 to 24.
+            layer = GraphLayer(f"route{index}", (), layers[16].output, (16,))
         elif step == "reorg":
-            found.append(
-                GraphLayer(f"reorg{index}", (Reorganise(),), shape, (index - 1,))
-            )
+            layer = GraphLayer(f"reorg{index}", (Reorganise(),), shape, (before,))
         elif step == "join":
-            joined = (found[27].output[0] + found[24].output[0], *shape[1:])
-            found.append(GraphLayer(f"route{index}", (), joined, (27, 24)))
+            channels = layers[27].output[0] + layers[24].output[0]
+            layer = GraphLayer(f"route{index}", (), (channels, *shape[1:]), (27, 24))
         else:
             assert isinstance(step, tuple)
-            found.append(convolution_layer(f"conv{index}", shape, *step, index - 1))
-        shape = found[-1].output
-    return Graph("yolov2", tuple(found))
+            layer = convolution_layer(f"conv{index}", shape, *step, before)
+        layers.append(layer)
+        shape = layer.output
+    return Graph("yolov2", tuple(layers))
 
 
 @dataclass(frozen=True)
 class HalvingLayer(Layer):
-    """As many values as are left when each ``by`` of them become one: something that cannot be divided."""
+    """A layer that combines each ``by`` values into one; planners cannot split it."""
 
     by: int = 2
 
@@ -115,26 +108,25 @@ class HalvingLayer(Layer):
 
 @st.composite
 def random_chains(draw: st.DrawFn, most: int = 8) -> Graph:
-    """Layers in a row, fully connected in their sizes, with pooling here and there that halves what passes."""
-    found: list[GraphLayer] = []
-    entering = draw(st.integers(1, 40))
+    """Return a chain of up to ``most`` fully connected layers, with some halving layers between them."""
+    layers: list[GraphLayer] = []
+    inputs = draw(st.integers(1, 40))
     for index in range(draw(st.integers(1, most))):
-        if found and entering % 2 == 0 and draw(st.integers(0, 4)) == 0:
-            found.append(
-                GraphLayer(f"p{index}", (HalvingLayer(),), (entering,), (index - 1,))
-            )
+        can_halve = bool(layers) and inputs % 2 == 0
+        # One layer in five halves, where that is possible.
+        if can_halve and draw(st.integers(0, 4)) == 0:
+            halving = HalvingLayer()
+            layer = GraphLayer(f"p{index}", (halving,), (inputs,), (index - 1,))
         else:
-            found.append(dense_layer(index, entering, draw(st.integers(1, 40))))
-        entering = found[-1].outputs
-    return Graph("chain", tuple(found))
+            layer = dense_layer(index, inputs, draw(st.integers(1, 40)))
+        layers.append(layer)
+        inputs = layer.outputs
+    return Graph("chain", tuple(layers))
 
 
 def plan_settings(
     scheme: str = "optimal", source: int = 0, samples: int = 1, **options: object
 ) -> PlanSettings:
-    """Return what a plan of a distributed inference is asked for."""
-    return PlanSettings(
-        DistributedOptions.model_validate({"scheme": scheme, **options}),
-        source,
-        samples,
-    )
+    """Return the settings for a plan of a distributed inference."""
+    method_options = DistributedOptions.model_validate({"scheme": scheme, **options})
+    return PlanSettings(method_options, source, samples)

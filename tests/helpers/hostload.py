@@ -1,4 +1,4 @@
-"""How much of this host is ours, for tests that measure time: they can only be held to it where they have the time."""
+"""Load of this host, for tests that measure time: their results count only while others leave the processors free."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from statistics import median
 
 from testbed_controller.shaping.hostload import HostMonitor
 
-BUSY = 0.2
+MAX_LOAD = 0.2
 """Share of the processors that others may use while time is measured."""
-STOLEN = 0.03
-"""Share of the processors' time that a hypervisor may keep for others meanwhile."""
-SLOWER = 1.3
-"""Times as long as at its best that the same work may take."""
+MAX_STOLEN = 0.03
+"""Share of processor time that the hypervisor may withhold meanwhile."""
+MAX_SLOWDOWN = 1.3
+"""Accepted duration of a fixed computation, as a multiple of its shortest duration so far."""
 
-_best = float("inf")
+_shortest = float("inf")
 
 
 def load_by_others(seconds: float = 1.0) -> float:
-    """Return the share of the processors that is busy now, with nothing of ours at work."""
-    return float(run_monitored(lambda: time.sleep(seconds))[1]["host_load"])
+    """Return the share of busy processors while this process sleeps."""
+    _, host = run_monitored(lambda: time.sleep(seconds))
+    return float(host["host_load"])
 
 
 def wait_until_quiet(seconds: float) -> bool:
-    """Wait until others leave the host alone; say whether they did within this many seconds."""
+    """Wait until the host is undisturbed; return False if that takes longer than ``seconds``."""
     deadline = time.monotonic() + seconds
     while describe_disturbance({}) is not None:
         if time.monotonic() > deadline:
@@ -33,34 +34,39 @@ def wait_until_quiet(seconds: float) -> bool:
     return True
 
 
-def describe_disturbance(seen: dict[str, float]) -> str | None:
-    """Say what keeps this host from measuring time, or did while ``seen`` was (by a `HostMonitor`); None if nothing."""
-    if seen.get("host_stolen", 0.0) > STOLEN:
+def describe_disturbance(host: dict[str, float]) -> str | None:
+    """Return why times measured on this host cannot be trusted, or None.
+
+    ``host`` is the summary of a `HostMonitor` during the measurement; the present load counts as well.
+    """
+    if host.get("host_stolen", 0.0) > MAX_STOLEN:
         return "a hypervisor kept the processors for others"
-    if load_by_others() > BUSY:
+    if load_by_others() > MAX_LOAD:
         return "others keep the host busy"
-    if _slowdown() > SLOWER:
+    if _slowdown() > MAX_SLOWDOWN:
         return "the host computes slower than before"
     return None
 
 
 def _slowdown() -> float:
-    """Return how much longer a fixed piece of work takes now, the median of many, than when it took least."""
-    global _best
+    """Return the median duration of a fixed computation over its shortest median so far."""
+    global _shortest
     content = bytes(500_000)
-    taken = []
+    durations = []
+    # One repetition takes about a millisecond, and a single preemption would distort it: take the median of many.
     for _ in range(41):
         start = time.perf_counter()
         hashlib.sha256(content).digest()
-        taken.append(time.perf_counter() - start)
-    _best = min(_best, median(taken))
-    return median(taken) / _best
+        durations.append(time.perf_counter() - start)
+    typical = median(durations)
+    _shortest = min(_shortest, typical)
+    return typical / _shortest
 
 
 def run_monitored(
     work: Callable[[], object],
 ) -> tuple[AssertionError | None, dict[str, float]]:
-    """Do some work; return the assertion that it failed with, if any, and what became of the host meanwhile."""
+    """Call ``work``; return the assertion that failed, if any, and the summary of the host's load."""
     monitor = HostMonitor()
     monitor.start()
     failure = None
@@ -69,5 +75,5 @@ def run_monitored(
     except AssertionError as error:
         failure = error
     finally:
-        seen = monitor.stop()
-    return failure, seen
+        host = monitor.stop()
+    return failure, host

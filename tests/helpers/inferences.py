@@ -1,4 +1,4 @@
-"""Distributed inferences on the virtual clock, with the outputs of every request beside those of the whole model."""
+"""Simulated distributed inferences, with the outputs of every request and those of the undivided model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from testbed.simulation import simulate
 from testbed.trace.outcome import Outcome
 from testbed_stahl.dataflow import Dataflow
 from testbed_stahl.planner import flow_of
-from tests.helpers.runs import make_scenario
+from tests.helpers.runs import make_scenario, problem_of
 
 FC = {"name": "mlp", "hidden": [8, 16, 4]}
 CNN = {"name": "cnn", "channels": [5, 7, 6], "hidden": [11, 9]}
@@ -29,23 +29,24 @@ CNN = {"name": "cnn", "channels": [5, 7, 6], "hidden": [11, 9]}
 
 @dataclass(frozen=True)
 class Inference:
-    """A run with what came out."""
+    """A finished run and its outputs."""
 
     outcome: Outcome
     experiment: Experiment
     plan: Plan
     flow: Dataflow
     outputs: torch.Tensor
-    """Of all requests that were answered, in their order."""
+    """Outputs of all answered requests, in the order of the requests."""
     error: float
-    """Largest difference from the whole model's outputs, over the largest of those; nan where some are missing."""
+    """Largest difference from the undivided model's outputs, relative to the largest of these; nan if some are missing.
+    """
     weights: Mapping[str, torch.Tensor]
 
 
 def distributed_scenario(
     workers: int = 2, method: Mapping = {}, workload: Mapping = {}, **keys
 ) -> Scenario:
-    """Return the scenario of two requests to a small fully connected network."""
+    """Return a scenario of two requests to a small fully connected network."""
     work = {"task": "infer", "model": FC, "requests": 2, "batch_size": 2, **workload}
     return make_scenario(
         workers,
@@ -60,68 +61,61 @@ def run_inference(
     model: Model | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Inference:
-    """Run; ``model`` takes the place of the scenario's, with random images of its size."""
+    """Simulate a scenario; a given ``model`` replaces the scenario's and processes random images."""
     (trial,) = trials(spec)
-    workload = spec.workload
     method = METHODS["distributed"]
+    samples = spec.workload.requests * spec.workload.batch_size
     if model is None:
-        from tests.helpers.runs import problem_of
-
         problem, data = problem_of(spec)
     else:
-        options = method.Options.model_validate(workload.method.options())
         problem = PlanningProblem(
             trial.experiment.devices,
             trial.experiment.links,
-            workload,
-            options,
+            spec.workload,
+            method.Options.model_validate(spec.workload.method.options()),
             spec.seed,
             model=model,
         )
-        data = random_dataset(model, workload.requests * workload.batch_size)
+        data = random_dataset(model, samples)
     plan = method.plan(problem)
+    prepared = Prepared(trial, method, problem, plan)
     outputs: dict[int, torch.Tensor] = {}
     add = Answers.add
 
-    def seen(answers, index, output):
+    def keep_output(answers, index, output):
         outputs[index] = output
         add(answers, index, output)
 
-    with patch.object(Answers, "add", seen):
-        outcome = simulate(
-            Prepared(trial, method, problem, plan), data, weights=weights
-        )
+    # A run reports only the accuracy of its answers, so the outputs are read on their way to it.
+    with patch.object(Answers, "add", keep_output):
+        outcome = simulate(prepared, data, weights=weights)
     whole = problem.model.build(0, len(problem.model.units), problem.seed).eval()
     if weights is not None:
         whole.load_state_dict(weights)
     with torch.no_grad():
-        wanted = whole(
-            torch.from_numpy(
-                data.test_images[: workload.requests * workload.batch_size]
-            )
-        )
-    found = (
-        torch.cat([outputs[index] for index in sorted(outputs)])
-        if outputs
-        else torch.empty(0)
-    )
-    error = (
-        float((found - wanted).abs().max() / wanted.abs().max())
-        if found.shape == wanted.shape
-        else float("nan")
-    )
-    flow = flow_of(problem, plan.details.distributed)
+        expected = whole(torch.from_numpy(data.test_images[:samples]))
+    ordered = [outputs[index] for index in sorted(outputs)]
+    answers = torch.cat(ordered) if ordered else torch.empty(0)
     return Inference(
-        outcome, trial.experiment, plan, flow, found, error, whole.state_dict()
+        outcome,
+        trial.experiment,
+        plan,
+        flow_of(problem, plan.details.distributed),
+        answers,
+        relative_error(answers, expected),
+        whole.state_dict(),
     )
+
+
+def relative_error(outputs: torch.Tensor, expected: torch.Tensor) -> float:
+    if outputs.shape != expected.shape:
+        return float("nan")
+    return float((outputs - expected).abs().max() / expected.abs().max())
 
 
 def random_dataset(model: Model, samples: int) -> Dataset:
-    """Return random images and labels for a model."""
-    images = (
-        np.random.default_rng(1)
-        .standard_normal((samples, *model.input))
-        .astype(np.float32)
-    )
+    """Return normally distributed images of the model's input shape, all with label 0."""
+    draws = np.random.default_rng(1)
+    images = draws.standard_normal((samples, *model.input)).astype(np.float32)
     labels = np.zeros(samples, np.int64)
     return Dataset("noise", model.classes, images, labels, images, labels)

@@ -1,8 +1,9 @@
-"""The integer program of Stahl et al., equations (11) to (13), solved by scipy's HiGHS: an oracle for the dynamic one.
+"""The integer program of Stahl et al., equations (11) to (13), solved by scipy's HiGHS.
 
-For each layer l the binary variables o, i, f, s say LOP, LIP, first and second of a fused pair. The reuse term of
-equation (7) multiplies two of them, o_{l-1} and o_l; so each saving gets a variable of its own between 0 and 1 that
-may not exceed either, which the minimisation drives to their product.
+It is an oracle for the dynamic program. For each layer l, the binary variables o, i, f and s select LOP, LIP, the first
+and the second layer of a fused pair. The reuse term of equation (7) multiplies o_{l-1} and o_l. To keep the program
+linear, each saving has its own variable between 0 and 1 that may exceed neither factor; the minimisation drives this
+variable to their product.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ _SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")
 
 @dataclass
 class _Program:
-    """Minimise costs x variables; every variable lies between 0 and its upper bound."""
+    """A linear program: minimise costs x variables, where each variable lies between 0 and its upper bound."""
 
     costs: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     integral: list[bool] = field(default_factory=list)
     rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
-    """Factors by variable, and between what their sum lies."""
+    """Factors by variable, with the lower and the upper bound of their weighted sum."""
 
     def variable(self, cost: float, upper: float, integral: bool) -> int:
-        """Add a variable and return its number."""
+        """Add a variable and return its column."""
         self.costs.append(cost)
         self.upper.append(upper)
         self.integral.append(integral)
         return len(self.costs) - 1
 
     def solve(self) -> list[float]:
-        """Return the variables of an optimum."""
+        """Return the values of the variables at an optimum."""
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -43,7 +44,7 @@ class _Program:
         for number, (factors, _, _) in enumerate(self.rows):
             for column, factor in factors.items():
                 matrix[number, column] = factor
-        # Costs go into the millions: scaled, so that the solver's absolute tolerances are far below one element.
+        # Costs reach millions of elements. Scaling puts the solver's absolute tolerances far below one element.
         scale = max(1.0, *map(abs, self.costs))
         solution = milp(
             np.array(self.costs) / scale,
@@ -68,9 +69,10 @@ def optimal_schemes(
     first: int = 0,
     lip: bool = True,
 ) -> Schemes:
-    """Return schemes with the least C from layer ``first`` on. Of equals any, so compare by what they cost.
+    """Return schemes with the least communication C from layer ``first`` on.
 
-    Without ``lip`` only LOP and fused pairs are looked at, as the variants of the paper's Table 2 do.
+    Several choices may be optimal: compare results by their communication. Without ``lip``, only LOP and fused pairs
+    are considered, as in the variants of the paper's Table 2.
     """
     layers = graph.layers
     split = [index for index in range(first, len(layers)) if layers[index].splits]
@@ -82,32 +84,30 @@ def optimal_schemes(
     program = _Program()
     chosen: dict[tuple[int, Scheme], int] = {}
     for index in split:
-        # (13), and likewise where pooling or a route comes in between.
-        able = {
+        # Equation (13); a fused pair cannot span pooling or a route either.
+        allowed = {
             "lop": True,
             "lip": lip,
             "fuse1": graph.fuses(index),
             "fuse2": index - 1 in split and graph.fuses(index - 1),
         }
         for scheme in _SCHEMES:
-            cost = float(
-                layer_communication(layers[index], scheme, workers, False, reuse)
+            cost = layer_communication(
+                layers[index], scheme, workers, holds_share=False, reuse=reuse
             )
-            chosen[index, scheme] = program.variable(cost, float(able[scheme]), True)
-        program.rows.append(
-            ({chosen[index, scheme]: 1.0 for scheme in _SCHEMES}, 1.0, 1.0)
-        )  # (11)
+            chosen[index, scheme] = program.variable(
+                float(cost), upper=float(allowed[scheme]), integral=True
+            )
+        # Equation (11): each layer uses exactly one scheme.
+        factors = {chosen[index, scheme]: 1.0 for scheme in _SCHEMES}
+        program.rows.append((factors, 1.0, 1.0))
     for index in split:
         if graph.fuses(index):
-            program.rows.append(
-                (
-                    {chosen[index + 1, "fuse2"]: 1.0, chosen[index, "fuse1"]: -1.0},
-                    0.0,
-                    0.0,
-                )
-            )  # (12)
+            # Equation (12): the second layer of a pair follows the first.
+            factors = {chosen[index + 1, "fuse2"]: 1.0, chosen[index, "fuse1"]: -1.0}
+            program.rows.append((factors, 0.0, 0.0))
         if index - 1 in split and graph.follows(index):
-            _reuse(program, graph, index, chosen, workers, reuse)
+            _add_reuse(program, graph, index, chosen, workers, reuse)
     values = program.solve()
     for (index, scheme), number in chosen.items():
         if values[number] > 0.5:
@@ -115,7 +115,7 @@ def optimal_schemes(
     return tuple(schemes)
 
 
-def _reuse(
+def _add_reuse(
     program: _Program,
     graph: Graph,
     index: int,
@@ -123,13 +123,17 @@ def _reuse(
     workers: WorkerTotals,
     reuse: Reuse,
 ) -> None:
-    """Add what a layer saves where the one before it uses LOP."""
+    """Add the saving of a layer that follows a layer with LOP, equation (7)."""
     for scheme in _SCHEMES:
-        alone, after = (
-            layer_communication(graph.layers[index], scheme, workers, held, reuse)
-            for held in (False, True)
+        layer = graph.layers[index]
+        alone = layer_communication(
+            layer, scheme, workers, holds_share=False, reuse=reuse
         )
-        if after < alone:
-            saving = program.variable(float(after - alone), 1.0, False)
+        after_lop = layer_communication(
+            layer, scheme, workers, holds_share=True, reuse=reuse
+        )
+        if after_lop < alone:
+            cost = float(after_lop - alone)
+            saving = program.variable(cost, upper=1.0, integral=False)
             for bound in (chosen[index - 1, "lop"], chosen[index, scheme]):
                 program.rows.append(({saving: 1.0, bound: -1.0}, -math.inf, 0.0))

@@ -1,4 +1,4 @@
-"""A method for tests, as a file that a scenario names: every device reports the samples that it was given."""
+"""A method in a user's file whose devices report the samples that they own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from testbed.wire.message import Message
 
 
 class Owners(Method):
-    """The first device leads and owns no samples; the others report to it."""
+    """The first device coordinates and owns no samples; the other devices report to it."""
 
     name = "owners"
-    summary = "who owns what"
+    summary = "report the owned samples"
     needs_torch = False
     Options = Options
 
@@ -22,17 +22,17 @@ class Owners(Method):
         return tuple(device.name for device in problem.devices[1:])
 
     def plan(self, problem: PlanningProblem) -> Plan:
-        return Plan(
-            method=self.name, coordinator=problem.devices[0].name, assignments=()
-        )
+        coordinator = problem.devices[0].name
+        return Plan(method=self.name, coordinator=coordinator, assignments=())
 
     async def program(self, device: Device, context: ProgramContext) -> None:
-        given = context.dataset
-        labels = None if given is None else given.train_labels.tolist()
-        pixels = (
-            0.0 if given is None else float(given.train_images.sum(dtype=np.float64))
-        )
-        tests = 0 if given is None else len(given.test_labels)
+        dataset = context.dataset
+        labels, pixels, tests = None, 0.0, 0
+        if dataset is not None:
+            labels = dataset.train_labels.tolist()
+            # In float32 the sum would depend on the order of summation.
+            pixels = float(dataset.train_images.sum(dtype=np.float64))
+            tests = len(dataset.test_labels)
         device.record(
             "owned_data",
             labels=labels,

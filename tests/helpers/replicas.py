@@ -1,4 +1,4 @@
-"""What devices hold of one state of a model after each kind of replication, and who fetches what after a failure."""
+"""Units that devices hold after each kind of replication, and the units that they fetch after a failure."""
 
 from collections.abc import Collection, Mapping
 
@@ -6,26 +6,31 @@ from testbed.ml.partition.redistribution import HeldUnits, Need, StagePartition,
 
 
 def own_units(partition: StagePartition) -> dict[str, set[int]]:
-    """Nothing replicated: each stage has its own units."""
+    """Return the units of each stage without any replica."""
     return {device: set(partition.of(device)) for device in partition.devices}
 
 
 def chain_replicas(partition: StagePartition) -> dict[str, set[int]]:
-    """Each stage's units at the next one too, the last one's at the central node."""
-    held = own_units(partition)
+    """Return the held units after chain replication.
+
+    Each stage's units are also at the next stage, and the last stage's at the coordinator.
+    """
+    replicas = own_units(partition)
     for device in partition.devices:
-        held[partition.successor(device)] |= set(partition.of(device))
-    return held
+        replicas[partition.successor(device)] |= set(partition.of(device))
+    return replicas
 
 
 def gathered_units(partition: StagePartition) -> dict[str, set[int]]:
-    """Everything at the central node too."""
+    """Return the held units after global replication: the coordinator holds all units."""
     return own_units(partition) | {partition.coordinator: set(range(partition.units))}
 
 
-def without_devices(held: HeldUnits, lost: Collection[str]) -> dict[str, set[int]]:
-    """Some devices have lost what they had, gone or come back empty."""
-    return {device: set(units) for device, units in held.items() if device not in lost}
+def without_devices(replicas: HeldUnits, lost: Collection[str]) -> dict[str, set[int]]:
+    """Return the units on the remaining devices; a lost device has left or restarted empty."""
+    return {
+        device: set(units) for device, units in replicas.items() if device not in lost
+    }
 
 
 def redistribution(
@@ -34,21 +39,20 @@ def redistribution(
     lost: Collection[str] = (),
     global_replication: bool = True,
 ) -> dict[str, Need]:
-    """Return the units that each device fetches after chain replication, and global replication if set.
+    """Return the units that each device fetches for a new partition.
 
-    Without a lost device, no replication is assumed.
+    Replicas exist only if a device is lost: those of chain replication, and of global replication if set.
     """
-    held = chain_replicas(old) if lost else own_units(old)
+    replicas = chain_replicas(old) if lost else own_units(old)
     if lost and global_replication:
-        held[old.coordinator] |= set(range(old.units))
-    return needs(old, new, without_devices(held, lost))
+        replicas[old.coordinator] |= set(range(old.units))
+    return needs(old, new, without_devices(replicas, lost))
 
 
 def moved_units(plan: Mapping[str, Need]) -> list[tuple[str, str, int]]:
-    """Every (source, target, unit) that a plan sends over a link."""
-    return [
-        (source, target, unit)
-        for target, need in plan.items()
-        for source, got in need.fetch.items()
-        for unit in got
-    ]
+    """Return every (sender, receiver, unit) that a plan sends over a link."""
+    moves = []
+    for receiver, need in plan.items():
+        for sender, units in need.fetch.items():
+            moves += [(sender, receiver, unit) for unit in units]
+    return moves

@@ -1,4 +1,4 @@
-"""A token that goes round, which needs no torch: for tests in which it does not matter what devices compute."""
+"""The workload of the ring example: a token circulates, so that no test of the machinery needs torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tests.helpers import ROOT
 
 RING = str(ROOT / "scenarios" / "examples" / "ring.py")
 SPEED = "10gflops"
-"""With which a device holds the token for 100 ms."""
+"""At this speed a device keeps the token for 100 ms."""
 
 
 def ring_workload(requests: int = 300) -> dict[str, Any]:
-    """Return that of so many rounds."""
+    """Return the workload of a ring with this many rounds of the token."""
     method = {"file": RING, "name": "ring"}
     return {
         "task": "infer",

@@ -1,4 +1,4 @@
-"""Whole scenarios of a server and devices with data, on the virtual clock, and the same training with torch alone."""
+"""Simulated scenarios of a server and devices that own data, and the same training with torch alone."""
 
 from functools import cache
 
@@ -13,6 +13,7 @@ from testbed.trace.outcome import Outcome
 from tests.helpers.runs import fields_of
 
 SHAPE = (1, 8, 8)
+"""Channels, height and width of a sample of the digits."""
 
 
 def make_scenario(
@@ -25,7 +26,7 @@ def make_scenario(
     speed="200kflops",
     **keys,
 ) -> Scenario:
-    """Return a scenario of a server and devices, all alike unless they are given as a scenario names them."""
+    """Return a scenario of a server and ``devices`` equal devices, or of the devices of a mapping in a scenario's form."""
     work = {
         "model": {"name": "mlp", "hidden": [12, 8]},
         "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"},
@@ -72,8 +73,8 @@ def run_simulated(spec: Scenario) -> Outcome:
 
 
 def participants_by_round(outcome: Outcome) -> list[list[str]]:
-    """Return who sent an update, round by round."""
-    return [sorted(each["samples"]) for each in fields_of(outcome, "round")]
+    """Return the devices that sent an update, by round."""
+    return [sorted(fields["samples"]) for fields in fields_of(outcome, "round")]
 
 
 class TorchReference:
@@ -89,18 +90,18 @@ class TorchReference:
     def step(
         self, images: torch.Tensor, labels: torch.Tensor, mini_batches: int = 1
     ) -> None:
-        """Take one step with the mean gradient of mini-batches of one size."""
+        """Take one step with the mean gradient of mini-batches of equal size."""
         self.optimizer.zero_grad()
-        for part, wanted in zip(
-            images.chunk(mini_batches), labels.chunk(mini_batches), strict=True
-        ):
-            (
-                torch.nn.functional.cross_entropy(self.module(part), wanted)
-                / mini_batches
-            ).backward()
+        image_chunks = images.chunk(mini_batches)
+        label_chunks = labels.chunk(mini_batches)
+        for inputs, targets in zip(image_chunks, label_chunks, strict=True):
+            loss = torch.nn.functional.cross_entropy(self.module(inputs), targets)
+            # Gradients accumulate: the sum of these quotients is the mean.
+            (loss / mini_batches).backward()
         self.optimizer.step()
 
     def assert_same(self, outcome: Outcome, tolerance: float = 2e-6) -> None:
+        """Compare all weights; the default tolerance allows for the rounding of float32."""
         expected = self.module.state_dict()
         assert outcome.weights is not None
         assert outcome.weights.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""How models are trained in tests."""
+"""Training configurations for tests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from testbed.ml.training.schema import OptimizerPart, TrainingPart
 
 
 def sgd_config(**options: Any) -> TrainingConfig:
-    """Return plain descent with these options."""
+    """Return a configuration with plain SGD and these optimizer options."""
     return training_config(optimizer=OptimizerPart(**options))
 
 
 def training_config(**keys: Any) -> TrainingConfig:
-    """Return what ``workload.training`` with these keys says."""
+    """Return the configuration for these keys of ``workload.training``."""
     return TrainingConfig(TrainingPart.model_validate(keys))

@@ -1,4 +1,4 @@
-"""Waiting for something to happen, however long a busy host takes for it."""
+"""Polling for a condition, for tests that cannot know how long a busy host takes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Return once a condition holds; fail where it does not within so many seconds."""
+    """Return as soon as a condition holds; fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
+        assert time.monotonic() < deadline, f"condition still false after {seconds} s"
         time.sleep(0.02)

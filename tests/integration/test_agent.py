@@ -295,7 +295,7 @@ def test_casts_are_heard_by_those_they_are_for(pair: list[LoopbackDevice]) -> No
         events = run([*pair, third], "cast", count=3, size=20_000)
     finally:
         third.kill()
-    assert named(events["b"], "log")[0].fields["text"] == "heard all"
+    assert named(events["b"], "log")[0].fields["text"] == "received all casts"
     assert named(events["c"], "log")[0].fields["text"] == "end"
     casts = named(events["a"], "cast")
     assert [cast.fields["peers"] for cast in casts] == [["b"]] * 3
