@@ -325,7 +325,7 @@ class FaultTarget(Protocol):
     """The devices and links of a run, as containers with a shaper or as a simulated world."""
 
     @property
-    def shown(self) -> SystemState:
+    def current(self) -> SystemState:
         """The links and speeds in force; device states may be stale."""
 
     def states(self) -> Mapping[str, DeviceState]:
@@ -334,8 +334,8 @@ class FaultTarget(Protocol):
     def lock(self) -> AbstractContextManager[object]:
         """Keep others from changing links and speeds within a block."""
 
-    def show(self, now: SystemState, changed: StateDiff) -> None:
-        """Apply changed links and speeds at once; ``now`` is the complete new state."""
+    def apply(self, state: SystemState, changed: StateDiff) -> None:
+        """Apply changed links and speeds at once; ``state`` is the complete new state."""
 
     def kill(self, device: str) -> None:
         """Stop a device abruptly; its memory is lost."""
@@ -358,17 +358,17 @@ def apply_step(step: RecordedStep, target: FaultTarget) -> StateDiff:
     """Apply a step and return the resulting changes. State changes take no lock because booting is slow."""
     if step.switches:
         # Looked up, not remembered: a device may have died by itself.
-        before = replace(target.shown, devices=target.states())
+        before = replace(target.current, devices=target.states())
         diff = step.apply(before).diff_since(before)
         for name, state in diff.devices.items():
             _switch_device(target, name, before.devices[name], state)
         return diff
     # Two steps at once would each start from the same state, and the second undo the first.
     with target.lock():
-        before = target.shown
+        before = target.current
         after = step.apply(before)
         diff = after.diff_since(before)
-        target.show(after, diff)
+        target.apply(after, diff)
     return diff
 
 

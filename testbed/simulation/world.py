@@ -84,7 +84,7 @@ class World:
         self.hosts: dict[str, Host] = {}
         for number, spec in enumerate(specs):
             self.hosts[spec.name] = Host(spec.name, spec, number)
-        self.shown = SystemState.of(specs, links, radio)
+        self.current = SystemState.of(specs, links, radio)
         """Links and speeds in force; device states are those of the hosts."""
         self.recorder = recorder or Recorder()
         self.events = self.recorder.events
@@ -126,7 +126,7 @@ class World:
             return known
         # Made on first use: most pairs of a large mesh never exchange a message.
         for pair in ((source, target), (target, source)):
-            if pair not in self.shown.links:
+            if pair not in self.current.links:
                 raise ValueError(f"there is no link from {pair[0]} to {pair[1]}")
         there = self._make_channel(source, target)
         back = self._make_channel(target, source)
@@ -138,7 +138,7 @@ class World:
     def _make_channel(self, source: str, target: str) -> Channel:
         pair = (source, target)
         ends = (self.hosts[source], self.hosts[target])
-        link = self.shown.link(pair)
+        link = self.current.link(pair)
         limits = (self._uplinks.get(source), self._downlinks.get(target))
         shareds = [shared for shared in limits if shared is not None]
         cell = None
@@ -165,8 +165,8 @@ class World:
     def cast_rate(self, name: str) -> float | None:
         """Return the bit/s at which a device casts, right now."""
         if name not in self._cast_rates:
-            pairs = [pair for pair in self.shown.links if pair[0] == name]
-            links = [self.shown.link(pair) for pair in pairs]
+            pairs = [pair for pair in self.current.links if pair[0] == name]
+            links = [self.current.link(pair) for pair in pairs]
             cell_rates = [each.cell.rate for each in self._cells_of(name)]
             uplink = self.hosts[name].spec.uplink
             self._cast_rates[name] = broadcast_rate(links, uplink, *cell_rates)
@@ -276,9 +276,9 @@ class World:
         """Return a context without effect, since a simulation has a single thread."""
         return nullcontext()
 
-    def show(self, now: SystemState, changed: StateDiff) -> None:
+    def apply(self, state: SystemState, changed: StateDiff) -> None:
         """Apply changed links and speeds at once, including to ongoing transfers and work, and log them."""
-        self.shown = now
+        self.current = state
         self._cast_rates.clear()
         for (source, target), link in changed.links.items():
             self.record("link", **link_fields(source, target, link))
@@ -286,7 +286,7 @@ class World:
             if (source, target) in self._channels:
                 self._channels[source, target].refresh(link)
         for name, factor in changed.speeds.items():
-            self.record("speed", target=name, factor=factor, speed=now.speed(name))
+            self.record("speed", target=name, factor=factor, speed=state.speed(name))
             host = self.hosts[name]
             before, host.factor = host.factor, factor
             if host.device is not None:

@@ -83,7 +83,7 @@ def answer(
             request["set"], containers.experiment.links
         )
         record(step_links, apply_step(step_links, containers))
-        state = containers.shown
+        state = containers.current
         links = {pair: state.link(pair) for pair in step_links.pairs}
         return {"links": links_to_json(links)}
     if "undo" in request:
@@ -104,7 +104,7 @@ def answer(
 
 def _active_actions(containers: DockerFaultTarget) -> dict[str, FaultAction[Any]]:
     """Return the revertible actions by handle."""
-    actions = dict(containers.shown.in_force)
+    actions = dict(containers.current.in_force)
     # Devices that are down or paused are looked up, not remembered: whatever did that, a restart undoes it.
     for device, state in containers.states().items():
         if state in _CAUSES:

@@ -38,7 +38,11 @@ from testbed_controller.lab.clients import WORK_SECONDS, AgentGone
 from testbed_controller.lab.containers import DeviceContainer
 from testbed_controller.lab.health import Ending
 from testbed_controller.running import control
-from testbed_controller.running.machines import DockerFaultTarget, changes_of, events_of
+from testbed_controller.running.machines import (
+    DockerFaultTarget,
+    change_events,
+    step_events,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -334,7 +338,7 @@ class Execution:
 
         def record(step: RecordedStep, changed: StateDiff) -> None:
             now = max(0.0, self._now())
-            for event, fields in events_of(step, changed, self._speeds):
+            for event, fields in step_events(step, changed, self._speeds):
                 self._news.put(Event(now, TESTBED, event, fields))
 
         return control.answer(request, self._containers, record)
@@ -489,7 +493,7 @@ class Execution:
             self._script.done(step, actual)
             if step.action.waits:
                 began_field = {"began": began}
-        for event, fields in events_of(step, changed, self._speeds):
+        for event, fields in step_events(step, changed, self._speeds):
             if event == "fault":
                 fields = fields | began_field
             self._log(Event(actual, TESTBED, event, fields))
@@ -504,15 +508,15 @@ class Execution:
 
         Faults left active by the scenario of an earlier run are reverted: the new run has its own.
         """
-        for handle, action in self._containers.shown.in_force.items():
+        for handle, action in self._containers.current.in_force.items():
             if handle.startswith(SCRIPTED):
                 apply_step(FaultOperation(action, handle, "undo"), self._containers)
-        state = self._containers.shown
+        state = self._containers.current
         for handle, action in state.in_force.items():
             for event, fields in FaultOperation(action, handle).events():
                 self._log(Event(0.0, TESTBED, event, fields))
-        changed = state.diff_since(self._containers.untouched)
-        for event, fields in changes_of(changed, self._speeds):
+        changed = state.diff_since(self._containers.scenario_state)
+        for event, fields in change_events(changed, self._speeds):
             self._log(Event(0.0, TESTBED, event, fields))
 
     # The end

@@ -1,4 +1,4 @@
-"""Faults, traces and settings applied to containers, by a run's scripts and by manual commands.
+"""Faults, link traces and settings applied to containers, by the scenario's timed faults and by manual commands.
 
 The active links and speeds are stored beside the run's state file, so one process can heal a partition that another one
 made. A lock is held from reading the file until the change has been applied.
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
     from testbed_controller.lab.clients import Agent
 
 HALTED = MIN_FACTOR
-"""Speed factor of a device about to be paused: begun work must wait while the device is frozen."""
+"""Speed factor of a device that is about to be paused. Pacing uses the wall clock, so a frozen computation at full
+speed would end as if it had continued."""
 RETIRE_SECONDS = 60.0
 """Time for a device to hand over its state, in seconds."""
 RETIRE_INTERVAL = 0.1
 """Interval of checks whether a device has handed over, in seconds."""
 _SLOWNESS_STEP = 0.5
 """Minimum change of a round-trip time that is sent to devices, in seconds. Time-outs have two seconds to spare, and a
-trace of a radio link changes its rate many times a second."""
+link trace of a radio changes the rate many times a second."""
 _STATES: Mapping[str, DeviceState] = {"running": "up", "paused": "paused"}
 """Device states by the engine's container states; any other means down."""
 
@@ -47,14 +48,16 @@ class _LinkChanges:
     """Link changes for one device, by peer."""
 
     message_loss: dict[str, float] = field(default_factory=dict)
+    """Share of lost broadcasts."""
     slowness: dict[str, float] = field(default_factory=dict)
+    """Round-trip time of a few packets in seconds, which extends time-outs."""
 
 
 class DockerFaultTarget:
     """The devices, links and speeds of a lab; implements `testbed.faults.conditions.FaultTarget`.
 
-    Links and speeds persist for the rest of the run, even if a device restarts. ``admit`` is called for a started
-    device and must end with `inform`.
+    Links and speeds persist for the rest of the run, even if a device restarts. ``admit`` connects a started device to
+    the network and must end with `inform`; by default the shaper shapes its links, and it is informed at once.
     """
 
     def __init__(self, lab: AnyLab, admit: Callable[[str], None] | None = None) -> None:
@@ -65,15 +68,15 @@ class DockerFaultTarget:
         self._path = runstate.path_of(lab.run_id).with_suffix(".conditions")
 
     @property
-    def shown(self) -> SystemState:
+    def current(self) -> SystemState:
         """The active links and speeds."""
         try:
-            return _from_json(json.loads(self._path.read_text()), self.untouched)
+            return _from_json(json.loads(self._path.read_text()), self.scenario_state)
         except FileNotFoundError:
-            return self.untouched
+            return self.scenario_state
 
     @property
-    def untouched(self) -> SystemState:
+    def scenario_state(self) -> SystemState:
         """The links and speeds of the scenario."""
         return SystemState.of(
             self.experiment.devices, self.experiment.links, self.experiment.radio
@@ -81,7 +84,7 @@ class DockerFaultTarget:
 
     def links(self) -> dict[Pair, Link]:
         """Return every link in the current state."""
-        state = self.shown
+        state = self.current
         return {pair: state.link(pair) for pair in state.links}
 
     def states(self) -> dict[str, DeviceState]:
@@ -96,25 +99,25 @@ class DockerFaultTarget:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def show(self, now: SystemState, changed: StateDiff) -> None:
+    def apply(self, state: SystemState, changed: StateDiff) -> None:
         """Shape the changed links, store the new state, and notify the agents.
 
-        A change refused by the shaper is not stored. A device deployed in the meantime reads the stored state.
+        A device that is deployed between storing and notifying reads the stored state.
         """
-        # The links that the devices know, so that only differences are sent.
-        before = self.shown
-        # The shaper first, which may refuse.
+        # The devices know these links, so only differences are sent.
+        before = self.current
+        # Shape first: the shaper may refuse the change, and nothing must be stored then.
         if changed.links:
             self._lab.shaper.set(changed.links)
         # Replace the file in one step: another process may be reading it.
         draft = self._path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(_to_json(now)))
+        draft.write_text(json.dumps(_to_json(state)))
         draft.replace(self._path)
-        self._send_links(changed.links, before.link, now.link)
+        self._send_links(changed.links, before.link, state.link)
         self._send_speeds(changed.speeds)
 
     def kill(self, device: str) -> None:
-        """Kill the container of a device."""
+        """Stop a device abruptly."""
         self._lab.kill(device)
 
     def restart(self, device: str) -> None:
@@ -140,7 +143,7 @@ class DockerFaultTarget:
         self.kill(device)
 
     def pause(self, device: str) -> None:
-        """Freeze a device; computation halts first, since a frozen device must not use up paced time."""
+        """Freeze a device; its computation is slowed down first, see `HALTED`."""
         self._send_speeds({device: HALTED})
         self._lab.pause(device)
 
@@ -150,45 +153,46 @@ class DockerFaultTarget:
         self.inform(device, fresh=False)
 
     def inform(self, name: str, *, fresh: bool = True) -> None:
-        """Send a device the current properties of all links and of the speed.
+        """Send a device the current properties of its links and its speed.
 
         ``fresh`` means a device that was just booted or deployed and knows only its deployment; otherwise the device
         was unreachable for a while.
         """
-        now = self.shown
-        own = [pair for pair in now.links if name in pair]
-        known = now.links.__getitem__ if fresh else None
-        self._send_links(own, known, now.link, [name])
-        if not fresh or now.speed_factor(name) != 1.0:
-            self._send_speeds({name: now.speed_factor(name)})
+        state = self.current
+        own = [pair for pair in state.links if name in pair]
+        # A fresh device knows the links of the scenario, and nothing is known of any other.
+        known = state.links.__getitem__ if fresh else None
+        self._send_links(own, known, state.link, [name])
+        if not fresh or state.speed_factor(name) != 1.0:
+            self._send_speeds({name: state.speed_factor(name)})
 
     def _send_links(
         self,
         pairs: Iterable[Pair],
         before: Callable[[Pair], Link] | None,
-        now: Callable[[Pair], Link],
+        current: Callable[[Pair], Link],
         receivers: Collection[str] | None = None,
     ) -> None:
-        """Notify devices of links that differ from ``before``; None means that the devices' knowledge is unknown.
+        """Notify devices of links that differ from ``before``, the links that they know; None sends all.
 
-        The receiver of a link loses broadcasts, and both ends of a slow connection extend their time-outs.
-        ``receivers`` limits the notified devices; None notifies all.
+        The share of lost broadcasts is sent to the receiver of a link, which drops them. The round-trip time is sent to
+        both ends, which extend their time-outs. ``receivers`` limits the notified devices; None notifies all.
         """
         changes: dict[str, _LinkChanges] = defaultdict(_LinkChanges)
         for source, destination in pairs:
             outward = (source, destination)
             inward = (destination, source)
-            message_loss = now(outward).message_loss
+            message_loss = current(outward).message_loss
             if before is None or message_loss != before(outward).message_loss:
                 changes[destination].message_loss[source] = message_loss
             # A connection needs both directions, and its time-outs follow from the sum of both.
             if inward not in self.experiment.links:
                 continue
-            round_trip = slowness(now(outward), now(inward))
-            known = None
+            round_trip = slowness(current(outward), current(inward))
+            known_steps = None
             if before is not None:
-                known = _round_down(slowness(before(outward), before(inward)))
-            if known != _round_down(round_trip):
+                known_steps = _slowness_steps(slowness(before(outward), before(inward)))
+            if known_steps != _slowness_steps(round_trip):
                 changes[source].slowness[destination] = round_trip
                 changes[destination].slowness[source] = round_trip
         for name, change in changes.items():
@@ -230,53 +234,53 @@ def _wait_for_program(agent: Agent, device: str) -> None:
         time.sleep(RETIRE_INTERVAL)
 
 
-def _round_down(seconds: float) -> int:
+def _slowness_steps(seconds: float) -> int:
     return int(seconds / _SLOWNESS_STEP)
 
 
-def _to_json(now: SystemState) -> dict[str, Any]:
-    """Return the changes of links and speeds as JSON."""
+def _to_json(state: SystemState) -> dict[str, Any]:
+    """Return the part of a state that differs from the scenario, as JSON values."""
     in_force = {}
-    for handle, action in now.in_force.items():
+    for handle, action in state.in_force.items():
         part = ActionPart.of(action)
         in_force[handle] = part.model_dump(
             mode="json", by_alias=True, exclude_none=True
         )
     return {
-        "links": links_to_json(now.set_links),
-        "speeds": dict(now.set_speeds),
+        "links": links_to_json(state.set_links),
+        "speeds": dict(state.set_speeds),
         "in_force": in_force,
     }
 
 
-def _from_json(document: Mapping[str, Any], untouched: SystemState) -> SystemState:
+def _from_json(document: Mapping[str, Any], scenario_state: SystemState) -> SystemState:
     """Return the state stored by `_to_json`."""
     in_force = {}
     for handle, part in document["in_force"].items():
         in_force[handle] = ActionPart.model_validate(part).action
     return replace(
-        untouched,
+        scenario_state,
         set_links=links_from_json(document["links"]),
         set_speeds=document["speeds"],
         in_force=in_force,
     )
 
 
-def events_of(
+def step_events(
     step: RecordedStep, changed: StateDiff, speeds: Mapping[str, float]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and fields of the events for a step and the resulting changes; see `changes_of`."""
-    return [*step.events(), *changes_of(changed, speeds)]
+    """Return the name and fields of the events for a step and the resulting changes; see `change_events`."""
+    return [*step.events(), *change_events(changed, speeds)]
 
 
-def changes_of(
+def change_events(
     changed: StateDiff, speeds: Mapping[str, float]
 ) -> list[tuple[str, dict[str, Any]]]:
     """Return the name and fields of the events for changed links and devices.
 
     ``speeds`` are those of the scenario, in FLOP/s.
 
-    >>> changes_of(StateDiff(speeds={"worker1": 0.5}), {"worker1": 1e9})
+    >>> change_events(StateDiff(speeds={"worker1": 0.5}), {"worker1": 1e9})
     [('speed', {'target': 'worker1', 'factor': 0.5, 'speed': 500000000.0})]
     """
     events: list[tuple[str, dict[str, Any]]] = []

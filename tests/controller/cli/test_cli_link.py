@@ -158,7 +158,7 @@ def test_a_setting_outlives_faults(memory: Memory) -> None:
     apply_step(FaultOperation(worse, "worse"), memory.containers)
     assert "300 ms" in call("set", "a", "b", "--delay", "20ms", "--loss", "2%").output
     assert memory.links["a", "b"] == Link(rate=50e6, delay=0.3, loss=0.02)
-    assert list(memory.containers.shown.in_force) == ["worse"]
+    assert list(memory.containers.current.in_force) == ["worse"]
     apply_step(FaultOperation(ActionPart(heal="all").action, "heal"), memory.containers)
     assert memory.links["a", "b"] == Link(rate=50e6, delay=0.02, loss=0.02)
     assert memory.containers.links()["a", "b"] == memory.links["a", "b"]

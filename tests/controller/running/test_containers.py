@@ -40,7 +40,7 @@ def take_back(lab: RecordingLab, handle: str = "it", **given: Any) -> StateDiff:
 
 
 def in_force(lab: RecordingLab) -> list[str]:
-    return list(containers(lab).shown.in_force)
+    return list(containers(lab).current.in_force)
 
 
 def test_throttle_is_sent_to_the_agent_and_reverted(lab: RecordingLab) -> None:
@@ -268,7 +268,7 @@ def test_every_action_in_force_is_read_as_it_was_written(lab: RecordingLab) -> N
     ]
     for index, given in enumerate(actions):
         do(lab, str(index), **given)
-    shown = containers(lab).shown
+    shown = containers(lab).current
     assert list(shown.in_force.values()) == [
         ActionPart.model_validate(given).action for given in actions
     ]

@@ -16,7 +16,7 @@ from testbed_controller.api import live
 from testbed_controller.lab import runstate
 from testbed_controller.lab.lab import Lab
 from testbed_controller.running import control
-from testbed_controller.running.machines import DockerFaultTarget, events_of
+from testbed_controller.running.machines import DockerFaultTarget, step_events
 from tests.helpers.recording_lab import RecordingLab
 
 RUN = "run-1"
@@ -33,7 +33,7 @@ class Run:
         return control.answer(request, self.containers, self.record)
 
     def record(self, step: RecordedStep, changed: StateDiff) -> None:
-        self.events += events_of(step, changed, dict.fromkeys("abc", 1e9))
+        self.events += step_events(step, changed, dict.fromkeys("abc", 1e9))
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ class RecordingTarget:
     """Fault target that stores device states, links and speeds, and checks locks and transitions."""
 
     def __init__(self) -> None:
-        self.shown = INITIAL
+        self.current = INITIAL
         self.devices = dict(INITIAL.devices)
         self.links = dict(INITIAL.links)
         self.speed_factors = dict.fromkeys(NAMES, 1.0)
@@ -105,9 +105,9 @@ class RecordingTarget:
     def __exit__(self, *_):
         self.is_locked = False
 
-    def show(self, now, changed):
+    def apply(self, now, changed):
         assert self.is_locked
-        self.shown = now
+        self.current = now
         self.links |= changed.links
         self.speed_factors |= changed.speeds
 

@@ -33,7 +33,7 @@ def cast_repeatedly(count: int, padding: int = 100, peers=RECEIVERS):
 
 def set_link(world, pair, link):
     """Replace the properties of one link before anything is sent."""
-    world.shown.links[pair] = link
+    world.current.links[pair] = link
 
 
 def half_interval(count: int, probability: float) -> float:

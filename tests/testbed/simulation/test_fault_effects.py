@@ -308,7 +308,7 @@ def test_heal_reverts_all_faults_and_later_scheduled_end_has_no_effect():
         ],
     )
     world.run()
-    assert not world.shown.in_force
+    assert not world.current.in_force
     assert set(times_of(world, "link")) == {1, 2}
 
 
