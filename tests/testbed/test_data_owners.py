@@ -1,4 +1,4 @@
-"""Data belong to devices: each is given its own samples and no others, whichever runtime runs it."""
+"""The distribution of training samples among devices that own data."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
 from testbed_controller.cli.main import testbed as command_line
 from tests.helpers import owners
+from tests.helpers.runs import events_of
 
 SCENARIO = """\
 name: owners
@@ -36,69 +37,66 @@ workload:
 
 
 @pytest.fixture
-def write(tmp_path):
+def write_scenario(tmp_path):
+    """Return a function that writes a scenario of three devices with data, and returns its file."""
+    # The method "owners" records the samples of each device.
     (tmp_path / "owners.py").write_bytes(Path(owners.__file__).read_bytes())
 
     def write(split, method="owners", seed=3):
         file = tmp_path / "owners.yaml"
-        named = (
-            f"{{file: owners.py, name: {method}}}"
-            if method == "owners"
-            else f"{{name: {method}}}"
+        method_file = "file: owners.py, " if method == "owners" else ""
+        text = SCENARIO.format(
+            split=f", split: {split}" if split else "",
+            method=f"{{{method_file}name: {method}}}",
+            seed=seed,
         )
-        file.write_text(
-            SCENARIO.format(
-                split=f", split: {split}" if split else "", method=named, seed=seed
-            )
-        )
+        file.write_text(text)
         return file
 
     return write
 
 
-def prepared(file):
-    return prepare(trials(load_scenario(file))[0])
+def prepare_scenario(file):
+    (trial,) = trials(load_scenario(file))
+    return prepare(trial)
 
 
 @pytest.mark.parametrize(
     "split", ["iid", "{sizes: [10, 20, 30]}", "{dirichlet: 0.5}", "{shards: 2}"]
 )
-def test_each_device_is_given_its_own_samples_and_the_lead_the_test_samples(
-    write, split
+def test_device_gets_its_training_samples_and_coordinator_test_samples(
+    write_scenario, split
 ):
-    ready = prepared(write(split))
-    dataset = load(ready.scenario.workload.data)
-    outcome = simulate(ready, dataset)
+    prepared = prepare_scenario(write_scenario(split))
+    dataset = load(prepared.scenario.workload.data)
+    outcome = simulate(prepared, dataset)
     assert outcome.status == "finished", outcome.error
-    given = {
-        event.device: event.fields
-        for event in outcome.events
-        if event.event == "owned_data"
-    }
-    assert given["server"]["labels"] == []
-    assert given["server"]["tests"] == 40
-    assert list(shares_of(ready)) == ["board1", "board2", "board3"]
-    for name, share in shares_of(ready).items():
-        assert given[name]["labels"] == dataset.train_labels[share].tolist()
-        assert given[name]["pixels"] == pytest.approx(
-            dataset.train_images[share].sum(dtype=np.float64)
-        )
-        assert given[name]["tests"] == 0
-        assert given[name]["samples"] == {
-            other: len(indices) for other, indices in shares_of(ready).items()
-        }
+    reports = dict(events_of(outcome, "owned_data"))
+    assert reports["server"]["labels"] == []
+    assert reports["server"]["tests"] == 40
+    shares = shares_of(prepared)
+    share_sizes = {name: len(share) for name, share in shares.items()}
+    assert list(shares) == ["board1", "board2", "board3"]
+    for name, share in shares.items():
+        report = reports[name]
+        assert report["labels"] == dataset.train_labels[share].tolist()
+        pixels = dataset.train_images[share].sum(dtype=np.float64)
+        assert report["pixels"] == pytest.approx(pixels)
+        assert report["tests"] == 0
+        assert report["samples"] == share_sizes
 
 
-def test_the_seed_decides_who_owns_what(write):
-    one, again, other = (
-        shares_of(prepared(write("iid", seed=seed)))["board1"].tolist()
-        for seed in (3, 3, 4)
-    )
-    assert one == again != other
+def test_seed_determines_shares(write_scenario):
+    shares = []
+    for seed in (3, 3, 4):
+        prepared = prepare_scenario(write_scenario("iid", seed=seed))
+        shares.append(shares_of(prepared)["board1"].tolist())
+    assert shares[0] == shares[1]
+    assert shares[0] != shares[2]
 
 
 @pytest.mark.parametrize(
-    ("split", "method", "said"),
+    ("split", "method", "message"),
     [
         (
             "{sizes: [10, 20]}",
@@ -140,44 +138,44 @@ def test_the_seed_decides_who_owns_what(write):
         ),
     ],
 )
-def test_a_split_that_cannot_be_is_one_line_that_names_the_key(
-    write, split, method, said
+def test_invalid_split_is_refused_in_one_line_with_key(
+    write_scenario, split, method, message
 ):
-    file = write(split, method)
-    with pytest.raises(InputError) as caught:
-        prepared(file)
-    assert str(caught.value).startswith(f"{file}:10: workload.data.{said}")
-    assert "\n" not in str(caught.value)
+    file = write_scenario(split, method)
+    with pytest.raises(InputError) as error:
+        prepare_scenario(file)
+    assert str(error.value).startswith(f"{file}:10: workload.data.{message}")
+    assert "\n" not in str(error.value)
+    # Exit code 2 is that of an invalid scenario.
     assert CliRunner().invoke(command_line, ["validate", str(file)]).exit_code == 2
 
 
-def test_more_devices_than_samples(write):
-    file = write("iid")
+def test_fewer_samples_than_devices_are_refused(write_scenario):
+    file = write_scenario("iid")
     file.write_text(file.read_text().replace("train: 300", "train: 2"))
     with pytest.raises(
         InputError,
         match=r"workload\.data\.split: 2 samples are too few for 3 devices: use more samples",
     ):
-        prepared(file)
+        prepare_scenario(file)
 
 
-def test_the_plan_shows_samples_and_classes_of_each_device(write, monkeypatch):
+def test_plan_prints_samples_and_classes_of_each_device(write_scenario, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    result = CliRunner().invoke(command_line, ["plan", str(write("{shards: 2}"))])
+    file = write_scenario("{shards: 2}")
+    result = CliRunner().invoke(command_line, ["plan", str(file)])
     assert result.exit_code == 0, result.output
-    rows = [
-        line.split()
-        for line in result.output.splitlines()
-        if line.startswith(" board") and ":" in line
-    ]
-    assert [(row[0], row[2]) for row in rows] == [
-        ("board1", "2"),
-        ("board2", "2"),
-        ("board3", "2"),
-    ]
-    counts = [sum(int(word.rstrip(",")) for word in row[4::2]) for row in rows]
-    assert counts == [int(row[1]) for row in rows]
-    assert (
-        f"{sum(counts)} of 300 training samples; the coordinator has the test samples"
-        in result.output
-    )
+    names, total = [], 0
+    for line in result.output.splitlines():
+        if not line.startswith(" board") or ":" not in line:
+            continue
+        # A row has the name, the samples, the classes, and a "CLASS: COUNT," for each class.
+        name, samples, classes, *counts_by_class = line.split()
+        names.append(name)
+        assert classes == "2"
+        counts = [int(word.rstrip(",")) for word in counts_by_class[1::2]]
+        assert sum(counts) == int(samples)
+        total += sum(counts)
+    assert names == ["board1", "board2", "board3"]
+    summary = f"{total} of 300 training samples; the coordinator has the test samples"
+    assert summary in result.output

@@ -1,4 +1,4 @@
-"""What methods learn as they come: no optimizer, schedule or loss named."""
+"""Training with the default optimizer, schedule and loss of each method."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ from testbed.simulation import simulate
 from tests.helpers.runs import fields_of, make_scenario
 
 
-def learned(method, epochs, **training):
-    data = {"name": "digits"} | (
-        {"split": "iid"} if method in ("federated", "split-learning") else {}
-    )
-    work = {
+def train_on_digits(method, epochs, **training):
+    """Return the final accuracy and the texts of the log."""
+    data = {"name": "digits"}
+    # In these methods, devices train on their own samples.
+    if method in ("federated", "split-learning"):
+        data["split"] = "iid"
+    workload = {
         "model": {"name": "mlp"},
         "data": data,
         "batch_size": 32,
         "epochs": epochs,
         "steps": None,
+        "training": training,
     }
-    written = make_scenario(
-        3, "1gflops", workload={**work, "training": training}, method={"name": method}
-    )
-    prepared = prepare(trials(written)[0])
+    scenario = make_scenario(3, "1gflops", workload=workload, method={"name": method})
+    (trial,) = trials(scenario)
+    prepared = prepare(trial)
     outcome = simulate(prepared, load_data(prepared.scenario.workload.data))
     assert outcome.status == "finished", outcome.error
-    return fields_of(outcome, "evaluate")[-1]["accuracy"], [
-        each["text"] for each in fields_of(outcome, "log")
-    ]
+    accuracy = fields_of(outcome, "evaluate")[-1]["accuracy"]
+    return accuracy, [fields["text"] for fields in fields_of(outcome, "log")]
 
 
 @pytest.mark.parametrize(
     ("method", "epochs"),
     [("single", 10), ("ftpipehd", 10), ("split-learning", 10), ("federated", 20)],
 )
-def test_defaults_learn_handwritten_digits(method, epochs):
-    accuracy, said = learned(method, epochs)
+def test_default_training_reaches_90_percent_on_digits(method, epochs):
+    accuracy, log_texts = train_on_digits(method, epochs)
     assert accuracy >= 0.9
-    assert not any("momentum" in text for text in said)
+    assert not any("momentum" in text for text in log_texts)
 
 
-def test_momentum_does_harm_in_an_asynchronous_pipeline_and_is_warned_of():
-    accuracy, said = learned("ftpipehd", 10, optimizer={"momentum": 0.9})
-    assert accuracy < 0.5
-    assert any(
-        "momentum 0.9 carries each update on for 10 batches, and gradients are up to 3 old"
-        in text
-        for text in said
+def test_harmful_momentum_of_asynchronous_pipeline_is_logged():
+    accuracy, log_texts = train_on_digits(
+        "ftpipehd", epochs=10, optimizer={"momentum": 0.9}
     )
+    # Training fails: gradients are older than the updates that momentum still applies.
+    assert accuracy < 0.5
+    # A momentum of 0.9 has an effect over 1 / (1 - 0.9) batches.
+    warning = "momentum 0.9 carries each update on for 10 batches, and gradients are up to 3 old"
+    assert any(warning in text for text in log_texts)

