@@ -1,4 +1,4 @@
-"""What the host added to a step, on hand-made events: the source computes, a worker answers, the source finishes."""
+"""Lateness on the critical paths of hand-made steps: device a computes, b answers, and a finishes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,21 @@ from testbed.trace.pace import busiest_share
 from testbed.trace.record import RunView
 from testbed.trace.requests import busiest_seconds
 from testbed.wire.framing import WINDOW, wire_bytes
+from tests.testbed.trace.records import in_order
 
 RATE = 1e6
-TAKES = 0.01 + wire_bytes(1000) * 8 / RATE
+DELAY = 0.01
+SENDING = wire_bytes(1000) * 8 / RATE
+"""Seconds that a message of the tests occupies its link."""
+TRANSFER = DELAY + SENDING
+"""Seconds from the send of a message to its arrival."""
 
 
-def experiment(**devices: Any) -> Experiment:
+def make_experiment(**device: Any) -> Experiment:
+    """Return an experiment of three devices; the arguments are keys of device a."""
     scenario = {
         "name": "critical",
-        "devices": {"a": devices, "b": {}, "c": {}},
+        "devices": {"a": device, "b": {}, "c": {}},
         "network": {"link": {"rate": "1mbit", "delay": "10ms"}},
         "workload": {
             "task": "infer",
@@ -39,251 +45,240 @@ def experiment(**devices: Any) -> Experiment:
 
 
 def compute(device: str, start: float, end: float, late: float = 0.0) -> Event:
-    return Event(
-        end,
-        device,
-        "compute",
-        {"start": start, "duration": end - start, "deficit": 0.0, "late": late},
-    )
+    fields = {"start": start, "duration": end - start, "deficit": 0.0, "late": late}
+    return Event(end, device, "compute", fields)
 
 
-def message(
-    source: str, target: str, called: float, late: float = 0.0, queued: float = 0.0
+def send_and_receive(
+    source: str,
+    target: str,
+    start: float,
+    arrival: float,
+    acknowledged: float,
+    size: int = 1000,
+    queued: float = 0.0,
 ) -> list[Event]:
-    arrived = called + queued + TAKES + late
-    here = {
+    """Return the two events of a message between two devices."""
+    sent = {
         "peer": target,
         "message": "m",
-        "bytes": 1000,
-        "start": called,
+        "bytes": size,
+        "start": start,
+        "duration": acknowledged - start,
         "queued": queued,
         "encode": 0.0,
     }
-    there = {
+    received = {
         "peer": source,
         "message": "m",
-        "bytes": 1000,
-        "start": arrived,
+        "bytes": size,
+        "start": arrival,
         "duration": 0.0,
     }
-    ended = arrived + 0.01
     return [
-        Event(ended, source, "send", {**here, "duration": ended - called}),
-        Event(arrived, target, "receive", there),
+        Event(acknowledged, source, "send", sent),
+        Event(arrival, target, "receive", received),
     ]
 
 
-def step(
+def message(
+    source: str, target: str, start: float, late: float = 0.0, queued: float = 0.0
+) -> list[Event]:
+    """Return the events of a message of 1,000 bytes on a link of the experiment."""
+    arrival = start + queued + TRANSFER + late
+    return send_and_receive(
+        source, target, start, arrival, arrival + DELAY, queued=queued
+    )
+
+
+def link_change(source: str, target: str, link: Link, time: float = 0.0) -> Event:
+    return Event(time, TESTBED, "link", link_fields(source, target, link))
+
+
+def make_step(
     late_work: float = 0.0, late_message: float = 0.0
 ) -> tuple[list[Event], float]:
-    """Return the events of one step from 0 on, and its end."""
-    arrived = 1.0 + TAKES
-    back = arrived + 0.5 + late_work
-    returned = back + TAKES + late_message
+    """Return the events of one step from 0 on, and its end.
+
+    The work of b and the answer to a may be late. Work for c, on which a does not wait, is late in any case.
+    """
+    arrived = 1.0 + TRANSFER
+    answered = arrived + 0.5 + late_work
+    returned = answered + TRANSFER + late_message
     events = [
         compute("a", 0.0, 1.0),
         *message("a", "b", 1.0),
-        # Nobody waits for what c does, however late.
         *message("a", "c", 1.0),
         compute("c", arrived, arrived + 0.3, late=0.2),
-        compute("b", arrived, back, late_work),
-        *message("b", "a", back, late_message),
+        compute("b", arrived, answered, late_work),
+        *message("b", "a", answered, late_message),
         compute("a", returned, returned + 0.2),
     ]
     return events, returned + 0.2
 
 
-def added(events: list[Event], end: float, **devices: Any) -> PathTime:
-    return CriticalPaths(events, experiment(**devices), packet_lateness=0.001).lateness(
-        "a", (0.0, end)
-    )
+def lateness_of_step(events: list[Event], end: float, **device: Any) -> PathTime:
+    paths = CriticalPaths(events, make_experiment(**device), packet_lateness=0.001)
+    return paths.lateness("a", (0.0, end))
 
 
-def test_a_step_on_time_is_not_late() -> None:
-    assert astuple(added(*step())) == pytest.approx((0.0, 0.0), abs=1e-9)
+def test_punctual_step_has_no_lateness() -> None:
+    assert astuple(lateness_of_step(*make_step())) == pytest.approx((0, 0), abs=1e-9)
 
 
-def test_lateness_on_the_path_counts() -> None:
-    late = added(*step(late_work=0.07, late_message=0.03))
-    assert late.computing == pytest.approx(0.07)
-    assert late.messaging == pytest.approx(0.03)
+def test_lateness_on_critical_path_counts() -> None:
+    lateness = lateness_of_step(*make_step(late_work=0.07, late_message=0.03))
+    assert lateness.computing == pytest.approx(0.07)
+    assert lateness.messaging == pytest.approx(0.03)
 
 
-def test_a_path_ends_where_its_window_begins() -> None:
-    events, end = step(late_work=0.07, late_message=0.03)
-    paths = CriticalPaths(events, experiment())
+def test_path_ends_at_beginning_of_interval() -> None:
+    events, end = make_step(late_work=0.07, late_message=0.03)
+    paths = CriticalPaths(events, make_experiment())
+    # The last 0.2 s are the computation of a; before them the message arrived.
     assert paths.lateness("a", (end - 0.2, end)) == PathTime()
-    assert paths.lateness("a", (end - 0.24, end)) == PathTime(
-        messaging=pytest.approx(0.03)
-    )
+    late_message = PathTime(messaging=pytest.approx(0.03))
+    assert paths.lateness("a", (end - 0.24, end)) == late_message
     assert paths.lateness("nobody", (0.0, end)) == PathTime()
 
 
-def test_waiting_behind_another_message_is_the_links_doing() -> None:
-    first, second = message("a", "b", 1.0), message("a", "b", 1.0, queued=TAKES - 0.01)
-    late = CriticalPaths([*first, *second], experiment()).lateness("b", (0.5, 2.0))
-    assert astuple(late) == pytest.approx((0.0, 0.0), abs=1e-9)
+def test_waiting_behind_earlier_message_is_not_lateness() -> None:
+    first = message("a", "b", 1.0)
+    second = message("a", "b", 1.0, queued=SENDING)
+    paths = CriticalPaths([*first, *second], make_experiment())
+    lateness = paths.lateness("b", (0.5, 2.0))
+    assert astuple(lateness) == pytest.approx((0.0, 0.0), abs=1e-9)
 
 
-def test_each_of_several_messages_under_way_is_told_from_the_others() -> None:
-    # On a link of 0.3 s all four leave before the first is there; the third is 50 ms late, the fourth on its heels.
-    busy = TAKES - 0.01
-    slow = Event(0.0, TESTBED, "link", link_fields("a", "b", Link(RATE, 0.3)))
-    events = [slow]
-    for number, late in enumerate([0.0, 0.0, 0.05, 0.05]):
-        events += message("a", "b", 1.0, late=0.29 + late, queued=number * busy)
-    paths = CriticalPaths(events, experiment())
-    received = [event.time for event in events if event.event == "receive"]
-    found = [
-        paths.lateness("b", (instant - 0.001, instant)).messaging
-        for instant in received
+def test_lateness_of_concurrent_messages_is_attributed_to_each_message() -> None:
+    # On a link of 0.3 s all four leave before the first arrives; the third is 50 ms late, and the fourth follows it.
+    long_delay = 0.3
+    events = [link_change("a", "b", Link(RATE, long_delay))]
+    lateness_of_messages = [0.0, 0.0, 0.05, 0.05]
+    for number, late in enumerate(lateness_of_messages):
+        extra = long_delay - DELAY + late
+        events += message("a", "b", 1.0, late=extra, queued=number * SENDING)
+    paths = CriticalPaths(events, make_experiment())
+    lateness = []
+    for event in events:
+        if event.event == "receive":
+            just_before = event.time - 0.001
+            path = paths.lateness("b", (just_before, event.time))
+            lateness.append(path.messaging)
+    assert lateness == pytest.approx(lateness_of_messages)
+
+
+def test_waiting_for_window_is_not_lateness() -> None:
+    # The first message fills the window; the second leaves when it is acknowledged, after a round trip of 2 s.
+    events = [
+        link_change("a", "b", Link(None, 1.0)),
+        *send_and_receive("a", "b", 1.0, 2.0, 3.0, size=WINDOW),
+        *send_and_receive("a", "b", 1.0, 4.0, 5.0, size=WINDOW, queued=2.0),
     ]
-    assert found == pytest.approx([0.0, 0.0, 0.05, 0.05])
+    lateness = CriticalPaths(events, make_experiment()).lateness("b", (3.9, 4.0))
+    assert lateness.messaging == pytest.approx(0.0)
 
 
-def test_waiting_for_room_in_the_window_is_not_the_hosts_doing() -> None:
-    here = {"peer": "b", "message": "m", "bytes": WINDOW, "encode": 0.0}
-    slow = Event(0.0, TESTBED, "link", link_fields("a", "b", Link(None, 1.0)))
-    sends = [
-        Event(3.0, "a", "send", {**here, "start": 1.0, "queued": 0.0, "duration": 2.0})
+def test_acknowledgements_at_one_instant_free_window_together() -> None:
+    # Two large messages together exceed the window, so that the small one waits for both acknowledgements at 3 s.
+    events = [
+        link_change("a", "b", Link(None, 1.0)),
+        *send_and_receive("a", "b", 1.0, 2.0, 3.0, size=2_000_000),
+        *send_and_receive("a", "b", 1.0, 2.0, 3.0, size=WINDOW),
+        *send_and_receive("a", "b", 1.0, 4.0, 5.0, size=1_000, queued=2.0),
     ]
-    sends += [
-        Event(5.0, "a", "send", {**here, "start": 1.0, "queued": 2.0, "duration": 4.0})
-    ]
-    there = [
-        Event(
-            2.0 * n,
-            "b",
-            "receive",
-            {**here, "peer": "a", "start": 2.0 * n, "duration": 0.0},
-        )
-        for n in (1, 2)
-    ]
-    late = CriticalPaths([slow, *sends, *there], experiment()).lateness("b", (3.9, 4.0))
-    assert late.messaging == pytest.approx(0.0)
-
-
-def test_acknowledgements_at_one_instant_make_room_together() -> None:
-    """Two large messages and a small one are sent at once, on a link without a rate; the large ones fill the window."""
-    unlimited = Event(0.0, TESTBED, "link", link_fields("a", "b", Link(None, 1.0)))
-    sends, receptions = [], []
-    for size, queued in ((2_000_000, 0.0), (WINDOW, 0.0), (1_000, 2.0)):
-        common = {"message": "m", "bytes": size}
-        times = {"start": 1.0, "queued": queued, "encode": 0.0}
-        acknowledged = 3.0 + queued
-        sends.append(
-            Event(
-                acknowledged,
-                "a",
-                "send",
-                {**common, **times, "peer": "b", "duration": acknowledged - 1.0},
-            )
-        )
-        arrived = 2.0 + queued
-        there = {"peer": "a", "start": arrived, "duration": 0.0}
-        receptions.append(Event(arrived, "b", "receive", {**common, **there}))
-    events = [unlimited, *sends, *receptions]
-    paths = CriticalPaths(events, experiment())
-    # The small message waits for both acknowledgements, so the host is not late.
+    paths = CriticalPaths(events, make_experiment())
     assert paths.lateness("b", (3.9, 4.0)).messaging == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("figure", [{"loss": 0.1}, {"jitter": 0.001}, {"reorder": 0.1}])
-def test_what_a_link_does_at_random_is_not_the_hosts_doing(
-    figure: dict[str, float],
-) -> None:
-    events, end = step(late_message=0.3)
-    changes = [
-        Event(
-            0.0,
-            TESTBED,
-            "link",
-            link_fields("b", "a", replace(Link(RATE, 0.01), **figure)),
-        ),  # type: ignore[arg-type]
-    ]
-    assert added([*changes, *events], end).messaging == pytest.approx(0.001), (
-        "what packets are late by on the average"
-    )
+@pytest.mark.parametrize(
+    "effect", [{"loss": 0.1}, {"jitter": 0.001}, {"reorder": 0.1}], ids=str
+)
+def test_delay_on_random_link_is_not_lateness(effect: dict[str, float]) -> None:
+    events, end = make_step(late_message=0.3)
+    link = replace(Link(RATE, DELAY), **effect)  # type: ignore[arg-type]
+    lateness = lateness_of_step([link_change("b", "a", link), *events], end)
+    # Only the mean lateness of packets counts.
+    assert lateness.messaging == pytest.approx(0.001)
 
 
-def test_links_are_taken_as_they_were() -> None:
-    events, end = step(late_message=0.3)
-    slower = Event(1.2, TESTBED, "link", link_fields("b", "a", Link(RATE, 0.31)))
-    assert added([slower, *events], end).messaging == pytest.approx(0.0, abs=1e-9)
-    assert added(events, end, uplink="2mbit").messaging == pytest.approx(0.002), (
-        "a shared uplink, both ways"
-    )
+def test_lateness_uses_link_properties_at_time_of_message() -> None:
+    events, end = make_step(late_message=0.3)
+    # From 1.2 s the link is slower by as much as the message is late.
+    slower = link_change("b", "a", Link(RATE, DELAY + 0.3), time=1.2)
+    lateness = lateness_of_step([slower, *events], end)
+    assert lateness.messaging == pytest.approx(0.0, abs=1e-9)
 
 
-def test_work_that_takes_no_time_does_not_end_the_way_back() -> None:
+def test_delay_on_shared_uplink_is_not_lateness() -> None:
+    events, end = make_step(late_message=0.3)
+    # The mean lateness of packets, of the messages in both directions.
+    lateness = lateness_of_step(events, end, uplink="2mbit")
+    assert lateness.messaging == pytest.approx(0.002)
+
+
+def test_computations_without_duration_do_not_end_path() -> None:
+    instantaneous = [compute("a", 1.0, 1.0)] * 3
+    arrived = 1.0 + TRANSFER
     events = [
         compute("a", 0.0, 1.0),
-        compute("a", 1.0, 1.0),
-        compute("a", 1.0, 1.0),
-        compute("a", 1.0, 1.0),
+        *instantaneous,
+        *message("a", "b", 1.0),
+        compute("b", arrived, arrived + 1.0),
     ]
-    events += [*message("a", "b", 1.0), compute("b", 1.0 + TAKES, 2.0 + TAKES)]
-    spent = CriticalPaths(events, experiment()).spent("b", (0.0, 2.0 + TAKES))
-    assert (spent.computing, spent.messaging) == pytest.approx((2.0, TAKES))
+    spent = CriticalPaths(events, make_experiment()).spent("b", (0.0, arrived + 1.0))
+    # A second on each device.
+    assert spent.computing == pytest.approx(2.0)
+    assert spent.messaging == pytest.approx(TRANSFER)
 
 
-def test_what_another_processor_does_meanwhile_is_on_no_path() -> None:
-    """a sends to b, whose two processors also work for c; a waits for its own answer alone."""
-    arrived = 1.0 + TAKES
+def test_work_of_other_processor_is_not_on_path() -> None:
+    # a sends to b, whose second processor works for c; a waits for its own answer only.
+    arrived = 1.0 + TRANSFER
     answered = arrived + 0.5
-    back = answered + TAKES
+    returned = answered + TRANSFER
     events = [
         compute("a", 0.0, 1.0),
         *message("a", "b", 1.0),
-        # For c: over before and after what a waits for, late each time.
+        # For c, late each time: these end before the work for a begins, before it ends, and after it.
         compute("b", 0.2, arrived - 0.001, late=0.3),
         compute("b", arrived + 0.1, answered - 0.001, late=0.2),
+        compute("b", answered - 0.1, returned + 0.01, late=0.4),
         compute("b", arrived, answered, late=0.01),
-        compute("b", answered - 0.1, back + 0.01, late=0.4),
         *message("b", "a", answered),
     ]
-    paths = CriticalPaths(events, experiment())
-    assert paths.lateness("a", (0.0, back)) == PathTime(
-        computing=pytest.approx(0.01), messaging=pytest.approx(0.0)
-    )
-    assert paths.spent("a", (0.0, back)).computing == pytest.approx(1.5)
+    paths = CriticalPaths(events, make_experiment())
+    lateness = paths.lateness("a", (0.0, returned))
+    assert lateness.computing == pytest.approx(0.01)
+    assert lateness.messaging == pytest.approx(0.0)
+    # 1 s on a and 0.5 s on b.
+    assert paths.spent("a", (0.0, returned)).computing == pytest.approx(1.5)
 
 
-def test_a_device_is_as_busy_as_its_processors_together() -> None:
-    """Of two processors one works for 3 s of 4, the other for 1 s."""
-    events = [
-        *(
-            Event(end, "a", "compute", {"start": start, "duration": end - start})
-            for start, end in ((0.0, 3.0), (1.0, 2.0))
-        ),
-        *(
-            Event(time, "a", "step", {"step": int(time), "samples": 1})
-            for time in (2.0, 4.0)
-        ),
+def test_busy_time_of_device_is_mean_of_its_processors() -> None:
+    # Of two processors one works for 3 s, the other for 1 s.
+    computations = [compute("a", 0.0, 3.0), compute("a", 1.0, 2.0)]
+    steps = [
+        Event(2.0, "a", "step", {"step": 2, "samples": 1}),
+        Event(4.0, "a", "step", {"step": 4, "samples": 1}),
     ]
-    one, two = experiment(), experiment(processors=2)
-    assert (
-        busiest_seconds(events, one, (0.0, 4.0)),
-        busiest_seconds(events, two, (0.0, 4.0)),
-    ) == (
-        4.0,
-        2.0,
-    )
-    record = RunView(
-        Outcome("simulate", "finished", events),
-        two,
-        Plan(method="single", coordinator="a", assignments=()),
-    )
-    assert busiest_share(record) == pytest.approx(0.25)  # the step from 2 s on
+    events = in_order(computations, steps)
+    one_processor = make_experiment()
+    two_processors = make_experiment(processors=2)
+    assert busiest_seconds(events, one_processor, (0.0, 4.0)) == 4.0
+    assert busiest_seconds(events, two_processors, (0.0, 4.0)) == 2.0
+    plan = Plan(method="single", coordinator="a", assignments=())
+    outcome = Outcome("simulate", "finished", events)
+    record = RunView(outcome, two_processors, plan)
+    # The undisturbed step lasts from 2 to 4 s, with 1 s of work for two processors.
+    assert busiest_share(record) == pytest.approx(0.25)
 
 
-def test_a_message_whose_sender_reads_its_clock_too_late_is_not_taken_for_the_one_before() -> (
-    None
-):
+def test_message_with_late_clock_reading_is_matched_with_its_own_send() -> None:
     first, second = message("a", "b", 0.0), message("a", "b", 5.0)
-    second[0].fields["queued"] = TAKES + 0.004  # as if it had left after it arrived
-    events = [*first, *second, compute("b", 5.0 + TAKES, 6.0)]
-    assert (
-        sum(astuple(CriticalPaths(events, experiment()).lateness("b", (4.0, 6.0))))
-        < 0.01
-    )
+    # The sender read its clock so late that the message seems to leave after its arrival.
+    second[0].fields["queued"] = TRANSFER + 0.004
+    events = [*first, *second, compute("b", 5.0 + TRANSFER, 6.0)]
+    lateness = CriticalPaths(events, make_experiment()).lateness("b", (4.0, 6.0))
+    # Matched with the first send, the message would be 5 s late.
+    assert lateness.computing + lateness.messaging < 0.01

@@ -1,4 +1,4 @@
-"""What each device spent its time on."""
+"""Use of time, traffic and energy of each device."""
 
 from __future__ import annotations
 
@@ -17,253 +17,247 @@ from testbed.trace.events import Event
 from testbed.trace.record import RunView
 from tests.helpers import recorded
 from tests.helpers.recorded import calm_metrics, recorded_metrics
+from tests.testbed.trace.records import (
+    fault_event,
+    in_order,
+    metric_values,
+    with_fields,
+)
+
+DURATION = 8.6
+"""Seconds of the recorded run with its fault."""
 
 
-def test_device_times_of_the_recorded_run() -> None:
-    found = recorded_metrics()["devices"]
-    a, b = found["a"], found["b"]
-    # a computes 0.4 s in each of six whole steps and 0.2 s in the one that broke off.
+def sum_of_parts(device: dict[str, Any]) -> float:
+    parts = ("compute", "communicate", "down", "idle")
+    return sum(device[part] for part in parts)
+
+
+def test_device_times_of_recorded_run() -> None:
+    metrics = recorded_metrics()["devices"]
+    a, b = metrics["a"], metrics["b"]
+    # a computes 0.4 s in each of six complete steps, and 0.2 s in the interrupted one.
     assert a["compute"] == pytest.approx(6 * 0.4 + 0.2)
     assert a["send"] == pytest.approx(7 * 0.1)
     assert a["receive"] == pytest.approx(6 * 0.09)
     assert a["down"] == 0
-    # b's span of step 2 was cut off by the kill after 0.02 s; it was gone until it said "started".
+    # The kill at 2.32 s interrupted b's forward pass after 0.02 s; b was down until its event "started" at 3.4 s.
     assert b["compute"] == pytest.approx(6 * 0.4 + 0.02)
     assert b["down"] == pytest.approx(3.4 - 2.32)
     for device in (a, b):
-        assert device["compute"] + device["communicate"] + device["down"] + device[
-            "idle"
-        ] == pytest.approx(8.6)
-        assert device["idle_share"] == pytest.approx(device["idle"] / 8.6)
-    assert a["bytes_sent"] == 700_000
-    assert b["bytes_received"] == 700_000
-    assert b["deficit"] == pytest.approx(0.06)
-    # Four undisturbed steps of one second, 0.01 s lost in each.
-    assert b["deficit_share"] == pytest.approx(0.04 / 4)
+        assert sum_of_parts(device) == pytest.approx(DURATION)
+        assert device["idle_share"] == pytest.approx(device["idle"] / DURATION)
     assert a["units"] == [0, 1]
 
 
-def test_sending_while_computing_is_counted_in_both_but_not_in_idle() -> None:
-    fields = {"start": 0.0, "duration": 2.0}
+def test_device_traffic_and_deficit_of_recorded_run() -> None:
+    metrics = recorded_metrics()["devices"]
+    # Seven messages of 100 kB.
+    assert metrics["a"]["bytes_sent"] == 700_000
+    assert metrics["b"]["bytes_received"] == 700_000
+    # Six complete computations of b with a deficit of 0.01 s.
+    assert metrics["b"]["deficit"] == pytest.approx(0.06)
+    # Four undisturbed steps of 1 s with 0.01 s each.
+    assert metrics["b"]["deficit_share"] == pytest.approx(0.04 / 4)
+
+
+def test_sending_during_computation_is_not_communication_time_of_its_own() -> None:
+    computation = {
+        "span": "forward",
+        "start": 0.0,
+        "duration": 2.0,
+        "flops": 1.0,
+        "busy": 0.1,
+        "deficit": 0.0,
+    }
+    sending = {
+        "peer": "b",
+        "message": "m",
+        "bytes": 10,
+        "start": 0.0,
+        "duration": 3.0,
+        "queued": 1.0,
+    }
     events = [
-        Event(
-            2.0,
-            "a",
-            "compute",
-            {"span": "forward", **fields, "flops": 1.0, "busy": 0.1, "deficit": 0.0},
-        ),
-        Event(
-            3.0,
-            "a",
-            "send",
-            {
-                "peer": "b",
-                "message": "m",
-                "bytes": 10,
-                "start": 0.0,
-                "duration": 3.0,
-                "queued": 1.0,
-            },
-        ),
+        Event(2.0, "a", "compute", computation),
+        Event(3.0, "a", "send", sending),
         Event(4.0, "a", "state", {"state": "finished"}),
     ]
     device = calm_metrics(events=events)["devices"]["a"]
-    assert (
-        device["compute"],
-        device["send"],
-        device["communicate"],
-        device["idle"],
-    ) == (2.0, 2.0, 1.0, 1.0)
+    # The transmission lasts from 1 to 3 s, half of it during the computation.
+    assert device["compute"] == 2.0
+    assert device["send"] == 2.0
+    assert device["communicate"] == 1.0
+    assert device["idle"] == 1.0
+
+
+def is_computation(event: Event) -> bool:
+    return event.event == "compute"
 
 
 @pytest.mark.parametrize("key", ["deficit", "late"])
-def test_pacing_that_the_host_could_not_keep(key: str) -> None:
-    events = [
-        Event(event.time, event.device, event.event, {**event.fields, key: 0.1})
-        if event.event == "compute"
-        else event
-        for event in recorded.make_events()
-    ]
-    found = recorded_metrics(events=events)
-    assert found["deficit_share"] == pytest.approx(0.2), (
-        "a computes twice a step of one second"
-    )
-    assert found["host_share"] > 0.1
-    [reason] = found["verdict"]["reasons"]
+def test_late_computations_make_run_untrusted(key: str) -> None:
+    events = with_fields(recorded.make_events(), is_computation, **{key: 0.1})
+    metrics = recorded_metrics(events=events)
+    # a computes twice in a step of 1 s.
+    assert metrics["deficit_share"] == pytest.approx(2 * 0.1)
+    assert metrics["host_share"] > 0.1
+    [reason] = metrics["verdict"]["reasons"]
     assert "by computing late" in reason
     assert reason.endswith(
         "its processors were busy for 40% of the time, all of them at once for 2%"
     )
 
 
-def test_waiting_for_a_processor_is_told_per_device() -> None:
-    # Half a second of waiting in each of two intervals of a second, as far as they are undisturbed.
-    waits = [
-        Event(time, "b", "host", {"waited": 0.5, "interval": 1.0})
-        for time in (2.0, 3.0)
-    ]
-    found = recorded_metrics(
-        events=sorted([*recorded.make_events(), *waits], key=lambda event: event.time)
-    )
-    steady = [row for row in found["series"]["steps"] if row["steady"]]
-    within = sum(
-        max(0.0, min(row["time"], 3.0) - max(row["time"] - row["seconds"], 1.0))
-        for row in steady
-    )
-    assert within > 0
-    share = 0.5 * within / sum(row["seconds"] for row in steady)
-    assert found["devices"]["b"]["waited_share"] == pytest.approx(share)
+def seconds_within(row: dict[str, Any], begin: float, end: float) -> float:
+    """Return the seconds of a step that lie in an interval."""
+    start = row["time"] - row["seconds"]
+    return max(0.0, min(row["time"], end) - max(start, begin))
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["compute", "send", "receive"]),
-            st.floats(0, 10),
-            st.floats(0, 5),
-            st.floats(0, 5),
-        ),
-        max_size=20,
-    )
+def test_waiting_for_processor_is_measured_in_undisturbed_steps() -> None:
+    # Half of the time from 1 to 3 s is spent waiting.
+    fields = {"waited": 0.5, "interval": 1.0}
+    waits = [Event(2.0, "b", "host", fields), Event(3.0, "b", "host", fields)]
+    metrics = recorded_metrics(events=in_order(recorded.make_events(), waits))
+    steady = [row for row in metrics["series"]["steps"] if row["steady"]]
+    measured = sum(seconds_within(row, 1.0, 3.0) for row in steady)
+    assert measured > 0
+    share = 0.5 * measured / sum(row["seconds"] for row in steady)
+    assert metrics["devices"]["b"]["waited_share"] == pytest.approx(share)
+
+
+ACTIVITIES = st.lists(
+    st.tuples(
+        st.sampled_from(["compute", "send", "receive"]),
+        st.floats(0, 10),
+        st.floats(0, 5),
+        st.floats(0, 5),
+    ),
+    max_size=20,
 )
-def test_the_parts_of_a_device_always_make_up_the_duration(
-    work: list[tuple[str, float, float, float]],
+"""Name, start, duration and seconds in a queue."""
+
+
+@given(ACTIVITIES)
+def test_parts_of_device_time_add_up_to_duration(
+    activities: list[tuple[str, float, float, float]],
 ) -> None:
-    events = [
-        Event(
-            start + length,
-            "a",
-            kind,
-            {
-                "start": start,
-                "duration": length,
-                "queued": queued,
-                "peer": "b",
-                "bytes": 1,
-            },
-        )
-        for kind, start, length, queued in work
-    ]
-    strike = {"action": "pause", "target": "a", "intended": 3.0}
-    events += [
-        Event(3.0, "testbed", "fault", {**strike, "phase": "strike"}),
-        Event(4.0, "testbed", "fault", {**strike, "phase": "undo"}),
+    events = []
+    for name, start, duration, queued in activities:
+        fields = {"start": start, "duration": duration, "queued": queued}
+        fields |= {"peer": "b", "bytes": 1}
+        events.append(Event(start + duration, "a", name, fields))
+    others = [
+        fault_event(3.0, "pause", "a"),
+        fault_event(4.0, "pause", "a", "undo", intended=3.0),
         Event(9.0, "a", "state", {"state": "finished"}),
     ]
-    device = calm_metrics(events=sorted(events, key=lambda event: event.time))[
-        "devices"
-    ]["a"]
-    assert device["compute"] + device["communicate"] + device["down"] + device[
-        "idle"
-    ] == pytest.approx(9.0)
+    metrics = calm_metrics(events=in_order(events, others))
+    device = metrics["devices"]["a"]
+    assert sum_of_parts(device) == pytest.approx(9.0)
     assert device["down"] == pytest.approx(1.0)
 
 
-def with_devices(record: RunView, **specs: Mapping[str, Any]) -> RunView:
-    found = tuple(
-        replace(each, **specs.get(each.name, {})) for each in record.experiment.devices
-    )
-    record.experiment = replace(record.experiment, devices=found)
+def with_devices(record: RunView, **changes: Mapping[str, Any]) -> RunView:
+    """Change the properties of some devices of a record."""
+    specs = []
+    for spec in record.experiment.devices:
+        specs.append(replace(spec, **changes.get(spec.name, {})))
+    record.experiment = replace(record.experiment, devices=tuple(specs))
     return record
 
 
-def test_energy_is_that_of_the_time_up_and_more_while_computing() -> None:
+def test_energy_has_idle_power_while_up_and_extra_power_while_computing() -> None:
     record = with_devices(
         recorded.make_record(), a={"watts": (2.0, 5.0)}, b={"watts": (1.0, 3.0)}
     )
-    found = devices(record)
-    # a computes 2.6 s of 8.6 s; b is down for 1.08 s of them, in which it draws nothing, and computes 2.42 s.
-    assert found["a"]["energy"] == pytest.approx(2.0 * 8.6 + 3.0 * 2.6)
-    assert found["b"]["energy"] == pytest.approx(1.0 * (8.6 - 1.08) + 2.0 * 2.42)
-    energy = next(figure for figure in METRICS if figure.name == "energy")
-    assert energy.compute(record) == pytest.approx(
-        found["a"]["energy"] + found["b"]["energy"]
-    )
+    rows = devices(record)
+    # a computes for 2.6 s of 8.6 s; b is down for 1.08 s without power, and computes for 2.42 s.
+    energy_of_a = 2.0 * DURATION + (5.0 - 2.0) * 2.6
+    energy_of_b = 1.0 * (DURATION - 1.08) + (3.0 - 1.0) * 2.42
+    assert rows["a"]["energy"] == pytest.approx(energy_of_a)
+    assert rows["b"]["energy"] == pytest.approx(energy_of_b)
+    total = metric_values(METRICS, record)["energy"]
+    assert total == pytest.approx(energy_of_a + energy_of_b)
 
 
-def test_energy_of_all_is_known_only_where_it_is_known_of_each() -> None:
+def test_total_energy_requires_power_of_all_devices() -> None:
     record = with_devices(
         recorded.make_record(), a={"watts": (2.0, 5.0)}, b={"watts": None}
     )
     assert "energy" not in devices(record)["b"]
-    assert (
-        next(figure for figure in METRICS if figure.name == "energy").compute(record)
-        is None
-    )
+    assert metric_values(METRICS, record)["energy"] is None
 
 
-def test_what_the_last_report_of_memory_says_is_the_most_that_was_held() -> None:
+def test_memory_of_device_is_last_reported_peak() -> None:
+    # Devices report new peaks only, so the last report is the maximum.
     reports = [
         Event(1.0, "b", "memory", {"weights": 100, "activations": 10}),
         Event(2.0, "b", "memory", {"weights": 100, "activations": 40}),
     ]
-    found = calm_metrics(
-        events=sorted(
-            [*recorded.make_events(faulty=False), *reports],
-            key=lambda event: event.time,
-        )
-    )["devices"]
-    assert (found["b"]["weights"], found["b"]["activations"]) == (100, 40)
-    assert "weights" not in found["a"]
+    events = in_order(recorded.make_events(faulty=False), reports)
+    rows = calm_metrics(events=events)["devices"]
+    assert rows["b"]["weights"] == 100
+    assert rows["b"]["activations"] == 40
+    assert "weights" not in rows["a"]
 
 
-def test_a_late_processor_is_one_of_several() -> None:
-    one = devices(recorded.make_calm_record())["b"]["deficit_share"]
-    two = devices(with_devices(recorded.make_calm_record(), b={"processors": 2}))["b"][
-        "deficit_share"
-    ]
-    assert one == pytest.approx(0.01), "0.01 s in each step of a second"
-    assert two == pytest.approx(one / 2)
+def test_deficit_share_is_mean_of_processors() -> None:
+    def deficit_share_of_b(record: RunView) -> float:
+        share: float = devices(record)["b"]["deficit_share"]
+        return share
+
+    two_processors = with_devices(recorded.make_calm_record(), b={"processors": 2})
+    # 0.01 s in each step of 1 s.
+    assert deficit_share_of_b(recorded.make_calm_record()) == pytest.approx(0.01)
+    assert deficit_share_of_b(two_processors) == pytest.approx(0.005)
 
 
-def test_a_device_that_does_nothing_is_idle_and_counts_in_no_mean_unless_the_plan_has_it() -> (
-    None
-):
+def test_device_without_assignment_is_idle_and_not_in_mean_idle_share() -> None:
     record = recorded.make_calm_record()
     spare = replace(record.experiment.devices[0], name="spare")
-    record.experiment = replace(
-        record.experiment, devices=(*record.experiment.devices, spare)
-    )
-    found = devices(record)
-    assert found["spare"]["idle_share"] == 1.0
-    assert "units" not in found["spare"]
-    means = {figure.name: figure.compute(record) for figure in METRICS}
-    assert means["idle_share"] == pytest.approx(
-        (found["a"]["idle_share"] + found["b"]["idle_share"]) / 2
-    )
+    with_spare = (*record.experiment.devices, spare)
+    record.experiment = replace(record.experiment, devices=with_spare)
+    rows = devices(record)
+    assert rows["spare"]["idle_share"] == 1.0
+    assert "units" not in rows["spare"]
+    mean = (rows["a"]["idle_share"] + rows["b"]["idle_share"]) / 2
+    assert metric_values(METRICS, record)["idle_share"] == pytest.approx(mean)
 
 
-def test_a_run_of_no_time_has_shares_of_zero() -> None:
+def test_shares_of_run_without_duration_are_zero() -> None:
     for row in devices(recorded.make_record(events=[], status="failed")).values():
-        assert {row[name] for name in row if name.endswith("_share")} == {0.0}
+        shares = {value for name, value in row.items() if name.endswith("_share")}
+        assert shares == {0.0}
 
 
-def test_every_figure_of_a_device_has_a_kind() -> None:
-    described = {"profile", "speed", "units"}
+def test_every_value_of_device_is_described() -> None:
+    without_description = {"profile", "speed", "units"}
     memory = Event(1.0, "a", "memory", {"weights": 100, "activations": 10})
     record = with_devices(
         recorded.make_record(events=[memory, *recorded.make_events()]),
         a={"watts": (2.0, 5.0)},
     )
-    assert devices(record)["a"].keys() - described == OF_DEVICES.keys()
+    assert devices(record)["a"].keys() - without_description == OF_DEVICES.keys()
 
 
-def test_each_of_many_devices_is_as_it_would_be_alone(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "make_record", [recorded.make_record, recorded.make_calm_record]
+)
+def test_devices_in_groups_have_same_values_as_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, make_record: Any
 ) -> None:
-    for record in (recorded.make_record, recorded.make_calm_record):
-        together = devices(record())
-        with monkeypatch.context() as patch:
-            patch.setattr("testbed.trace.devices._TOGETHER", 1)
-            assert devices(record()) == together
+    in_one_group = devices(make_record())
+    monkeypatch.setattr("testbed.trace.devices._TOGETHER", 1)
+    assert devices(make_record()) == in_one_group
 
 
-def test_many_devices_take_no_longer_each_than_a_few() -> None:
+def test_time_for_metrics_is_linear_in_number_of_devices() -> None:
     names = [f"client{number}" for number in range(16_000)]
     fields = {"span": "forward", "start": 0.0, "duration": 1.0}
-    record = recorded.make_record(
-        events=[Event(1.0, name, "compute", fields) for name in names]
-    )
+    events = [Event(1.0, name, "compute", fields) for name in names]
+    record = recorded.make_record(events=events)
     spec = record.experiment.devices[0]
     specs = tuple(replace(spec, name=name) for name in names)
     record.experiment = replace(record.experiment, devices=specs)
@@ -273,8 +267,8 @@ def test_many_devices_take_no_longer_each_than_a_few() -> None:
     record.plan = Plan(
         method="federated", coordinator=names[0], assignments=assignments
     )
+    (metric,) = [metric for metric in METRICS if metric.name == "compute_share"]
     began = process_time()
-    assert [
-        figure.compute(record) for figure in METRICS if figure.name == "compute_share"
-    ] == [1.0]
+    assert metric.compute(record) == 1.0
+    # A search of all events for each device would take minutes.
     assert process_time() - began < 2

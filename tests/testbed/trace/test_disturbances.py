@@ -1,4 +1,4 @@
-"""When faults struck and were undone, and which recovery is whose."""
+"""Intervals of faults, and the assignment of recoveries to faults."""
 
 from __future__ import annotations
 
@@ -9,145 +9,103 @@ from testbed.trace.events import Event
 from testbed.trace.gantt import outages
 from tests.helpers import recorded
 from tests.helpers.recorded import calm_metrics, recorded_metrics
+from tests.testbed.trace.records import (
+    columns_of,
+    fault_event,
+    in_order,
+    recovery_event,
+    steadiness,
+    without,
+)
 
 
-def test_what_is_done_by_hand_is_neither_late_nor_missed() -> None:
-    def flapped(time: float, phase: str) -> Event:
-        return Event(
-            time,
-            "testbed",
-            "fault",
-            {"action": "flap", "target": "a <-> b", "phase": phase},
-        )
+def manual_fault(time: float, phase: str) -> Event:
+    """Return the event of a fault by hand, which has no intended time."""
+    fields = {"action": "flap", "target": "a <-> b", "phase": phase}
+    return Event(time, "testbed", "fault", fields)
 
+
+def test_manual_fault_is_not_late_and_excuses_lost_receptions() -> None:
+    faults = [manual_fault(1.0, "strike"), manual_fault(1.5, "undo")]
+    # All receptions are missing: a run without faults would not be trusted.
+    events = without(recorded.make_events(faulty=False), "receive")
+    metrics = calm_metrics(events=in_order(events, faults))
+    assert metrics["verdict"]["trusted"]
+    rows = columns_of(metrics["fault_list"], "action", "late", "undone")
+    assert rows == [("flap", 0.0, 1.5)]
+
+
+def test_fault_without_end_disturbs_all_later_steps() -> None:
     events = [
         event
-        for event in recorded.make_events(faulty=False)
-        if event.event != "receive"
+        for event in without(recorded.make_events(), "recovery")
+        if event.fields.get("phase") != "undo"
     ]
-    by_hand = sorted(
-        [*events, flapped(1.0, "strike"), flapped(1.5, "undo")],
-        key=lambda event: event.time,
-    )
-    found = calm_metrics(events=by_hand)
-    assert found["verdict"]["trusted"]
-    assert [
-        (row["action"], row["late"], row["undone"]) for row in found["fault_list"]
-    ] == [("flap", 0.0, 1.5)]
+    metrics = recorded_metrics(events=events)
+    assert metrics["fault_list"][0]["undone"] is None
+    # The first step is no undisturbed one in any run; the fault strikes in the third.
+    assert steadiness(metrics) == [False, True, False, False, False, False]
 
 
-def test_a_fault_that_is_never_undone_disturbs_until_the_end() -> None:
+def test_heal_ends_network_partition_and_is_no_fault() -> None:
+    faults = [
+        fault_event(0.5, "partition", "a | b"),
+        fault_event(0.9, "heal", "all", intended=0.5),
+    ]
+    events = in_order(recorded.make_events(faulty=False), faults)
+    metrics = calm_metrics(events=events)
+    rows = columns_of(metrics["fault_list"], "action", "undone")
+    assert rows == [("partition", 0.9), ("heal", None)]
+    assert metrics["faults"] == 1
+
+
+KILL_AND_PARTITION = [
+    fault_event(45, "kill", "b"),
+    recovery_event(49, "detected", missing=["b"]),
+    fault_event(55, "kill", "b", "undo"),
+    recovery_event(57, "resumed", step=4),
+    fault_event(110, "partition", "a | b,c"),
+    recovery_event(114, "detected", missing=["b", "c"]),
+    fault_event(125, "partition", "a | b,c", "undo"),
+    recovery_event(126, "resumed", step=8),
+]
+
+
+def test_recovery_is_assigned_to_fault_in_force() -> None:
+    pairs = [(item.struck, item.duration) for item in recoveries(KILL_AND_PARTITION)]
+    assert pairs == [(45, 57 - 45), (110, 126 - 110)]
+
+
+def test_later_recovery_is_assigned_to_only_fault_that_never_ended() -> None:
+    # Without the end of the kill and without the partition.
+    events = [event for event in KILL_AND_PARTITION if event.time not in (55, 110, 125)]
+    assert [item.struck for item in recoveries(events)] == [45, 45]
+
+
+def test_recovery_completes_all_simultaneous_faults_except_throttles() -> None:
     events = [
-        event
-        for event in recorded.make_events()
-        if event.event != "recovery" and event.fields.get("phase") != "undo"
+        fault_event(10.01, "kill", "b", intended=10),
+        fault_event(10.05, "kill", "c", intended=10),
+        fault_event(10.06, "throttle", "a", intended=10),
+        recovery_event(14, "detected", missing=["b", "c"]),
+        recovery_event(17, "resumed", step=4),
     ]
-    found = recorded_metrics(events=events)
-    assert found["fault_list"][0]["undone"] is None
-    assert [row["steady"] for row in found["series"]["steps"]] == [
-        False,
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
+    # Methods do not recover from a throttle.
+    assert [strike.recovered for strike in strikes(events)] == [17, 17, None]
 
 
-def test_heal_undoes_partitions_and_degradations() -> None:
-    fault = {"phase": "strike", "intended": 0.5}
-    events = [
-        *recorded.make_events(faulty=False),
-        Event(
-            0.5, "testbed", "fault", {**fault, "action": "partition", "target": "a | b"}
-        ),
-        Event(0.9, "testbed", "fault", {**fault, "action": "heal", "target": "all"}),
-    ]
-    found = calm_metrics(events=sorted(events, key=lambda event: event.time))
-    assert [(item["action"], item["undone"]) for item in found["fault_list"]] == [
-        ("partition", 0.9),
-        ("heal", None),
-    ]
-    assert found["faults"] == 1
-
-
-def test_a_recovery_is_not_blamed_on_a_fault_that_was_outlived_before() -> None:
-    def fault(time: float, action: str, target: str, phase: str) -> Event:
-        return Event(
-            time,
-            "testbed",
-            "fault",
-            {"action": action, "target": target, "phase": phase, "intended": time},
-        )
-
-    events = [
-        fault(45, "kill", "b", "strike"),
-        Event(49, "a", "recovery", {"phase": "detected", "missing": ["b"]}),
-        fault(55, "kill", "b", "undo"),
-        Event(57, "a", "recovery", {"phase": "resumed", "step": 4}),
-        fault(110, "partition", "a | b,c", "strike"),
-        Event(114, "a", "recovery", {"phase": "detected", "missing": ["b", "c"]}),
-        fault(125, "partition", "a | b,c", "undo"),
-        Event(126, "a", "recovery", {"phase": "resumed", "step": 8}),
-    ]
-    assert [(found.struck, found.duration) for found in recoveries(events)] == [
-        (45, 12),
-        (110, 16),
-    ]
-    lasting = [event for event in events if event.time not in (55, 110, 125)]
-    assert [found.struck for found in recoveries(lasting)] == [45, 45], (
-        "it was never undone, and nothing else struck"
-    )
-
-
-def test_two_faults_at_one_instant_were_both_outlived() -> None:
-    events = [
-        *(
-            Event(
-                at,
-                "testbed",
-                "fault",
-                {"action": "kill", "target": name, "phase": "strike", "intended": 10},
-            )
-            for at, name in ((10.01, "b"), (10.05, "c"))
-        ),
-        Event(
-            10.06,
-            "testbed",
-            "fault",
-            {"action": "throttle", "target": "a", "phase": "strike", "intended": 10},
-        ),
-        Event(14, "a", "recovery", {"phase": "detected", "missing": ["b", "c"]}),
-        Event(17, "a", "recovery", {"phase": "resumed", "step": 4}),
-    ]
-    assert [strike.recovered for strike in strikes(events)] == [17, 17, None], (
-        "nobody recovers from a throttle"
-    )
-
-
-def test_hundreds_of_outages_are_found_without_looking_at_all_devices_for_each() -> (
-    None
-):
-    names = [f"d{number}" for number in range(400)]
-    up = [Event(0.0, f"d{number}", "state", {"state": "up"}) for number in range(8_000)]
-    killed = [
-        Event(
-            1.0,
-            "testbed",
-            "fault",
-            {"action": "kill", "target": name, "phase": "strike", "intended": 1.0},
-        )
-        for name in names
-    ]
-    back = [
-        Event(2.0 + number / 1000, name, "state", {"state": "started"})
-        for number, name in enumerate(names[1:])
-    ]
+def test_time_for_many_outages_is_not_proportional_to_devices() -> None:
+    up = [Event(0.0, f"d{n}", "state", {"state": "up"}) for n in range(8_000)]
+    killed = [fault_event(1.0, "kill", f"d{number}") for number in range(400)]
+    # All but the first killed device start again.
+    restarted = []
+    for number in range(1, 400):
+        time = 2.0 + (number - 1) / 1000
+        restarted.append(Event(time, f"d{number}", "state", {"state": "started"}))
     began = process_time()
-    found = {
-        bar.device: (bar.start, bar.end) for bar in outages([*up, *killed, *back], 9.0)
-    }
+    bars = outages([*up, *killed, *restarted], 9.0)
+    # A search of all devices for each outage would take several times as long.
     assert process_time() - began < 1.5
-    assert found == {"d0": (1.0, 9.0)} | {
-        event.device: (1.0, event.time) for event in back
-    }
+    expected = {event.device: (1.0, event.time) for event in restarted}
+    expected["d0"] = (1.0, 9.0)
+    assert {bar.device: (bar.start, bar.end) for bar in bars} == expected

@@ -1,48 +1,47 @@
-"""What the host's processors did for a run."""
+"""Processor time of the host by purpose."""
 
 from testbed.trace import host
 from testbed.trace.events import Event
 from tests.helpers import recorded
+from tests.testbed.trace.records import in_order, metric_values
 
 
-def took(*rows: tuple[str, float, float]) -> list[Event]:
-    return [
-        Event(
-            1.0 + number,
-            device,
-            "host",
-            {"waited": 0.0, "interval": 1.0, "processor": all_, "computing": own},
-        )
-        for number, (device, all_, own) in enumerate(rows)
+def host_event(time: float, device: str, processor: float, computing: float) -> Event:
+    """Return a report of processor seconds: all of an agent's, and those of computations."""
+    fields = {"waited": 0.0, "interval": 1.0}
+    fields |= {"processor": processor, "computing": computing}
+    return Event(time, device, "host", fields)
+
+
+def test_processor_time_is_divided_into_computations_and_overhead() -> None:
+    reports = [
+        host_event(1.0, "a", processor=3.0, computing=2.0),
+        host_event(2.0, "b", processor=2.5, computing=2.0),
+        host_event(3.0, "a", processor=0.5, computing=0.0),
     ]
-
-
-def test_processor_time_is_parted_into_computing_and_what_emulation_takes_beside_it() -> (
-    None
-):
-    events = sorted(
-        [
-            *recorded.make_events(),
-            *took(("a", 3.0, 2.0), ("b", 2.5, 2.0), ("a", 0.5, 0.0)),
-        ],
-        key=lambda e: e.time,
-    )
     fidelity = {"processor_seconds": 1.5, "controller_seconds": 0.5}
-    record = recorded.make_record(events=events, fidelity=fidelity)
+    record = recorded.make_record(
+        events=in_order(recorded.make_events(), reports), fidelity=fidelity
+    )
+    # 6 s of agents in all, 4 s of which for computations.
     assert host.processor_time(record) == {
         "computing": 4.0,
         "agents": 2.0,
         "shaper": 1.5,
         "controller": 0.5,
     }
-    found = {figure.name: figure.compute(record) for figure in host.METRICS}
-    assert found["overhead"] == 1.0
-    assert found["processor_agents"] == 2.0
+    metrics = metric_values(host.METRICS, record)
+    # 2 + 1.5 + 0.5 s beside 4 s of computations.
+    assert metrics["overhead"] == 1.0
+    assert metrics["processor_agents"] == 2.0
 
 
-def test_a_run_in_which_nobody_counted_has_no_processor_time() -> None:
+def test_run_without_measurements_has_no_processor_time() -> None:
     assert host.processor_time(recorded.make_record()) is None
-    without_shaper = recorded.make_record(
-        events=[*recorded.make_events(), *took(("a", 1.0, 1.0))], fidelity={}
-    )
-    assert {figure.compute(without_shaper) for figure in host.METRICS} == {None}
+
+
+def test_processor_time_without_shaper_is_unknown() -> None:
+    report = host_event(1.0, "a", processor=1.0, computing=1.0)
+    events = [*recorded.make_events(), report]
+    record = recorded.make_record(events=events, fidelity={})
+    assert set(metric_values(host.METRICS, record).values()) == {None}

@@ -1,4 +1,4 @@
-"""How well the model learned."""
+"""Metrics of learning: accuracy, losses, divergence and named metrics."""
 
 from __future__ import annotations
 
@@ -12,84 +12,72 @@ from testbed.trace.events import Event
 from testbed.trace.learning import METRICS, ROWS
 from tests.helpers import recorded
 from tests.helpers.recorded import calm_metrics, recorded_metrics
+from tests.testbed.trace.records import in_order, metric_values, with_fields, without
 
 
-def test_a_loss_that_is_no_number_is_told_as_diverged() -> None:
-    assert (
-        "diverged" not in recorded_metrics() or recorded_metrics()["diverged"] is None
+def test_nan_loss_is_reported_as_divergence() -> None:
+    assert recorded_metrics().get("diverged") is None
+    events = with_fields(
+        recorded.make_events(faulty=False),
+        lambda event: event.event == "evaluate",
+        loss=math.nan,
     )
-    found = recorded.make_events(faulty=False)
-    last = max(index for index, event in enumerate(found) if event.event == "evaluate")
-    event = found[last]
-    found[last] = Event(
-        event.time, event.device, event.event, {**event.fields, "loss": float("nan")}
-    )
-    assert calm_metrics(events=found)["diverged"] is True
+    assert calm_metrics(events=events)["diverged"] is True
 
 
-def values(*evaluations: tuple[float, dict[str, Any]]) -> dict[str, Any]:
-    events = [
-        event
-        for event in recorded.make_events(faulty=False)
-        if event.event != "evaluate"
-    ]
-    events += [Event(time, "a", "evaluate", fields) for time, fields in evaluations]
-    record = recorded.make_calm_record(
-        events=sorted(events, key=lambda event: event.time)
-    )
-    return {figure.name: figure.compute(record) for figure in METRICS}
+def learning_metrics(*evaluations: tuple[float, dict[str, Any]]) -> dict[str, Any]:
+    """Return the metrics of the recorded run with other evaluations, given by time and fields."""
+    events = without(recorded.make_events(faulty=False), "evaluate")
+    evaluated = [Event(time, "a", "evaluate", fields) for time, fields in evaluations]
+    record = recorded.make_calm_record(events=in_order(events, evaluated))
+    return metric_values(METRICS, record)
 
 
-def test_the_last_evaluation_counts_and_not_the_best() -> None:
-    found = values(
+def test_last_evaluation_counts_and_not_best() -> None:
+    metrics = learning_metrics(
         (1.2, {"accuracy": 0.9, "loss": 0.2}), (3.2, {"accuracy": 0.7, "loss": 0.6})
     )
-    assert (found["accuracy"], found["test_loss"], found["diverged"]) == (
-        0.7,
-        0.6,
-        None,
-    )
+    assert metrics["accuracy"] == 0.7
+    assert metrics["test_loss"] == 0.6
+    assert metrics["diverged"] is None
 
 
-def test_an_evaluation_after_the_leads_end_does_not_count() -> None:
-    found = values(
+def test_evaluation_after_end_of_coordinator_does_not_count() -> None:
+    # The coordinator ends at 5.6 s.
+    metrics = learning_metrics(
         (3.2, {"accuracy": 0.7, "loss": 0.6}), (5.7, {"accuracy": 0.9, "loss": 0.2})
     )
-    assert found["accuracy"] == 0.7
+    assert metrics["accuracy"] == 0.7
 
 
-def test_a_run_without_evaluations_has_losses_of_its_steps_alone() -> None:
-    found = values()
-    assert (
-        found["accuracy"],
-        found["test_loss"],
-        found["metrics.<metric>"],
-        found["diverged"],
-    ) == (None,) * 4
-    # The recorded run's step n has a loss of 2 / (n + 1), and has five.
-    assert (found["loss_first"], found["loss"]) == (2.0, pytest.approx(2 / 5))
+def test_run_without_evaluations_has_only_losses_of_steps() -> None:
+    metrics = learning_metrics()
+    for name in ("accuracy", "test_loss", "metrics.<metric>", "diverged"):
+        assert metrics[name] is None
+    # Step n of the recorded run has a loss of 2 / (n + 1); there are five.
+    assert metrics["loss_first"] == 2.0
+    assert metrics["loss"] == pytest.approx(2 / 5)
 
 
 @pytest.mark.parametrize(
     ("loss", "diverged"),
     [(math.nan, True), (math.inf, True), (1e30, None), (0.0, None)],
 )
-def test_only_what_is_no_finite_number_has_diverged(
+def test_only_loss_that_is_not_finite_is_divergence(
     loss: float, diverged: bool | None
 ) -> None:
-    assert values((3.2, {"accuracy": 0.1, "loss": loss}))["diverged"] is diverged
+    metrics = learning_metrics((3.2, {"accuracy": 0.1, "loss": loss}))
+    assert metrics["diverged"] is diverged
 
 
-def test_metrics_that_the_scenario_names_are_a_figure_each_and_one_row() -> None:
-    found = values(
-        (3.2, {"accuracy": 0.7, "loss": 0.6, "metrics": {"f1": 0.65, "rmse": 1.25}})
-    )
-    assert found["metrics.<metric>"] == {"f1": 0.65, "rmse": 1.25}
+def test_named_metrics_are_single_metrics_and_one_row() -> None:
+    named = {"f1": 0.65, "rmse": 1.25}
+    metrics = learning_metrics((3.2, {"accuracy": 0.7, "loss": 0.6, "metrics": named}))
+    assert metrics["metrics.<metric>"] == named
     [row] = [row for row in ROWS if row.label == "Metrics"]
     assert callable(row.text)
-    assert (
-        row.text({"metrics": found["metrics.<metric>"]})
-        == f"f1 {number(0.65)}, rmse {number(1.25)}"
-    )
+    text = row.text({"metrics": named})
+    assert text == f"f1 {number(0.65)}, rmse {number(1.25)}"
+    # A run without such metrics has no row.
     assert row.when is not None
     assert not row.when({})
