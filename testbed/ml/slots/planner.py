@@ -110,6 +110,10 @@ class SlotDetails(PlanDetails):
     device_coordinator: str
     """The paper's device coordinator, which partitions the model: the device of the highest closeness centrality on
     expected transmissions. The plan's `coordinator` is another role: it records losses and scores."""
+    transmissions: tuple[tuple[int, ...], ...]
+    """By super neuron in the order of `devices`, the transmissions per batch to each super neuron."""
+    largest_message: int
+    """M_pkt of equation (4): the maximum number of values per sample that a device sends at once."""
     mapping_score: float
     """Sum of the Hadamard product of connectivity and reception ratios."""
     mean_reception: float
@@ -273,10 +277,14 @@ def plan(
     for name in assignment.devices:
         acknowledgement_seconds.append(_acknowledgement_seconds(problem, name))
     groups = [(group.start, group.stop) for group in assignment.groups]
+    values = values_per_neuron(problem)
+    messages = [assignment.largest_message(name, values) for name in names]
     details = SlotDetails(
         groups=tuple(groups),
         devices=assignment.devices,
         device_coordinator=device_coordinator,
+        transmissions=mapping.count_transmissions(assignment),
+        largest_message=max(messages),
         mapping_score=score,
         mean_reception=fmean(ratios.values()) if ratios else 1.0,
         pipelined=options.pipelined,
