@@ -1,4 +1,4 @@
-"""Data sets of others, augmentation, arrays that stay in files, and features that differ from device to device."""
+"""Augmentation, arrays in files, feature noise by device, and data sets of Hugging Face."""
 
 from __future__ import annotations
 
@@ -26,181 +26,227 @@ PICTURES = np.random.default_rng(1).random((20, 1, 8, 8)).astype(np.float32)
 LABELS = np.arange(20) % 4
 
 
-def small() -> Dataset:
+def make_dataset() -> Dataset:
     return Dataset("small", 4, PICTURES, LABELS, PICTURES[:4], LABELS[:4])
 
 
-def noisy(picture: torch.Tensor) -> torch.Tensor:
-    """Change a picture as a transform does: by torch's generator, and by Python's."""
+# --------------------------------------------------------------------------------------------------------- augmentation
+
+
+def add_noise(picture: torch.Tensor) -> torch.Tensor:
+    """Change a picture by numbers of torch's and of Python's generator, as transforms of torchvision do."""
     return picture + torch.rand(picture.shape) * random.random()
 
 
-def drawn(dataset: Dataset, batch_size: int = 8, **length: int) -> Dataset:
-    """Let samples be drawn anew in each epoch, without torchvision."""
-    part = LearningPart(
+def augmented(dataset: Dataset, batch_size: int = 8, **length: int) -> Dataset:
+    """Return a data set with the augmentation `add_noise`, without torchvision."""
+    workload = LearningPart(
         model={"name": "mlp"},
         method={"name": "single"},
         batch_size=batch_size,
         **length,
     )
-    return replace(
-        dataset, drawing=Drawing(noisy, 1, part, np.arange(len(dataset.train_labels)))
-    )
+    places = np.arange(len(dataset.train_labels))
+    return replace(dataset, drawing=Drawing(add_noise, 1, workload, places))
 
 
-def test_samples_are_drawn_anew_in_each_epoch_whoever_owns_them() -> None:
-    whole, chosen = drawn(small(), epochs=5), np.array([3, 7])
-    before = torch.random.get_rng_state(), random.getstate()
-    epochs = [whole.batch(chosen, epoch) for epoch in range(5)]
-    assert torch.equal(torch.random.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-    assert len({each.tobytes() for each in epochs}) == 5
-    part = whole.part(chosen, tests=False)
-    sent = unpack(pack(part))
-    assert len(sent.train_labels) == 2
+def test_augmentation_differs_between_epochs() -> None:
+    dataset = augmented(make_dataset(), epochs=5)
+    batches = [dataset.batch(np.array([3, 7]), epoch) for epoch in range(5)]
+    assert len({images.tobytes() for images in batches}) == 5
+
+
+def test_augmentation_keeps_state_of_global_generators() -> None:
+    dataset = augmented(make_dataset(), epochs=5)
+    torch_state = torch.random.get_rng_state()
+    python_state = random.getstate()
+    dataset.batch(np.array([3, 7]), 0)
+    assert torch.equal(torch.random.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+
+
+def test_augmentation_is_independent_of_owner() -> None:
+    dataset = augmented(make_dataset(), epochs=5)
+    indices = np.array([3, 7])
+    share = dataset.part(indices, tests=False)
+    # In containers, a device has the augmented copies instead of the transform.
+    unpacked = unpack(pack(share))
+    assert len(unpacked.train_labels) == 2
+    # Epochs 5 and 6 repeat the copies of epochs 0 and 1.
     for epoch in range(7):
-        expected = epochs[epoch % 5]
-        assert np.array_equal(part.batch(np.array([0, 1]), epoch), expected)
-        assert np.array_equal(sent.batch(np.array([1]), epoch), expected[1:])
-        for each in (part, sent):
-            some = each.batch(np.array([0, 1]), epoch, slice(2, 5))
-            assert np.array_equal(some, expected.reshape(2, -1)[:, 2:5])
+        expected = dataset.batch(indices, epoch % 5)
+        assert np.array_equal(share.batch(np.array([0, 1]), epoch), expected)
+        assert np.array_equal(unpacked.batch(np.array([1]), epoch), expected[1:])
+        for owner in (share, unpacked):
+            values = owner.batch(np.array([0, 1]), epoch, slice(2, 5))
+            assert np.array_equal(values, expected.reshape(2, -1)[:, 2:5])
 
 
-def test_augmented_copies_follow_from_the_steps_of_a_device() -> None:
-    whole = drawn(small(), steps=7)
-    assert len(unpack(pack(whole)).train_images) == 4 * 20  # two batches of 8 an epoch
-    assert (
-        len(unpack(pack(whole.part(np.arange(3), tests=False))).train_images) == 7 * 3
-    )
-    none = unpack(pack(whole.part(np.arange(0), tests=True)))
-    assert (len(none.train_images), len(none.test_images)) == (0, 4)
+def test_number_of_augmented_copies_follows_from_steps() -> None:
+    dataset = augmented(make_dataset(), steps=7)
+    # With two batches of 8 in an epoch of 20 samples, 7 steps begin 4 epochs.
+    assert len(unpack(pack(dataset)).train_images) == 4 * 20
+    # A device with three samples has one batch in an epoch.
+    share = dataset.part(np.arange(3), tests=False)
+    assert len(unpack(pack(share)).train_images) == 7 * 3
 
 
-def test_drawn_samples_are_the_same_wherever_a_model_is_cut_and_as_containers_have_them() -> (
-    None
-):
-    def losses(
+def test_device_without_training_samples_has_no_augmented_copies() -> None:
+    dataset = augmented(make_dataset(), steps=7)
+    unpacked = unpack(pack(dataset.part(np.arange(0), tests=True)))
+    assert len(unpacked.train_images) == 0
+    assert len(unpacked.test_images) == 4
+
+
+def test_augmented_losses_are_independent_of_partition_and_packing() -> None:
+    steps = 18
+
+    def losses_with(
         method: str, change: Callable[[Dataset], Dataset], **options: int
     ) -> list[float]:
-        prepared = prepare(
-            trials(
-                make_scenario(
-                    workload={"steps": 18}, method={"name": method, **options}
-                )
-            )[0]
+        (trial,) = trials(
+            make_scenario(workload={"steps": steps}, method={"name": method, **options})
         )
-        dataset = change(load_data(prepared))
-        return [
-            fields["loss"] for fields in fields_of(simulate(prepared, dataset), "step")
-        ]
+        prepared = prepare(trial)
+        run = simulate(prepared, change(load_data(prepared)))
+        return [fields["loss"] for fields in fields_of(run, "step")]
 
-    def anew(dataset: Dataset) -> Dataset:
-        return drawn(dataset, steps=18, batch_size=16)
+    def augment(dataset: Dataset) -> Dataset:
+        return augmented(dataset, steps=steps, batch_size=16)
 
-    single = losses("single", anew)
-    assert len(single) == 18
-    assert losses("single", lambda dataset: unpack(pack(anew(dataset)))) == single
-    assert losses("pipeline", anew, micro_batches=1) == pytest.approx(single, rel=1e-5)
-    assert losses("single", lambda dataset: dataset) != pytest.approx(single, rel=1e-3)
+    def augment_and_pack(dataset: Dataset) -> Dataset:
+        return unpack(pack(augment(dataset)))
+
+    def keep(dataset: Dataset) -> Dataset:
+        return dataset
+
+    single = losses_with("single", augment)
+    assert len(single) == steps
+    # Devices in containers receive packed data.
+    assert losses_with("single", augment_and_pack) == single
+    pipeline = losses_with("pipeline", augment, micro_batches=1)
+    assert pipeline == pytest.approx(single, rel=1e-5)
+    assert losses_with("single", keep) != pytest.approx(single, rel=1e-3)
 
 
-def test_transforms_of_torchvision_are_drawn_by_the_seed() -> None:
+def apply_transforms(seed: int, epoch: int, *transforms: dict[str, object]) -> Images:
+    """Return all pictures in an epoch, augmented by transforms of torchvision with two copies."""
+    data = DataPart(augment=AugmentPart(transforms=transforms, copies=2))
+    workload = LearningPart(
+        model={"name": "mlp"}, method={"name": "single"}, epochs=9, data=data
+    )
+    augmentation = drawing(workload, seed, PICTURES.shape[1:], len(PICTURES))
+    dataset = replace(make_dataset(), drawing=augmentation)
+    return dataset.batch(np.arange(20), epoch)
+
+
+def test_torchvision_transforms_follow_from_seed_and_epoch() -> None:
     pytest.importorskip("torchvision", reason="needs torchvision: the extra `vision`")
-
-    def pictures(seed: int, epoch: int, *transforms: dict[str, object]) -> Images:
-        part = DataPart(augment=AugmentPart(transforms=transforms, copies=2))
-        work = LearningPart(
-            model={"name": "mlp"}, method={"name": "single"}, epochs=9, data=part
-        )
-        found = replace(
-            small(), drawing=drawing(work, seed, PICTURES.shape[1:], len(PICTURES))
-        )
-        return found.batch(np.arange(20), epoch)
-
-    flips = (
+    transforms = (
         {"name": "RandomHorizontalFlip"},
         {"name": "RandomCrop", "size": 8, "padding": 1},
     )
-    found = pictures(1, 0, *flips)
-    assert found.shape == PICTURES.shape
-    assert np.array_equal(found, pictures(1, 0, *flips))
-    assert not np.array_equal(found, pictures(2, 0, *flips))
-    assert not np.array_equal(found, pictures(1, 1, *flips))
-    assert np.array_equal(found, pictures(1, 2, *flips))
+    images = apply_transforms(1, 0, *transforms)
+    assert images.shape == PICTURES.shape
+    assert np.array_equal(images, apply_transforms(1, 0, *transforms))
+    assert not np.array_equal(images, apply_transforms(2, 0, *transforms))
+    assert not np.array_equal(images, apply_transforms(1, 1, *transforms))
+    # The third epoch repeats the first of two copies.
+    assert np.array_equal(images, apply_transforms(1, 2, *transforms))
+
+
+def test_unsuitable_torchvision_transform_is_rejected() -> None:
+    pytest.importorskip("torchvision", reason="needs torchvision: the extra `vision`")
     with pytest.raises(InputError, match="unknown torchvision transform"):
-        pictures(1, 0, {"name": "Nonsense"})
+        apply_transforms(1, 0, {"name": "Nonsense"})
     with pytest.raises(InputError, match="change their shape"):
-        pictures(1, 0, {"name": "CenterCrop", "size": 5})
+        apply_transforms(1, 0, {"name": "CenterCrop", "size": 5})
 
 
-def test_arrays_stay_in_their_files(
+# ------------------------------------------------------------------------------------------------------ arrays in files
+
+
+def write_arrays(folder: Path) -> np.ndarray:
+    """Write 20 training and 4 test samples as .npy files and return the bytes of all images."""
+    images = (PICTURES * 255).astype(np.uint8)
+    for part, count in (("train", 20), ("test", 4)):
+        np.save(folder / f"{part}_images.npy", images[:count])
+        np.save(folder / f"{part}_labels.npy", LABELS[:count])
+    return images
+
+
+def test_arrays_of_folder_are_memory_mapped(tmp_path: Path) -> None:
+    images = write_arrays(tmp_path)
+    data = load(DataPart(path=str(tmp_path)))
+    assert isinstance(data.train_images, np.memmap)
+    # Bytes become floats from 0 to 1 in each batch, not in the whole array.
+    sample = images[[2]] / 255
+    assert np.allclose(data.batch(np.array([2]), 0), sample)
+    values = data.batch(np.array([2]), 0, slice(3, 9))
+    assert np.allclose(values, sample.reshape(1, -1)[:, 3:9])
+    assert np.allclose(unpack(pack(data)).tests([1]), images[[1]] / 255)
+
+
+def test_held_out_samples_of_large_arrays_are_memory_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bytes_ = (PICTURES * 255).astype(np.uint8)
-    for part, count in (("train", 20), ("test", 4)):
-        np.save(tmp_path / f"{part}_images.npy", bytes_[:count])
-        np.save(tmp_path / f"{part}_labels.npy", LABELS[:count])
-    found = load(DataPart(path=str(tmp_path)))
-    assert isinstance(found.train_images, np.memmap)
-    assert np.allclose(found.batch(np.array([2]), 0), bytes_[[2]] / 255)
-    assert np.allclose(
-        found.batch(np.array([2]), 0, slice(3, 9)),
-        bytes_[[2]].reshape(1, -1)[:, 3:9] / 255,
-    )
-    assert np.allclose(unpack(pack(found)).tests([1]), bytes_[[1]] / 255)
+    write_arrays(tmp_path)
     (tmp_path / "test_images.npy").unlink()
     (tmp_path / "test_labels.npy").unlink()
+    # Any array counts as large.
     monkeypatch.setattr(large, "LARGE", 0)
-    shared = load(DataPart(path=str(tmp_path)))
-    assert isinstance(shared.train_images, np.memmap)
-    assert (
-        0
-        < len(shared.test_images)
-        < 20
-        == len(shared.train_images) + len(shared.test_images)
-    )
+    data = load(DataPart(path=str(tmp_path)))
+    assert isinstance(data.train_images, np.memmap)
+    assert 0 < len(data.test_images) < 20
+    assert len(data.train_images) + len(data.test_images) == 20
 
 
-def test_features_shift_from_device_to_device() -> None:
-    written = make_scenario(
-        4,
-        workload={"data": {"name": "digits", "train": 400, "split": {"noise": 0.5}}},
-        method={"name": "federated"},
+# -------------------------------------------------------------------------------------------------------- feature noise
+
+
+def test_feature_noise_grows_from_device_to_device() -> None:
+    variance, samples = 0.5, 400
+    data = {"name": "digits", "train": samples, "split": {"noise": variance}}
+    (trial,) = trials(
+        make_scenario(4, workload={"data": data}, method={"name": "federated"})
     )
-    prepared = prepare(trials(written)[0])
-    assert (
-        sum(sum(each.values()) for each in samples_by_class(prepared).values()) == 400
-    )
+    prepared = prepare(trial)
+    total = 0
+    for counts in samples_by_class(prepared).values():
+        total += sum(counts.values())
+    assert total == samples
     dataset = load_data(prepared)
-    clean = {
-        name: dataset.train_images[share] for name, share in shares_of(prepared).items()
-    }
-    found = [
-        float((samples_of(prepared, dataset, name).train_images - each).std() ** 2)
-        for name, each in clean.items()
-    ]
-    assert found == pytest.approx(
-        [0.5 * (place + 1) / len(found) for place in range(len(found))], rel=0.1
-    )
+    shares = shares_of(prepared)
+    measured = []
+    for name, share in shares.items():
+        noisy = samples_of(prepared, dataset, name).train_images
+        noise = noisy - dataset.train_images[share]
+        measured.append(float(noise.std() ** 2))
+    # Device i of n has noise of the variance i/n of the given one.
+    count = len(shares)
+    expected = [variance * number / count for number in range(1, count + 1)]
+    assert measured == pytest.approx(expected, rel=0.1)
 
 
-def test_data_sets_of_hugging_face_are_read_from_disk(tmp_path: Path) -> None:
+# --------------------------------------------------------------------------------------------------------- Hugging Face
+
+
+def test_hugging_face_data_set_is_read_from_disk(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="needs the extra `datasets`")
+    path = str(tmp_path / "set")
     rows = {
         "input_ids": [[1, 2], [3, 4, 5], [6]],
         "attention_mask": [[1, 1], [1, 1, 1], [1]],
         "label": [0, 1, 0],
     }
     part = datasets.Dataset.from_dict(rows)
-    datasets.DatasetDict(train=part, test=part).save_to_disk(tmp_path / "set")
-    found = load(DataPart(path=str(tmp_path / "set")))
-    assert [each.name for each in found.fields] == ["input_ids", "attention_mask"]
-    assert found.train_images.tolist()[0] == [1, 2, 0, 1, 1, 0]
-    assert found.train_labels.tolist() == [0, 1, 0]
-    one = load(
-        DataPart(path=str(tmp_path / "set"), columns=["input_ids"], label="label")
-    )
-    assert one.shape == (3,)
+    datasets.DatasetDict(train=part, test=part).save_to_disk(path)
+    data = load(DataPart(path=path))
+    assert [field.name for field in data.fields] == ["input_ids", "attention_mask"]
+    # Both inputs are padded to the three values of the longest sample.
+    assert data.train_images.tolist()[0] == [1, 2, 0, 1, 1, 0]
+    assert data.train_labels.tolist() == [0, 1, 0]
+    one_input = load(DataPart(path=path, columns=["input_ids"], label="label"))
+    assert one_input.shape == (3,)
     with pytest.raises(InputError, match="has no column nothing"):
-        load(DataPart(path=str(tmp_path / "set"), columns=["nothing"]))
+        load(DataPart(path=path, columns=["nothing"]))

@@ -1,7 +1,8 @@
-"""Data of the user's: read from each kind of place, refused in one line, and never unpickled."""
+"""Users' data: arrays, folders of images, functions, malformed data, and integers as samples."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,105 +14,79 @@ from safetensors.numpy import save_file
 
 from testbed.common.errors import InputError
 from testbed.ml.data import load
+from testbed.ml.data.dataset import Dataset
 from testbed.ml.preparation import load_data
 from testbed.ml.workload import DataPart
-from testbed.prepare import prepare
+from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
+from testbed.trace.outcome import Outcome
 from tests.helpers import ROOT, deployments, own_tokens
 
 IMAGES = np.arange(40 * 12, dtype=np.uint8).reshape(40, 1, 3, 4)
 LABELS = np.arange(40) % 4
+ARRAYS = {
+    "train_images": IMAGES[:30],
+    "train_labels": LABELS[:30],
+    "test_images": IMAGES[30:],
+    "test_labels": LABELS[30:],
+}
 
 
-def arrays() -> dict[str, np.ndarray]:
-    parts = {"train": slice(30), "test": slice(30, 40)}
-    return {
-        f"{part}_{kind}": values[place]
-        for part, place in parts.items()
-        for kind, values in (("images", IMAGES), ("labels", LABELS))
-    }
-
-
-def read(file: Path, **keys: object):
+def load_file(file: Path, **keys: object) -> Dataset:
     return load(DataPart.model_validate({"path": file.name, **keys}), file)
 
 
-def test_arrays_are_read_from_npz_and_safetensors(tmp_path: Path) -> None:
-    np.savez(tmp_path / "mine.npz", **arrays())
-    save_file(arrays(), tmp_path / "mine.safetensors")
-    for name in ("mine.npz", "mine.safetensors"):
-        found = read(tmp_path / name, train=20)
-        assert (found.name, found.classes, found.shape) == (name, 4, (1, 3, 4))
-        assert np.array_equal(found.train_images, IMAGES[:20].astype(np.float32) / 255)
-        assert np.array_equal(found.test_labels, LABELS[30:])
+def prepare_file(file: Path, changes: Sequence[str] = ()) -> Prepared:
+    return prepare(trials(load_scenario(file, changes))[0])
 
 
-def test_one_fifth_becomes_the_test_part_if_data_have_none(tmp_path: Path) -> None:
-    np.savez(tmp_path / "mine.npz", x_train=IMAGES.astype(np.float64), y_train=LABELS)
-    found = read(tmp_path / "mine.npz")
-    assert np.bincount(found.test_labels).tolist() == [2, 2, 2, 2]
-    assert found.train_images.max() > 200  # only bytes are scaled
+def run_to_end(prepared: Prepared) -> Outcome:
+    outcome = simulate(prepared, load_data(prepared))
+    assert outcome.status == "finished", outcome.error
+    return outcome
 
 
-def test_pictures_by_class(tmp_path: Path) -> None:
-    for part, count in (("train", 3), ("test", 1)):
-        for label, grey in (("cats", 10), ("dogs", 200)):
-            folder = tmp_path / "pets" / part / label
-            folder.mkdir(parents=True)
-            for number in range(count):
-                Image.new("L", (6, 4), grey).save(folder / f"{number}.png")
-    found = read(tmp_path / "pets")
-    assert (found.name, found.shape, found.classes) == ("pets/", (3, 4, 6), 2)
-    assert found.train_labels.tolist() == [0, 0, 0, 1, 1, 1]
-    assert found.test_images[1].min() == pytest.approx(200 / 255)
-    Image.new("L", (9, 9)).save(tmp_path / "pets" / "test" / "dogs" / "large.png")
-    with pytest.raises(
-        InputError,
-        match=r"large.png is of 9x9, others of 4x6: write `size: HEIGHTxWIDTH`",
-    ):
-        read(tmp_path / "pets")
-    assert read(tmp_path / "pets", size="8x8").shape == (3, 8, 8)
+# --------------------------------------------------------------------------------------------------------------- arrays
 
 
-def test_functions_may_return_arrays_and_data_sets(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n"
-        "from torch.utils.data import TensorDataset\n"
-        "def pairs():\n"
-        "    images, labels = torch.rand(8, 5), torch.arange(8) % 2\n"
-        "    return TensorDataset(images, labels), (images, labels)\n"
-        "def wrong():\n    return 1\n"
-        "def broken():\n    return 1 / 0\n"
-    )
-    found = load(DataPart(file="mine.py", name="pairs"), file)
-    assert (found.shape, found.classes, len(found.train_labels)) == ((5,), 2, 8)
-    assert np.array_equal(found.train_images, found.test_images)
-    for name, message in (
-        ("wrong", r"wrong returned int: return \(train, test\)"),
-        ("broken", "mine.py:9: ZeroDivisionError"),
-        ("none", "there: pairs, wrong, broken"),
-    ):
-        with pytest.raises(InputError, match=message):
-            load(DataPart(file="mine.py", name=name), file)
+@pytest.mark.parametrize("name", ["mine.npz", "mine.safetensors"])
+def test_arrays_are_read_from_file(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    if file.suffix == ".npz":
+        np.savez(file, **ARRAYS)
+    else:
+        save_file(ARRAYS, file)
+    data = load_file(file, train=20)
+    assert data.name == name
+    assert data.classes == 4
+    assert data.shape == (1, 3, 4)
+    # Bytes are scaled to numbers from 0 to 1.
+    assert np.array_equal(data.train_images, IMAGES[:20].astype(np.float32) / 255)
+    assert np.array_equal(data.test_labels, LABELS[30:])
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    np.savez(
-        tmp_path / "mine.npz",
-        train_images=np.array([{}, {}], dtype=object),
-        train_labels=LABELS[:2],
-    )
-    with pytest.raises(
-        InputError, match=r"mine.npz: holds Python objects, and nothing is unpickled"
-    ):
-        read(tmp_path / "mine.npz")
+def test_fifth_of_each_class_is_held_out_without_test_arrays(tmp_path: Path) -> None:
+    file = tmp_path / "mine.npz"
+    np.savez(file, x_train=IMAGES.astype(np.float64), y_train=LABELS)
+    data = load_file(file)
+    assert np.bincount(data.test_labels).tolist() == [2, 2, 2, 2]
+    # Floats are not scaled.
+    assert data.train_images.max() > 200
+
+
+def test_python_objects_are_never_unpickled(tmp_path: Path) -> None:
+    # Unpickling can run any code of the file's author.
+    objects = np.array([{}, {}], dtype=object)
+    np.savez(tmp_path / "mine.npz", train_images=objects, train_labels=LABELS[:2])
+    message = r"mine.npz: holds Python objects, and nothing is unpickled"
+    with pytest.raises(InputError, match=message):
+        load_file(tmp_path / "mine.npz")
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changes", "message"),
     [
         ({"train_labels": LABELS[:7]}, "30 samples and 7 labels"),
         ({"train_labels": LABELS[:30] - 2}, "whole numbers from 0"),
@@ -133,199 +108,299 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
             "labels up to 1003 for 40 samples: number the classes from 0",
         ),
     ],
+    ids=[
+        "too-few-labels",
+        "negative-labels",
+        "overflowing-labels",
+        "labels-not-a-number",
+        "different-shapes",
+        "samples-not-a-number",
+        "overflowing-samples",
+        "texts",
+        "single-number",
+        "labels-beyond-samples",
+    ],
 )
-def test_malformed_data_are_rejected_with_the_reason(
-    tmp_path: Path, changed: dict, message: str
+def test_malformed_arrays_are_rejected_with_reason(
+    tmp_path: Path, changes: dict[str, np.ndarray], message: str
 ) -> None:
-    np.savez(tmp_path / "mine.npz", **(arrays() | changed))
+    np.savez(tmp_path / "mine.npz", **(ARRAYS | changes))
     with pytest.raises(InputError, match=message):
-        read(tmp_path / "mine.npz")
+        load_file(tmp_path / "mine.npz")
 
 
-def test_tests_without_labels_are_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "mine.npz", x_train=IMAGES, y_train=LABELS, x_test=IMAGES)
-    with pytest.raises(
-        InputError, match="holds one of x_test and y_test: it needs both or none"
-    ):
-        read(tmp_path / "mine.npz")
+def test_test_samples_without_labels_are_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "mine.npz"
+    np.savez(file, x_train=IMAGES, y_train=LABELS, x_test=IMAGES)
+    message = "holds one of x_test and y_test: it needs both or none"
+    with pytest.raises(InputError, match=message):
+        load_file(file)
 
 
-def test_types_unknown_to_numpy_are_rejected(tmp_path: Path) -> None:
+def test_type_unknown_to_numpy_is_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "mine.safetensors"
     tensors = {
         "x_train": torch.zeros(4, 2).bfloat16(),
         "y_train": torch.zeros(4, dtype=torch.int64),
     }
-    safetensors.torch.save_file(tensors, tmp_path / "mine.safetensors")
-    with pytest.raises(
-        InputError,
-        match=r"mine.safetensors: cannot be read: .*bfloat16.*: write it as float32",
-    ):
-        read(tmp_path / "mine.safetensors")
+    safetensors.torch.save_file(tensors, file)
+    message = r"mine.safetensors: cannot be read: .*bfloat16.*: write it as float32"
+    with pytest.raises(InputError, match=message):
+        load_file(file)
 
 
-def test_folders_without_pictures_are_named(tmp_path: Path) -> None:
-    for name in ("train/cats", "train/dogs", "test/cats", "test/birds"):
-        (tmp_path / "pets" / name).mkdir(parents=True)
-        Image.new("L", (6, 4)).save(tmp_path / "pets" / name / "0.png")
-    with pytest.raises(InputError, match="test: no training images of birds"):
-        read(tmp_path / "pets")
-    (tmp_path / "pets" / "train" / "dogs" / "0.png").unlink()
-    with pytest.raises(
-        InputError, match="train: no images of dogs: add some or remove the folder"
-    ):
-        read(tmp_path / "pets")
+@pytest.mark.parametrize("name", ["mine.npz", "mine.safetensors", "mine.txt"])
+def test_file_in_other_format_is_rejected(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"nothing of the kind")
+    with pytest.raises(InputError, match=name):
+        load_file(tmp_path / name)
 
 
-def test_results_of_functions_are_checked(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import numpy as np, torch, sys\nfrom PIL import Image\n"
-        "X, Y = np.zeros((4, 1, 2, 2), dtype='float32'), np.arange(4) % 2\n"
-        "def no_tests(): return (X, Y), None\n"
-        "def gradients(): return (torch.from_numpy(X).requires_grad_(), Y), (X, Y)\n"
-        "def two_pairs(): return [(X[0], 0), (X[1], 1)], (X, Y)\n"
-        "def pictures(): return [(Image.new('RGB', (6, 4)), 0)], [(Image.new('RGB', (6, 4)), 0)]\n"
-        "def ragged(): return [(X[0], 0), (X[0][:, :1], 1)], (X, Y)\n"
-        "def half(): return (torch.zeros(2, 3).bfloat16(), Y[:2]), (X, Y)\n"
-        "def leaves(): sys.exit(3)\n"
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none.npz cannot be read: No such file"):
+        load_file(tmp_path / "none.npz")
+
+
+def test_training_and_test_samples_get_common_type(tmp_path: Path) -> None:
+    integers = np.arange(40).reshape(10, 4)
+    labels = LABELS[:10]
+    file = tmp_path / "mine.npz"
+    np.savez(
+        file, x_train=integers, y_train=labels, x_test=integers * 1.5, y_test=labels
     )
-    for name, shape in (
-        ("no_tests", (1, 2, 2)),
-        ("gradients", (1, 2, 2)),
-        ("two_pairs", (1, 2, 2)),
-        ("pictures", (3, 4, 6)),
-    ):
-        assert load(DataPart(file="mine.py", name=name), file).shape == shape
-    for name, message in (
-        ("ragged", "each sample of one shape"),
-        ("half", "have to be arrays"),
-        ("leaves", "mine.py:10: SystemExit: 3"),
-    ):
-        with pytest.raises(InputError, match=message):
-            load(DataPart(file="mine.py", name=name), file)
+    data = load_file(file)
+    assert data.train_images.dtype == np.float32
+    assert data.test_images.dtype == np.float32
 
 
-def test_a_size_is_for_pictures_and_has_two_sides(tmp_path: Path) -> None:
-    np.savez(tmp_path / "mine.npz", **arrays())
-    with pytest.raises(
-        InputError, match="size: applies to folders of images only: remove the key"
-    ):
-        read(tmp_path / "mine.npz", size="8x8")
+# ---------------------------------------------------------------------------------------------------- folders of images
+
+
+def write_picture(path: Path, size: tuple[int, int], grey: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", size, grey).save(path)
+
+
+def write_pets(folder: Path) -> Path:
+    """Write three training images and a test image of cats, which are dark, and of dogs, which are bright."""
+    for label, grey in (("cats", 10), ("dogs", 200)):
+        for number in range(3):
+            write_picture(folder / "train" / label / f"{number}.png", (6, 4), grey)
+        write_picture(folder / "test" / label / "0.png", (6, 4), grey)
+    return folder
+
+
+def test_folders_of_images_are_classes(tmp_path: Path) -> None:
+    data = load_file(write_pets(tmp_path / "pets"))
+    assert data.name == "pets/"
+    assert data.shape == (3, 4, 6)
+    assert data.classes == 2
+    assert data.train_labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert data.test_images[1].min() == pytest.approx(200 / 255)
+
+
+def test_images_of_different_sizes_require_size(tmp_path: Path) -> None:
+    pets = write_pets(tmp_path / "pets")
+    write_picture(pets / "test" / "dogs" / "large.png", (9, 9))
+    message = r"large.png is of 9x9, others of 4x6: write `size: HEIGHTxWIDTH`"
+    with pytest.raises(InputError, match=message):
+        load_file(pets)
+    assert load_file(pets, size="8x8").shape == (3, 8, 8)
+
+
+def test_size_applies_to_images_only(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", **ARRAYS)
+    message = "size: applies to folders of images only: remove the key"
+    with pytest.raises(InputError, match=message):
+        load_file(tmp_path / "mine.npz", size="8x8")
+
+
+def test_malformed_size_is_rejected() -> None:
     with pytest.raises(ValueError, match="'8' is not HEIGHTxWIDTH, such as 32x32"):
         DataPart.model_validate({"path": "pets", "size": "8"})
 
 
-def test_files_without_arrays_are_rejected(tmp_path: Path) -> None:
-    for name in ("mine.npz", "mine.safetensors", "mine.txt"):
-        (tmp_path / name).write_bytes(b"nothing of the kind")
-        with pytest.raises(InputError, match=name):
-            read(tmp_path / name)
-    with pytest.raises(InputError, match=r"none.npz cannot be read: No such file"):
-        read(tmp_path / "none.npz")
+def test_class_without_training_images_is_named(tmp_path: Path) -> None:
+    pets = write_pets(tmp_path / "pets")
+    write_picture(pets / "test" / "birds" / "0.png", (6, 4))
+    with pytest.raises(InputError, match="test: no training images of birds"):
+        load_file(pets)
 
 
-def test_own_data_are_split_and_devices_need_no_files(
-    tmp_path: Path,
+def test_empty_folder_of_class_is_named(tmp_path: Path) -> None:
+    pets = write_pets(tmp_path / "pets")
+    for path in (pets / "train" / "dogs").iterdir():
+        path.unlink()
+    message = "train: no images of dogs: add some or remove the folder"
+    with pytest.raises(InputError, match=message):
+        load_file(pets)
+
+
+# ------------------------------------------------------------------------------------------------------------ functions
+
+FUNCTIONS = """\
+import numpy as np, torch, sys
+from PIL import Image
+from torch.utils.data import TensorDataset
+X, Y = np.zeros((4, 1, 2, 2), dtype='float32'), np.arange(4) % 2
+def no_tests(): return (X, Y), None
+def gradients(): return (torch.from_numpy(X).requires_grad_(), Y), (X, Y)
+def two_pairs(): return [(X[0], 0), (X[1], 1)], (X, Y)
+def pictures(): return [(Image.new('RGB', (6, 4)), 0)], [(Image.new('RGB', (6, 4)), 0)]
+def ragged(): return [(X[0], 0), (X[0][:, :1], 1)], (X, Y)
+def half(): return (torch.zeros(2, 3).bfloat16(), Y[:2]), (X, Y)
+def leaves(): sys.exit(3)
+def wrong(): return 1
+def broken(): return 1 / 0
+def data_set():
+    images, labels = torch.rand(8, 5), torch.arange(8) % 2
+    return TensorDataset(images, labels), (images, labels)
+"""
+
+
+def call_function(folder: Path, name: str) -> Dataset:
+    file = folder / "mine.py"
+    file.write_text(FUNCTIONS)
+    return load(DataPart(file="mine.py", name=name), file)
+
+
+def test_function_may_return_torch_data_set_and_tensors(tmp_path: Path) -> None:
+    data = call_function(tmp_path, "data_set")
+    assert data.shape == (5,)
+    assert data.classes == 2
+    assert len(data.train_labels) == 8
+    assert np.array_equal(data.train_images, data.test_images)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        ("no_tests", (1, 2, 2)),
+        ("gradients", (1, 2, 2)),
+        ("two_pairs", (1, 2, 2)),
+        ("pictures", (3, 4, 6)),
+    ],
+)
+def test_function_result_is_accepted(
+    tmp_path: Path, function: str, shape: tuple[int, ...]
 ) -> None:
-    np.savez(tmp_path / "mine.npz", **arrays())
-    (tmp_path / "mine.yaml").write_text(
+    assert call_function(tmp_path, function).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("ragged", "each sample of one shape"),
+        ("half", "have to be arrays"),
+        ("wrong", r"wrong returned int: return \(train, test\)"),
+        ("leaves", "mine.py:11: SystemExit: 3"),
+        ("broken", "mine.py:13: ZeroDivisionError"),
+        ("none", "there: no_tests, .*, wrong, broken, data_set"),
+    ],
+)
+def test_unsuitable_function_is_rejected(
+    tmp_path: Path, function: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        call_function(tmp_path, function)
+
+
+# ------------------------------------------------------------------------------------------------------------ scenarios
+
+
+def test_shares_of_user_data_reach_devices_without_files(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", **ARRAYS)
+    scenario = tmp_path / "mine.yaml"
+    scenario.write_text(
         "name: mine\ndevices: {source: {profile: laptop}, worker: {profile: laptop, count: 2}}\n"
         "network: {link: {rate: 100mbit, delay: 1ms}}\n"
         "workload:\n  model: {name: mlp, hidden: [8]}\n  data: {path: mine.npz, split: {sizes: [10, 20]}}\n"
         "  method: {name: federated}\n  epochs: 1\n  batch_size: 5\n"
     )
-    prepared = prepare(trials(load_scenario(tmp_path / "mine.yaml"))[0])
+    prepared = prepare_file(scenario)
     assert dict(prepared.problem.samples) == {"worker1": 10, "worker2": 20}
+    # Devices do not have the user's file.
     (tmp_path / "mine.npz").unlink()
     for body in deployments.deployment_bodies(prepared).values():
-        assert deployments.read_deployment(body)[1].model == prepared.problem.model
+        _, problem, _ = deployments.read_deployment(body)
+        assert problem.model == prepared.problem.model
 
 
-def test_documented_example_of_own_data_works() -> None:
+def test_documented_example_of_user_data_works() -> None:
     text = (ROOT / "docs" / "own.md").read_text()
     file = ROOT / "scenarios" / "examples" / "own.yaml"
-    assert text.split("```yaml\n")[1].split("```")[0] in file.read_text()
-    prepared = prepare(trials(load_scenario(file))[0])
-    assert [
-        len(assignment.units) if hasattr(assignment, "units") else assignment
-        for assignment in prepared.plan.assignments
-    ]
+    after_fence = text.split("```yaml\n")[1]
+    excerpt = after_fence.split("```")[0]
+    assert excerpt in file.read_text()
+    prepared = prepare_file(file)
+    assert prepared.plan.assignments
     assert len(prepared.problem.model.units) == 5
 
 
-def test_a_batch_or_a_number_of_samples_beyond_the_data_is_refused_before_the_run(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "workload.batch_size=31",
+            "batch_size: a batch of 31 is more than the 30 training samples: use at most",
+        ),
+        (
+            "workload.data.train=20",
+            "batch_size: a batch of 30 is more than the 20 training samples",
+        ),
+        ("workload.data.train=31", r"workload\.data\.train: .* 31"),
+    ],
+)
+def test_batch_or_limit_beyond_data_is_rejected_before_run(
+    tmp_path: Path, change: str, message: str
 ) -> None:
-    np.savez(tmp_path / "mine.npz", **arrays())
-    (tmp_path / "s.yaml").write_text(
+    np.savez(tmp_path / "mine.npz", **ARRAYS)
+    file = tmp_path / "s.yaml"
+    file.write_text(
         "name: s\ndevices: {a: {}}\nworkload: {model: {name: mlp}, data: {path: mine.npz}, method: {name: single}, "
         "batch_size: 30, steps: 1}\n"
     )
-
-    def prepared(*changes: str) -> None:
-        prepare(trials(load_scenario(tmp_path / "s.yaml", changes))[0])
-
-    prepared()
-    with pytest.raises(
-        InputError,
-        match="batch_size: a batch of 31 is more than the 30 training samples: use at most",
-    ):
-        prepared("workload.batch_size=31")
-    with pytest.raises(
-        InputError,
-        match="batch_size: a batch of 30 is more than the 20 training samples",
-    ):
-        prepared("workload.data.train=20")
-    with pytest.raises(InputError, match=r"workload\.data\.train: .* 31"):
-        prepared("workload.data.train=31")
+    # A batch of all 30 training samples is possible.
+    prepare_file(file)
+    with pytest.raises(InputError, match=message):
+        prepare_file(file, [change])
 
 
-def tokens(folder: Path, *changes: str):
-    """Return the scenario of tokens, ready for a runtime."""
-    (folder / "own_tokens.py").write_text(
-        (ROOT / "tests" / "helpers" / "own_tokens.py").read_text()
-    )
+# ------------------------------------------------------------------------------------------------------------- integers
+
+
+def prepare_tokens(folder: Path, *changes: str) -> Prepared:
+    """Prepare the scenario of `own_tokens`, where samples are sequences of integers."""
+    source = (ROOT / "tests" / "helpers" / "own_tokens.py").read_text()
+    (folder / "own_tokens.py").write_text(source)
     (folder / "tokens.yaml").write_text(own_tokens.SCENARIO)
-    return prepare(trials(load_scenario(folder / "tokens.yaml", changes))[0])
+    return prepare_file(folder / "tokens.yaml", changes)
 
 
-def test_integers_stay_integers_for_networks_accepting_them(tmp_path: Path) -> None:
-    prepared = tokens(tmp_path)
-    model, data = prepared.problem.model, load_data(prepared)
-    assert (model.input, model.integers) == ((7,), True)
-    assert data.train_images.dtype == np.int64
+def test_network_with_embedding_receives_integers(tmp_path: Path) -> None:
+    prepared = prepare_tokens(tmp_path)
+    model = prepared.problem.model
+    assert model.input == (7,)
+    assert model.integers
+    assert load_data(prepared).train_images.dtype == np.int64
     for body in deployments.deployment_bodies(prepared).values():
-        assert deployments.read_deployment(body)[1].model == model
-    losses = {}
-    for method in ("single", "pipeline"):
-        outcome = simulate(
-            tokens(tmp_path, f"workload.method={{name: {method}}}"), data
-        )
-        assert outcome.status == "finished", outcome.error
-        losses[method] = [
-            event.fields["loss"] for event in outcome.events if event.event == "step"
-        ]
-    assert losses["pipeline"] == pytest.approx(losses["single"], rel=1e-5)
-    assert losses["single"][-1] < losses["single"][0]
+        _, problem, _ = deployments.read_deployment(body)
+        assert problem.model == model
 
 
-def test_networks_rejecting_integers_get_floats(tmp_path: Path) -> None:
-    prepared = tokens(tmp_path, "workload.model={name: mlp, hidden: [8, 8]}")
+def test_pipeline_on_integers_has_losses_of_single_device(tmp_path: Path) -> None:
+    def losses_with(method: str) -> list[float]:
+        prepared = prepare_tokens(tmp_path, f"workload.method={{name: {method}}}")
+        steps = run_to_end(prepared).events.of("step")
+        return [event.fields["loss"] for event in steps]
+
+    single = losses_with("single")
+    assert losses_with("pipeline") == pytest.approx(single, rel=1e-5)
+    assert single[-1] < single[0]
+
+
+def test_network_without_embedding_receives_floats(tmp_path: Path) -> None:
+    prepared = prepare_tokens(tmp_path, "workload.model={name: mlp, hidden: [8, 8]}")
     assert not prepared.problem.model.integers
-    data = load_data(prepared)
-    assert data.train_images.dtype == np.float32
-    outcome = simulate(prepared, data)
-    assert outcome.status == "finished", outcome.error
-
-
-def test_training_and_test_samples_have_one_type(tmp_path: Path) -> None:
-    whole = np.arange(40).reshape(10, 4)
-    np.savez(
-        tmp_path / "mine.npz",
-        x_train=whole,
-        y_train=LABELS[:10],
-        x_test=whole * 1.5,
-        y_test=LABELS[:10],
-    )
-    found = read(tmp_path / "mine.npz")
-    assert {found.train_images.dtype.name, found.test_images.dtype.name} == {"float32"}
+    assert load_data(prepared).train_images.dtype == np.float32
+    run_to_end(prepared)

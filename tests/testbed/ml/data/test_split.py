@@ -1,6 +1,8 @@
-"""Training samples shared among devices: disjoint, seeded, as uneven as asked; nobody is left without any."""
+"""Splits of training samples among devices: sizes, class distributions, seeds, and impossible splits."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from testbed.common.errors import InputError
 from testbed.ml.data.split import class_counts, split
 from testbed.ml.workload import Split, SplitPart
 
-LABELS = np.repeat(np.arange(10), 120)
-WAYS: dict[str, Split] = {
+SAMPLES_PER_CLASS = 120
+LABELS = np.repeat(np.arange(10), SAMPLES_PER_CLASS)
+SPLITS: dict[str, Split] = {
     "iid": "iid",
     "sizes": SplitPart(sizes=(100, 200, 300, 400)),
     "dirichlet": SplitPart(dirichlet=0.5),
@@ -21,81 +24,109 @@ WAYS: dict[str, Split] = {
 OWNERS = ["a", "b", "c", "d"]
 
 
-def refusal(*arguments) -> InputError:
+def split_labels(how: Split, seed: int) -> dict[str, np.ndarray]:
+    return split(LABELS, 10, OWNERS, how, seed)
+
+
+def split_error(
+    labels: np.ndarray, owners: Sequence[str], how: Split, seed: int
+) -> InputError:
     with pytest.raises(InputError) as caught:
-        split(*arguments)
+        split(labels, 10, owners, how, seed)
     return caught.value
 
 
-@pytest.mark.parametrize("way", WAYS)
+def are_equal(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
+    return all(np.array_equal(first[name], second[name]) for name in OWNERS)
+
+
+def smallest_share(shares: dict[str, np.ndarray]) -> int:
+    return min(len(share) for share in shares.values())
+
+
+@pytest.mark.parametrize("name", SPLITS)
 @given(seed=st.integers(0, 99))
-def test_each_sample_has_one_owner_drawn_from_the_seed(way: str, seed: int) -> None:
-    shares = split(LABELS, 10, OWNERS, WAYS[way], seed)
+def test_each_sample_has_one_owner(name: str, seed: int) -> None:
+    shares = split_labels(SPLITS[name], seed)
     assert list(shares) == OWNERS
-    together = np.concatenate(list(shares.values()))
-    assert len(set(together.tolist())) == len(together)
-    assert len(together) == (1000 if way == "sizes" else len(LABELS))
-    assert all((np.diff(share) > 0).all() for share in shares.values())
-    again, other = (
-        split(LABELS, 10, OWNERS, WAYS[way], seed),
-        split(LABELS, 10, OWNERS, WAYS[way], seed + 1),
-    )
-    assert all(np.array_equal(shares[name], again[name]) for name in OWNERS)
-    assert not all(np.array_equal(shares[name], other[name]) for name in OWNERS)
+    distributed = np.concatenate(list(shares.values()))
+    assert len(set(distributed.tolist())) == len(distributed)
+    # The sizes sum to 1000 of 1200 samples.
+    assert len(distributed) == (1000 if name == "sizes" else len(LABELS))
+    for share in shares.values():
+        is_ascending = (np.diff(share) > 0).all()
+        assert is_ascending
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@given(seed=st.integers(0, 99))
+def test_shares_follow_from_seed(name: str, seed: int) -> None:
+    how = SPLITS[name]
+    shares = split_labels(how, seed)
+    assert are_equal(shares, split_labels(how, seed))
+    assert not are_equal(shares, split_labels(how, seed + 1))
 
 
 @given(samples=st.integers(1, 200), devices=st.integers(1, 12), seed=st.integers(0, 9))
-def test_iid_gives_each_as_many(samples: int, devices: int, seed: int) -> None:
-    labels, owners = np.arange(samples) % 10, [f"d{index}" for index in range(devices)]
+def test_iid_shares_have_equal_sizes(samples: int, devices: int, seed: int) -> None:
+    labels = np.arange(samples) % 10
+    owners = [f"d{index}" for index in range(devices)]
     if devices > samples:
-        error = refusal(labels, 10, owners, "iid", seed)
+        error = split_error(labels, owners, "iid", seed)
         assert error.key == ("data", "split")
-        assert error.text.startswith(
-            f"{samples} samples are too few for {devices} devices"
-        )
+        expected = f"{samples} samples are too few for {devices} devices"
+        assert error.text.startswith(expected)
         return
-    sizes = [len(share) for share in split(labels, 10, owners, "iid", seed).values()]
+    shares = split(labels, 10, owners, "iid", seed)
+    sizes = [len(share) for share in shares.values()]
     assert max(sizes) - min(sizes) <= 1
     assert sum(sizes) == samples
 
 
-def test_shares_have_the_requested_sizes() -> None:
-    shares = split(LABELS, 10, OWNERS, WAYS["sizes"], 7)
+def test_shares_have_requested_sizes() -> None:
+    shares = split_labels(SPLITS["sizes"], 7)
     assert [len(share) for share in shares.values()] == [100, 200, 300, 400]
-    assert min(len(counts) for counts in class_counts(LABELS, shares).values()) == 10
+    # Of 100 random samples, some have each of the ten classes.
+    counts = class_counts(LABELS, shares)
+    assert min(len(classes) for classes in counts.values()) == 10
 
 
-@given(each=st.integers(1, 10), devices=st.integers(1, 15), seed=st.integers(0, 20))
-def test_shards_give_each_device_the_requested_number_of_classes(
-    each: int, devices: int, seed: int
+@given(
+    classes_per_device=st.integers(1, 10),
+    devices=st.integers(1, 15),
+    seed=st.integers(0, 20),
+)
+def test_shards_give_each_device_requested_number_of_classes(
+    classes_per_device: int, devices: int, seed: int
 ) -> None:
     owners = [f"d{index}" for index in range(devices)]
-    counts = class_counts(
-        LABELS, split(LABELS, 10, owners, SplitPart(shards=each), seed)
-    )
-    assert all(len(of) == each for of in counts.values())
-    holders = np.bincount(
-        [label for of in counts.values() for label in of], minlength=10
-    )
-    assert holders.max() - holders.min() <= 2
-    # Who has a class shares it evenly with the others who have it.
+    how = SplitPart(shards=classes_per_device)
+    counts = class_counts(LABELS, split(LABELS, 10, owners, how, seed))
+    owned_classes = []
+    for classes in counts.values():
+        assert len(classes) == classes_per_device
+        owned_classes.extend(classes)
+    owners_per_class = np.bincount(owned_classes, minlength=10)
+    assert owners_per_class.max() - owners_per_class.min() <= 2
+    # The owners of a class share its samples evenly.
     for label in range(10):
-        parts = [of[label] for of in counts.values() if label in of]
-        assert sum(parts) in (0, 120)
-        assert not parts or max(parts) - min(parts) <= 1
+        parts = [classes[label] for classes in counts.values() if label in classes]
+        if parts:
+            assert sum(parts) == SAMPLES_PER_CLASS
+            assert max(parts) - min(parts) <= 1
 
 
-def test_a_small_concentration_skews_and_a_large_one_does_not() -> None:
-    def largest_class(concentration: float) -> float:
-        counts = class_counts(
-            LABELS, split(LABELS, 10, OWNERS, SplitPart(dirichlet=concentration), 1)
-        )
-        return float(
-            np.mean([max(of.values()) / sum(of.values()) for of in counts.values()])
-        )
+def test_small_dirichlet_concentration_skews_classes() -> None:
+    def mean_share_of_largest_class(concentration: float) -> float:
+        shares = split_labels(SplitPart(dirichlet=concentration), 1)
+        largest = []
+        for classes in class_counts(LABELS, shares).values():
+            largest.append(max(classes.values()) / sum(classes.values()))
+        return float(np.mean(largest))
 
-    assert largest_class(0.1) > 0.3
-    assert largest_class(1000.0) < 0.15
+    # Ten equal classes would have a share of 0.1 each.
+    assert mean_share_of_largest_class(0.1) > 0.3
+    assert mean_share_of_largest_class(1000.0) < 0.15
 
 
 @pytest.mark.parametrize(
@@ -133,44 +164,49 @@ def test_a_small_concentration_skews_and_a_large_one_does_not() -> None:
         ),
         (np.arange(3), "iid", None, "3 samples are too few for 4 devices"),
     ],
+    ids=[
+        "too-few-sizes",
+        "too-large-sizes",
+        "too-many-shards",
+        "too-small-concentration",
+        "empty-shard",
+        "too-few-samples",
+    ],
 )
-def test_impossible_splits_name_the_key(labels, how, key, text) -> None:
-    error = refusal(labels, 10, OWNERS, how, 4)
-    assert error.key == ("data", "split") + ((key,) if key else ())
+def test_impossible_split_is_rejected_with_key(
+    labels: np.ndarray, how: Split, key: str | None, text: str
+) -> None:
+    error = split_error(labels, OWNERS, how, 4)
+    expected_key = ("data", "split", key) if key else ("data", "split")
+    assert error.key == expected_key
     assert text in error.text
 
 
-@pytest.mark.parametrize("way", ["dirichlet", "quantity"])
-def test_shares_are_drawn_again_until_each_device_has_enough(way: str) -> None:
-    skewed = {way: 0.3}
-    for seed in range(5):
-        once = split(LABELS, 10, OWNERS, SplitPart(**{way: 5.0}), seed)
-        enough = split(
-            LABELS,
-            10,
-            OWNERS,
-            SplitPart(**{way: 5.0}, min_samples=min(map(len, once.values()))),
-            seed,
-        )
-        assert all(
-            np.array_equal(once[name], enough[name]) for name in OWNERS
-        )  # the first draw is good
-        drawn = [
-            split(LABELS, 10, OWNERS, SplitPart(**skewed, min_samples=150), seed)
-            for _ in range(2)
-        ]
-        assert min(map(len, drawn[0].values())) >= 150
-        assert all(np.array_equal(drawn[0][name], drawn[1][name]) for name in OWNERS)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("key", ["dirichlet", "quantity"])
+def test_first_draw_is_kept_if_shares_are_large_enough(key: str, seed: int) -> None:
+    first = split_labels(SplitPart(**{key: 5.0}), seed)
+    how = SplitPart(**{key: 5.0}, min_samples=smallest_share(first))
+    assert are_equal(first, split_labels(how, seed))
 
 
-def test_unreachable_min_samples_is_rejected_with_the_best_draw() -> None:
-    error = refusal(LABELS, 10, OWNERS, SplitPart(quantity=0.05, min_samples=300), 1)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("key", ["dirichlet", "quantity"])
+def test_shares_are_redrawn_until_large_enough(key: str, seed: int) -> None:
+    how = SplitPart(**{key: 0.3}, min_samples=150)
+    shares = split_labels(how, seed)
+    assert smallest_share(shares) >= 150
+    assert are_equal(shares, split_labels(how, seed))
+
+
+def test_unreachable_min_samples_is_rejected_with_best_draw() -> None:
+    how = SplitPart(quantity=0.05, min_samples=300)
+    error = split_error(LABELS, OWNERS, how, 1)
     assert error.key == ("data", "split", "min_samples")
     assert "1,000 draws left a device with fewer than 300 samples" in error.text
 
 
-def test_min_samples_requires_a_random_split() -> None:
-    with pytest.raises(
-        ValueError, match="'min_samples' requires 'dirichlet' or 'quantity'"
-    ):
+def test_min_samples_requires_random_split() -> None:
+    message = "'min_samples' requires 'dirichlet' or 'quantity'"
+    with pytest.raises(ValueError, match=message):
         SplitPart(shards=2, min_samples=5)

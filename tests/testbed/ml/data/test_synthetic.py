@@ -1,4 +1,4 @@
-"""Made-up images: what their names say, and that each part of a set is what it is whatever else is asked for."""
+"""Synthetic images: names, reproducible samples, separable classes, and images without memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def test_name_contains_shape_and_classes(
     name: str, shape: tuple[int, ...], classes: int
 ) -> None:
     assert parse(name) == (shape, classes)
-    found = make(name, 20, 10)
-    assert (found.shape, found.classes) == (shape, classes)
-    assert (len(found.train_labels), len(found.test_labels)) == (20, 10)
-    assert 0 <= found.train_images.min() <= found.train_images.max() <= 1
-    assert found.train_images.dtype == np.float32
+    data = make(name, 20, 10)
+    assert data.shape == shape
+    assert data.classes == classes
+    assert len(data.train_labels) == 20
+    assert len(data.test_labels) == 10
+    assert 0 <= data.train_images.min() <= data.train_images.max() <= 1
+    assert data.train_images.dtype == np.float32
 
 
 @pytest.mark.parametrize(
@@ -38,45 +40,43 @@ def test_name_contains_shape_and_classes(
         "x",
     ],
 )
-def test_malformed_names_are_rejected(name: str) -> None:
+def test_malformed_name_is_rejected(name: str) -> None:
     with pytest.raises(InputError):
         parse(name)
 
 
-def test_one_set_has_one_name() -> None:
-    assert (
-        make("synthetic", 2, 2).name
-        == make("synthetic-1x8x8-10", 2, 2).name
-        == "synthetic-1x8x8"
-    )
+def test_default_shape_and_classes_have_short_name() -> None:
+    assert make("synthetic", 2, 2).name == "synthetic-1x8x8"
+    assert make("synthetic-1x8x8-10", 2, 2).name == "synthetic-1x8x8"
     assert make("synthetic-1x8x8-4", 2, 2).name == "synthetic-1x8x8-4"
 
 
-def test_fewer_samples_are_the_first_of_more() -> None:
-    few, many = make("synthetic-1x8x8", 30, 5), make("synthetic-1x8x8", 300, 50)
-    assert np.array_equal(few.train_images, many.train_images[:30])
-    assert np.array_equal(few.test_images, many.test_images[:5])
-    assert np.array_equal(few.train_labels, many.train_labels[:30])
-    assert np.array_equal(train_labels("synthetic-1x8x8", 30), few.train_labels)
+def test_smaller_data_set_is_prefix_of_larger_one() -> None:
+    small = make("synthetic-1x8x8", 30, 5)
+    large = make("synthetic-1x8x8", 300, 50)
+    assert np.array_equal(small.train_images, large.train_images[:30])
+    assert np.array_equal(small.test_images, large.test_images[:5])
+    assert np.array_equal(small.train_labels, large.train_labels[:30])
+    assert np.array_equal(train_labels("synthetic-1x8x8", 30), small.train_labels)
 
 
-def test_all_classes_are_as_frequent_and_training_and_tests_show_the_same_ones_anew() -> (
-    None
-):
-    found = make("synthetic-1x8x8", 1000, 500)
-    assert np.bincount(found.train_labels).tolist() == [100] * 10
-    centres = np.stack(
-        [found.train_images[found.train_labels == each].mean(0) for each in range(10)]
-    )
-    distances = ((found.test_images[:, None] - centres[None]) ** 2).sum((2, 3, 4))
-    assert (distances.argmin(1) == found.test_labels).mean() > 0.95, (
-        "the nearest class mean tells them apart"
-    )
-    assert not np.array_equal(found.train_images[:10], found.test_images[:10])
+def test_classes_are_balanced_and_separable_by_their_means() -> None:
+    data = make("synthetic-1x8x8", 1000, 500)
+    assert np.bincount(data.train_labels).tolist() == [100] * 10
+    means = []
+    for label in range(10):
+        means.append(data.train_images[data.train_labels == label].mean(0))
+    offsets = data.test_images[:, None] - np.stack(means)[None]
+    nearest = (offsets**2).sum((2, 3, 4)).argmin(1)
+    assert (nearest == data.test_labels).mean() > 0.95
+    # Test images have the classes of training images, but another noise.
+    assert not np.array_equal(data.train_images[:10], data.test_images[:10])
 
 
-def test_blank_images_have_the_labels_and_take_no_memory() -> None:
-    found = make("synthetic-3x32x32", 10_000, 10, blank=True)
-    assert found.train_images.shape == (10_000, 3, 32, 32)
-    assert found.train_images.strides[0] == 0
-    assert np.array_equal(found.train_labels, train_labels("synthetic-3x32x32", 10_000))
+def test_blank_images_have_labels_and_take_no_memory() -> None:
+    data = make("synthetic-3x32x32", 10_000, 10, blank=True)
+    assert data.train_images.shape == (10_000, 3, 32, 32)
+    # With a stride of 0, all samples are the same bytes.
+    assert data.train_images.strides[0] == 0
+    labels = train_labels("synthetic-3x32x32", 10_000)
+    assert np.array_equal(data.train_labels, labels)
