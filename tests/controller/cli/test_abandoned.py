@@ -1,4 +1,4 @@
-"""The hint at runs whose command was killed."""
+"""The hint at runs with a killed command and remaining containers."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ HINT = "testbed: the run lost was killed, and its containers remain"
         (["--log-level", "warning", "down", "--help"], False),
     ],
 )
-def test_removal_is_suggested_by_all_commands_but_the_one_that_removes(
+def test_hint_is_shown_by_all_commands_except_down(
     arguments: list[str], is_hinted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main, "orphaned_runs", lambda: ["lost"])
+    # The hint is decided before the arguments are parsed.
     monkeypatch.setattr(main.sys, "argv", ["testbed", *arguments])
-    shown = CliRunner().invoke(main.testbed, arguments)
-    assert shown.exit_code == 0
-    assert (HINT in shown.stderr) is is_hinted
+    result = CliRunner().invoke(main.testbed, arguments)
+    assert result.exit_code == 0
+    assert (HINT in result.stderr) is is_hinted
 
 
-def test_completion_in_a_shell_shows_no_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shell_completion_shows_no_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "orphaned_runs", lambda: ["lost"])
     monkeypatch.setattr(main.sys, "argv", ["testbed"])
-    completed = {
+    # Variables that click's completion script of bash sets.
+    variables = {
         "_TESTBED_COMPLETE": "bash_complete",
         "COMP_WORDS": "testbed do",
         "COMP_CWORD": "1",
     }
-    for name, value in completed.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    shown = CliRunner().invoke(main.testbed, [], prog_name="testbed")
-    assert "down" in shown.stdout
-    assert HINT not in shown.stderr
+    result = CliRunner().invoke(main.testbed, [], prog_name="testbed")
+    assert "down" in result.stdout
+    assert HINT not in result.stderr

@@ -1,4 +1,4 @@
-"""Options made from the keys of a part of a scenario."""
+"""Command line options generated from the keys of a part of a scenario."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ class Outer(ConfigModel):
     hidden: str = "x"
 
 
-def given(*arguments: str) -> dict[str, object]:
-    """Return what a command with these options is called with."""
-    seen: dict[str, object] = {}
+def parse_options(*arguments: str) -> dict[str, object]:
+    """Return the parsed options of `Outer`, or ``output`` and ``status`` of a usage error."""
+    values: dict[str, object] = {}
     command = click.Command(
         "try",
         params=options_of(Outer, {"hidden"}),
-        callback=lambda **keys: seen.update(keys),
+        callback=lambda **keys: values.update(keys),
     )
     result = CliRunner().invoke(command, arguments)
+    # click reports usage errors by SystemExit.
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return seen or {"output": result.output, "status": result.exit_code}
+    return values or {"output": result.output, "status": result.exit_code}
 
 
-def test_each_key_is_an_option_of_its_kind() -> None:
-    found = given(
+def test_each_key_is_option_of_its_type() -> None:
+    values = parse_options(
         "--number",
         "3",
         "--share",
@@ -55,7 +56,8 @@ def test_each_key_is_an_option_of_its_kind() -> None:
         "--inner",
         "p=1%,on-time=2s",
     )
-    assert found == {
+    # Quantities remain texts, which the scenario parses.
+    assert values == {
         "number": 3,
         "share": 0.5,
         "long_name": "2ms",
@@ -64,36 +66,38 @@ def test_each_key_is_an_option_of_its_kind() -> None:
     }
 
 
-def test_what_is_not_given_is_none_and_what_a_part_requires_is_required() -> None:
-    assert given("--number", "3") == {
+def test_missing_options_are_none_unless_required() -> None:
+    assert parse_options("--number", "3") == {
         "number": 3,
         "share": None,
         "long_name": None,
         "kind": None,
         "inner": None,
     }
-    assert "Missing option '--number'" in str(given()["output"])
+    assert "Missing option '--number'" in str(parse_options()["output"])
 
 
 @pytest.mark.parametrize(
     "wrong",
     [("--number", "3.5"), ("--share", "half"), ("--kind", "three"), ("--hidden", "y")],
 )
-def test_values_of_another_kind_and_keys_that_are_left_out_are_refused(
+def test_values_of_another_type_and_excluded_keys_are_refused(
     wrong: tuple[str, str],
 ) -> None:
-    assert given("--number", "3", *wrong)["status"] == 2
+    # 2 is click's status of usage errors.
+    assert parse_options("--number", "3", *wrong)["status"] == 2
 
 
-def test_a_part_in_a_part_needs_keys_and_values() -> None:
+def test_nested_part_needs_keys_and_values() -> None:
     with pytest.raises(InputError, match="'p' must be a list such as p=1%,r=20%"):
-        given("--number", "3", "--inner", "p")
+        parse_options("--number", "3", "--inner", "p")
     assert part_of(Outer.model_fields["inner"]) is Inner
     assert part_of(Outer.model_fields["number"]) is None
 
 
-def test_help_is_the_description_with_an_example_where_it_has_none() -> None:
+def test_help_is_description_with_example() -> None:
     helps = {option.name: option.help for option in options_of(Outer)}  # type: ignore[attr-defined]
     assert helps["number"] == "Of things"
     assert helps["share"] == "Between, e.g. 0.5"
+    # The field has no example, but the type of durations has one.
     assert str(helps["long_name"]).startswith("How long, e.g. ")

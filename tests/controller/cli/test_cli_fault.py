@@ -1,4 +1,4 @@
-"""`testbed fault`, on a lab that only remembers."""
+"""The command `testbed fault`, on a lab that records calls instead of using containers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.recording_lab import RecordingLab
 
 
 @pytest.fixture(autouse=True)
-def _found(monkeypatch: pytest.MonkeyPatch, lab: RecordingLab) -> None:
+def _open_recording_lab(monkeypatch: pytest.MonkeyPatch, lab: RecordingLab) -> None:
     monkeypatch.setattr(Lab, "open", lambda run: lab)
     monkeypatch.setattr(command.runstate, "choose", lambda run: run or "run-1")
 
@@ -23,60 +23,60 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(command.fault, arguments)
 
 
-def test_a_partition_is_undone_by_its_handle(lab: RecordingLab) -> None:
-    said = call("partition", "a", "b,c").output
-    found = re.fullmatch(
+def test_partition_is_undone_by_its_name(lab: RecordingLab) -> None:
+    # a is separated from b and c, in both directions: 2 · 2 links.
+    match = re.fullmatch(
         r"(partition-\w+): 4 directed links changed; undo with: testbed fault undo \1\n",
-        said,
+        call("partition", "a", "b,c").output,
     )
-    assert found is not None
+    assert match is not None
+    name = match[1]
     assert not lab.shaped["a", "b"].up
-    assert call("undo", found[1]).output == "4 directed links changed\n"
+    assert call("undo", name).output == "4 directed links changed\n"
     assert lab.shaped == lab.experiment.links
-    assert f"no active fault '{found[1]}'; active: none" in str(
-        call("undo", found[1]).exception
-    )
+    error = call("undo", name).exception
+    assert f"no active fault '{name}'; active: none" in str(error)
 
 
 def test_devices_are_killed_and_restarted(lab: RecordingLab) -> None:
     assert call("restart", "b").output == "restart: b is up, nothing to do\n"
     assert call("kill", "b").output == "kill: b\n"
+    # A container that does not run cannot be paused.
     assert call("pause", "b").output == "pause: b is down, nothing to do\n"
     assert call("restart", "b").output == "restart: b\n"
     assert lab.actions == ["kill b", "start b"]
 
 
-def test_a_device_that_retires_is_off_once_its_program_has_returned_and_joins_again(
-    lab: RecordingLab,
-) -> None:
+def test_retired_device_stops_and_can_join_again(lab: RecordingLab) -> None:
     assert call("retire", "b").output == "retire: b\n"
+    # The program hands over its state before the container stops.
     assert lab.agents["b"].leaving
     assert call("retire", "b").output == "retire: b is down, nothing to do\n"
     assert call("join", "b").output == "join: b\n"
     assert lab.actions == ["kill b", "start b"]
 
 
-def test_a_throttle_says_what_is_left(lab: RecordingLab) -> None:
-    assert (
-        "b computes at 0.25 times its own speed; undo with"
-        in call("throttle", "b", "--slowdown", "4").output
-    )
+def test_throttle_prints_remaining_speed(lab: RecordingLab) -> None:
+    output = call("throttle", "b", "--slowdown", "4").output
+    # A slowdown of 4 leaves 1 / 4 of the speed.
+    assert "b computes at 0.25 times its own speed; undo with" in output
     assert call("unthrottle", "b").output == "b computes at 1 times its own speed\n"
 
 
-def test_a_flap_ends_by_times_or_after_a_while(lab: RecordingLab) -> None:
+def test_flap_ends_after_number_of_outages_or_duration(lab: RecordingLab) -> None:
     flap = ("flap", "a", "b", "--down", "5ms", "--up", "5ms")
     assert "the links went down 2 times" in call(*flap, "--times", "2").output
+    # The second outage would begin after 5 + 5 ms.
     assert "the links went down 1 times" in call(*flap, "--for", "8ms").output
-    assert "give one of the two" in str(
-        call(*flap, "--times", "2", "--for", "1s").exception
-    )
+    both = call(*flap, "--times", "2", "--for", "1s").exception
+    assert "give one of the two" in str(both)
     assert "for: " in str(call(*flap, "--for", "soon").exception)
+    # Links are restored at the end.
     assert lab.shaped == lab.experiment.links
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("kill", "z"), "unknown device 'z'; run-1 has a, b, c"),
         (("degrade", "a", "b", "--preset", "telegraph"), "unknown preset 'telegraph'"),
@@ -90,36 +90,36 @@ def test_a_flap_ends_by_times_or_after_a_while(lab: RecordingLab) -> None:
         (("throttle", "b", "--speed", "1flops"), "use at least 1kflops"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: tuple[str, ...], said: str) -> None:
+def test_impossible_faults_are_refused(
+    arguments: tuple[str, ...], message: str
+) -> None:
     error = call(*arguments).exception
     assert isinstance(error, InputError)
-    assert said in str(error)
+    assert message in str(error)
 
 
-def test_a_host_is_killed_restarted_and_cut_off_by_its_devices(
+def test_faults_of_host_apply_to_its_devices(
     lab: RecordingLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    placed = {"east": ["a"], "west": ["b", "c"], "idle": []}
-    # Asked as a run over several hosts, and found as the lab that only remembers.
-    monkeypatch.setattr(command, "runstate", _State(placed))
+    devices_by_host = {"east": ["a"], "west": ["b", "c"], "idle": []}
+    # The state of a run on several hosts, with the devices of the recording lab.
+    monkeypatch.setattr(command, "runstate", _State(devices_by_host))
     assert call("kill-host", "west").output == "kill: b\nkill: c\n"
     assert lab.states() == {"a": "running", "b": "exited", "c": "exited"}
     assert call("restart-host", "west").output == "restart: b\nrestart: c\n"
     assert "4 directed links changed" in call("partition-hosts", "east").output
     assert not lab.shaped["a", "b"].up
     assert not lab.shaped["c", "a"].up
+    # b and c are on the same host.
     assert lab.shaped["b", "c"].up
     for host in ("idle", "north"):
-        with pytest.raises(
-            InputError,
-            match=f"no devices on a host '{host}'; hosts with devices: east, west",
-        ):
-            CliRunner().invoke(
-                command.fault, ["kill-host", host], catch_exceptions=False
-            )
+        error = call("kill-host", host).exception
+        assert isinstance(error, InputError)
+        message = f"no devices on a host '{host}'; hosts with devices: east, west"
+        assert message in str(error)
 
 
-def test_host_of_a_run_on_one_engine_is_refused(
+def test_host_fault_of_run_on_one_engine_is_refused(
     lab: RecordingLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "runstate", _State({}))
@@ -129,6 +129,8 @@ def test_host_of_a_run_on_one_engine_is_refused(
 
 
 class _State:
+    """The functions of `runstate` used by the command."""
+
     def __init__(self, hosts: dict[str, list[str]]) -> None:
         self._hosts = hosts
 
@@ -139,7 +141,7 @@ class _State:
         return self._hosts
 
 
-def test_one_way_without_a_destination_is_refused(lab: RecordingLab) -> None:
-    outcome = call("degrade", "a", "--one-way", "--loss", "1%")
-    assert "--one-way needs a DESTINATION" in str(outcome.exception)
+def test_one_way_without_destination_is_refused(lab: RecordingLab) -> None:
+    error = call("degrade", "a", "--one-way", "--loss", "1%").exception
+    assert "--one-way needs a DESTINATION" in str(error)
     assert lab.shaped == lab.experiment.links

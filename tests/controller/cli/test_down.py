@@ -1,4 +1,4 @@
-"""Whose runs `testbed down` ends."""
+"""The runs that `testbed down` removes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from testbed_controller.cli.lab import down
-from testbed_controller.hosts import removal as everywhere
+from testbed_controller.hosts import removal
 from testbed_controller.lab import engine, runstate
 from testbed_controller.lab.engineaddress import EngineAddress
 from testbed_controller.lab.removal import RUN, abandoned_runs
@@ -34,55 +34,63 @@ def client(
 
 @pytest.fixture
 def removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the runs that are removed from an engine with a run of ours, one of another user and an abandoned one."""
+    """Collect removed runs of an engine with runs of this user, of other users, and an abandoned run."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     runstate.write(runstate.RunState("lab-mine", "secret"))
-    there = client(
+    engine_client = client(
         container("lab-mine", "running"),
         container("lab-other", "running"),
         container("lab-other", "exited"),
+        # All containers have ended.
         container("lab-abandoned", "exited"),
+        # A run that is being created has no running containers yet.
         container("lab-new", "created", age=1.0),
     )
-    monkeypatch.setattr(engine, "connect_to_all", lambda: {EngineAddress(): there})
-    found: list[str] = []
-    monkeypatch.setattr(
-        everywhere, "remove", lambda run, _client: found.append(run) or 1
-    )
-    return found
+    clients = {EngineAddress(): engine_client}
+    monkeypatch.setattr(engine, "connect_to_all", lambda: clients)
+    runs: list[str] = []
+
+    def remove(run: str, _client: object) -> int:
+        runs.append(run)
+        return 1
+
+    monkeypatch.setattr(removal, "remove", remove)
+    return runs
 
 
-def command(*arguments: str) -> Result:
+def run_down(*arguments: str) -> Result:
     return CliRunner().invoke(down, arguments)
 
 
-def test_all_are_our_own_runs_and_abandoned_ones_and_the_others_are_named(
+def test_all_removes_own_and_abandoned_runs_and_names_others(
     removed: list[str],
 ) -> None:
-    done = command("--all")
+    result = run_down("--all")
     assert removed == ["lab-abandoned", "lab-mine"]
-    assert "lab-new, lab-other" in done.output
-    assert "--everyone" in done.output
+    assert "lab-new, lab-other" in result.output
+    assert "--everyone" in result.output
 
 
-def test_everyone_ends_the_runs_of_others_after_naming_them(removed: list[str]) -> None:
-    done = command("--all", "--everyone")
+def test_everyone_names_and_removes_runs_of_others(removed: list[str]) -> None:
+    result = run_down("--all", "--everyone")
     assert removed == ["lab-abandoned", "lab-mine", "lab-new", "lab-other"]
-    assert done.output.startswith(
+    assert result.output.startswith(
         "removing the runs of other users: lab-new, lab-other\n"
     )
 
 
-def test_a_pattern_ends_no_run_of_another_user_and_its_whole_name_does(
+def test_run_of_another_user_is_removed_by_name_but_not_by_pattern(
     removed: list[str],
 ) -> None:
-    assert "--everyone" in str(command("lab-o*").exception)
+    # A pattern may match more runs than its user expects.
+    assert "--everyone" in str(run_down("lab-o*").exception)
     assert removed == []
-    command("lab-other")
+    run_down("lab-other")
     assert removed == ["lab-other"]
 
 
-def test_a_network_without_containers_is_abandoned_once_it_is_old() -> None:
+def test_old_network_without_containers_is_abandoned() -> None:
+    # A run creates its networks before its containers.
     networks = (
         {"Labels": {RUN: "old"}, "Created": "2020-01-01T00:00:00.123456789Z"},
         {"Labels": {RUN: "new"}, "Created": "2999-01-01T00:00:00Z"},

@@ -1,4 +1,4 @@
-"""A command ends at once: what it imported is not looked through once more."""
+"""The end of a command: without garbage collection, and with a closed output."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import sys
 
 import pytest
 
+# Functions registered with atexit are called in reverse order, so this one after those of main.
 PROGRAM = """
 import atexit, gc, sys
-atexit.register(lambda: print(gc.get_freeze_count(), len(gc.get_objects())))  # called after what main registers
+atexit.register(lambda: print(gc.get_freeze_count(), len(gc.get_objects())))
 sys.argv = ["testbed", "--help"]
 from testbed_controller.cli.main import main
 main()
 """
 
 
-def test_nothing_is_left_to_the_garbage_collector_at_the_end() -> None:
-    ended = subprocess.run(
+def test_objects_are_hidden_from_garbage_collector_at_end() -> None:
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
-    kept, left = map(int, ended.stdout.splitlines()[-1].split())
-    assert kept > 1000
-    assert left < kept / 100
+    frozen, tracked = map(int, process.stdout.splitlines()[-1].split())
+    # Imported modules have tens of thousands of objects, which a last collection would visit.
+    assert frozen > 1000
+    assert tracked < frozen / 100
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def test_nothing_is_left_to_the_garbage_collector_at_the_end() -> None:
         ["--version"],
     ],
 )
-def test_command_whose_output_nobody_reads_ends_like_other_programs(
+def test_command_with_closed_output_ends_like_other_programs(
     arguments: list[str],
 ) -> None:
     program = f"""
@@ -45,10 +47,13 @@ from testbed_controller.cli.main import main
 sys.argv = ["testbed", *{arguments}]
 main()
 """
-    unread, output = os.pipe()
-    os.close(unread)
-    ended = subprocess.run(
+    # As in `testbed show methods | head -1`: nobody reads from the pipe.
+    reader, output = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
         [sys.executable, "-c", program], stdout=output, stderr=subprocess.PIPE
     )
     os.close(output)
-    assert (ended.returncode, ended.stderr) == (141, b"")
+    # A shell reports 128 + SIGPIPE (13).
+    assert process.returncode == 141
+    assert process.stderr == b""

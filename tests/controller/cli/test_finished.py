@@ -1,4 +1,4 @@
-"""What ends a command with a failure once its runs are over."""
+"""Failure of a command after its runs: unmet expectations, failed runs and divergence."""
 
 from __future__ import annotations
 
@@ -21,57 +21,45 @@ from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 
-def run(
+def load_run(
     folder: Path,
     name: str = "run",
     expect: dict[str, Any] | None = None,
-    **outcome: Any,
+    **changes: Any,
 ) -> Run:
+    """Return the recorded run with other expectations and other fields of the outcome."""
     trial = recorded.make_trial(expect=expect or {})
-    return files.load(
-        recorded.write_run(
-            folder / name, trial, recorded.make_plan(), recorded.make_outcome(**outcome)
-        )
-    )
+    outcome = recorded.make_outcome(**changes)
+    plan = recorded.make_plan()
+    return files.load(recorded.write_run(folder / name, trial, plan, outcome))
 
 
-def test_runs_that_came_to_their_end_as_expected_end_in_nothing(tmp_path: Path) -> None:
-    judge([run(tmp_path, expect={"accuracy": ">= 0.9"})])
+def test_finished_run_with_met_expectations_passes(tmp_path: Path) -> None:
+    judge([load_run(tmp_path, expect={"accuracy": ">= 0.9"})])
 
 
-def test_an_expectation_that_does_not_hold_is_said_with_what_was_found(
-    tmp_path: Path,
-) -> None:
+def test_unmet_expectations_are_reported_with_measured_values(tmp_path: Path) -> None:
+    # The recorded run has five steps, so that one of three expectations is met.
+    expect = {"accuracy": "> 0.99", "steps": ">= 5", "recovery_time": "< 1s"}
     with pytest.raises(ExpectationError) as raised:
-        judge(
-            [
-                run(
-                    tmp_path,
-                    expect={
-                        "accuracy": "> 0.99",
-                        "steps": ">= 5",
-                        "recovery_time": "< 1s",
-                    },
-                )
-            ]
-        )
+        judge([load_run(tmp_path, expect=expect)])
     first, second = str(raised.value).split("; ")
     assert first.startswith("accuracy is 0.95, ")
     assert first.endswith("expected > 0.99")
     assert second.startswith("recovery_time is 1.68")
 
 
-def test_of_several_runs_each_is_named(tmp_path: Path) -> None:
-    several = [
-        run(tmp_path, name, {"accuracy": limit})
-        for name, limit in (("one", ">= 0.9"), ("two", "> 0.99"))
+def test_error_names_run_among_several(tmp_path: Path) -> None:
+    runs = [
+        load_run(tmp_path, "one", {"accuracy": ">= 0.9"}),
+        load_run(tmp_path, "two", {"accuracy": "> 0.99"}),
     ]
     with pytest.raises(ExpectationError, match=r"^two: accuracy is 0.95, "):
-        judge(several)
+        judge(runs)
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "said"),
+    ("status", "error_class", "message"),
     [
         (
             "failed",
@@ -82,47 +70,48 @@ def test_of_several_runs_each_is_named(tmp_path: Path) -> None:
         ("interrupted", StoppedError, "the run was interrupted: it ends here"),
     ],
 )
-def test_a_run_that_did_not_come_to_its_end_says_why_before_anything_is_expected(
-    tmp_path: Path, status: str, kind: type[Exception], said: str
+def test_failed_run_is_reported_with_last_line_of_its_error(
+    tmp_path: Path, status: str, error_class: type[Exception], message: str
 ) -> None:
-    failed = run(
+    run = load_run(
         tmp_path,
+        # Expectations of an incomplete run mean nothing, and are not reported.
         expect={"accuracy": "> 0.99"},
         status=status,
         error="Traceback\n  of many lines\nit ends here\n",
     )
-    with pytest.raises(kind, match=said) as raised:
-        judge([failed])
-    assert type(raised.value) is kind
+    with pytest.raises(error_class, match=message) as raised:
+        judge([run])
+    # Subclasses have other exit codes.
+    assert type(raised.value) is error_class
 
 
-def diverged(folder: Path, **keys: Any) -> Run:
-    """Return a run, read from its files, whose training loss is NaN from step 3 on."""
+def load_diverged(folder: Path, **keys: Any) -> Run:
+    """Return the recorded run with a training loss of NaN from step 3 on."""
     events = []
     for event in recorded.make_events(faulty=False):
-        step = event.fields.get("step", 0)
-        lost = event.event == "step" and step >= 3
-        events.append(
-            event._replace(fields={**event.fields, "loss": math.nan}) if lost else event
-        )
-    return run(folder, events=events, **keys)
+        if event.event == "step" and event.fields["step"] >= 3:
+            event = event._replace(fields={**event.fields, "loss": math.nan})
+        events.append(event)
+    return load_run(folder, events=events, **keys)
 
 
-def test_a_diverged_run_has_a_status_of_its_own_and_names_device_and_step(
+def test_diverged_run_has_own_exit_code_and_names_device_and_step(
     tmp_path: Path,
 ) -> None:
-    found = diverged(tmp_path, expect={"accuracy": "> 0.99"})
+    run = load_diverged(tmp_path, expect={"accuracy": "> 0.99"})
     with pytest.raises(DivergedError, match=r"run \(\w+, step 3\)") as raised:
-        judge([found])
+        judge([run])
     assert raised.value.exit_code == 4
-    for line in (found.path / "events.jsonl").read_text().splitlines():
+    # JSON has no NaN, although Python writes and reads it.
+    for line in (run.path / "events.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
 
-def test_a_scenario_may_expect_divergence(tmp_path: Path) -> None:
-    judge([diverged(tmp_path, expect={"diverged": "== true"})])
+def test_scenario_may_expect_divergence(tmp_path: Path) -> None:
+    judge([load_diverged(tmp_path, expect={"diverged": "== true"})])
 
 
-def test_a_failure_without_a_reason_says_so(tmp_path: Path) -> None:
+def test_failure_without_reason_is_reported_as_unknown(tmp_path: Path) -> None:
     with pytest.raises(TestbedError, match="the run failed: the reason is unknown"):
-        judge([run(tmp_path, status="failed", error="")])
+        judge([load_run(tmp_path, status="failed", error="")])

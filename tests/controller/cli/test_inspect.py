@@ -1,3 +1,5 @@
+"""Commands that inspect scenarios, catalogues and data, and errors of the command line."""
+
 from __future__ import annotations
 
 import errno
@@ -14,7 +16,7 @@ from testbed.hardware import PROFILES
 from testbed.methods import METHODS
 from testbed.ml.models import CATALOG
 from testbed.network.parts import PRESETS
-from testbed_controller.cli.main import COMMANDS, RENAMED, main, testbed
+from testbed_controller.cli.main import COMMANDS, RENAMED, main
 from testbed_controller.cli.main import testbed as command_line
 from testbed_controller.cli.options import first_sentence
 
@@ -31,177 +33,158 @@ def call(monkeypatch):
     return call
 
 
-def test_plan_shows_who_holds_what(call):
-    shown = call("plan", "quickstart")
-    assert "source *" in shown
-    assert "predicted step time" in shown
-    assert "stage 0  F0 F1 F2 F3" in shown
-    assert max(map(len, shown.splitlines())) <= 80
+def call_json(call, *arguments: str, status: int = 0):
+    return json.loads(call(*arguments, "--json", status=status))
 
 
-def test_plan_as_json_adds_up(call):
-    (plan,) = json.loads(
-        call("plan", "quickstart", "--set", "workload.batch_size=64", "--json")
-    )
+def test_plan_shows_coordinator_prediction_and_schedule(call):
+    output = call("plan", "quickstart")
+    # The coordinator is marked.
+    assert "source *" in output
+    assert "predicted step time" in output
+    assert "stage 0  F0 F1 F2 F3" in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_assignments_of_plan_cover_model(call):
+    batch_size = 64
+    overrides = ("--set", f"workload.batch_size={batch_size}")
+    (plan,) = call_json(call, "plan", "quickstart", *overrides)
     rows = plan["assignments"]
-    assert [row["start"] for row in rows[1:]] == [row["stop"] for row in rows[:-1]]
     assert rows[0]["start"] == 0
-    whole = json.loads(call("show", "models", "cnn", "--json"))
-    assert sum(row["parameters"] for row in rows) == whole["parameters"]
-    assert sum(row["flops"] for row in rows) == pytest.approx(
-        3 * 64 * whole["forward_flops"]
-    )
+    assert [row["start"] for row in rows[1:]] == [row["stop"] for row in rows[:-1]]
+    model = call_json(call, "show", "models", "cnn")
+    assert sum(row["parameters"] for row in rows) == model["parameters"]
+    # A backward pass costs twice a forward pass.
+    flops = 3 * batch_size * model["forward_flops"]
+    assert sum(row["flops"] for row in rows) == pytest.approx(flops)
     assert plan["schedule"].startswith("stage 0")
 
 
-def test_layers_that_are_measured_here_give_a_speed(call):
-    assert (
-        json.loads(call("show", "models", "mlp", "--measure", "8", "--json"))["speed"]
-        > 0
-    )
+def test_measured_model_has_speed(call):
+    model = call_json(call, "show", "models", "mlp", "--measure", "8")
+    assert model["speed"] > 0
 
 
-def test_plan_of_a_sweep_plans_each_point_once(call):
-    overrides = (
-        "--set",
-        "sweep={workload.method.schedule: [gpipe, 1f1b]}",
-        "--set",
-        "repetitions=3",
-    )
-    plans = json.loads(call("plan", "quickstart", *overrides, "--json"))
-    assert [plan["point"]["workload.method.schedule"] for plan in plans] == [
-        "gpipe",
-        "1f1b",
-    ]
+def test_plan_of_sweep_plans_each_point_once(call):
+    sweep = "sweep={workload.method.schedule: [gpipe, 1f1b]}"
+    overrides = ("--set", sweep, "--set", "repetitions=3")
+    plans = call_json(call, "plan", "quickstart", *overrides)
+    schedules = [plan["point"]["workload.method.schedule"] for plan in plans]
+    assert schedules == ["gpipe", "1f1b"]
     assert plans[0]["schedule"] != plans[1]["schedule"]
 
 
-def test_plan_without_a_pipeline_draws_no_schedule(call):
-    shown = call("plan", "smoke/single-mlp")
-    assert "stage" not in shown
-    assert "alone *" in shown
+def test_plan_without_pipeline_has_no_schedule(call):
+    output = call("plan", "smoke/single-mlp")
+    assert "stage" not in output
+    assert "alone *" in output
 
 
-def test_validate_says_ok_or_what_is_wrong(call, tmp_path):
-    shown = call("validate", "quickstart", "smoke/pause")
-    assert shown.splitlines() == [
+def test_validate_reports_summary_or_errors_of_each_file(call, tmp_path):
+    output = call("validate", "quickstart", "smoke/pause")
+    assert output.splitlines() == [
         "ok scenarios/quickstart.yaml: 4 devices, 12 directed links, 1 fault, 1 run",
         "ok scenarios/smoke/pause.yaml: 3 devices, 6 directed links, 1 fault, 1 run",
     ]
     bad = tmp_path / "bad.yaml"
     bad.write_text("name: bad\ndevices: {a: {}}\n")
     assert f"{bad}:1: workload: is missing" in call("validate", str(bad), status=2)
-    results = json.loads(call("validate", "quickstart", str(bad), "--json", status=2))
-    assert [result["ok"] for result in results] == [True, False]
-    assert results[1]["errors"][0].startswith(f"{bad}:1: workload: is missing")
+    reports = call_json(call, "validate", "quickstart", str(bad), status=2)
+    assert [report["ok"] for report in reports] == [True, False]
+    assert reports[1]["errors"][0].startswith(f"{bad}:1: workload: is missing")
 
 
-def test_validate_names_the_extra_of_a_metric(call, monkeypatch):
+def validate_quickstart(call, *overrides: str, status: int = 0) -> str:
+    arguments = ["validate", "quickstart"]
+    for override in overrides:
+        arguments += ["--set", override]
+    return call(*arguments, status=status)
+
+
+def test_validate_names_extra_of_missing_package(call, monkeypatch):
+    # An import of it now fails.
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
-    shown = call(
-        "validate",
-        "quickstart",
-        "--set",
-        "workload.training.metrics={recall: {}}",
-        status=2,
-    )
-    assert "pip install 'edge-testbed[metrics]'" in " ".join(shown.split())
+    metrics = "workload.training.metrics={recall: {}}"
+    output = validate_quickstart(call, metrics, status=2)
+    assert "pip install 'edge-testbed[metrics]'" in " ".join(output.split())
 
 
-def test_validate_names_losses_that_the_virtual_clock_does_not_follow(call):
-    assert "not in the model" in call(
-        "validate", "quickstart", "--set", "network.link.loss=20%"
-    )
-    assert "not in the model" not in call(
-        "validate",
-        "quickstart",
-        "--set",
-        "network.link={rate: 50mbit, delay: 10ms, loss: 1%}",
-    )
+def test_validate_warns_of_loss_beyond_model_of_simulation(call):
+    high_loss = "network.link.loss=20%"
+    assert "not in the model" in validate_quickstart(call, high_loss)
+    low_loss = "network.link={rate: 50mbit, delay: 10ms, loss: 1%}"
+    assert "not in the model" not in validate_quickstart(call, low_loss)
 
 
-def test_validate_checks_every_point_of_a_sweep(call):
-    shown = call(
-        "validate",
-        "quickstart",
-        "--set",
-        "sweep={workload.method.stages: [2, 9]}",
-        status=2,
-    )
-    assert "(sweep: 9): workload.method.stages: " in shown
+def test_validate_checks_every_point_of_sweep(call):
+    sweep = "sweep={workload.method.stages: [2, 9]}"
+    output = validate_quickstart(call, sweep, status=2)
+    assert "(sweep: 9): workload.method.stages: " in output
 
 
-def test_more_stages_than_devices_or_units(call):
-    shown = call("validate", "quickstart", "--set", "devices.worker.count=8", status=2)
-    assert "scenarios/quickstart.yaml" in shown
-    assert "write stages: 6, and the devices beyond stand by" in shown
-    assert shown.count("\n") == 1
-    call(
-        "validate",
-        "quickstart",
-        "--set",
-        "devices.worker.count=8",
-        "--set",
-        "workload.method.stages=6",
-    )
+def test_more_devices_than_units_need_number_of_stages(call):
+    workers = "devices.worker.count=8"
+    # The model has six units.
+    output = validate_quickstart(call, workers, status=2)
+    assert "scenarios/quickstart.yaml" in output
+    assert "write stages: 6, and the devices beyond stand by" in output
+    assert output.count("\n") == 1
+    validate_quickstart(call, workers, "workload.method.stages=6")
 
 
-def test_one_method_by_its_name(call):
-    shown = call("show", "methods", "pipeline")
-    assert shown.strip().startswith("pipeline")
-    assert "(one of even, optimal; default optimal)" in " ".join(shown.split())
-    assert "edgepipe" not in shown
-    with pytest.raises(
-        InputError, match="unknown method 'pipelin': did you mean 'pipeline'"
-    ):
+def test_show_methods_describes_one_method_by_name(call):
+    output = call("show", "methods", "pipeline")
+    assert output.strip().startswith("pipeline")
+    assert "(one of even, optimal; default optimal)" in " ".join(output.split())
+    assert "edgepipe" not in output
+    message = "unknown method 'pipelin': did you mean 'pipeline'"
+    with pytest.raises(InputError, match=message):
         command_line.main(["show", "methods", "pipelin"], standalone_mode=False)
 
 
-def test_bad_input_ends_with_2_and_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(
-        "sys.argv",
-        ["testbed", "plan", "quickstart", "--set", "network.link.rate=50Mbps"],
-    )
-    with pytest.raises(SystemExit) as ended:
+def test_invalid_input_ends_with_status_2_and_one_line(monkeypatch, capsys):
+    override = "network.link.rate=50Mbps"
+    arguments = ["plan", "quickstart", "--set", override]
+    monkeypatch.setattr("sys.argv", ["testbed", *arguments])
+    with pytest.raises(SystemExit) as raised:
         main()
-    assert ended.value.code == 2
+    assert raised.value.code == 2
     error = capsys.readouterr().err.strip()
-    assert error.startswith(
-        "testbed: --set network.link.rate=50Mbps: network.link.rate: 'Mbps' is not a unit of rate"
-    )
+    message = "network.link.rate: 'Mbps' is not a unit of rate"
+    assert error.startswith(f"testbed: --set {override}: {message}")
     assert "\n" not in error
 
 
 @pytest.mark.parametrize(
     "group", [(), ("link",), ("fault",), ("show",), ("setup",), ("export",)]
 )
-def test_help_shows_whole_sentences(call, group):
-    shown = call(*group, "--help")
-    assert not any(
-        line.endswith("...") for line in shown.partition("Commands:")[2].splitlines()
-    )
-    assert max(map(len, shown.splitlines())) <= 80
+def test_help_lists_commands_without_shortened_sentences(call, group):
+    output = call(*group, "--help")
+    assert max(map(len, output.splitlines())) <= 80
+    # click shortens long sentences by default.
+    for line in output.partition("Commands:")[2].splitlines():
+        assert not line.endswith("...")
 
 
-def test_commands_are_at_most_eighteen():
-    assert len(COMMANDS) <= 18
+def test_former_names_are_not_commands():
     assert not {*RENAMED} & {*COMMANDS}
 
 
 @pytest.mark.parametrize(
-    ("former", "present"),
+    ("arguments", "replaced", "present"),
     [
-        *RENAMED.items(),
-        ("link probe", "testbed link measure"),
+        *(([name], name, present) for name, present in RENAMED.items()),
+        (["link", "probe"], "probe", "testbed link measure"),
     ],
 )
-def test_former_names_of_commands_are_refused_with_the_present_ones(former, present):
-    with pytest.raises(click.UsageError) as refused:
-        command_line.main(former.split(), standalone_mode=False)
-    assert (
-        refused.value.message
-        == f"'{former.split()[-1 if former == 'link probe' else 0]}' has been replaced: use '{present}'"
-    )
+def test_former_names_of_commands_are_refused_with_present_names(
+    arguments, replaced, present
+):
+    with pytest.raises(click.UsageError) as raised:
+        command_line.main(arguments, standalone_mode=False)
+    message = f"'{replaced}' has been replaced: use '{present}'"
+    assert raised.value.message == message
 
 
 @pytest.mark.parametrize(
@@ -212,34 +195,34 @@ def test_former_names_of_commands_are_refused_with_the_present_ones(former, pres
         (["--keep"], "--keep"),
     ],
 )
-def test_a_run_on_a_standing_lab_refuses_options_of_other_runs(options, named):
+def test_run_on_existing_lab_refuses_options_of_other_runs(options, named):
+    arguments = ["run", "quickstart", "--on", "some-lab", *options]
     with pytest.raises(InputError, match=f"--on cannot be combined with {named}"):
-        command_line.main(
-            ["run", "quickstart", "--on", "some-lab", *options], standalone_mode=False
-        )
+        command_line.main(arguments, standalone_mode=False)
 
 
-def test_path_without_permission_is_named_without_a_traceback(monkeypatch, capsys):
-    def refused(**_: object) -> None:
+def test_path_without_permission_is_named_without_traceback(monkeypatch, capsys):
+    def refuse(**_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/root/x.html")
 
-    monkeypatch.setattr(command_line, "main", refused)
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr(command_line, "main", refuse)
+    with pytest.raises(SystemExit) as raised:
         main()
-    assert ended.value.code == 3
+    # 3 is the status of problems of the host.
+    assert raised.value.code == 3
     assert capsys.readouterr().err == (
         "testbed: /root/x.html: Permission denied: name another path\n"
     )
 
 
-def test_a_full_disk_is_no_traceback(monkeypatch, capsys):
-    def full(**_: object) -> None:
+def test_full_disk_is_reported_without_traceback(monkeypatch, capsys):
+    def fail(**_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(command_line, "main", full)
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr(command_line, "main", fail)
+    with pytest.raises(SystemExit) as raised:
         main()
-    assert ended.value.code == 3
+    assert raised.value.code == 3
     assert capsys.readouterr().err.startswith(
         "testbed: the disk is full; written results of a run are kept"
     )
@@ -249,42 +232,47 @@ def test_a_full_disk_is_no_traceback(monkeypatch, capsys):
     ("command", "names"),
     [("models", CATALOG), ("methods", METHODS), ("profiles", [*PROFILES, *PRESETS])],
 )
-def test_catalogues_name_everything_within_80_columns(call, command, names):
-    shown = call("show", command)
-    assert all(name in shown for name in names)
-    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
-    assert json.loads(call("show", command, "--json"))
+def test_catalogues_list_all_names_within_80_columns(call, command, names):
+    output = call("show", command)
+    for name in names:
+        assert name in output
+    for line in output.splitlines():
+        assert len(line.rstrip()) <= 80
+    assert call_json(call, "show", command)
 
 
-def test_every_profile_and_preset_has_a_source():
-    assert all(profile.source and profile.basis for profile in PROFILES.values())
-    assert all(preset.source for preset in PRESETS.values())
+def test_every_profile_and_preset_has_source():
+    for profile in PROFILES.values():
+        assert profile.source
+        assert profile.basis
+    for preset in PRESETS.values():
+        assert preset.source
 
 
-def test_options_are_described():
-    for method in METHODS.values():
-        for name, schema in (
-            method.Options.model_json_schema().get("properties", {}).items()
-        ):
-            assert schema.get("description") or "enum" in schema, (
-                f"{method.name}.{name}"
-            )
+@pytest.mark.parametrize("name", METHODS)
+def test_options_of_methods_are_described(name):
+    schema = METHODS[name].Options.model_json_schema()
+    for key, option in schema.get("properties", {}).items():
+        # A list of values explains itself.
+        assert option.get("description") or "enum" in option, key
 
 
-def test_schema_is_a_json_schema(call):
+def test_schema_is_json_schema(call):
     schema = json.loads(call("show", "schema"))
     assert schema["properties"]["network"]
+    # Editors then mark unknown keys.
     assert schema["additionalProperties"] is False
 
 
-def test_data_list_and_show(call):
-    names = {row["name"]: row for row in json.loads(call("show", "data", "--json"))}
-    assert names["digits"]["complete"]
-    assert names["mnist"]["folder"] == "data/mnist"
-    shown = call("show", "data", "digits", "--count", "1")
-    assert "train: 1,438 samples" in shown
-    assert shown.count("class ") == 1
-    facts = json.loads(call("show", "data", "synthetic-3x4x5", "--json"))
+def test_show_data_lists_data_sets_and_describes_one(call):
+    rows = {row["name"]: row for row in call_json(call, "show", "data")}
+    assert rows["digits"]["complete"]
+    assert rows["mnist"]["folder"] == "data/mnist"
+    output = call("show", "data", "digits", "--count", "1")
+    # scikit-learn's digits have 1,797 samples, of which 80 % are for training.
+    assert "train: 1,438 samples" in output
+    assert output.count("class ") == 1
+    facts = call_json(call, "show", "data", "synthetic-3x4x5")
     assert facts["shape"] == [3, 4, 5]
     assert sum(facts["per_class"]["train"]) == facts["samples"]["train"]
     assert "digits" in call("show", "data")
@@ -309,41 +297,26 @@ class Text(nn.Module):
 """
 
 
-def test_a_network_of_ones_own_is_shown_for_data_of_ones_own(call, tmp_path):
+def test_user_defined_network_is_shown_for_user_defined_data(call, tmp_path):
     file = tmp_path / "text.py"
     file.write_text(TOKENS_AND_NETWORK)
-    shown = json.loads(
-        call("show", "models", str(file), "Text", "--data", f"{file}:tokens", "--json")
-    )
-    assert (shown["input"], shown["classes"], shown["parameters"]) == (
-        [8],
-        4,
-        50 * 6 + 7 * 4,
-    )
-    np.savez(
-        tmp_path / "text.npz",
-        x_train=np.zeros((20, 8), np.int64),
-        y_train=np.arange(20) % 4,
-    )
-    assert (
-        json.loads(
-            call(
-                "show",
-                "models",
-                str(file),
-                "Text",
-                "--data",
-                str(tmp_path / "text.npz"),
-                "--json",
-            )
-        )
-        == shown
-    )
+    arguments = ("show", "models", str(file), "Text", "--data")
+    facts = call_json(call, *arguments, f"{file}:tokens")
+    assert facts["input"] == [8]
+    assert facts["classes"] == 4
+    # The embedding has 50 tokens of 6 values; the linear layer has weights (6) and a bias for 4 classes.
+    assert facts["parameters"] == 50 * 6 + (6 + 1) * 4
+    # Data of the same shape and number of classes in a NumPy file.
+    data = tmp_path / "text.npz"
+    samples = np.zeros((20, 8), np.int64)
+    np.savez(data, x_train=samples, y_train=np.arange(20) % 4)
+    assert call_json(call, *arguments, str(data)) == facts
 
 
-def test_the_list_of_commands_has_the_first_sentence_of_each() -> None:
-    context = click.Context(testbed)
+def test_list_of_commands_has_first_sentence_of_each() -> None:
+    # The list is written by hand, so that commands are imported only when they are called.
+    context = click.Context(command_line)
     for name, (_, line) in COMMANDS.items():
-        command = testbed.get_command(context, name)
+        command = command_line.get_command(context, name)
         assert command is not None
         assert first_sentence(command) == line

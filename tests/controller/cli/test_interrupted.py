@@ -1,4 +1,4 @@
-"""A Ctrl-C that comes while an object is freed."""
+"""Ctrl-C while Python frees an object."""
 
 import sys
 
@@ -7,9 +7,7 @@ import pytest
 from testbed_controller.cli import main
 
 
-class Raising:
-    """Raises as it is freed."""
-
+class RaisingOnDeletion:
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
 
@@ -18,12 +16,13 @@ class Raising:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [(KeyboardInterrupt, False), (ValueError, True)]
+    ("error", "is_printed"), [(KeyboardInterrupt, False), (ValueError, True)]
 )
-def test_what_python_drops_is_told_unless_it_is_a_ctrl_c(
-    error, said, monkeypatch, capfd
+def test_error_on_deletion_is_printed_unless_it_is_interrupt(
+    error, is_printed, monkeypatch, capfd
 ):
     monkeypatch.setattr(sys, "unraisablehook", main._drop_interrupt)
-    made = Raising(error)
-    del made
-    assert ("Traceback" in capfd.readouterr().err) is said
+    item = RaisingOnDeletion(error)
+    # Python cannot raise errors of __del__ and calls the hook.
+    del item
+    assert ("Traceback" in capfd.readouterr().err) is is_printed

@@ -1,4 +1,4 @@
-"""`testbed exec -i`: standard input, without an engine."""
+"""Standard input of `testbed exec -i`, without an engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-# The engine's part: it answers "done" on standard output, closes the connection, and the command's status is 3.
-_COMMAND = """
+# The engine prints "done" and closes the connection, after the end of the input if {reads}; the exit code is 3.
+COMMAND = """
 import socket, struct, sys, threading
 from types import SimpleNamespace
 from testbed_controller.cli.lab import execute
@@ -39,27 +39,27 @@ execute(["-i", "a", "--", "true"])
 
 @contextmanager
 def _execute(reads: bool) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", _COMMAND.format(reads=reads)]
+    command = [sys.executable, "-c", COMMAND.format(reads=reads)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         yield process
 
 
-@pytest.mark.parametrize("given", [b"", b"some, and more to come"])
-def test_a_command_that_leaves_its_input_unread_ends_with_its_status_while_more_could_come(
-    given: bytes,
-) -> None:
+@pytest.mark.parametrize("data", [b"", b"first part"])
+def test_command_that_reads_no_input_ends_while_input_is_open(data: bytes) -> None:
     with _execute(reads=False) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        process.stdin.write(given)
-        process.stdin.flush()  # and not closed: the thread that reads it waits for more
-        out, complaint = process.stdout.read(), process.stderr.read()
-        assert (process.wait(timeout=30), out, complaint.decode()) == (3, b"done\n", "")
+        process.stdin.write(data)
+        # The input remains open, so that the thread of the command that reads it waits.
+        process.stdin.flush()
+        out, errors = process.stdout.read(), process.stderr.read()
+        assert (process.wait(timeout=30), out, errors.decode()) == (3, b"done\n", "")
 
 
-def test_the_end_of_the_input_is_passed_on() -> None:
+def test_end_of_input_reaches_command() -> None:
     with _execute(reads=True) as process:
-        out, complaint = process.communicate(b"x" * (1 << 20), timeout=30)
-    assert (process.returncode, out, complaint.decode()) == (3, b"done\n", "")
+        # More than the buffers of pipe and socket.
+        out, errors = process.communicate(b"x" * (1 << 20), timeout=30)
+    assert (process.returncode, out, errors.decode()) == (3, b"done\n", "")

@@ -1,4 +1,4 @@
-"""`testbed --log-level`: records on the terminal."""
+"""Log records on the terminal, by `testbed --log-level`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ LOGGER = logging.getLogger("testbed_controller.some.module")
 
 
 @pytest.fixture(autouse=True)
-def _warnings_afterwards() -> Iterator[None]:
+def _restore_level() -> Iterator[None]:
     yield
+    # The level holds for the whole process and other tests.
     log_to_terminal("warning")
 
 
 @pytest.mark.parametrize(
-    ("level", "shown"),
+    ("level", "messages"),
     [
         ("warning", ["lost"]),
         ("info", ["begun", "lost"]),
         ("debug", ["sent", "begun", "lost"]),
     ],
 )
-def test_the_terminal_has_the_records_from_a_level_on(
-    level: str, shown: list[str], capsys: pytest.CaptureFixture[str]
+def test_records_below_level_are_not_printed(
+    level: str, messages: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_to_terminal(level)
     for severity, text in (
@@ -37,21 +38,22 @@ def test_the_terminal_has_the_records_from_a_level_on(
         (logging.WARNING, "lost"),
     ):
         LOGGER.log(severity, text)
-    assert [
-        line.rpartition(" ")[2] for line in capsys.readouterr().err.splitlines()
-    ] == shown
+    # Lines begin with the level and the logger.
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" ")[2] for line in lines] == messages
 
 
-def test_control_characters_of_a_record_do_not_reach_the_terminal(
+def test_control_characters_of_record_are_escaped(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log_to_terminal("warning")
+    # \x1b[2J would clear the terminal.
     LOGGER.warning("one\x1b[2J\ntwo")
     assert capsys.readouterr().err.endswith("one\\x1b[2J\ntwo\n")
 
 
-def test_levels_are_listed_where_another_is_given() -> None:
-    done = run_command("--log-level", "loud", "methods")
-    assert done.returncode == 2
-    assert "'debug', 'info', 'warning'" in done.stderr
+def test_unknown_level_is_refused_with_list_of_levels() -> None:
+    result = run_command("--log-level", "loud", "methods")
+    assert result.returncode == 2
+    assert "'debug', 'info', 'warning'" in result.stderr
     assert run_command("show", "methods").stderr == ""

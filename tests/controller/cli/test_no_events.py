@@ -1,4 +1,4 @@
-"""Runs of which no events are kept."""
+"""Runs without stored events: `testbed run --no-events`."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from testbed_controller.results import files
 RING = ("examples/ring", "--runtime", "simulate", "--seed", "1")
 
 
-def ring(folder: Path, *options: str) -> Path:
+def run_ring(folder: Path, *options: str) -> Path:
     run.main([*RING, "--out", str(folder), *options], standalone_mode=False)
     return folder
 
 
+def names_in(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_the_figures_are_the_same_and_the_large_files_are_not_there(
+def test_run_without_events_has_same_metrics_and_no_large_files(
     tmp_path: Path, jobs: str
 ) -> None:
-    whole, bare = ring(tmp_path / "whole"), tmp_path / "bare"
-    ring(bare, "--repetitions", "2", "--jobs", jobs, "--no-events")
-    first = files.places(bare)[0]
-    assert (first / "metrics.json").read_text() == (whole / "metrics.json").read_text()
-    left = {"events.jsonl", "trace.json"}
-    assert {each.name for each in first.iterdir()} == {
-        each.name for each in whole.iterdir()
-    } - left
-    assert (
-        len(json.loads((bare / "summary.json").read_text())["points"][0]["runs"]) == 2
-    )
+    with_events = run_ring(tmp_path / "with-events")
+    results = tmp_path / "without-events"
+    run_ring(results, "--repetitions", "2", "--jobs", jobs, "--no-events")
+    # The first repetition has the same seed as the single run.
+    first = files.places(results)[0]
+    metrics = (first / "metrics.json").read_text()
+    assert metrics == (with_events / "metrics.json").read_text()
+    assert names_in(first) == names_in(with_events) - {"events.jsonl", "trace.json"}
+    summary = json.loads((results / "summary.json").read_text())
+    assert len(summary["points"][0]["runs"]) == 2
+    # A metric of the scenario's own method.
     assert files.load_metrics(first).metrics["tokens_lost"] == 1
-    with pytest.raises(
-        InputError,
-        match="has no events, as it was run with --no-events: run it again without",
-    ):
+    message = "has no events, as it was run with --no-events: run it again without"
+    with pytest.raises(InputError, match=message):
         files.load(first)
 
 
-def test_a_page_that_is_made_of_them_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError,
-        match="--no-events cannot be combined with --watch, whose page needs events",
-    ):
-        ring(tmp_path / "run", "--no-events", "--watch")
+def test_page_of_running_experiment_needs_events(tmp_path: Path) -> None:
+    message = "--no-events cannot be combined with --watch, whose page needs events"
+    with pytest.raises(InputError, match=message):
+        run_ring(tmp_path / "run", "--no-events", "--watch")
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""A sweep of which some points cannot be run: the others are run, and the refused ones are named."""
+"""Sweeps with invalid points: valid points are run, and invalid ones are reported."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from testbed_controller.api import build, sweep
 from testbed_controller.cli.run import run
 from testbed_controller.cli.validate import validate
 
+# The second split needs 120 samples; the data set has 96.
 SWEEP = """
 name: uneven
 devices:
@@ -32,52 +33,53 @@ sweep:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    written = tmp_path / "uneven.yaml"
-    written.write_text(SWEEP)
-    return written
+    file = tmp_path / "uneven.yaml"
+    file.write_text(SWEEP)
+    return file
 
 
-def test_the_points_that_can_be_run_are_run_and_the_command_names_the_others(
-    file: Path,
-) -> None:
+def test_valid_points_are_run_and_others_reported(file: Path) -> None:
     out = file.parent / "out"
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         run, [str(file), "--runtime", "simulate", "--out", str(out), "--no-events"]
     )
-    assert isinstance(done.exception, InputError)
-    assert str(done.exception).startswith("sizes=[90, 10, 10, 10], seed 5: ")
-    assert "add up to 120 samples" in str(done.exception)
-    assert "refused sizes=[90, 10, 10, 10], seed 5" in done.output
-    assert len([each for each in out.iterdir() if each.is_dir()]) == 2
+    assert isinstance(result.exception, InputError)
+    assert str(result.exception).startswith("sizes=[90, 10, 10, 10], seed 5: ")
+    assert "add up to 120 samples" in str(result.exception)
+    assert "refused sizes=[90, 10, 10, 10], seed 5" in result.output
+    folders = [path for path in out.iterdir() if path.is_dir()]
+    assert len(folders) == 2
 
 
-def test_validate_names_the_point_and_the_seed(file: Path) -> None:
-    done = CliRunner().invoke(validate, [str(file)])
-    assert done.exit_code == InputError.exit_code
-    assert "sizes=[90, 10, 10, 10], seed 5: " in done.output
+def test_validate_names_point_and_seed_of_problem(file: Path) -> None:
+    result = CliRunner().invoke(validate, [str(file)])
+    assert result.exit_code == InputError.exit_code
+    assert "sizes=[90, 10, 10, 10], seed 5: " in result.output
 
 
-def test_a_mistake_that_all_points_have_in_common_is_said_once(file: Path) -> None:
+def test_problem_common_to_all_points_is_reported_once(file: Path) -> None:
     file.write_text(SWEEP.replace("train: 96", "train: 20"))
-    done = CliRunner().invoke(validate, [str(file)])
-    assert done.output.count("add up to") == 3  # each sum is another
+    result = CliRunner().invoke(validate, [str(file)])
+    # Messages differ, as each split has another sum.
+    assert result.output.count("add up to") == 3
     file.write_text(SWEEP.replace("name: mlp", "name: mlq"))
-    done = CliRunner().invoke(validate, [str(file)])
-    assert done.output.count("mlq") == 1
-    assert "seed 5" not in done.output
+    result = CliRunner().invoke(validate, [str(file)])
+    assert result.output.count("mlq") == 1
+    assert "seed 5" not in result.output
 
 
-def test_a_sweep_from_python_returns_the_runs_and_the_refusals(tmp_path: Path) -> None:
-    work = {
+def test_sweep_in_python_returns_runs_and_refused_points(tmp_path: Path) -> None:
+    workload = {
         "model": {"name": "mlp", "hidden": [8]},
         "data": {"name": "digits", "train": 64, "test": 20},
+        "method": {"name": "single"},
+        "batch_size": 16,
+        "steps": 1,
     }
-    work |= {"method": {"name": "single"}, "batch_size": 16, "steps": 1}
-    scenario = build(
-        name="small", devices={"source": {"profile": "laptop"}}, workload=work
-    )
-    runs = sweep(
-        scenario, {"devices.source.memory": ["1GiB", "1kB"]}, out=tmp_path / "out"
-    )
+    devices = {"source": {"profile": "laptop"}}
+    scenario = build(name="small", devices=devices, workload=workload)
+    # The model needs more than 1 kB.
+    points = {"devices.source.memory": ["1GiB", "1kB"]}
+    runs = sweep(scenario, points, out=tmp_path / "out")
     assert len(runs) == 1
     assert [text.partition(",")[0] for text in runs.refused] == ["memory=1kB"]

@@ -1,4 +1,4 @@
-"""`testbed show data` with splits."""
+"""The command `testbed show data` with splits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from testbed_controller.cli.data import data
         ("label=3", "unknown key 'label'"),
     ],
 )
-def test_invalid_split_is_refused_like_that_of_a_scenario(
-    split: str, reason: str
-) -> None:
+def test_invalid_split_is_refused_as_in_scenario(split: str, reason: str) -> None:
     error = CliRunner().invoke(data, ["digits", "--split", split]).exception
     assert isinstance(error, InputError)
     assert str(error).startswith(f"--split {split}: split")
@@ -34,16 +32,17 @@ def test_invalid_split_is_refused_like_that_of_a_scenario(
 @pytest.mark.parametrize("split", ["iid", "shards=2", "dirichlet=0.3", "quantity=0.5"])
 def test_samples_of_each_device_are_shown(split: str) -> None:
     arguments = ["digits", "--split", split, "--devices", "4", "--json"]
-    done = CliRunner().invoke(data, arguments)
-    assert done.exit_code == 0, done.output
-    facts = json.loads(done.stdout)
+    result = CliRunner().invoke(data, arguments)
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
     assert list(facts["shares"]) == ["device1", "device2", "device3", "device4"]
+    # One count for each class.
     for counts in facts["shares"].values():
         assert sum(counts) > 0
 
 
 @pytest.mark.parametrize("option", ["--split", "--folder", "--path"])
-def test_options_of_one_data_set_need_its_name(option: str) -> None:
+def test_options_of_single_data_set_need_name(option: str) -> None:
     error = CliRunner().invoke(data, [option, "x"]).exception
     assert isinstance(error, InputError)
     assert str(error) == f"{option}: name the data set as well"
