@@ -1,3 +1,5 @@
+"""Measured capability of the host to shape links, and refusal of faster links."""
+
 from __future__ import annotations
 
 import json
@@ -16,11 +18,16 @@ MEASURED = Capability("userspace", 2e9, 1e-4, 1.2e-4, 40e-6, 45)
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def requesting(rate: str | None) -> Experiment:
+def stored_file(tmp_path: Path) -> Path:
+    return tmp_path / "testbed" / "links.json"
+
+
+def experiment_with(rate: str | None) -> Experiment:
+    """Return an experiment with links of a rate, or without a rate."""
     link = {"delay": "1ms"} if rate is None else {"rate": rate}
     scenario = {
         "name": "fast",
@@ -35,47 +42,50 @@ def requesting(rate: str | None) -> Experiment:
     return trials(Scenario.model_validate(scenario))[0].experiment
 
 
-def test_unmeasured_host_refuses_no_rate() -> None:
-    capability.check(requesting("100gbit"), "auto")
+def test_host_without_measurement_accepts_any_rate() -> None:
+    capability.check(experiment_with("100gbit"), "auto")
 
 
-def test_rate_above_the_measurement_is_refused_with_the_maximum() -> None:
+def test_rate_above_measurement_is_refused_with_maximum() -> None:
     capability.store(MEASURED)
     assert capability.known() == [MEASURED]
     for rate in ("2gbit", None):
-        capability.check(requesting(rate), "auto")
+        capability.check(experiment_with(rate), "auto")
     with pytest.raises(InputError, match=r"a -> b needs 5gbit, .* use at most 2gbit"):
-        capability.check(requesting("5gbit"), "auto")
-    capability.check(requesting("5gbit"), "netem")
+        capability.check(experiment_with("5gbit"), "auto")
+    # This backend has not been measured.
+    capability.check(experiment_with("5gbit"), "netem")
 
 
-def test_each_backend_is_kept_for_itself() -> None:
+def test_each_backend_has_own_measurement() -> None:
     capability.store(MEASURED)
     capability.store(Capability("netem", 10e9, 1e-4, 1e-4, 10e-6, 200))
-    capability.check(requesting("5gbit"), "auto")
+    # With "auto", the faster of both.
+    capability.check(experiment_with("5gbit"), "auto")
     with pytest.raises(InputError):
-        capability.check(requesting("5gbit"), "userspace")
+        capability.check(experiment_with("5gbit"), "userspace")
 
 
-def test_another_kernel_makes_the_figures_void(tmp_path: Path) -> None:
+def test_measurements_on_another_kernel_are_ignored(tmp_path: Path) -> None:
     capability.store(MEASURED)
-    path = tmp_path / "testbed" / "links.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "host": ["here", "2.6.32", 1]})
-    )
+    file = stored_file(tmp_path)
+    stored = json.loads(file.read_text())
+    # Name, kernel and number of processors.
+    file.write_text(json.dumps({**stored, "host": ["here", "2.6.32", 1]}))
     assert capability.known() == []
-    path.write_text("nonsense")
+    file.write_text("nonsense")
     assert capability.known() == []
 
 
-def test_backend_without_a_rate_within_tolerance_refuses_all_tested_rates() -> None:
+def test_backend_without_rate_within_tolerance_refuses_all_tested_rates() -> None:
+    # 10 Mbit/s is the lowest rate that is measured.
     capability.store(Capability("userspace", None, None, None, None, None))
     for rate in ("10gbit", "10mbit"):
         with pytest.raises(InputError, match="use less than 10mbit"):
-            capability.check(requesting(rate), "userspace")
+            capability.check(experiment_with(rate), "userspace")
     for rate in ("1mbit", None):
-        capability.check(requesting(rate), "userspace")
-    capability.check(requesting("10gbit"), "netem")
+        capability.check(experiment_with(rate), "userspace")
+    capability.check(experiment_with("10gbit"), "netem")
 
 
 @pytest.mark.parametrize(
@@ -85,9 +95,9 @@ def test_measurement_of_another_version_is_ignored(
     entry: object, tmp_path: Path
 ) -> None:
     capability.store(MEASURED)
-    path = tmp_path / "testbed" / "links.json"
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps({**stored, "netem": entry}))
+    file = stored_file(tmp_path)
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps({**stored, "netem": entry}))
     assert capability.known() == [MEASURED]
-    path.write_text(json.dumps([stored]))
+    file.write_text(json.dumps([stored]))
     assert capability.known() == []

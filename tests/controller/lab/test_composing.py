@@ -1,4 +1,4 @@
-"""A lab as a docker compose project: what the lab does, in compose's words."""
+"""Export of a lab as a docker compose project with the same settings."""
 
 from __future__ import annotations
 
@@ -20,67 +20,59 @@ from testbed_controller.lab.runstate import RunState
 STATE = RunState(run="x", token="t")
 
 
-def test_the_command_writes_a_project(tmp_path: Path) -> None:
-    done = CliRunner().invoke(
+def test_export_writes_project_links_and_script(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
         export,
         ["compose", "quickstart", "--out", str(tmp_path)],
         catch_exceptions=False,
     )
-    assert done.exit_code == 0
-    assert {each.name for each in tmp_path.iterdir()} == {
-        "docker-compose.yml",
-        "links.json",
-        "shape",
-    }
+    assert result.exit_code == 0
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"docker-compose.yml", "links.json", "shape"}
+    # The script is executable.
     assert (tmp_path / "shape").stat().st_mode & 0o111
 
 
 def test_compose_services_have_the_settings_of_a_lab() -> None:
-    trial = trials(
-        load("quickstart", ["devices.source.cpus=1.5", "devices.source.uplink=10mbit"])
-    )[0]
+    overrides = ["devices.source.cpus=1.5", "devices.source.uplink=10mbit"]
+    trial = trials(load("quickstart", overrides))[0]
     files = compose_project(trial, {"worker1": "mine:1"})
     services = yamltext.values(files["docker-compose.yml"])["services"]
     assert services["worker1"]["image"] == "mine:1"
     source = services["source"]
-    assert (source["cap_drop"], source["read_only"], source["cpus"]) == (
-        ["ALL"],
-        True,
-        1.5,
-    )
+    assert source["cap_drop"] == ["ALL"]
+    assert source["read_only"] is True
+    assert source["cpus"] == 1.5
+    # The shaper attaches the network interfaces of devices to its own namespace.
+    assert source["network_mode"] == "none"
     assert services["shaper"]["pid"] == "host"
-    told = json.loads(files["links.json"])
-    assert (
-        f"source:{told['endpoints'][0]['address']}"
-        in services["worker2"]["extra_hosts"]
-    )
-    assert (source["network_mode"], services["shaper"]["ports"]) == (
-        "none",
-        ["127.0.0.1:8710:8700"],
-    )
-    assert told["endpoints"][0]["uplink"] == 1e7
-    assert len(told["links"]) == len(trial.experiment.links)
+    assert services["shaper"]["ports"] == ["127.0.0.1:8710:8700"]
+    links = json.loads(files["links.json"])
+    source_endpoint = links["endpoints"][0]
+    host_entry = f"source:{source_endpoint['address']}"
+    assert host_entry in services["worker2"]["extra_hosts"]
+    assert source_endpoint["uplink"] == 1e7
+    assert len(links["links"]) == len(trial.experiment.links)
 
 
-def test_a_device_with_a_gpu_is_given_those_of_the_host() -> None:
+def test_device_with_gpu_can_use_gpus_of_host() -> None:
     spec = replace(trials(load("quickstart"))[0].experiment.devices[0], gpu=True)
     settings = device_settings(STATE, "i", spec, {"source": "10.0.0.2"})
     (request,) = settings["host_config"]["DeviceRequests"]
-    assert (request["Count"], request["Capabilities"]) == (-1, [["gpu"]])
+    # Docker's number for all GPUs.
+    assert request["Count"] == -1
+    assert request["Capabilities"] == [["gpu"]]
     assert compose_service(settings)["gpus"] == "all"
 
 
-def test_no_setting_of_a_container_is_forgotten() -> None:
+def test_unknown_setting_of_container_is_refused() -> None:
+    # A setting that is not exported would make the project differ from the lab.
     spec = trials(load("quickstart"))[0].experiment.devices[0]
     for settings in (
         device_settings(STATE, "i", spec, {"source": "10.0.0.2"}),
         shaper_settings(STATE, "i", "auto"),
     ):
         compose_service(settings)
+        host_config = {**settings["host_config"], "Privileged": True}
         with pytest.raises(KeyError, match="Privileged"):
-            compose_service(
-                {
-                    **settings,
-                    "host_config": {**settings["host_config"], "Privileged": True},
-                }
-            )
+            compose_service({**settings, "host_config": host_config})

@@ -1,3 +1,5 @@
+"""Connection to the container engine, its start by root, and refusal of unusable engines."""
+
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,13 @@ from testbed_controller.lab.engineaddress import EngineAddress
 from tests.helpers.docker_contexts import write_docker_context
 
 
+def fail_if_called(*_arguments: Any, **_options: Any) -> None:
+    pytest.fail("started a process")
+
+
 @pytest.fixture(autouse=True)
 def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty folder as docker's configuration, in place of this user's."""
+    """Return an empty configuration folder of docker, used instead of the user's folder."""
     folder = tmp_path / "docker"
     folder.mkdir()
     monkeypatch.setenv("DOCKER_CONFIG", str(folder))
@@ -25,42 +31,39 @@ def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the test when root would start or install anything."""
+def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail the test if a process is started."""
+    monkeypatch.setattr(engine.subprocess, "Popen", fail_if_called)
+    monkeypatch.setattr(engine.subprocess, "run", fail_if_called)
+
+
+@pytest.fixture
+def _as_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Root starts or installs a missing engine.
     monkeypatch.setattr(engine.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(
-        engine.subprocess, "Popen", lambda *_a, **_k: pytest.fail("started something")
-    )
-    monkeypatch.setattr(
-        engine.subprocess, "run", lambda *_a, **_k: pytest.fail("ran something")
-    )
 
 
-@pytest.mark.usefixtures("started")
+@pytest.mark.usefixtures("_no_processes", "_as_root")
 @pytest.mark.parametrize("url", ["unix:///nowhere/docker.sock", "tcp://127.0.0.2:1"])
-def test_an_engine_of_the_current_context_is_reported_and_never_started(
+def test_unreachable_engine_of_context_is_reported_and_not_started(
     configuration: Path, url: str
 ) -> None:
     write_docker_context(configuration, "away", url, is_current=True)
-    with pytest.raises(
-        HostError,
-        match=r"the docker context 'away' .*'docker context use default'.*--runtime simulate",
-    ):
+    remedy = "'docker context use default'.*--runtime simulate"
+    with pytest.raises(HostError, match=f"the docker context 'away' .*{remedy}"):
         engine.ensure_engine(print)
 
 
-@pytest.mark.usefixtures("started")
-def test_an_engine_over_ssh_is_refused_with_the_way_over_hosts(
+@pytest.mark.usefixtures("_no_processes", "_as_root")
+def test_engine_over_ssh_is_refused_with_option_for_hosts(
     configuration: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_docker_context(configuration, "lab", "ssh://me@lab", is_current=True)
     with pytest.raises(HostError, match=r"reached by ssh: .*'--hosts lab'"):
         engine.ensure_engine(print)
     monkeypatch.setenv("DOCKER_HOST", "ssh://me@lab")
-    with pytest.raises(
-        HostError,
-        match=r"docker context create NAME --docker host=ssh://me@lab.*'--hosts NAME'",
-    ):
+    create = "docker context create NAME --docker host=ssh://me@lab"
+    with pytest.raises(HostError, match=f"{create}.*'--hosts NAME'"):
         engine.connect()
 
 
@@ -76,7 +79,7 @@ def test_an_engine_over_ssh_is_refused_with_the_way_over_hosts(
         (EngineAddress(), "name=userns", "userns-remap"),
     ],
 )
-def test_an_engine_without_room_for_a_lab_is_refused_with_a_remedy(
+def test_engine_unable_to_run_labs_is_refused_with_remedy(
     address: EngineAddress, option: str, text: str
 ) -> None:
     client: Any = SimpleNamespace(
@@ -86,75 +89,64 @@ def test_an_engine_without_room_for_a_lab_is_refused_with_a_remedy(
         engine.refuse_unusable(client, address)
 
 
-def test_a_run_is_looked_for_on_the_engine_that_it_was_made_on(
+def test_commands_connect_to_engine_of_their_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, second = (
-        EngineAddress("unix:///first.sock"),
-        EngineAddress("unix:///second.sock"),
-    )
-    runstate.write(runstate.RunState("x-1", "secret", engine=first))
-    monkeypatch.setattr(engine, "connect", lambda address=None: address or second)
-    monkeypatch.setattr(engine, "chosen_engine", lambda: second)
-    assert engine.connect_to_run("x-1") == first
-    assert engine.connect_to_run("of-another-user") == second
-    assert list(engine.connect_to_all()) == [second, first]
+    of_run = EngineAddress("unix:///first.sock")
+    current = EngineAddress("unix:///second.sock")
+    runstate.write(runstate.RunState("x-1", "secret", engine=of_run))
+    monkeypatch.setattr(engine, "connect", lambda address=None: address or current)
+    monkeypatch.setattr(engine, "chosen_engine", lambda: current)
+    assert engine.connect_to_run("x-1") == of_run
+    # A run without a state file may be on the current engine.
+    assert engine.connect_to_run("of-another-user") == current
+    assert list(engine.connect_to_all()) == [current, of_run]
 
 
-def test_somebody_elses_engine_is_reported_and_never_started(
+@pytest.mark.usefixtures("_no_processes")
+def test_unreachable_engine_of_environment_is_reported_and_not_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    monkeypatch.setattr(
-        engine.subprocess, "Popen", lambda *_a, **_k: pytest.fail("started something")
-    )
-    monkeypatch.setattr(
-        engine.subprocess, "run", lambda *_a, **_k: pytest.fail("ran something")
-    )
-    with pytest.raises(
-        HostError, match=r"the socket does not exist.*unset DOCKER_HOST"
-    ) as caught:
+    message = r"the socket does not exist.*unset DOCKER_HOST"
+    with pytest.raises(HostError, match=message) as raised:
         engine.ensure_engine(print)
-    assert caught.value.exit_code == 3
+    assert raised.value.exit_code == 3
 
 
-def test_without_root_no_engine_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_no_processes")
+def test_engine_is_not_installed_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("FileNotFoundError")
+
     monkeypatch.setattr(engine.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(
-        engine,
-        "connect_to",
-        lambda *_: (_ for _ in ()).throw(OSError("FileNotFoundError")),
-    )
-    monkeypatch.setattr(
-        engine.subprocess, "run", lambda *_a, **_k: pytest.fail("ran something")
-    )
+    monkeypatch.setattr(engine, "connect_to", refuse)
     monkeypatch.setattr(engine.shutil, "which", lambda *_a, **_k: None)
     with pytest.raises(HostError, match=r"no Docker engine is installed: .* as root"):
         engine.ensure_engine(print)
 
 
-def test_a_user_outside_the_group_is_told_about_it() -> None:
-    assert "group 'docker'" in engine._explain_missing_engine(
-        EngineAddress(), PermissionError(13, "Permission denied")
-    )
+def test_missing_permission_is_explained_by_group() -> None:
+    error = PermissionError(13, "Permission denied")
+    text = engine._explain_missing_engine(EngineAddress(), error)
+    assert "group 'docker'" in text
 
 
-def test_the_engines_own_complaint_is_found_in_its_log(tmp_path: Path) -> None:
+def test_last_error_of_engine_is_read_from_log(tmp_path: Path) -> None:
     log = tmp_path / "dockerd.log"
+    error = "failed to start daemon: Devices cgroup isn't mounted"
+    # dockerd prints its last error without the format of its log.
     log.write_text(
         'time="1" level=info msg="Starting up"\n'
-        "failed to start daemon: Devices cgroup isn't mounted\n"
+        f"{error}\n"
         'time="2" level=info msg="stopping"\n\n'
     )
-    assert (
-        engine._last_error(log)
-        == "failed to start daemon: Devices cgroup isn't mounted"
-    )
+    assert engine._last_error(log) == error
     log.write_text("")
     assert engine._last_error(log) == "no reason given"
 
 
-def test_legacy_iptables_go_in_front_where_only_they_work(
+def test_legacy_iptables_are_preferred_if_others_fail(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     programs = tmp_path / "sbin"
@@ -167,34 +159,35 @@ def test_legacy_iptables_go_in_front_where_only_they_work(
         "ip6tables-legacy",
     ):
         program = programs / name
-        program.write_text(f"#!/bin/sh\nexit {int(name == 'iptables')}\n")
+        # `iptables` fails, as on kernels without nftables.
+        status = 1 if name == "iptables" else 0
+        program.write_text(f"#!/bin/sh\nexit {status}\n")
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    first = Path(engine._path_with_working_iptables().split(":")[0])
-    assert (first / "iptables").resolve() == programs / "iptables-legacy"
-    assert (
-        first / "iptables-restore"
-    ).resolve() == programs / "iptables-legacy-restore"
+    links = Path(engine._path_with_working_iptables().split(":")[0])
+    assert (links / "iptables").resolve() == programs / "iptables-legacy"
+    restore = (links / "iptables-restore").resolve()
+    assert restore == programs / "iptables-legacy-restore"
     (programs / "iptables").write_text("#!/bin/sh\nexit 0\n")
     assert engine._path_with_working_iptables().startswith(str(programs))
 
 
-class Flaky(BaseAdapter):
-    """Stands for the engine's socket: refuses some requests, then answers."""
+class FlakyAdapter(BaseAdapter):
+    """A connection to the engine with failures of the first requests."""
 
     def __init__(
         self, refusals: int, error: type[Exception] = requests.ConnectionError
     ) -> None:
         super().__init__()
-        self.left = refusals
+        self.remaining_refusals = refusals
         self.error = error
 
     def send(
         self, request: requests.PreparedRequest, *_arguments: Any, **_options: Any
     ) -> requests.Response:
-        self.left -= 1
-        if self.left >= 0:
+        self.remaining_refusals -= 1
+        if self.remaining_refusals >= 0:
             raise self.error("Connection refused")
         return requests.Response()
 
@@ -202,30 +195,32 @@ class Flaky(BaseAdapter):
         pass
 
 
-def request(body: Any = None) -> requests.PreparedRequest:
-    made = requests.PreparedRequest()
-    made.body = body
-    return made
+def make_request(body: Any = None) -> requests.PreparedRequest:
+    request = requests.PreparedRequest()
+    request.body = body
+    return request
 
 
 def test_requests_are_repeated_until_the_engine_answers_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine, "_PAUSE", 0.01)
-    flaky = Flaky(5)
-    engine._Patient(flaky).send(request(b"{}"))
-    assert flaky.left == -1
+    adapter = FlakyAdapter(5)
+    engine._Patient(adapter).send(make_request(b"{}"))
+    # Five refusals and one answer.
+    assert adapter.remaining_refusals == -1
 
 
-def test_absent_engine_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_to_absent_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_PAUSE", 0.01)
     monkeypatch.setattr(engine, "PATIENCE", 0.1)
-    with pytest.raises(
-        HostError, match=r"has not answered for 0 s \(connection refused\)"
-    ):
-        engine._Patient(Flaky(10**6)).send(request())
+    # 0.1 s are printed as 0.
+    message = r"has not answered for 0 s \(connection refused\)"
+    with pytest.raises(HostError, match=message):
+        engine._Patient(FlakyAdapter(10**6)).send(make_request())
+    silent = engine._Patient(FlakyAdapter(1, requests.ReadTimeout))
     with pytest.raises(HostError, match="took more than 120 s"):
-        engine._Patient(Flaky(1, requests.ReadTimeout)).send(request())
-    # A stream has been read from by then.
+        silent.send(make_request())
+    # A stream cannot be sent again, as the first attempt has read from it.
     with pytest.raises(HostError):
-        engine._Patient(Flaky(1)).send(request(iter([b"x"])))
+        engine._Patient(FlakyAdapter(1)).send(make_request(iter([b"x"])))

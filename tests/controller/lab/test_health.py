@@ -1,4 +1,4 @@
-"""How long containers are waited for."""
+"""Waiting for containers to start, and causes of their end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testbed_controller.lab import health
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the time, of which each sleep takes ten seconds."""
+    """Replace the clock: each sleep advances time by ten seconds. Return a list with the time."""
     now = [0.0]
     monkeypatch.setattr(health.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(health.time, "sleep", lambda _: now.append(now.pop() + 10.0))
@@ -24,13 +24,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_slowly_starting_containers_are_awaited(
     clock: list[float], monkeypatch
 ) -> None:
+    # The URL of a device is the time at which its agent answers; the last one is 450.
     urls = {f"device{number}": str(50.0 * number) for number in range(10)}
     monkeypatch.setattr(health, "is_healthy", lambda url: clock[0] >= float(url))
     health.Health(Mock(), "run", {}).wait_for(urls)
     assert clock[0] == 450.0
 
 
-def test_silent_container_is_given_up(clock: list[float], monkeypatch, caplog) -> None:
+def test_silent_container_is_reported_with_end_of_its_log(
+    clock: list[float], monkeypatch, caplog
+) -> None:
     caplog.set_level(logging.INFO, "testbed_controller.lab.health")
     monkeypatch.setattr(health, "is_healthy", lambda url: url == "there")
     monkeypatch.setattr(health, "container_logs", lambda *_: [b"I am", b" here\n"])
@@ -40,13 +43,18 @@ def test_silent_container_is_given_up(clock: list[float], monkeypatch, caplog) -
         health.Health(Mock(), "run", {}).wait_for(
             {"other": "there", "silent": "not there"}
         )
+    # 60 s, and two steps of the clock.
     assert clock[0] <= 80.0
     assert caplog.messages == ["the log of silent ends with:\nI am here"]
 
 
-def ended(code: int, running: list[int]) -> health.Health:
-    """Return the health of a run with a container that ended with a status, and in turns so many that run."""
-    status = {"Status": "exited", "ExitCode": code, "StartedAt": "2026-01-01T00:00:00Z"}
+def health_after(exit_code: int, running: list[int]) -> health.Health:
+    """Return the health of a run with an ended container; ``running`` has successive counts of running containers."""
+    status = {
+        "Status": "exited",
+        "ExitCode": exit_code,
+        "StartedAt": "2026-01-01T00:00:00Z",
+    }
     client = Mock()
     client.api.inspect_container.return_value = {
         "State": {**status, "FinishedAt": "2026-01-01T00:01:00Z"}
@@ -57,15 +65,16 @@ def ended(code: int, running: list[int]) -> health.Health:
 
 
 @pytest.mark.usefixtures("clock")
-def test_an_engine_that_stops_in_an_orderly_way_is_named() -> None:
-    ending = ended(0, [3, 1, 0]).ending("shaper")
+def test_stop_of_engine_is_reported_as_cause() -> None:
+    # The engine stops all containers one after the other.
+    ending = health_after(0, [3, 1, 0]).ending("shaper")
     assert ending is not None
     assert "the container engine was stopped" in ending.text
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("code", [0, 1])
-def test_a_container_that_ends_while_others_run_has_ended_by_itself(code: int) -> None:
-    ending = ended(code, [3] * 9).ending("shaper")
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_container_that_ends_while_others_run_ended_by_itself(exit_code: int) -> None:
+    ending = health_after(exit_code, [3] * 9).ending("shaper")
     assert ending is not None
-    assert ending.text == f"ended by itself with exit code {code}"
+    assert ending.text == f"ended by itself with exit code {exit_code}"

@@ -1,3 +1,5 @@
+"""Tags of images, which are hashes of their contents, and sizes and places of images."""
+
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +14,7 @@ from testbed_controller.lab.paths import RECIPES, package_folder
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of all that goes into the images, to edit."""
+    """Return a copy of all sources of the images, which tests may edit."""
     shutil.copytree(RECIPES, tmp_path / "images")
     for package in ("testbed", "testbed_agent", "testbed_controller"):
         shutil.copytree(
@@ -26,21 +28,19 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_tags_name_the_content_alone(checkout: Path) -> None:
-    first = images.image_tags()
-    (checkout / "testbed" / "__pycache__").mkdir(exist_ok=True)
-    (checkout / "testbed" / "__pycache__" / "device.cpython-311.pyc").write_bytes(b"x")
-    (checkout / "testbed_controller" / "lab.py").write_text(
-        "# the controller is in no image"
-    )
-    assert images.image_tags() == first
-    assert all(
-        re.fullmatch(r"testbed/[a-z]+:[0-9a-f]{16}", tag)
-        for tag in first.by_kind.values()
-    )
+def test_tags_depend_only_on_contents_of_images(checkout: Path) -> None:
+    tags = images.image_tags()
+    compiled = checkout / "testbed" / "__pycache__"
+    compiled.mkdir(exist_ok=True)
+    (compiled / "device.cpython-311.pyc").write_bytes(b"x")
+    # No image contains the controller.
+    (checkout / "testbed_controller" / "lab.py").write_text("# changed")
+    assert images.image_tags() == tags
+    for tag in tags.by_kind.values():
+        assert re.fullmatch(r"testbed/[a-z]+:[0-9a-f]{16}", tag)
 
 
-def changed(before: images.ImageTags, after: images.ImageTags) -> set[str]:
+def changed_kinds(before: images.ImageTags, after: images.ImageTags) -> set[str]:
     return {kind for kind, tag in before.by_kind.items() if after.by_kind[kind] != tag}
 
 
@@ -67,38 +67,31 @@ def test_edit_changes_the_tags_of_its_image_and_of_later_layers(
     before = images.image_tags()
     path = checkout / file
     path.write_text(path.read_text() + "\nnew\n")
-    assert changed(before, images.image_tags()) == kinds
+    assert changed_kinds(before, images.image_tags()) == kinds
 
 
-def test_a_file_that_moves_changes_the_tag_though_its_bytes_do_not(
-    checkout: Path,
-) -> None:
+def test_renamed_file_changes_tag(checkout: Path) -> None:
     before = images.image_tags()
-    (checkout / "testbed_agent" / "control.py").rename(
-        checkout / "testbed_agent" / "steering.py"
-    )
-    assert changed(before, images.image_tags()) == {"device"}
+    agent = checkout / "testbed_agent"
+    (agent / "control.py").rename(agent / "steering.py")
+    assert changed_kinds(before, images.image_tags()) == {"device"}
 
 
-def test_the_hash_keeps_names_and_contents_apart() -> None:
+def test_digest_separates_names_from_contents() -> None:
     assert images.digest({"a": b"bc"}) != images.digest({"ab": b"c"})
-    assert images.digest({"a": b"1", "b": b"2"}) == images.digest(
-        {"b": b"2", "a": b"1"}
-    )
+    first = images.digest({"a": b"1", "b": b"2"})
+    assert first == images.digest({"b": b"2", "a": b"1"})
 
 
-def test_lists_may_have_comments(tmp_path: Path) -> None:
+def test_lists_of_packages_may_have_comments(tmp_path: Path) -> None:
     path = tmp_path / "list"
-    path.write_text("# what\niproute2\n\niptables  # why\n")
+    path.write_text("# heading\niproute2\n\niptables  # reason\n")
     assert wheels.read_list(path) == ["iproute2", "iptables"]
 
 
-def test_the_size_of_an_image_is_that_on_the_disk_and_not_of_its_compressed_layers() -> (
-    None
-):
-    listed = [
-        {"Size": 1_560_000_000}
-    ]  # as of Docker 29.7.2 with its containerd store, which inspects 337 MB
+def test_size_of_image_is_size_on_disk() -> None:
+    # Docker 29.7.2 with a containerd store lists this size; `inspect` has that of compressed layers, 337 MB.
+    listed = [{"Size": 1_560_000_000}]
     client: Any = SimpleNamespace(api=SimpleNamespace(images=lambda name: listed))
     assert images.image_size(client, "testbed/device:0") == 1_560_000_000
 
@@ -119,9 +112,10 @@ def test_the_size_of_an_image_is_that_on_the_disk_and_not_of_its_compressed_laye
         ),
     ],
 )
-def test_room_is_looked_for_where_images_lie(
+def test_folder_of_images_depends_on_storage_driver(
     driver: list[list[str]], containerd: str | None, folder: str
 ) -> None:
+    # Docker's own containerd stores images below Docker's data folder, a separate one does not.
     info = {"DriverStatus": driver, "DockerRootDir": "/data/docker"}
     if containerd:
         info["Containerd"] = {"Address": containerd}

@@ -1,4 +1,4 @@
-"""What containers cannot carry out is refused before any is made."""
+"""Refusal of scenarios that containers cannot emulate, before any container is created."""
 
 import pytest
 
@@ -8,9 +8,9 @@ from testbed.scenario.loading import load
 from testbed_controller.lab.lab import check_devices
 
 
-def test_devices_that_share_a_machine_are_refused():
-    (trial,) = trials(
-        load("quickstart", ("sweep={}", "repetitions=1", "machines=[{cores: 1}]"))
-    )
+def test_devices_that_share_machine_are_refused():
+    overrides = ("sweep={}", "repetitions=1", "machines=[{cores: 1}]")
+    (trial,) = trials(load("quickstart", overrides))
+    # Containers compute on the cores of the host, whose number cannot be divided among devices.
     with pytest.raises(InputError, match=r"machines: .*, or use '--runtime simulate'"):
         check_devices(trial.experiment)

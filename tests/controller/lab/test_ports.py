@@ -1,9 +1,10 @@
+"""Published ports of containers that cannot be reached from the controller."""
+
 from __future__ import annotations
 
 import socket
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -12,53 +13,57 @@ from testbed_controller.lab import health, ports
 from testbed_controller.lab.ports import port_problem
 
 
-def engine(status: int) -> Any:
-    """Return an engine whose container answers an exec with this status."""
-    exec_ = {
-        "exec_create": lambda *_: {"Id": "x"},
-        "exec_start": lambda _: b"",
-        "exec_inspect": Mock(),
-    }
-    exec_["exec_inspect"].return_value = {"ExitCode": status}
-    return SimpleNamespace(api=SimpleNamespace(**exec_))
+def make_engine(status: int) -> Any:
+    """Return an engine and its container, where commands end with ``status``: 0 if the port accepts connections."""
+    api = SimpleNamespace(
+        exec_create=lambda *_: {"Id": "x"},
+        exec_start=lambda _: b"",
+        exec_inspect=lambda _: {"ExitCode": status},
+    )
+    return SimpleNamespace(api=api)
 
 
 @pytest.fixture
-def closed() -> str:
-    """Return a URL of this machine at which nobody answers."""
+def closed_url() -> str:
+    """Return a local URL with a closed port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_port_that_only_the_container_reaches_is_out_of_reach(
-    closed: str, monkeypatch: pytest.MonkeyPatch
+def test_port_reachable_only_within_container_is_reported(
+    closed_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The remedy depends on the place of the controller: another host, or a container on the same one.
     monkeypatch.setattr(ports, "_is_in_container", lambda: False)
-    assert "--network" not in port_problem(engine(0), "shaper", closed)
-    assert "add '--hosts NAME'" in port_problem(engine(0), "shaper", closed)
+    assert "--network" not in port_problem(make_engine(0), "shaper", closed_url)
+    assert "add '--hosts NAME'" in port_problem(make_engine(0), "shaper", closed_url)
     monkeypatch.setattr(ports, "_is_in_container", lambda: True)
-    assert "'--network host'" in port_problem(engine(0), "shaper", closed)
+    assert "'--network host'" in port_problem(make_engine(0), "shaper", closed_url)
 
 
-def test_container_that_does_not_listen_yet_has_no_port_problem(closed: str) -> None:
-    assert port_problem(engine(1), "shaper", closed) == ""
+def test_starting_container_has_no_port_problem(closed_url: str) -> None:
+    assert port_problem(make_engine(1), "shaper", closed_url) == ""
 
 
-def test_a_port_that_accepts_has_no_problem() -> None:
+def test_open_port_has_no_problem() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert port_problem(engine(0), "shaper", url) == ""
+        assert port_problem(make_engine(0), "shaper", url) == ""
 
 
-def test_a_shaper_out_of_reach_is_refused_within_five_seconds(
-    closed: str, monkeypatch: pytest.MonkeyPatch
+def test_unreachable_shaper_is_refused_within_five_seconds(
+    closed_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(health.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        health.time, "sleep", lambda seconds: now.append(now.pop() + seconds)
-    )
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(health.time, "sleep", sleep)
     monkeypatch.setattr(health.Health, "check_alive", lambda *_: None)
     with pytest.raises(HostError, match=r"shaper: .* unreachable from here"):
-        health.Health(engine(0), "run", {}).wait_for({"shaper": closed}, published=True)
+        health.Health(make_engine(0), "run", {}).wait_for(
+            {"shaper": closed_url}, published=True
+        )
     assert now[0] < 5.0

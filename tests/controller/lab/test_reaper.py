@@ -1,4 +1,4 @@
-"""A run is owned by its controller and its reaper together, and abandoned when both have been killed."""
+"""Ownership of a run by its controller and its reaper; without both, the run is orphaned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_missing_state_folder_is_empty_and_not_created(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_is_owned_until_its_reaper_is_dismissed() -> None:
+def test_run_is_owned_until_reaper_is_dismissed() -> None:
     reaper = Reaper("x-1")
     assert [path.name for path in state_folder().glob("x-1.*")] == ["x-1.owned"]
     assert orphaned_runs() == []
@@ -35,13 +35,12 @@ def test_a_run_is_owned_until_its_reaper_is_dismissed() -> None:
     assert list(state_folder().glob("x-1.*")) == []
 
 
-@pytest.mark.parametrize("both", [True, False])
-def test_a_run_is_abandoned_when_controller_and_reaper_are_killed(
-    both: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_reaper_killed", [True, False])
+def test_run_is_orphaned_if_controller_and_reaper_are_killed(
+    is_reaper_killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "DOCKER_HOST", "unix:///nowhere/docker.sock"
-    )  # the reaper cannot finish its work
+    # Without an engine, the reaper cannot finish its work, and remains.
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     program = (
         "import time; from testbed_controller.lab.reaper import Reaper; r = Reaper('x-1')\n"
         "print(r._process.pid, flush=True); time.sleep(60)"
@@ -53,15 +52,16 @@ def test_a_run_is_abandoned_when_controller_and_reaper_are_killed(
     reaper = int(controller.stdout.readline())
     try:
         assert orphaned_runs() == []
-        if both:
+        if is_reaper_killed:
             os.kill(reaper, signal.SIGKILL)
         controller.kill()
         controller.wait()
-        until = time.monotonic() + 5.0
-        while both and not orphaned_runs() and time.monotonic() < until:
-            time.sleep(0.01)  # a process that was killed takes a moment to be gone
-        assert orphaned_runs() == (["x-1"] if both else [])
+        deadline = time.monotonic() + 5.0
+        # The kernel releases the lock of a killed process after a moment.
+        while is_reaper_killed and not orphaned_runs() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert orphaned_runs() == (["x-1"] if is_reaper_killed else [])
     finally:
-        if not both:
+        if not is_reaper_killed:
             os.kill(reaper, signal.SIGKILL)
         controller.stdout.close()

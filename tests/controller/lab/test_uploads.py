@@ -1,4 +1,4 @@
-"""Uploads to agents that take long to receive them."""
+"""Uploads to slow agents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testbed_controller.lab import clients
 
 
 class SlowReceiver(http.server.BaseHTTPRequestHandler):
-    """Reads a body only after a while, as on a busy host."""
+    """A server with a delay before it reads a body, as on a busy host."""
 
     received: int
 
@@ -36,11 +36,12 @@ def url() -> Iterator[str]:
         server.shutdown()
 
 
-def test_weights_may_take_longer_than_a_connection(
+def test_upload_may_take_longer_than_timeout_of_connection(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients, "CONNECT_SECONDS", 0.1)
     monkeypatch.setattr(clients, "ANSWER_SECONDS", 0.1)
-    # More than the sockets of both ends can hold.
-    clients.Agent(url, "token").put_shard(bytes(64 << 20))
-    assert SlowReceiver.received == 64 << 20
+    # More than the socket buffers of both ends.
+    size = 64 << 20
+    clients.Agent(url, "token").put_shard(bytes(size))
+    assert SlowReceiver.received == size
