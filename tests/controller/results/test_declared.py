@@ -1,4 +1,4 @@
-"""Reading results executes no code beside them, and shows the stored metrics of a user's method."""
+"""Stored definitions of user-defined metrics: results are read without executing code beside them."""
 
 from __future__ import annotations
 
@@ -21,65 +21,66 @@ from tests.helpers import ROOT, recorded
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of a method in a file, which would leave a file if it were imported again."""
-    made = tmp_path_factory.mktemp("results") / "mean"
+    """Return a run of a user-defined method, with a changed copy of its code that writes a file when imported."""
+    folder = tmp_path_factory.mktemp("results") / "mean"
     scenario = str(ROOT / "scenarios/examples/mean.yaml")
-    done = CliRunner().invoke(
-        testbed, ["run", scenario, "--runtime", "simulate", "--out", str(made)]
-    )
-    assert done.exit_code == 0, done.output
-    (made / "mean.py").write_text(
-        f"from pathlib import Path\nPath({str(made / 'executed')!r}).touch()\n"
-    )
-    return made
+    arguments = ["run", scenario, "--runtime", "simulate", "--out", str(folder)]
+    result = CliRunner().invoke(testbed, arguments)
+    assert result.exit_code == 0, result.output
+    code = f"from pathlib import Path\nPath({str(folder / 'executed')!r}).touch()\n"
+    (folder / "mean.py").write_text(code)
+    return folder
 
 
 @pytest.mark.parametrize(
     "command", [["report", "."], ["compare", ".", "."], ["validate", "scenario.yaml"]]
 )
-def test_no_command_that_reads_results_executes_them(
+def test_commands_that_read_results_execute_no_code_beside_them(
     folder: Path, command: list[str]
 ) -> None:
-    words = [command[0], *(str(folder / word) for word in command[1:])]
-    done = CliRunner().invoke(testbed, words)
-    assert done.exit_code == 0, done.output
+    name, *files = command
+    paths = [str(folder / file) for file in files]
+    result = CliRunner().invoke(testbed, [name, *paths])
+    assert result.exit_code == 0, result.output
     assert not (folder / "executed").exists()
-    if command[0] == "validate":
-        assert "not executed" in done.output
-    elif command[0] == "report":
-        assert "replies that were left out" in done.output
+    if name == "validate":
+        assert "not executed" in result.output
+    elif name == "report":
+        # A metric of the method.
+        assert "replies that were left out" in result.output
 
 
-def test_plan_refuses_what_lies_among_results(folder: Path) -> None:
-    done = CliRunner().invoke(testbed, ["plan", str(folder / "scenario.yaml")])
-    assert "which only 'testbed run' executes" in str(done.exception)
+def test_plan_refuses_code_in_folder_of_results(folder: Path) -> None:
+    # A plan would execute the code of the method.
+    result = CliRunner().invoke(testbed, ["plan", str(folder / "scenario.yaml")])
+    assert "which only 'testbed run' executes" in str(result.exception)
     assert not (folder / "executed").exists()
 
 
-def test_figures_of_an_own_method_are_those_that_it_computed(folder: Path) -> None:
-    written = json.loads((folder / "metrics.json").read_text())
-    assert written["late"] >= 2
-    assert (
-        load(folder).metrics["late"]
-        == load_metrics(folder).metrics["late"]
-        == written["late"]
-    )
-    assert all(one.holds for one in load(folder).expectations)
+def test_metrics_of_user_defined_method_are_restored(folder: Path) -> None:
+    late = json.loads((folder / "metrics.json").read_text())["late"]
+    assert late >= 2
+    run = load(folder)
+    assert run.metrics["late"] == late
+    assert load_metrics(folder).metrics["late"] == late
+    for expectation in run.expectations:
+        assert expectation.holds
 
 
 @pytest.fixture
 def copied(folder: Path, tmp_path: Path) -> Path:
-    """Return a copy of the run."""
+    """Return a copy of the run, which a test may change."""
     return Path(shutil.copytree(folder, tmp_path / "copied"))
 
 
 @pytest.mark.parametrize("name", [FILE, "metrics.json"])
 @pytest.mark.parametrize("content", [[], [1], "text", None, {"recovery_list": [3]}])
-def test_damaged_definitions_count_as_none(
+def test_damaged_definitions_are_ignored(
     name: str, content: object, copied: Path
 ) -> None:
     (copied / name).write_text(json.dumps(content))
     declared = declared_in(copied, trial_in(copied))
+    # Damaged values leave the definitions valid.
     assert declared == NOTHING or name == "metrics.json"
 
 
@@ -96,6 +97,7 @@ def test_stored_metric_has_the_computed_value(
 ) -> None:
     trial = trial_in(copied)
     metric = Metric(name, "number", "any value", lambda _: value)  # type: ignore[arg-type, return-value]
+    # Placeholders in angle brackets stand for names; other angle brackets belong to the name.
     stored = {
         "<5ms_share": 0.25,
         "cache": {"a": 1.0, "b": 2.0},
@@ -107,14 +109,15 @@ def test_stored_metric_has_the_computed_value(
     assert restored.compute(recorded.make_record()) == value
 
 
-def test_names_that_the_testbed_uses_since_are_no_definitions(copied: Path) -> None:
+def test_definitions_with_names_of_testbed_metrics_are_ignored(copied: Path) -> None:
+    # A later version of the testbed may have a metric with the same name.
     trial = trial_in(copied)
     metric = Metric("accuracy", "share", "any value", lambda _: 0.5)
     keep(copied, trial, MetricsSpec((metric,)), {})
     assert declared_in(copied, trial) == NOTHING
 
 
-def test_recoveries_detected_at_one_time_keep_their_own_fields(copied: Path) -> None:
+def test_simultaneous_recoveries_keep_their_fields(copied: Path) -> None:
     class RecoveriesOnly:
         recoveries = (Recovery(2.0, resumed=3.0), Recovery(2.0, resumed=4.0))
 
@@ -130,7 +133,8 @@ def test_recoveries_detected_at_one_time_keep_their_own_fields(copied: Path) -> 
     assert fields == [{"moved": 1}, {"moved": 2}]
 
 
-def test_control_characters_are_shown_and_long_texts_cut() -> None:
+def test_control_characters_are_escaped_and_long_texts_cut() -> None:
+    # \x1b[31m would colour the terminal, \x07 would ring its bell.
     assert escape_control("a\x1b[31mb\tc\n\x07") == "a\\x1b[31mb\tc\n\\x07"
     assert escape_control("é✔") == "é✔"
     assert escape_control("x" * 3000) == "x" * 2000 + "... (1000 more characters)"

@@ -1,4 +1,4 @@
-"""A run as tables: what is in them, and that files hold what the rows hold."""
+"""Tables of a run: their rows and columns, as CSV and Parquet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FRAMES = pytest.mark.skipif(
     not (importlib.util.find_spec("pandas") and importlib.util.find_spec("pyarrow")),
     reason="needs the extra `frames`",
 )
-UNLIKE = [
+MIXED_ROWS = [
     {"name": "a", "peers": ["b", "c"], "size": 3},
     {"name": None, "size": 4.5},
     {"name": "c", "peers": None},
@@ -40,103 +40,112 @@ UNLIKE = [
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return files.load(
-        recorded.write_run(
-            tmp_path / "run",
-            recorded.make_trial(),
-            recorded.make_plan(),
-            recorded.make_outcome(),
-        )
-    )
+    folder = tmp_path / "run"
+    trial = recorded.make_trial()
+    plan = recorded.make_plan()
+    return files.load(recorded.write_run(folder, trial, plan, recorded.make_outcome()))
 
 
-def test_events_are_rows_in_their_order_with_their_own_keys(run: Run) -> None:
-    found = rows(run, "events")
-    assert len(found) == len(recorded.make_events())
-    assert found[0] == {
+def test_events_are_rows_in_order_with_their_fields(run: Run) -> None:
+    events = recorded.make_events()
+    table = rows(run, "events")
+    assert table[0] == {
         "time": 0.0,
         "device": "a",
         "event": "state",
         "state": "started",
     }
-    assert [row["time"] for row in found] == [
-        event.time for event in recorded.make_events()
-    ]
+    assert [row["time"] for row in table] == [event.time for event in events]
 
 
-def test_metrics_of_the_scenario_are_rows_and_columns(run: Run) -> None:
-    measured = replace(run, metrics={**run.metrics, "metrics": {"f1": 0.9}})
-    found = {row["metric"]: row["value"] for row in rows(measured, "metrics")}
-    assert found["metrics.f1"] == 0.9
-    assert [row["metrics.f1"] for row in points([measured])] == [0.9]
+def test_metrics_of_scenario_are_rows_and_columns(run: Run) -> None:
+    run = replace(run, metrics={**run.metrics, "metrics": {"f1": 0.9}})
+    values = {row["metric"]: row["value"] for row in rows(run, "metrics")}
+    assert values["metrics.f1"] == 0.9
+    assert [row["metrics.f1"] for row in points([run])] == [0.9]
 
 
-def test_timeline_of_an_interrupted_run_is_exported(tmp_path: Path) -> None:
-    writer = Recorder(
-        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
-    )
+def test_timeline_of_interrupted_run_is_exported(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    trial = recorded.make_trial()
+    recorder = Recorder(folder, trial, recorded.make_plan(), "emulate")
     for event in recorded.make_events()[:20]:
-        writer.event(event)
-    writer.abandon(KeyboardInterrupt())
-    done = CliRunner().invoke(export, [str(tmp_path / "run"), "--perfetto"])
-    assert done.exit_code == 0, done.output
-    trace = json.loads((tmp_path / "run" / "export" / "trace.json").read_text())
+        recorder.event(event)
+    recorder.abandon(KeyboardInterrupt())
+    # The trace of a complete run is written with its results.
+    result = CliRunner().invoke(export, [str(folder), "--perfetto"])
+    assert result.exit_code == 0, result.output
+    trace = json.loads((folder / "export" / "trace.json").read_text())
     assert trace["traceEvents"]
 
 
-def test_metrics_of_one_value_are_rows_with_their_meaning(run: Run) -> None:
-    found = {row["metric"]: row for row in rows(run, "metrics")}
-    assert found["accuracy"]["value"] == 0.95
-    assert found["duration"] == {
+def test_metrics_with_single_value_are_rows_with_meaning(run: Run) -> None:
+    by_name = {row["metric"]: row for row in rows(run, "metrics")}
+    assert by_name["accuracy"]["value"] == 0.95
+    assert by_name["duration"] == {
         "metric": "duration",
         "value": 8.6,
         "kind": "seconds",
         "meaning": "time from the start of the workload to the end of the coordinator's program",
     }
-    assert "reception" not in found, "what there is no ground for is left out"
+    # A metric of casts, which the recorded run has not.
+    assert "reception" not in by_name
 
 
-def test_what_a_link_was_asked_for_and_measured_as_are_columns(run: Run) -> None:
-    there, back = rows(run, "links")
-    assert (there["source"], there["destination"]) == ("a", "b")
-    assert there["requested.rate"] == 8e6
-    assert (there["measured.delay"], back["measured.delay"]) == (0.0101, 0.0102)
+def test_requested_and_measured_link_properties_are_columns(run: Run) -> None:
+    forward, backward = rows(run, "links")
+    assert forward["source"] == "a"
+    assert forward["destination"] == "b"
+    assert forward["requested.rate"] == 8e6
+    assert forward["measured.delay"] == 0.0101
+    assert backward["measured.delay"] == 0.0102
 
 
-def test_other_tables_are_the_lists_of_the_metrics(run: Run) -> None:
-    assert [row["device"] for row in rows(run, "devices")] == ["a", "b"]
-    assert [row["step"] for row in rows(run, "steps")] == [0, 1, 1, 2, 3, 4]
-    assert [row["accuracy"] for row in rows(run, "evaluations")] == [0.95]
-    assert [row["action"] for row in rows(run, "faults")] == ["kill"]
+@pytest.mark.parametrize(
+    ("table", "column", "values"),
+    [
+        ("devices", "device", ["a", "b"]),
+        # Step 1 is repeated after the fault.
+        ("steps", "step", [0, 1, 1, 2, 3, 4]),
+        ("evaluations", "accuracy", [0.95]),
+        ("faults", "action", ["kill"]),
+    ],
+)
+def test_lists_of_metrics_are_tables(
+    table: str, column: str, values: list[object], run: Run
+) -> None:
+    assert [row[column] for row in rows(run, table)] == values
+
+
+def test_unknown_table_is_refused_with_known_tables(run: Run) -> None:
     assert every_table(run).keys() == TABLES.keys()
-    with pytest.raises(
-        InputError, match="unknown table 'event': choose one of metrics, events, "
-    ):
+    message = "unknown table 'event': choose one of metrics, events, "
+    with pytest.raises(InputError, match=message):
         rows(run, "event")
 
 
-def test_former_name_of_a_table_is_refused_with_the_present_one(run: Run) -> None:
+def test_former_name_of_table_is_refused_with_present_name(run: Run) -> None:
     with pytest.raises(InputError, match="'figures' has been renamed: write 'metrics'"):
         rows(run, "figures")
 
 
-def test_a_run_of_a_sweep_is_a_row_with_its_verdict_instead_of_whether_it_is_trusted(
-    run: Run,
-) -> None:
+def test_run_of_sweep_is_row_with_verdict(run: Run) -> None:
     (row,) = points([run])
-    assert (row["repetition"], row["verdict"], row["accuracy"]) == (0, "trusted", 0.95)
+    assert row["repetition"] == 0
+    assert row["verdict"] == "trusted"
+    assert row["accuracy"] == 0.95
+    # The verdict has this information already.
     assert "trusted" not in row
 
 
-def test_csv_has_a_column_for_every_key_and_composed_values_as_json(
-    tmp_path: Path,
-) -> None:
-    write_csv(tmp_path / "own.csv", UNLIKE)
-    with (tmp_path / "own.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
-    assert list(found[0]) == ["name", "peers", "size"]
-    assert json.loads(found[0]["peers"]) == ["b", "c"]
-    assert found[1] == {"name": "", "peers": "", "size": "4.5"}
+def test_csv_has_column_for_every_key_and_json_for_lists(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    write_csv(path, MIXED_ROWS)
+    with path.open(newline="") as file:
+        first, second, _ = csv.DictReader(file)
+    assert list(first) == ["name", "peers", "size"]
+    assert json.loads(first["peers"]) == ["b", "c"]
+    assert second == {"name": "", "peers": "", "size": "4.5"}
 
 
 def test_tables_without_rows_are_not_written(tmp_path: Path) -> None:
@@ -145,11 +154,13 @@ def test_tables_without_rows_are_not_written(tmp_path: Path) -> None:
 
 
 @FRAMES
-def test_what_a_row_lacks_is_missing_in_parquet_too(tmp_path: Path) -> None:
+def test_missing_values_of_row_are_null_in_parquet(tmp_path: Path) -> None:
     from pyarrow import parquet
 
-    write_parquet(tmp_path / "own.parquet", UNLIKE)
-    found = parquet.read_table(tmp_path / "own.parquet").to_pylist()
-    assert [row["name"] for row in found] == ["a", None, "c"]
-    assert [row["peers"] for row in found] == ['["b", "c"]', None, None]
-    assert [row["size"] for row in found][:2] == [3.0, 4.5]
+    path = tmp_path / "own.parquet"
+    write_parquet(path, MIXED_ROWS)
+    columns = parquet.read_table(path).to_pydict()
+    assert columns["name"] == ["a", None, "c"]
+    assert columns["peers"] == ['["b", "c"]', None, None]
+    # A column of whole and other numbers has floats.
+    assert columns["size"][:2] == [3.0, 4.5]

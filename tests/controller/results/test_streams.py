@@ -1,3 +1,5 @@
+"""Export of a running experiment: CSV, callbacks, and trackers of other projects."""
+
 from __future__ import annotations
 
 import csv
@@ -16,6 +18,7 @@ from testbed_controller.results.streams import Following
 from tests.helpers import recorded
 
 EVENTS = [
+    # Not exported.
     Event(1.0, "a", "compute", {"span": "forward"}),
     Event(1.5, "a", "step", {"step": 300, "loss": 0.25, "samples": 8}),
     Event(2.5, "a", "evaluate", {"step": 300, "loss": 0.5, "accuracy": 0.75}),
@@ -24,12 +27,14 @@ EVENTS = [
 ]
 
 
-def test_rows_are_there_as_they_come(tmp_path: Path) -> None:
+def test_csv_rows_are_written_during_run(tmp_path: Path) -> None:
+    stream = tmp_path / "stream.csv"
     with Following(tmp_path, ["csv"]) as run:
-        for count, event in enumerate(EVENTS):
+        for exported, event in enumerate(EVENTS):
             run.event(event)
-            assert len((tmp_path / "stream.csv").read_text().splitlines()) == count + 1
-    with (tmp_path / "stream.csv").open() as file:
+            # The heading is one more line.
+            assert len(stream.read_text().splitlines()) == 1 + exported
+    with stream.open() as file:
         rows = list(csv.DictReader(file))
     assert rows[1] == {
         "time": "2.5",
@@ -43,22 +48,18 @@ def test_rows_are_there_as_they_come(tmp_path: Path) -> None:
 
 
 class FailingCallback(Callback):
-    """A callback that cannot end."""
-
     def on_end(self, run: Run | None) -> None:
         raise OSError("no space left")
 
 
 class CountingCallback(Callback):
-    """A callback that counts its ends."""
-
     ends = 0
 
     def on_end(self, run: Run | None) -> None:
         self.ends += 1
 
 
-def test_all_callbacks_end_if_one_of_them_fails(tmp_path: Path) -> None:
+def test_all_callbacks_end_if_one_fails(tmp_path: Path) -> None:
     counting = CountingCallback()
     with (
         pytest.raises(OSError, match="no space left"),
@@ -68,6 +69,7 @@ def test_all_callbacks_end_if_one_of_them_fails(tmp_path: Path) -> None:
     assert counting.ends == 1
 
 
+# Step, name and value of the exported events; the loss of the last step is None.
 SCALARS = [
     (300, "loss/training", 0.25),
     (300, "loss/test", 0.5),
@@ -76,23 +78,23 @@ SCALARS = [
 ]
 
 
-def write(folder: Path, kind: str) -> None:
-    with Following(folder, [kind]) as run:
+def write_events(folder: Path, exporter: str) -> None:
+    with Following(folder, [exporter]) as run:
         for event in EVENTS:
             run.event(event)
 
 
-@pytest.mark.parametrize("kind", ["tensorboard", "mlflow", "wandb"])
-def test_a_logger_whose_package_is_missing_names_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+@pytest.mark.parametrize("package", ["tensorboard", "mlflow", "wandb"])
+def test_missing_package_of_exporter_is_reported_with_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    for name in ("tensorboard.summary", kind):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        InputError,
-        match=rf"--stream {kind} needs {kind}: pip install 'edge-testbed\[{kind}\]'",
-    ):
-        write(tmp_path, kind)
+    # Imports of None raise ModuleNotFoundError.
+    for module in ("tensorboard.summary", package):
+        monkeypatch.setitem(sys.modules, module, None)
+    install = rf"pip install 'edge-testbed\[{package}\]'"
+    message = f"--stream {package} needs {package}: {install}"
+    with pytest.raises(InputError, match=message):
+        write_events(tmp_path, package)
 
 
 @pytest.mark.skipif(
@@ -101,18 +103,17 @@ def test_a_logger_whose_package_is_missing_names_its_extra(
 def test_tensorboard_reads_scalars_with_their_steps_and_times(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write(tmp_path, "tensorboard")
-    found = EventAccumulator(str(tmp_path)).Reload()
-    read = [
-        (each.step, tag, found.Tensors(tag))
-        for tag in found.Tags()["tensors"]
-        for each in found.Tensors(tag)
-    ]
-    values = [
-        (step, tag, each[0].tensor_proto.float_val[0]) for step, tag, each in read
-    ]
-    assert sorted(values) == sorted(SCALARS)
-    times = {tag: each[0].wall_time for _, tag, each in read}
+    write_events(tmp_path, "tensorboard")
+    accumulator = EventAccumulator(str(tmp_path)).Reload()
+    scalars = []
+    times = {}
+    for tag in accumulator.Tags()["tensors"]:
+        for scalar in accumulator.Tensors(tag):
+            value = scalar.tensor_proto.float_val[0]
+            scalars.append((scalar.step, tag, value))
+            times[tag] = scalar.wall_time
+    assert sorted(scalars) == sorted(SCALARS)
+    # The events are at 3.0 and 1.5 s.
     assert times["latency"] - times["loss/training"] == pytest.approx(1.5, abs=1e-3)
 
 
@@ -122,68 +123,68 @@ def test_tensorboard_reads_scalars_with_their_steps_and_times(tmp_path: Path) ->
 def test_mlflow_has_metrics_with_their_steps(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
-    write(tmp_path, "mlflow")
+    write_events(tmp_path, "mlflow")
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (run,) = client.search_runs(
-        [client.get_experiment_by_name("testbed").experiment_id]
-    )
-    names = [name for _, name, _ in SCALARS]
-    found = [
-        (each.step, each.key, each.value)
-        for name in names
-        for each in client.get_metric_history(run.info.run_id, name)
-    ]
-    assert found == SCALARS
+    experiment = client.get_experiment_by_name("testbed")
+    (run,) = client.search_runs([experiment.experiment_id])
+    scalars = []
+    for _, name, _ in SCALARS:
+        for metric in client.get_metric_history(run.info.run_id, name):
+            scalars.append((metric.step, metric.key, metric.value))
+    assert scalars == SCALARS
 
 
 @pytest.mark.skipif(
     not importlib.util.find_spec("wandb"), reason="needs the extra `wandb`"
 )
-def test_weights_and_biases_keeps_a_run_to_be_sent_later(tmp_path: Path) -> None:
-    write(tmp_path, "wandb")
+def test_wandb_run_is_stored_offline(tmp_path: Path) -> None:
+    # `wandb sync` sends the run later.
+    write_events(tmp_path, "wandb")
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-class Seen(Callback):
+class RecordingCallback(Callback):
     def __init__(self) -> None:
-        self.names: list[str] = []
+        self.calls: list[str] = []
 
     def on_step(self, event: Event) -> None:
-        self.names.append(f"step {event.fields['step']}")
+        self.calls.append(f"step {event.fields['step']}")
 
     def on_evaluate(self, event: Event) -> None:
-        self.names.append("evaluate")
+        self.calls.append("evaluate")
 
     def on_fault(self, event: Event) -> None:
-        self.names.append(f"fault {event.fields['action']}")
+        self.calls.append(f"fault {event.fields['action']}")
 
     def on_end(self, run: Run | None) -> None:
-        self.names.append("failed" if run is None else run.outcome.status)
+        self.calls.append("failed" if run is None else run.outcome.status)
 
 
-def test_callbacks_see_a_run_as_it_goes_on(tmp_path: Path) -> None:
-    keys = {"workload.steps": 2, "workload.batch_size": 64, "expect": {}}
-    seen = Seen()
-    faults = [{"throttle": {"device": "worker1", "slowdown": 2}, "at": "1ms"}]
-    simulate(
-        load("quickstart", {**keys, "faults": faults, "workload.epochs": None}),
-        tmp_path,
-        callbacks=[seen],
-    )
-    assert seen.names[-1] == "finished"
-    assert sorted(seen.names[:-1]) == sorted(
-        ["fault throttle", "step 0", "step 1", "evaluate"]
-    )
+def test_callbacks_are_called_during_run(tmp_path: Path) -> None:
+    overrides = {
+        "workload.steps": 2,
+        "workload.batch_size": 64,
+        "workload.epochs": None,
+        "expect": {},
+        "faults": [{"throttle": {"device": "worker1", "slowdown": 2}, "at": "1ms"}],
+    }
+    callback = RecordingCallback()
+    simulate(load("quickstart", overrides), tmp_path, callbacks=[callback])
+    *during_run, last = callback.calls
+    assert last == "finished"
+    assert sorted(during_run) == ["evaluate", "fault throttle", "step 0", "step 1"]
 
 
-def test_a_run_without_streams_writes_none(tmp_path: Path) -> None:
+def test_run_without_streams_writes_no_files(tmp_path: Path) -> None:
     with Following(tmp_path, []) as run:
         for event in recorded.make_events():
             run.event(event)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_scenario_says_where_its_results_go(tmp_path: Path) -> None:
-    keys = {"results": {"to": ["csv"]}, "workload.epochs": 1, "faults": []}
-    simulate(load("quickstart", keys), tmp_path / "run")
-    assert len((tmp_path / "run" / "stream.csv").read_text().splitlines()) >= 3
+def test_scenario_selects_exporters(tmp_path: Path) -> None:
+    overrides = {"results": {"to": ["csv"]}, "workload.epochs": 1, "faults": []}
+    simulate(load("quickstart", overrides), tmp_path / "run")
+    stream = (tmp_path / "run" / "stream.csv").read_text()
+    # The heading, at least one step and the evaluation.
+    assert len(stream.splitlines()) >= 3
