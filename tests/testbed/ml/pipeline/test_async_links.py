@@ -1,14 +1,16 @@
-"""What asynchronous pipelines find out about links and devices while they train, and what they make of it."""
+"""Tests of measured links in asynchronous pipelines, and of the partitions that follow from them."""
 
 import pytest
 
 from tests.helpers.delayed_gradients import final_stretches
 from tests.helpers.runs import fields_of, make_scenario, run_simulated
 from tests.helpers.schedules import at_span_start
-from tests.testbed.ml.pipeline.test_async_faults import (
-    assert_right,
-    disturbed,
-    recovered,
+from tests.testbed.ml.outcomes import field_values, times_of
+from tests.testbed.ml.pipeline.fault_runs import (
+    assert_weights_match_reference,
+    devices_by_stretch,
+    recovery_events,
+    run_with_faults,
 )
 
 METHOD = {
@@ -20,183 +22,161 @@ METHOD = {
     "global_replication_interval": 50,
     "stall_timeout": "10s",
 }
-WORK = {
+LINK_TRAFFIC = {"partition_objective": "link-traffic"}
+WORKLOAD = {
     "model": {"name": "mlp", "hidden": [24, 20, 20, 16, 16, 12, 12, 12]},
     "batch_size": 13,
 }
 SLOW = "60kbit"
+DEGRADE = {"degrade": {"between": ["source", "worker1"], "rate": SLOW}}
 
 
-def two(steps, *faults, method=(), workers=2, **keys):
-    """Two or three equal devices."""
+def link_scenario(steps, *faults, method=(), workers=2, **keys):
+    """Return a scenario of equal devices; ``method`` changes some of `METHOD`'s options."""
     return make_scenario(
         workers,
         "20mflops",
-        WORK | {"steps": steps},
+        WORKLOAD | {"steps": steps},
         METHOD | dict(method),
         faults=faults,
         **keys,
     )
 
 
-def partitions(outcome):
-    return [
-        (step, [tuple(stage) for stage in partition])
-        for step, _, partition in final_stretches(outcome)
-    ]
-
-
-def rates(outcome):
-    return {
-        (each["source"], each["destination"]): each["rate"]
-        for each in fields_of(outcome, "bandwidth")
-    }
-
-
-def test_a_link_that_is_degraded_in_mid_run_is_measured_again_and_the_partition_follows():
-    slow = {
-        "degrade": {"between": ["source", "worker1"], "rate": SLOW},
-        "when": at_span_start("source", "backward", 8),
-    }
-    traffic = {"partition_objective": "link-traffic"}
-    network = {
-        "link": {"rate": "20mbit"},
-        "links": [{"between": ["source", "worker1"], "rate": SLOW}],
-    }
-    outcome = run_simulated(two(70, slow, method=traffic))
-    always = run_simulated(two(70, network=network, method=traffic))
+def run_finished(*arguments, **keys):
+    outcome = run_simulated(link_scenario(*arguments, **keys))
     assert outcome.status == "finished", outcome.error
-    changed = [step for step, _ in partitions(outcome) if step > 8]
-    assert changed[0] <= 8 + 2 * 20
-    assert partitions(outcome)[-1][1] == partitions(always)[-1][1]
-    assert rates(outcome)["source", "worker1"] == pytest.approx(60e3, rel=0.03)
+    return outcome
 
 
-def test_who_is_lost_over_a_slow_link_is_not_taken_back_over_it_again_and_again():
-    slow = {
-        "degrade": {"between": ["source", "worker1"], "rate": SLOW},
-        "when": at_span_start("source", "backward", 8),
+def last_partition(outcome):
+    _, _, partition = final_stretches(outcome)[-1]
+    return partition
+
+
+def measured_rates(outcome):
+    """Return the last measured rate of each link in bit/s."""
+    rates = {}
+    for event in fields_of(outcome, "bandwidth"):
+        rates[event["source"], event["destination"]] = event["rate"]
+    return rates
+
+
+def network_with_slow_link(device, rate):
+    """Return links of 20 Mbit/s, but one slower one from the coordinator to a device."""
+    slow = {"between": ["source", device], "rate": rate}
+    return {"link": {"rate": "20mbit"}, "links": [slow]}
+
+
+def test_degraded_link_is_measured_again_and_partition_adapts():
+    slow = {**DEGRADE, "when": at_span_start("source", "backward", 8)}
+    outcome = run_finished(70, slow, method=LINK_TRAFFIC)
+    # The partition becomes that of a link that has been slow from the start.
+    network = network_with_slow_link("worker1", SLOW)
+    always_slow = run_finished(70, network=network, method=LINK_TRAFFIC)
+    assert last_partition(outcome) == last_partition(always_slow)
+    starts = [first for first, _, _ in final_stretches(outcome) if first > 8]
+    # Within two intervals of `repartition_every`.
+    assert starts[0] <= 8 + 2 * 20
+    rate = measured_rates(outcome)["source", "worker1"]
+    assert rate == pytest.approx(60e3, rel=0.03)
+
+
+def test_device_lost_over_slow_link_is_not_admitted_repeatedly():
+    slow = {**DEGRADE, "when": at_span_start("source", "backward", 8)}
+    method = {
+        "chain_replication_interval": 50,
+        "global_replication_interval": 100,
+        "stall_timeout": "500ms",
     }
-    outcome = run_simulated(
-        two(
-            245,
-            slow,
-            method={
-                "chain_replication_interval": 50,
-                "global_replication_interval": 100,
-                "stall_timeout": "500ms",
-            },
-        )
-    )
-    assert outcome.status == "finished", outcome.error
-    assert len(recovered(outcome)) <= 2
-    assert [device for device, *_ in partitions(outcome)[-1][1]] == [
-        "source",
-        "worker2",
-    ]
+    outcome = run_finished(245, slow, method=method)
+    assert len(recovery_events(outcome, "repartitioned")) <= 2
+    assert devices_by_stretch(outcome)[-1] == ["source", "worker2"]
 
 
-def test_the_link_between_new_neighbours_is_measured_after_a_loss():
-    network = {
-        "link": {"rate": "20mbit"},
-        "links": [{"between": ["source", "worker2"], "rate": "100kbit"}],
-    }
-    killed = {"kill": "worker1", "when": at_span_start("worker1", "backward", 55)}
-    outcome = run_simulated(
-        two(
-            100,
-            killed,
-            network=network,
-            method={"stall_timeout": "500ms", "partition_objective": "link-traffic"},
-        )
+def test_link_between_new_neighbours_is_measured_after_loss():
+    network = network_with_slow_link("worker2", "100kbit")
+    kill = {"kill": "worker1", "when": at_span_start("worker1", "backward", 55)}
+    method = {"stall_timeout": "500ms", **LINK_TRAFFIC}
+    outcome = run_finished(100, kill, network=network, method=method)
+    rate = measured_rates(outcome)["source", "worker2"]
+    assert rate == pytest.approx(100e3, rel=0.03)
+    # The partition is that of a pipeline that never had the lost device.
+    remaining = {"source": {"speed": "20mflops"}, "worker2": {"speed": "20mflops"}}
+    without_worker1 = run_finished(
+        30, network=network, devices=remaining, method=LINK_TRAFFIC
     )
-    left = {"source": {"speed": "20mflops"}, "worker2": {"speed": "20mflops"}}
-    fresh = run_simulated(
-        two(
-            30,
-            network=network,
-            devices=left,
-            method={"partition_objective": "link-traffic"},
-        )
-    )
-    assert outcome.status == "finished", outcome.error
-    assert rates(outcome)["source", "worker2"] == pytest.approx(100e3, rel=0.03)
-    assert partitions(outcome)[-1][1] == partitions(fresh)[-1][1]
+    assert last_partition(outcome) == last_partition(without_worker1)
 
 
-def test_a_device_that_is_off_at_the_start_costs_seconds():
-    outcome = run_simulated(
-        two(30, {"kill": "worker1", "at": "0s"}, method={"stall_timeout": "2s"})
-    )
-    assert outcome.status == "finished", outcome.error
-    assert [device for device, *_ in partitions(outcome)[0][1]] == ["source", "worker2"]
+def test_device_off_at_start_delays_training_by_seconds():
+    kill = {"kill": "worker1", "at": "0s"}
+    outcome = run_finished(30, kill, method={"stall_timeout": "2s"})
+    assert devices_by_stretch(outcome)[0] == ["source", "worker2"]
     assert fields_of(outcome, "bandwidth")
-    assert next(event.time for event in outcome.events if event.event == "step") < 8
-    assert any(
-        "worker1 did not answer in 5 s" in event["text"]
-        for event in fields_of(outcome, "log")
-    )
+    assert times_of(outcome, "step")[0] < 8
+    logs = field_values(outcome, "log", "text")
+    assert any("worker1 did not answer in 5 s" in text for text in logs)
 
 
-def test_who_was_off_at_the_start_joins_when_it_comes():
-    outcome = run_simulated(two(400, {"kill": "worker1", "at": "0s", "for": "6s"}))
-    assert outcome.status == "finished", outcome.error
-    assert [device for device, *_ in partitions(outcome)[-1][1]] == [
-        "source",
-        "worker1",
-        "worker2",
-    ]
+def test_device_off_at_start_joins_when_it_returns():
+    outcome = run_finished(400, {"kill": "worker1", "at": "0s", "for": "6s"})
+    assert devices_by_stretch(outcome)[-1] == ["source", "worker1", "worker2"]
 
 
-def test_a_device_that_was_cut_off_from_its_neighbour_comes_back_when_the_link_heals():
+def test_device_without_link_to_neighbour_returns_when_link_is_repaired():
     cut = {
         "flap": {"between": ["worker1", "worker2"], "down": "10h", "up": "1s"},
         "for": "3s",
+        "when": at_span_start("worker1", "backward", 13),
     }
-    cut["when"] = at_span_start("worker1", "backward", 13)
-    outcome = disturbed(cut, steps=120, speed="2mflops")
-    assert_right(outcome, 120)
-    members = [
-        [device for device, _, _ in partition]
-        for _, _, partition in final_stretches(outcome)
-    ]
-    assert ["source", "worker1", "worker3"] in members
-    assert "worker2" in members[-1]
+    outcome = run_with_faults(cut, steps=120, speed="2mflops")
+    assert_weights_match_reference(outcome, 120)
+    stretches = devices_by_stretch(outcome)
+    assert ["source", "worker1", "worker3"] in stretches
+    assert "worker2" in stretches[-1]
 
 
-def test_when_all_answer_again_as_they_were_nothing_is_done_again():
-    """The fault handler's first case: training goes on with the batch whose gradients did not come."""
-    paused = {
+def test_no_batch_is_repeated_if_all_devices_answer_with_their_memory():
+    # The first case of FTPipeHD's fault handler: training continues with the batch whose gradients did not arrive.
+    cut = {
         "partition": [["worker2"]],
         "when": at_span_start("worker2", "backward", 13),
         "for": "4s",
     }
-    outcome = disturbed(paused, method={"rejoin_timeout": "10s"})
-    assert_right(outcome)
-    assert [step["step"] for step in fields_of(outcome, "step")] == list(
-        range(len(fields_of(outcome, "step")))
-    )
-    (decided,) = recovered(outcome)
-    assert decided["case"] == "restart"
+    outcome = run_with_faults(cut, method={"rejoin_timeout": "10s"})
+    assert_weights_match_reference(outcome)
+    steps = field_values(outcome, "step", "step")
+    assert steps == list(range(len(steps)))
+    (decision,) = recovery_events(outcome, "repartitioned")
+    assert decision["case"] == "restart"
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_what_both_ways_of_a_link_share_counts_half(shared):
-    """The factor 2 of equation (5), by what the links are."""
-    radio = {
-        "link": {"delay": "1ms"},
-        "cells": [{"devices": ["source", "worker1"], "rate": "10mbit"}],
-    }
-    network = radio if shared else {"link": {"rate": "10mbit", "delay": "1ms"}}
-    found = rates(run_simulated(two(12, network=network, workers=1)))
-    for rate in found.values():
-        assert rate == pytest.approx(5e6 if shared else 10e6, rel=0.1)
+SHARED_CHANNEL = {
+    "link": {"delay": "1ms"},
+    "cells": [{"devices": ["source", "worker1"], "rate": "10mbit"}],
+}
+TWO_WAY_LINK = {"link": {"rate": "10mbit", "delay": "1ms"}}
 
 
-def test_the_partition_to_begin_with_is_that_of_the_links_as_they_were_measured():
-    """A link that is slower than the scenario says is known before the first batch."""
-    slow = {"degrade": {"between": ["source", "worker1"], "rate": SLOW}, "at": "0s"}
-    outcome = run_simulated(two(8, slow, workers=1))
-    always = run_simulated(two(8, workers=1, network={"link": {"rate": SLOW}}))
-    assert fields_of(outcome, "repartition")[0]["step"] == 0
-    assert partitions(outcome)[-1] == partitions(always)[-1]
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [(SHARED_CHANNEL, 5e6), (TWO_WAY_LINK, 10e6)],
+    ids=["shared", "two-way"],
+)
+def test_rate_shared_by_both_directions_is_measured_as_half(network, expected):
+    # Equation (5) counts activations twice; here the measurement finds whether directions share a rate.
+    outcome = run_simulated(link_scenario(12, network=network, workers=1))
+    for rate in measured_rates(outcome).values():
+        assert rate == pytest.approx(expected, rel=0.1)
+
+
+def test_initial_partition_follows_measured_links():
+    # The link is slower than the scenario says, which the coordinator measures before the first batch.
+    outcome = run_simulated(link_scenario(8, {**DEGRADE, "at": "0s"}, workers=1))
+    network = {"link": {"rate": SLOW}}
+    always_slow = run_simulated(link_scenario(8, workers=1, network=network))
+    assert field_values(outcome, "repartition", "step")[0] == 0
+    first_step, _, partition = final_stretches(outcome)[-1]
+    expected_step, _, expected = final_stretches(always_slow)[-1]
+    assert (first_step, partition) == (expected_step, expected)

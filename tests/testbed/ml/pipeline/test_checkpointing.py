@@ -1,4 +1,4 @@
-"""Checkpoints are put together unit by unit, and after a loss those that are there go on from the last one."""
+"""Tests of checkpoints that are collected unit by unit, and of recovery from the last one."""
 
 from types import SimpleNamespace
 
@@ -17,19 +17,21 @@ from tests.helpers.simulated_programs import simulate_programs
 
 def test_checkpoint_is_complete_with_its_last_unit():
     collector = Collector(2)
-    early, late = {"0.w": torch.tensor(1.0)}, {"1.w": torch.tensor(2.0)}
-    assert collector.add(4, 1, late) is None
-    assert collector.add(8, 1, late) is None
-    assert collector.add(4, 1, late) is None
-    done = collector.add(4, 0, early)
-    assert done is not None
-    assert done.step == 4
-    assert done.state == early | late
+    first_unit = {"0.w": torch.tensor(1.0)}
+    second_unit = {"1.w": torch.tensor(2.0)}
+    assert collector.add(4, 1, second_unit) is None
+    assert collector.add(8, 1, second_unit) is None
+    # A repeated unit does not complete the checkpoint.
+    assert collector.add(4, 1, second_unit) is None
+    checkpoint = collector.add(4, 0, first_unit)
+    assert checkpoint is not None
+    assert checkpoint.step == 4
+    assert checkpoint.state == first_unit | second_unit
     collector.clear()
-    assert collector.add(8, 0, early) is None
+    assert collector.add(8, 0, first_unit) is None
 
 
-def test_older_checkpoint_is_dropped_when_a_newer_one_is_complete():
+def test_older_checkpoint_is_dropped_when_newer_one_is_complete():
     collector = Collector(2)
     collector.add(4, 0, {})
     collector.add(8, 0, {})
@@ -37,21 +39,23 @@ def test_older_checkpoint_is_dropped_when_a_newer_one_is_complete():
     assert collector.add(4, 1, {}) is None
 
 
-NAMES = ("lead", "one", "two")
+NAMES = ("coordinator", "one", "two")
 
 
-def plan_over(names):
-    """A unit for each device; two devices are the least."""
+def assign_units(names):
+    """Assign a unit to each device; raise `InputError` for fewer than two devices."""
     if len(names) < 2:
         raise InputError("it takes two devices")
     order = [name for name in NAMES if name in names]
-    return [
-        Assignment(device=name, start=at, stop=at + 1, memory=0)
-        for at, name in enumerate(order)
-    ]
+    assignments = []
+    for unit, name in enumerate(order):
+        assignments.append(Assignment(device=name, start=unit, stop=unit + 1, memory=0))
+    return assignments
 
 
-class Stage:
+class IdleStage:
+    """A stage that computes nothing and is never stalled."""
+
     computing = True
     actions = 1
 
@@ -62,29 +66,33 @@ class Stage:
         pass
 
 
-def recovering(lead, faults=(), window=2.0):
-    """Run ``lead`` with a policy over three devices; return who was configured, in turn, and with which state."""
+def run_recovery(coordinate, faults=(), rejoin_timeout=2.0):
+    """Run ``coordinate`` with a recovery policy over three devices.
+
+    Return the configured devices in order: name, whether a state was given, and the names in the state.
+    """
     configured = []
 
     async def run_device(device):
         async with Mailbox(device, {}, SYNCHRONOUS_KINDS) as mailbox:
-            holder = RoleHolder(mailbox, "lead")
+            holder = RoleHolder(mailbox, "coordinator")
 
-            def role_of(configure):
-                configured.append(
-                    (device.name, configure.given, sorted(configure.state))
-                )
-                return Stage()
+            def role_of(message):
+                state_names = sorted(message.state)
+                configured.append((device.name, message.given, state_names))
+                return IdleStage()
 
             holder.follow(Configure, role_of)
-            if device.name != "lead":
+            if device.name != "coordinator":
                 await holder.serve()
             timeouts = Timeouts(
-                stall_timeout=1, rejoin_timeout=window, standstill=3, startup=1
+                stall_timeout=1,
+                rejoin_timeout=rejoin_timeout,
+                standstill=3,
+                startup=1,
             )
-            problem = SimpleNamespace(
-                devices=[SimpleNamespace(name=name) for name in NAMES]
-            )
+            devices = [SimpleNamespace(name=name) for name in NAMES]
+            problem = SimpleNamespace(devices=devices)
             supervisor = Supervisor(
                 mailbox, holder.presence, problem, timeouts, lambda part: 0
             )
@@ -98,73 +106,81 @@ def recovering(lead, faults=(), window=2.0):
                     state or {},
                 )
 
-            policy = CheckpointRecovery(supervisor, configure, plan_over, 2, None)
-            supervisor.start(plan_over(NAMES))
+            policy = CheckpointRecovery(supervisor, configure, assign_units, 2, None)
+            supervisor.start(assign_units(NAMES))
             await policy.establish()
-            await lead(policy, supervisor)
+            await coordinate(policy, supervisor)
 
     simulate_programs(dict.fromkeys(NAMES, run_device), faults=faults)
     return configured
 
 
-async def checkpoint(policy, supervisor):
+async def complete_checkpoint(policy, supervisor):
     """Complete a checkpoint of step 4."""
+    configuration = supervisor.mailbox.configuration
     for unit in (0, 1):
         state = {f"{unit}.w": torch.tensor(float(unit))}
-        supervisor.mailbox.post(
-            "lead", UnitState(supervisor.mailbox.configuration, 4, unit, state)
-        )
+        message = UnitState(configuration, 4, unit, state)
+        supervisor.mailbox.post("coordinator", message)
     assert policy.checkpoint.step == 4
 
 
-async def lose(supervisor):
+async def wait_for_loss(supervisor):
     with pytest.raises(Lost) as raised:
         await supervisor.until(lambda: False)
     return raised.value
 
 
-def test_those_left_go_on_from_the_last_checkpoint():
-    async def lead(policy, supervisor):
-        await checkpoint(policy, supervisor)
-        await policy.recover(await lose(supervisor), 6)
-        await policy.establish()
-        assert [part.device for part in supervisor.layout] == ["lead", "one"]
+def stage_names(supervisor):
+    return [part.device for part in supervisor.layout]
 
-    configured = recovering(lead, [{"kill": "two", "at": "1s"}])
+
+def test_remaining_devices_resume_from_last_checkpoint():
+    async def coordinate(policy, supervisor):
+        await complete_checkpoint(policy, supervisor)
+        await policy.recover(await wait_for_loss(supervisor), 6)
+        await policy.establish()
+        assert stage_names(supervisor) == ["coordinator", "one"]
+
+    configured = run_recovery(coordinate, [{"kill": "two", "at": "1s"}])
+    # First all three from the seed, then the remaining two from the checkpoint.
     assert sorted(configured[:3]) == [(name, False, []) for name in NAMES]
-    assert sorted(configured[3:]) == [
-        (name, True, ["0.w", "1.w"]) for name in ("lead", "one")
-    ]
+    state = ["0.w", "1.w"]
+    remaining = ("coordinator", "one")
+    assert sorted(configured[3:]) == [(name, True, state) for name in remaining]
 
 
-def test_a_device_that_is_back_in_time_has_its_part_again():
-    async def lead(policy, supervisor):
-        await policy.recover(await lose(supervisor), 0)
+def test_device_returning_within_rejoin_timeout_keeps_its_units():
+    async def coordinate(policy, supervisor):
+        await policy.recover(await wait_for_loss(supervisor), 0)
         await policy.establish()
 
-    configured = recovering(
-        lead, [{"kill": "two", "at": "1s", "for": "100ms"}], window=9
-    )
+    fault = {"kill": "two", "at": "1s", "for": "100ms"}
+    configured = run_recovery(coordinate, [fault], rejoin_timeout=9)
     assert sorted(name for name, *_ in configured[3:]) == [*NAMES]
 
 
-def test_a_device_that_comes_later_is_taken_in_at_a_checkpoint():
-    async def lead(policy, supervisor):
-        await policy.recover(await lose(supervisor), 0)
+def test_device_returning_later_joins_at_checkpoint():
+    async def coordinate(policy, supervisor):
+        await policy.recover(await wait_for_loss(supervisor), 0)
         await policy.establish()
         while not supervisor.membership.joiners:
             await supervisor.mailbox.changed()
-        await checkpoint(policy, supervisor)
+        await complete_checkpoint(policy, supervisor)
         await policy.admit_joiners()
-        assert [part.device for part in supervisor.layout] == [*NAMES]
+        assert stage_names(supervisor) == [*NAMES]
 
-    configured = recovering(lead, [{"kill": "two", "at": "1s", "for": "8s"}])
-    assert sorted(configured[5:]) == [(name, True, ["0.w", "1.w"]) for name in NAMES]
+    fault = {"kill": "two", "at": "1s", "for": "8s"}
+    configured = run_recovery(coordinate, [fault])
+    # After three devices, and then the remaining two.
+    state = ["0.w", "1.w"]
+    assert sorted(configured[5:]) == [(name, True, state) for name in NAMES]
 
 
-def test_too_few_devices_end_the_run_with_a_reason():
-    async def lead(policy, supervisor):
-        await policy.recover(await lose(supervisor), 0)
+def test_too_few_devices_fail_run_with_reason_of_planner():
+    async def coordinate(policy, supervisor):
+        await policy.recover(await wait_for_loss(supervisor), 0)
 
+    faults = [{"kill": name, "at": "1s"} for name in ("one", "two")]
     with pytest.raises(TestbedError, match="not enough devices: it takes two devices"):
-        recovering(lead, [{"kill": name, "at": "1s"} for name in ("one", "two")])
+        run_recovery(coordinate, faults)

@@ -1,4 +1,4 @@
-"""Batches go forward through the stages, so many at a time, and each request is answered once."""
+"""Tests of forwarding batches through the stages: batches under way, evaluation, and requests of a lost stage."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ from testbed.plan import Assignment
 from tests.helpers.simulated_programs import simulate_programs
 from tests.helpers.training import sgd_config
 
-DEVICES = ("lead", "stage")
+DEVICES = ("coordinator", "stage")
 DATA = Dataset(
     name="ten",
     classes=2,
@@ -29,113 +29,118 @@ DATA = Dataset(
 )
 
 
-def forwarded(lead, faults=()):
-    """Run ``lead`` with a supervisor of one stage, 0.1 s a batch; return the world and the most under way."""
-    most = [0]
+def run_forwarding(coordinate, faults=()):
+    """Run ``coordinate`` with a supervisor of one stage, which takes 0.1 s for a batch.
 
-    async def coordinate(device):
+    Return the world, and the largest number of batches at the stage at once.
+    """
+    peak = 0
+
+    async def coordinator(device):
         async with Mailbox(device, {}, FORWARD_KINDS) as mailbox:
-            presence = Presence(mailbox, "lead", lambda: Status(mailbox.configuration))
-            problem = SimpleNamespace(
-                devices=[SimpleNamespace(name=name) for name in DEVICES]
+            presence = Presence(
+                mailbox, "coordinator", lambda: Status(mailbox.configuration)
             )
+            devices = [SimpleNamespace(name=name) for name in DEVICES]
+            problem = SimpleNamespace(devices=devices)
             supervisor = Supervisor(
                 mailbox, presence, problem, Timeouts(1, 2, 3, 1), lambda part: 0
             )
             supervisor.start([Assignment(device="stage", start=0, stop=1, memory=0)])
-            await lead(supervisor)
+            await coordinate(supervisor)
 
-    async def answer(device):
+    async def stage(device):
+        nonlocal peak
         async with Mailbox(device, {}, FORWARD_KINDS) as mailbox:
             mailbox.open(1)
             while True:
-                given = await mailbox.take(Activation)
+                activation = await mailbox.take(Activation)
                 await device.sleep(0.1)
-                behind = sum(
-                    mailbox.holds(Activation, (given.work, batch, 0))
-                    for batch in range(10)
+                # The stage outputs its inputs; meanwhile further batches may have arrived.
+                present = 1
+                for batch in range(10):
+                    present += mailbox.holds(Activation, (activation.work, batch, 0))
+                peak = max(peak, present)
+                output = Output(
+                    activation.configuration,
+                    activation.work,
+                    activation.batch,
+                    activation.tensor.flatten(1),
                 )
-                most[0] = max(most[0], 1 + behind)
-                outputs = given.tensor.flatten(1)
-                mailbox.post(
-                    "lead",
-                    Output(given.configuration, given.work, given.batch, outputs),
-                )
+                mailbox.post("coordinator", output)
 
-    return simulate_programs(
-        dict(zip(DEVICES, (coordinate, answer), strict=True)), faults=faults
-    ), most[0]
+    programs = {"coordinator": coordinator, "stage": stage}
+    world = simulate_programs(programs, faults=faults)
+    return world, peak
 
 
-def test_no_more_batches_are_under_way_than_asked():
-    async def lead(supervisor):
+def test_number_of_batches_under_way_is_limited():
+    async def coordinate(supervisor):
         images = Requests(DATA, 2, 5).images
-        found = [
-            index
-            async for index, _ in forward_all(supervisor, "infer", range(5), 3, images)
-        ]
-        assert found == list(range(5))
+        indices = []
+        async for index, _ in forward_all(supervisor, "infer", range(5), 3, images):
+            indices.append(index)
+        assert indices == list(range(5))
         assert supervisor.progress == 5
 
-    assert forwarded(lead)[1] == 3
+    _, peak = run_forwarding(coordinate)
+    assert peak == 3
 
 
-def test_the_score_of_an_evaluation_is_recorded():
-    async def lead(supervisor):
+def test_evaluation_records_accuracy_with_step():
+    async def coordinate(supervisor):
         await evaluate(supervisor, 7, Requests(DATA, 4), sgd_config())
 
-    world, _ = forwarded(lead)
-    (found,) = (event.fields for event in world.events if event.event == "evaluate")
-    assert found["step"] == 7
-    assert found["accuracy"] == 1.0  # of equal outputs the first is the largest
+    world, _ = run_forwarding(coordinate)
+    (event,) = world.events.of("evaluate")
+    assert event.fields["step"] == 7
+    # All outputs are equal: the first one counts as the largest, and all labels are 0.
+    assert event.fields["accuracy"] == 1.0
+
+
+def requests_of(world, name):
+    """Return the numbers of requests in events of a name."""
+    return [event.fields["request"] for event in world.events.of(name)]
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
-def test_requests_of_a_lost_stage_are_left_or_given_up(gives_up):
-    left = []
+def test_requests_at_lost_stage_are_repeated_or_given_up(gives_up):
+    next_requests = []
 
-    async def lead(supervisor):
-        workload = SimpleNamespace(batch_size=2, requests=4)
+    async def coordinate(supervisor):
         problem = SimpleNamespace(
-            workload=workload,
+            workload=SimpleNamespace(batch_size=2, requests=4),
             model=SimpleNamespace(detector=None),
             training=sgd_config(),
         )
-        serving = Serving(
-            supervisor,
-            SimpleNamespace(dataset=DATA, problem=problem),
-            2,
-            gives_up=gives_up,
-        )
+        context = SimpleNamespace(dataset=DATA, problem=problem)
+        serving = Serving(supervisor, context, 2, gives_up=gives_up)
         assert serving.start == 0
         with pytest.raises(Lost, match="stage"):
             await serving.run()
-        left.append(serving.start)
+        next_requests.append(serving.start)
 
-    world, _ = forwarded(lead, faults=[{"kill": "stage", "at": "300ms"}])
-    answered = [
-        event.fields["request"] for event in world.events if event.event == "request"
-    ]
-    failed = [
-        event.fields["request"] for event in world.events if event.event == "failed"
-    ]
+    world, _ = run_forwarding(coordinate, faults=[{"kill": "stage", "at": "300ms"}])
+    answered = len(requests_of(world, "request"))
     assert answered
-    assert failed == ([len(answered), len(answered) + 1] if gives_up else [])
-    assert left == [len(answered) + len(failed)]
+    # Two requests are under way when the stage is lost.
+    failed = requests_of(world, "failed")
+    assert failed == ([answered, answered + 1] if gives_up else [])
+    assert next_requests == [answered + len(failed)]
 
 
-def test_a_stage_is_told_its_units_of_a_state_and_nothing_of_the_seeds():
+def test_stage_receives_only_its_units_of_given_state():
     supervisor = SimpleNamespace(
         mailbox=SimpleNamespace(configuration=3), stages=[("a", 0, 1), ("b", 1, 3)]
     )
     part = Assignment(device="b", start=1, stop=3, memory=0)
     state = {f"{unit}.weight": torch.zeros(1) for unit in range(3)}
-    told = configure_stage(supervisor, 9, part, state)
-    assert (told.configuration, told.steps, told.given, sorted(told.state)) == (
-        3,
-        9,
-        True,
-        ["1.weight", "2.weight"],
-    )
+    resumed = configure_stage(supervisor, 9, part, state)
+    assert resumed.configuration == 3
+    assert resumed.steps == 9
+    assert resumed.given is True
+    assert sorted(resumed.state) == ["1.weight", "2.weight"]
+    # Without a state the stage draws its weights from the seed.
     fresh = configure_stage(supervisor, 9, part, None)
-    assert (fresh.given, fresh.state) == (False, {})
+    assert fresh.given is False
+    assert fresh.state == {}

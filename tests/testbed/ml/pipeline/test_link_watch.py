@@ -1,4 +1,4 @@
-"""A watch over a link: what is sent anyway shows whether it still does what was measured."""
+"""Tests of the link watch, which compares the arrival of ordinary messages with the measured rate of a link."""
 
 import pytest
 
@@ -9,41 +9,48 @@ LATENCY = 0.04
 
 
 def deviations(rates, measured=1e6, gap=0.2, size=5000):
-    """Send messages one after the other over a link whose rate changes; say at which of them it was noticed."""
-    first = LATENCY - 8 * wire_bytes(SMALL) / measured
+    """Send a message for each rate of a changing link; return the messages at which the watch reports a deviation.
+
+    ``measured`` is the measured rate, ``gap`` the seconds between messages, ``size`` their bytes on the wire.
+    """
+    # The latency was measured with a small message, whose transmission is no part of the propagation.
+    propagation = LATENCY - 8 * wire_bytes(SMALL) / measured
     watch = LinkWatch(MeasuredLink(measured, LATENCY))
-    noticed, left = [], 0.0
+    reported = []
+    link_free = 0.0
     for number, rate in enumerate(rates):
         posted = gap * number
-        left = max(posted, left) + 8 * size / rate
-        if watch.deviates(size, posted, left + first):
-            noticed.append(number)
-    return noticed
+        # Messages queue for the link.
+        link_free = max(posted, link_free) + 8 * size / rate
+        if watch.deviates(size, posted, link_free + propagation):
+            reported.append(number)
+    return reported
 
 
+# With a gap of 0.02 s messages of 0.04 s queue one behind the other.
 @pytest.mark.parametrize("gap", [0.2, 0.02])
-def test_an_unchanged_link_deviates_never(gap):
-    """Also where messages queue one behind the other."""
+def test_unchanged_link_does_not_deviate(gap):
     assert not deviations([1e6] * 60, gap=gap)
 
 
 @pytest.mark.parametrize("rate", [0.3e6, 5e6])
-def test_ten_messages_show_a_change(rate):
+def test_changed_rate_is_reported_after_10_messages(rate):
     assert deviations([1e6] * 20 + [rate] * 20)[0] == 29
 
 
-def test_a_change_before_the_first_message_shows_too():
+def test_change_before_first_message_is_reported_after_10_messages():
     assert deviations([0.3e6] * 12)[0] == 9
 
 
-def test_one_slow_message_says_nothing():
+def test_single_slow_messages_are_not_reported():
     assert not deviations(([1e6] * 9 + [0.1e6]) * 5, gap=1.0)
 
 
-def test_messages_too_short_to_tell_are_left_out():
+def test_messages_too_short_to_measure_rate_are_ignored():
     assert not deviations([1e9] * 20 + [0.5e9] * 40, measured=1e9, size=400)
 
 
-def test_a_link_that_was_shared_while_it_was_measured_is_not_thought_better():
+def test_constant_rate_above_measured_one_is_not_reported():
+    # The link was shared while it was measured, so all later messages are faster.
     assert not deviations([2e6] * 60)
     assert deviations([2e6] * 20 + [10e6] * 20, size=50_000, gap=1.0)[0] == 29

@@ -1,3 +1,5 @@
+"""Tests of options of synchronous pipelines."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,18 +12,20 @@ from testbed.ml.pipeline.planning import SynchronousOptions
     ("options", "micro_batches"),
     [
         ({}, 4),
+        # Without pipelining, micro-batches would only add overhead.
         ({"schedule": "model-parallelism"}, 1),
         ({"schedule": "gpipe", "micro_batches": None}, 4),
         ({"schedule": "model-parallelism", "micro_batches": 7}, 7),
     ],
 )
-def test_micro_batches_default_to_those_of_the_schedule(
+def test_default_number_of_micro_batches_depends_on_schedule(
     options, micro_batches: int
 ) -> None:
     assert SynchronousOptions(**options).micro_batches == micro_batches
 
 
-def test_an_unknown_schedule_is_the_only_mistake() -> None:
+def test_unknown_schedule_is_reported_without_further_errors() -> None:
     with pytest.raises(ValidationError) as raised:
         SynchronousOptions(schedule="3f1b")
-    assert [each["loc"] for each in raised.value.errors()] == [("schedule",)]
+    (error,) = raised.value.errors()
+    assert error["loc"] == ("schedule",)

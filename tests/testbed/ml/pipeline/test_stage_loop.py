@@ -1,4 +1,4 @@
-"""One loop carries out any schedule: what it computes, and in which order, for either kind of update."""
+"""Tests of the loop that runs any schedule of a stage: order of actions, and weights after the update."""
 
 from types import SimpleNamespace
 
@@ -16,33 +16,35 @@ from tests.helpers.training import sgd_config
 
 MODEL = create("mlp", {"hidden": [6, 5]}, (1, 2, 2), 3)
 UNITS = len(MODEL.units)
-CUTS = (0, 1, UNITS)
-OPTIMIZER = sgd_config(learning_rate=0.1)
-WORKLOAD = SimpleNamespace(training=OPTIMIZER.part, numerics="full")
+NAMES = ("first", "last")
+STAGES = [("first", 0, 1), ("last", 1, UNITS)]
+TRAINING = sgd_config(learning_rate=0.1)
 DEVICE = SimpleNamespace(precision="f32")
 PROBLEM = SimpleNamespace(
     model=MODEL,
     seed=1,
-    training=OPTIMIZER,
-    workload=WORKLOAD,
+    training=TRAINING,
+    workload=SimpleNamespace(training=TRAINING.part, numerics="full"),
     device=lambda name: DEVICE,
 )
-NAMES = ("first", "last")
 IMAGES = torch.linspace(-1, 1, 32).reshape(8, 1, 2, 2)
 LABELS = torch.arange(8) % 3
 
 
-class Plain:
-    """Notes what happens, and updates with the gradients added up."""
+class RecordingPolicy:
+    """Records the actions, and updates with the sum of gradients; batches end before number ``last``."""
 
-    recompute = False
     whole_batches = False
 
-    def __init__(self, stage, ends_at=None):
-        self.stage, self.ends_at, self.done, self.loss = stage, ends_at, [], 0.0
+    def __init__(self, stage, *, last, recompute):
+        self.stage = stage
+        self.last = last
+        self.recompute = recompute
+        self.actions = []
+        self.loss = 0.0
 
     async def arrival(self, number):
-        if number == self.ends_at:
+        if number == self.last:
             return None
         return await self.stage.mailbox.take(Activation, ("train", 0, number))
 
@@ -50,44 +52,45 @@ class Plain:
         return None
 
     def forward_done(self, passage):
-        self.done.append(f"F{passage.micro}")
+        self.actions.append(f"F{passage.micro}")
         self.loss += passage.loss
 
     def backward_done(self, passage, seconds, given):
         assert seconds > 0
-        self.done.append(f"B{passage.micro}")
+        self.actions.append(f"B{passage.micro}")
 
     async def update(self, number):
-        self.done.append(f"U{number}")
+        self.actions.append(f"U{number}")
         self.stage.shard.update(0)
 
 
-def trained(actions, micros=4, recompute=False, ends_at=None):
-    """Train one batch over two stages; return both policies and the states after it."""
-    stages = [(name, *CUTS[index : index + 2]) for index, name in enumerate(NAMES)]
-    policies, states = {}, {}
+def post_batch(mailbox, micro_batches):
+    """Post the labels, and the first of four micro-batches, to the stages."""
+    mailbox.post("last", Labels(0, 0, LABELS))
+    for micro in range(micro_batches):
+        part = IMAGES[micro * 2 : (micro + 1) * 2]
+        mailbox.post("first", Activation(0, "train", 0, micro, 4, 8, part))
+
+
+def train(actions_of, *, recompute=False, last=None):
+    """Train one batch over two stages; return the policy of each stage, and its state afterwards."""
+    policies = {}
+    states = {}
 
     def program(index):
         async def run(device):
             async with Mailbox(device, {}, SYNCHRONOUS_KINDS) as mailbox:
-                stage = Stage(
-                    mailbox, PROBLEM, StagePosition(0, "first", stages, index, 1)
-                )
-                policy = policies[index] = Plain(stage, ends_at)
-                policy.recompute = recompute
+                position = StagePosition(0, "first", STAGES, index, 1)
+                stage = Stage(mailbox, PROBLEM, position)
+                policy = RecordingPolicy(stage, last=last, recompute=recompute)
+                policies[index] = policy
                 await stage.prepare()
                 if index == 0:
-                    mailbox.post("last", Labels(0, 0, LABELS))
-                    for micro in range(micros if ends_at is None else ends_at):
-                        part = IMAGES[micro * 8 // micros : (micro + 1) * 8 // micros]
-                        mailbox.post(
-                            "first", Activation(0, "train", 0, micro, micros, 8, part)
-                        )
-                await run_schedule(stage, policy, actions(index))
+                    post_batch(mailbox, 4 if last is None else last)
+                await run_schedule(stage, policy, actions_of(index))
                 states[index] = stage.shard.state()
-                await device.sleep(
-                    1 + index
-                )  # what was posted is withdrawn when the mailbox closes
+                # A mailbox withdraws its unsent messages when it closes.
+                await device.sleep(1 + index)
 
         return run
 
@@ -95,31 +98,32 @@ def trained(actions, micros=4, recompute=False, ends_at=None):
     return policies, states
 
 
+def synchronous_actions(name):
+    """Return the function that gives the actions of a stage: a schedule, then one update."""
+    return lambda index: [*SCHEDULES[name](2, index, 4), Action("update", 0)]
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", list(SCHEDULES))
-def test_any_schedule_makes_the_update_of_the_whole_batch(name, recompute):
-    policies, states = trained(
-        lambda index: [*SCHEDULES[name](2, index, 4), Action("update", 0)],
-        recompute=recompute,
-    )
-    whole = Shard(MODEL, 0, UNITS, 1, OPTIMIZER)
-    loss = whole.forward_loss(0, IMAGES, LABELS, 8)
-    whole.backward(0)
-    whole.update(0)
+def test_each_schedule_updates_weights_as_undivided_batch(name, recompute):
+    policies, states = train(synchronous_actions(name), recompute=recompute)
+    undivided = Shard(MODEL, 0, UNITS, 1, TRAINING)
+    loss = undivided.forward_loss(0, IMAGES, LABELS, 8)
+    undivided.backward(0)
+    undivided.update(0)
+    expected = undivided.state()
     assert policies[1].loss == pytest.approx(loss)
     for state in states.values():
         for key, tensor in state.items():
-            assert torch.allclose(tensor, whole.state()[key], atol=1e-6), key
+            assert torch.allclose(tensor, expected[key], atol=1e-6), key
 
 
-def test_actions_are_done_in_the_order_of_the_schedule():
-    policies, _ = trained(
-        lambda index: [*SCHEDULES["gpipe"](2, index, 4), Action("update", 0)]
-    )
-    assert policies[0].done == ["F0", "F1", "F2", "F3", "B3", "B2", "B1", "B0", "U0"]
+def test_actions_are_done_in_order_of_schedule():
+    policies, _ = train(synchronous_actions("gpipe"))
+    assert policies[0].actions == ["F0", "F1", "F2", "F3", "B3", "B2", "B1", "B0", "U0"]
 
 
-def test_a_schedule_without_an_end_ends_when_no_more_batches_come():
-    policies, _ = trained(lambda index: asynchronous_1f1b(2, index), ends_at=3)
-    assert policies[0].done == ["F0", "F1", "B0", "U0", "F2", "B1", "U1", "B2", "U2"]
-    assert policies[1].done == ["F0", "B0", "U0", "F1", "B1", "U1", "F2", "B2", "U2"]
+def test_infinite_schedule_ends_when_no_more_batches_arrive():
+    policies, _ = train(lambda index: asynchronous_1f1b(2, index), last=3)
+    assert policies[0].actions == ["F0", "F1", "B0", "U0", "F2", "B1", "U1", "B2", "U2"]
+    assert policies[1].actions == ["F0", "B0", "U0", "F1", "B1", "U1", "F2", "B2", "U2"]

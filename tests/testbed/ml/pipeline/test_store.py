@@ -1,4 +1,4 @@
-"""What a device keeps for the others, and hands out to those that lack it."""
+"""Tests of the replicas on a device: fetching, freeing, and points that are safe on all stages."""
 
 from types import SimpleNamespace
 
@@ -19,30 +19,33 @@ from testbed.ml.pipeline.recovery import ReplicaIndex
 from testbed.plan import Assignment
 from tests.helpers.simulated_programs import simulate_programs
 
-DEVICES = ("lead", "keeper")
+DEVICES = ("coordinator", "keeper")
 
 
 def state_of(unit):
     return {f"{unit}.weight": torch.full((2,), float(unit))}
 
 
-def with_store(lead, also=lambda mailbox: None):
-    """Run ``lead`` with its mailbox beside a device that has a store; return that store."""
+def run_with_store(coordinate, prepare=lambda mailbox: None):
+    """Run ``coordinate`` with its mailbox beside a device that keeps replicas; return these replicas.
+
+    ``prepare`` registers further handlers on the mailbox of the keeper.
+    """
     stores = []
 
-    async def ask(device):
+    async def coordinator(device):
         async with Mailbox(device, {}, ASYNCHRONOUS_KINDS) as mailbox:
             mailbox.open(1)
-            await lead(mailbox)
+            await coordinate(mailbox)
 
-    async def keep(device):
+    async def keeper(device):
         async with Mailbox(device, {}, ASYNCHRONOUS_KINDS) as mailbox:
             mailbox.open(1)
             stores.append(ReplicaStore(mailbox))
-            also(mailbox)
+            prepare(mailbox)
             await device.sleep(1000)
 
-    simulate_programs(dict(zip(DEVICES, (ask, keep), strict=True)))
+    simulate_programs({"coordinator": coordinator, "keeper": keeper})
     return stores[0].replicas
 
 
@@ -51,75 +54,78 @@ async def send(mailbox, *messages):
         await mailbox.post("keeper", message)
 
 
-def test_replicas_are_handed_out_a_message_a_unit():
-    async def lead(mailbox):
+def test_fetched_replicas_arrive_in_one_message_per_unit():
+    async def coordinate(mailbox):
         await send(
             mailbox,
-            *(Replica(1, 8, unit, state_of(unit)) for unit in (0, 1)),
+            Replica(1, 8, 0, state_of(0)),
+            Replica(1, 8, 1, state_of(1)),
             Fetch(1, 1, 8, [0, 1]),
         )
         for unit in (0, 1):
-            found = await mailbox.take(FetchedUnit)
-            assert (found.made, found.step, found.unit) == (1, 8, unit)
-            assert torch.equal(
-                found.state[f"{unit}.weight"], state_of(unit)[f"{unit}.weight"]
-            )
+            fetched = await mailbox.take(FetchedUnit)
+            assert (fetched.made, fetched.step, fetched.unit) == (1, 8, unit)
+            name = f"{unit}.weight"
+            assert torch.equal(fetched.state[name], state_of(unit)[name])
 
-    assert with_store(lead).units(Point(1, 8)) == {0, 1}
+    assert run_with_store(coordinate).units(Point(1, 8)) == {0, 1}
 
 
-def test_what_is_not_here_is_not_answered():
-    async def lead(mailbox):
+def test_request_for_missing_replica_is_not_answered():
+    async def coordinate(mailbox):
+        # Unit 1 is missing, so unit 0 is not sent either.
         await send(mailbox, Replica(1, 8, 0, state_of(0)), Fetch(1, 1, 8, [0, 1]))
-        assert (
-            await mailbox.take(FetchedUnit, deadline=mailbox.device.now() + 5) is None
-        )
+        deadline = mailbox.device.now() + 5
+        assert await mailbox.take(FetchedUnit, deadline=deadline) is None
 
-    with_store(lead)
-
-
-def test_points_that_nobody_needs_are_freed():
-    async def lead(mailbox):
-        await send(
-            mailbox,
-            *(Replica(1, step, 0, state_of(0)) for step in (4, 8, 12)),
-            Keep(1, [(1, 8)]),
-        )
-
-    assert with_store(lead).points() == [Point(1, 8), Point(1, 12)]
+    run_with_store(coordinate)
 
 
-def test_a_point_is_safe_once_all_stages_say_so_and_older_ones_are_freed_then():
-    told, known = [], []
+def test_keep_message_frees_older_points():
+    async def coordinate(mailbox):
+        for step in (4, 8, 12):
+            await send(mailbox, Replica(1, step, 0, state_of(0)))
+        await send(mailbox, Keep(1, [(1, 8)]))
 
-    async def lead(mailbox):
+    # Newer points stay, since their replication may be under way.
+    assert run_with_store(coordinate).points() == [Point(1, 8), Point(1, 12)]
+
+
+def test_point_is_safe_and_older_ones_are_freed_once_all_stages_have_replicated():
+    keep_messages = []
+    safe_points = []
+
+    async def coordinate(mailbox):
         store = ReplicaStore(mailbox)
-        membership = SimpleNamespace(assigned=frozenset({"lead", "keeper"}))
-        layout = [
-            Assignment(device=name, start=unit, stop=unit + 1, memory=0)
-            for unit, name in enumerate(DEVICES)
-        ]
+        layout = []
+        for unit, name in enumerate(DEVICES):
+            layout.append(Assignment(device=name, start=unit, stop=unit + 1, memory=0))
         supervisor = SimpleNamespace(
-            mailbox=mailbox, device=mailbox.device, membership=membership, layout=layout
+            mailbox=mailbox,
+            device=mailbox.device,
+            membership=SimpleNamespace(assigned=frozenset(DEVICES)),
+            layout=layout,
         )
         points = ReplicaIndex(supervisor, store, 2)
         points.branch(0)
         for unit in (0, 1):
             store.replicas.put(Point(1, 8), state_of(unit), [unit])
-        mailbox.post("lead", Replicated(1, 8))
-        known.append(points.safe)
-        await mailbox.post(
-            "keeper", Hello(0.0)
-        )  # which makes it say that it has replicated, too
+        mailbox.post("coordinator", Replicated(1, 8))
+        safe_points.append(points.safe)
+        # The greeting makes the keeper report its replication too.
+        await mailbox.post("keeper", Hello(0.0))
         await mailbox.device.sleep(1)
-        known.append(points.safe)
+        safe_points.append(points.safe)
         assert points.has_all(8)
         assert sorted(points.weights()) == ["0.weight", "1.weight"]
 
-    def answer(mailbox):
-        mailbox.on(Hello, lambda _: mailbox.post("lead", Replicated(1, 8)))
-        mailbox.on(Keep, lambda keep: told.append([*map(tuple, keep.keep)]))
+    def prepare(mailbox):
+        def on_keep(message):
+            keep_messages.append([tuple(point) for point in message.keep])
 
-    with_store(lead, answer)
-    assert known == [BEGINNING, Point(1, 8)]
-    assert told == [[(1, 8)]]
+        mailbox.on(Hello, lambda _: mailbox.post("coordinator", Replicated(1, 8)))
+        mailbox.on(Keep, on_keep)
+
+    run_with_store(coordinate, prepare)
+    assert safe_points == [BEGINNING, Point(1, 8)]
+    assert keep_messages == [[(1, 8)]]
