@@ -1,4 +1,4 @@
-"""Examples in the docstrings of all packages: each is true when a reader pastes it."""
+"""Examples in the docstrings of all packages."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ PACKAGES = (
 )
 
 INTERFACE = "testbed_controller.api"
-"""Its examples run in tests/controller/api/test_public.py, each in a folder of its own."""
+"""A module whose examples run in tests/controller/api/test_public.py, each in a folder of its own."""
 
 
 def module_names() -> list[str]:
     names = list(PACKAGES)
     for package in PACKAGES:
         path = importlib.import_module(package).__path__
-        names += [each.name for each in pkgutil.walk_packages(path, f"{package}.")]
-    # A module `__main__` runs its command when it is imported.
-    own = [name for name in names if not name.endswith(".__main__")]
-    return [name for name in own if name != INTERFACE]
+        for module in pkgutil.walk_packages(path, f"{package}."):
+            # A module `__main__` runs its command when it is imported.
+            if module.name != INTERFACE and not module.name.endswith(".__main__"):
+                names.append(module.name)
+    return names
 
 
 @pytest.mark.parametrize("name", module_names())
-def test_examples_of_a_module_are_true(name: str) -> None:
+def test_docstring_examples_of_module_pass(name: str) -> None:
     module = importlib.import_module(name)
     results = doctest.testmod(module)
     assert results.failed == 0
-    # An example that doctest does not collect would be true for ever.
+    # An example that doctest does not collect would never fail.
     assert results.attempted > 0 or ">>> " not in inspect.getsource(module)

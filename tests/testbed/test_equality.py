@@ -1,11 +1,12 @@
-"""What splitting a training changes in its result: every cell of the table in docs/from-torch.md, by running it."""
+"""The table in docs/from-torch.md that compares the weights of split and undivided training."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from pathlib import Path
 
 import pytest
+import torch
 
 from testbed.common.errors import InputError
 from testbed.ml.data import load as load_data
@@ -15,13 +16,13 @@ from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from tests.helpers import ROOT
 
-NETWORKS = """
+MODEL_FILE = """
 from torch import nn
 
 def network(shape, classes, extra="none"):
-    def block(entering, leaving):
-        extras = {"none": [], "normalisation": [nn.BatchNorm1d(leaving)], "dropout": [nn.Dropout(0.2)]}
-        return nn.Sequential(nn.Linear(entering, leaving), *extras[extra], nn.Tanh())
+    def block(inputs, outputs):
+        extras = {"none": [], "normalisation": [nn.BatchNorm1d(outputs)], "dropout": [nn.Dropout(0.2)]}
+        return nn.Sequential(nn.Linear(inputs, outputs), *extras[extra], nn.Tanh())
     return nn.Sequential(nn.Flatten(), block(64, 24), block(24, 20), block(20, 16), nn.Linear(16, classes))
 """
 SCENARIO = """
@@ -38,6 +39,7 @@ workload:
   steps: 6
   training: {training}
 """
+# Title of a column, method and number of workers.
 METHODS = {
     "`pipeline`, 1 micro-batch": (
         "name: pipeline, micro_batches: 1, partition: even",
@@ -53,6 +55,7 @@ METHODS = {
     ),
     "`pipedream`": ("name: pipedream", 2),
 }
+# Title of a row, additional layer and training options.
 FEATURES = {
     "plain SGD": ("none", "{}"),
     "momentum": ("none", "{optimizer: {momentum: 0.9}}"),
@@ -62,27 +65,30 @@ FEATURES = {
     "dropout": ("dropout", "{}"),
     "batch normalisation": ("normalisation", "{}"),
 }
-DEVICES = ("federated", "split-learning", "pipelearn")
+LOCAL_DATA_METHODS = ("federated", "split-learning", "pipelearn")
+"""Methods whose devices train on their own samples."""
+MAX_ROUNDING_ERROR = 1e-5
 
 
 @cache
-def trained(folder: Any, method: str, workers: int, feature: str) -> Any:
-    """Return the weights that a method leaves; None where it refuses."""
+def trained_weights(
+    folder: Path, method: str, workers: int, feature: str
+) -> dict[str, torch.Tensor] | None:
+    """Return the final weights of a method; None if the method does not support the feature."""
     extra, training = FEATURES[feature]
-    split = (
-        "iid" if any(f"name: {each}" in method for each in DEVICES) else "coordinator"
+    has_local_data = any(f"name: {name}" in method for name in LOCAL_DATA_METHODS)
+    scenario = SCENARIO.format(
+        workers=workers,
+        extra=extra,
+        split="iid" if has_local_data else "coordinator",
+        method=method,
+        training=training,
     )
-    keys = {
-        "workers": workers,
-        "extra": extra,
-        "split": split,
-        "method": method,
-        "training": training,
-    }
-    (folder / "own.py").write_text(NETWORKS)
-    (folder / "scenario.yaml").write_text(SCENARIO.format(**keys))
+    (folder / "own.py").write_text(MODEL_FILE)
+    (folder / "scenario.yaml").write_text(scenario)
+    (trial,) = trials(load(str(folder / "scenario.yaml"), []))
     try:
-        prepared = prepare(trials(load(str(folder / "scenario.yaml"), []))[0])
+        prepared = prepare(trial)
     except InputError as error:
         if "does not support this" not in str(error):
             raise
@@ -92,31 +98,33 @@ def trained(folder: Any, method: str, workers: int, feature: str) -> Any:
     return outcome.weights
 
 
-def compared(folder: Any, method: str, workers: int, feature: str) -> str:
-    expected, found = (
-        trained(folder, "name: single", 1, feature),
-        trained(folder, method, workers, feature),
-    )
-    if found is None:
+def compare_with_undivided(
+    folder: Path, method: str, workers: int, feature: str
+) -> str:
+    """Return the text of a cell of the table."""
+    undivided = trained_weights(folder, "name: single", 1, feature)
+    weights = trained_weights(folder, method, workers, feature)
+    assert undivided is not None
+    if weights is None:
         return "refused"
-    assert found.keys() == expected.keys()
-    furthest = max(
-        float((found[name].double() - expected[name].double()).abs().max())
-        for name in expected
-    )
-    return "equal" if furthest == 0 else "round-off" if furthest <= 1e-5 else "differs"
+    assert weights.keys() == undivided.keys()
+    max_difference = 0.0
+    for name, tensor in undivided.items():
+        difference = (weights[name].double() - tensor.double()).abs().max()
+        max_difference = max(max_difference, float(difference))
+    if max_difference == 0:
+        return "equal"
+    return "round-off" if max_difference <= MAX_ROUNDING_ERROR else "differs"
 
 
 @pytest.mark.timeout(300)
-def test_the_table_of_what_is_equal_is_what_is_measured(tmp_path):
+def test_table_of_equality_is_reproduced(tmp_path):
     lines = [f"| | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
     for feature in FEATURES:
-        cells = [
-            compared(tmp_path, method, workers, feature)
-            for method, workers in METHODS.values()
-        ]
-        lines.append(f"| {feature} | {' | '.join(cells)} |")
+        cells = [feature]
+        for method, workers in METHODS.values():
+            cells.append(compare_with_undivided(tmp_path, method, workers, feature))
+        lines.append(f"| {' | '.join(cells)} |")
     table = "\n".join(lines)
-    assert table in (ROOT / "docs" / "from-torch.md").read_text(), (
-        f"the table is now\n{table}"
-    )
+    page = (ROOT / "docs" / "from-torch.md").read_text()
+    assert table in page, f"the table is now\n{table}"

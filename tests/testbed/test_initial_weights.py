@@ -1,13 +1,15 @@
-"""Weights to begin with come from a file, or from a scenario that is simulated first."""
+"""Initial weights from a file, or from a scenario that is simulated first."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -18,10 +20,13 @@ from testbed.ml.preparation import load_data
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed_controller.cli.main import testbed as command_line
 from testbed_controller.running.inputs import InitialWeights
 from tests.helpers.runs import make_scenario
+
+State = dict[str, torch.Tensor]
 
 FIRST = """\
 name: first
@@ -35,113 +40,106 @@ workload:
   batch_size: 32
   steps: 4
 """
+SECOND = FIRST.replace("name: first", "name: second").replace(
+    "{name: mlp}", "{name: mlp, weights: first.yaml}"
+)
+"""A scenario whose initial weights are the final weights of the first one."""
 
 
-def run(file: Path, *options: str) -> Path:
-    out = file.with_suffix("")
-    done = CliRunner().invoke(
-        command_line,
-        ["run", str(file), "--runtime", "simulate", "--out", str(out), *options],
-    )
-    assert done.exit_code == 0, done.output
-    return out
+def invoke_run(file: Path, *options: str) -> Result:
+    """Simulate a scenario with the command; its results are in the folder of the file's name without suffix."""
+    results = str(file.with_suffix(""))
+    command = ["run", str(file), "--runtime", "simulate", "--out", results]
+    return CliRunner().invoke(command_line, [*command, *options])
 
 
-def begun(text: str, file: Path) -> list[Prepared]:
+def final_weights_of(file: Path, *options: str) -> Path:
+    """Simulate a scenario with the command and return the file of its final weights."""
+    result = invoke_run(file, *options)
+    assert result.exit_code == 0, result.output
+    return file.with_suffix("") / "weights.safetensors"
+
+
+def prepare_text(text: str, file: Path) -> list[Prepared]:
     file.write_text(text)
-    return [prepare(each) for each in trials(load(file))]
+    return [prepare(trial) for trial in trials(load(file))]
 
 
-def test_a_run_begins_with_what_the_scenario_leaves(tmp_path):
+def equal_states(first: State, second: State) -> bool:
+    return all(torch.equal(first[name], tensor) for name, tensor in second.items())
+
+
+def test_weights_from_scenario_equal_weights_from_its_file(tmp_path):
     (tmp_path / "first.yaml").write_text(FIRST)
-    named = FIRST.replace("name: first", "name: then").replace(
-        "{name: mlp}", "{name: mlp, weights: first.yaml}"
-    )
-    (tmp_path / "then.yaml").write_text(named)
+    (tmp_path / "second.yaml").write_text(SECOND)
     (tmp_path / "again.yaml").write_text(FIRST.replace("name: first", "name: again"))
-    left = run(tmp_path / "first.yaml") / "weights.safetensors"
-    by_scenario = load_file(run(tmp_path / "then.yaml") / "weights.safetensors")
-    by_file = load_file(
-        run(tmp_path / "again.yaml", "--weights", str(left)) / "weights.safetensors"
-    )
-    assert all(
-        torch.equal(by_scenario[name], tensor) for name, tensor in by_file.items()
-    )
-    assert not all(
-        torch.equal(tensor, by_file[name]) for name, tensor in load_file(left).items()
-    )
+    first_file = final_weights_of(tmp_path / "first.yaml")
+    from_scenario = load_file(final_weights_of(tmp_path / "second.yaml"))
+    option = ("--weights", str(first_file))
+    from_file = load_file(final_weights_of(tmp_path / "again.yaml", *option))
+    assert equal_states(from_scenario, from_file)
+    # Training has continued from the first weights.
+    assert not equal_states(from_file, load_file(first_file))
 
 
-def test_runs_that_begin_alike_share_the_weights(tmp_path):
+def test_repetitions_share_initial_weights(tmp_path):
     (tmp_path / "first.yaml").write_text(FIRST)
-    text = (
-        FIRST.replace("{name: mlp}", "{name: mlp, weights: first.yaml}")
-        + "repetitions: 2\n"
-    )
-    one, two = begun(text, tmp_path / "then.yaml")
+    prepared = prepare_text(SECOND + "repetitions: 2\n", tmp_path / "second.yaml")
     initial = InitialWeights(Console(quiet=True))
-    assert initial.weights_for(one) is initial.weights_for(two)
+    # The first scenario is simulated once.
+    assert initial.weights_for(prepared[0]) is initial.weights_for(prepared[1])
 
 
-CARELESS = """
+METHOD_FILE = """
 from testbed.ml.method import Method
 from testbed.ml.methods.single import Single
 
 
-class Careless(Single):
-    name = "careless"
-    supports = Method.supports if {without} else Single.supports
+class UserMethod(Single):
+    name = "user-method"
+    supports = {supports}
 
     async def program(self, device, context):
-        {before}
+        {statement}
 """
 
 
-def careless(tmp_path: Path, before: str, *, without: bool = False) -> list[str]:
-    """Return the command that runs a method of one's own with weights, which a run has left."""
+def run_user_method(
+    tmp_path: Path, statement: str, supports: str = "Single.supports"
+) -> Result:
+    """Run a method whose program is one statement, with initial weights from a file."""
     (tmp_path / "first.yaml").write_text(FIRST)
-    left = run(tmp_path / "first.yaml") / "weights.safetensors"
-    (tmp_path / "careless.py").write_text(
-        CARELESS.format(before=before, without=without)
+    weights = final_weights_of(tmp_path / "first.yaml")
+    method = METHOD_FILE.format(statement=statement, supports=supports)
+    (tmp_path / "user_method.py").write_text(method)
+    scenario = FIRST.replace(
+        "{name: single}", "{file: user_method.py, name: user-method}"
     )
-    own = FIRST.replace("{name: single}", "{file: careless.py, name: careless}")
-    (tmp_path / "own.yaml").write_text(own)
-    command = [
-        "run",
-        str(tmp_path / "own.yaml"),
-        "--runtime",
-        "simulate",
-        "--out",
-        str(tmp_path / "own"),
-    ]
-    return [*command, "--weights", str(left)]
+    (tmp_path / "user.yaml").write_text(scenario)
+    return invoke_run(tmp_path / "user.yaml", "--weights", str(weights))
 
 
-def test_a_run_fails_whose_program_never_reads_the_weights(tmp_path):
-    done = CliRunner().invoke(
-        command_line, careless(tmp_path, "device.record('step', step=1, samples=32)")
-    )
-    assert done.exit_code == 1, done.output
-    manifest = json.loads((tmp_path / "own" / "manifest.json").read_text())
+def test_run_fails_if_program_ignores_initial_weights(tmp_path):
+    result = run_user_method(tmp_path, "device.record('step', step=1, samples=32)")
+    assert result.exit_code == 1, result.output
+    manifest = json.loads((tmp_path / "user" / "manifest.json").read_text())
     assert manifest["status"] == "failed"
     assert "never read them: read context.weights" in manifest["error"]
-    assert "read from this file" not in done.output
+    assert "read from this file" not in result.output
 
 
-def test_a_run_goes_well_whose_program_reads_the_weights(tmp_path):
-    done = CliRunner().invoke(
-        command_line, careless(tmp_path, "await super().program(device, context)")
-    )
-    assert done.exit_code == 0, done.output
+def test_run_succeeds_if_program_reads_initial_weights(tmp_path):
+    result = run_user_method(tmp_path, "await super().program(device, context)")
+    assert result.exit_code == 0, result.output
 
 
-def test_a_method_that_does_not_say_that_it_takes_weights_is_not_given_any(tmp_path):
-    done = CliRunner().invoke(command_line, careless(tmp_path, "return", without=True))
-    assert "'careless' does not support initial weights" in str(done.exception)
-    assert not (tmp_path / "own").exists()
+def test_method_without_support_for_initial_weights_is_refused(tmp_path):
+    result = run_user_method(tmp_path, "return", supports="Method.supports")
+    assert "'user-method' does not support initial weights" in str(result.exception)
+    assert not (tmp_path / "user").exists()
 
 
-def test_a_former_flag_of_a_method_is_refused_with_its_capability():
+def test_former_flag_of_method_is_refused_with_replacement():
     with pytest.raises(
         TypeError,
         match=r"Former.takes_weights has no effect: write 'initial_weights' in `supports`",
@@ -149,83 +147,83 @@ def test_a_former_flag_of_a_method_is_refused_with_its_capability():
         type("Former", (METHODS["single"].__class__,), {"takes_weights": True})
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted(
-        name
-        for name, method in METHODS.items()
-        if {"train", "infer"} & set(method.tasks)
-    ),
-)
-def test_every_method_begins_with_given_weights_or_refuses_them(name, tmp_path):
-    method = METHODS[name]
-    key = (
-        {"task": "train", "steps": 1} if "train" in method.tasks else {"task": "infer"}
-    )
-    own = name in ("federated", "split-learning", "split-federated", "pipelearn")
-    data = {
-        "name": "digits",
-        "train": 64,
-        "test": 40,
-        "split": "iid" if own else "coordinator",
+LOCAL_DATA_METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
+"""Methods whose devices train on their own samples."""
+CASTING_METHODS = ("edgepipe", "versatile")
+"""Methods that cast within a cell, and return final weights only on request."""
+HIDDEN_SIZES = [12, 10, 8]
+
+
+def network_methods() -> list[str]:
+    """Return the methods that train or infer with a network."""
+    names = []
+    for name, method in METHODS.items():
+        if {"train", "infer"} & set(method.tasks):
+            names.append(name)
+    return sorted(names)
+
+
+def scenario_with_weights(name: str, file: Path) -> Scenario:
+    """Return a scenario of a method with initial weights from a file."""
+    has_local_data = name in LOCAL_DATA_METHODS
+    split = "iid" if has_local_data else "coordinator"
+    workload: dict[str, Any] = {
+        "data": {"name": "digits", "train": 64, "test": 40, "split": split},
+        "model": {"name": "mlp", "hidden": HIDDEN_SIZES, "weights": str(file)},
     }
-    radio = {
+    if "train" in METHODS[name].tasks:
+        # Weights remain the same with a learning rate that is nearly zero.
+        training = {"optimizer": {"learning_rate": 1e-12}}
+        workload |= {"task": "train", "steps": 1, "training": training}
+    else:
+        workload |= {"task": "infer", "training": {}}
+    method: dict[str, Any] = {"name": name}
+    network: dict[str, Any] = {
         "topology": "mesh",
         "link": {"rate": "20mbit", "delay": "1ms"},
-        "cells": [{"rate": "20mbit"}],
     }
-    model = {
-        "name": "mlp",
-        "hidden": [12, 10, 8],
-        "weights": str(tmp_path / "given.safetensors"),
-    }
-    still = {"optimizer": {"learning_rate": 1e-12}}
-    work = {
-        "data": data,
-        "model": model,
-        "training": still if "train" in method.tasks else {},
-        **key,
-    }
-    chosen = {
-        "name": name,
-        **({"final_weights": True} if name in ("edgepipe", "versatile") else {}),
-    }
-    network = (
-        radio
-        if name in ("edgepipe", "versatile")
-        else {"topology": "mesh", "link": radio["link"]}
-    )
-    described = make_scenario(
-        2 if own else 3, workload=work, method=chosen, network=network
-    )
-    if "steps" not in key:
-        described = make_scenario(
-            3, workload={**work, "steps": None}, method={"name": name}, network=network
-        )
-    whole = create("mlp", {"hidden": [12, 10, 8]}, (1, 8, 8), 10)
-    given = {
-        key: value * 1.5
-        for key, value in whole.build(0, len(whole.units), 99).state_dict().items()
-    }
-    save_file(given, tmp_path / "given.safetensors")
+    if name in CASTING_METHODS:
+        method["final_weights"] = True
+        network["cells"] = [{"rate": "20mbit"}]
+    workers = 2 if has_local_data else 3
+    return make_scenario(workers, workload=workload, method=method, network=network)
+
+
+def random_weights() -> State:
+    """Return weights that differ from the initial ones of any seed."""
+    model = create("mlp", {"hidden": HIDDEN_SIZES}, (1, 8, 8), 10)
+    state = model.build(0, len(model.units), 99).state_dict()
+    return {name: 1.5 * tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("name", network_methods())
+def test_method_uses_initial_weights_or_refuses_them(name, tmp_path):
+    weights = random_weights()
+    file = tmp_path / "weights.safetensors"
+    save_file(weights, file)
+    (trial,) = trials(scenario_with_weights(name, file))
+    method = METHODS[name]
     if "initial_weights" not in method.supports:
         with pytest.raises(InputError, match="remove"):
-            prepare(trials(described)[0])
+            prepare(trial)
         return
-    prepared = prepare(trials(described)[0])
-    read: list[str] = []
+    prepared = prepare(trial)
+    event_names: list[str] = []
     outcome = simulate(
-        prepared, load_data(prepared), lambda event: read.append(event.event), given
+        prepared,
+        load_data(prepared),
+        lambda event: event_names.append(event.event),
+        weights,
     )
     assert outcome.status == "finished", outcome.error
-    assert "weights" in read
+    assert "weights" in event_names
     if "train" in method.tasks:
-        left = {key: tensor for key, tensor in outcome.weights.items() if key in given}
-        assert left.keys() == given.keys()
-        assert all(torch.allclose(left[key], given[key], atol=1e-6) for key in given)
+        assert outcome.weights.keys() >= weights.keys()
+        for key, tensor in weights.items():
+            assert torch.allclose(outcome.weights[key], tensor, atol=1e-6)
 
 
-OWN = """
+NETWORK_FILE = """
 import torch
 from torch import nn
 
@@ -242,90 +240,100 @@ class Net(nn.Module):
     def forward(self, x):
         return self.last(torch.relu(self.middle(torch.relu(self.norm(self.first(x.flatten(1)))))))
 """
-OWN_RUN = FIRST.replace("{name: mlp}", "{file: own.py, name: Net}")
 
 
-def own_network(folder: Path) -> torch.nn.Module:
-    (folder / "own.py").write_text(OWN)
+def user_network_scenario(options: str = "") -> str:
+    """Return the text of a scenario that trains the network of the file; ``options`` follow its name."""
+    return FIRST.replace("{name: mlp}", f"{{file: own.py, name: Net{options}}}")
+
+
+def write_network(folder: Path) -> torch.nn.Module:
+    """Write the file of the user's network into a folder, and return such a network."""
+    (folder / "own.py").write_text(NETWORK_FILE)
     names: dict[str, type[torch.nn.Module]] = {}
-    exec(compile(OWN, "own.py", "exec"), names)
+    exec(compile(NETWORK_FILE, "own.py", "exec"), names)
+    # The initial weights of a scenario have another seed.
     torch.manual_seed(4)
     return names["Net"]()
 
 
-@pytest.mark.parametrize("units", ["", ", units: [last]"])
-def test_a_run_leaves_the_state_dict_of_ones_own_network_whatever_its_units(
-    tmp_path: Path, units: str
+@pytest.mark.parametrize("options", ["", ", units: [last]"], ids=["default", "units"])
+def test_final_weights_are_state_dict_of_user_network(
+    tmp_path: Path, options: str
 ) -> None:
-    network = own_network(tmp_path)
-    (tmp_path / "own.yaml").write_text(
-        OWN_RUN.replace("name: Net", f"name: Net{units}")
-    )
-    network.load_state_dict(
-        load_file(run(tmp_path / "own.yaml") / "weights.safetensors")
-    )
+    network = write_network(tmp_path)
+    (tmp_path / "own.yaml").write_text(user_network_scenario(options))
+    # Raises for missing, additional or misshapen tensors.
+    network.load_state_dict(load_file(final_weights_of(tmp_path / "own.yaml")))
 
 
-def nested(state: dict[str, torch.Tensor]) -> dict[str, object]:
-    return {
-        "epoch": 3,
-        "state_dict": {f"module.{name}": tensor for name, tensor in state.items()},
-    }
+def save_checkpoint(state: State, path: Path) -> None:
+    """Save a state as a training script with `DataParallel` does."""
+    prefixed = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save({"epoch": 3, "state_dict": prefixed}, path)
 
 
-FILES = {
-    "plain.safetensors": lambda state, path: save_file(state, path),
-    "plain.pt": lambda state, path: torch.save(state, path),
-    "checkpoint.pth": lambda state, path: torch.save(nested(state), path),
-    "old.pt": lambda state, path: torch.save(
-        state, path, _use_new_zipfile_serialization=False
-    ),
-    "compiled.safetensors": lambda state, path: save_file(
-        {f"_orig_mod.{n}": t for n, t in state.items()}, path
-    ),
-    "no_counters.safetensors": lambda state, path: save_file(
-        {name: tensor for name, tensor in state.items() if "num_batches" not in name},
-        path,
-    ),
-    "no_unused.safetensors": lambda state, path: save_file(
-        {name: tensor for name, tensor in state.items() if "unused" not in name}, path
-    ),
+def save_legacy_format(state: State, path: Path) -> None:
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+
+
+def save_compiled(state: State, path: Path) -> None:
+    """Save a state with the names of a network from `torch.compile`."""
+    save_file({f"_orig_mod.{name}": tensor for name, tensor in state.items()}, path)
+
+
+def save_without(part: str) -> Callable[[State, Path], None]:
+    """Return a function that saves a state without the tensors whose names contain a part."""
+
+    def save(state: State, path: Path) -> None:
+        remaining = {name: state[name] for name in state if part not in name}
+        save_file(remaining, path)
+
+    return save
+
+
+SAVE_FUNCTIONS: dict[str, Callable[[State, Path], None]] = {
+    "plain.safetensors": save_file,
+    "plain.pt": torch.save,
+    "checkpoint.pth": save_checkpoint,
+    "old.pt": save_legacy_format,
+    "compiled.safetensors": save_compiled,
+    # Older versions of torch do not count batches in normalisations.
+    "no_counters.safetensors": save_without("num_batches"),
+    "no_unused.safetensors": save_without("unused"),
 }
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_state_dict_of_ones_own_network_is_read(tmp_path: Path, name: str) -> None:
-    network = own_network(tmp_path)
-    FILES[name](network.state_dict(), tmp_path / name)
-    (prepared,) = begun(
-        OWN_RUN.replace("name: Net", f"name: Net, weights: {name}"),
-        tmp_path / "own.yaml",
-    )
-    found = InitialWeights(Console(quiet=True)).weights_for(prepared)
-    assert found is not None
+@pytest.mark.parametrize("name", SAVE_FUNCTIONS)
+def test_state_dict_of_user_network_is_read(tmp_path: Path, name: str) -> None:
+    network = write_network(tmp_path)
+    SAVE_FUNCTIONS[name](network.state_dict(), tmp_path / name)
+    scenario = user_network_scenario(f", weights: {name}")
+    (prepared,) = prepare_text(scenario, tmp_path / "own.yaml")
+    weights = InitialWeights(Console(quiet=True)).weights_for(prepared)
+    assert weights is not None
     model = prepared.problem.model.build(0, len(prepared.problem.model.units), 0)
-    model.load_state_dict(found)
+    model.load_state_dict(weights)
     samples = torch.rand((4, 1, 8, 8))
     assert torch.equal(model.eval()(samples), network.eval()(samples))
 
 
-def test_names_with_units_of_an_earlier_version_are_read(tmp_path: Path) -> None:
-    own_network(tmp_path)
-    (prepared,) = begun(OWN_RUN, tmp_path / "own.yaml")
+def test_tensor_names_with_units_are_read(tmp_path: Path) -> None:
+    # An earlier version of the testbed wrote these names.
+    write_network(tmp_path)
+    (prepared,) = prepare_text(user_network_scenario(), tmp_path / "own.yaml")
     model = prepared.problem.model
     state = model.build(0, len(model.units), 5).state_dict()
     save_file(state, tmp_path / "old.safetensors")
-    (prepared,) = begun(
-        OWN_RUN.replace("name: Net", "name: Net, weights: old.safetensors"),
-        tmp_path / "own.yaml",
-    )
-    found = InitialWeights(Console(quiet=True)).weights_for(prepared)
-    assert found is not None
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    scenario = user_network_scenario(", weights: old.safetensors")
+    (prepared,) = prepare_text(scenario, tmp_path / "own.yaml")
+    weights = InitialWeights(Console(quiet=True)).weights_for(prepared)
+    assert weights is not None
+    assert equal_states(weights, state)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"last.bias": None}, "missing last.bias"),
         ({"head.weight": torch.zeros(2)}, "head.weight does not belong to the model"),
@@ -334,30 +342,26 @@ def test_names_with_units_of_an_earlier_version_are_read(tmp_path: Path) -> None
             r"last.weight is torch.float32 of \[3, 12\] instead of .* \[10, 12\]",
         ),
     ],
+    ids=["missing tensor", "unknown tensor", "wrong shape"],
 )
-@pytest.mark.parametrize("file", ["w.safetensors", "w.pt"])
-def test_weights_that_do_not_match_are_found_before_the_run(
-    tmp_path: Path, file: str, change: dict, said: str
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_weights_of_other_network_are_refused(
+    tmp_path: Path, suffix: str, change: dict[str, torch.Tensor | None], message: str
 ) -> None:
-    state = {**own_network(tmp_path).state_dict(), **change}
-    FILES[f"plain.{file.partition('.')[2]}"](
-        {name: tensor for name, tensor in state.items() if tensor is not None},
-        tmp_path / file,
-    )
-    with pytest.raises(InputError, match=said):
-        begun(
-            OWN_RUN.replace("name: Net", f"name: Net, weights: {file}"),
-            tmp_path / "own.yaml",
-        )
+    state = {**write_network(tmp_path).state_dict(), **change}
+    remaining = {name: value for name, value in state.items() if value is not None}
+    save = SAVE_FUNCTIONS[f"plain.{suffix}"]
+    save(remaining, tmp_path / f"w.{suffix}")
+    scenario = user_network_scenario(f", weights: w.{suffix}")
+    with pytest.raises(InputError, match=message):
+        prepare_text(scenario, tmp_path / "own.yaml")
 
 
-def test_a_pickled_network_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")
-    own_network(tmp_path)
+def test_pickled_network_is_refused_with_instruction(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "network.pt")
+    write_network(tmp_path)
+    scenario = user_network_scenario(", weights: network.pt")
     with pytest.raises(
         InputError, match=r"save the `state_dict\(\)` of the network alone"
     ):
-        begun(
-            OWN_RUN.replace("name: Net", "name: Net, weights: whole.pt"),
-            tmp_path / "own.yaml",
-        )
+        prepare_text(scenario, tmp_path / "own.yaml")
