@@ -94,7 +94,7 @@ class FaultAction(Generic[V]):
         yield from ()
 
     @property
-    def takes_no_for(self) -> str | None:
+    def reason_against_for(self) -> str | None:
         """Reason why the action cannot have a duration; None if it can."""
         if not self.undoes:
             return None

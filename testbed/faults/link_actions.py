@@ -227,7 +227,7 @@ class Flap(LinkFault[FlapPart]):
     schema = FlapPart
 
     @property
-    def takes_no_for(self) -> str | None:
+    def reason_against_for(self) -> str | None:
         """Reason why the action has no duration: its schedule already has an end."""
         if self.value.times is None:
             return None

@@ -160,7 +160,7 @@ class FaultPart(ActionPart):
             raise ValueError(
                 "a fault strikes at exactly one of 'at', 'when' and 'after'"
             )
-        why_not = self.action.takes_no_for
+        why_not = self.action.reason_against_for
         if self.for_ is not None and why_not is not None:
             raise ValueError(why_not)
         return self

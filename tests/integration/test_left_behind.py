@@ -372,7 +372,7 @@ def test_what_is_done_by_hand_is_among_the_events_and_a_device_started_by_docker
 ) -> None:
     run = begun("left-hand")
     run.went_round()
-    ask = control.reach(run.run_id())
+    ask = control.connect(run.run_id())
     throttled = ask({"strike": {"throttle": {"device": "worker", "slowdown": 2}}})[
         "handle"
     ]

@@ -180,9 +180,9 @@ class Live:
         self._ask_lab({"undo": handle})
 
     def _ask_lab(self, request: dict[str, Any]) -> dict[str, Any]:
-        from testbed_controller.running.control import reach
+        from testbed_controller.running.control import connect
 
-        return reach(self.run)(request)
+        return connect(self.run)(request)
 
 
 def live(run: str | None = None) -> Live:

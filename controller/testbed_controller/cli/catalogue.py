@@ -21,7 +21,7 @@ from testbed.common.quantities import (
     format_speed,
 )
 from testbed_controller.cli.data import data
-from testbed_controller.cli.options import CommandGroup, as_json
+from testbed_controller.cli.options import CommandGroup, json_option
 from testbed_controller.cli.printing import (
     dump,
     make_console,
@@ -56,7 +56,7 @@ show.add_command(data)
 
 @show.command()
 @click.argument("name", required=False)
-@as_json
+@json_option
 def methods(name: str | None, as_json: bool) -> None:
     """List the available methods with their tasks and options. With NAME, show one of them.
 
@@ -131,7 +131,7 @@ def _method_summary(entry: Mapping[str, Any]) -> str:
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     help="With --measure: compare with the predictions of this profile, a file of `testbed setup profile`.",
 )
-@as_json
+@json_option
 def models(
     name: str | None,
     function: str | None,
@@ -354,7 +354,7 @@ def _fitted_device(times: Sequence[LayerTime]) -> DeviceSpec:
 
 
 @show.command()
-@as_json
+@json_option
 def profiles(as_json: bool) -> None:
     """List device profiles, link presets and radios, each with the source of its values.
 

@@ -1,6 +1,6 @@
 """`testbed fault` and `testbed link`: inject and revert faults, and change and measure links of a running lab.
 
-Options of commands that set a part of a scenario are made from the part's schema, one for each of its keys.
+Commands that take a section of the scenario get one option for each key of the section's schema.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from testbed.network.link import links_from_json, links_to_json
 from testbed.network.parts import LinkPart
 from testbed.scenario.loading import parse
 from testbed.trace.outcome import LinkMeasurement
-from testbed_controller.cli.options import CommandGroup, as_json, run_option
+from testbed_controller.cli.options import CommandGroup, json_option, run_option
 from testbed_controller.cli.printing import dump, print_table
 from testbed_controller.hosts.lab import open_lab
 from testbed_controller.lab import runstate
@@ -32,7 +32,7 @@ from testbed_controller.report.grouping import describe
 from testbed_controller.running import control
 
 
-def part_of(field: FieldInfo) -> type[ConfigModel] | None:
+def section_class(field: FieldInfo) -> type[ConfigModel] | None:
     """Return the section class of a key; None for a plain value."""
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, ConfigModel):
@@ -41,7 +41,7 @@ def part_of(field: FieldInfo) -> type[ConfigModel] | None:
 
 
 def options_of(
-    part: type[ConfigModel], excluded: Collection[str] = ()
+    section: type[ConfigModel], excluded: Collection[str] = ()
 ) -> list[click.Parameter]:
     """Return an option for each key of a section, except the excluded keys.
 
@@ -51,12 +51,12 @@ def options_of(
     >>> [parameter.name for parameter in options_of(LinkPart)][:3]
     ['preset', 'rate', 'delay']
     """
-    schemas = part.model_json_schema()["properties"]
+    schemas = section.model_json_schema()["properties"]
     parameters: list[click.Parameter] = []
-    for name, field in part.model_fields.items():
+    for name, field in section.model_fields.items():
         if name in excluded:
             continue
-        is_section = part_of(field) is not None
+        is_section = section_class(field) is not None
         parameters.append(
             click.Option(
                 [f"--{name.replace('_', '-')}", name],
@@ -74,11 +74,11 @@ def _click_type(schema: dict[str, Any]) -> click.Choice[str] | type[int | float 
 
     Quantities such as ``50mbit`` are strings in the schema, and the scenario's validators parse them.
     """
-    for each in (schema, *schema.get("anyOf", ())):
-        if "enum" in each:
-            return click.Choice(each["enum"])
-        if each.get("type") in ("integer", "number"):
-            return int if each["type"] == "integer" else float
+    for branch in (schema, *schema.get("anyOf", ())):
+        if "enum" in branch:
+            return click.Choice(branch["enum"])
+        if branch.get("type") in ("integer", "number"):
+            return int if branch["type"] == "integer" else float
     return str
 
 
@@ -96,8 +96,8 @@ def _help_text(description: str, schema: dict[str, Any]) -> str:
 def _parse_pairs(text: str) -> dict[str, str]:
     """Parse the keys of a nested section, as in ``p=1%,r=20%``."""
     pairs = {}
-    for part in text.split(","):
-        key, equals, value = part.partition("=")
+    for item in text.split(","):
+        key, equals, value = item.partition("=")
         if not equals:
             raise InputError(f"'{text}' must be a list such as p=1%,r=20%")
         # As in the names of options, a hyphen stands for an underscore.
@@ -126,10 +126,10 @@ def fault() -> None:
 
 
 def _command_parameters(
-    action: str, part: type[ConfigModel] | None
+    action: str, section: type[ConfigModel] | None
 ) -> list[click.Parameter]:
     """Return the command parameters equivalent to an action's scenario keys."""
-    if part is not None and issubclass(part, LinkSetPart):
+    if section is not None and issubclass(section, LinkSetPart):
         ends = [
             click.Argument(["source"]),
             click.Argument(["destination"], required=False),
@@ -137,11 +137,21 @@ def _command_parameters(
         one_way = click.Option(
             ["--one-way"], is_flag=True, help="Only from SOURCE to DESTINATION."
         )
-        return [*ends, one_way, *options_of(part, LinkSetPart.model_fields)]
+        # SOURCE, DESTINATION and --one-way replace the keys that name the links.
+        parameters = [*ends, one_way, *options_of(section, LinkSetPart.model_fields)]
+        if action == Flap.name:
+            parameters.append(
+                click.Option(["--for", "for_"], help="Total duration, e.g. 30s.")
+            )
+        return parameters
     if action == NetworkPartition.name:
         return [click.Argument(["groups"], nargs=-1, required=True)]
-    device = [] if action == Heal.name else [click.Argument(["device"])]
-    return [*device, *(options_of(part, ["device"]) if part else [])]
+    if action == Heal.name:
+        return []
+    parameters = [click.Argument(["device"])]
+    if section is not None:
+        parameters += options_of(section, ["device"])
+    return parameters
 
 
 def _scenario_value(given: dict[str, Any]) -> object:
@@ -161,35 +171,37 @@ def _scenario_value(given: dict[str, Any]) -> object:
         if one_way:
             return {**values, "from": source, "to": destination}
         return {**values, "between": [source, destination]}
-    # An action that needs only its device is written `kill: worker1`, and healing everything `heal: all`.
-    return values if len(values) > 1 else values.get("device", "all")
+    # The command without parameters is `heal: all`.
+    if not values:
+        return "all"
+    # An action that needs only its device is written `kill: worker1`.
+    if values.keys() == {"device"}:
+        return values["device"]
+    return values
 
 
 def _add_command(action: str) -> None:
     """Add the command of an action, with parameters from the action's scenario keys."""
     field = ActionPart.model_fields[action]
-    part = part_of(field)
+    section = section_class(field)
 
     @run_option
-    def strike(run_id: str | None, for_: str | None = None, **given: Any) -> None:
+    def inject(run_id: str | None, for_: str | None = None, **given: Any) -> None:
         value = _scenario_value(given)
-        # Flapping lasts until its end or Ctrl-C, so this process takes the links down and up itself.
+        # Flapping lasts until Ctrl-C or for a given time, so this process takes the links down and up itself.
         if action == Flap.name:
             _flap_links(run_id, value, for_)
         else:
             click.echo(control.strike(runstate.choose(run_id), {action: value}))
 
     text = f"{action.capitalize()}: {field.description}."
-    command = click.command(action, help=text)(strike)
-    command.params = [*_command_parameters(action, part), *command.params]
+    command = click.command(action, help=text)(inject)
+    command.params = [*_command_parameters(action, section), *command.params]
     fault.add_command(command)
 
 
 for _action in ACTIONS:
     _add_command(_action)
-fault.commands[Flap.name].params.insert(
-    -1, click.Option(["--for", "for_"], help="Total duration, e.g. 30s.")
-)
 
 
 def _devices_of(run: str, host: str) -> list[str]:
@@ -203,24 +215,25 @@ def _devices_of(run: str, host: str) -> list[str]:
             f"the run '{run}' has all devices on one engine: name devices instead, as in 'testbed fault kill worker1'"
         )
     raise InputError(
-        f"the run '{run}' has no devices on a host '{host}'; hosts with devices: {', '.join(known)}"
+        f"the run '{run}' has no devices on the host '{host}'; hosts with devices: {', '.join(known)}"
     )
 
 
-def _host_command(name: str, action: str, text: str) -> None:
-    @fault.command(name, help=text)
+def _host_command(name: str, action: str, help_text: str) -> None:
+    @fault.command(name, help=help_text)
     @click.argument("host")
     @run_option
     def command(host: str, run_id: str | None) -> None:
         run = runstate.choose(run_id)
         devices = _devices_of(run, host)
 
-        def strike_device(device: str) -> str:
+        def inject_into(device: str) -> str:
             return control.strike(run, {action: device})
 
-        # In parallel: a host loses power at once, and a device takes so long that the next ones would notice its loss.
+        # In parallel, because all devices of a host fail at the same instant: one after another, those that are left
+        # would notice the loss of the first.
         with ThreadPoolExecutor(len(devices)) as pool:
-            for reply in pool.map(strike_device, devices):
+            for reply in pool.map(inject_into, devices):
                 click.echo(reply)
 
 
@@ -245,18 +258,17 @@ def partition_hosts(hosts: tuple[str, ...], run_id: str | None) -> None:
     click.echo(control.strike(run, {"partition": groups}))
 
 
-def _flap_links(run_id: str | None, given: Any, for_: str | None) -> None:
-    """Take links down and up until the end or Ctrl-C; the links are up afterwards in both cases."""
-    action = parse(ActionPart, {"flap": given}).action
-    if for_ is not None and action.takes_no_for is not None:
-        raise InputError(action.takes_no_for)
-    ask = control.reach(runstate.choose(run_id))
+def _flap_links(run_id: str | None, value: Any, for_: str | None) -> None:
+    """Take links down and up for a number of times or a duration, or until Ctrl-C; `control.flap` leaves them up."""
+    action = parse(ActionPart, {"flap": value}).action
+    if for_ is not None and action.reason_against_for is not None:
+        raise InputError(action.reason_against_for)
+    send_request = control.connect(runstate.choose(run_id))
     duration = None if for_ is None else _parse_duration_option(for_)
-    last = (0, 0.0)
+    turns, late = 0, 0.0
     with suppress(KeyboardInterrupt):
-        for state in control.flap(ask, given, duration):
-            last = state
-    turns, late = last
+        for progress in control.flap(send_request, value, duration):
+            turns, late = progress
     click.echo(
         f"the links went down {turns} times; the latest change took effect {late * 1e3:.0f} ms late"
     )
@@ -266,7 +278,7 @@ def _parse_duration_option(text: str) -> float:
     try:
         return parse_duration(text)
     except ValueError as error:
-        raise InputError(f"for: {error}") from None
+        raise InputError(f"--for: {error}") from None
 
 
 @fault.command()
@@ -274,7 +286,8 @@ def _parse_duration_option(text: str) -> float:
 @run_option
 def undo(handle: str, run_id: str | None) -> None:
     """Revert one fault by its handle, such as degrade-1a2b3c or pause:worker1."""
-    click.echo(control.reach(runstate.choose(run_id))({"undo": handle})["text"])
+    send_request = control.connect(runstate.choose(run_id))
+    click.echo(send_request({"undo": handle})["text"])
 
 
 @click.group(cls=CommandGroup)
@@ -298,11 +311,11 @@ link.renamed = {"probe": "testbed link measure"}
 @click.argument("source", required=False)
 @click.argument("destination", required=False)
 @run_option
-@as_json
+@json_option
 def show(
     source: str | None, destination: str | None, run_id: str | None, as_json: bool
 ) -> None:
-    """Show the current links, all or only those from SOURCE to DESTINATION.
+    """Show the current links: all, those from SOURCE, or the one from SOURCE to DESTINATION.
 
     The settings are read back from the network interfaces of the devices. The exit status is 1 if they differ from the
     requested links.
@@ -316,10 +329,10 @@ def show(
     else:
         click.echo(f"backend {state['backend']}")
         rows = []
-        for pair, each in chosen.items():
-            rows.append([*pair, describe(each.to_json())])
+        for pair, properties in chosen.items():
+            rows.append([*pair, describe(properties.to_json())])
         print_table(["source", "destination", "properties"], rows)
-    # Of all devices, also if only one link is shown.
+    # Differences of all devices are reported, even if one link is shown: a device has one configuration for all links.
     differences = []
     for name, device in state["devices"].items():
         for text in device["differences"]:
@@ -355,11 +368,12 @@ def change(
     run_id: str | None,
     **properties: Any,
 ) -> None:
-    """Change the given properties of the link from SOURCE to DESTINATION while in use.
+    """Change the given properties of the link from SOURCE to DESTINATION while it is in use.
 
-    Other links are not disturbed. The new values hold for the rest of the run, also after later faults and restarts of
-    devices. Properties that an active fault overrides change when the fault ends.
+    Other links are not disturbed. The new values hold for the rest of the run, even after later faults and restarts of
+    devices. If an active fault overrides a property, the new value takes effect when the fault ends.
     """
+    # Values that the section of a scenario cannot express.
     direct: dict[str, Any] = {}
     if unlimited:
         direct["rate"] = None
@@ -378,11 +392,13 @@ def change(
             f"the link {source} -> {destination} is unchanged: give at least one option, such as --rate 10mbit"
         )
     request = {"pairs": pairs, "part": part, "direct": direct}
-    reply = control.reach(runstate.choose(run_id))({"set": request})
+    send_request = control.connect(runstate.choose(run_id))
+    reply = send_request({"set": request})
     for (start, end), changed in links_from_json(reply["links"]).items():
         click.echo(f"{start} -> {end}: {describe(changed.to_json())}")
 
 
+# The argument ``properties`` of the command.
 change.params += options_of(LinkPart)
 
 
@@ -390,18 +406,19 @@ change.params += options_of(LinkPart)
 @click.argument("source", required=False)
 @click.argument("destination", required=False)
 @run_option
-@as_json
+@json_option
 def measure(
     source: str | None, destination: str | None, run_id: str | None, as_json: bool
 ) -> None:
-    """Measure the current links, all or only those from SOURCE to DESTINATION.
+    """Measure the current links: all, those from SOURCE, or the one from SOURCE to DESTINATION.
 
-    Delay and loss are measured on every link between running devices, the rate on one link of each kind. A workload
-    that uses the links at the same time distorts the results. The exit status is 1 if a link is outside its tolerance,
-    or if no link can be measured.
+    Delay and loss are measured on every link between running devices, and the rate on one of all links with the same
+    properties. A workload that uses the links at the same time distorts the results. The exit status is 1 if a link is
+    outside its tolerance, or if no link can be measured.
     """
     shaper = open_lab(runstate.choose(run_id)).shaper
     state = shaper.show()
+    # The shaper reports running devices only.
     running = state["devices"].keys()
     chosen = control.choose_links(links_from_json(state["links"]), source, destination)
     # A link can be measured only while both of its ends run.

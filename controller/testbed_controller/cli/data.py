@@ -12,7 +12,7 @@ from yaml import YAMLError
 from testbed.common import yamltext
 from testbed.common.errors import InputError
 from testbed.scenario.loading import parse
-from testbed_controller.cli.options import as_json
+from testbed_controller.cli.options import json_option
 from testbed_controller.cli.printing import dump, make_console, print_section
 from testbed_controller.report.tables import Column
 
@@ -57,7 +57,7 @@ _SHADES = " .:-=+*#%@"
     type=click.IntRange(1, 100),
     help="Number of devices that share the data.",
 )
-@as_json
+@json_option
 def data(
     name: str | None,
     folder: Path | None,

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from testbed.common.errors import HostError, InputError
-from testbed_controller.cli.options import CommandGroup, overrides
+from testbed_controller.cli.options import CommandGroup, overrides_option
 from testbed_controller.cli.printing import say
 
 
@@ -127,7 +127,7 @@ def _print_content(path: Path) -> None:
     type=click.Path(path_type=Path, file_okay=False),
     help="Destination.  [default: compose-<scenario>]",
 )
-@overrides
+@overrides_option
 def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None:
     """Write a Docker Compose project with the devices, links and hardening of SCENARIO.
 

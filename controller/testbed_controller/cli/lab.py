@@ -19,10 +19,10 @@ import click
 
 from testbed.common.errors import HostError, InputError, TestbedError
 from testbed_controller.cli.options import (
-    as_json,
-    links,
+    json_option,
+    links_option,
     on_hosts,
-    overrides,
+    overrides_option,
     run_option,
 )
 from testbed_controller.cli.printing import dump, print_table, say
@@ -44,10 +44,10 @@ PIECE = 1 << 16
 
 @click.command()
 @click.argument("scenario", type=click.Path(path_type=Path))
-@overrides
-@links
+@overrides_option
+@links_option
 @on_hosts
-@as_json
+@json_option
 def up(
     scenario: Path,
     overrides: tuple[str, ...],
@@ -165,7 +165,7 @@ def _removable_runs(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:
 
 
 @click.command()
-@as_json
+@json_option
 def ps(as_json: bool) -> None:
     """List the containers of every run, with the activity of each device and the progress of the run.
 

@@ -13,7 +13,7 @@ import click
 from testbed.common import formats
 from testbed.common.errors import HostError
 from testbed_controller.cli.data import fetch
-from testbed_controller.cli.options import CommandGroup, as_json, on_hosts
+from testbed_controller.cli.options import CommandGroup, json_option, on_hosts
 from testbed_controller.cli.printing import dump, print_table, say
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def setup() -> None:
     help="Also measure the highest rate and shortest delay of links on this machine (takes some seconds).",
 )
 @on_hosts
-@as_json
+@json_option
 def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
     """Check this machine for the testbed's requirements, with a remedy for each problem.
 
@@ -78,7 +78,7 @@ def _format_check(check: HostCheck) -> str:
 
 
 @setup.command()
-@as_json
+@json_option
 @click.option(
     "--env",
     "as_env",
@@ -136,7 +136,7 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
 
 @setup.command()
 @click.argument("contexts", nargs=-1)
-@as_json
+@json_option
 def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
     """List the engines of Docker contexts, their capabilities and missing requirements.
 

@@ -14,8 +14,8 @@ from testbed.common.errors import InputError
 if TYPE_CHECKING:
     from testbed.scenario.schema import Scenario
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-overrides = click.option(
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+overrides_option = click.option(
     "--set",
     "overrides",
     multiple=True,
@@ -33,7 +33,7 @@ def _check_backend(_context: click.Context, _option: click.Parameter, name: str)
         raise click.BadParameter(error.text) from None
 
 
-links = click.option(
+links_option = click.option(
     "--links",
     callback=_check_backend,
     default="auto",
@@ -41,7 +41,7 @@ links = click.option(
     envvar="TESTBED_LINKS",
     show_envvar=True,
     metavar="BACKEND",
-    help="Link backend: netem, userspace, or one of an installed package; auto uses netem if the kernel has it.",
+    help="Link backend: netem, userspace, or a backend of an installed package; auto uses netem if the kernel has it.",
 )
 
 
@@ -51,7 +51,7 @@ def _split_names(
     names = []
     for part in (given or "").split(","):
         name = part.strip()
-        # A comma at the end is no further name.
+        # A comma at the end adds no name.
         if name:
             names.append(name)
     return names
@@ -98,14 +98,14 @@ def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for the hosts of a run, combined into the argument ``where``, a `LabPart`."""
 
     @wraps(command)
-    def command_function(
+    def with_hosts(
         hosts: list[str], place: dict[str, str], lab_file: Path | None, **given: Any
     ) -> None:
         from testbed_controller.hosts.placement import read_lab
 
         command(where=read_lab(lab_file, tuple(hosts), place), **given)
 
-    return _hosts(_place(_lab(command_function)))
+    return _hosts(_place(_lab(with_hosts)))
 
 
 run_option = click.option(
@@ -114,22 +114,22 @@ run_option = click.option(
     metavar="RUN",
     help="Name of the run.  [default: the only one that is up]",
 )
-out = click.option(
+out_option = click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Results folder, new or empty.  [default: results/<run>, with a number if that exists]",
+    help="Results folder, new or empty.  [default: results/<run>, with a number appended if that exists]",
 )
-accept_links = click.option(
+accept_links_option = click.option(
     "--accept-links",
     is_flag=True,
     help="Run despite links outside their tolerance (noted in the verdict).",
 )
-watched = click.option(
+watch_option = click.option(
     "--watch",
     is_flag=True,
     help="Show the running experiment in the browser; see `testbed watch`.",
 )
-metrics_as_json = click.option(
+metrics_json_option = click.option(
     "--json",
     "as_json",
     is_flag=True,
@@ -138,7 +138,7 @@ metrics_as_json = click.option(
 
 
 class CommandGroup(click.Group):
-    """A group with complete first sentences in its list of commands; click truncates them."""
+    """A group that lists the full first sentence of each command; click would truncate it."""
 
     renamed: Mapping[str, str] = {}
     """Former names of commands, with the replacement command lines."""
@@ -146,7 +146,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the named command. Rejects a former name with its replacement."""
+        """Return the named command; fails for a former name, and names the replacement."""
         name = args[0]
         # A package may add a command under a former name.
         if name in self.renamed and self.get_command(ctx, name) is None:
@@ -176,11 +176,13 @@ def first_sentence(command: click.Command) -> str:
     return command.get_short_help_str(300)
 
 
-def in_results(scenario: Scenario) -> bool:
+def runs_code_from_results(scenario: Scenario) -> bool:
     """Return whether a scenario uses Python files stored with the results of a run.
 
-    Results are passed on between people, who would not expect `validate` or `plan` to execute code in them.
+    Results are passed on between people, who would not expect `validate` or `plan` to execute code in them, so these
+    commands refuse such files.
     """
     sources = scenario.workload.sources().values()
     names_files = any(part.file is not None for part in sources)
+    # A folder of results has a manifest.
     return names_files and (scenario.source.folder / "manifest.json").is_file()

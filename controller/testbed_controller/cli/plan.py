@@ -22,7 +22,12 @@ from testbed.prepare import Prepared, prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.points import point_text
-from testbed_controller.cli.options import as_json, in_results, on_hosts, overrides
+from testbed_controller.cli.options import (
+    json_option,
+    on_hosts,
+    overrides_option,
+    runs_code_from_results,
+)
 from testbed_controller.cli.printing import dump, make_console
 from testbed_controller.report.tables import (
     Column,
@@ -44,9 +49,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("scenario")
-@overrides
+@overrides_option
 @on_hosts
-@as_json
+@json_option
 def plan(
     scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: bool
 ) -> None:
@@ -69,7 +74,7 @@ def plan(
     """
     # Repetitions differ only in their seed: the first one stands for all, also for positions drawn from the seed.
     loaded = load(scenario, overrides)
-    if in_results(loaded):
+    if runs_code_from_results(loaded):
         raise InputError(
             f"{scenario}: has Python files in a results folder, which only 'testbed run' executes"
         )

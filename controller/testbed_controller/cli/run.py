@@ -30,13 +30,13 @@ from testbed_controller.api.executors import (
 )
 from testbed_controller.cli.finished import explaining, judge, show_run, summarize
 from testbed_controller.cli.options import (
-    accept_links,
-    links,
-    metrics_as_json,
+    accept_links_option,
+    links_option,
+    metrics_json_option,
     on_hosts,
-    out,
-    overrides,
-    watched,
+    out_option,
+    overrides_option,
+    watch_option,
 )
 from testbed_controller.cli.printing import dump, make_console
 from testbed_controller.results.exporters import stream_of
@@ -261,7 +261,7 @@ class RunRequest:
     show_default=True,
     help="emulate: a container per device on the real clock; simulate: one process on a virtual clock, no Docker.",
 )
-@out
+@out_option
 @click.option(
     "--resume",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -279,15 +279,15 @@ class RunRequest:
     metavar="ADDRESS",
     help="Simulate the runs of a sweep, or repetitions, on the workers of the Dask scheduler at ADDRESS.",
 )
-@overrides
+@overrides_option
 @click.option("--seed", type=click.IntRange(0), help="Override the scenario's seed.")
 @click.option(
     "--repetitions",
     type=click.IntRange(1),
     help="Override the number of runs of each point.",
 )
-@links
-@accept_links
+@links_option
+@accept_links_option
 @on_hosts
 @click.option(
     "--each-on-one-host",
@@ -311,7 +311,7 @@ class RunRequest:
     help="Write losses, accuracies and latencies to the results during the run: csv (stream.csv), tensorboard, mlflow, "
     "wandb (offline), each with its library, or an exporter of an installed package. May be repeated.",
 )
-@watched
+@watch_option
 @click.option(
     "--events/--no-events",
     default=True,
@@ -329,7 +329,7 @@ class RunRequest:
     help="Run the first point on a lab created by `testbed up SCENARIO`, and keep the lab. Its devices and network "
     "must be those of the scenario; everything else may differ.  [without RUN: the only lab that is up]",
 )
-@metrics_as_json
+@metrics_json_option
 def run(**given: Any) -> None:
     """Run SCENARIO (a file, or a name in scenarios/) and print the results.
 

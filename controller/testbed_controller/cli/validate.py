@@ -22,7 +22,11 @@ from testbed.scenario.finding import SHIPPED
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Trial
 from testbed.trace.modelled import unmodelled_effects
-from testbed_controller.cli.options import as_json, in_results, overrides
+from testbed_controller.cli.options import (
+    json_option,
+    overrides_option,
+    runs_code_from_results,
+)
 from testbed_controller.cli.printing import dump
 from testbed_controller.lab.memory import describe_small_memory
 
@@ -89,8 +93,8 @@ def _scenario_name(folder: str) -> str:
 
 @click.command()
 @click.argument("scenarios", nargs=-1, required=True, metavar="SCENARIO...")
-@overrides
-@as_json
+@overrides_option
+@json_option
 def validate(
     scenarios: tuple[str, ...], overrides: tuple[str, ...], as_json: bool
 ) -> None:
@@ -131,7 +135,7 @@ def _validate_scenario(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         file = scenario.source.file
         runs = trials(scenario)
         prepared_by_run: dict[int, Prepared] = {}
-        if not in_results(scenario):
+        if not runs_code_from_results(scenario):
             prepared_by_run, refused = prepare_all(runs)
             raise_refused(refused)
         # Runs of a sweep share most of their advice: each text is shown once, in order.
@@ -161,7 +165,7 @@ def _validate_scenario(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         _count_text([len(runs)], "run"),
     ]
     summary = ", ".join(counts)
-    if in_results(scenario):
+    if runs_code_from_results(scenario):
         summary += "; its Python files are in a results folder and were not executed: no plan was checked"
     return {
         "file": file,

@@ -238,7 +238,7 @@ def choose_links(
 # Connections
 
 
-def reach(run_id: str) -> Callable[[Request], Answer]:
+def connect(run_id: str) -> Callable[[Request], Answer]:
     """Return a function for requests about a lab: to the active run, or else executed in the own process.
 
     Raises InputError for an unknown lab.
@@ -253,7 +253,7 @@ def reach(run_id: str) -> Callable[[Request], Answer]:
 
 def strike(run_id: str, action: Mapping[str, object]) -> str:
     """Execute an action in the syntax of a scenario, and return a summary."""
-    return str(reach(run_id)({"strike": dict(action)})["text"])
+    return str(connect(run_id)({"strike": dict(action)})["text"])
 
 
 def flap(

@@ -12,7 +12,7 @@ from pydantic import Field
 from testbed.common.errors import InputError
 from testbed.common.part import ConfigModel
 from testbed.common.quantities import Duration
-from testbed_controller.cli.changes import options_of, part_of
+from testbed_controller.cli.changes import options_of, section_class
 
 
 class Inner(ConfigModel):
@@ -91,8 +91,8 @@ def test_values_of_another_type_and_excluded_keys_are_refused(
 def test_nested_part_needs_keys_and_values() -> None:
     with pytest.raises(InputError, match="'p' must be a list such as p=1%,r=20%"):
         parse_options("--number", "3", "--inner", "p")
-    assert part_of(Outer.model_fields["inner"]) is Inner
-    assert part_of(Outer.model_fields["number"]) is None
+    assert section_class(Outer.model_fields["inner"]) is Inner
+    assert section_class(Outer.model_fields["number"]) is None
 
 
 def test_help_is_description_with_example() -> None:

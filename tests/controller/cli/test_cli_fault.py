@@ -115,7 +115,7 @@ def test_faults_of_host_apply_to_its_devices(
     for host in ("idle", "north"):
         error = call("kill-host", host).exception
         assert isinstance(error, InputError)
-        message = f"no devices on a host '{host}'; hosts with devices: east, west"
+        message = f"no devices on the host '{host}'; hosts with devices: east, west"
         assert message in str(error)
 
 

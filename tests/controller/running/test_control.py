@@ -47,7 +47,7 @@ def run(lab: RecordingLab) -> Iterator[Run]:
 def test_active_run_executes_commands_and_records_events(
     run: Run, lab: RecordingLab
 ) -> None:
-    ask = control.reach(RUN)
+    ask = control.connect(RUN)
     said = ask({"strike": {"throttle": {"device": "b", "slowdown": 2}}})
     assert run.events == [
         ("fault", {"action": "throttle", "target": "b", "phase": "strike"}),
@@ -98,7 +98,7 @@ def test_a_flap_by_hand_is_two_events_a_turn_and_its_links_are_up_at_the_end(
     run: Run, lab: RecordingLab
 ) -> None:
     part = {"between": ["a", "b"], "down": "20ms", "up": "30ms"}
-    endless = cast(Any, control.flap(control.reach(RUN), part, None))
+    endless = cast(Any, control.flap(control.connect(RUN), part, None))
     assert [next(endless)[0] for _ in range(3)] == [1, 1, 2]
     assert not lab.shaped["a", "b"].up
     endless.close()
@@ -112,7 +112,7 @@ def test_a_flap_by_hand_is_two_events_a_turn_and_its_links_are_up_at_the_end(
 def test_failed_command_is_reported_and_the_run_continues(
     run: Run, lab: RecordingLab
 ) -> None:
-    ask = control.reach(RUN)
+    ask = control.connect(RUN)
     with pytest.raises(InputError, match="unknown device 'z'; run-1 has a, b, c"):
         ask({"strike": {"kill": "z"}})
     with pytest.raises(InputError, match="no active fault 'it'"):
@@ -143,7 +143,7 @@ def test_request_without_token_or_with_nonsense_is_refused(
         stream.flush()
         connection.shutdown(socket.SHUT_WR)
         assert "error" in json.loads(stream.readline())
-    assert "devices" in control.reach(RUN)({"show": None})
+    assert "devices" in control.connect(RUN)({"show": None})
 
 
 def test_once_the_run_is_over_a_lab_that_stands_is_changed_directly(
@@ -153,7 +153,7 @@ def test_once_the_run_is_over_a_lab_that_stands_is_changed_directly(
     monkeypatch.setattr(Lab, "open", lambda _run: lab)
     made = Run(lab)
     with control.serve_requests(RUN, made.respond):
-        ask = control.reach(RUN)
+        ask = control.connect(RUN)
         ask({"strike": {"kill": "b"}})
     with pytest.raises(TestbedError, match="run run-1 does not respond"):
         ask({"strike": {"restart": "b"}})

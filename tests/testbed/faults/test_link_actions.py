@@ -100,7 +100,7 @@ def test_flap_turns_are_timed_from_first_and_end_with_undo(
 
 def test_flap_without_duration_repeats_forever() -> None:
     flap = Flap(FlapPart(device="a", down="1s", up="2s"))
-    assert flap.takes_no_for is None
+    assert flap.reason_against_for is None
     turns = flap.turns(0.0, math.inf)
     # Each cycle of three seconds has two turns: turn 2000 starts cycle 1000.
     times = [time for _, time in islice(turns, 2000, 2004)]
