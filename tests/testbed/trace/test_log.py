@@ -1,4 +1,4 @@
-"""Events outside of memory are the ones that were appended, whichever way they are asked for."""
+"""The event log on disk: queries by name, time and column, file lines and memory use."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from testbed.trace.events import Event
 from testbed.trace.log import CHUNK, EventLog
 
 
-def some(number: int) -> Iterator[Event]:
-    """Yield events of several forms, their times rising."""
-    chance = random.Random(1)
+def random_events(count: int) -> Iterator[Event]:
+    """Yield events of four names with different fields, in order of time."""
+    draw = random.Random(1)
     time = 0.0
-    for index in range(number):
-        time += chance.random()
-        yield Event(
-            round(time, 9),
-            f"d{index % 3}",
-            ("send", "compute", "step", "stood")[index % 4],
-            (
-                {"peer": "d1", "bytes": index, "start": time},
-                {"span": "forward", "start": time, "peers": ["a", "b"]},
-                {"loss": time / 3, "step": None},
-                {},
-            )[index % 4],
-        )
+    for index in range(count):
+        time += draw.random()
+        name, fields = (
+            ("send", {"peer": "d1", "bytes": index, "start": time}),
+            ("compute", {"span": "forward", "start": time, "peers": ["a", "b"]}),
+            ("step", {"loss": time / 3, "step": None}),
+            ("stood", {}),
+        )[index % 4]
+        # Files have nine digits.
+        yield Event(round(time, 9), f"d{index % 3}", name, fields)
 
 
 @pytest.fixture(scope="module")
 def events() -> list[Event]:
-    return list(some(2 * CHUNK + 100))
+    # Two full chunks, which are stored, and a partial one in memory.
+    return list(random_events(2 * CHUNK + 100))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,9 @@ def log(events: list[Event]) -> EventLog:
     return EventLog(events)
 
 
-def test_all_are_there_in_their_order(events: list[Event], log: EventLog) -> None:
+def test_log_contains_appended_events_in_order(
+    events: list[Event], log: EventLog
+) -> None:
     assert list(log) == events
     assert len(log) == len(events)
     assert [log[0], log[CHUNK], log[-1]] == [events[0], events[CHUNK], events[-1]]
@@ -55,92 +55,97 @@ def test_all_are_there_in_their_order(events: list[Event], log: EventLog) -> Non
 @pytest.mark.parametrize(
     "window", [(-1.0, 1e9), (100.0, 3000.0), (1e9, 2e9), (0.0, 50.0)]
 )
-def test_some_of_them_by_name_and_time(
+def test_selection_by_name_and_time(
     events: list[Event], log: EventLog, window: tuple[float, float]
 ) -> None:
-    wanted = [
-        each
-        for each in events
-        if each.event in ("send", "step") and window[0] < each.time <= window[1]
+    begin, end = window
+    expected = [
+        event
+        for event in events
+        if event.event in ("send", "step") and begin < event.time <= end
     ]
-    found = log.of("send", "step").within(*window)
-    assert list(found) == wanted
-    assert len(found) == len(wanted)
-    assert bool(found) == bool(wanted)
-    if wanted:
-        assert (found[0], found[-1]) == (wanted[0], wanted[-1])
+    selection = log.of("send", "step").within(begin, end)
+    assert list(selection) == expected
+    assert len(selection) == len(expected)
+    assert bool(selection) == bool(expected)
+    if expected:
+        assert (selection[0], selection[-1]) == (expected[0], expected[-1])
+
+
+def test_selection_of_unknown_name_is_empty(log: EventLog) -> None:
     assert not log.of("nothing")
 
 
-def test_rows_have_none_for_what_an_event_lacks(
-    events: list[Event], log: EventLog
-) -> None:
+def test_rows_have_none_for_missing_fields(events: list[Event], log: EventLog) -> None:
     rows = log.of("send", "compute").rows("event", "time", "device", "bytes", "peers")
-    assert list(rows) == [
-        (
-            each.event,
-            each.time,
-            each.device,
-            each.fields.get("bytes"),
-            each.fields.get("peers"),
-        )
-        for each in events
-        if each.event in ("send", "compute")
-    ]
+    expected = []
+    for event in events:
+        if event.event in ("send", "compute"):
+            fields = (event.fields.get("bytes"), event.fields.get("peers"))
+            expected.append((event.event, event.time, event.device, *fields))
+    assert list(rows) == expected
 
 
-def test_what_came_late_is_put_in_order(events: list[Event]) -> None:
-    late = sorted(
-        events, key=lambda event: event.time + random.Random(event.time).random() * 20
-    )
-    assert late != events
-    assert list(EventLog(late).ordered()) == events
-    rows = EventLog(late).of("send").sorted_by(lambda row: row[0], "start", "bytes")
-    assert [size for _, size in rows] == [
-        each.fields["bytes"] for each in events if each.event == "send"
-    ]
+def delayed_time(event: Event) -> float:
+    """Return a time up to 20 s after an event, reproducibly."""
+    return event.time + random.Random(event.time).random() * 20
 
 
-def test_numbers_of_other_kinds_are_kept_as_a_file_has_them() -> None:
-    log = EventLog(
-        Event(float(at), "a", "step", {"loss": np.float64(at / 7)})
-        for at in range(CHUNK)
-    )
-    assert [loss for (loss,) in log.rows("loss")] == [at / 7 for at in range(CHUNK)]
+def test_delayed_events_can_be_read_in_order(events: list[Event]) -> None:
+    delayed = sorted(events, key=delayed_time)
+    assert delayed != events
+    log = EventLog(delayed)
+    assert list(log.ordered()) == events
+    rows = log.of("send").sorted_by(lambda row: row[0], "start", "bytes")
+    expected = [event.fields["bytes"] for event in events if event.event == "send"]
+    assert [size for _, size in rows] == expected
 
 
-def test_values_come_out_as_they_went_in_whatever_a_column_holds() -> None:
+def test_numpy_numbers_are_stored_as_plain_numbers() -> None:
+    # A file would contain plain numbers as well.
+    log = EventLog()
+    for index in range(CHUNK):
+        log.append(Event(float(index), "a", "step", {"loss": np.float64(index / 7)}))
+    losses = [loss for (loss,) in log.rows("loss")]
+    assert losses == [index / 7 for index in range(CHUNK)]
+
+
+def test_values_of_any_column_are_restored_exactly() -> None:
+    # Columns of one type are stored as arrays, equal values once, and mixed columns as objects.
     columns = {
-        "alike": lambda _: "one",
-        "numbers": lambda index: index / 7,
-        "counts": lambda index: index,
+        "equal": lambda _: "one",
+        "floats": lambda index: index / 7,
+        "small": lambda index: index,
         "large": lambda index: index << 40,
-        "below": lambda index: -index,
+        "negative": lambda index: -index,
         "mixed": lambda index: (1, 1.0, True, None)[index % 4],
-        "never": lambda _: math.nan,
+        "nan": lambda _: math.nan,
         "texts": lambda index: f"text {index % 5}",
     }
-    rows = [
-        tuple(make(index) for make in columns.values()) for index in range(CHUNK + 1)
-    ]
+    rows = []
     log = EventLog()
-    for index, row in enumerate(rows):
+    for index in range(CHUNK + 1):
+        row = tuple(make_value(index) for make_value in columns.values())
+        rows.append(row)
         log.add(("all", tuple(columns)), (float(index), "d1", *row))
+    # Compared as text, since nan is not equal to itself and 1 equals True.
     assert list(map(repr, log.rows(*columns))) == list(map(repr, rows))
 
 
-def test_many_events_take_little_memory() -> None:
+def test_many_events_use_little_memory() -> None:
+    count = 18 * CHUNK
     tracemalloc.start()
-    log = EventLog(some(18 * CHUNK))
-    counted = sum(1 for _ in log.of("send").rows("bytes"))
-    held, most = tracemalloc.get_traced_memory()
+    log = EventLog(random_events(count))
+    sends = sum(1 for _ in log.of("send").rows("bytes"))
+    current, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert counted == 18 * CHUNK / 4
-    assert held < 6 * CHUNK * 100  # a tuple and its fields take more than 300 bytes
-    assert most < 12 * CHUNK * 100
+    assert sends == count / 4
+    # 33 bytes an event; a tuple and its fields would use more than 300 bytes.
+    assert current < 6 * CHUNK * 100
+    assert peak < 12 * CHUNK * 100
 
 
-AWKWARD = [
+UNUSUAL_EVENTS = [
     Event(1 / 3, "a", "odd %s", {"x": math.nan, "50 %": 1, 'the "key"': "é"}),
     Event(2 / 3, "a", "odd %s", {"x": 1e-7, "50 %": 2, 'the "key"': 'say "no"'}),
     Event(1.0, "b", "mixed", {"x": 1}),
@@ -153,35 +158,40 @@ AWKWARD = [
 
 
 @pytest.mark.parametrize("count", [0, CHUNK, 2 * CHUNK + 100])
-def test_its_lines_are_those_of_the_events(count: int) -> None:
-    events = [*some(count), *AWKWARD]
-    log, followed = EventLog(), list[str]()
-    log.follow(followed.append)
+def test_lines_of_log_equal_lines_of_events(count: int) -> None:
+    events = [*random_events(count), *UNUSUAL_EVENTS]
+    log, written = EventLog(), list[str]()
+    log.follow(written.append)
     for event in events:
         log.append(event)
-    assert sum(text.count("\n") for text in followed) == len(events) // CHUNK * CHUNK
+    # Followers get whole chunks, and the rest when the log is closed.
+    lines_before_close = sum(text.count("\n") for text in written)
+    assert lines_before_close == len(events) // CHUNK * CHUNK
     log.close()
-    wanted = "".join(event.to_json() + "\n" for event in events)
-    assert "".join(followed) == wanted
-    assert "".join(log.lines()) == wanted
+    expected = "".join(event.to_json() + "\n" for event in events)
+    assert "".join(written) == expected
+    assert "".join(log.lines()) == expected
 
 
-def test_rounded_it_has_the_times_of_its_lines(events: list[Event]) -> None:
+def test_rounded_log_has_times_of_its_lines(events: list[Event]) -> None:
     exact = [event._replace(time=event.time + 1e-10) for event in events]
     log = EventLog(exact)
     rounded = log.rounded()
     assert list(rounded) == [Event.from_json(event.to_json()) for event in exact]
-    assert (rounded.devices, rounded.latest) == (log.devices, round(log.latest, 9))
+    assert rounded.devices == log.devices
+    assert rounded.latest == round(log.latest, 9)
+    # The original log is unchanged.
     assert list(log) == exact
 
 
 @pytest.mark.parametrize("until", [-1.0, 0.5, CHUNK * 0.75, math.inf])
-def test_its_columns_are_its_rows_of_the_same_times(until: float) -> None:
-    log = EventLog(some(2 * CHUNK + 5)).within(-math.inf, until)
-    asked = ("time", "device", "none")
-    taken = [
-        (name, *row)
-        for name, columns in log.columns(*asked)
-        for row in zip(*columns, strict=False)
-    ]
-    assert sorted(taken, key=itemgetter(1)) == list(log.rows("event", *asked))
+def test_columns_equal_rows(until: float) -> None:
+    log = EventLog(random_events(2 * CHUNK + 5)).within(-math.inf, until)
+    names = ("time", "device", "none")
+    rows_of_columns = []
+    for event_name, columns in log.columns(*names):
+        for row in zip(*columns, strict=False):
+            rows_of_columns.append((event_name, *row))
+    # Columns are grouped by event name, rows are in order of time.
+    rows_of_columns.sort(key=itemgetter(1))
+    assert rows_of_columns == list(log.rows("event", *names))
