@@ -1,9 +1,9 @@
-"""Several Docker engines on one machine, each as on a host of its own: a network namespace, a name, a data root.
+"""Several Docker engines on one machine; each acts as a host with its own network namespace, name and data root.
 
-A bridge joins them, and a swarm. They are reached over that bridge, by TLS, so that whoever is cut off from it is cut
-off from the controller as well. They share the kernel, the clock and the processors of this machine, and the files of
-its images. As a program: ``python -m tests.helpers.engines COUNT COMMAND...`` runs a command beside such engines, which
-are its docker contexts h1, h2 and so on; as root.
+A bridge connects the engines, which form a swarm. The controller reaches them over this bridge by TLS, so a host that
+is disconnected from the bridge is unreachable for the controller, too. Engines share the kernel, the clock, the
+processors and the files of images. As a program, run as root, ``python -m tests.helpers.engines COUNT COMMAND...`` runs
+a command beside such engines, which are its docker contexts h1, h2 and so on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.helpers.image_layers import share_images, unshareable_reason
 BRIDGE = "tb-engines"
 NETWORK = "10.78.0"
 PORT = 2376
-PATIENCE = 60.0
+START_TIMEOUT = 60.0
 LOCK = Path("/tmp/testbed-engines.lock")
 _START = """\
 hostname {host}
@@ -42,42 +42,46 @@ _SSH = """\
 #!/bin/sh
 exec /usr/bin/ssh -i {keys}/id -oStrictHostKeyChecking=no -oUserKnownHostsFile=/dev/null -oLogLevel=ERROR "$@"
 """
+_PROGRAMS = (
+    "dockerd",
+    "docker",
+    "ip",
+    "iptables",
+    "nsenter",
+    "unshare",
+    "setpriv",
+    "openssl",
+    "ssh",
+    "ssh-keygen",
+)
 
 
 def unavailable_reason() -> str:
-    """Return why there can be none here, or an empty text."""
+    """Return why engines cannot be started here, or an empty text."""
     if os.geteuid() != 0:
-        return "engines in namespaces of their own need root"
-    wanted = (
-        "dockerd",
-        "docker",
-        "ip",
-        "iptables",
-        "nsenter",
-        "unshare",
-        "setpriv",
-        "openssl",
-        "ssh",
-        "ssh-keygen",
-    )
-    if lacking := [name for name in wanted if not shutil.which(name)]:
-        return f"engines in namespaces of their own need {', '.join(lacking)}"
+        return "engines in their own namespaces need root"
+    missing = [name for name in _PROGRAMS if not shutil.which(name)]
+    if missing:
+        return f"engines in their own namespaces need {', '.join(missing)}"
     probe = "ip link add tb-try type vxlan id 7 dstport 4790 && ip link del tb-try"
     if subprocess.run(["sh", "-c", probe], capture_output=True).returncode:
-        return "this kernel has no vxlan, of which overlay networks are made"
-    if not os.environ.get("TESTBED_ENGINES") and (why := unshareable_reason(connect())):
-        return f"{why}, so that bringing them to engines takes minutes: set TESTBED_ENGINES=1"
+        return "this kernel does not support vxlan, which overlay networks need"
+    if os.environ.get("TESTBED_ENGINES"):
+        return ""
+    reason = unshareable_reason(connect())
+    if reason:
+        return f"{reason}, so each engine loads its images for minutes; TESTBED_ENGINES=1 accepts this"
     return ""
 
 
 def run_checked(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
-    return done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True)
+    assert completed.returncode == 0, f"{' '.join(command)}: {completed.stderr}"
+    return completed.stdout
 
 
 def disconnect_host(number: int) -> None:
-    """Cut a host off from the others and from here; its engine and its containers go on."""
+    """Disconnect a host from the other hosts and the controller; its engine and containers keep running."""
     run_checked("ip", "link", "set", f"tb-h{number}-o", "down")
 
 
@@ -87,169 +91,130 @@ def reconnect_host(number: int) -> None:
 
 @contextlib.contextmanager
 def start_engines(folder: Path, count: int) -> Iterator[list[str]]:
-    """Have engines h1, h2, ... in one swarm that h1 manages; yields their names, which are those of docker contexts.
+    """Start engines h1, h2, ... in a swarm that h1 manages, and yield the names of their docker contexts.
 
-    The contexts are in ``folder / "docker"``, for ``DOCKER_CONFIG``; an ``ssh`` that reaches root on each host is in
-    ``folder / "bin"``, for ``PATH``. Only one caller at a time has engines.
+    The contexts are in ``folder / "docker"``, for ``DOCKER_CONFIG``. An ``ssh`` that reaches root on each host is in
+    ``folder / "bin"``, for ``PATH``. A lock admits one caller at a time.
     """
-    hosts = {f"tb-h{number}": folder / f"h{number}" for number in range(1, count + 1)}
-    keys, client = folder / "keys", connect()
+    namespaces = [f"tb-h{number}" for number in range(1, count + 1)]
+    folders = [folder / f"h{number}" for number in range(1, count + 1)]
+    keys = folder / "keys"
+    client = connect()
     images = ensure_images(client, print)
     with contextlib.ExitStack() as stack:
         fcntl.flock(stack.enter_context(LOCK.open("w")), fcntl.LOCK_EX)
-        for command in (
-            f"ip link del {BRIDGE}",
-            *(f"ip link del {each}-o; ip netns del {each}" for each in hosts),
+        _remove_leftovers(namespaces)
+        _create_keys(keys, count)
+        _write_ssh(folder / "bin/ssh", keys)
+        _add_bridge(stack)
+        for number, (namespace, place) in enumerate(
+            zip(namespaces, folders, strict=True), 1
         ):
-            subprocess.run(
-                ["sh", "-c", command], capture_output=True
-            )  # what somebody who was killed has left
-        keys.mkdir(parents=True)
-        names = ",".join(f"IP:{NETWORK}.1{number}" for number in range(1, count + 1))
-        made = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=engines"]
-        files = ["-keyout", str(keys / "key.pem"), "-out", str(keys / "cert.pem")]
-        run_checked(
-            "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / "id")
-        )
-        ssh = folder / "bin/ssh"
-        ssh.parent.mkdir()
-        ssh.write_text(_SSH.format(keys=keys))
-        ssh.chmod(0o755)
-        run_checked(
-            "openssl",
-            "req",
-            "-x509",
-            *made,
-            "-addext",
-            f"subjectAltName={names}",
-            *files,
-        )
-        run_checked("ip", "link", "add", BRIDGE, "type", "bridge")
-        stack.callback(run_checked, "ip", "link", "del", BRIDGE)
-        run_checked("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
-        run_checked("ip", "link", "set", BRIDGE, "up")
-        for side in (
-            "-i",
-            "-o",
-        ):  # with br_netfilter the engine of this machine forbids what passes other bridges
-            run_checked("iptables", "-w", "-I", "FORWARD", side, BRIDGE, "-j", "ACCEPT")
-            stack.callback(
-                run_checked,
-                "iptables",
-                "-w",
-                "-D",
-                "FORWARD",
-                side,
-                BRIDGE,
-                "-j",
-                "ACCEPT",
-            )
-        for number, (host, place) in enumerate(hosts.items(), 1):
             (place / "cgroup").mkdir(parents=True)
-            layers = share_images(
-                client, [images.device, images.shaper], place / "data"
-            )
-            run_checked("ip", "netns", "add", host)
-            stack.callback(run_checked, "ip", "netns", "del", host)
-            run_checked(
-                "ip",
-                "link",
-                "add",
-                f"{host}-o",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                host,
-            )
-            stack.callback(
-                run_checked, "ip", "link", "del", f"{host}-o"
-            )  # the kernel would do it a while after the other end
-            run_checked("ip", "link", "set", f"{host}-o", "master", BRIDGE, "up")
-            run_checked(
-                "ip",
-                "-n",
-                host,
-                "addr",
-                "add",
-                f"{NETWORK}.1{number}/24",
-                "dev",
-                "eth0",
-            )
-            run_checked("ip", "-n", host, "link", "set", "eth0", "up")
-            run_checked("ip", "-n", host, "link", "set", "lo", "up")
-            # The engine wants a way out, wherever that leads.
-            run_checked(
-                "ip", "-n", host, "route", "add", "default", "via", f"{NETWORK}.1"
-            )
-            start = place / "start"
-            settings = {
-                "host": host,
-                "place": place,
-                "address": f"{NETWORK}.1{number}",
-                "port": PORT,
-                "keys": keys,
-            }
-            settings |= {"checkout": Path.cwd(), "python": sys.executable}
-            start.write_text("\n".join([*layers, _START.format(**settings)]))
-            with (place / "log").open("wb") as log:
-                # It ends with this process, also where that is killed.
-                command = [
-                    "setpriv",
-                    "--pdeathsig",
-                    "TERM",
-                    "nsenter",
-                    f"--net=/run/netns/{host}",
-                ]
-                command += ["unshare", "-m", "-u", "sh", str(start)]
-                engine = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            stack.callback(_end, place, engine)
-        for place in hosts.values():
-            _await(place)
-        first, *others = (f"unix://{place}/sock" for place in hosts.values())
-        run_checked(
-            "docker", "-H", first, "swarm", "init", "--advertise-addr", f"{NETWORK}.11"
+            tags = [images.device, images.shaper]
+            mounts = share_images(client, tags, place / "data")
+            _add_namespace(stack, namespace, number)
+            engine = _start_engine(namespace, number, place, keys, mounts)
+            stack.callback(_stop_engine, place, engine)
+        for place in folders:
+            _wait_until_ready(place)
+        _join_swarm(folders)
+        for number, place in enumerate(folders, 1):
+            _create_context(folder / "docker", place.name, number, keys)
+        yield [place.name for place in folders]
+
+
+def _address(number: int) -> str:
+    return f"{NETWORK}.1{number}"
+
+
+def _remove_leftovers(namespaces: list[str]) -> None:
+    """Remove the interfaces and namespaces that a killed process left behind."""
+    commands = [f"ip link del {BRIDGE}"]
+    commands += [f"ip link del {name}-o; ip netns del {name}" for name in namespaces]
+    for command in commands:
+        subprocess.run(["sh", "-c", command], capture_output=True)
+
+
+def _create_keys(keys: Path, count: int) -> None:
+    """Create an ssh key, and a TLS certificate for the addresses of all engines."""
+    keys.mkdir(parents=True)
+    run_checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / "id"))
+    addresses = ",".join(f"IP:{_address(number)}" for number in range(1, count + 1))
+    options = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=engines"]
+    options += ["-addext", f"subjectAltName={addresses}"]
+    files = ["-keyout", str(keys / "key.pem"), "-out", str(keys / "cert.pem")]
+    run_checked("openssl", "req", "-x509", *options, *files)
+
+
+def _write_ssh(ssh: Path, keys: Path) -> None:
+    ssh.parent.mkdir()
+    ssh.write_text(_SSH.format(keys=keys))
+    ssh.chmod(0o755)
+
+
+def _add_bridge(stack: contextlib.ExitStack) -> None:
+    """Add the bridge between hosts, and remove it with ``stack``."""
+    run_checked("ip", "link", "add", BRIDGE, "type", "bridge")
+    stack.callback(run_checked, "ip", "link", "del", BRIDGE)
+    run_checked("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
+    run_checked("ip", "link", "set", BRIDGE, "up")
+    # With br_netfilter, the engine of this machine drops packets that pass other bridges.
+    for direction in ("-i", "-o"):
+        rule = ("FORWARD", direction, BRIDGE, "-j", "ACCEPT")
+        run_checked("iptables", "-w", "-I", *rule)
+        stack.callback(run_checked, "iptables", "-w", "-D", *rule)
+
+
+def _add_namespace(stack: contextlib.ExitStack, namespace: str, number: int) -> None:
+    """Add the network namespace of a host, connect it to the bridge, and remove both with ``stack``."""
+    outer = f"{namespace}-o"
+    run_checked("ip", "netns", "add", namespace)
+    stack.callback(run_checked, "ip", "netns", "del", namespace)
+    inner = ("peer", "name", "eth0", "netns", namespace)
+    run_checked("ip", "link", "add", outer, "type", "veth", *inner)
+    # The kernel removes it with the namespace, but some time later, when the name may be needed again.
+    stack.callback(run_checked, "ip", "link", "del", outer)
+    run_checked("ip", "link", "set", outer, "master", BRIDGE, "up")
+    inside = ("ip", "-n", namespace)
+    run_checked(*inside, "addr", "add", f"{_address(number)}/24", "dev", "eth0")
+    run_checked(*inside, "link", "set", "eth0", "up")
+    run_checked(*inside, "link", "set", "lo", "up")
+    # The engine requires a default route, even one that leads nowhere.
+    run_checked(*inside, "route", "add", "default", "via", f"{NETWORK}.1")
+
+
+def _start_engine(
+    namespace: str, number: int, place: Path, keys: Path, mounts: list[str]
+) -> subprocess.Popen[bytes]:
+    """Start the engine of a host, after the commands ``mounts``."""
+    start = _START.format(
+        host=namespace,
+        place=place,
+        address=_address(number),
+        port=PORT,
+        keys=keys,
+        checkout=Path.cwd(),
+        python=sys.executable,
+    )
+    script = place / "start"
+    script.write_text("\n".join([*mounts, start]))
+    # The signal ends the engine with this process, also if this process is killed.
+    command = ["setpriv", "--pdeathsig", "TERM"]
+    command += ["nsenter", f"--net=/run/netns/{namespace}"]
+    command += ["unshare", "-m", "-u", "sh", str(script)]
+    with (place / "log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
-        token = run_checked(
-            "docker", "-H", first, "swarm", "join-token", "-q", "worker"
-        ).strip()
-        for url in others:
-            run_checked(
-                "docker",
-                "-H",
-                url,
-                "swarm",
-                "join",
-                "--token",
-                token,
-                f"{NETWORK}.11:2377",
-            )
-        certificates = f"ca={keys}/cert.pem,cert={keys}/cert.pem,key={keys}/key.pem"
-        for number, place in enumerate(hosts.values(), 1):
-            at = f"host=tcp://{NETWORK}.1{number}:{PORT},{certificates}"
-            run_checked(
-                "docker",
-                "--config",
-                str(folder / "docker"),
-                "context",
-                "create",
-                place.name,
-                "--docker",
-                at,
-            )
-        yield [place.name for place in hosts.values()]
 
 
-def _await(place: Path) -> None:
-    deadline = time.monotonic() + PATIENCE
+def _wait_until_ready(place: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
     info = ["docker", "-H", f"unix://{place}/sock", "info"]
     while (
         not (place / "ssh.pid").exists()
@@ -259,14 +224,32 @@ def _await(place: Path) -> None:
         time.sleep(0.2)
 
 
-def _end(place: Path, engine: subprocess.Popen[bytes]) -> None:
-    """End an engine and all that it has."""
-    url = f"unix://{place}/sock"
-    found = subprocess.run(
-        ["docker", "-H", url, "ps", "-aq"], capture_output=True, text=True
-    ).stdout.split()
-    if found:
-        subprocess.run(["docker", "-H", url, "rm", "-f", *found], capture_output=True)
+def _join_swarm(folders: list[Path]) -> None:
+    """Create a swarm at the first engine, and let the other engines join it."""
+    first, *others = (f"unix://{place}/sock" for place in folders)
+    manager = _address(1)
+    swarm = ("docker", "-H", first, "swarm")
+    run_checked(*swarm, "init", "--advertise-addr", manager)
+    token = run_checked(*swarm, "join-token", "-q", "worker").strip()
+    for url in others:
+        join = ("swarm", "join", "--token", token, f"{manager}:2377")
+        run_checked("docker", "-H", url, *join)
+
+
+def _create_context(config: Path, name: str, number: int, keys: Path) -> None:
+    certificates = f"ca={keys}/cert.pem,cert={keys}/cert.pem,key={keys}/key.pem"
+    endpoint = f"host=tcp://{_address(number)}:{PORT},{certificates}"
+    create = ("context", "create", name, "--docker", endpoint)
+    run_checked("docker", "--config", str(config), *create)
+
+
+def _stop_engine(place: Path, engine: subprocess.Popen[bytes]) -> None:
+    """Stop an engine, and remove its containers, mounts and files."""
+    docker = ["docker", "-H", f"unix://{place}/sock"]
+    listing = subprocess.run([*docker, "ps", "-aq"], capture_output=True, text=True)
+    containers = listing.stdout.split()
+    if containers:
+        subprocess.run([*docker, "rm", "-f", *containers], capture_output=True)
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         os.kill(int((place / "ssh.pid").read_text()), signal.SIGTERM)
     engine.send_signal(signal.SIGTERM)
@@ -275,27 +258,32 @@ def _end(place: Path, engine: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         engine.kill()
         engine.wait()
+    # In reverse, since later mounts can lie within earlier ones.
     for line in reversed(Path("/proc/mounts").read_text().splitlines()):
-        if line.split()[1].startswith(f"{place}/"):
-            subprocess.run(["umount", "-l", line.split()[1]], capture_output=True)
+        mount_point = line.split()[1]
+        if mount_point.startswith(f"{place}/"):
+            subprocess.run(["umount", "-l", mount_point], capture_output=True)
     subprocess.run(["rm", "-rf", str(place)], capture_output=True)
 
 
 def main() -> int:
     count, *command = sys.argv[1:]
+    # An exception runs the clean-up; the default action of SIGTERM would not.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if why := unavailable_reason():
-        print(why, file=sys.stderr)
+    reason = unavailable_reason()
+    if reason:
+        print(reason, file=sys.stderr)
         return 3
     with (
-        tempfile.TemporaryDirectory(prefix="engines-") as name,
-        start_engines(Path(name), int(count)),
+        tempfile.TemporaryDirectory(prefix="engines-") as folder,
+        start_engines(Path(folder), int(count)),
     ):
-        own = {
-            "DOCKER_CONFIG": f"{name}/docker",
-            "PATH": f"{name}/bin:{os.environ['PATH']}",
+        environment = {
+            **os.environ,
+            "DOCKER_CONFIG": f"{folder}/docker",
+            "PATH": f"{folder}/bin:{os.environ['PATH']}",
         }
-        return subprocess.run(command, env={**os.environ, **own}).returncode
+        return subprocess.run(command, env=environment).returncode
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Images of this machine's engine in the data root of another, without a copy: the folders of their layers are mounted.
+"""Sharing of images between Docker engines of one machine: folders of layers are mounted instead of copied.
 
-Layers are only read, so that two engines may have the same files. Only ``overlay2`` has them in folders; elsewhere
-nothing is shared, and a lab brings its images as it does to any host.
+Engines only read layers, so two engines can use the same files. Only the storage driver ``overlay2`` keeps layers in
+folders; with another driver nothing is shared, and a lab transfers its images as to any host.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import docker
 
@@ -19,19 +20,19 @@ LAYERS = Path("overlay2")
 
 
 def unshareable_reason(client: docker.DockerClient) -> str:
-    """Say why other engines cannot have the layers of this one; else an empty text."""
+    """Return why the layers of this engine cannot be shared, or an empty text."""
     info = client.info()
     if info["Driver"] == "overlay2" and (Path(info["DockerRootDir"]) / STORE).is_dir():
         return ""
-    return "this engine keeps images by another driver than overlay2"
+    return "this engine stores images with another driver than overlay2"
 
 
 def share_images(
     client: docker.DockerClient, tags: Iterable[str], root: Path
 ) -> list[str]:
-    """Put images into the data root of an engine that has not started yet.
+    """Add images to the data root of an engine that has not started yet.
 
-    Returns the commands that the engine has to be started after, in its own mount namespace.
+    Returns shell commands to run before the engine, in its mount namespace.
     """
     if unshareable_reason(client):
         return []
@@ -42,44 +43,57 @@ def share_images(
         config = STORE / "imagedb/content/sha256" / image.removeprefix("sha256:")
         (root / config).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / config, root / config)
-        above = ""
-        for layer in json.loads((source / config).read_text())["rootfs"]["diff_ids"]:
-            above = (
-                f"sha256:{hashlib.sha256(f'{above} {layer}'.encode()).hexdigest()}"
-                if above
-                else layer
-            )
-            known = STORE / "layerdb/sha256" / above.removeprefix("sha256:")
-            if known not in mounts:
-                shutil.copytree(source / known, root / known)
-                mounts[known] = _mount(
-                    source, root, LAYERS / (source / known / "cache-id").read_text()
-                )
+        for chain_id in _chain_ids(json.loads((source / config).read_text())):
+            entry = STORE / "layerdb/sha256" / chain_id.removeprefix("sha256:")
+            if entry not in mounts:
+                shutil.copytree(source / entry, root / entry)
+                layer = LAYERS / (source / entry / "cache-id").read_text()
+                mounts[entry] = _share_layer(source, root, layer)
     repositories: dict[str, dict[str, str]] = {}
     for tag, image in names.items():
         repositories.setdefault(tag.split(":")[0], {})[tag] = image
     (root / STORE / "repositories.json").write_text(
         json.dumps({"Repositories": repositories})
     )
-    # The engine mounts these on themselves, beneath what is mounted in them, unless they are mounts already.
-    own = [f"mount --bind {each} {each}" for each in (root, root / LAYERS)]
-    own.insert(1, f"mount --make-shared {root}")
-    return [*own, *(command for commands in mounts.values() for command in commands)]
+    # The engine would bind these folders to themselves, which hides the layers mounted in them. It leaves out folders
+    # that are mounts already.
+    commands = [
+        f"mount --bind {root} {root}",
+        f"mount --make-shared {root}",
+        f"mount --bind {root / LAYERS} {root / LAYERS}",
+    ]
+    for layer_mounts in mounts.values():
+        commands += layer_mounts
+    return commands
 
 
-def _mount(source: Path, root: Path, layer: Path) -> list[str]:
-    """Give a layer the short name by which others mount it; return what makes its folder appear, to be read only."""
+def _chain_ids(config: dict[str, Any]) -> list[str]:
+    """Return the identifiers of an image's layers in the layer database, by the OCI rule for chain ids."""
+    chain_ids: list[str] = []
+    for diff_id in config["rootfs"]["diff_ids"]:
+        if chain_ids:
+            digest = hashlib.sha256(f"{chain_ids[-1]} {diff_id}".encode()).hexdigest()
+            chain_ids.append(f"sha256:{digest}")
+        else:
+            chain_ids.append(diff_id)
+    return chain_ids
+
+
+def _share_layer(source: Path, root: Path, layer: Path) -> list[str]:
+    """Create the folder of a layer with its short name, and return the commands that mount its content."""
     (root / layer / "work").mkdir(parents=True)
     (root / layer / "diff").mkdir()
-    for each in (source / layer).iterdir():
-        if each.is_file():
-            shutil.copyfile(each, root / layer / each.name)
-    (root / LAYERS / "l").mkdir(exist_ok=True)
-    (root / LAYERS / "l" / (source / layer / "link").read_text()).symlink_to(
-        f"../{layer.name}/diff"
-    )
-    files = source / layer / "diff", root / layer / "diff"
+    for path in (source / layer).iterdir():
+        if path.is_file():
+            shutil.copyfile(path, root / layer / path.name)
+    # Engines mount layers by short names, since the kernel limits the length of mount options.
+    short_names = root / LAYERS / "l"
+    short_names.mkdir(exist_ok=True)
+    short_name = (source / layer / "link").read_text()
+    (short_names / short_name).symlink_to(f"../{layer.name}/diff")
+    content, mount_point = source / layer / "diff", root / layer / "diff"
     return [
-        f"mount --bind {files[0]} {files[1]}",
-        f"mount -o remount,bind,ro {files[1]}",
+        f"mount --bind {content} {mount_point}",
+        # The kernel ignores `ro` in the bind itself.
+        f"mount -o remount,bind,ro {mount_point}",
     ]

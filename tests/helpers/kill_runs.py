@@ -1,6 +1,6 @@
-"""``python -m tests.helpers.kill_runs COUNT SEED``: kill a run over h1 and h2 by SIGKILL, at another moment each time.
+"""``python -m tests.helpers.kill_runs COUNT SEED``: kill the controller of a run on two hosts at random times.
 
-Says after how many seconds nothing of it is left on either; as a command of `tests.helpers.engines`.
+The program is a command for `tests.helpers.engines`. It prints the seconds until no container of the run is left.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from testbed_controller.lab.removal import labelled_runs
 
 COMMAND = ["run", "quickstart", "--hosts", "h1,h2", "--accept-links", "--out"]
 CONTAINERS = 8
-"""What the run has, its shapers and keepers included."""
-BOOT = 60.0
-"""Seconds until all of them are there, on a busy machine."""
-GOES_ON = 6.0
-"""Seconds after that within which it is killed at the latest."""
-PATIENCE = 30.0
+"""Number of containers of the run, including shapers and keepers."""
+BOOT_TIMEOUT = 60.0
+"""Seconds for all containers to start, on a busy machine."""
+MAX_DELAY = 6.0
+"""Longest time in seconds from the start of the last container to the kill."""
+REMOVAL_TIMEOUT = 30.0
+"""Seconds for the hosts to remove all containers."""
 
 
 def main(count: int, seed: int) -> int:
     clients = [reach(name).client for name in ("h1", "h2")]
-    moments, failed = random.Random(seed), 0
+    draw, failed = random.Random(seed), 0
     for number in range(count):
-        wanted, more = moments.randint(0, CONTAINERS), moments.uniform(0, GOES_ON)
+        # Kill once this many containers exist. Before the first and after the last one, wait longer.
+        threshold, delay = draw.randint(0, CONTAINERS), draw.uniform(0, MAX_DELAY)
         command = [
             str(Path(sys.executable).with_name("testbed")),
             *COMMAND,
@@ -37,28 +39,31 @@ def main(count: int, seed: int) -> int:
         with subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as controller:
-            began, there = time.monotonic(), 0
-            while there < wanted and time.monotonic() - began < BOOT:
-                there = sum(len(client.api.containers(all=True)) for client in clients)
+            start, containers = time.monotonic(), 0
+            while containers < threshold and time.monotonic() - start < BOOT_TIMEOUT:
+                counts = [len(client.api.containers(all=True)) for client in clients]
+                containers = sum(counts)
                 time.sleep(0.05)
-            time.sleep(more if wanted in (0, CONTAINERS) else 0)
+            if threshold in (0, CONTAINERS):
+                time.sleep(delay)
             controller.kill()
-        began = time.monotonic()
-        # A request of the killed one may still be under way for a moment.
+        start = time.monotonic()
+        # An engine may still be processing a request of the killed controller.
         time.sleep(0.5)
         while (
             any(labelled_runs(client) for client in clients)
-            and time.monotonic() - began < PATIENCE
+            and time.monotonic() - start < REMOVAL_TIMEOUT
         ):
             time.sleep(0.2)
         left = sum(len(labelled_runs(client)) for client in clients)
         failed += left > 0
-        took = time.monotonic() - began
+        duration = time.monotonic() - start
         print(
-            f"{number + 1}: with {there} containers; {left} left {took:.1f} s later",
+            f"{number + 1}: killed with {containers} containers; "
+            f"{left} left after {duration:.1f} s",
             flush=True,
         )
-    print(f"{failed} of {count} left something")
+    print(f"{failed} of {count} runs left containers")
     return failed > 0
 
 

@@ -1,7 +1,7 @@
-"""What links carried, counted alike on both clocks: messages and casts, sent and received, with their bytes.
+"""Comparison of traffic between both clocks: messages and casts of each link, with their bytes.
 
-Times of a run in containers are judged by its verdict. A lost message or cast shifts no time by much, so it is found by
-counting alone.
+The verdict of a run in containers judges its times. A lost message or cast hardly changes any time, so only counting
+detects it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Sizes = Mapping[Flow, list[int]]
 """Bytes of each message, in order."""
 
 BY_TIME = ("hello", "ping", "pong")
-"""Kinds of messages whose number depends on time: a device greets until it is configured, and is asked after a silence.
-"""
+"""Kinds of messages whose number depends on time: a device repeats hello until it is configured, and pings follow a
+silence."""
 
 HEADER_SLACK = 64
-"""Bytes by which a message may differ: the simulator assumes the usual number of digits of sequence numbers, and
-safetensors begin at a multiple of 64 bytes."""
+"""Accepted difference of a message's size in bytes: the simulator assumes a typical number of digits of sequence
+numbers, and safetensors start at a multiple of 64 bytes."""
 
 AT_THE_END = 3
 """Messages of one kind and link that may be sent and not received, or received and not sent, as a run ends: a message
@@ -35,7 +35,7 @@ WAYS = {
     "cast": ("cast", "casts"),
     "heard": ("receive", "casts"),
 }
-"""What is compared: the event, and what it is about."""
+"""Compared traffic: name of the event, and messages or casts."""
 
 
 def outcome_in(folder: Path) -> Outcome:
@@ -72,10 +72,10 @@ def count_differences(
     excluded: Collection[str] = (),
     unfinished: int = 0,
 ) -> list[str]:
-    """Return how the counts of each link differ between a run in containers and the same run on the virtual clock.
+    """Return the differences in counts between a run in containers and the same run on the virtual clock, by link.
 
-    ``excluded`` names devices and kinds of messages whose number depends on an instant, such as that of a kill.
-    ``unfinished`` is the number of messages of each kind and link that may be under way when the coordinator ends the
+    ``excluded`` contains devices and kinds of messages whose number depends on the time of an event, such as a kill.
+    ``unfinished`` is the number of messages of each kind and link that may be in transit when the coordinator ends the
     run.
     """
     differences = lost_in_containers(emulated, excluded=excluded)
@@ -98,19 +98,20 @@ def _compare_sizes(
 ) -> str | None:
     if abs(len(expected) - len(measured)) > unfinished:
         return f"{len(measured)} in containers, {len(expected)} simulated"
-    for one, other in zip(measured, expected, strict=False):
-        if abs(one - other) > HEADER_SLACK:
-            return f"{one} bytes in containers, {other} simulated"
+    # If messages were in transit at the end, one list is longer.
+    for measured_size, expected_size in zip(measured, expected, strict=False):
+        if abs(measured_size - expected_size) > HEADER_SLACK:
+            return f"{measured_size} bytes in containers, {expected_size} simulated"
     return None
 
 
 def lost_in_containers(
     emulated: Outcome, *, excluded: Collection[str] = ()
 ) -> list[str]:
-    """Return losses that no method and no scenario asks for, by link; they hold for asynchronous methods as well.
+    """Return unintended losses by link; the check is valid for asynchronous methods, too.
 
-    These are messages that were acknowledged and never received, or received and never acknowledged, and datagrams
-    that a socket dropped before the agent could read them.
+    Losses are messages that were acknowledged but not received, or received but not acknowledged, and datagrams that a
+    socket dropped before the agent read them.
     """
     losses = []
     sent = message_sizes(emulated, "send", "messages")
@@ -128,7 +129,7 @@ def lost_in_containers(
 
 
 def size_differences(emulated: Outcome, simulated: Outcome) -> list[str]:
-    """Return how the largest message of each kind differs between both clocks, where counts need not be equal."""
+    """Return the differences in size of the largest message of each kind, for runs with unequal counts."""
     expected, measured = _largest_by_kind(simulated), _largest_by_kind(emulated)
     differences = []
     for kind in sorted(expected.keys() | measured.keys()):

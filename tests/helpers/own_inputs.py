@@ -1,11 +1,11 @@
-"""Samples of two inputs, tokens and which of them count, and networks of both: tests read it as a scenario's file."""
+"""A user's file with samples of two inputs, such as tokens and an attention mask, and networks for them."""
 
 import torch
 from torch import nn
 
 
 class Masked(nn.Module):
-    """Guesses by the mean of the tokens that count, after layers that look at those alone."""
+    """Classifies by the mean over unmasked tokens; its layers attend to unmasked tokens only."""
 
     def __init__(self, classes):
         super().__init__()
@@ -17,7 +17,7 @@ class Masked(nn.Module):
         self.head = nn.Linear(16, classes)
 
     def forward(self, input_ids, attention_mask):
-        """Map two of (samples, places) to a dictionary, as models of others do."""
+        """Map two tensors (samples, positions) to a dictionary with logits, as models of transformers do."""
         values = self.table(input_ids)
         for layer in self.layers:
             values = layer(values, src_key_padding_mask=attention_mask == 0)
@@ -26,15 +26,15 @@ class Masked(nn.Module):
 
 
 class Whole(Masked):
-    """Takes its inputs as one dictionary."""
+    """Receives its inputs as one dictionary."""
 
     def forward(self, batch):
-        """Map a dictionary of two of (samples, places) to (samples, classes)."""
+        """Map a dictionary of two tensors (samples, positions) to (samples, classes)."""
         return super().forward(batch["input_ids"], batch["attention_mask"])["logits"]
 
 
 class Towers(nn.Module):
-    """Two inputs of numbers, a network each, and one for both."""
+    """Processes each of two numeric inputs by its own network, and both results by a third."""
 
     def __init__(self, classes):
         super().__init__()
@@ -48,27 +48,26 @@ class Towers(nn.Module):
 
 
 def tokens():
-    """Return samples of seven tokens, of which the first four to seven count: their first tells the class."""
+    """Return training and test samples of 4 to 7 tokens, padded to 7; the first token determines the label."""
     draws = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 30, (300, 7), generator=draws)
-    mask = (torch.arange(7) < torch.randint(4, 8, (300, 1), generator=draws)).long()
-    samples = {"input_ids": ids * mask, "attention_mask": mask}
-    labels = ids[:, 0] % 3
-    return tuple(
-        ({name: each[part] for name, each in samples.items()}, labels[part])
-        for part in PARTS
-    )
+    lengths = torch.randint(4, 8, (300, 1), generator=draws)
+    mask = (torch.arange(7) < lengths).long()
+    ids, labels = ids * mask, ids[:, 0] % 3
+    parts = []
+    for part in PARTS:
+        samples = {"input_ids": ids[part], "attention_mask": mask[part]}
+        parts.append((samples, labels[part]))
+    return tuple(parts)
 
 
 def pairs():
-    """Return samples of two inputs without names."""
+    """Return training and test samples of two unnamed inputs."""
     draws = torch.Generator().manual_seed(1)
-    first, second = (
-        torch.randn(300, 6, generator=draws),
-        torch.randn(300, 3, generator=draws),
-    )
+    first = torch.randn(300, 6, generator=draws)
+    second = torch.randn(300, 3, generator=draws)
     labels = (first.sum(1) > second.sum(1)).long()
     return tuple(((first[part], second[part]), labels[part]) for part in PARTS)
 
 
-PARTS = (slice(200), slice(200, 300))
+PARTS = (slice(200), slice(200, 300))  # training and test

@@ -1,4 +1,4 @@
-"""Networks as users write them, with nothing of the testbed's; read by tests as the files of scenarios."""
+"""A user's file with networks in plain torch, as scenarios name it."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """A residual block: a unit, since two tensors cross within."""
+    """A residual block, which cannot be cut: two tensors cross each point within."""
 
     def __init__(self, entering, channels, stride):
         super().__init__()
@@ -63,7 +63,7 @@ def double(entering, channels):
 
 
 class UNet(nn.Module):
-    """Skips from each level down to the same level up."""
+    """A network with skip connections from each level of the encoder to the same level of the decoder."""
 
     def __init__(self, shape, classes, width=4):
         super().__init__()
@@ -110,7 +110,7 @@ class Encoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Each row of the picture is a token; a token of its own and positions are learnt."""
+    """A vision transformer: each row of the image is a token; a class token and positions are learned."""
 
     def __init__(self, shape, classes, dim=16, depth=2, heads=2, dropout=0.0):
         super().__init__()
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention to earlier tokens alone, by a mask that is cut to size, as GPT is often written."""
+    """Causal attention with a buffered mask that is sliced to the sequence's length, as in many GPT codes."""
 
     def __init__(self, dim, heads, longest=64):
         super().__init__()
@@ -157,7 +157,7 @@ class Attention(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Sizes, constants and options where users have them."""
+    """A network with tensor sizes, constants, assertions and options in `forward`."""
 
     def __init__(self, shape, classes, dim=8, depth=2):
         super().__init__()
@@ -183,7 +183,7 @@ class Gpt(nn.Module):
 
 
 def layered(shape, classes):
-    """Build a Sequential with torch's own encoder layers."""
+    """Return a Sequential with encoder layers of torch."""
     dim = 16
     return nn.Sequential(
         nn.Flatten(2),

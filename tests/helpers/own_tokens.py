@@ -1,4 +1,4 @@
-"""Tokens of whole numbers, and a network that looks them up: read by tests as the file of a scenario."""
+"""A user's file with a data set of integer tokens and a network that embeds them."""
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ time_limit: 100s
 
 
 class Text(nn.Module):
-    """Guesses by the mean of what it looks up."""
+    """Classifies by the mean of the embedded tokens."""
 
     def __init__(self, classes):
         super().__init__()
@@ -33,12 +33,13 @@ class Text(nn.Module):
         self.head = nn.Linear(16, classes)
 
     def forward(self, x):
-        """Map tokens (samples, places) to (samples, classes)."""
-        return self.head(self.norm(torch.relu(self.hidden(self.table(x)))).mean(1))
+        """Map tokens (samples, positions) to (samples, classes)."""
+        hidden = torch.relu(self.hidden(self.table(x)))
+        return self.head(self.norm(hidden).mean(1))
 
 
 def load():
-    """Return samples of seven tokens, whose labels are their first token's remainder."""
+    """Return training and test samples of seven tokens; the label is the first token modulo 3."""
     tokens = torch.randint(0, 30, (300, 7), generator=torch.Generator().manual_seed(1))
     labels = tokens[:, 0] % 3
     return (tokens[:200], labels[:200]), (tokens[200:], labels[200:])

@@ -1,4 +1,4 @@
-"""Runs of small networks of which only some weights are trained."""
+"""Runs of small networks with some frozen weights."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def prepare_with(
     *,
     in_rounds: bool,
 ) -> Prepared:
-    """Prepare a scenario with another method; devices of a method in rounds share the data."""
+    """Prepare a scenario file with another method; ``__`` in the keys of ``changes`` stands for a dot."""
     options = dict(method)
-    keys = {
-        "workload.method": options,
-        **{key.replace("__", "."): value for key, value in changes.items()},
-    }
+    keys: dict[str, Any] = {"workload.method": options}
+    for key, value in changes.items():
+        keys[key.replace("__", ".")] = value
     if in_rounds:
+        # In rounds, devices own the data.
         keys["workload.data"] = {
             "name": "digits",
             "train": 96,
@@ -42,15 +42,13 @@ def prepare_with(
 
 
 def run_simulated(prepared: Prepared, weights: Any = None) -> Outcome:
-    """Simulate to the end."""
-    outcome = simulate(
-        prepared, load_data(prepared.scenario.workload.data), weights=weights
-    )
+    data = load_data(prepared.scenario.workload.data)
+    outcome = simulate(prepared, data, weights=weights)
     assert outcome.status == "finished", outcome.error
     return outcome
 
 
 def build_whole_model(prepared: Prepared) -> nn.Module:
-    """Return the whole network as the run begins with it."""
+    """Return the undivided network with the initial weights of the run."""
     problem = prepared.problem
     return problem.model.build(0, len(problem.model.units), problem.seed)

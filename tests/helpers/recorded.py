@@ -1,4 +1,4 @@
-"""A small run, written down by hand: two devices, five steps of one second, b killed in the third and recovered."""
+"""A small run, written by hand: two devices and five steps of one second; b is killed in the third and recovers."""
 
 from __future__ import annotations
 
@@ -46,15 +46,20 @@ def make_trial(**changes: Any) -> Trial:
 
 
 def make_plan() -> Plan:
-    held = (
+    assignments = (
         Assignment(device="a", start=0, stop=1, memory=1e6),
         Assignment(device="b", start=1, stop=3, memory=2e6),
     )
-    return Plan(method="pipeline", coordinator="a", assignments=held, step_time=0.9)
+    return Plan(
+        method="pipeline", coordinator="a", assignments=assignments, step_time=0.9
+    )
 
 
-def _round(step: int, start: float) -> list[Event]:
-    """One training step: a computes 0.2 s, sends 0.1 s, b computes 0.4 s, sends 0.1 s back, a computes 0.2 s."""
+def _step(step: int, start: float) -> list[Event]:
+    """Return the events of one training step.
+
+    a computes for 0.2 s and sends for 0.1 s, b computes for 0.4 s and sends for 0.1 s, and a computes for 0.2 s.
+    """
     return [
         Event(start, "a", "begin", {"span": "forward", "batch": step}),
         _compute(start + 0.2, "a", "forward", step, start, 0.2),
@@ -117,14 +122,24 @@ def _receive(time: float, device: str, peer: str, start: float) -> Event:
 
 
 def make_events(faulty: bool = True) -> list[Event]:
-    """Steps 0 and 1 end at 1 and 2; b dies at 2.3 in step 2, is back at 3.4; detected at 3, resumed at 4, then on."""
-    begun = [Event(0.0, name, "state", {"state": "started"}) for name in ("a", "b")]
+    """Return the events of the run; without the fault if not ``faulty``.
+
+    Steps 0 and 1 end at 1 s and 2 s. In step 2, b is killed at 2.3 s and restarts at 3.4 s. The method detects the
+    failure at 3 s and resumes at 4 s with step 1.
+    """
+    starts = [Event(0.0, name, "state", {"state": "started"}) for name in ("a", "b")]
     if not faulty:
-        rounds = [event for step in range(5) for event in _round(step, float(step))]
-        last = [Event(5.5, "a", "evaluate", {"step": 4, "accuracy": 0.9, "loss": 0.3})]
-        return [*begun, *rounds, *last, Event(5.6, "a", "state", {"state": "finished"})]
+        steps = []
+        for step in range(5):
+            steps += _step(step, start=float(step))
+        end = [
+            Event(5.5, "a", "evaluate", {"step": 4, "accuracy": 0.9, "loss": 0.3}),
+            Event(5.6, "a", "state", {"state": "finished"}),
+        ]
+        return [*starts, *steps, *end]
     crash = [
-        *_round(2, 2.0)[:4],
+        # The first four events of step 2: a has computed and sent, and b begins.
+        *_step(2, start=2.0)[:4],
         Event(2.3, "b", "begin", {"span": "forward", "batch": 2}),
         Event(
             2.32,
@@ -142,12 +157,14 @@ def make_events(faulty: bool = True) -> list[Event]:
         Event(3.4, "b", "state", {"state": "started"}),
         Event(4.0, "a", "recovery", {"phase": "resumed", "step": 1}),
     ]
-    after = [*_round(1, 4.0), *_round(2, 5.0), *_round(3, 6.0), *_round(4, 7.0)]
-    last = [
+    resumed = []
+    for step, start in ((1, 4.0), (2, 5.0), (3, 6.0), (4, 7.0)):
+        resumed += _step(step, start)
+    end = [
         Event(8.5, "a", "evaluate", {"step": 4, "accuracy": 0.95, "loss": 0.25}),
         Event(8.6, "a", "state", {"state": "finished"}),
     ]
-    return [*begun, *_round(0, 0.0), *_round(1, 1.0), *crash, *after, *last]
+    return [*starts, *_step(0, 0.0), *_step(1, 1.0), *crash, *resumed, *end]
 
 
 def make_links() -> list[LinkMeasurement]:
@@ -158,20 +175,15 @@ def make_links() -> list[LinkMeasurement]:
 
 
 def slow_down(events: list[Event], factor: float) -> list[Event]:
-    """The same run, stretched in time."""
-    timed = ("start", "duration", "intended")
-    return [
-        Event(
-            event.time * factor,
-            event.device,
-            event.event,
-            {
-                key: value * factor if key in timed else value
-                for key, value in event.fields.items()
-            },
-        )
-        for event in events
-    ]
+    """Return the events with all times and durations multiplied by ``factor``."""
+    slower = []
+    for event in events:
+        fields = dict(event.fields)
+        for key in ("start", "duration", "intended"):
+            if key in fields:
+                fields[key] *= factor
+        slower.append(Event(event.time * factor, event.device, event.event, fields))
+    return slower
 
 
 def make_outcome(**changes: Any) -> Outcome:
@@ -188,33 +200,28 @@ def make_outcome(**changes: Any) -> Outcome:
 
 
 def write_run(folder: Path, trial: Trial, plan: Plan, outcome: Outcome) -> Path:
-    """Write a run that is over into a folder."""
+    """Write a finished run to a folder."""
     return Recorder(folder, trial, plan, outcome.runtime).finish(outcome).path
 
 
 def make_record(**changes: Any) -> RunView:
-    """The recorded run, from which metrics are computed; ``trial`` and the arguments of `outcome` may be replaced."""
-    own = changes.pop("trial", None) or make_trial()
-    return RunView(make_outcome(**changes), own.experiment, make_plan())
+    """Return a view of the run, with ``trial`` and arguments of `make_outcome` replaced."""
+    trial = changes.pop("trial", None) or make_trial()
+    return RunView(make_outcome(**changes), trial.experiment, make_plan())
 
 
 def make_calm_record(**changes: Any) -> RunView:
-    """The same of a run that nothing disturbed."""
-    return make_record(
-        **{"trial": make_trial(faults=()), "events": make_events(faulty=False)}
-        | changes
-    )
+    """Return a view of the run without its fault."""
+    calm = {"trial": make_trial(faults=()), "events": make_events(faulty=False)}
+    return make_record(**(calm | changes))
 
 
 def recorded_metrics(**changes: Any) -> dict[str, Any]:
-    """What there is to say of the run."""
+    """Return the metrics of the run."""
     return metrics(make_outcome(**changes), make_trial().experiment, make_plan())
 
 
 def calm_metrics(**changes: Any) -> dict[str, Any]:
-    """What there is to say of a run that nothing disturbed."""
-    return metrics(
-        make_outcome(**({"events": make_events(faulty=False)} | changes)),
-        make_trial(faults=()).experiment,
-        make_plan(),
-    )
+    """Return the metrics of the run without its fault."""
+    outcome = make_outcome(**({"events": make_events(faulty=False)} | changes))
+    return metrics(outcome, make_trial(faults=()).experiment, make_plan())

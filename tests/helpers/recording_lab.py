@@ -1,4 +1,4 @@
-"""A lab whose engine, shaper and agents only remember what they were told; it stands for the containers."""
+"""A fake lab that stands for containers: its engine, shaper and agents only record calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RecordingAgent:
 
 
 class RecordingLab:
-    """Stands for the containers, at the edge."""
+    """Records the calls that would reach containers, the shaper and agents."""
 
     def __init__(self) -> None:
         scenario = {
@@ -64,13 +64,14 @@ class RecordingLab:
         self.agents = {name: RecordingAgent() for name in "abc"}
         self.devices = {name: SimpleNamespace(state="running") for name in "abc"}
         self.shaped: dict[Pair, Link] = dict(self.experiment.links)
+        # One object plays both parts: its `set` is the shaper's.
         self.shaper = self
         self.booted_with: dict[Pair, Link] = {}
         self.refuses_links = False
         self.actions: list[str] = []
 
     def states(self) -> dict[str, str]:
-        return {name: each.state for name, each in self.devices.items()}
+        return {name: device.state for name, device in self.devices.items()}
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         if self.refuses_links:

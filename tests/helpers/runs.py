@@ -1,4 +1,4 @@
-"""Whole scenarios, written as keys that differ from a small one, on the virtual clock."""
+"""Simulated scenarios, each described by its differences from a small default scenario."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -30,7 +30,7 @@ WORKLOAD = {
 
 
 def make_scenario(*args, **keys):
-    """Return a scenario of a source and so many workers, all alike; see `written`."""
+    """Return a scenario of a source and equal workers, from the arguments of `scenario_keys`."""
     return Scenario.model_validate(scenario_keys(*args, **keys))
 
 
@@ -41,10 +41,11 @@ def scenario_keys(
     method: Mapping = {},
     **keys,
 ):
-    """Return such a scenario as a file has it."""
+    """Return the keys of a scenario file with a source and ``workers`` equal workers."""
     work = {**WORKLOAD, **workload}
     if work.get("task") == "infer":
-        work = {key: value for key, value in work.items() if key != "steps"}
+        # Inference counts requests.
+        work.pop("steps", None)
     work["method"] = {**WORKLOAD["method"], **method}
     devices = {"source": {"speed": speed}}
     if workers:
@@ -60,11 +61,11 @@ def scenario_keys(
     return {**tree, **keys}
 
 
-_load = cache(load)
+_load = cache(load)  # many tests use the same few data sets
 
 
 def problem_of(scenario: Scenario) -> tuple[PlanningProblem, object]:
-    """Return the problem of a scenario and its data."""
+    """Return the planning problem of a scenario and its data."""
     (trial,) = trials(scenario)
     workload = scenario.workload
     data = _load(workload.data)
@@ -79,9 +80,9 @@ def problem_of(scenario: Scenario) -> tuple[PlanningProblem, object]:
 
 
 def run_simulated(
-    scenario: Scenario, plan: Plan | None = None, weights=None, on_event=None, **watched
+    scenario: Scenario, plan: Plan | None = None, weights=None, on_event=None, **options
 ) -> Outcome:
-    """Plan, unless a plan is given, and simulate."""
+    """Simulate a scenario, with its method's plan unless ``plan`` is set."""
     (trial,) = trials(scenario)
     problem, data = problem_of(scenario)
     method = METHODS[scenario.workload.method.name]
@@ -90,24 +91,24 @@ def run_simulated(
         data,
         on_event,
         weights,
-        **watched,
+        **options,
     )
 
 
 def events_of(outcome: Outcome, *names: str):
-    """Return the events of these names as (device, fields)."""
+    """Return the events with these names as (device, fields)."""
     return [(event.device, dict(event.fields)) for event in outcome.events.of(*names)]
 
 
 def fields_of(outcome: Outcome, name: str) -> list[dict]:
-    """Return the fields of the events of one name."""
+    """Return the fields of all events with this name."""
     return [fields for _, fields in events_of(outcome, name)]
 
 
 def train_with_torch(
     scenario: Scenario, weights=None
 ) -> tuple[torch.nn.Module, list[float]]:
-    """Train the undivided model on the same batches with torch alone; return it and the loss of every step."""
+    """Train the undivided model with torch alone on the batches of the scenario; return the model and all losses."""
     from testbed.ml.data.batches import batch
 
     problem, data = problem_of(scenario)
@@ -121,10 +122,8 @@ def train_with_torch(
     losses = []
     for step in range(workload.steps):
         chosen = batch(len(data.train_labels), workload.batch_size, problem.seed, step)
-        images, labels = (
-            torch.from_numpy(part[chosen])
-            for part in (data.train_images, data.train_labels)
-        )
+        images = torch.from_numpy(data.train_images[chosen])
+        labels = torch.from_numpy(data.train_labels[chosen])
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()

@@ -1,4 +1,4 @@
-"""Random schedules of faults for asynchronous pipelines: several at once, in recoveries, on whatever device."""
+"""Random fault schedules for asynchronous pipelines: concurrent faults, also in recoveries, on any device."""
 
 import random
 
@@ -17,20 +17,21 @@ METHOD = {
     "min_improvement": 0,
     "resume": "last-replica",
 }
-"""Options under which a run's weights follow from its stretches alone; test_next_batch.py covers the default."""
+"""Options with which the stretches of a run determine its weights; test_next_batch.py covers the default `resume`."""
 MODEL = {"name": "mlp", "hidden": [24] * 6}
-"""Units that can be shared out, so that there is something to adapt."""
+"""Enough units for the method to move some between stages."""
 
 
 def at_span_start(device, span, batch):
     return {"device": device, "begins": span, "batch": batch}
 
 
-def random_fault(draw: random.Random, first: bool) -> dict:
+def random_fault(draw: random.Random, *, is_first: bool) -> dict:
+    # Seeds of failures stay valid only as long as the order of draws stays.
     kind = draw.choice(
         ["kill", "kill", "pause", "partition", "degrade", "throttle", "central", "cut"]
     )
-    lasting = draw.choice(["300ms", "1s", "3s", "8s", None])
+    duration = draw.choice(["300ms", "1s", "3s", "8s", None])
     victim = draw.choice(WORKERS)
     if kind == "partition":
         fault = {"partition": [sorted(draw.sample(DEVICES, draw.randint(1, 2)))]}
@@ -50,63 +51,53 @@ def random_fault(draw: random.Random, first: bool) -> dict:
             }
         }
     elif kind == "cut":
-        one, other = draw.sample(DEVICES, 2)
-        ends = draw.choice([{"between": [one, other]}, {"from": one, "to": other}])
+        first_end, second_end = draw.sample(DEVICES, 2)
+        both_ways = {"between": [first_end, second_end]}
+        one_way = {"from": first_end, "to": second_end}
+        ends = draw.choice([both_ways, one_way])
         fault = {
             "flap": {**ends, "down": draw.choice(["200ms", "2s", "10h"]), "up": "500ms"}
         }
-        lasting = lasting or draw.choice(["30s", None])
+        duration = duration or draw.choice(["30s", None])
     elif kind == "central":
         fault = {draw.choice(["kill", "pause"]): "source"}
-        lasting = lasting or "2s"
+        # No method survives the loss of the coordinator, so it always returns.
+        duration = duration or "2s"
     else:
         fault = {kind: victim}
-    if lasting:
-        fault["for"] = lasting
+    if duration:
+        fault["for"] = duration
+    return fault | random_moment(draw, victim, is_first=is_first)
+
+
+def random_moment(draw: random.Random, victim: str, *, is_first: bool) -> dict:
+    """Return the keys for the time of a fault; a later fault may also follow the one before it."""
     moments = [{"at": f"{draw.randint(0, 2500)}ms"}]
     span = draw.choice(["forward", "backward", "update"])
-    moments.append(
-        {
-            "when": {
-                "device": victim,
-                "begins": span,
-                "batch": draw.randint(0, STEPS - 1),
-            }
-        }
-    )
-    moments.append(
-        {
-            "when": {
-                "device": victim,
-                "begins": draw.choice(["replicate", "keep", "load"]),
-            }
-        }
-    )
-    if not first:
+    moments.append({"when": at_span_start(victim, span, draw.randint(0, STEPS - 1))})
+    rare_span = draw.choice(["replicate", "keep", "load"])
+    moments.append({"when": {"device": victim, "begins": rare_span}})
+    if not is_first:
         moments.append({"after": f"{draw.choice([1, 200, 2000, 6000])}ms"})
-        moments.append(
-            {
-                "when": {
-                    "device": "source",
-                    "event": draw.choice(["recovery", "stretch", "repartition"]),
-                }
-            }
-        )
-    return fault | draw.choice(moments)
+        event = draw.choice(["recovery", "stretch", "repartition"])
+        moments.append({"when": {"device": "source", "event": event}})
+    return draw.choice(moments)
 
 
 def random_keys(seed: int) -> dict:
-    """Return the keys of a scenario, for `runs.scenario` and `runs.written`."""
+    """Return the keys of a random scenario for `runs.make_scenario` and `runs.scenario_keys`."""
     draw = random.Random(seed)
-    faults = [random_fault(draw, index == 0) for index in range(draw.randint(1, 5))]
+    faults = [
+        random_fault(draw, is_first=index == 0) for index in range(draw.randint(1, 5))
+    ]
     name = draw.choice(["ftpipehd", "ftpipehd", "respipe", "pipedream"])
-    given = {
+    replicated = {
         "name": name,
         "chain_replication_interval": 4,
         "global_replication_interval": 8,
         "stall_timeout": "500ms",
     }
-    method = METHOD if name == "ftpipehd" else given
+    method = METHOD if name == "ftpipehd" else replicated
     window = draw.choice(["0s", "5s"])
     devices = {
         name: {"speed": draw.choice(["2mflops", "1mflops", "200kflops"])}

@@ -26,7 +26,7 @@ def make_scenario(
     speed="200kflops",
     **keys,
 ) -> Scenario:
-    """Return a scenario of a server and ``devices`` equal devices, or of the devices of a mapping in a scenario's form."""
+    """Return a scenario of a server and ``devices`` equal devices; a mapping replaces all devices."""
     work = {
         "model": {"name": "mlp", "hidden": [12, 8]},
         "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"},

@@ -1,7 +1,7 @@
-"""``python -m tests.helpers.ssh_server ADDRESS KEYS PID``: an ssh server for root, of commands and forwarded sockets.
+"""``python -m tests.helpers.ssh_server ADDRESS KEYS PID``: an ssh server for root's commands and forwarded sockets.
 
-It stands for the sshd of a host. ``KEYS/id`` is its key, and ``KEYS/id.pub`` the one that it lets in. The file ``PID``
-has its process id once it listens.
+It stands for the sshd of a host. ``KEYS/id`` is its key, and it accepts only ``KEYS/id.pub``. As soon as it listens, it
+writes its process id to the file ``PID``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def _serve(address: str, keys: str, pid: str) -> None:
         authorized_client_keys=f"{keys}/id.pub",
         process_factory=_run,
         encoding=None,
-        gss_host=None,  # no name is looked up
+        gss_host=None,  # avoids a name lookup, which may time out in the namespace
     )
     Path(pid).write_text(str(os.getpid()))
     await asyncio.Event().wait()

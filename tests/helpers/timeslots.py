@@ -1,7 +1,7 @@
-"""EdgePipe and VersatileFL, written again from their papers in numpy, for the casts that were received in a run.
+"""A reference in numpy for EdgePipe and VersatileFL, written from their papers, for the casts received in a run.
 
-Nothing of the methods or their kit is imported. Groups are of equal length, as the papers have them, and neurons stay
-where they are. Layers count from 0, the input layer, and batches from 0.
+It imports nothing of the methods or their packages. All groups have equally many layers, as in the papers, and neurons
+stay on their devices. Layers count from 0, the input layer, and batches from 0.
 """
 
 from __future__ import annotations
@@ -15,171 +15,182 @@ import numpy as np
 
 @dataclass
 class RunSetting:
-    """What a run is made of."""
+    """The inputs of a run."""
 
     groups: list[list[str]]
-    """Devices by group; all groups have as many layers."""
+    """Devices by group; all groups have equally many layers."""
     weights: list[tuple[np.ndarray, np.ndarray]]
-    """Of layer 1 on: (outputs, inputs) and (outputs,)."""
+    """Initial weights (outputs, inputs) and biases (outputs,) from layer 1 on."""
     batches: list[tuple[np.ndarray, np.ndarray]]
-    """Samples, (samples, values), and labels."""
+    """Samples (samples, values) and labels of each batch."""
     rate: float
+    """Learning rate."""
     received: set[tuple[str, str, int]]
-    """Sender, receiver, number of the sender's cast."""
+    """Received casts as (sender, receiver, number of the cast at its sender)."""
 
 
 @dataclass
 class ReferenceDevice:
-    """One device."""
+    """The state of one device."""
 
     weights: dict[int, np.ndarray]
     biases: dict[int, np.ndarray]
     inbox: defaultdict = field(default_factory=lambda: defaultdict(dict))
-    """By kind, layer and batch: what came, by sender."""
-    kept: dict = field(default_factory=dict)
-    """Of forwards: inputs, weights, outputs, and which inputs had not come."""
+    """Messages by (kind, layer, batch), then by sender."""
+    forwards: dict = field(default_factory=dict)
+    """Inputs, weights, outputs and missing inputs of each forward pass, by (layer, batch)."""
     casts: int = 0
     stage: int = 0
     dropped: set = field(default_factory=set)
+    """Forward passes (layer, batch) that failed the criterion of VersatileFL."""
     saved: dict = field(default_factory=dict)
-    used: Counter = field(default_factory=Counter)
+    """The newest complete gradients by layer, for reuse."""
+    reuses: Counter = field(default_factory=Counter)
     rates: dict = field(default_factory=dict)
+    """Success rates that the outputs of (layer, batch) carry."""
     past: dict = field(default_factory=dict)
+    """Mean of the newest outputs by (layer, sender)."""
 
 
 class EdgePipeReference:
-    """Section V: one pass of a layer a timeslot; what has not come is treated as null."""
+    """EdgePipe, section V: a device computes one pass of a layer in a timeslot; missing values count as zero."""
 
     def __init__(self, setting, update_condition="all_losses"):
         self.setting, self.update_condition = setting, update_condition
-        self.sizes = [
-            setting.batches[0][0].shape[1],
-            *(len(bias) for _, bias in setting.weights),
-        ]
+        samples, _ = setting.batches[0]
+        self.sizes = [samples.shape[1], *(len(bias) for _, bias in setting.weights)]
         self.layers = len(self.sizes)
-        self.most = self.layers // len(setting.groups)  # M_layers
-        self.period = 2 * self.most if len(setting.groups) > 1 else 2 * self.layers - 1
+        self.group_layers = self.layers // len(setting.groups)  # M_layers of the paper
+        # A group computes 2 M_layers passes of a batch. A single group has one pass less, since the input layer has no
+        # backward pass.
+        if len(setting.groups) > 1:
+            self.period = 2 * self.group_layers
+        else:
+            self.period = 2 * self.layers - 1
         self.nodes, self.losses = {}, []
         for group, names in enumerate(setting.groups):
+            first = group * self.group_layers
+            layers = range(first, first + self.group_layers)
             for name in names:
-                held = [
-                    layer
-                    for layer in range(group * self.most, (group + 1) * self.most)
-                    if layer
-                ]
-                rows = {layer: self.neurons(name, layer) for layer in held}
-                self.nodes[name] = ReferenceDevice(
-                    {
-                        layer: setting.weights[layer - 1][0][rows[layer]].copy()
-                        for layer in held
-                    },
-                    {
-                        layer: setting.weights[layer - 1][1][rows[layer]].copy()
-                        for layer in held
-                    },
-                )
+                self.nodes[name] = self.make_device(name, layers)
+
+    def make_device(self, name, layers):
+        """Return a device with the weights of its neurons; the input layer has none."""
+        weights, biases = {}, {}
+        for layer in layers:
+            if layer > 0:
+                layer_weights, layer_biases = self.setting.weights[layer - 1]
+                rows = self.neurons(name, layer)
+                weights[layer] = layer_weights[rows].copy()
+                biases[layer] = layer_biases[rows].copy()
+        return ReferenceDevice(weights, biases)
 
     def holders(self, layer):
-        return self.setting.groups[layer // self.most]
+        """Return the devices that hold neurons of a layer."""
+        return self.setting.groups[layer // self.group_layers]
 
     def neurons(self, name, layer):
+        """Return the slice of a layer's neurons on one device."""
         names = self.holders(layer)
-        place = names.index(name)
-        return slice(
-            self.sizes[layer] * place // len(names),
-            self.sizes[layer] * (place + 1) // len(names),
-        )
+        index, size = names.index(name), self.sizes[layer]
+        return slice(size * index // len(names), size * (index + 1) // len(names))
 
     @property
     def coordinator(self):
         return self.setting.groups[-1][0]
 
     def train(self):
-        """Go through all timeslots; what is cast in one can be used in the next."""
-        count = len(self.setting.batches)
-        for slot in range(2 * self.layers - 1 + self.period * (count - 1)):
-            sent = []
+        """Simulate all timeslots; a cast of one slot can be used from the next slot on."""
+        last_start = self.period * (len(self.setting.batches) - 1)
+        for slot in range(2 * self.layers - 1 + last_start):
+            deliveries = []
             for layer in range(self.layers):
-                for first, work in (
-                    (layer, self.forward),
-                    (2 * self.layers - 1 - layer, self.backward),
-                ):
-                    batch, rest = divmod(slot - first, self.period)
-                    if (
-                        rest == 0
-                        and 0 <= batch < count
-                        and (layer or work == self.forward)
-                    ):
-                        for name in self.holders(layer):
-                            sent += work(name, layer, batch)
-            for target, key, sender, message in sent:
-                self.nodes[target].inbox[key][sender] = message
+                deliveries += self.passes(layer, slot)
+            # Deliver after all layers have computed, so that no device sees a cast of the same slot.
+            for receiver, key, sender, message in deliveries:
+                self.nodes[receiver].inbox[key][sender] = message
         return self
 
+    def passes(self, layer, slot):
+        """Compute the passes of a layer that are due in a slot, and return their deliveries."""
+        deliveries = []
+        # Batch b passes layer l forward in slot b * period + l, and backward 2 * (layers - l) - 1 slots later.
+        due = [(layer, self.forward)]
+        if layer > 0:
+            due.append((2 * self.layers - 1 - layer, self.backward))
+        for first_slot, compute in due:
+            batch, rest = divmod(slot - first_slot, self.period)
+            if rest == 0 and 0 <= batch < len(self.setting.batches):
+                for name in self.holders(layer):
+                    deliveries += compute(name, layer, batch)
+        return deliveries
+
     def cast(self, name, kind, layer, batch, values):
-        """Return who receives a cast, as it goes into inboxes after the slot."""
-        target = min(layer + 1, self.layers - 1) if kind == "outputs" else layer - 1
-        node, others = (
-            self.nodes[name],
-            [each for each in self.holders(target) if each != name],
-        )
+        """Return the deliveries (receiver, key, sender, message) of a cast, by the casts received in the run."""
+        target_layer = layer - 1
+        if kind == "outputs":
+            # The devices of the output layer exchange their outputs.
+            target_layer = min(layer + 1, self.layers - 1)
+        node, targets = self.nodes[name], self.holders(target_layer)
         message = self.message(node, kind, layer, batch, values)
-        heard = [name] if name in self.holders(target) else []
+        receivers = [name] if name in targets else []
+        others = [target for target in targets if target != name]
         if others:
-            heard += [
-                each
-                for each in others
-                if (name, each, node.casts) in self.setting.received
-            ]
+            for other in others:
+                if (name, other, node.casts) in self.setting.received:
+                    receivers.append(other)
+            # Casts count only if they are transmitted, so not if the device itself is the only target.
             node.casts += 1
-        return [(each, (kind, layer, batch), name, message) for each in heard]
+        key = kind, layer, batch
+        return [(receiver, key, name, message) for receiver in receivers]
 
     def message(self, node, kind, layer, batch, values):
         return values, (), node.stage
 
     def take(self, name, kind, layer, batch):
-        """Return what has come of a layer, by sender."""
+        """Remove and return the received messages about a layer, by sender."""
         return self.nodes[name].inbox.pop((kind, layer, batch), {})
 
-    def whole(self, layer, batch, came):
-        """Return the outputs of a layer with zeros for those that have not come, and which have not."""
-        found = np.zeros(
-            (len(self.setting.batches[batch][0]), self.sizes[layer]), np.float32
-        )
-        gaps = np.ones(self.sizes[layer], bool)
-        for sender, (values, *_) in came.items():
-            found[:, self.neurons(sender, layer)], gaps[self.neurons(sender, layer)] = (
-                values,
-                False,
-            )
-        return found, gaps
+    def assemble(self, layer, batch, messages):
+        """Return the outputs of a layer with zeros for missing ones, and a mask of the missing ones."""
+        samples, _ = self.setting.batches[batch]
+        outputs = np.zeros((len(samples), self.sizes[layer]), np.float32)
+        missing = np.ones(self.sizes[layer], bool)
+        for sender, (values, *_) in messages.items():
+            neurons = self.neurons(sender, layer)
+            outputs[:, neurons] = values
+            missing[neurons] = False
+        return outputs, missing
 
     def forward(self, name, layer, batch):
         if layer == 0:
-            images = self.setting.batches[batch][0]
+            images, _ = self.setting.batches[batch]
             return self.cast(
                 name, "outputs", 0, batch, images[:, self.neurons(name, 0)]
             )
-        came = self.take(name, "outputs", layer - 1, batch)
-        if not self.goes_on(name, layer, batch, came):
+        messages = self.take(name, "outputs", layer - 1, batch)
+        if not self.continues(name, layer, batch, messages):
             return []
-        node, (inputs, gaps) = self.nodes[name], self.whole(layer - 1, batch, came)
-        self.substitute(node, layer - 1, came, inputs)
+        node = self.nodes[name]
+        inputs, missing = self.assemble(layer - 1, batch, messages)
+        self.substitute(node, layer - 1, messages, inputs)
         outputs = inputs @ node.weights[layer].T + node.biases[layer]
         if layer < self.layers - 1:
             outputs = np.maximum(outputs, 0)
-        node.kept[layer, batch] = inputs, node.weights[layer].copy(), outputs, gaps
+        weights = node.weights[layer].copy()
+        node.forwards[layer, batch] = inputs, weights, outputs, missing
         return self.cast(name, "outputs", layer, batch, outputs)
 
-    def goes_on(self, name, layer, batch, came):
+    def continues(self, name, layer, batch, messages):
+        """Return whether a forward pass is computed."""
         return True
 
-    def substitute(self, node, layer, came, inputs):
-        pass
+    def substitute(self, node, layer, messages, inputs):
+        """Replace missing inputs in place; EdgePipe leaves zeros."""
 
     def cross_entropy(self, results, batch):
-        """Return the mean loss and its gradient by the results."""
-        labels = self.setting.batches[batch][1]
+        """Return the mean loss and its gradient with respect to the results."""
+        _, labels = self.setting.batches[batch]
         shifted = results - results.max(axis=1, keepdims=True)
         logs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
         rows = np.arange(len(labels))
@@ -188,75 +199,78 @@ class EdgePipeReference:
         return float(-logs[rows, labels].mean()), gradient / len(labels)
 
     def backward(self, name, layer, batch):
+        neurons = self.neurons(name, layer)
         if layer == self.layers - 1:
-            came = self.take(name, "outputs", layer, batch)
-            results, _ = self.whole(layer, batch, came)
+            messages = self.take(name, "outputs", layer, batch)
+            results, _ = self.assemble(layer, batch, messages)
             loss, gradient = self.cross_entropy(results, batch)
-            own, learns = (
-                gradient[:, self.neurons(name, layer)],
-                self.of_results(name, layer, batch, came),
-            )
+            source = self.output_gradient(name, layer, batch, messages)
             if name == self.coordinator:
                 self.losses.append(loss)
-                self.observe(batch, loss, learns)
-            own = own if learns == "new" else None
+                self.observe(batch, loss, source)
+            own = gradient[:, neurons] if source == "new" else None
         else:
-            came = self.take(name, "losses", layer + 1, batch)
-            learns = self.of_losses(name, layer, batch, came)
-            own = (
-                sum(
-                    values[:, self.neurons(name, layer)] for values, *_ in came.values()
-                )
-                if came
-                else None
-            )
-        before = self.learn(name, layer, batch, own, learns)
+            messages = self.take(name, "losses", layer + 1, batch)
+            source = self.hidden_gradient(name, layer, batch, messages)
+            own = None
+            if messages:
+                own = sum(values[:, neurons] for values, *_ in messages.values())
+        before = self.learn(name, layer, batch, own, source)
         return [] if before is None else self.cast(name, "losses", layer, batch, before)
 
-    def of_results(self, name, layer, batch, came):
-        due = self.update_condition == "all_losses" or len(came) == len(
-            self.holders(layer)
-        )
-        return "new" if due and self.inputs_suffice(name, layer, batch) else "nothing"
+    def output_gradient(self, name, layer, batch, messages):
+        """Return the gradient for an update of the output layer: "new", "saved" or "none"."""
+        is_due = self.update_condition == "all_losses"
+        is_due = is_due or len(messages) == len(self.holders(layer))
+        return "new" if is_due and self.inputs_suffice(name, layer, batch) else "none"
 
-    def of_losses(self, name, layer, batch, came):
-        due = len(came) == len(self.holders(layer + 1))
-        return "new" if due and self.inputs_suffice(name, layer, batch) else "nothing"
+    def hidden_gradient(self, name, layer, batch, messages):
+        """Return the gradient for an update of another layer: "new", "saved" or "none"."""
+        is_due = len(messages) == len(self.holders(layer + 1))
+        return "new" if is_due and self.inputs_suffice(name, layer, batch) else "none"
 
     def inputs_suffice(self, name, layer, batch):
-        return (
-            self.update_condition != "all_transmissions"
-            or not self.nodes[name].kept[layer, batch][-1].any()
-        )
+        if self.update_condition != "all_transmissions":
+            return True
+        *_, missing = self.nodes[name].forwards[layer, batch]
+        return not missing.any()
 
-    def observe(self, step, loss, learns):
-        pass
+    def observe(self, step, loss, source):
+        """Note the loss of a batch at the coordinator; EdgePipe does not use it."""
 
     def gradients(self, name, layer, batch, own):
-        """Return the gradients of the weights that the forward was made with, of the bias, and of the inputs."""
-        inputs, weights, outputs, gaps = self.nodes[name].kept.pop((layer, batch))
+        """Return the gradients of weights, bias and inputs, and the missing inputs, for the weights of the forward."""
+        inputs, weights, outputs, missing = self.nodes[name].forwards.pop(
+            (layer, batch)
+        )
+        # The output layer has no ReLU.
         sums = own if layer == self.layers - 1 else own * (outputs > 0)
-        return sums.T @ inputs, sums.sum(axis=0), sums @ weights, gaps
+        return sums.T @ inputs, sums.sum(axis=0), sums @ weights, missing
 
-    def update(self, node, layer, by_weights, by_bias):
-        node.weights[layer] = (
-            node.weights[layer] - np.float32(self.setting.rate) * by_weights
-        )
-        node.biases[layer] = (
-            node.biases[layer] - np.float32(self.setting.rate) * by_bias
-        )
+    def update(self, node, layer, weight_gradient, bias_gradient):
+        # In float32, as the run computes.
+        rate = np.float32(self.setting.rate)
+        node.weights[layer] = node.weights[layer] - rate * weight_gradient
+        node.biases[layer] = node.biases[layer] - rate * bias_gradient
 
-    def learn(self, name, layer, batch, own, learns):
-        if learns == "nothing":
+    def learn(self, name, layer, batch, own, source):
+        """Update a layer, and return the losses for the layer before it, or None."""
+        if source == "none":
             return None
-        by_weights, by_bias, before, gaps = self.gradients(name, layer, batch, own)
-        self.update(self.nodes[name], layer, by_weights, by_bias)
-        before[:, gaps] = 0
+        weight_gradient, bias_gradient, before, missing = self.gradients(
+            name, layer, batch, own
+        )
+        self.update(self.nodes[name], layer, weight_gradient, bias_gradient)
+        # Neurons whose outputs were missing have no part in the loss.
+        before[:, missing] = 0
         return before if layer > 1 else None
 
 
 class VersatileFLReference(EdgePipeReference):
-    """Section IV: substitution, the forward criterion, saved gradients, dynamic update; neurons stay where they are."""
+    """VersatileFL, section IV: substitution, forward criterion, saved gradients and dynamic update.
+
+    Without rearrangement, neurons stay on their devices.
+    """
 
     def __init__(
         self,
@@ -271,113 +285,127 @@ class VersatileFLReference(EdgePipeReference):
     ):
         super().__init__(setting)
         self.substitute_past_outputs = substitute_past_outputs
-        self.granularity, self.ideal, self.patience, self.loss_window = (
-            granularity,
-            ideal,
-            patience,
-            loss_window,
-        )
-        self.seen = defaultdict(list)
-        self.given = thres_fw, grad_reuse_bw
-        self.best, self.since = math.inf, None
+        self.granularity, self.ideal = granularity, ideal
+        self.patience, self.loss_window = patience, loss_window
+        self.thres_fw, self.grad_reuse_bw = thres_fw, grad_reuse_bw
+        self.windows = defaultdict(list)
+        """Losses of unfinished windows, by the window's number."""
+        self.best_loss, self.best_end = math.inf, None
+        """The lowest mean loss of a window, and the step at which this window ended or the stage last advanced."""
 
     def message(self, node, kind, layer, batch, values):
-        return (
-            values,
-            node.rates.pop((layer, batch), ()) if kind == "outputs" else (),
-            node.stage,
-        )
+        rates = node.rates.pop((layer, batch), ()) if kind == "outputs" else ()
+        return values, rates, node.stage
 
     def cast(self, name, kind, layer, batch, values):
-        if not (self.ideal and kind == "outputs" and layer == self.layers - 1):
+        exchanges_results = kind == "outputs" and layer == self.layers - 1
+        if not (self.ideal and exchanges_results):
             return super().cast(name, kind, layer, batch, values)
+        # With ideal result sharing, no exchanged result is lost.
         message = self.message(self.nodes[name], kind, layer, batch, values)
-        return [
-            (each, (kind, layer, batch), name, message) for each in self.holders(layer)
-        ]
+        key = kind, layer, batch
+        return [(holder, key, name, message) for holder in self.holders(layer)]
 
     def take(self, name, kind, layer, batch):
-        came, node = super().take(name, kind, layer, batch), self.nodes[name]
-        node.stage = max([node.stage, *(stage for _, _, stage in came.values())])
-        return came
+        messages, node = super().take(name, kind, layer, batch), self.nodes[name]
+        # Devices adopt the highest stage that a message carries.
+        for _, _, stage in messages.values():
+            node.stage = max(node.stage, stage)
+        return messages
 
-    def criterion(self, name, layer, batch, rates):
-        """Return whether a batch meets thres_fw here, and did so before."""
+    def meets_criterion(self, name, layer, batch, rates):
+        """Return whether all success rates of a batch reach thres_fw, here and in its forward pass."""
         node = self.nodes[name]
-        threshold = (
-            min(0.5, round(0.1 * node.stage, 9))
-            if self.given[0] is None
-            else self.given[0]
-        )
+        threshold = self.thres_fw
+        if threshold is None:
+            # Rounded, since 0.1 * 3 exceeds 0.3 in binary.
+            threshold = min(0.5, round(0.1 * node.stage, 9))
         if any(rate < threshold for rate in rates):
             node.dropped.add((layer, batch))
         return (layer, batch) not in node.dropped
 
-    def rates_of(self, layer, came):
-        """Return the success rates into all layers up to one: the mean of those that came from it."""
-        heard = [rates for _, rates, _ in came.values()]
+    def mean_rates(self, layer, messages):
+        """Return the success rates into each layer up to ``layer``, as the mean over the received messages."""
+        received = [rates for _, rates, _ in messages.values()]
+        if not received:
+            return [0.0] * layer
         return [
-            sum(rates[at] for rates in heard) / len(heard) if heard else 0.0
-            for at in range(layer)
+            sum(rates[index] for rates in received) / len(received)
+            for index in range(layer)
         ]
 
-    def goes_on(self, name, layer, batch, came):
-        rates = (
-            *self.rates_of(layer - 1, came),
-            len(came) / len(self.holders(layer - 1)),
-        )
-        if not self.criterion(name, layer, batch, rates):
+    def continues(self, name, layer, batch, messages):
+        own_rate = len(messages) / len(self.holders(layer - 1))
+        rates = (*self.mean_rates(layer - 1, messages), own_rate)
+        if not self.meets_criterion(name, layer, batch, rates):
             return False
         self.nodes[name].rates[layer, batch] = rates
         return True
 
-    def substitute(self, node, layer, came, inputs):
-        """Put the mean of what a sender's neurons last gave in the place of zeros."""
-        for sender in self.holders(layer) if self.substitute_past_outputs else ():
-            if sender in came:
-                node.past[layer, sender] = came[sender][0].mean(axis=0)
+    def substitute(self, node, layer, messages, inputs):
+        """Replace missing outputs by the mean over samples of the sender's newest received outputs."""
+        if not self.substitute_past_outputs:
+            return
+        for sender in self.holders(layer):
+            if sender in messages:
+                node.past[layer, sender] = messages[sender][0].mean(axis=0)
             elif (layer, sender) in node.past:
                 inputs[:, self.neurons(sender, layer)] = node.past[layer, sender]
 
-    def of_results(self, name, layer, batch, came):
-        if not self.criterion(name, layer, batch, self.rates_of(layer, came)):
-            return "nothing"
-        return "new" if len(came) == len(self.holders(layer)) else "saved"
+    def output_gradient(self, name, layer, batch, messages):
+        rates = self.mean_rates(layer, messages)
+        if not self.meets_criterion(name, layer, batch, rates):
+            return "none"
+        return "new" if len(messages) == len(self.holders(layer)) else "saved"
 
-    def of_losses(self, name, layer, batch, came):
+    def hidden_gradient(self, name, layer, batch, messages):
         if (layer, batch) in self.nodes[name].dropped:
-            return "nothing"
-        due = len(self.holders(layer + 1)) if self.granularity == "neuron" else 1
-        return "new" if len(came) >= due else "saved"
+            return "none"
+        needed = 1
+        if self.granularity == "neuron":
+            needed = len(self.holders(layer + 1))
+        return "new" if len(messages) >= needed else "saved"
 
-    def observe(self, step, loss, learns):
-        """Compare mean losses of windows as these are over, or as a later one begins."""
-        if learns != "new":
+    def observe(self, step, loss, source):
+        """Add a loss to its window, and evaluate the windows that are complete."""
+        if source != "new":
             return
         window = step // self.loss_window
-        over = [each for each in self.seen if each < window]
-        self.seen[window].append(loss)
-        for each in over + ([window] if (step + 1) % self.loss_window == 0 else []):
-            losses, end = self.seen.pop(each), (each + 1) * self.loss_window
-            mean = sum(losses) / len(losses)
-            if self.since is None or mean < self.best:
-                self.best, self.since = mean, end
-            elif end - self.since >= self.patience:
-                self.nodes[self.coordinator].stage += 1
-                self.since = end
+        complete = [number for number in self.windows if number < window]
+        self.windows[window].append(loss)
+        if (step + 1) % self.loss_window == 0:
+            complete.append(window)
+        for number in complete:
+            self.evaluate_window(number)
 
-    def learn(self, name, layer, batch, own, learns):
+    def evaluate_window(self, number):
+        """Advance the stage once the mean loss has not improved for ``patience`` steps."""
+        losses, end = self.windows.pop(number), (number + 1) * self.loss_window
+        mean = sum(losses) / len(losses)
+        if self.best_end is None or mean < self.best_loss:
+            self.best_loss, self.best_end = mean, end
+        elif end - self.best_end >= self.patience:
+            self.nodes[self.coordinator].stage += 1
+            self.best_end = end
+
+    def learn(self, name, layer, batch, own, source):
         node, before = self.nodes[name], None
-        if learns == "nothing":
+        if source == "none":
             return None
         if own is not None:
             *gradients, before, _ = self.gradients(name, layer, batch, own)
-            if learns == "new":
-                node.saved[layer], node.used[layer] = gradients, 0
+            if source == "new":
+                node.saved[layer], node.reuses[layer] = gradients, 0
                 self.update(node, layer, *gradients)
-        if learns == "saved" and layer in node.saved:
-            limit = max(0, 10 - node.stage) if self.given[1] is None else self.given[1]
-            if node.used[layer] < limit:
-                node.used[layer] += 1
-                self.update(node, layer, *node.saved[layer])
+        if source == "saved" and layer in node.saved:
+            self.reuse_gradients(node, layer)
         return before if layer > 1 else None
+
+    def reuse_gradients(self, node, layer):
+        """Update with the saved gradients, at most grad_reuse_bw times; the default limit falls with the stage."""
+        limit = self.grad_reuse_bw
+        if limit is None:
+            limit = max(0, 10 - node.stage)
+        if node.reuses[layer] < limit:
+            node.reuses[layer] += 1
+            self.update(node, layer, *node.saved[layer])

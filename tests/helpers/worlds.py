@@ -1,6 +1,7 @@
-"""A small world for tests: one program a device, a mesh of equal links, the first device leads."""
+"""A small simulated world: one program per device, a mesh of equal links, and the first device as coordinator."""
 
 from collections.abc import Mapping
+from itertools import permutations
 from typing import Any
 
 from testbed.faults.parts import FaultPart
@@ -13,21 +14,22 @@ from testbed.simulation.world import World
 from testbed.wire.framing import wire_bytes
 
 LINK = Link(rate=8e6, delay=0.01)
-"""A megabyte a second."""
+"""8 Mbit/s, which is a megabyte per second."""
 
 
 class ClosingWorld(World):
-    """Stops all programs at the end of its run, remembering what each waited for."""
+    """Closes itself after its run; `describe_waits` keeps the state from before."""
 
     def run(self) -> None:
         try:
             super().run()
         finally:
-            self._waited = super().describe_waits()
+            # Closing cancels all programs, and with them their waits.
+            self._waits = super().describe_waits()
             self.close()
 
     def describe_waits(self) -> str:
-        return self._waited
+        return self._waits
 
 
 def make_world(
@@ -39,13 +41,14 @@ def make_world(
     speed: float = 1e6,
     **options: Any,
 ) -> World:
-    """Make a world and switch it on, with its faults and its trace scheduled; ``access`` limits some devices."""
+    """Start a world with scheduled faults and a link trace; ``access`` limits some devices."""
     names = list(programs)
-    links = {(a, b): link for a in names for b in names if a != b}
-    specs = [
-        DeviceSpec(name, speed, 1e9, **(access or {}).get(name, {})) for name in names
-    ]
-    made = ClosingWorld(
+    links = dict.fromkeys(permutations(names, 2), link)
+    specs = []
+    for name in names:
+        limits = (access or {}).get(name, {})
+        specs.append(DeviceSpec(name, speed, 1e9, **limits))
+    world = ClosingWorld(
         specs,
         links,
         lambda device: programs[device.name](device),
@@ -53,37 +56,35 @@ def make_world(
         seed=1,
         **options,
     )
-    TraceExecution(made, TraceScript([parse(line) for line in trace])).start()
-    made.start()
-    FaultExecution(
-        made, FaultScript([FaultPart.model_validate(fault) for fault in faults])
-    ).start()
-    return made
+    link_trace = TraceScript([parse(line) for line in trace])
+    script = FaultScript([FaultPart.model_validate(fault) for fault in faults])
+    # Entries of the trace for time 0 apply before any program runs; faults need started devices.
+    TraceExecution(world, link_trace).start()
+    world.start()
+    FaultExecution(world, script).start()
+    return world
 
 
 def events_of(
-    made: World, name: str, device: str | None = None
+    world: World, name: str, device: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return time and fields of the events of that name."""
+    """Return the time and the fields of each event with this name, of one device or of all."""
     return [
         {"time": event.time, **event.fields}
-        for event in made.events
+        for event in world.events
         if event.event == name and device in (None, event.device)
     ]
 
 
-def first_message_bytes(made: World, message: str) -> float:
-    """Return the bytes on the wire of the first message of a kind."""
-    return wire_bytes(
-        next(
-            event["bytes"]
-            for event in events_of(made, "receive")
-            if event["message"] == message
-        )
-    )
+def first_message_bytes(world: World, message: str) -> float:
+    """Return the wire bytes of the first message of a kind."""
+    for event in events_of(world, "receive"):
+        if event["message"] == message:
+            return wire_bytes(event["bytes"])
+    raise AssertionError(f"no message {message!r} was received")
 
 
 async def receive_forever(device: Any) -> None:
-    """Take in messages for ever."""
+    """Receive and ignore messages."""
     while True:
         await device.receive()
