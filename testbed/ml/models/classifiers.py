@@ -148,10 +148,9 @@ RESNET_GROUPS = ((64, 1), (128, 2), (256, 2), (512, 2))
 def resnet18(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     """Create ResNet18 for small images, as in PipeLearn's Table II: 11.2 million parameters for 10 classes, 3 channels.
 
-    Table II gives the stem as a 7x7 convolution to 64 channels and a max pooling, without strides. As in the original
-    (He et al., arXiv:1512.03385) both have stride 2, which reduces 32x32 pixels to 8x8: the stem's output for 10,000
-    samples is then 1.3 Gbit. At 16x16 pixels it would be 5.2 Gbit, which the 10 Mbit/s of 4G could not transmit in the
-    203.6 s of the paper's Table IV.
+    Table II gives the stem as a 7x7 convolution to 64 channels and a max pooling, without strides. Both have stride 2, as
+    in the original network for images of 224x224 pixels (He et al., arXiv:1512.03385). Images of 32x32 pixels leave the
+    stem with 8x8 pixels, and the last blocks with one.
 
     >>> resnet18(BatchNormOptions(), (3, 32, 32), 10).parameters
     11181642
