@@ -1,4 +1,4 @@
-"""Recovery from replicas, without any training: who is set up to be what, and where it goes on from."""
+"""Tests of recovery from replicas, without any training: the stages that are set up, and the state they resume from."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from testbed.ml.pipeline.recovery import ReplicaRecovery
 from testbed.plan import Assignment
 from tests.helpers.simulated_programs import simulate_programs
 
-NAMES = ("lead", "one", "two")
+NAMES = ("coordinator", "one", "two")
 UNITS = 3
 STEPS = 100
 
@@ -25,8 +25,8 @@ def state_of(units):
     return {f"{unit}.weight": torch.full((2,), float(unit)) for unit in units}
 
 
-class EvenPartitioner:
-    """A unit for each device, the last ones' together where devices are missing; two devices are the least."""
+class OneUnitPartitioner:
+    """Assigns a unit to each device, and all remaining ones to the last device; needs at least two devices."""
 
     admits_devices = True
 
@@ -39,15 +39,17 @@ class EvenPartitioner:
         return self.partition_for(there)
 
     def assignments(self, partition):
-        ends = zip(partition.devices, partition.cuts, partition.cuts[1:], strict=False)
-        return tuple(
-            Assignment(device=name, start=first, stop=last, memory=0)
-            for name, first, last in ends
-        )
+        assignments = []
+        for name in partition.devices:
+            units = partition.of(name)
+            assignments.append(
+                Assignment(device=name, start=units.start, stop=units.stop, memory=0)
+            )
+        return tuple(assignments)
 
 
-class Stage:
-    """Gets on for as long as its device is on."""
+class IdleStage:
+    """A stage that computes nothing and is never stalled."""
 
     computing = True
     actions = 1
@@ -59,75 +61,75 @@ class Stage:
         pass
 
 
-def recovering(lead, faults=(), silent=(), window=4.0):
-    """Run ``lead`` with a policy over three stages of a unit each; return it, and what the others were sent."""
-    partitioner = EvenPartitioner()
+def take_part(mailbox, run):
+    """Answer the coordinator as a device with a replica store; note its messages in ``run``."""
+    store = ReplicaStore(mailbox)
+    name = mailbox.device.name
+
+    def with_replicas(status):
+        inventory = store.replicas.inventory()
+        return Status(status.holds, status.actions, status.computing, inventory)
+
+    def role_of(message):
+        run.prepared.append((name, message.step, message.seeded, message.fetch))
+        return IdleStage()
+
+    holder = RoleHolder(mailbox, "coordinator", with_replicas)
+    holder.follow(Prepare, role_of)
+    mailbox.on(Commit, lambda message: run.committed.append(name))
+    return holder, store
+
+
+def make_problem():
+    return SimpleNamespace(
+        devices=tuple(SimpleNamespace(name=name) for name in NAMES),
+        model=SimpleNamespace(units=range(UNITS)),
+        options=SimpleNamespace(
+            join_timeout=2.0, redistribution="local-first", resume="last-replica"
+        ),
+    )
+
+
+def run_recovery(coordinate, faults=(), silent=(), rejoin_timeout=4.0):
+    """Run ``coordinate`` with a recovery policy over three stages of a unit each.
+
+    Devices in ``silent`` never answer. Return the policy, the world, and the messages of all devices: (device, step,
+    whether units come from the seed, units to fetch by source) of each preparation, and the device of each commit.
+    """
+    partitioner = OneUnitPartitioner()
     assignments = partitioner.assignments(partitioner.partition_for(NAMES))
-    found = SimpleNamespace(prepared=[], committed=[])
+    run = SimpleNamespace(prepared=[], committed=[])
 
-    def take_part(mailbox):
-        store = ReplicaStore(mailbox)
-
-        def with_replicas(status):
-            return Status(
-                status.holds,
-                status.actions,
-                status.computing,
-                store.replicas.inventory(),
-            )
-
-        holder = RoleHolder(mailbox, "lead", with_replicas)
-
-        def role_of(prepare):
-            found.prepared.append(
-                (mailbox.device.name, prepare.step, prepare.seeded, prepare.fetch)
-            )
-            return Stage()
-
-        holder.follow(Prepare, role_of)
-        mailbox.on(Commit, lambda commit: found.committed.append(mailbox.device.name))
-        return holder, store
-
-    async def coordinate(device):
+    async def coordinator(device):
         async with Mailbox(device, {}, ASYNCHRONOUS_KINDS) as mailbox:
-            holder, store = take_part(mailbox)
+            holder, store = take_part(mailbox, run)
             timeouts = Timeouts(
-                stall_timeout=1, rejoin_timeout=window, standstill=3, startup=1
+                stall_timeout=1,
+                rejoin_timeout=rejoin_timeout,
+                standstill=3,
+                startup=1,
             )
-            specs = tuple(SimpleNamespace(name=name) for name in NAMES)
-            problem = SimpleNamespace(
-                devices=specs,
-                model=SimpleNamespace(units=range(UNITS)),
-                options=SimpleNamespace(
-                    join_timeout=2.0,
-                    redistribution="local-first",
-                    resume="last-replica",
-                ),
-            )
+            problem = make_problem()
             supervisor = Supervisor(
                 mailbox, holder.presence, problem, timeouts, lambda part: 0
             )
-            context = SimpleNamespace(
-                problem=problem,
-                plan=SimpleNamespace(assignments=assignments),
-                weights=None,
-            )
-            found.policy = ReplicaRecovery(
-                supervisor, store, partitioner, context, STEPS
-            )
-            found.supervisor, found.replicas = supervisor, store.replicas
-            await lead(found)
+            plan = SimpleNamespace(assignments=assignments)
+            context = SimpleNamespace(problem=problem, plan=plan, weights=None)
+            run.policy = ReplicaRecovery(supervisor, store, partitioner, context, STEPS)
+            run.supervisor = supervisor
+            run.replicas = store.replicas
+            await coordinate(run)
 
-    async def serve(device):
+    async def worker(device):
         async with Mailbox(device, {}, ASYNCHRONOUS_KINDS) as mailbox:
             if device.name in silent:
                 await device.sleep(1000)
-            holder, _ = take_part(mailbox)
+            holder, _ = take_part(mailbox, run)
             await holder.serve()
 
-    programs = {"lead": coordinate, "one": serve, "two": serve}
-    found.world = simulate_programs(programs, faults=faults)
-    return found
+    programs = {"coordinator": coordinator, "one": worker, "two": worker}
+    run.world = simulate_programs(programs, faults=faults)
+    return run
 
 
 async def begin(run):
@@ -135,141 +137,149 @@ async def begin(run):
     await run.policy.establish()
 
 
-async def lose(run):
-    """Wait until somebody is lost; return that loss."""
+async def wait_for_loss(run):
     with pytest.raises(Lost) as raised:
         await run.supervisor.until(lambda: False)
     return raised.value
 
 
-def phases(run, name):
-    return [
-        event.fields
-        for event in run.world.events
-        if event.event == "recovery" and event.fields["phase"] == name
-    ]
+async def recover(run, step):
+    """Wait for a loss, and recover from it after ``step`` batches."""
+    await run.policy.recover(await wait_for_loss(run), step)
+    await run.policy.establish()
 
 
-def test_a_beginning_is_the_planned_partition_from_the_seed_and_committed_once_all_are_ready():
-    async def lead(run):
+def put_replicas(run, step, units):
+    """Keep replicas of units after ``step`` batches on the coordinator."""
+    point = Point(run.supervisor.mailbox.configuration, step)
+    run.replicas.put(point, state_of(units), units)
+
+
+def recovery_events(run, phase):
+    events = [event.fields for event in run.world.events.of("recovery")]
+    return [fields for fields in events if fields["phase"] == phase]
+
+
+def test_planned_partition_begins_from_seed_and_is_committed_when_all_are_ready():
+    async def coordinate(run):
         await begin(run)
         await run.supervisor.device.sleep(1)
 
-    run = recovering(lead)
+    run = run_recovery(coordinate)
     assert run.policy.partition == StagePartition(NAMES, (0, 1, 2, 3))
     assert sorted(run.prepared) == [(name, 0, True, {}) for name in NAMES]
     assert sorted(run.committed) == sorted(NAMES)
     assert not run.policy.recovering
 
 
-def test_a_device_that_does_not_answer_in_time_is_left_out_of_the_beginning():
-    run = recovering(begin, silent=["one"])
-    assert run.policy.partition == StagePartition(("lead", "two"), (0, 1, 3))
-    assert {name for name, *_ in run.prepared} == {"lead", "two"}
+def test_device_not_answering_in_time_is_left_out_of_first_partition():
+    run = run_recovery(begin, silent=["one"])
+    assert run.policy.partition == StagePartition(("coordinator", "two"), (0, 1, 3))
+    assert {name for name, *_ in run.prepared} == {"coordinator", "two"}
 
 
-def test_after_a_loss_the_others_go_on_from_the_newest_state_that_is_whole_and_fetch_what_they_lack():
-    async def lead(run):
+def test_remaining_devices_resume_from_newest_complete_state_and_fetch_missing_units():
+    async def coordinate(run):
         await begin(run)
-        configuration = run.supervisor.mailbox.configuration
-        run.replicas.put(Point(configuration, 8), state_of(range(UNITS)), range(UNITS))
-        run.replicas.put(
-            Point(configuration, 12), state_of([0]), [0]
-        )  # of the others' there is nothing
+        put_replicas(run, 8, range(UNITS))
+        # After step 12 the units of the other devices are missing.
+        put_replicas(run, 12, [0])
         run.supervisor.progress = 13
-        await run.policy.recover(await lose(run), 13)
-        await run.policy.establish()
+        await recover(run, 13)
         assert run.policy.start == 8
 
-    run = recovering(lead, faults=[{"kill": "two", "at": "1s"}])
-    assert run.policy.partition == StagePartition(("lead", "one"), (0, 1, 3))
-    # The device that is left lacks both its units; the lead has all of them.
-    assert ("one", 8, False, {"lead": [1, 2]}) in run.prepared
-    (detected,) = phases(run, "detected")
+    run = run_recovery(coordinate, faults=[{"kill": "two", "at": "1s"}])
+    assert run.policy.partition == StagePartition(("coordinator", "one"), (0, 1, 3))
+    # The remaining device lacks both its units; the coordinator has all of them.
+    assert ("one", 8, False, {"coordinator": [1, 2]}) in run.prepared
+    (detected,) = recovery_events(run, "detected")
     assert detected["missing"] == ["two"]
-    (repartitioned,) = phases(run, "repartitioned")
-    assert (repartitioned["case"], repartitioned["step"]) == ("redistribute", 8)
+    (repartitioned,) = recovery_events(run, "repartitioned")
+    assert repartitioned["case"] == "redistribute"
+    assert repartitioned["step"] == 8
 
 
-def test_without_a_replica_it_begins_again_from_the_seed():
-    async def lead(run):
+def test_training_restarts_from_seed_without_replica():
+    async def coordinate(run):
         await begin(run)
-        await run.policy.recover(await lose(run), 5)
-        await run.policy.establish()
+        await recover(run, 5)
 
-    run = recovering(lead, faults=[{"kill": "two", "at": "1s"}])
+    run = run_recovery(coordinate, faults=[{"kill": "two", "at": "1s"}])
     assert run.policy.start == 0
+    # After the three preparations at the beginning.
     assert ("one", 0, True, {}) in run.prepared[3:]
 
 
-def test_a_device_that_comes_back_empty_within_the_window_keeps_its_units():
-    async def lead(run):
+def test_device_returning_without_memory_within_timeout_keeps_its_units():
+    async def coordinate(run):
         await begin(run)
-        configuration = run.supervisor.mailbox.configuration
-        run.replicas.put(Point(configuration, 8), state_of(range(UNITS)), range(UNITS))
-        await run.policy.recover(await lose(run), 9)
-        await run.policy.establish()
+        put_replicas(run, 8, range(UNITS))
+        await recover(run, 9)
 
-    run = recovering(
-        lead, faults=[{"kill": "two", "at": "1s", "for": "100ms"}], window=9
-    )
+    fault = {"kill": "two", "at": "1s", "for": "100ms"}
+    run = run_recovery(coordinate, faults=[fault], rejoin_timeout=9)
     assert run.policy.partition == StagePartition(NAMES, (0, 1, 2, 3))
-    assert ("two", 8, False, {"lead": [2]}) in run.prepared
-    (repartitioned,) = phases(run, "repartitioned")
+    assert ("two", 8, False, {"coordinator": [2]}) in run.prepared
+    (repartitioned,) = recovery_events(run, "repartitioned")
     assert repartitioned["case"] == "refill"
 
 
-def test_a_device_that_only_stood_still_goes_on_as_it_was():
-    answers = []
+def test_paused_device_continues_with_its_memory():
+    returned = []
 
-    async def lead(run):
+    async def coordinate(run):
         await begin(run)
-        lost = await lose(run)
+        lost = await wait_for_loss(run)
         assert lost.missing == ["two"]
-        answers.append(await run.policy.await_return(lost))
+        returned.append(await run.policy.await_return(lost))
 
-    run = recovering(lead, faults=[{"pause": "two", "at": "1s", "for": "4s"}])
-    assert answers == [True]
-    assert len(run.prepared) == 3  # nobody was set up again
-    assert [fields["case"] for fields in phases(run, "repartitioned")] == ["restart"]
+    fault = {"pause": "two", "at": "1s", "for": "4s"}
+    run = run_recovery(coordinate, faults=[fault])
+    assert returned == [True]
+    # No device was prepared again.
+    assert len(run.prepared) == 3
+    (repartitioned,) = recovery_events(run, "repartitioned")
+    assert repartitioned["case"] == "restart"
 
 
-def test_a_device_that_died_does_not_go_on_as_it_was_though_it_is_there_again():
-    answers = []
+def test_restarted_device_does_not_continue_with_its_memory():
+    returned = []
 
-    async def lead(run):
+    async def coordinate(run):
         await begin(run)
-        answers.append(await run.policy.await_return(await lose(run)))
+        returned.append(await run.policy.await_return(await wait_for_loss(run)))
 
-    recovering(lead, faults=[{"kill": "two", "at": "1s", "for": "100ms"}])
-    assert answers == [False]
+    run_recovery(coordinate, faults=[{"kill": "two", "at": "1s", "for": "100ms"}])
+    assert returned == [False]
 
 
-def test_too_few_devices_end_the_run_with_a_reason():
-    async def lead(run):
+def test_too_few_devices_fail_run_with_reason_of_partitioner():
+    async def coordinate(run):
         await begin(run)
-        await run.policy.recover(await lose(run), 1)
+        await run.policy.recover(await wait_for_loss(run), 1)
 
     faults = [{"kill": "one", "at": "1s"}, {"kill": "two", "at": "1s"}]
     with pytest.raises(
         TestbedError, match="not enough devices: a pipeline has two stages"
     ):
-        recovering(lead, faults=faults, window=0)
+        run_recovery(coordinate, faults=faults, rejoin_timeout=0)
 
 
-def test_a_restarted_coordinator_goes_on_from_its_disk():
-    steps = []
+def test_restarted_coordinator_resumes_from_its_disk():
+    starts = []
 
-    async def lead(run):
+    async def coordinate(run):
         await run.policy.begin()
-        steps.append(run.policy.start)
+        starts.append(run.policy.start)
         await run.policy.establish()
-        if len(steps) == 1:
-            point = Point(run.supervisor.mailbox.configuration, 8)
-            run.replicas.put(point, state_of(range(UNITS)), range(UNITS))
+        # Only the first program writes replicas, and waits for the fault.
+        if len(starts) == 1:
+            put_replicas(run, 8, range(UNITS))
             await run.supervisor.device.save("replicas", run.replicas.dump())
             await run.supervisor.device.sleep(1000)
 
-    run = recovering(lead, faults=[{"kill": "lead", "at": "3s", "for": "100ms"}])
-    assert steps == [0, 8]
-    assert [fields["missing"] for fields in phases(run, "detected")] == [["lead"]]
+    fault = {"kill": "coordinator", "at": "3s", "for": "100ms"}
+    run = run_recovery(coordinate, faults=[fault])
+    assert starts == [0, 8]
+    (detected,) = recovery_events(run, "detected")
+    assert detected["missing"] == ["coordinator"]
