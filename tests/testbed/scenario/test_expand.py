@@ -1,4 +1,8 @@
+"""Expansion of scenarios into trials: devices, links, sweeps and their error messages."""
+
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -19,52 +23,51 @@ BASE = {
 
 
 def expand(**parts):
+    """Expand the base scenario with other parts into trials."""
     return trials(validate({**BASE, **parts}, Source("small.yaml")))
 
 
-def refusal(**parts) -> str:
-    with pytest.raises(InputError) as caught:
+def expand_experiment(**parts):
+    """Return the experiment of a scenario with one trial."""
+    (trial,) = expand(**parts)
+    return trial.experiment
+
+
+def error_of(**parts) -> str:
+    with pytest.raises(InputError) as raised:
         expand(**parts)
-    return str(caught.value)
+    return str(raised.value)
 
 
-def test_more_runs_than_anybody_waits_for_are_refused_at_once() -> None:
-    for keys, key in (
+MANY_COMBINATIONS = {f"workload.method.{name}": list(range(100)) for name in "abcdefgh"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "key"),
+    [
         ({"repetitions": 10**9}, "repetitions"),
-        (
-            {
-                "sweep": {
-                    f"workload.method.{name}": list(range(100)) for name in "abcdefgh"
-                }
-            },
-            "sweep",
-        ),
+        ({"sweep": MANY_COMBINATIONS}, "sweep"),
         ({"points": [{"seed": 1}] * 101, "repetitions": 100}, "points"),
-    ):
-        with pytest.raises(
-            InputError,
-            match=rf"{key}: there would be .* runs, more than 10,000: use fewer",
-        ):
-            expand(**keys)
+    ],
+    ids=["repetitions", "sweep", "points"],
+)
+def test_too_many_runs_are_rejected_without_expanding_them(parts, key) -> None:
+    message = error_of(**parts)
+    assert re.search(
+        rf"{key}: there would be .* runs, more than 10,000: use fewer", message
+    )
 
 
 def test_counted_devices_are_numbered_from_one():
-    (trial,) = expand(
-        devices={"source": {}, "worker": {"count": 2}, "single": {"count": 1}}
-    )
-    assert [device.name for device in trial.experiment.devices] == [
-        "source",
-        "worker1",
-        "worker2",
-        "single1",
-    ]
+    devices = {"source": {}, "worker": {"count": 2}, "single": {"count": 1}}
+    experiment = expand_experiment(devices=devices)
+    names = [device.name for device in experiment.devices]
+    assert names == ["source", "worker1", "worker2", "single1"]
 
 
-def test_profile_and_overrides_make_a_device():
-    (trial,) = expand(
-        devices={"a": {"profile": "raspberry-pi-3b", "memory": "512MiB", "cpus": 0.5}}
-    )
-    (device,) = trial.experiment.devices
+def test_keys_of_device_override_its_profile():
+    keys = {"profile": "raspberry-pi-3b", "memory": "512MiB", "cpus": 0.5}
+    (device,) = expand_experiment(devices={"a": keys}).devices
     assert device.speed == PROFILES["raspberry-pi-3b"].speed
     assert device.memory == 512 * 2**20
     assert device.cpus == 0.5
@@ -72,7 +75,7 @@ def test_profile_and_overrides_make_a_device():
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "message"),
     [
         (
             {"a": {"profile": "raspbery-pi-4b"}},
@@ -85,28 +88,29 @@ def test_profile_and_overrides_make_a_device():
         ({"a" * 30: {"count": 10}}, "is longer than 31 characters: shorten the name"),
     ],
 )
-def test_devices_that_cannot_be(devices, said):
-    assert said in refusal(devices=devices)
+def test_invalid_devices_are_rejected(devices, message):
+    assert message in error_of(devices=devices)
 
 
-def test_topologies():
+def test_pairs_of_topologies():
     names = ["a", "b", "c"]
-    both = {("a", "b"), ("b", "a")}
-    assert set(directed_pairs("mesh", names)) == both | {
-        ("a", "c"),
-        ("c", "a"),
-        ("b", "c"),
-        ("c", "b"),
-    }
-    assert set(directed_pairs("star", names)) == both | {("a", "c"), ("c", "a")}
-    assert set(directed_pairs("line", names)) == both | {("b", "c"), ("c", "b")}
+    a_and_b = {("a", "b"), ("b", "a")}
+    a_and_c = {("a", "c"), ("c", "a")}
+    b_and_c = {("b", "c"), ("c", "b")}
+    assert set(directed_pairs("mesh", names)) == a_and_b | a_and_c | b_and_c
+    # The hub is the first device.
+    assert set(directed_pairs("star", names)) == a_and_b | a_and_c
+    assert set(directed_pairs("line", names)) == a_and_b | b_and_c
     assert directed_pairs("explicit", names) == []
-    for topology in ("mesh", "star", "line"):
-        assert directed_pairs(topology, ["a"]) == []
 
 
-def test_links_take_the_default_then_each_override_in_order():
-    (trial,) = expand(
+@pytest.mark.parametrize("topology", ["mesh", "star", "line"])
+def test_single_device_has_no_links(topology):
+    assert directed_pairs(topology, ["a"]) == []
+
+
+def test_link_overrides_apply_in_order_after_default():
+    links = expand_experiment(
         network={
             "link": {"rate": "50mbit", "delay": "5ms", "loss": "1%"},
             "links": [
@@ -114,76 +118,75 @@ def test_links_take_the_default_then_each_override_in_order():
                 {"from": "worker1", "to": "worker2", "rate": "1mbit"},
             ],
         }
-    )
-    links = trial.experiment.links
-    assert len(links) == 12
+    ).links
+    # Four devices in a mesh.
+    assert len(links) == 4 * 3
     assert links["source", "worker1"] == Link(50e6, 0.005, loss=0.01)
     assert links["worker2", "worker1"] == Link(50e6, 0.007, loss=0.01)
     assert links["worker1", "worker2"] == Link(1e6, 0.007, loss=0.01)
 
 
-def test_presets_are_up_towards_the_first_device_and_down_from_it():
-    (trial,) = expand(network={"link": {"preset": "4g", "delay": "20ms"}})
-    assert trial.experiment.links["worker1", "source"] == Link(10e6, 0.02)
-    assert trial.experiment.links["source", "worker1"] == Link(25e6, 0.02)
-    assert trial.experiment.links["worker1", "worker2"] == Link(10e6, 0.02)
+def test_preset_has_uplink_toward_first_device_and_downlink_from_it():
+    network = {"link": {"preset": "4g", "delay": "20ms"}}
+    links = expand_experiment(network=network).links
+    assert links["worker1", "source"] == Link(10e6, 0.02)
+    assert links["source", "worker1"] == Link(25e6, 0.02)
+    # Between other devices, the uplink is the bottleneck.
+    assert links["worker1", "worker2"] == Link(10e6, 0.02)
 
 
-def test_a_device_has_the_access_of_a_preset():
+def test_access_preset_limits_all_links_of_device():
     devices = {
         "a": {},
         "phone": {"access": "4g"},
         "other": {"access": "4g", "uplink": "5mbit"},
     }
-    (trial,) = expand(devices=devices, network={"link": {"rate": "50mbit"}})
-    assert [(each.uplink, each.downlink) for each in trial.experiment.devices] == [
-        (None, None),
-        (10e6, 25e6),
-        (5e6, 25e6),
-    ]
-    rates = {pair: link.rate for pair, link in trial.experiment.bounded_links().items()}
-    assert (rates["phone", "a"], rates["a", "phone"], rates["phone", "other"]) == (
-        10e6,
-        25e6,
-        10e6,
-    )
-    said = refusal(devices={"a": {"access": "4h"}})
-    assert "devices.a.access: unknown preset '4h': choose one of ethernet-10, " in said
+    network = {"link": {"rate": "50mbit"}}
+    experiment = expand_experiment(devices=devices, network=network)
+    limits = [(device.uplink, device.downlink) for device in experiment.devices]
+    assert limits == [(None, None), (10e6, 25e6), (5e6, 25e6)]
+    links = experiment.bounded_links()
+    assert links["phone", "a"].rate == 10e6
+    assert links["a", "phone"].rate == 25e6
+    assert links["phone", "other"].rate == 10e6
 
 
-def test_keys_beside_a_preset_win():
-    (trial,) = expand(network={"link": {"preset": "lan", "rate": "3mbit"}})
-    assert trial.experiment.links["source", "worker1"] == Link(
-        3e6, PRESETS["lan"].delay
-    )
+def test_unknown_access_preset_is_rejected():
+    message = error_of(devices={"a": {"access": "4h"}})
+    expected = "devices.a.access: unknown preset '4h': choose one of ethernet-10, "
+    assert expected in message
 
 
-def test_frames_are_those_of_every_link():
+def test_keys_of_link_override_its_preset():
+    network = {"link": {"preset": "lan", "rate": "3mbit"}}
+    links = expand_experiment(network=network).links
+    assert links["source", "worker1"] == Link(3e6, PRESETS["lan"].delay)
+
+
+def test_frame_size_applies_to_every_link():
     network = {
         "frame": "127B",
         "links": [{"from": "source", "to": "worker1", "message_loss": "20%"}],
     }
-    (trial,) = expand(network=network)
-    assert {link.frame for link in trial.experiment.links.values()} == {127}
-    assert "must be at least 16" in refusal(network={"frame": "10B"})
+    experiment = expand_experiment(network=network)
+    assert {link.frame for link in experiment.links.values()} == {127}
+    assert "must be at least 16" in error_of(network={"frame": "10B"})
 
 
-def test_explicit_links_only_and_the_way_back_with_the_default():
-    (trial,) = expand(
-        network={
-            "topology": "explicit",
-            "link": {"rate": "9mbit"},
-            "links": [{"from": "source", "to": "worker1", "rate": "1mbit"}],
-        }
-    )
-    assert trial.experiment.links == {
+def test_explicit_topology_has_named_links_and_reverse_links_with_defaults():
+    network = {
+        "topology": "explicit",
+        "link": {"rate": "9mbit"},
+        "links": [{"from": "source", "to": "worker1", "rate": "1mbit"}],
+    }
+    assert expand_experiment(network=network).links == {
         ("source", "worker1"): Link(1e6),
         ("worker1", "source"): Link(9e6),
     }
 
 
 @pytest.mark.parametrize(
-    ("network", "said"),
+    ("network", "message"),
     [
         (
             {"links": [{"between": ["source", "worker9"], "rate": "1mbit"}]},
@@ -211,11 +214,11 @@ def test_explicit_links_only_and_the_way_back_with_the_default():
         ),
     ],
 )
-def test_links_that_cannot_be(network, said):
-    assert said in refusal(network=network)
+def test_invalid_links_are_rejected(network, message):
+    assert message in error_of(network=network)
 
 
-def test_a_sweep_takes_all_combinations_and_repeats_each():
+def test_sweep_expands_to_all_combinations_and_repetitions():
     runs = expand(
         sweep={
             "network.link.rate": ["10mbit", "20mbit"],
@@ -223,36 +226,41 @@ def test_a_sweep_takes_all_combinations_and_repeats_each():
         },
         repetitions=2,
     )
-    assert len(runs) == 12
+    assert len(runs) == 2 * 3 * 2
     assert runs[0].point == {"network.link.rate": "10mbit", "workload.batch_size": 1}
     assert [run.repetition for run in runs[:2]] == [0, 1]
     assert runs[-1].experiment.links["source", "worker1"].rate == 20e6
     assert runs[-1].scenario.workload.batch_size == 3
-    assert all(
-        run.scenario.sweep == {} and run.scenario.repetitions == 1 for run in runs
-    )
+    for run in runs:
+        assert run.scenario.sweep == {}
+        assert run.scenario.repetitions == 1
+
+
+def test_repetitions_have_different_seeds_that_points_share():
+    runs = expand(sweep={"workload.batch_size": [1, 2, 3]}, repetitions=2)
     seeds = {(run.repetition, run.scenario.seed) for run in runs}
     assert len(seeds) == 2
+    # The first repetition has the seed of the scenario.
     assert (0, 7) in seeds
 
 
-def test_keys_that_change_together_are_one_axis():
+def test_keys_swept_together_are_one_axis():
     together = {
         "workload.batch_size": [1, 2, 3],
         "network.link.rate": ["1mbit", "2mbit", "3mbit"],
     }
     points = [run.point for run in expand(sweep={"seed": [5, 6], "together": together})]
-    assert len(points) == 6
+    assert len(points) == 2 * 3
     assert points[1] == {
         "seed": 5,
         "workload.batch_size": 2,
         "network.link.rate": "2mbit",
     }
-    assert {
-        point["network.link.rate"]
-        for point in points
-        if point["workload.batch_size"] == 3
-    } == {"3mbit"}
+    rates = set()
+    for point in points:
+        if point["workload.batch_size"] == 3:
+            rates.add(point["network.link.rate"])
+    assert rates == {"3mbit"}
 
 
 def test_labels_of_swept_values_and_points_set_no_key():
@@ -263,11 +271,14 @@ def test_labels_of_swept_values_and_points_set_no_key():
     assert runs[0].experiment.links["source", "worker1"].rate == 1e6
     assert runs[0].point == {"network.link.rate": swept}
     assert runs[1].point == {"label": "seventh", "seed": 7}
-    assert "sets no key" in refusal(points=[{"label": "empty"}])
+
+
+def test_point_with_label_only_is_rejected():
+    assert "sets no key" in error_of(points=[{"label": "empty"}])
 
 
 @pytest.mark.parametrize(
-    ("sweep", "said"),
+    ("sweep", "message"),
     [
         (3, "sweep: takes dotted keys with lists of values"),
         ({"seed": 3}, "sweep: gives 'seed' no list of values: write seed: [ ... ]"),
@@ -276,39 +287,41 @@ def test_labels_of_swept_values_and_points_set_no_key():
         ({"together": {}}, "under 'together', not {}"),
     ],
 )
-def test_invalid_sweep_is_refused_in_one_line(sweep, said):
-    message = refusal(sweep=sweep)
-    assert said in message
-    assert "\n" not in message
+def test_malformed_sweep_is_rejected_in_one_line(sweep, message):
+    error = error_of(sweep=sweep)
+    assert message in error
+    assert "\n" not in error
 
 
-def test_a_swept_scenario_differs_in_the_swept_keys_only():
+def test_swept_scenario_differs_only_in_swept_keys():
     plain = expand()[0].scenario.model_dump()
     (swept,) = expand(sweep={"workload.batch_size": [9]})
     plain["workload"]["batch_size"] = 9
     assert swept.scenario.model_dump() == plain
 
 
-def test_the_lines_of_a_file_are_not_copied_for_each_point():
+def test_points_share_line_numbers_of_file():
+    # A copy for each of thousands of points would take much memory.
     lines = {("workload",): 5, ("workload", "batch_size"): 6, ("sweep",): 7}
-    written = validate(
+    scenario = validate(
         {**BASE, "sweep": {"workload.batch_size": [8, 9]}}, Source("a.yaml", lines)
     )
-    for trial in trials(written):
-        assert trial.scenario.source.lines is lines
-        assert trial.scenario.source.where(("workload", "batch_size")).startswith(
-            "a.yaml:7 (sweep: "
-        )
-        assert trial.scenario.source.where(("workload", "steps")) == "a.yaml:5"
+    for trial in trials(scenario):
+        source = trial.scenario.source
+        assert source.lines is lines
+        # The swept value is in the line of the sweep.
+        batch_size = source.where(("workload", "batch_size"))
+        assert batch_size.startswith("a.yaml:7 (sweep: ")
+        assert source.where(("workload", "steps")) == "a.yaml:5"
 
 
-def test_key_below_an_override_has_its_position():
+def test_key_within_overridden_value_has_position_of_override():
     source = Source("a.yaml", {("a",): 1, ("a", "b"): 2}).override({("a",): "set"})
     assert source.where(("a", "b")) == "set"
 
 
 @pytest.mark.parametrize(
-    ("sweep", "said"),
+    ("sweep", "message"),
     [
         (
             {"network.link.rate": ["10mbit", "20Mbps"]},
@@ -333,5 +346,5 @@ def test_key_below_an_override_has_its_position():
         ),
     ],
 )
-def test_sweeps_that_cannot_be(sweep, said):
-    assert said in refusal(sweep=sweep)
+def test_invalid_sweeps_are_rejected(sweep, message):
+    assert message in error_of(sweep=sweep)

@@ -1,3 +1,5 @@
+"""Conditions of `expect`, and the metrics that they can name."""
+
 from __future__ import annotations
 
 import re
@@ -34,16 +36,17 @@ from testbed.trace.registry import COMMON, metric_kind, metrics_of
         ("== timed out", "text", "timed out", "failed"),
     ],
 )
-def test_conditions(text, kind, holding, failing):
+def test_condition_holds_for_values_within_bounds(text, kind, holding, failing):
     condition = parse_condition(text, kind)
     assert condition.holds(holding)
     assert not condition.holds(failing)
+    # A missing or undefined value fulfils no condition.
     assert not condition.holds(None)
     assert not condition.holds(float("nan"))
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "said"),
+    ("text", "kind", "message"),
     [
         ("0.9", "share", "is not a condition: write one such as '>= 0.9'"),
         ("=> 0.9", "share", "is not a condition"),
@@ -58,15 +61,15 @@ def test_conditions(text, kind, holding, failing):
         ("within 1% of finished", "text", "a tolerance, which this metric cannot have"),
     ],
 )
-def test_wrong_conditions(text, kind, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_invalid_condition_is_rejected(text, kind, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         parse_condition(text, kind)
 
 
 @given(
     st.text(), st.sampled_from(["share", "seconds", "bytes", "number", "bool", "text"])
 )
-def test_any_text_is_a_condition_or_a_value_error(text, kind):
+def test_any_text_is_condition_or_value_error(text, kind):
     try:
         condition = parse_condition(text, kind)
     except ValueError:
@@ -74,12 +77,12 @@ def test_any_text_is_a_condition_or_a_value_error(text, kind):
     assert condition.holds(object()) is False
 
 
-def test_true_does_not_equal_one():
+def test_true_and_one_are_not_equal_in_conditions():
     assert not parse_condition("== 1", "number").holds(True)
     assert not parse_condition("== true", "bool").holds(1)
 
 
-def test_expectations_keep_order_and_missing_values():
+def test_results_of_expectations_keep_order_and_missing_values():
     metrics = {
         "accuracy": 0.95,
         "recovery_time": None,
@@ -92,7 +95,8 @@ def test_expectations_keep_order_and_missing_values():
         "latency": "< 1s",
     }
     results = evaluate(expect, metrics, COMMON)
-    assert [(result.key, result.value, result.holds) for result in results] == [
+    rows = [(result.key, result.value, result.holds) for result in results]
+    assert rows == [
         ("recovery_time", None, False),
         ("accuracy", 0.95, True),
         ("devices.worker1.idle_share", 0.25, False),
@@ -100,54 +104,61 @@ def test_expectations_keep_order_and_missing_values():
     ]
 
 
-def test_kinds_of_figures():
+def test_kinds_of_metrics_of_devices():
     assert metric_kind("devices.worker1.bytes_sent", COMMON) == "bytes"
     assert metric_kind("devices.worker1.compute", COMMON) == "seconds"
-    for unknown in (
-        "acuracy",
-        "devices.worker1",
-        "devices.worker1.acuracy",
-        "links.a.b",
-    ):
-        with pytest.raises(KeyError):
-            metric_kind(unknown, COMMON)
 
 
-def test_a_figure_of_each_layer_is_asked_for_by_the_layer():
-    figures = {
-        each: Metric(each, "share", "", len)
-        for each in (
-            "layers.<layer>.dropped",
-            "devices.<device>.trust",
-            "cache_bytes.<device>",
-            "send_per_token.<device>",
-        )
-    }
-    for name in (
-        "layers.2.dropped",
-        "devices.pi1.trust",
-        "cache_bytes.pi1",
-        "send_per_token.pi1",
-    ):
-        assert metric_kind(name, figures) == "share"
-    (found,) = evaluate(
-        {"layers.2.dropped": "< 10%"}, {"layers": {"2": {"dropped": 0.05}}}, figures
+@pytest.mark.parametrize(
+    "name",
+    ["acuracy", "devices.worker1", "devices.worker1.acuracy", "links.a.b"],
+)
+def test_unknown_metric_has_no_kind(name):
+    with pytest.raises(KeyError):
+        metric_kind(name, COMMON)
+
+
+GROUPED_NAMES = {
+    "layers.<layer>.dropped": "layers.2.dropped",
+    "devices.<device>.trust": "devices.pi1.trust",
+    "cache_bytes.<device>": "cache_bytes.pi1",
+    "send_per_token.<device>": "send_per_token.pi1",
+}
+"""Names with a placeholder, and a value of each."""
+GROUPED_METRICS = {name: Metric(name, "share", "", len) for name in GROUPED_NAMES}
+
+
+@pytest.mark.parametrize("name", GROUPED_NAMES.values())
+def test_metric_of_group_is_named_with_member(name):
+    assert metric_kind(name, GROUPED_METRICS) == "share"
+
+
+def test_expectation_of_metric_of_group_is_evaluated():
+    (result,) = evaluate(
+        {"layers.2.dropped": "< 10%"},
+        {"layers": {"2": {"dropped": 0.05}}},
+        GROUPED_METRICS,
     )
-    assert found.holds
-    for unknown in ("layers.dropped", "layers.2.droped", "lairs.2.dropped"):
-        with pytest.raises(KeyError):
-            metric_kind(unknown, figures)
+    assert result.holds
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.dropped", "layers.2.droped", "lairs.2.dropped"]
+)
+def test_incomplete_or_misspelt_name_of_group_has_no_kind(name):
+    with pytest.raises(KeyError):
+        metric_kind(name, GROUPED_METRICS)
 
 
 @pytest.mark.parametrize("name", ["devices", "verdict", "recovery_list"])
-def test_metric_with_the_name_of_a_part_of_metrics_json_is_refused(name):
+def test_metric_named_as_part_of_metrics_file_is_rejected(name):
     metric = Metric(name, "number", "any value", len)
     with pytest.raises(ValueError, match=f"the metric '{name}' .* rename the metric"):
         metrics_of(MetricsSpec((metric,)))
 
 
 @pytest.mark.parametrize("name", ["links", "accuracy", "metrics", "laps", "rounds"])
-def test_list_that_would_replace_another_value_is_refused(name):
+def test_list_named_as_other_value_is_rejected(name):
     metrics = (
         Metric("laps", "number", "any value", len),
         Metric("rounds.<round>.losses", "number", "any value", len),
@@ -156,22 +167,26 @@ def test_list_that_would_replace_another_value_is_refused(name):
         metrics_of(MetricsSpec(metrics, lists={name: lambda _: []}))
 
 
-def test_a_method_adds_figures_under_names_of_their_own():
+def test_method_adds_metric_with_new_name():
     laps = Metric(
         "laps", "number", "rounds of the token", lambda record: len(record.of("lap"))
     )
     assert metrics_of(MetricsSpec(metrics=(laps,)))["laps"] is laps
+
+
+def test_method_cannot_redefine_common_metric():
+    loss = Metric("loss", "number", "x", lambda record: None)
     with pytest.raises(ValueError, match="two metrics are called 'loss'"):
-        metrics_of(
-            MetricsSpec(metrics=(Metric("loss", "number", "x", lambda record: None),))
-        )
+        metrics_of(MetricsSpec(metrics=(loss,)))
 
 
-def test_figures_of_all_methods_have_names_and_meanings():
+METRIC_NAME = r"((layer|device)s\.<\2>\.)?[a-z][a-z_0-9]*|metrics\.<metric>"
+"""Lower-case letters, digits and underscores, for a group after its placeholder."""
+
+
+def test_metrics_of_all_methods_have_valid_names_and_descriptions():
     for method in METHODS.values():
-        for name, figure in metrics_of(method.declared).items():
-            assert re.fullmatch(
-                r"((layer|device)s\.<\2>\.)?[a-z][a-z_0-9]*|metrics\.<metric>", name
-            )
-            assert figure.meaning
-            assert not figure.meaning.endswith(".")
+        for name, metric in metrics_of(method.declared).items():
+            assert re.fullmatch(METRIC_NAME, name)
+            assert metric.meaning
+            assert not metric.meaning.endswith(".")

@@ -1,4 +1,4 @@
-"""From `network.radio` and positions to links, and what cannot be."""
+"""Links computed from `network.radio` and the positions of devices, and rejected radios."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import validate
 from testbed.scenario.schema import Source
 
+# The default radio, with the values of EdgePipe's simulations.
 EDGEPIPE = Propagation(
     transmit_power=16,
     sensitivity=-82,
@@ -23,7 +24,7 @@ WORKLOAD = {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1}
 RADIO = {"area": [50, 50]}
 
 
-def experiment(**parts):
+def expand_experiment(**parts):
     base = {
         "name": "small",
         "devices": {"a": {}, "b": {}, "c": {}},
@@ -32,13 +33,13 @@ def experiment(**parts):
     return trials(validate({**base, **parts}, Source("small.yaml")))[0].experiment
 
 
-def refusal(**parts) -> str:
-    with pytest.raises(InputError) as caught:
-        experiment(**parts)
-    return str(caught.value)
+def error_of(**parts) -> str:
+    with pytest.raises(InputError) as raised:
+        expand_experiment(**parts)
+    return str(raised.value)
 
 
-def test_a_radio_makes_the_links_message_loss_and_single_links_may_differ():
+def test_radio_determines_message_loss_except_of_explicit_links():
     devices = {
         "a": {"position": [0, 0]},
         "b": {"position": [30, 40]},
@@ -49,92 +50,90 @@ def test_a_radio_makes_the_links_message_loss_and_single_links_may_differ():
         "radio": RADIO,
         "links": [{"from": "a", "to": "c", "message_loss": "7%"}],
     }
-    found = experiment(devices=devices, network=network)
-    assert found.radio.positions == {"a": (0, 0), "b": (30, 40), "c": (0, 1)}
-    assert found.links["a", "b"].message_loss == 1 - EDGEPIPE.reception_ratio(50)
-    assert found.links["a", "b"].rate == 250e3
-    assert found.links["a", "c"].message_loss == 0.07
-    assert found.links["c", "a"].message_loss < 1e-9
+    experiment = expand_experiment(devices=devices, network=network)
+    links = experiment.links
+    assert experiment.radio.positions == {"a": (0, 0), "b": (30, 40), "c": (0, 1)}
+    # a and b are 50 m apart: a triangle of 30 and 40 m.
+    assert links["a", "b"].message_loss == 1 - EDGEPIPE.reception_ratio(50)
+    assert links["a", "b"].rate == 250e3
+    assert links["a", "c"].message_loss == 0.07
+    # At 1 m nothing is lost.
+    assert links["c", "a"].message_loss < 1e-9
 
 
-def test_power_and_sensitivity_beside_a_preset_win():
+@pytest.mark.parametrize(
+    ("keys", "loss"), [({}, 0), ({"sensitivity": -80}, 1)], ids=["power", "both"]
+)
+def test_power_and_sensitivity_override_preset(keys, loss):
+    # Of -10 dBm, 46.68 + 10 * 3.1 * log10(10) = 77.68 dB are lost in 10 m: the signal of -87.68 dBm is above the preset's
+    # sensitivity of -95 dBm and below -80 dBm. Without shadowing, that alone decides.
     devices = {"a": {"position": [0, 0]}, "b": {"position": [10, 0]}}
     radio = {
         "area": [50, 50],
         "preset": "802.15.4",
         "transmit_power": -10,
         "shadowing": 0,
+        **keys,
     }
-    assert (
-        experiment(devices=devices, network={"radio": radio})
-        .links["a", "b"]
-        .message_loss
-        == 0
-    )
-    radio["sensitivity"] = -80
-    assert (
-        experiment(devices=devices, network={"radio": radio})
-        .links["a", "b"]
-        .message_loss
-        == 1
-    )
+    experiment = expand_experiment(devices=devices, network={"radio": radio})
+    assert experiment.links["a", "b"].message_loss == loss
+
+
+SIX_DEVICES = {"pi": {"count": 6}}
 
 
 @pytest.mark.parametrize("mean", [0.5767, 0.777, 0.848])
-def test_links_of_a_layout_have_the_mean_reception_that_is_asked_for_and_keep_their_order(
-    mean,
-):
-    devices = {"pi": {"count": 6}}
-    usual, asked = (
-        experiment(devices=devices, network={"radio": {**RADIO, **keys}})
-        for keys in ({}, {"mean_reception": f"{mean:.2%}"})
-    )
-    ratios = {pair: 1 - link.message_loss for pair, link in asked.links.items()}
+def test_mean_reception_is_reached_and_order_of_links_kept(mean):
+    default = expand_experiment(devices=SIX_DEVICES, network={"radio": RADIO})
+    radio = {**RADIO, "mean_reception": f"{mean:.2%}"}
+    calibrated = expand_experiment(devices=SIX_DEVICES, network={"radio": radio})
+    ratios = {pair: 1 - link.message_loss for pair, link in calibrated.links.items()}
     assert sum(ratios.values()) / len(ratios) == pytest.approx(mean, abs=1e-6)
-    by_ratio = sorted(ratios, key=ratios.__getitem__)
-    assert by_ratio == sorted(
-        ratios,
-        key=lambda pair: (1 - usual.links[pair].message_loss, by_ratio.index(pair)),
-    )
-
-
-SIX_DEVICES = [f"pi{number}" for number in range(1, 7)]
+    # In ascending order of the calibrated ratios, the default ratios ascend as well.
+    ascending = sorted(ratios, key=ratios.__getitem__)
+    default_ratios = [1 - default.links[pair].message_loss for pair in ascending]
+    assert default_ratios == sorted(default_ratios)
 
 
 @pytest.mark.parametrize(
     ("changes", "count"),
     [
-        ({"path_loss_exponent": 3.7}, 6),
-        ({"area": [100, 100]}, 6),
-        ({}, 2),
+        pytest.param({"path_loss_exponent": 3.7}, 6, id="exponent"),
+        pytest.param({"area": [100, 100]}, 6, id="area"),
+        pytest.param({}, 2, id="fewer-devices"),
     ],
 )
-def test_power_of_reference_configuration_is_used_in_other_configuration(
+def test_power_of_reference_configuration_applies_to_other_configuration(
     changes, count
 ):
     reference = {**RADIO, "path_loss_exponent": 3.1, "area": [50, 50]}
-    calibrated = experiment(
-        devices={"pi": {"count": 6}},
-        network={"radio": {**reference, "mean_reception": "80.9%"}},
+    radio = {**reference, "mean_reception": "80.9%"}
+    calibrated = expand_experiment(devices=SIX_DEVICES, network={"radio": radio})
+    names = [f"pi{number}" for number in range(1, 7)]
+    at = {"path_loss_exponent": 3.1, "area": [50, 50], "devices": names}
+    other = expand_experiment(
+        devices={"pi": {"count": count}},
+        network={"radio": {**radio, **changes, "mean_reception_at": at}},
     )
-    at = {"path_loss_exponent": 3.1, "area": [50, 50], "devices": SIX_DEVICES}
-    radio = {**reference, **changes, "mean_reception": "80.9%", "mean_reception_at": at}
-    other = experiment(devices={"pi": {"count": count}}, network={"radio": radio})
     power = calibrated.radio.propagation.transmit_power
     assert other.radio.propagation.transmit_power == power
 
 
-def test_another_seed_puts_devices_elsewhere_and_without_a_radio_nothing_is_lost():
-    first, second = (experiment(network={"radio": RADIO}, seed=seed) for seed in (1, 2))
+def test_positions_and_links_depend_on_seed():
+    first = expand_experiment(network={"radio": RADIO}, seed=1)
+    second = expand_experiment(network={"radio": RADIO}, seed=2)
     assert first.radio.positions != second.radio.positions
     assert first.links != second.links
-    without = experiment()
-    assert without.radio is None
-    assert all(link.message_loss == 0 for link in without.links.values())
+
+
+def test_links_without_radio_lose_no_messages():
+    experiment = expand_experiment()
+    assert experiment.radio is None
+    assert {link.message_loss for link in experiment.links.values()} == {0}
 
 
 @pytest.mark.parametrize(
-    ("network", "devices", "said"),
+    ("network", "devices", "message"),
     [
         (
             {"radio": RADIO},
@@ -213,7 +212,7 @@ def test_another_seed_puts_devices_elsewhere_and_without_a_radio_nothing_is_lost
         ),
     ],
 )
-def test_a_radio_that_cannot_be_is_refused_by_its_key(network, devices, said):
-    text = refusal(network=network, devices=devices)
-    assert said in text
-    assert "\n" not in text
+def test_invalid_radio_is_rejected_at_its_key(network, devices, message):
+    error = error_of(network=network, devices=devices)
+    assert message in error
+    assert "\n" not in error
