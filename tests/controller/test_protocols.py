@@ -1,4 +1,4 @@
-"""docs/protocols.md lists the requests that the agent and the shaper answer."""
+"""Agreement of docs/protocols.md with the requests of the agent and of the shaper, and with modules."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ PAGE = (ROOT / "docs" / "protocols.md").read_text()
 
 
 def routes(application: Flask) -> set[str]:
-    """Return method and path of each request that an application answers."""
+    """Return method and path of each request to an application."""
     answered = set()
     for rule in application.url_map.iter_rules():
-        # Flask's own route, of a folder that the shaper does not have.
+        # Flask adds a route for a folder of static files, which the shaper does not have.
         if rule.endpoint == "static":
             continue
+        # Flask answers HEAD and OPTIONS for all routes.
         for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}:
             answered.add(f"{method} {rule.rule}")
     return answered
@@ -42,7 +43,7 @@ def test_section_lists_every_request(heading: str, application: Any) -> None:
     assert listed == routes(application)
 
 
-def test_modules_that_the_page_names_exist() -> None:
+def test_modules_named_on_page_exist() -> None:
     section = PAGE.partition("| step | module of")[2].partition("\n\n")[0]
     names = re.findall(r"`(\w+\.py)`", section)
     assert names

@@ -1,4 +1,4 @@
-"""The wheel is whole: what pip would install works away from the checkout, in an empty folder."""
+"""The wheel of the project: an installed testbed works in an empty folder, without the checkout."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.helpers import copy_sources
 from tests.helpers.wheels import unpack_wheel
 
 MAIN = "from testbed_controller.cli.main import main; main()"
-"""What pip writes into `testbed`."""
+"""The script `testbed` that pip installs."""
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder that holds what the wheel does, made from a copy of the sources."""
+    """Return a folder with the content of the wheel, which is built from a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     copy_sources(folder / "source")
     content = unpack_wheel(folder / "source", folder)
@@ -30,8 +30,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return content
 
 
-def run(installed: Path, here: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of what is installed, in a folder away from the checkout."""
+def run_python(
+    installed: Path, here: Path, *command: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with the installed packages in a folder outside the checkout."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(installed),
@@ -46,39 +48,36 @@ def run(installed: Path, here: Path, *command: str) -> subprocess.CompletedProce
     )
 
 
-def command(installed: Path, here: Path, arguments: Sequence[str]) -> str:
-    """Run `testbed` and return what it prints."""
-    done = run(installed, here, "-c", MAIN, *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_testbed(installed: Path, here: Path, arguments: Sequence[str]) -> None:
+    result = run_python(installed, here, "-c", MAIN, *arguments)
+    assert result.returncode == 0, result.stderr
 
 
-def test_an_installed_testbed_runs_the_quickstart_where_one_stands(
+def test_installed_testbed_runs_quickstart_in_working_directory(
     installed: Path, tmp_path: Path
 ) -> None:
-    command(installed, tmp_path, ["run", "quickstart", "--runtime", "simulate"])
+    run_testbed(installed, tmp_path, ["run", "quickstart", "--runtime", "simulate"])
     (results,) = (tmp_path / "results").iterdir()
     assert (results / "report.html").is_file()
     assert json.loads((results / "metrics.json").read_text())["steps"] > 0
 
 
-def test_an_installed_testbed_has_the_methods_and_scenarios_of_papers(
+def test_installed_testbed_has_methods_and_scenarios_of_papers(
     installed: Path, tmp_path: Path
 ) -> None:
-    names = (
-        "stahl-example",
-        "ftpipehd-figure-5",
-        "pipelearn-table-3",
-        "edgepipe-headlines",
-        "versatilefl-figure-5",
-    )
-    command(installed, tmp_path, ["validate", *(f"papers/{name}" for name in names)])
+    # One scenario of each paper.
+    scenarios = [
+        "papers/stahl-example",
+        "papers/ftpipehd-figure-5",
+        "papers/pipelearn-table-3",
+        "papers/edgepipe-headlines",
+        "papers/versatilefl-figure-5",
+    ]
+    run_testbed(installed, tmp_path, ["validate", *scenarios])
 
 
-def test_a_study_of_ones_own_begins_with_what_runs(
-    installed: Path, tmp_path: Path
-) -> None:
-    command(installed, tmp_path, ["init", "my-study"])
+def test_new_study_passes_its_tests(installed: Path, tmp_path: Path) -> None:
+    run_testbed(installed, tmp_path, ["init", "my-study"])
     study = tmp_path / "my-study"
     assert {path.name for path in study.iterdir()} == {
         "my-study.yaml",
@@ -86,30 +85,22 @@ def test_a_study_of_ones_own_begins_with_what_runs(
         "method.py",
         "test_study.py",
     }
-    done = run(
-        installed,
-        study,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "same_seed",
-    )
-    assert done.returncode == 0, done.stdout
+    # The other tests of a study take longer.
+    options = ["-q", "-p", "no:cacheprovider", "-k", "same_seed"]
+    result = run_python(installed, study, "-m", "pytest", *options)
+    assert result.returncode == 0, result.stdout
 
 
-def test_an_installed_testbed_asks_for_the_images_of_the_checkout(
+def test_installed_testbed_uses_images_of_checkout(
     installed: Path, tmp_path: Path
 ) -> None:
-    done = run(
-        installed,
-        tmp_path,
-        "-c",
-        "from testbed_controller.lab.images import image_tags; print(image_tags())",
+    # Tags are hashes of the sources, hence equal only for equal sources.
+    program = (
+        "from testbed_controller.lab.images import image_tags; print(image_tags())"
     )
-    assert done.stdout.strip() == str(image_tags()), done.stderr
-    doctor = run(installed, tmp_path, "-c", MAIN, "doctor")
+    result = run_python(installed, tmp_path, "-c", program)
+    assert result.stdout.strip() == str(image_tags()), result.stderr
+    # The status depends on the engine of this machine.
+    doctor = run_python(installed, tmp_path, "-c", MAIN, "doctor")
     assert "Traceback" not in doctor.stderr
     assert "python" in doctor.stdout

@@ -1,11 +1,12 @@
-"""The page of a run: what it is told, and who may ask."""
+"""The live page of a run: its content, its event stream, and access to it."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
@@ -24,22 +25,39 @@ from tests.helpers import ROOT, recorded
 from tests.helpers.browser import CHROMIUM, Page, open_page
 
 ORIGIN = "http://127.0.0.1:4000"
+AUTHORISED = {"Authorization": "Bearer secret"}
+FINISHED = {"status": "finished", "error": None}
+Strike = Callable[[Mapping[str, object]], str]
 
 
-def asked(folder: Path, struck: list[Mapping[str, object]] | None = None):
-    def strike(fault: Mapping[str, object]) -> str:
-        assert struck is not None
-        struck.append(fault)
-        return "done"
+class OriginClient(FlaskClient):
+    """A client that sends requests to the address of the page."""
 
-    app = application(folder, "secret", ORIGIN, None if struck is None else strike)
-    app.test_client_class = _Client
+    def open(self, *args: object, **keys: object) -> Any:
+        return super().open(*args, **{"base_url": ORIGIN, **keys})
+
+
+def make_client(folder: Path, strike: Strike | None = None) -> FlaskClient:
+    """Return a client of the page; without ``strike``, the page offers no faults."""
+    app = application(folder, "secret", ORIGIN, strike)
+    app.test_client_class = OriginClient
     return app.test_client()
 
 
-class _Client(FlaskClient):
-    def open(self, *args: object, **keys: object):
-        return super().open(*args, **{"base_url": ORIGIN, **keys})
+def start_recorder(tmp_path: Path) -> Recorder:
+    folder = tmp_path / "run"
+    return Recorder(folder, recorded.make_trial(), recorded.make_plan(), "emulate")
+
+
+class RecordingStrike:
+    """A replacement of the injection of faults, with the list of requested faults."""
+
+    def __init__(self) -> None:
+        self.faults: list[Mapping[str, object]] = []
+
+    def __call__(self, fault: Mapping[str, object]) -> str:
+        self.faults.append(fault)
+        return "done"
 
 
 @pytest.fixture
@@ -52,109 +70,110 @@ def folder(tmp_path: Path) -> Path:
     )
 
 
-def test_the_page_knows_devices_and_links_and_loads_nothing(folder: Path) -> None:
-    page = asked(folder).get("/?token=secret").text
+def test_page_names_devices_and_loads_no_files(folder: Path) -> None:
+    page = make_client(folder).get("/?token=secret").text
     for device in recorded.make_trial().experiment.devices:
         assert device.name in page
     assert "src=" not in page
+    # An empty icon keeps browsers from asking for one.
     assert page.count("href=") == page.count('href="data:,"')
 
 
-def test_the_page_knows_which_events_of_the_method_were_pauses() -> None:
-    drill = ROOT / "scenarios" / "demo" / "adaptation.yaml"
-    assert describe_run(trials(load(drill))[0], METHODS["ftpipehd"].declared)[
-        "pauses"
-    ] == ["repartition"]
+def test_page_has_names_of_pause_events_of_method() -> None:
+    scenario = ROOT / "scenarios" / "demo" / "adaptation.yaml"
+    (trial,) = trials(load(scenario))
+    description = describe_run(trial, METHODS["ftpipehd"].declared)
+    assert description["pauses"] == ["repartition"]
 
 
-def test_who_has_no_token_learns_nothing(folder: Path) -> None:
-    client = asked(folder, [])
-    for answer in (
+def test_requests_without_valid_token_are_refused(folder: Path) -> None:
+    client = make_client(folder, RecordingStrike())
+    for response in (
         client.get("/"),
         client.get("/events?token=wrong"),
         client.post("/strike", json={"kill": "a"}),
     ):
-        assert answer.status_code == 401
+        assert response.status_code == 401
 
 
 @pytest.mark.parametrize(
     "headers",
     [{"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Origin": "null"}],
 )
-def test_a_page_of_another_origin_cannot_strike(
+def test_page_of_another_origin_cannot_inject_faults(
     folder: Path, headers: dict[str, str]
 ) -> None:
-    struck: list[Mapping[str, object]] = []
-    authorised = {"Authorization": "Bearer secret"}
-    answer = asked(folder, struck).post(
-        "/strike", json={"kill": "worker1"}, headers=authorised | headers
-    )
-    assert answer.status_code == 403
-    assert struck == []
-    asked(folder, struck).post(
-        "/strike", json={"kill": "worker1"}, headers=authorised | {"Origin": ORIGIN}
-    )
-    assert struck == [{"kill": "worker1"}]
+    strike = RecordingStrike()
+    client = make_client(folder, strike)
+    fault = {"kill": "worker1"}
+    response = client.post("/strike", json=fault, headers=AUTHORISED | headers)
+    assert response.status_code == 403
+    assert strike.faults == []
+    client.post("/strike", json=fault, headers=AUTHORISED | {"Origin": ORIGIN})
+    assert strike.faults == [fault]
 
 
-def test_a_run_that_is_over_is_told_to_its_end(folder: Path) -> None:
-    lines = asked(folder).get("/events?token=secret").text.split("\n\n")
-    told = [json.loads(line.removeprefix("data: ")) for line in lines if line]
-    assert told[-1]["over"] == {"status": "finished", "error": None}
-    names = {event["event"] for batch in told for event in batch["events"]}
+def test_stream_of_finished_run_ends_with_status(folder: Path) -> None:
+    # The format of server-sent events.
+    text = make_client(folder).get("/events?token=secret").text
+    messages = []
+    for line in text.split("\n\n"):
+        if line:
+            messages.append(json.loads(line.removeprefix("data: ")))
+    assert messages[-1]["over"] == FINISHED
+    names = set()
+    for message in messages:
+        names.update(event["event"] for event in message["events"])
     assert {"bar", "step", "fault"} <= names
 
 
-def test_events_are_told_as_they_come(tmp_path: Path) -> None:
-    begun = Recorder(
-        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
-    )
-    feed = batches(begun.path, {"a", "b"})
-    assert next(feed)["events"] == []
+def test_events_are_streamed_during_run(tmp_path: Path) -> None:
+    recorder = start_recorder(tmp_path)
+    stream = batches(recorder.path, {"a", "b"})
+    assert next(stream)["events"] == []
     step = next(event for event in recorded.make_events() if event.event == "step")
-    begun.event(step)
-    assert [event["event"] for event in next(feed)["events"]] == ["step"]
-    begun.finish(recorded.make_outcome(events=[step]))
-    assert next(feed)["over"] == {"status": "finished", "error": None}
+    recorder.event(step)
+    assert [event["event"] for event in next(stream)["events"]] == ["step"]
+    recorder.finish(recorded.make_outcome(events=[step]))
+    assert next(stream)["over"] == FINISHED
 
 
-def awaited(page: Page, script: str, value: object) -> object:
-    """Return the value of a script once it is the given one, or after ten seconds."""
-    found = page.evaluate(script)
-    end = time.monotonic() + 10
-    while found != value and time.monotonic() < end:
+def wait_for_value(page: Page, script: str, expected: object) -> object:
+    """Evaluate a script until it returns the expected value, or for ten seconds; return the last value."""
+    deadline = time.monotonic() + 10
+    value = page.evaluate(script)
+    while value != expected and time.monotonic() < deadline:
         time.sleep(0.1)
-        found = page.evaluate(script)
-    return found
+        value = page.evaluate(script)
+    return value
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser")
 def test_generated_text_grows_token_by_token(tmp_path: Path) -> None:
-    run = Recorder(
-        tmp_path / "run", recorded.make_trial(), recorded.make_plan(), "emulate"
-    )
-    server = PageServer(run.path)
-    # The page makes the element with the first token.
-    text = "document.getElementById('texts')?.textContent"
+    recorder = start_recorder(tmp_path)
+    server = PageServer(recorder.path)
+    # The page creates the element with the first token.
+    text_script = "document.getElementById('texts')?.textContent"
+    status = "document.getElementById('status').textContent.split(' · ').pop()"
+    heading = "document.getElementById('second').textContent"
+    text = "request 0  "
     try:
         with open_page(server.address) as page:
             for number, token in enumerate(("Once", " upon", "\na time")):
                 fields = {"request": 0, "micro": number, "text": token}
-                run.event(Event(0.1 * number, "a", "token", fields))
-                shown = "request 0  " + "Once upon\na time"[: (4, 9, 16)[number]]
-                assert awaited(page, text, shown) == shown
-            status = "document.getElementById('status').textContent.split(' · ').pop()"
-            assert awaited(page, status, "3 tokens") == "3 tokens"
-            assert page.evaluate("document.getElementById('second').textContent") == (
-                "Text"
-            )
+                recorder.event(Event(0.1 * number, "a", "token", fields))
+                text += token
+                assert wait_for_value(page, text_script, text) == text
+            assert wait_for_value(page, status, "3 tokens") == "3 tokens"
+            assert page.evaluate(heading) == "Text"
     finally:
         server.close()
 
 
-def test_a_line_that_is_half_there_waits(tmp_path: Path) -> None:
+def test_incomplete_line_is_read_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     tail = Tail(path)
+    # The file does not exist yet.
     assert tail.read_lines() == []
     path.write_text('{"time": 1}\n{"ti')
     assert tail.read_lines() == [{"time": 1}]
@@ -163,77 +182,87 @@ def test_a_line_that_is_half_there_waits(tmp_path: Path) -> None:
     assert tail.read_lines() == [{"time": 2}]
 
 
-@pytest.mark.parametrize("pace", [None, 1e9])
-def test_a_run_of_any_length_is_read_a_block_at_a_time(
+@pytest.mark.parametrize("pace", [None, 1e9], ids=["live", "replayed"])
+def test_long_run_is_read_in_blocks(
     folder: Path, pace: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed, "INTERVAL", 0.0)
-    (whole,) = (batch for batch in batches(folder, {"a", "b"}, pace) if batch["over"])
+    *_, complete = batches(folder, {"a", "b"}, pace)
+    assert complete["over"]
+    # Bytes: a small part of the recorded events.
     monkeypatch.setattr(feed, "BLOCK", 2000)
-    pieces = list(batches(folder, {"a", "b"}, pace))
-    assert len(pieces) > 3
-    assert max(len(json.dumps(piece["events"])) for piece in pieces) < 5000
-    assert [event for piece in pieces for event in piece["events"]] == whole["events"]
-    assert pieces[-1]["over"] == whole["over"]
+    parts = list(batches(folder, {"a", "b"}, pace))
+    assert len(parts) > 3
+    events = []
+    for part in parts:
+        # Bars have more keys than the events in the file.
+        assert len(json.dumps(part["events"])) < 5000
+        events += part["events"]
+    assert events == complete["events"]
+    assert parts[-1]["over"] == complete["over"]
 
 
-def test_old_bars_are_not_told() -> None:
-    events = [
-        {"time": time, "device": "a", "event": "compute", "duration": 0.5}
-        for time in (1.0, 100.0)
-    ]
-    assert [event["start"] for event in select_shown(events, {"a"}, 100.0)] == [99.5]
+def test_bars_before_visible_time_are_omitted() -> None:
+    # At 100 s, the page shows the last 60 s.
+    events = []
+    for end in (1.0, 100.0):
+        computation = {"device": "a", "event": "compute", "duration": 0.5}
+        events.append({"time": end, **computation})
+    bars = select_shown(events, {"a"}, 100.0)
+    assert [bar["start"] for bar in bars] == [99.5]
 
 
-def test_of_very_many_devices_the_first_are_drawn() -> None:
-    many = recorded.make_trial(
+def test_only_first_of_many_devices_are_drawn() -> None:
+    clients = MOST + 100
+    trial = recorded.make_trial(
         devices={
             "lead": {"speed": "1gflops"},
-            "client": {"speed": "1gflops", "count": MOST + 100},
+            "client": {"speed": "1gflops", "count": clients},
         },
         network={"topology": "star", "link": {"rate": "8mbit", "delay": "10ms"}},
         faults=[],
     )
-    told = describe_run(many, METHODS["pipeline"].declared)
-    assert (len(told["devices"]), told["left_out"]) == (MOST, 101)
-    assert len(told["links"]) == 2 * (MOST - 1)
-    bars = [
-        {"time": 1.0, "device": name, "event": "compute"}
-        for name in ("client1", f"client{MOST + 1}")
-    ]
-    assert [bar["device"] for bar in select_shown(bars, set(told["devices"]), 1.0)] == [
-        "client1"
-    ]
-
-
-def test_what_is_nested_too_deeply_or_too_large_is_refused(folder: Path) -> None:
-    struck: list[Mapping[str, object]] = []
-    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
-    for body, status in (
-        ("[" * 30_000, 400),
-        ('{"a":' * 10_000, 400),
-        ("x" * 100_000, 413),
-    ):
-        assert (
-            asked(folder, struck)
-            .post("/strike", data=body, headers=headers)
-            .status_code
-            == status
-        )
-    assert struck == []
+    description = describe_run(trial, METHODS["pipeline"].declared)
+    assert len(description["devices"]) == MOST
+    # The clients and the lead.
+    assert description["left_out"] == 1 + clients - MOST
+    # In a star, each drawn client has two links with the lead.
+    assert len(description["links"]) == 2 * (MOST - 1)
+    drawn = set(description["devices"])
+    events = []
+    for name in ("client1", f"client{MOST + 1}"):
+        events.append({"time": 1.0, "device": name, "event": "compute"})
+    assert [bar["device"] for bar in select_shown(events, drawn, 1.0)] == ["client1"]
 
 
 @pytest.mark.parametrize(
-    "given", [[1], "kill", {"degrade": {"device": "source", "rate": "1" * 10_000}}]
+    ("body", "status"),
+    [("[" * 30_000, 400), ('{"a":' * 10_000, 400), ("x" * 100_000, 413)],
+    ids=["nested lists", "nested objects", "too large"],
 )
-def test_what_is_no_fault_is_refused_in_few_words(folder: Path, given: object) -> None:
+def test_deeply_nested_or_large_request_is_refused(
+    folder: Path, body: str, status: int
+) -> None:
+    # Python's JSON parser exceeds the recursion limit on deep nesting.
+    strike = RecordingStrike()
+    headers = AUTHORISED | {"Content-Type": "application/json"}
+    response = make_client(folder, strike).post("/strike", data=body, headers=headers)
+    assert response.status_code == status
+    assert strike.faults == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [[1], "kill", {"degrade": {"device": "source", "rate": "1" * 10_000}}],
+    ids=["list", "text", "long value"],
+)
+def test_invalid_fault_is_refused_with_short_message(
+    folder: Path, fault: object
+) -> None:
     def strike(fault: Mapping[str, object]) -> str:
         return str(parse(ActionPart, dict(fault)))
 
-    app = application(folder, "secret", ORIGIN, strike)
-    app.test_client_class = _Client
-    answer = app.test_client().post(
-        "/strike", json=given, headers={"Authorization": "Bearer secret"}
-    )
-    assert answer.status_code == 400
-    assert len(answer.data) < 5000
+    client = make_client(folder, strike)
+    response = client.post("/strike", json=fault, headers=AUTHORISED)
+    assert response.status_code == 400
+    assert len(response.data) < 5000
