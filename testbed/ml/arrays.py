@@ -1,4 +1,4 @@
-"""Tensors of torch in messages: the functions that `testbed.wire.arrays` needs of every array library.
+"""Tensors of torch in messages: the functions that `testbed.wire.arrays` requires from every array library.
 
 The core imports this module only where torch is used, and knows tensors through these functions alone.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
-    """Serialize tensors of any shape to bytes, without a copy if they are contiguous.
+    """Serialize tensors of any shape to bytes, without a copy if they are contiguous and on the CPU.
 
     >>> to_raw({"weight": torch.zeros(2, 3)})[0].shape
     (2, 3)
@@ -27,8 +27,8 @@ def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
         dtype = type_of(name, tensor)
         values = tensor.detach()
         if tensor.is_meta:
-            # A tensor without numbers weighs as much as one with them. Not `zeros_like`, nor arithmetic or `cat` of
-            # meta tensors: there torch imports sympy, which takes every device a second or more.
+            # A meta tensor must give a message of the same size, so zeros are sent in its place. `zeros_like` would be an
+            # operation on a meta tensor, which makes torch import sympy; that takes each device a second or more.
             values = torch.zeros(tensor.shape, dtype=tensor.dtype)
         flat = values.to("cpu").contiguous().reshape(-1)
         # Bytes, since numpy lacks some of torch's types, such as bfloat16.
@@ -38,7 +38,9 @@ def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
 
 
 def from_raw(raws: Sequence[Raw]) -> dict[str, torch.Tensor]:
-    """Return tensors sharing the memory of a writable buffer; raises TensorError for shapes torch cannot have.
+    """Return tensors that share the memory of a writable buffer; a read-only buffer is copied.
+
+    Raises TensorError for shapes that torch cannot have.
 
     >>> from_raw(to_raw({"bias": torch.ones(2)}))
     {'bias': tensor([1., 1.])}
@@ -51,7 +53,7 @@ def from_raw(raws: Sequence[Raw]) -> dict[str, torch.Tensor]:
             try:
                 result[raw.name] = torch.empty(raw.shape, dtype=dtype)
             except RuntimeError as error:
-                # An axis of zero beside ones whose strides exceed 64 bits.
+                # One axis has size 0, and the others are so large that the strides exceed 64 bits.
                 raise TensorError(
                     f"tensor '{raw.name}': its shape is too large"
                 ) from error
@@ -64,14 +66,16 @@ def from_raw(raws: Sequence[Raw]) -> dict[str, torch.Tensor]:
 
 
 def copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor of any shape, without gradients."""
+    """Copy a tensor of any shape, detached from the graph of gradients."""
     return tensor.detach().clone()
 
 
 def mask(
     tensor: torch.Tensor, gaps: npt.NDArray[np.bool_]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a tensor with its gaps set to zero, and the mask of the gaps, of the same shape.
+    """Return a tensor with lost values set to zero, and a tensor that is true where values were lost.
+
+    ``gaps`` has the shape of the tensor and is true where values were lost. A meta tensor has no values to set.
 
     >>> import numpy as np
     >>> mask(torch.tensor([1.0, 2.0]), np.array([False, True]))

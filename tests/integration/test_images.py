@@ -106,9 +106,7 @@ def test_a_young_stage_survives_when_another_checkout_removes_images() -> None:
     recipe = b"ARG BASE\nFROM ${BASE}\nARG STAGE\nLABEL testbed.image=stage testbed.stage=${STAGE}\n"
     images.build(client, tag, recipe, {}, {"BASE": base}, {"testbed.image": "stage"})
     try:
-        images.remove_images(
-            client, keep=images.present_tags(client), spare=images.SPARE
-        )
+        images.remove_images(client, keep=images.find_tags(client), spare=images.SPARE)
         assert images.image_exists(client, tag)
     finally:
         client.images.remove(tag)

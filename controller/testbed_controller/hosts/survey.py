@@ -12,7 +12,7 @@ from testbed_controller.hosts.contexts import Host, find_manager, reach
 from testbed_controller.hosts.provision import make_keeper
 from testbed_controller.lab.diagnosis import HostCheck
 from testbed_controller.lab.engineaddress import context_names
-from testbed_controller.lab.images import image_exists, present_tags
+from testbed_controller.lab.images import find_tags, image_exists
 from testbed_controller.lab.removal import remove_from
 from testbed_controller.lab.runstate import RunState, new_id
 
@@ -89,7 +89,7 @@ def _try_reach(name: str) -> Host | str:
 def _make_report(name: str, host: Host | str, duplicate_of: str) -> HostReport:
     if isinstance(host, str):
         return HostReport(name, missing=(host,))
-    tags = present_tags(host.client)
+    tags = find_tags(host.client)
     present = []
     missing = []
     if duplicate_of:

@@ -19,7 +19,7 @@ from testbed.common.errors import HostError, InputError
 from testbed.common.quantities import format_rate
 from testbed.experiment import Experiment
 from testbed_controller.lab.containers import SHAPER_CAPABILITIES
-from testbed_controller.lab.images import present_tags
+from testbed_controller.lab.images import find_tags
 from testbed_controller.lab.removal import RUN, remove_run
 from testbed_controller.shaping.backend import environment_for
 from testbed_controller.shaping.capability import RATES, Capability
@@ -29,7 +29,7 @@ _CAPABILITY = TypeAdapter(Capability)
 
 def measure(client: docker.DockerClient, backend: str) -> Capability:
     """Measure a link backend for some seconds and store the result; raises HostError if the measurement fails."""
-    image = present_tags(client).shaper
+    image = find_tags(client).shaper
     try:
         output = in_shaper(
             client,

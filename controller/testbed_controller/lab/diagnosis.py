@@ -41,9 +41,9 @@ from testbed_controller.lab.engineaddress import EngineAddress, chosen_engine
 from testbed_controller.lab.health import Health
 from testbed_controller.lab.images import (
     REGISTRY_BASE,
+    find_tags,
     image_exists,
     image_folder,
-    present_tags,
 )
 from testbed_controller.lab.networks import make_control_network
 from testbed_controller.lab.removal import remove_run
@@ -99,7 +99,7 @@ def examine(*, measure: bool = False) -> Iterator[HostCheck]:
     client, engine = connected
     yield from _check_engine(client, engine)
     is_usable = lab_problem(client, engine) is None
-    image = present_tags(client).shaper
+    image = find_tags(client).shaper
     checks = list(_check_links(client, image)) if is_usable else []
     yield from checks
     # A shaper cannot work where the links have failed already.
@@ -211,7 +211,7 @@ def _check_cgroup(known: Mapping[str, Any]) -> HostCheck:
 
 
 def _check_images(client: docker.DockerClient) -> HostCheck:
-    wanted = present_tags(client)
+    wanted = find_tags(client)
     # A run needs only these two: the images that they are built on may have been pruned.
     needed = {"device": wanted.device, "shaper": wanted.shaper}
     lacking = []

@@ -1,8 +1,10 @@
 """Images of devices and shaper: content, tags, builds, and look-up.
 
-The tag of each image is a hash of its inputs, so an existing image is valid and nothing is built twice. Images build on
-each other: ``base`` (Debian and Python), ``runtime`` (Python packages, separate for device and shaper), and a thin
-layer with the project's code, which is rebuilt within seconds.
+The tag of each image is a hash of its inputs, so an existing image is valid and nothing is built twice. Each image is
+based on the one before: ``base`` (Debian and Python), ``runtime`` (Python packages, separate for device and shaper),
+and a thin layer with the project's code, which is rebuilt within seconds. Further kinds are ``agent``, ``program`` and
+``packages`` for images of users (`testbed_controller.lab.programimages`), and ``stage``, which an interrupted build of
+several Dockerfile stages leaves behind.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import hashlib
 import io
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import tarfile
@@ -46,14 +49,14 @@ from testbed_controller.lab.wheels import (
 )
 
 REGISTRY_BASE = f"python:{PYTHON}-slim-bookworm"
-PULL_PATIENCE = 60.0
-"""Time for a registry to deliver the base image, in seconds; then the image is built without the registry."""
+PULL_TIMEOUT = 60.0
+"""Seconds to wait for the base image from a registry; after that, the image is made without a registry."""
 _BOOTSTRAP_ROOM = 600 * 10**6
 """Temporary disk space of mmdebstrap in bytes: packages, their files, and the archive."""
 LABEL = "testbed.image"
 """Label of the testbed's images; its value is the kind of image."""
-_STAGE_SECONDS = 3600.0
-"""Upper bound of a build's duration, in seconds."""
+_ABANDONED_AFTER = 3600.0
+"""Age in seconds after which no build can still use a stage."""
 _SYSTEM_CONTAINERD = (
     "/run/containerd/containerd.sock",
     "/var/run/containerd/containerd.sock",
@@ -72,7 +75,7 @@ CODE = {
     "agent": ("testbed", "testbed_agent"),
 }
 """The packages, or parts of packages, in each image."""
-HOSTS = (
+HOST_ONLY = (
     "testbed/scenario/",
     "testbed/simulation/",
     "testbed/prepare.py",
@@ -90,7 +93,10 @@ SPARE = {
     "base": 2,
     "stage": 0,
 }
-"""Number of old images of each kind to keep after a build, for a quick return to another version."""
+"""Number of old images of each kind to keep after a build, for a quick return to another version.
+
+An image comes before those that it is based on, because the engine refuses to remove them while it exists.
+"""
 
 
 @dataclass(frozen=True)
@@ -123,27 +129,27 @@ def image_tags(target: Target | None = None) -> ImageTags:
     The default target is this machine's architecture with the preferred build of torch.
     """
     target = target or Target(host_machine(), torch_builds()[0])
-    return _tags_for(_code_of_run(), target)
+    return _tags_for(_files_by_kind(), target)
 
 
-def present_tags(client: docker.DockerClient) -> ImageTags:
-    """Return the tags of the images for a run on an engine: of the torch builds, the first with existing images."""
-    code = _code_of_run()
+def find_tags(client: docker.DockerClient) -> ImageTags:
+    """Return the tags for a run on this engine, preferably of a torch build whose images exist."""
+    code = _files_by_kind()
     return _choose(client, [_tags_for(code, target) for target in _targets(client)])
 
 
-def _code_of_run() -> dict[str, dict[str, bytes]]:
-    """Return the files of both images of each run, by kind."""
+def _files_by_kind() -> dict[str, dict[str, bytes]]:
+    """Return the files of the device and shaper images, which every run needs, by kind of image."""
     return {kind: _code_files(kind) for kind in ("device", "shaper")}
 
 
 def _targets(client: docker.DockerClient) -> list[Target]:
     machine = machine_name(str(client.info().get("Architecture") or host_machine()))
-    return [Target(machine, torch) for torch in torch_builds()]
+    return [Target(machine, torch_build) for torch_build in torch_builds()]
 
 
 def _choose(client: docker.DockerClient, choices: Sequence[ImageTags]) -> ImageTags:
-    """Return the first choice with a device image, else the first one with its Python packages, else the preferred."""
+    """Prefer a choice whose device image exists, then one whose device runtime exists, then the first."""
     for kind in ("device", "device_runtime"):
         for tags in choices:
             if image_exists(client, getattr(tags, kind)):
@@ -158,17 +164,18 @@ def _tags_for(code: Mapping[str, Mapping[str, bytes]], target: Target) -> ImageT
         runtimes[kind] = _runtime_tag(kind, target)
         tags[kind] = _code_tag(kind, files, runtimes[kind])
     return ImageTags(
-        _base_tag(),
-        runtimes["device"],
-        runtimes["shaper"],
-        tags["device"],
-        tags["shaper"],
-        target,
+        base=_base_tag(),
+        device_runtime=runtimes["device"],
+        shaper_runtime=runtimes["shaper"],
+        device=tags["device"],
+        shaper=tags["shaper"],
+        target=target,
     )
 
 
 def _base_tag() -> str:
     packages = "\n".join(_base_packages())
+    # Any target: the file's name does not change the image.
     bootstrap = "\n".join(_bootstrap_command("-"))
     parts = {
         "packages": packages.encode(),
@@ -202,8 +209,8 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
 
     Raises HostError with the reason and a remedy if an image cannot be built.
     """
-    # Read the code once: a file saved during the build must not get the hash of its former content.
-    code = _code_of_run()
+    # Read the code once, so that the tags match the files in the images even if a file is saved during the build.
+    code = _files_by_kind()
     choices = [_tags_for(code, target) for target in _targets(client)]
     wanted = _choose(client, choices)
     if image_exists(client, wanted.device) and image_exists(client, wanted.shaper):
@@ -212,6 +219,7 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
         # Another command may have built the images while this one waited for the lock.
         wanted = _choose(client, choices)
         has_device = image_exists(client, wanted.device)
+        # Torch has to be fetched only if no image has it.
         if not has_device and not image_exists(client, wanted.device_runtime):
             wanted = _obtain_torch(choices, say)
         for kind, files in code.items():
@@ -221,7 +229,7 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
 
 
 def _obtain_torch(choices: Sequence[ImageTags], say: Say) -> ImageTags:
-    """Return the tags of the preferred torch build if pip can fetch it, otherwise of the other build."""
+    """Return the tags of the preferred torch build if pip can fetch it, otherwise those of the second one."""
     preferred = choices[0]
     if len(choices) == 1 or fetch_cpu_torch(preferred.target, say):
         return preferred
@@ -229,7 +237,7 @@ def _obtain_torch(choices: Sequence[ImageTags], say: Say) -> ImageTags:
 
 
 def ensure_agent(client: docker.DockerClient, say: Say) -> str:
-    """Return the tag of the agent's image, which `images/program.Dockerfile` adds to a user's image."""
+    """Return the tag of the agent's image, from which `images/program.Dockerfile` copies the agent."""
     return _ensure_image(
         client, "agent", _code_files("agent"), _targets(client)[0], say
     )
@@ -264,11 +272,13 @@ def remove_images(
     keep: ImageTags | None = None,
     spare: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Remove the testbed's images except ``keep`` and the newest ``spare`` of each kind; return removed tags."""
+    """Remove the testbed's images except ``keep`` and the newest ``spare`` of each kind; return removed tags.
+
+    Without ``spare``, only ``keep`` stays.
+    """
     keep_tags = set() if keep is None else set(keep.by_kind.values())
     spare = spare or {}
     removed: list[str] = []
-    # In the order of SPARE, an image comes before those that it is built on, which the engine would not remove.
     for kind in SPARE:
         newest_first = _images_of(client, kind)
         for image in newest_first[spare.get(kind, 0) :]:
@@ -282,7 +292,7 @@ def _images_of(client: docker.DockerClient, kind: str) -> list[Image]:
     """Return the testbed's images of a kind, newest first; for stages, only abandoned ones."""
     images = client.images.list(filters={"label": f"{LABEL}={kind}"})
     selected = [image for image in images if _is_removable(image, kind)]
-    # Times in UTC of one format: as texts, they have the right order to the second.
+    # UTC timestamps in one format sort correctly as strings.
     return sorted(selected, key=lambda image: str(image.attrs["Created"]), reverse=True)
 
 
@@ -296,20 +306,21 @@ def _is_removable(image: Image, kind: str) -> bool:
 
 
 def _is_abandoned(stage: Image) -> bool:
-    """Return whether a stage is too old for an active build, possibly of another user of the engine."""
+    """Return whether no build, even by another user of this engine, can still need a stage."""
     # Without the fraction: engines print nanoseconds, of which Python 3.11 reads six digits.
     seconds = str(stage.attrs["Created"])[:19]
     created = datetime.fromisoformat(seconds).replace(tzinfo=UTC)
-    return (datetime.now(UTC) - created).total_seconds() > _STAGE_SECONDS
+    return (datetime.now(UTC) - created).total_seconds() > _ABANDONED_AFTER
 
 
 def _remove_image(client: docker.DockerClient, reference: str) -> bool:
-    """Remove one unused image and return True; return False for an image in use."""
+    """Remove one unused image and return True; return False for a missing image, or one in use."""
     try:
         client.images.remove(reference)
     except ImageNotFound:
         return False
     except APIError as error:
+        # Conflict: the image is in use.
         if error.status_code == 409:
             return False
         raise
@@ -346,13 +357,14 @@ def _base_packages() -> list[str]:
 def _code_files(kind: str) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for part in CODE[kind]:
-        package, _, below = part.partition("/")
+        # testbed_controller/shaping: the package testbed_controller, and a path in its folder.
+        package, _, subpath = part.partition("/")
         folder = package_folder(package)
-        root = folder / below
+        root = folder / subpath
         paths = [root] if root.is_file() else sorted(root.rglob("*"))
         for path in paths:
             name = f"{package}/{path.relative_to(folder).as_posix()}"
-            if _is_source(path) and not name.startswith(HOSTS):
+            if _is_source(path) and not name.startswith(HOST_ONLY):
                 files[name] = path.read_bytes()
     return files
 
@@ -366,25 +378,25 @@ def _is_source(path: Path) -> bool:
 
 
 def _make_base(client: docker.DockerClient, tag: str, say: Say) -> None:
-    refusal = _base_from_registry(client, tag, say)
-    if refusal:
-        say(f"no base image from a registry ({refusal}): making one with mmdebstrap")
+    failure = _base_from_registry(client, tag, say)
+    if failure:
+        say(f"no base image from a registry ({failure}): making one with mmdebstrap")
         _base_from_mmdebstrap(client, tag, say)
 
 
 def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
-    """Build the base from the official Python image; return the reason of a failure, or an empty text."""
+    """Build the base from the official Python image; return the reason of a failure, or an empty string."""
     pull = partial(client.images.pull, REGISTRY_BASE)
-    refusal = refusal_within(PULL_PATIENCE, pull)
-    if refusal:
-        return refusal
+    failure = refusal_within(PULL_TIMEOUT, pull)
+    if failure:
+        return failure
     say(f"building {tag} on {REGISTRY_BASE}")
     # The image brings a Python of its own.
     packages = [name for name in _base_packages() if name != "python3"]
     arguments = {"PACKAGES": " ".join(packages)}
     labels = {LABEL: "base", "testbed.source": REGISTRY_BASE}
     try:
-        build(client, tag, recipe("base"), {}, arguments, labels, network=None)
+        build(client, tag, recipe("base"), {}, arguments, labels, allow_network=True)
     except HostError as error:
         return str(error)
     return ""
@@ -393,7 +405,7 @@ def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
 def _bootstrap_command(target: str) -> list[str]:
     command = ["mmdebstrap", "--quiet", "--variant=minbase"]
     command.append("--include=" + ",".join(_base_packages()))
-    # Without manuals and translations.
+    # Without manuals and translations, to keep the image small.
     for name in ("man", "doc", "locale", "info"):
         command.append(f"--dpkgopt=path-exclude=/usr/share/{name}/*")
     return [*command, "bookworm", target]
@@ -437,13 +449,15 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
 
 
 def _explain_bootstrap_failure(errors: str, command: Sequence[str]) -> str:
-    full = describe_full_disk(errors, Path(tempfile.gettempdir()), _BOOTSTRAP_ROOM)
-    if full:
-        return f"mmdebstrap failed: {full}"
+    folder = Path(tempfile.gettempdir())
+    disk_message = describe_full_disk(errors, folder, _BOOTSTRAP_ROOM)
+    if disk_message:
+        return f"mmdebstrap failed: {disk_message}"
     complaints = [line for line in errors.splitlines() if line.startswith("E:")]
     first = complaints[0] if complaints else "no reason given"
-    start = " ".join(command[:3])
-    return f"mmdebstrap failed: {first}; run '{start} ... bookworm' manually"
+    # The last argument is a temporary file.
+    manual = shlex.join([*command[:-1], "base.tar"])
+    return f"mmdebstrap failed: {first}; run '{manual}' to see all messages"
 
 
 # Runtime image
@@ -455,7 +469,8 @@ def _build_runtime(
     files: dict[str, bytes | Path] = {}
     for path in fetch_wheels(requirements(kind, target), target):
         files[f"wheels/{path.name}"] = path
-    # The build ends by importing these modules, so that a package without a shared library fails now.
+    # The build ends by importing these modules, so that a package which lacks a shared library fails now, not in a run.
+    # In the lists of packages, each module is named like its package.
     modules = sorted(name.replace("-", "_") for name in list_packages(kind))
     arguments = {"BASE": base, "MODULES": ", ".join(modules)}
     labels = {LABEL: "runtime", "testbed.runtime": kind}
@@ -468,11 +483,12 @@ def _build_runtime(
 def build(
     client: docker.DockerClient,
     tag: str,
-    recipe: bytes,
+    dockerfile: bytes,
     files: Mapping[str, bytes | Path],
     arguments: dict[str, str],
     labels: dict[str, str],
-    network: str | None = "none",
+    *,
+    allow_network: bool = False,
 ) -> None:
     """Build one image from a temporary context, by default without network access; raises `HostError`.
 
@@ -483,13 +499,14 @@ def build(
     with tempfile.TemporaryFile(dir=BUILD) as context:
         try:
             with tarfile.open(fileobj=context, mode="w") as archive:
-                for name, content in {"Dockerfile": recipe, **files}.items():
+                for name, content in {"Dockerfile": dockerfile, **files}.items():
                     _add_file(archive, name, content)
         except OSError as error:
             raise HostError(
                 f"cannot build the image {tag}: {BUILD}: {error.strerror or error}"
             ) from error
         context.seek(0)
+        # The Dockerfiles label their intermediate stage with this random value.
         stage = secrets.token_hex(8)
         try:
             client.images.build(
@@ -498,8 +515,8 @@ def build(
                 tag=tag,
                 buildargs={**arguments, "STAGE": stage},
                 labels=labels,
-                network_mode=network,
-                use_config_proxy=network != "none",
+                network_mode=None if allow_network else "none",
+                use_config_proxy=allow_network,
                 rm=True,
                 forcerm=True,
             )
@@ -508,7 +525,8 @@ def build(
                 f"cannot build the image {tag}: {_summarise_error(error)}"
             ) from error
         finally:
-            # The builder caches the stage with the wheels, which is useless because tags contain hashes.
+            # The builder keeps the stage that holds the wheels, although it is never used again: an image with the same
+            # tag is never rebuilt.
             filters = {"label": f"testbed.stage={stage}", "dangling": True}
             for image in client.images.list(filters=filters):
                 _remove_image(client, str(image.id))
@@ -566,9 +584,13 @@ def image_folder(info: Mapping[str, Any]) -> Path:
     >>> image_folder({"DockerRootDir": "/data/docker"})
     PosixPath('/data/docker')
     """
-    store = dict(info.get("DriverStatus") or ()).get("driver-type", "")
-    daemon = str((info.get("Containerd") or {}).get("Address", ""))
-    if store.startswith("io.containerd.snapshotter") and daemon in _SYSTEM_CONTAINERD:
+    # A list of pairs.
+    status = dict(info.get("DriverStatus") or ())
+    uses_containerd = status.get("driver-type", "").startswith(
+        "io.containerd.snapshotter"
+    )
+    socket = str((info.get("Containerd") or {}).get("Address", ""))
+    if uses_containerd and socket in _SYSTEM_CONTAINERD:
         return Path("/var/lib/containerd")
     return Path(str(info.get("DockerRootDir") or "/var/lib/docker"))
 

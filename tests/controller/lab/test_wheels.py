@@ -270,15 +270,15 @@ def test_run_uses_images_of_build_present_on_engine(
     )
     cpu = images.image_tags(Target("x86_64", "2.13.0+cpu"))
     cuda = images.image_tags(Target("x86_64", "2.13.0"))
-    assert images.present_tags(client) == cpu  # type: ignore[arg-type]
+    assert images.find_tags(client) == cpu  # type: ignore[arg-type]
     # The image of the runtime takes longest to build.
     present.add(cuda.device_runtime)
-    assert images.present_tags(client) == cuda  # type: ignore[arg-type]
+    assert images.find_tags(client) == cuda  # type: ignore[arg-type]
     present.add(cpu.device_runtime)
-    assert images.present_tags(client) == cpu  # type: ignore[arg-type]
+    assert images.find_tags(client) == cpu  # type: ignore[arg-type]
     # A complete image precedes both.
     present.add(cuda.device)
-    assert images.present_tags(client) == cuda  # type: ignore[arg-type]
+    assert images.find_tags(client) == cuda  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
