@@ -148,9 +148,9 @@ RESNET_GROUPS = ((64, 1), (128, 2), (256, 2), (512, 2))
 def resnet18(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     """Create ResNet18 for small images, as in PipeLearn's Table II: 11.2 million parameters for 10 classes, 3 channels.
 
-    Table II gives the stem as a 7x7 convolution to 64 channels and a max pooling, without strides. Both have stride 2, as
-    in the original network for images of 224x224 pixels (He et al., arXiv:1512.03385). Images of 32x32 pixels leave the
-    stem with 8x8 pixels, and the last blocks with one.
+    Table II gives the stem as a 7x7 convolution to 64 channels and a max pooling, without strides. Both have stride 2,
+    as in the original network for images of 224x224 pixels (He et al., arXiv:1512.03385). Images of 32x32 pixels leave
+    the stem with 8x8 pixels, and the last blocks with one.
 
     >>> resnet18(BatchNormOptions(), (3, 32, 32), 10).parameters
     11181642
