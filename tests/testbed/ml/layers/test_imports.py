@@ -20,7 +20,7 @@ from testbed.ml.models.graph import graph_of
 from testbed.ml.models.layers import Linear, ReLU
 from testbed.ml.models.sliced import draw_tensors
 from testbed.ml.training.schema import OptimizerPart
-from tests.helpers.training import sgd
+from tests.helpers.training import sgd_config
 
 def imported():
     return [name for name in sys.modules if name in ("torch._dynamo", "sympy") or "symbolic_shapes" in name]
@@ -33,7 +33,7 @@ shard.forward(0, torch.ones(2, 4))
 shard.backward(0, torch.ones(2, 3))
 shard.update()
 part_of_a_layer = imported()
-shard = Shard(create("mlp", {}, (1, 8, 8), 10), 0, 2, 1, sgd(momentum=0.9))
+shard = Shard(create("mlp", {}, (1, 8, 8), 10), 0, 2, 1, sgd_config(momentum=0.9))
 outputs = shard.forward("k", torch.zeros(2, 1, 8, 8))
 shard.backward("k", torch.ones_like(outputs))
 shard.update(0)

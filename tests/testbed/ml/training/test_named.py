@@ -1,6 +1,9 @@
-"""Names of torch as scenarios write them, and what is said of those that there are not."""
+"""Lookup of torch's classes by the names in scenarios, and messages for unknown names and options."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from testbed.ml.training.schema import NamedPart
 KEY = ("training", "schedule")
 
 
-def found(name: str, **keys):
+def find_scheduler(name: str, **keys: Any) -> Callable[..., Any]:
     part = NamedPart(name=name)
     return find_definition(
         part, {}, KEY, lr_scheduler, lr_scheduler.LRScheduler, "LR", **keys
@@ -25,80 +28,77 @@ def found(name: str, **keys):
     "name",
     ["CosineAnnealingLR", "cosineannealing", "cosine-annealing", "Cosine_Annealing LR"],
 )
-def test_case_dashes_and_what_all_names_end_in_may_be_left_out(name: str) -> None:
-    assert found(name) is lr_scheduler.CosineAnnealingLR
+def test_case_dashes_and_common_suffix_are_optional(name: str) -> None:
+    assert find_scheduler(name) is lr_scheduler.CosineAnnealingLR
 
 
-def test_every_class_of_torch_is_found_by_its_own_name() -> None:
-    classes = [
-        each
-        for each in vars(torch.optim).values()
-        if isinstance(each, type)
-        and issubclass(each, torch.optim.Optimizer)
-        and each is not torch.optim.Optimizer
-    ]
+def optimizer_classes() -> list[type[torch.optim.Optimizer]]:
+    base = torch.optim.Optimizer
+    classes = []
+    for value in vars(torch.optim).values():
+        if isinstance(value, type) and issubclass(value, base) and value is not base:
+            classes.append(value)
+    return classes
+
+
+def test_every_optimizer_of_torch_has_its_own_name() -> None:
+    classes = optimizer_classes()
     assert len(classes) > 10
-    for each in classes:
-        part = NamedPart(name=each.__name__)
-        assert (
-            find_definition(
-                part, {}, ("training", "optimizer"), torch.optim, torch.optim.Optimizer
-            )
-            is each
-        )
+    key = ("training", "optimizer")
+    for optimizer in classes:
+        part = NamedPart(name=optimizer.__name__)
+        definition = find_definition(part, {}, key, torch.optim, torch.optim.Optimizer)
+        assert definition is optimizer
 
 
 @pytest.mark.parametrize(
     "name", ["", "LR", "LRScheduler", "_LRScheduler", "Optimizer", "Any", "exponentiel"]
 )
-def test_unknown_names_are_rejected_with_the_valid_ones(name: str) -> None:
-    with pytest.raises(InputError) as refused:
-        found(name)
-    assert refused.value.key == ("training", "schedule", "name")
-    assert "CosineAnnealingLR" in refused.value.text
-    assert " _LRScheduler" not in refused.value.text
+def test_unknown_name_is_rejected_with_available_names(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        find_scheduler(name)
+    assert caught.value.key == ("training", "schedule", "name")
+    assert "CosineAnnealingLR" in caught.value.text
+    # Base classes and private names are not schedules.
+    assert " _LRScheduler" not in caught.value.text
 
 
-def test_names_that_do_not_work_are_not_offered() -> None:
-    with pytest.raises(InputError) as refused:
-        found("step", without=("StepLR",))
-    assert "MultiStepLR" in refused.value.text
-    assert " StepLR" not in refused.value.text
+def test_excluded_name_is_rejected_and_not_listed() -> None:
+    with pytest.raises(InputError) as caught:
+        find_scheduler("step", without=("StepLR",))
+    assert "MultiStepLR" in caught.value.text
+    assert " StepLR" not in caught.value.text
 
 
-def test_a_file_of_ones_own_goes_before_torch() -> None:
-    code = Code(
-        name="StepLR",
-        module="named_of_a_test",
-        sources={"named_of_a_test": "def StepLR():\n    return 7\n"},
-    )
+def test_user_file_precedes_torch() -> None:
+    module = "named_of_a_test"
+    source = "def StepLR():\n    return 7\n"
+    code = Code(name="StepLR", module=module, sources={module: source})
     part = NamedPart(name="StepLR", file="own.py")
-    assert (
-        find_definition(
-            part, {"own.py:StepLR": code}, KEY, lr_scheduler, lr_scheduler.LRScheduler
-        )()
-        == 7
+    definition = find_definition(
+        part, {"own.py:StepLR": code}, KEY, lr_scheduler, lr_scheduler.LRScheduler
     )
+    assert definition() == 7
 
 
-def test_what_a_class_says_of_its_options_is_said_with_the_name_that_the_scenario_has() -> (
-    None
-):
+def test_options_are_passed_to_class() -> None:
     part = NamedPart(name="dropout")
     assert call_definition(torch.nn.Dropout, part, KEY, p=0.25).p == 0.25
-    with pytest.raises(
-        InputError,
-        match=r"training\.schedule: dropout: got an unexpected keyword argument 'share'",
-    ):
+
+
+def test_errors_of_class_are_reported_with_name_in_scenario() -> None:
+    part = NamedPart(name="dropout")
+    message = r"training\.schedule: dropout: got an unexpected keyword argument 'share'"
+    with pytest.raises(InputError, match=message):
         call_definition(torch.nn.Dropout, part, KEY, share=0.5)
-    with pytest.raises(
-        InputError,
-        match="dropout: dropout probability has to be between 0 and 1, but got 2",
-    ):
+    message = "dropout: dropout probability has to be between 0 and 1, but got 2"
+    with pytest.raises(InputError, match=message):
         call_definition(torch.nn.Dropout, part, KEY, 2)
 
-    def refuse() -> None:
+
+def test_error_without_message_is_reported_by_its_type() -> None:
+    def fail() -> None:
         raise AssertionError
 
     with pytest.raises(InputError, match="dropout: AssertionError"):
-        call_definition(refuse, part, KEY)
+        call_definition(fail, NamedPart(name="dropout"), KEY)

@@ -1,6 +1,8 @@
-"""Our descent against torch's own, to the bit."""
+"""Optimizers: bitwise equality with torch, state that moves between devices, and cost."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,111 +15,136 @@ from tests.helpers.training import training_config
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("weight_decay", [0.0, 4e-5])
-def test_equals_torch_to_the_bit(momentum: float, weight_decay: float) -> None:
+def test_sgd_is_bitwise_equal_to_torch(momentum: float, weight_decay: float) -> None:
     generator = torch.Generator().manual_seed(3)
-    settings = OptimizerPart(
+    initial = torch.randn(17, 5, generator=generator)
+    part = OptimizerPart(
         learning_rate=0.07, momentum=momentum, weight_decay=weight_decay
     )
-    start = torch.randn(17, 5, generator=generator)
-    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-    mine = Sgd(settings)
-    reference = torch.optim.SGD(
-        [theirs], lr=0.07, momentum=momentum, weight_decay=weight_decay, foreach=False
+    optimizer = Sgd(part)
+    weight = torch.nn.Parameter(initial.clone())
+    torch_weight = torch.nn.Parameter(initial.clone())
+    # Without foreach, whose order of operations rounds differently.
+    torch_optimizer = torch.optim.SGD(
+        [torch_weight],
+        lr=0.07,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        foreach=False,
     )
     for _ in range(20):
         gradient = torch.randn(17, 5, generator=generator)
-        theirs.grad = gradient.clone()
-        mine.step({"w": ours}, {"w": gradient})
-        reference.step()
-        assert torch.equal(ours, theirs)
+        torch_weight.grad = gradient.clone()
+        torch_optimizer.step()
+        optimizer.step({"w": weight}, {"w": gradient})
+        assert torch.equal(weight, torch_weight)
 
 
-def steps(
+def apply_gradients(
     optimizer: TorchOptimizer,
-    weights: torch.nn.Parameter,
-    gradients: list[torch.Tensor],
+    weight: torch.nn.Parameter,
+    gradients: Sequence[torch.Tensor],
 ) -> None:
     for gradient in gradients:
-        optimizer.step({"0.w": weights}, {"0.w": gradient.clone()})
+        optimizer.step({"0.w": weight}, {"0.w": gradient.clone()})
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        *(
-            {"name": name}
-            for name in (
-                "adam",
-                "adamw",
-                "RMSprop",
-                "adagrad",
-                "nadam",
-                "radam",
-                "adamax",
-                "adadelta",
-            )
-        ),
-        *({"name": name} for name in ("asgd", "rprop", "adafactor")),
-        {"name": "adam", "learning_rate": 0.01, "betas": [0.8, 0.99], "amsgrad": True},
-        {"name": "sgd", "momentum": 0.9, "nesterov": True},
-    ],
-    ids=lambda keys: keys["name"],
+OPTIMIZERS: list[dict[str, object]] = [
+    {"name": "adam"},
+    {"name": "adamw"},
+    {"name": "RMSprop"},
+    {"name": "adagrad"},
+    {"name": "nadam"},
+    {"name": "radam"},
+    {"name": "adamax"},
+    {"name": "adadelta"},
+    {"name": "asgd"},
+    {"name": "rprop"},
+    {"name": "adafactor"},
+    {"name": "adam", "learning_rate": 0.01, "betas": [0.8, 0.99], "amsgrad": True},
+    {"name": "sgd", "momentum": 0.9, "nesterov": True},
+]
+every_optimizer = pytest.mark.parametrize(
+    "keys", OPTIMIZERS, ids=lambda keys: "-".join([keys["name"], *list(keys)[1:]])
 )
-def test_every_optimizer_of_torch_goes_on_from_its_state_to_the_bit(keys):
-    made = training_config(optimizer=keys)
+
+
+@every_optimizer
+def test_optimizer_with_loaded_state_is_bitwise_equal_to_torch(
+    keys: dict[str, object],
+) -> None:
+    config = training_config(optimizer=keys)
     torch.manual_seed(5)
-    start, gradients = torch.randn(6, 4), [torch.randn(6, 4) for _ in range(5)]
-    theirs, moved = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    reference = made._make_optimizer([theirs])
+    initial = torch.randn(6, 4)
+    gradients = [torch.randn(6, 4) for _ in range(5)]
+    expected = torch.nn.Parameter(initial.clone())
+    reference = config._make_optimizer([expected])
     for gradient in gradients:
-        theirs.grad = gradient.clone()
+        expected.grad = gradient.clone()
         reference.step()
-    first, second = made.optimizer(), made.optimizer()
-    steps(first, moved, gradients[:3])
-    moved = torch.nn.Parameter(
-        moved.detach().clone()
-    )  # another version, on another device
-    second.load({"0.w": moved.detach(), **first.state()})
-    steps(second, moved, gradients[3:])
-    assert torch.equal(moved, theirs)
-    kept = {
-        name: (tuple(tensor.shape), tensor.dtype)
-        for name, tensor in second.state().items()
-    }
-    assert kept == {
-        f"{kind}0.w": described for kind, described in made.kept_shapes((6, 4)).items()
-    }
+    first = config.optimizer()
+    weight = torch.nn.Parameter(initial.clone())
+    apply_gradients(first, weight, gradients[:3])
+    # Another device receives weight and state, and has a parameter object of its own.
+    second = config.optimizer()
+    received = torch.nn.Parameter(weight.detach().clone())
+    second.load({"0.w": received.detach(), **first.state()})
+    apply_gradients(second, received, gradients[3:])
+    assert torch.equal(received, expected)
+
+
+@every_optimizer
+def test_predicted_state_shapes_equal_actual_state(keys: dict[str, object]) -> None:
+    config = training_config(optimizer=keys)
+    optimizer = config.optimizer()
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    apply_gradients(optimizer, weight, [torch.randn(6, 4)])
+    actual = {}
+    for key, tensor in optimizer.state().items():
+        actual[key] = (tuple(tensor.shape), tensor.dtype)
+    predicted = {}
+    for kind, shape_and_type in config.kept_shapes((6, 4)).items():
+        predicted[f"{kind}0.w"] = shape_and_type
+    assert actual == predicted
 
 
 @pytest.mark.parametrize(
     ("keys", "values"),
     [
         ({"name": "adamw"}, 2),
+        # The maximum of the second moments is a third value.
         ({"name": "adam", "amsgrad": True}, 3),
         ({"name": "rmsprop", "momentum": 0.9}, 2),
     ],
+    ids=["adamw", "amsgrad", "rmsprop"],
 )
-def test_what_an_optimizer_keeps_is_counted(keys, values):
-    assert training_config(optimizer=keys).state_values == pytest.approx(
-        values, abs=0.01
-    )
-    assert training_config(optimizer=keys, ema=0.9).state_values == pytest.approx(
-        values + 1, abs=0.01
-    )
-    assert training_config(optimizer=keys).update_flops >= 10
+def test_state_values_per_weight_are_counted(
+    keys: dict[str, object], values: int
+) -> None:
+    config = training_config(optimizer=keys)
+    # Counters of steps are negligible.
+    assert config.state_values == pytest.approx(values, abs=0.01)
+    assert config.update_flops >= 10
+    with_average = training_config(optimizer=keys, ema=0.9)
+    assert with_average.state_values == pytest.approx(values + 1, abs=0.01)
 
 
-def test_a_number_in_the_state_of_an_optimizer_stays_a_number():
-    optimizer = TorchOptimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+def test_numbers_in_optimizer_state_stay_numbers() -> None:
+    def make_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    optimizer = TorchOptimizer(make_sgd)
     optimizer._state = {"0.w": {"step": 3, "scale": 0.5, "buffer": torch.ones(2)}}
-    again = TorchOptimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    again.load(optimizer.state())
-    assert (again._state["0.w"]["step"], again._state["0.w"]["scale"]) == (3, 0.5)
-    assert torch.equal(again._state["0.w"]["buffer"], torch.ones(2))
+    restored = TorchOptimizer(make_sgd)
+    restored.load(optimizer.state())
+    state = restored._state["0.w"]
+    assert state["step"] == 3
+    assert state["scale"] == 0.5
+    assert torch.equal(state["buffer"], torch.ones(2))
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "message"),
     [
         ({"optimizer": {"name": "adamm"}}, "available: ASGD, Adadelta"),
         ({"optimizer": {"name": "lbfgs"}}, "has no 'lbfgs' supported here"),
@@ -136,7 +163,18 @@ def test_a_number_in_the_state_of_an_optimizer_stays_a_number():
             "set 'steps'",
         ),
     ],
+    ids=[
+        "unknown-optimizer",
+        "unsupported-optimizer",
+        "unknown-optimizer-option",
+        "impossible-option",
+        "unknown-loss-option",
+        "missing-schedule-length",
+        "missing-length-of-first-schedule",
+    ],
 )
-def test_what_is_wrong_is_said(keys, words):
-    with pytest.raises(InputError, match=words):
+def test_impossible_training_keys_are_rejected(
+    keys: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
         training_config(**keys).check()

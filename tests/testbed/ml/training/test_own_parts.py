@@ -1,6 +1,8 @@
-"""An optimizer, a schedule, a loss and a metric of the user's own: found in their file, and sent to the devices."""
+"""Optimizers, schedules, losses and metrics in users' files."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,13 +11,14 @@ from testbed import deployment
 from testbed.common.errors import InputError
 from testbed.deployment import deployments
 from testbed.ml.data import load as load_data
-from testbed.prepare import prepare
+from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
+from testbed.trace.outcome import Outcome
 from tests.helpers.runs import fields_of
 
-OWN = """
+SOURCE = """
 import torch
 
 class SignDescent(torch.optim.Optimizer):
@@ -62,59 +65,63 @@ faults: []
 """
 
 
-def prepared_in(folder, **changed):
-    (folder / "own.py").write_text(OWN)
-    text = SCENARIO
-    for old, new in changed.items():
-        assert old in text
-        text = text.replace(old, new)
-    (folder / "scenario.yaml").write_text(text)
-    return prepare(trials(load(str(folder / "scenario.yaml"), []))[0])
+def prepare_scenario(folder: Path, scenario: str = SCENARIO) -> Prepared:
+    (folder / "own.py").write_text(SOURCE)
+    file = folder / "scenario.yaml"
+    file.write_text(scenario)
+    return prepare(trials(load(file))[0])
 
 
-def test_devices_receive_the_text_of_all_user_files(tmp_path):
-    prepared = prepared_in(tmp_path)
+def test_deployment_contains_source_of_user_files(tmp_path: Path) -> None:
+    prepared = prepare_scenario(tmp_path)
     addresses = {device.name: "10.0.0.1" for device in prepared.problem.devices}
     body = deployments(prepared, "run", "token", addresses, None).of("a2")
     _, problem = deployment.read(body).problem()
-    optimizer, weight = problem.training.optimizer(), torch.nn.Parameter(torch.ones(3))
-    optimizer.step(
-        {"0.w": weight}, {"0.w": torch.ones(3)}, problem.training.settings(4)
-    )
+    training = problem.training
+    optimizer = training.optimizer()
+    weight = torch.nn.Parameter(torch.ones(3))
+    # At step 4 the schedule has halved the rate of 0.02.
+    optimizer.step({"0.w": weight}, {"0.w": torch.ones(3)}, training.settings(4))
     assert weight.tolist() == pytest.approx([0.99] * 3)
     assert optimizer.state()["count:0.w"].item() == 1
-    assert problem.training.state_values == pytest.approx(1, abs=0.01)
-    assert set(problem.training.metrics()) == {"certainty"}
+    # The mean is one value for each weight; the counter is negligible.
+    assert training.state_values == pytest.approx(1, abs=0.01)
+    assert set(training.metrics()) == {"certainty"}
 
 
-def test_optimizer_state_outlives_a_stage(tmp_path):
+def run_to_end(prepared: Prepared) -> Outcome:
+    outcome = simulate(prepared, load_data(prepared.scenario.workload.data))
+    assert outcome.status == "finished", outcome.error
+    return outcome
+
+
+def test_optimizer_state_survives_restart_of_stage(tmp_path: Path) -> None:
     fault = (
         "faults: [{kill: a2, when: {device: a2, begins: backward, batch: 7}, for: 1s}]"
     )
-    runs = [prepared_in(tmp_path), prepared_in(tmp_path, **{"faults: []": fault})]
-    plain, killed = (
-        simulate(each, load_data(each.scenario.workload.data)) for each in runs
-    )
-    assert plain.status == killed.status == "finished", killed.error
-    assert fields_of(killed, "recovery")
-    assert all(
-        torch.equal(killed.weights[name], plain.weights[name]) for name in plain.weights
-    )
-    assert (
-        fields_of(plain, "evaluate")[-1]["metrics"]
-        == fields_of(killed, "evaluate")[-1]["metrics"]
-    )
+    undisturbed = run_to_end(prepare_scenario(tmp_path))
+    with_fault = SCENARIO.replace("faults: []", fault)
+    disturbed = run_to_end(prepare_scenario(tmp_path, with_fault))
+    assert fields_of(disturbed, "recovery")
+    for name, tensor in undisturbed.weights.items():
+        assert torch.equal(disturbed.weights[name], tensor), name
+    expected = fields_of(undisturbed, "evaluate")[-1]["metrics"]
+    assert fields_of(disturbed, "evaluate")[-1]["metrics"] == expected
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "message"),
     [
         ("SignDescent", "Sign", "own.py defines no function 'Sign'"),
         ("decay: 0.9", "decays: 0.9", "unexpected keyword argument 'decays'"),
         ("name: halves", "name: missing", "defines no function 'missing'"),
     ],
+    ids=["unknown-optimizer", "unknown-option", "unknown-schedule"],
 )
-def test_what_is_wrong_with_them_is_said_with_the_key(tmp_path, old, new, words):
-    with pytest.raises(InputError, match=words) as raised:
-        prepared_in(tmp_path, **{old: new})
-    assert "workload.training." in str(raised.value)
+def test_unknown_name_or_option_is_rejected_with_key(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    assert old in SCENARIO
+    with pytest.raises(InputError, match=message) as caught:
+        prepare_scenario(tmp_path, SCENARIO.replace(old, new))
+    assert "workload.training." in str(caught.value)

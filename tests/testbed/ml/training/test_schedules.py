@@ -1,6 +1,9 @@
-"""Schedules against torch's own, stepped as in a loop of one's own."""
+"""Learning-rate schedules, against torch's schedulers in a plain training loop."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +15,16 @@ from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.schedules import Schedule
 from testbed.ml.training.schema import SchedulePart, TrainingPart
 
-SCHEDULES = {
+STEPS = 40
+MakeScheduler = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
+SCHEDULES: dict[str, tuple[dict[str, object], MakeScheduler]] = {
     "one-cycle": (
         {"max_lr": 0.5},
-        lambda adam: lr_scheduler.OneCycleLR(adam, max_lr=0.5, total_steps=40),
+        lambda adam: lr_scheduler.OneCycleLR(adam, max_lr=0.5, total_steps=STEPS),
     ),
     "CosineAnnealingLR": (
         {},
-        lambda adam: lr_scheduler.CosineAnnealingLR(adam, T_max=40),
+        lambda adam: lr_scheduler.CosineAnnealingLR(adam, T_max=STEPS),
     ),
     "step": ({"step_size": 7}, lambda adam: lr_scheduler.StepLR(adam, step_size=7)),
     "multi-step": (
@@ -31,93 +36,100 @@ SCHEDULES = {
         lambda adam: lr_scheduler.CosineAnnealingWarmRestarts(adam, 6),
     ),
 }
+"""By name: options of the scenario, and torch's scheduler with these options."""
 
 
-def scheduled(*schedule, codes=None):
+def config_with(
+    *schedules: Mapping[str, object], codes: Mapping[str, Code] | None = None
+) -> TrainingConfig:
     keys = {
         "optimizer": {"name": "adam", "learning_rate": 0.1},
-        "schedule": [*schedule],
+        "schedule": list(schedules),
     }
-    return TrainingConfig(TrainingPart.model_validate(keys), codes or {}, 40)
+    return TrainingConfig(TrainingPart.model_validate(keys), codes or {}, STEPS)
 
 
-def expected(make, steps):
+def rates_at(config: TrainingConfig, *steps: int) -> list[float]:
+    return [config.settings(step)["lr"] for step in steps]
+
+
+def torch_settings(make_scheduler: MakeScheduler, steps: int) -> list[tuple[Any, Any]]:
+    """Return learning rate and betas of Adam at each step of a loop with torch's scheduler."""
     adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    scheduler, found = make(adam), []
+    scheduler = make_scheduler(adam)
+    settings = []
     for _ in range(steps):
-        found.append((adam.param_groups[0]["lr"], adam.param_groups[0]["betas"]))
+        (group,) = adam.param_groups
+        settings.append((group["lr"], group["betas"]))
         adam.step()
         scheduler.step()
-    return found
+    return settings
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_is_torchs_at_every_step_whatever_was_asked_before(name):
-    options, make = SCHEDULES[name]
-    recipe = scheduled({"name": name, **options})
-    wanted = expected(make, 39)
-    for step in (31, 0, 38, *range(39)):
-        settings = recipe.settings(step)
-        assert (settings["lr"], settings["betas"]) == wanted[step]
+def test_settings_equal_torch_in_any_order_of_steps(name: str) -> None:
+    options, make_scheduler = SCHEDULES[name]
+    config = config_with({"name": name, **options})
+    # torch's one-cycle schedule cannot be stepped once more.
+    last = STEPS - 1
+    expected = torch_settings(make_scheduler, last)
+    # Later steps first, since recovery returns to earlier steps.
+    for step in (31, 0, 38, *range(last)):
+        settings = config.settings(step)
+        assert (settings["lr"], settings["betas"]) == expected[step]
 
 
-def test_warm_up_and_then_a_cosine():
-    recipe = scheduled(
+def test_list_of_schedules_equals_sequential_scheduler_of_torch() -> None:
+    config = config_with(
         {"name": "linear", "start_factor": 0.1, "total_iters": 8, "steps": 8},
         {"name": "cosine-annealing"},
     )
 
-    def make(adam):
-        parts = [
-            lr_scheduler.LinearLR(adam, 0.1, total_iters=8),
-            lr_scheduler.CosineAnnealingLR(adam, T_max=32),
-        ]
-        return lr_scheduler.SequentialLR(adam, parts, [8])
+    def make_scheduler(adam: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        warm_up = lr_scheduler.LinearLR(adam, 0.1, total_iters=8)
+        cosine = lr_scheduler.CosineAnnealingLR(adam, T_max=STEPS - 8)
+        return lr_scheduler.SequentialLR(adam, [warm_up, cosine], [8])
 
-    assert [recipe.settings(step)["lr"] for step in range(40)] == [
-        rate for rate, _ in expected(make, 40)
-    ]
+    expected = [rate for rate, _ in torch_settings(make_scheduler, STEPS)]
+    assert rates_at(config, *range(STEPS)) == expected
 
 
-def test_a_step_of_the_schedule_may_take_several_of_training():
-    recipe = scheduled({"name": "exponential", "gamma": 0.5, "every": 10})
-    assert [recipe.settings(step)["lr"] for step in (0, 9, 10, 39)] == [
-        0.1,
-        0.1,
-        0.05,
-        0.0125,
-    ]
+def test_every_sets_training_steps_for_one_schedule_step() -> None:
+    config = config_with({"name": "exponential", "gamma": 0.5, "every": 10})
+    # The rate halves after steps 10, 20 and 30.
+    assert rates_at(config, 0, 9, 10, 39) == [0.1, 0.1, 0.05, 0.0125]
 
 
-def test_a_function_of_a_file_is_a_schedule():
+def test_function_of_user_file_is_schedule() -> None:
     text = "def decay(step):\n    return 1 / (1 + step)\n"
-    code = Code(
-        name="decay", module="schedule_of_a_test", sources={"schedule_of_a_test": text}
+    module = "schedule_of_a_test"
+    code = Code(name="decay", module=module, sources={module: text})
+    config = config_with(
+        {"name": "decay", "file": "my.py"}, codes={"my.py:decay": code}
     )
-    recipe = scheduled({"name": "decay", "file": "my.py"}, codes={"my.py:decay": code})
-    assert recipe.settings(4)["lr"] == pytest.approx(0.02)
+    # A factor of 1/5 on the rate of 0.1.
+    assert config.settings(4)["lr"] == pytest.approx(0.02)
 
 
-def test_one_cycle_beyond_its_end_stays_where_it_ended():
-    recipe = scheduled({"name": "one-cycle", "max_lr": 0.5})
-    assert recipe.settings(70) == recipe.settings(39)
+def test_one_cycle_keeps_last_rate_after_its_end() -> None:
+    config = config_with({"name": "one-cycle", "max_lr": 0.5})
+    assert config.settings(70) == config.settings(STEPS - 1)
 
 
-def halving(**keys):
+def halving(**keys: object) -> dict[str, object]:
     return {"name": "exponential", "gamma": 0.5, **keys}
 
 
-def test_each_part_of_a_list_takes_as_many_training_steps_as_the_first():
-    recipe = scheduled(
+def test_every_of_first_schedule_applies_to_all_schedules() -> None:
+    config = config_with(
         {"name": "constant", "factor": 0.1, "steps": 20, "every": 10}, halving(every=10)
     )
-    assert [
-        recipe.settings(step)["lr"] for step in (0, 19, 20, 29, 30)
-    ] == pytest.approx([0.01, 0.01, 0.1, 0.1, 0.05])
+    rates = rates_at(config, 0, 19, 20, 29, 30)
+    assert rates == pytest.approx([0.01, 0.01, 0.1, 0.1, 0.05])
 
 
 @pytest.mark.parametrize(
-    ("schedule", "words"),
+    ("schedules", "message"),
     [
         (
             [halving(steps=20), halving(every=10)],
@@ -138,20 +150,36 @@ def test_each_part_of_a_list_takes_as_many_training_steps_as_the_first():
             "cyclic: missing 2 required positional arguments: 'base_lr' and 'max_lr'",
         ),
     ],
+    ids=[
+        "every-on-second-schedule",
+        "fewer-steps-than-every",
+        "missing-length",
+        "lambda",
+        "plateau",
+        "missing-options",
+    ],
 )
-def test_what_is_wrong_with_a_schedule_is_said(schedule, words):
-    with pytest.raises(InputError, match=words):
-        scheduled(*schedule).settings(0)
+def test_unsuitable_schedule_is_rejected(
+    schedules: list[dict[str, object]], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        config_with(*schedules).settings(0)
 
 
-def test_a_schedule_of_unknown_length_says_which_argument_it_lacks():
-    def sgd(parameters):
-        return torch.optim.SGD(parameters, lr=0.1)
+def make_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
-    with pytest.raises(
-        InputError,
-        match="one-cycle: write 'total_steps', since how many steps there are",
-    ):
-        Schedule([SchedulePart(name="one-cycle", max_lr=0.5)], {}, None, sgd)
-    steady = Schedule([SchedulePart(name="exponential", gamma=0.5)], {}, None, sgd)
-    assert steady.settings_at(10)["lr"] == pytest.approx(0.1 / 1024)
+
+def test_schedule_that_needs_length_is_rejected_for_unknown_length() -> None:
+    # An own program decides itself how long training lasts.
+    part = SchedulePart(name="one-cycle", max_lr=0.5)
+    message = "one-cycle: write 'total_steps', since how many steps there are"
+    with pytest.raises(InputError, match=message):
+        Schedule([part], {}, None, make_sgd)
+
+
+def test_schedule_without_length_is_accepted_for_unknown_length() -> None:
+    part = SchedulePart(name="exponential", gamma=0.5)
+    schedule = Schedule([part], {}, None, make_sgd)
+    # 0.5 to the power of 10 is 1/1024.
+    assert schedule.settings_at(10)["lr"] == pytest.approx(0.1 / 1024)

@@ -1,6 +1,9 @@
-"""What evaluations decide: when training ends, and which weights it leaves."""
+"""Early stopping: target values, patience, best weights, and unsupported combinations."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +14,11 @@ from testbed.ml.training.stopping import Stopping
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
+from testbed.trace.outcome import Outcome
 from tests.helpers.runs import fields_of, make_scenario
 from tests.helpers.training import training_config
 
-METHODS = {
+METHODS: dict[str, dict[str, object]] = {
     "single": {"name": "single", "evaluate_every": 5},
     "pipeline": {
         "name": "pipeline",
@@ -31,93 +35,126 @@ METHODS = {
 }
 
 
-def trained(name, training, steps=200, **keys):
-    data = {"name": "digits", "train": 400, "test": 100} | (
-        {"split": "iid"} if name == "federated" else {}
+def train(
+    method: str, training: Mapping[str, object], steps: int = 200, **keys: object
+) -> Outcome:
+    data: dict[str, object] = {"name": "digits", "train": 400, "test": 100}
+    if method == "federated":
+        data["split"] = "iid"
+    workload = {
+        "training": {"optimizer": {"learning_rate": 0.1}, **training},
+        "steps": steps,
+        "data": data,
+    }
+    (trial,) = trials(
+        make_scenario(2, workload=workload, method=METHODS[method], **keys)
     )
-    training = {"optimizer": {"learning_rate": 0.1}, **training}
-    work = {"training": training, "steps": steps, "data": data}
-    prepared = prepare(
-        trials(make_scenario(2, workload=work, method=METHODS[name], **keys))[0]
-    )
+    prepared = prepare(trial)
     outcome = simulate(prepared, load_data(prepared.scenario.workload.data))
     assert outcome.status == "finished", outcome.error
     return outcome
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_training_ends_with_the_first_evaluation_that_is_good_enough(name):
-    outcome = trained(name, {"until": {"accuracy": ">= 0.4"}})
+@pytest.mark.parametrize("method", METHODS)
+def test_training_ends_with_first_evaluation_that_reaches_target(method: str) -> None:
+    outcome = train(method, {"until": {"accuracy": ">= 0.4"}})
     evaluations = fields_of(outcome, "evaluate")
-    *before, last = [each["accuracy"] for each in evaluations]
-    assert last >= 0.4 > max(before, default=0.0)
-    steps = evaluations[-1]["step"]
-    assert max(step["step"] for step in fields_of(outcome, "step")) == steps - 1
-    assert steps < 200 / (5 if name == "federated" else 1)
+    *earlier, last = [evaluation["accuracy"] for evaluation in evaluations]
+    assert last >= 0.4
+    assert max(earlier, default=0.0) < 0.4
+    end = evaluations[-1]["step"]
+    # Steps count from 0, and an evaluation names the number of steps before it.
+    last_step = max(step["step"] for step in fields_of(outcome, "step"))
+    assert last_step == end - 1
+    # Federated learning evaluates by rounds, of five steps each.
+    assert end < (200 / 5 if method == "federated" else 200)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_best_weights_are_left_not_the_last(name):
-    training = {
+@pytest.mark.parametrize("method", METHODS)
+def test_result_has_weights_of_best_evaluation(method: str) -> None:
+    # After eight steps the learning rate rises to 4, so that training diverges.
+    training: dict[str, object] = {
         "optimizer": {"learning_rate": 0.1},
         "schedule": {"name": "step", "step_size": 8, "gamma": 40},
     }
-    outcome = trained(name, {**training, "best": "test_loss"}, steps=20)
-    losses = {each["step"]: each["loss"] for each in fields_of(outcome, "evaluate")}
+    outcome = train(method, {**training, "best": "test_loss"}, steps=20)
+    losses = {}
+    for evaluation in fields_of(outcome, "evaluate"):
+        losses[evaluation["step"]] = evaluation["loss"]
     best = min(losses, key=losses.get)
-    assert best < max(losses), "the test wants a training that gets worse"
-    again = trained(name, training, steps=5 * best if name == "federated" else best)
-    assert all(
-        torch.equal(outcome.weights[key], again.weights[key]) for key in again.weights
-    )
+    assert best < max(losses), "the last weights must not be the best"
+    # A round of federated learning has five steps.
+    steps = 5 * best if method == "federated" else best
+    shorter = train(method, training, steps=steps)
+    for name, tensor in shorter.weights.items():
+        assert torch.equal(outcome.weights[name], tensor), name
 
 
-def test_a_pipeline_that_loses_a_stage_ends_where_the_unharmed_one_does():
+def test_pipeline_with_restarted_stage_ends_at_same_evaluation() -> None:
     fault = {
         "kill": "worker1",
         "when": {"device": "worker1", "begins": "backward", "batch": 12},
         "for": "1s",
     }
-    runs = [
-        trained("pipeline", {"until": {"accuracy": ">= 0.4"}}, faults=faults)
-        for faults in ([], [fault])
-    ]
-    ends = [fields_of(each, "evaluate")[-1] for each in runs]
-    assert ends[0] == ends[1]
-    assert fields_of(runs[1], "recovery")
+    target = {"until": {"accuracy": ">= 0.4"}}
+    undisturbed = train("pipeline", target, faults=[])
+    disturbed = train("pipeline", target, faults=[fault])
+    assert fields_of(disturbed, "recovery")
+    expected = fields_of(undisturbed, "evaluate")[-1]
+    assert fields_of(disturbed, "evaluate")[-1] == expected
 
 
-def judged(training, values):
+EVALUATIONS = [(0.5, 3.0), (0.6, 2.0), (0.7, 2.5), (0.8, 1.9), (0.9, 2.0), (0.95, 2.1)]
+"""Accuracy and loss after each step, from step 1."""
+
+
+def judge_evaluations(
+    training: Mapping[str, object], evaluations: Sequence[tuple[float, float]]
+) -> tuple[int | None, int]:
+    """Return the step that ends training, or None, and the step with the resulting weights.
+
+    The second step is -1 if the result has the last weights.
+    """
     stopping = Stopping(training_config(**training))
-    for step, (accuracy, loss) in enumerate(values, 1):
-        stopping.judge(
-            step, {"accuracy": accuracy, "loss": loss}, lambda step=step: {"step": step}
-        )
+    end = None
+    for step, (accuracy, loss) in enumerate(evaluations, 1):
+        values = {"accuracy": accuracy, "loss": loss}
+        # The step stands for the weights.
+        stopping.judge(step, values, lambda step=step: {"step": step})
         if stopping.reason:
-            return step, stopping.result({"step": -1})["step"]
-    return None, stopping.result({"step": -1})["step"]
-
-
-def test_patience_counts_evaluations_that_are_no_better():
-    losses = [(0.5, 3.0), (0.6, 2.0), (0.7, 2.5), (0.8, 1.9), (0.9, 2.0), (0.95, 2.1)]
-    assert judged({"patience": 2}, losses) == (6, -1)
-    assert judged({"patience": 2, "best": "accuracy"}, losses) == (None, 6)
-    assert judged({"patience": 2, "best": "test_loss"}, losses) == (6, 4)
-    assert judged({"until": {"accuracy": "> 65%", "test_loss": "< 2"}}, losses) == (
-        4,
-        -1,
-    )
-
-
-def test_an_evaluation_that_is_made_again_counts_once():
-    stopping = Stopping(training_config(patience=1))
-    for step in (1, 1, 1):
-        stopping.judge(step, {"loss": 1.0}, dict)
-    assert not stopping.reason
+            end = step
+            break
+    last_weights: dict[str, Any] = {"step": -1}
+    return end, stopping.result(last_weights)["step"]
 
 
 @pytest.mark.parametrize(
-    ("method", "training", "words"),
+    ("training", "end", "best"),
+    [
+        # Losses after steps 5 and 6 exceed the one after step 4.
+        ({"patience": 2}, 6, -1),
+        ({"patience": 2, "best": "accuracy"}, None, 6),
+        ({"patience": 2, "best": "test_loss"}, 6, 4),
+        ({"until": {"accuracy": "> 65%", "test_loss": "< 2"}}, 4, -1),
+    ],
+    ids=["patience", "best-accuracy", "best-loss", "two-targets"],
+)
+def test_evaluations_end_training_and_select_weights(
+    training: dict[str, object], end: int | None, best: int
+) -> None:
+    assert judge_evaluations(training, EVALUATIONS) == (end, best)
+
+
+def test_repeated_evaluation_counts_once() -> None:
+    # A recovery repeats the evaluation of a step.
+    stopping = Stopping(training_config(patience=1))
+    for _ in range(3):
+        stopping.judge(1, {"loss": 1.0}, dict)
+        assert not stopping.reason
+
+
+@pytest.mark.parametrize(
+    ("method", "training", "message"),
     [
         ({"name": "pipeline"}, {"patience": 1}, "set evaluate_every"),
         (
@@ -126,10 +163,13 @@ def test_an_evaluation_that_is_made_again_counts_once():
             "does not support early stopping",
         ),
     ],
+    ids=["without-evaluations", "unsupported-method"],
 )
-def test_what_cannot_be_judged_is_refused(method, training, words):
+def test_early_stopping_without_evaluations_is_rejected(
+    method: dict[str, object], training: dict[str, object], message: str
+) -> None:
     (trial,) = trials(make_scenario(2, workload={"training": training}, method=method))
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=message):
         prepare(trial)
 
 
@@ -140,7 +180,8 @@ def test_what_cannot_be_judged_is_refused(method, training, words):
         {"best": "metrics.f1"},
         {"until": {"accuracy": "1"}},
     ],
+    ids=["unknown-metric", "undefined-metric", "no-comparison"],
 )
-def test_what_no_evaluation_has_is_refused(training):
+def test_unknown_metric_or_condition_is_rejected(training: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"an evaluation has no|is not a condition"):
         training_config(**training)

@@ -1,24 +1,30 @@
-"""What may be learned: classes, numbers, several labels at once, tokens; by own data, a loss and metrics by name."""
+"""Training tasks: classes, numbers, several labels and tokens, with named losses and metrics."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torchmetrics
+from torch.nn import functional
 
 from testbed.common.errors import InputError
 from testbed.ml.data import catalog
 from testbed.ml.data.batches import batch
-from testbed.ml.data.dataset import pack, unpack
-from testbed.prepare import prepare
+from testbed.ml.data.dataset import Dataset, pack, unpack
+from testbed.ml.method import PlanningProblem
+from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from tests.helpers.runs import fields_of
 
-NETWORKS = """
+SOURCE = """
 import torch
 from torch import nn
 
@@ -42,198 +48,224 @@ network: {{topology: mesh, link: {{rate: 50mbit, delay: 2ms}}}}
 workload:
   task: train
   model: {{name: {network}, file: own.py}}
-  data: {{path: own.npz}}
+  data: {{path: own.npz{split}}}
   method: {{name: {method}}}
   steps: 8
   batch_size: 16
   training: {training}
 expect: {expect}
 """
+STEPS = 8
+BATCH_SIZE = 16
+TRAIN_SAMPLES = 64
+
+Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes outputs and labels."""
 
 
-def drawn(task):
+def draw_samples(task: str) -> tuple[np.ndarray, np.ndarray]:
+    """Draw samples and labels of a task; numbers and several labels are linear functions of the samples."""
     generator = np.random.default_rng(4)
     samples = generator.normal(size=(96, 6)).astype(np.float32)
     weights = generator.normal(size=(6, 3)).astype(np.float32)
-    if task == "numbers":
-        return samples, (samples @ weights)[:, 0]
-    if task == "several numbers":
-        return samples, samples @ weights
-    if task == "several labels":
-        return samples, (samples @ weights > 0).astype(np.float32)
-    tokens = generator.integers(0, 9, size=(96, 12))
-    return tokens[:, :-1], tokens[:, 1:]
+    match task:
+        case "number":
+            return samples, (samples @ weights)[:, 0]
+        case "numbers":
+            return samples, samples @ weights
+        case "labels":
+            return samples, (samples @ weights > 0).astype(np.float32)
+        case _:
+            # The label of a token is the next token.
+            tokens = generator.integers(0, 9, size=(96, 12))
+            return tokens[:, :-1], tokens[:, 1:]
 
 
-LOSSES = {
-    "numbers": (
+def mean_squared_error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(outputs.squeeze(-1), labels)
+
+
+def mean_absolute_error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs.squeeze(-1) - labels).abs().mean()
+
+
+def half_squared_error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return 0.5 * ((outputs - labels) ** 2).mean()
+
+
+def macro_f1(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torchmetrics.functional.f1_score(
+        outputs, labels.long(), task="multilabel", num_labels=3, average="macro"
+    )
+
+
+def token_cross_entropy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
+def perplexity(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.exp(token_cross_entropy(outputs, labels))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task as in a scenario, with its loss and metrics in plain torch."""
+
+    network: str
+    training: str
+    """The value of ``workload.training``."""
+    loss: Compute
+    metrics: Mapping[str, Compute] = field(default_factory=dict)
+
+
+TASKS = {
+    "number": Task(
         "dense",
         "{loss: {name: mse}, metrics: {mean-absolute-error: {}, worst: {name: largest_error, file: own.py}}}",
-        lambda outputs, labels: torch.nn.functional.mse_loss(
-            outputs.squeeze(-1), labels
-        ),
-        {
-            "mean-absolute-error": lambda outputs, labels: (
-                (outputs.squeeze(-1) - labels).abs().mean()
-            )
-        },
+        mean_squared_error,
+        {"mean-absolute-error": mean_absolute_error},
     ),
-    "several numbers": (
+    "numbers": Task(
         "dense",
         "{loss: {name: half_the_square, file: own.py, scale: 0.5}, optimizer: {name: adam}}",
-        lambda outputs, labels: 0.5 * ((outputs - labels) ** 2).mean(),
-        {},
+        half_squared_error,
     ),
-    "several labels": (
+    "labels": Task(
         "dense",
         "{loss: {name: bce-with-logits}, metrics: {f1: {average: macro}, AUROC: {average: macro}}}",
-        torch.nn.functional.binary_cross_entropy_with_logits,
-        {
-            "f1": lambda outputs, labels: torchmetrics.functional.f1_score(
-                outputs, labels.long(), task="multilabel", num_labels=3, average="macro"
-            )
-        },
+        functional.binary_cross_entropy_with_logits,
+        {"f1": macro_f1},
     ),
-    "tokens": (
+    "tokens": Task(
         "language",
         "{metrics: {perplexity: {}}}",
-        lambda outputs, labels: torch.nn.functional.cross_entropy(
-            outputs.flatten(0, 1), labels.flatten()
-        ),
-        {
-            "perplexity": lambda outputs, labels: torch.exp(
-                torch.nn.functional.cross_entropy(
-                    outputs.flatten(0, 1), labels.flatten()
-                )
-            )
-        },
+        token_cross_entropy,
+        {"perplexity": perplexity},
     ),
 }
 
 
-def prepared_in(
-    folder, task, method="pipeline, micro_batches: 2", training=None, expect="{}"
-):
-    network, given, _, _ = LOSSES[task]
-    (folder / "own.py").write_text(NETWORKS)
-    samples, labels = drawn(task)
+def prepare_task(
+    folder: Path,
+    name: str,
+    method: str = "pipeline, micro_batches: 2",
+    training: str | None = None,
+    expect: str = "{}",
+    split: str = "",
+) -> Prepared:
+    task = TASKS[name]
+    (folder / "own.py").write_text(SOURCE)
+    samples, labels = draw_samples(name)
     np.savez(
         folder / "own.npz",
-        x_train=samples[:64],
-        y_train=labels[:64],
-        x_test=samples[64:],
-        y_test=labels[64:],
+        x_train=samples[:TRAIN_SAMPLES],
+        y_train=labels[:TRAIN_SAMPLES],
+        x_test=samples[TRAIN_SAMPLES:],
+        y_test=labels[TRAIN_SAMPLES:],
     )
-    keys = {
-        "network": network,
-        "method": method,
-        "training": training or given,
-        "expect": expect,
-    }
-    (folder / "scenario.yaml").write_text(SCENARIO.format(**keys))
-    return prepare(trials(load(str(folder / "scenario.yaml"), []))[0])
+    text = SCENARIO.format(
+        network=task.network,
+        method=method,
+        training=training or task.training,
+        expect=expect,
+        split=split,
+    )
+    file = folder / "scenario.yaml"
+    file.write_text(text)
+    return prepare(trials(load(file))[0])
 
 
-def data_of(prepared, folder):
+def load_task_data(prepared: Prepared, folder: Path) -> Dataset:
     return catalog.load(prepared.scenario.workload.data, folder / "own.npz")
 
 
-@pytest.mark.parametrize("task", LOSSES)
-def test_every_task_is_learned_as_in_plain_torch_and_measured_by_torchmetrics(
-    tmp_path, task
-):
-    prepared = prepared_in(tmp_path, task)
-    data = unpack(pack(data_of(prepared, tmp_path)))  # as it reaches a device
-    outcome = simulate(prepared, data)
-    assert outcome.status == "finished", outcome.error
-    _, _, criterion, measured = LOSSES[task]
-    problem = prepared.problem
+def train_with_torch(
+    problem: PlanningProblem, data: Dataset, loss_function: Compute
+) -> tuple[torch.nn.Module, list[float]]:
+    """Train the undivided model with torch alone and return the model and the loss of each step."""
     model = problem.model.build(0, len(problem.model.units), problem.seed)
-    made = (
-        problem.training._make_optimizer
-        if not problem.training.part.optimizer.is_plain
-        else None
-    )
-    optimizer = (
-        made([*model.parameters()])
-        if made
-        else torch.optim.SGD(model.parameters(), lr=0.05)
-    )
+    parameters = list(model.parameters())
+    if problem.training.part.optimizer.is_plain:
+        # The default of the scenario.
+        optimizer = torch.optim.SGD(parameters, lr=0.05)
+    else:
+        optimizer = problem.training._make_optimizer(parameters)
     losses = []
-    for step in range(8):
-        chosen = batch(64, 16, problem.seed, step)
-        loss = criterion(
-            model(torch.from_numpy(data.train_images[chosen])),
-            torch.from_numpy(data.train_labels[chosen]),
-        )
+    for step in range(STEPS):
+        indices = batch(TRAIN_SAMPLES, BATCH_SIZE, problem.seed, step)
+        samples = torch.from_numpy(data.train_images[indices])
+        labels = torch.from_numpy(data.train_labels[indices])
+        loss = loss_function(model(samples), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert [step["loss"] for step in fields_of(outcome, "step")] == pytest.approx(
-        losses, abs=1e-5
-    )
+    return model, losses
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_task_has_losses_and_metrics_of_plain_torch(tmp_path: Path, name: str) -> None:
+    task = TASKS[name]
+    prepared = prepare_task(tmp_path, name)
+    # Packed and unpacked, as data reach a device.
+    data = unpack(pack(load_task_data(prepared, tmp_path)))
+    outcome = simulate(prepared, data)
+    assert outcome.status == "finished", outcome.error
+    model, losses = train_with_torch(prepared.problem, data, task.loss)
+    actual = [fields["loss"] for fields in fields_of(outcome, "step")]
+    assert actual == pytest.approx(losses, abs=1e-5)
     with torch.no_grad():
-        outputs, labels = (
-            model(torch.from_numpy(data.test_images)),
-            torch.from_numpy(data.test_labels),
-        )
-    found = fields_of(outcome, "evaluate")[-1]
-    assert found["loss"] == pytest.approx(float(criterion(outputs, labels)), abs=1e-4)
-    for name, compute in measured.items():
-        assert found["metrics"][name] == pytest.approx(
-            float(compute(outputs, labels)), rel=1e-4
-        )
-    assert ("accuracy" in found) == (task == "tokens")
+        outputs = model(torch.from_numpy(data.test_images))
+    labels = torch.from_numpy(data.test_labels)
+    evaluation = fields_of(outcome, "evaluate")[-1]
+    test_loss = float(task.loss(outputs, labels))
+    assert evaluation["loss"] == pytest.approx(test_loss, abs=1e-4)
+    for metric, compute in task.metrics.items():
+        expected = float(compute(outputs, labels))
+        assert evaluation["metrics"][metric] == pytest.approx(expected, rel=1e-4)
+    # Only classes can be counted; tokens are classes.
+    assert ("accuracy" in evaluation) == (name == "tokens")
 
 
-def test_a_metric_is_a_figure_that_a_scenario_may_expect(tmp_path):
-    prepared = prepared_in(
+def test_metrics_of_task_can_be_expected_by_scenario(tmp_path: Path) -> None:
+    prepared = prepare_task(
         tmp_path,
-        "numbers",
+        "number",
         expect="{metrics.mean-absolute-error: '< 100', metrics.worst: '> 0'}",
     )
-    outcome = simulate(prepared, data_of(prepared, tmp_path))
-    figures = metrics(outcome, prepared.experiment, prepared.plan)
-    assert set(figures["metrics"]) == {"mean-absolute-error", "worst"}
-    assert 0 < figures["metrics"]["mean-absolute-error"] < figures["metrics"]["worst"]
-    assert "accuracy" not in figures
+    outcome = simulate(prepared, load_task_data(prepared, tmp_path))
+    values = metrics(outcome, prepared.experiment, prepared.plan)
+    errors = values["metrics"]
+    assert set(errors) == {"mean-absolute-error", "worst"}
+    assert 0 < errors["mean-absolute-error"] < errors["worst"]
+    assert "accuracy" not in values
 
 
 @pytest.mark.parametrize(
-    ("task", "training", "words"),
+    ("training", "message"),
     [
-        ("numbers", "{}", "use a loss such as mse"),
+        ("{}", "use a loss such as mse"),
+        ("{loss: {name: mse}, metrics: {f2: {}}}", "torchmetrics has no 'f2'"),
+        ("{loss: {name: none, file: own.py}}", "defines no function 'none'"),
         (
-            "numbers",
-            "{loss: {name: mse}, metrics: {f2: {}}}",
-            "torchmetrics has no 'f2'",
-        ),
-        ("numbers", "{loss: {name: none, file: own.py}}", "defines no function 'none'"),
-        (
-            "numbers",
             "{loss: {name: mse}, metrics: {f1: {averages: macro}}}",
             "Unexpected keyword arguments: .averages",
         ),
     ],
+    ids=["cross-entropy", "unknown-metric", "unknown-loss", "unknown-metric-option"],
 )
-def test_what_does_not_fit_is_said_before_the_run(tmp_path, task, training, words):
-    with pytest.raises(InputError, match=words):
-        prepared_in(tmp_path, task, training=training)
+def test_unsuitable_loss_or_metric_is_rejected_before_run(
+    tmp_path: Path, training: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        prepare_task(tmp_path, "number", training=training)
 
 
-def test_federated_devices_learn_numbers(tmp_path):
-    prepared_in(tmp_path, "numbers")
-    text = (
-        (tmp_path / "scenario.yaml")
-        .read_text()
-        .replace("path: own.npz", "path: own.npz, split: iid")
+def test_federated_learning_trains_on_numbers(tmp_path: Path) -> None:
+    prepared = prepare_task(
+        tmp_path, "number", method="federated", split=", split: iid"
     )
-    (tmp_path / "scenario.yaml").write_text(
-        text.replace("name: pipeline, micro_batches: 2", "name: federated")
-    )
-    prepared = prepare(trials(load(str(tmp_path / "scenario.yaml"), []))[0])
-    outcome = simulate(prepared, data_of(prepared, tmp_path))
+    outcome = simulate(prepared, load_task_data(prepared, tmp_path))
     assert outcome.status == "finished", outcome.error
     first, *_, last = fields_of(outcome, "evaluate")
     assert last["loss"] < first["loss"]
