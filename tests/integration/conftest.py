@@ -1,4 +1,4 @@
-"""Shared by the tests of links."""
+"""Hooks for tests of links."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ def _lacks_netem() -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what is of netem on a kernel without it, before any namespace is made for it."""
-    of_netem = (
-        "netem" in getattr(getattr(item, "callspec", None), "params", {}).values()
-    )
-    if of_netem and os.geteuid() == 0 and _lacks_netem():
+    """Skip tests with the parameter "netem" on a kernel without netem.
+
+    The skip precedes all fixtures, some of which would create network namespaces.
+    """
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    needs_netem = "netem" in parameters.values()
+    if needs_netem and os.geteuid() == 0 and _lacks_netem():
         pytest.skip("this kernel has no netem; tests/netem boots one that has")

@@ -1,4 +1,4 @@
-"""The agent in real processes on loopback: requests, programs, messages, faults. No containers."""
+"""The agent in processes on loopback addresses, without containers: requests, programs, messages and failures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -53,7 +54,7 @@ def booted() -> Iterator[list[LoopbackDevice]]:
 
 @pytest.fixture
 def pair(booted: list[LoopbackDevice]) -> Iterator[list[LoopbackDevice]]:
-    """Two agents that run nothing."""
+    """Two agents without a running program; a test may kill them."""
     yield booted
     for device in booted:
         if device.process is None or device.process.poll() is not None:
@@ -62,63 +63,60 @@ def pair(booted: list[LoopbackDevice]) -> Iterator[list[LoopbackDevice]]:
             device.agent.stop()
 
 
+def count_events(device: LoopbackDevice) -> int:
+    """Return the number of events since the boot, after which a reader sees only new ones."""
+    return int(device.agent.metrics()["testbed_events_total"])
+
+
 def run(
-    devices: list[LoopbackDevice], do: str, **options: Any
+    devices: list[LoopbackDevice], program: str, **options: Any
 ) -> dict[str, list[Event]]:
-    """Run a scripted program on all to its end; return each one's events."""
-    seen = {}
+    """Run a program of `agent_programs` on all devices to its end; return the events of each device."""
+
+    def deploy(device: LoopbackDevice) -> None:
+        device.agent.deploy(make_deployment(device, devices, program, **options))
+
+    def read_events(device: LoopbackDevice) -> list[Event]:
+        return list(device.agent.events(earlier[device.name]))
+
     with ThreadPoolExecutor(len(devices)) as pool:
-        list(
-            pool.map(
-                lambda device: device.agent.deploy(
-                    make_deployment(device, devices, do, **options)
-                ),
-                devices,
-            )
-        )
-        for device in devices:
-            seen[device.name] = int(device.agent.metrics()["testbed_events_total"])
+        list(pool.map(deploy, devices))
+        earlier = {device.name: count_events(device) for device in devices}
+        # All programs start at one instant, a little ahead of the requests.
         origin = time.monotonic() + 0.05
         for device in devices:
             device.agent.start(origin)
-        events = pool.map(
-            lambda device: list(device.agent.events(seen[device.name])), devices
-        )
-        return dict(zip([device.name for device in devices], events, strict=True))
+        events = pool.map(read_events, devices)
+        return dict(zip(earlier, events, strict=True))
 
 
 def start_and_wait(device: LoopbackDevice) -> None:
-    """Start what is deployed and return once its program takes messages."""
-    after = int(device.agent.metrics()["testbed_events_total"])
+    """Start the deployed program and return as soon as it can receive messages."""
+    earlier = count_events(device)
     device.agent.start(time.monotonic())
-    next(
-        event
-        for event in device.agent.events(after)
-        if event.fields.get("state") == "started"
-    )
+    for event in device.agent.events(earlier):
+        if event.fields.get("state") == "started":
+            return
 
 
 def named(events: list[Event], name: str) -> list[Event]:
     return [event for event in events if event.event == name]
 
 
+def field_of(events: list[Event], name: str, field: str) -> list[Any]:
+    """Return one field of all events with a name."""
+    return [event.fields[field] for event in named(events, name)]
+
+
 def test_programs_exchange_tensors(pair: list[LoopbackDevice]) -> None:
     events = run(pair, "ping", count=5, size=1 << 20)
-    states = [event.fields["state"] for event in named(events["a"], "state")]
-    assert states == ["up", "started", "finished"]
-    assert [event.fields["number"] for event in named(events["a"], "log")] == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]
+    assert field_of(events["a"], "state", "state") == ["up", "started", "finished"]
+    assert field_of(events["a"], "log", "number") == [0, 1, 2, 3, 4]
     sends = named(events["a"], "send")
     assert len(sends) == 5
-    assert all(
-        event.fields["peer"] == "b" and event.fields["bytes"] > 1 << 20
-        for event in sends
-    )
+    for send in sends:
+        assert send.fields["peer"] == "b"
+        assert send.fields["bytes"] > 1 << 20
     receives = named(events["b"], "receive")
     assert [event.fields["message"] for event in receives] == ["ping"] * 5
 
@@ -132,66 +130,60 @@ def test_many_messages_arrive_once_and_in_order(pair: list[LoopbackDevice]) -> N
     assert len(named(events["b"], "receive")) == 500
     sent = [event.fields for event in named(events["a"], "send")]
     left = [fields["start"] + fields["queued"] for fields in sent]
-    assert left[-1] > left[0]  # it waited for those before it
+    # The last message waits for all earlier ones.
+    assert left[-1] > left[0]
     assert sent[-1]["queued"] > 0
 
 
 @pytest.mark.timed
-def test_compute_is_paced_and_says_when_the_host_is_too_slow(
+def test_computation_is_paced_and_reports_deficit_of_slow_host(
     pair: list[LoopbackDevice],
 ) -> None:
     events = run(pair[:1], "compute")["a"]
-    works = {
-        name: [e.fields for e in named(events, "compute") if e.fields["span"] == name]
-        for name in ("quick", "late")
-    }
-    (quick,), (late,) = works["quick"], works["late"]
+    works: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in named(events, "compute"):
+        works[event.fields["span"]].append(dict(event.fields))
+    (quick,), (late,), queued = works["quick"], works["late"], works["queued"]
+    # Charged for 5 ms at a speed of 1 GFLOP/s.
     assert quick["flops"] == pytest.approx(0.005e9)
     assert quick["duration"] == pytest.approx(0.005) or quick["duration"] > 0.005
     assert quick["deficit"] == 0
     assert late["busy"] >= 0.03
-    assert (
-        late["duration"] >= late["busy"] - LEAD_SECONDS
-    )  # it may begin when the work before it is not yet due
+    # A computation may start up to LEAD_SECONDS before the one before it is due to end.
+    assert late["duration"] >= late["busy"] - LEAD_SECONDS
     assert late["deficit"] == pytest.approx(late["busy"] - 0.01)
     assert late["batch"] == 3
-    queued = [
-        e.fields for e in named(events, "compute") if e.fields["span"] == "queued"
-    ]
     assert len(queued) == 20
-    assert [e.fields["span"] for e in named(events, "begin")].count("queued") == 20
-    assert sorted(work["duration"] for work in queued)[10] == pytest.approx(
-        0.01, rel=0.1
-    )
-    # Lateness of single wake-ups does not add up: twenty times 10 ms end 200 ms after the first began, give or take
-    # what a busy host is late by in the end.
-    assert (
-        0.2 - 1e-6
-        <= queued[-1]["start"] + queued[-1]["duration"] - queued[0]["start"]
-        < 0.22
-    )
-    assert [e.fields["text"] for e in named(events, "log")] == ["caught"]
-    assert "failing" not in [e.fields["span"] for e in named(events, "compute")]
+    assert field_of(events, "begin", "span").count("queued") == 20
+    durations = sorted(work["duration"] for work in queued)
+    assert durations[10] == pytest.approx(0.01, rel=0.1)
+    # Delays of single wake-ups do not accumulate: 20 computations of 10 ms end after 200 ms, or later by the delay of
+    # the last wake-up on a busy host.
+    end = queued[-1]["start"] + queued[-1]["duration"]
+    assert 0.2 - 1e-6 <= end - queued[0]["start"] < 0.22
+    assert field_of(events, "log", "text") == ["caught"]
+    assert "failing" not in works
 
 
-def test_a_program_that_fails_says_why(pair: list[LoopbackDevice]) -> None:
+def test_failed_program_reports_its_error(pair: list[LoopbackDevice]) -> None:
     events = run(pair[:1], "fail")["a"]
-    (state,) = [
+    assert field_of(events, "state", "state").count("failed") == 1
+    failure = next(
         event for event in named(events, "state") if event.fields["state"] == "failed"
-    ]
-    assert "RuntimeError: this program is broken" in state.fields["error"]
+    )
+    assert "RuntimeError: this program is broken" in failure.fields["error"]
     health = pair[0].agent.health()
     assert health["state"] == "failed"
-    assert "this program is broken" in health["error"]
-    assert (
-        "run_until_complete" in health["error"] or "agent_programs" in health["error"]
-    )
+    error = health["error"]
+    assert "this program is broken" in error
+    # The traceback names a frame of the event loop or of the program.
+    assert "run_until_complete" in error or "agent_programs" in error
 
 
-def test_a_program_is_stopped(pair: list[LoopbackDevice]) -> None:
+def test_running_program_is_stopped(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
     agent.deploy(make_deployment(pair[0], pair[:1], "log_forever"))
-    after = int(agent.metrics()["testbed_events_total"])
+    after = count_events(pair[0])
     agent.start(time.monotonic())
     stream = agent.events(after)
     assert next(event for event in stream if event.event == "log").fields["number"] == 0
@@ -202,10 +194,10 @@ def test_a_program_is_stopped(pair: list[LoopbackDevice]) -> None:
 
 
 @pytest.mark.timed
-def test_a_program_starts_at_the_origin(pair: list[LoopbackDevice]) -> None:
+def test_program_starts_at_origin(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
     agent.deploy(make_deployment(pair[0], pair[:1], "log_name"))
-    after = int(agent.metrics()["testbed_events_total"])
+    after = count_events(pair[0])
     origin = time.monotonic() + 0.4
     agent.start(origin)
     assert time.monotonic() < origin
@@ -219,22 +211,22 @@ def test_a_program_starts_at_the_origin(pair: list[LoopbackDevice]) -> None:
 
 
 @pytest.mark.timed
-def test_events_reach_the_reader_at_once(pair: list[LoopbackDevice]) -> None:
+def test_events_reach_reader_without_delay(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
     agent.deploy(make_deployment(pair[0], pair[:1], "log_forever"))
-    after = int(agent.metrics()["testbed_events_total"])
+    after = count_events(pair[0])
     agent.start(time.monotonic())
-    late = []
+    delays: list[float] = []
     for event in agent.events(after):
         if event.event == "log":
-            late.append(time.monotonic() - event.fields["at"])
-            if len(late) == 40:
+            delays.append(time.monotonic() - event.fields["at"])
+            if len(delays) == 40:
                 break
     agent.stop()
-    assert sorted(late)[len(late) // 2] < 0.003
+    assert sorted(delays)[len(delays) // 2] < 0.003
 
 
-def test_events_are_read_again_from_any_number(pair: list[LoopbackDevice]) -> None:
+def test_events_can_be_read_again_from_any_number(pair: list[LoopbackDevice]) -> None:
     run(pair[:1], "log_name")
     agent = pair[0].agent
     everything = list(agent.events())
@@ -244,34 +236,25 @@ def test_events_are_read_again_from_any_number(pair: list[LoopbackDevice]) -> No
         list(agent.events(len(everything) + 1))
 
 
-def test_shard_data_and_weights(pair: list[LoopbackDevice]) -> None:
+def test_program_receives_shard_and_data_and_exposes_weights(
+    pair: list[LoopbackDevice],
+) -> None:
     agent = pair[0].agent
-    deployed = make_deployment(pair[0], pair[:1], "expose")
-    agent.deploy(
-        replace_fields(
-            deployed,
-            facts={**json.loads(deployed)["facts"], "samples": {"a": 4, "b": 2}},
-        )
-    )
-    agent.put_shard(
-        arrays.pack(
-            {"w": torch.zeros(2, 3), "kept": torch.arange(4, dtype=torch.bfloat16)}
-        )
-    )
-    images = np.zeros((6, 1, 2, 2), np.float32)
-    dataset = Dataset(
-        "tiny", 2, images, np.zeros(6, np.int64), images, np.zeros(6, np.int64)
-    )
+    body = make_deployment(pair[0], pair[:1], "expose")
+    facts = {**json.loads(body)["facts"], "samples": {"a": 4, "b": 2}}
+    agent.deploy(replace_fields(body, facts=facts))
+    unchanged = torch.arange(4, dtype=torch.bfloat16)
+    agent.put_shard(arrays.pack({"w": torch.zeros(2, 3), "kept": unchanged}))
+    images, labels = np.zeros((6, 1, 2, 2), np.float32), np.zeros(6, np.int64)
+    dataset = Dataset("tiny", 2, images, labels, images, labels)
     agent.put_data(pack(dataset.part(np.array([0, 2, 3, 5]), tests=False)))
     with pytest.raises(AgentError, match="no weights"):
         agent.weights()
-    after = int(agent.metrics()["testbed_events_total"])
+    after = count_events(pair[0])
     agent.start(time.monotonic())
     stream = agent.events(after)
-    assert (
-        next(event for event in stream if event.event in ("weights", "log")).event
-        == "weights"
-    )
+    first = next(event for event in stream if event.event in ("weights", "log"))
+    assert first.event == "weights"
     log = next(event for event in stream if event.event == "log")
     assert log.fields == {
         "data": "tiny",
@@ -288,7 +271,7 @@ def test_shard_data_and_weights(pair: list[LoopbackDevice]) -> None:
     assert safetensors.torch.load(agent.weights())["w"].sum() == 6
 
 
-def test_casts_are_heard_by_those_they_are_for(pair: list[LoopbackDevice]) -> None:
+def test_casts_reach_only_their_receivers(pair: list[LoopbackDevice]) -> None:
     third = LoopbackDevice("c", 2)
     third.boot()
     try:
@@ -300,34 +283,31 @@ def test_casts_are_heard_by_those_they_are_for(pair: list[LoopbackDevice]) -> No
     casts = named(events["a"], "cast")
     assert [cast.fields["peers"] for cast in casts] == [["b"]] * 3
     assert all(cast.fields["bytes"] > 20_000 for cast in casts)
-    assert [event.fields["peer"] for event in named(events["b"], "receive")] == [
-        "a"
-    ] * 3
+    assert field_of(events["b"], "receive", "peer") == ["a"] * 3
 
 
-# Peers that are not there
+# Absent peers
 
 
-def test_a_send_that_is_given_up_while_the_peer_is_off_is_withdrawn(
+def test_cancelled_message_to_absent_peer_is_withdrawn(
     pair: list[LoopbackDevice],
 ) -> None:
     first, second = pair
     for device in pair:
         device.agent.deploy(make_deployment(device, pair, "withdraw"))
-    before, after = (
-        int(device.agent.metrics()["testbed_events_total"]) for device in pair
-    )
+    earlier_first, earlier_second = count_events(first), count_events(second)
     origin = time.monotonic()
     first.agent.start(origin)
-    given_up = next(
-        event for event in first.agent.events(before) if event.event == "log"
-    )
-    assert given_up.time >= 0.3
+    stream = first.agent.events(earlier_first)
+    cancellation = next(event for event in stream if event.event == "log")
+    # The program cancels the message after 0.3 s.
+    assert cancellation.time >= 0.3
     second.agent.start(origin)
-    assert named(list(second.agent.events(after)), "log")[0].fields["text"] == "kept"
+    events = list(second.agent.events(earlier_second))
+    assert field_of(events, "log", "text")[0] == "kept"
 
 
-def test_a_message_waits_for_a_program_that_starts_later(
+def test_messages_wait_for_program_that_starts_later(
     pair: list[LoopbackDevice],
 ) -> None:
     first, second = pair
@@ -335,18 +315,16 @@ def test_a_message_waits_for_a_program_that_starts_later(
         device.agent.deploy(
             make_deployment(device, pair, "stream", count=3, size=100_000)
         )
-    after = int(second.agent.metrics()["testbed_events_total"])
+    after = count_events(second)
     origin = time.monotonic()
     first.agent.start(origin)
     wait_for(lambda: first.agent.metrics().get('testbed_send_queue{peer="b"}') == 3)
     second.agent.start(origin)
-    assert (
-        named(list(second.agent.events(after)), "log")[0].fields["text"]
-        == "received in order"
-    )
+    events = list(second.agent.events(after))
+    assert field_of(events, "log", "text")[0] == "received in order"
 
 
-def test_a_full_inbox_holds_senders_back_and_loses_nothing() -> None:
+def test_full_inbox_delays_senders_without_loss() -> None:
     devices = [
         LoopbackDevice("a", 3),
         LoopbackDevice("b", 4, {"TESTBED_INBOX_LIMIT": "1000000"}),
@@ -359,16 +337,17 @@ def test_a_full_inbox_holds_senders_back_and_loses_nothing() -> None:
                 make_deployment(device, devices, "slow_reader", count=60, size=100_000)
             )
             device.agent.start(time.monotonic())
-        waiting: dict[str, float] = {}
+        metrics: dict[str, float] = {}
 
-        def full() -> bool:
-            waiting.update(devices[1].agent.metrics())
-            return waiting.get("testbed_inbox_bytes", 0) > 800_000
+        def inbox_is_full() -> bool:
+            metrics.update(devices[1].agent.metrics())
+            return metrics.get("testbed_inbox_bytes", 0) > 800_000
 
-        wait_for(full)
-        assert waiting["testbed_inbox_bytes"] <= 1_000_000
-        assert waiting["testbed_inbox_messages"] <= 10
-        assert waiting["testbed_resident_bytes"] < 100e6, "this program needs no torch"
+        wait_for(inbox_is_full)
+        # The limit of 1 MB admits 10 messages of 100 kB.
+        assert metrics["testbed_inbox_bytes"] <= 1_000_000
+        assert metrics["testbed_inbox_messages"] <= 10
+        assert metrics["testbed_resident_bytes"] < 100e6, "torch has been imported"
         events = list(devices[1].agent.events())
         assert named(events, "log")[-1].fields["text"] == "received in order"
     finally:
@@ -376,7 +355,7 @@ def test_a_full_inbox_holds_senders_back_and_loses_nothing() -> None:
             device.kill()
 
 
-def test_a_restarted_receiver_takes_up_where_the_sender_is(
+def test_restarted_receiver_continues_with_current_message(
     pair: list[LoopbackDevice],
 ) -> None:
     second = pair[1]
@@ -388,7 +367,7 @@ def test_a_restarted_receiver_takes_up_where_the_sender_is(
         device.agent.start(origin)
     before: list[int] = []
 
-    def follow() -> None:
+    def read_until_killed() -> None:
         for event in second.agent.events():
             if event.event == "log":
                 before.append(event.fields["number"])
@@ -396,7 +375,7 @@ def test_a_restarted_receiver_takes_up_where_the_sender_is(
                     second.kill()
 
     with pytest.raises(AgentGone, match="ended before the program"):
-        follow()
+        read_until_killed()
     second.boot()
     second.agent.deploy(make_deployment(second, pair, "persist", count=20))
     second.agent.start(origin)
@@ -404,12 +383,13 @@ def test_a_restarted_receiver_takes_up_where_the_sender_is(
     after = [event.fields["number"] for event in named(events, "log")]
     assert before == [0, 1, 2, 3, 4, 5]
     assert after[-1] == 19
+    # Without a gap; only message 6, under way during the kill, may be lost.
     assert after == list(range(after[0], 20))
     assert after[0] <= 6 + 1
     assert named(events, "state")[0].time > 0.2
 
 
-def test_a_restarted_sender_is_heard_again(pair: list[LoopbackDevice]) -> None:
+def test_messages_of_restarted_sender_are_received(pair: list[LoopbackDevice]) -> None:
     events = run(pair, "stream", count=50)
     assert len(named(events["b"], "receive")) == 50
     pair[0].kill()
@@ -418,10 +398,12 @@ def test_a_restarted_sender_is_heard_again(pair: list[LoopbackDevice]) -> None:
     assert len(named(events["b"], "receive")) == 3
 
 
-def test_a_paused_peer_is_waited_for(pair: list[LoopbackDevice]) -> None:
+def test_messages_to_paused_peer_arrive_after_it_resumes(
+    pair: list[LoopbackDevice],
+) -> None:
     second = pair[1]
     origin = time.monotonic()
-    after = int(second.agent.metrics()["testbed_events_total"])
+    after = count_events(second)
     for device in pair:
         device.agent.deploy(make_deployment(device, pair, "persist", count=10))
     for device in pair:
@@ -438,27 +420,25 @@ def test_a_paused_peer_is_waited_for(pair: list[LoopbackDevice]) -> None:
     assert numbers == list(range(10))
 
 
-def test_more_peers_than_threads_are_served_at_once(pair: list[LoopbackDevice]) -> None:
-    """Connections that are kept, and bodies that never end, must not keep others out."""
-    peers = [
-        pair[1],
-        *(LoopbackDevice(f"p{number}", 20 + number) for number in range(20)),
-    ]
+def test_more_peers_than_threads_are_served_concurrently(
+    pair: list[LoopbackDevice],
+) -> None:
+    peers = [pair[1]]
+    peers += [LoopbackDevice(f"p{number}", 20 + number) for number in range(20)]
     pair[1].agent.deploy(make_deployment(pair[1], peers, "log_forever"))
     start_and_wait(pair[1])
     with contextlib.ExitStack() as links:
         for number in range(20):
-            link = links.enter_context(
-                socket.create_connection((pair[1].host, 8701), timeout=2)
-            )
+            connection = socket.create_connection((pair[1].host, 8701), timeout=2)
+            link = links.enter_context(connection)
             body = encode(Message("hello", padding=10_000), f"p{number}", 1)
-            way = data_token(RUN_TOKEN, f"p{number}", "b")
-            request = (
-                head("POST", "/messages", f"Content-Length: {len(body)}", token=way)
-                + body
-            )
-            link.sendall(request[:-1] if number % 2 else request)
-            if number % 2 == 0:
+            token = data_token(RUN_TOKEN, f"p{number}", "b")
+            length = f"Content-Length: {len(body)}"
+            request = head("POST", "/messages", length, token=token) + body
+            # Every second body stays incomplete, and every second connection stays open without a request.
+            is_incomplete = number % 2 == 1
+            link.sendall(request[:-1] if is_incomplete else request)
+            if not is_incomplete:
                 assert b" 204 " in link.recv(1000)
     pair[1].agent.stop()
 
@@ -468,30 +448,27 @@ def test_more_peers_than_threads_are_served_at_once(pair: list[LoopbackDevice]) 
     ["", "Bearer wrong", None],
     ids=["half a head", "refused", "half a message"],
 )
-def test_connections_that_send_no_more_keep_no_peer_waiting(
+def test_stalled_connections_do_not_delay_peers(
     pair: list[LoopbackDevice], token: str | None
 ) -> None:
     run(pair, "log_name")
-    begun = (
-        head(
-            "POST",
-            "/messages",
-            "Content-Length: 100",
-            token=TO_A if token is None else token,
-        )
-        + b"x"
-    )
+    if token is None:
+        token = TO_A
+    # One byte of 100, so the agent waits for the others.
+    request = head("POST", "/messages", "Content-Length: 100", token=token) + b"x"
+    if token == "":
+        request = request[:40]
     with contextlib.ExitStack() as stack:
         for _ in range(60):
-            link = stack.enter_context(socket.create_connection((pair[0].host, 8701)))
-            link.sendall(begun[:40] if token == "" else begun)
+            connection = socket.create_connection((pair[0].host, 8701))
+            stack.enter_context(connection).sendall(request)
         time.sleep(0.2)
-        began = time.monotonic()
+        start = time.monotonic()
         assert len(named(run(pair, "ping", count=2)["a"], "receive")) == 2
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - start < 5
 
 
-def test_who_keeps_more_than_its_quota_is_ended(tmp_path: Path) -> None:
+def test_program_above_disk_quota_fails(tmp_path: Path) -> None:
     device = LoopbackDevice(
         "a", 7, {"TESTBED_DISK": str(tmp_path), "TESTBED_DISK_LIMIT": str(1 << 20)}
     )
@@ -507,7 +484,7 @@ def test_who_keeps_more_than_its_quota_is_ended(tmp_path: Path) -> None:
         device.kill()
 
 
-def test_a_message_too_large_for_any_device_is_refused_where_it_is_sent() -> None:
+def test_message_too_large_for_receiver_fails_at_sender() -> None:
     device = LoopbackDevice("a", 6)
     device.boot()
     try:
@@ -522,17 +499,14 @@ def test_a_message_too_large_for_any_device_is_refused_where_it_is_sent() -> Non
         )
         device.agent.start(time.monotonic())
         states = named(list(device.agent.events()), "state")
-        assert (
-            states[-1]
-            .fields["error"]
-            .startswith("a message of 3 MB from a to b is too large")
-        )
+        error = states[-1].fields["error"]
+        assert error.startswith("a message of 3 MB from a to b is too large")
     finally:
         device.kill()
 
 
 @pytest.mark.parametrize(
-    ("body", "complaint"),
+    ("body", "error"),
     [
         (b"loss", "JSON such as"),
         (b"[]", "must be an object with the keys"),
@@ -546,20 +520,21 @@ def test_a_message_too_large_for_any_device_is_refused_where_it_is_sent() -> Non
         (b'{"message_loss": {"a": true}}', "from 0 to 1"),
     ],
 )
-def test_links_that_cannot_be(
-    pair: list[LoopbackDevice], body: bytes, complaint: str
+def test_invalid_link_settings_are_refused(
+    pair: list[LoopbackDevice], body: bytes, error: str
 ) -> None:
     pair[1].agent.deploy(make_deployment(pair[1], pair, "log_name"))
-    refused = ask(pair[1], "PUT", "/links", data=body)
-    assert refused.status_code == 400
-    assert complaint in refused.json()["error"]
+    response = ask(pair[1], "PUT", "/links", data=body)
+    assert response.status_code == 400
+    assert error in response.json()["error"]
+    # Valid settings are still accepted.
     pair[1].agent.set_links({"a": 0.5}, {})
 
 
-# Requests that are refused
+# Refused requests
 
 TO_A = data_token(RUN_TOKEN, "b", "a")
-"""What the messages from b to a bear."""
+"""The token of messages from b to a."""
 
 
 def ask(
@@ -582,7 +557,14 @@ def ask(
 
 @pytest.mark.parametrize(
     "header",
-    ["", "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer  " + TOKEN, "Bearer \xff"],
+    [
+        "",
+        "Bearer wrong",
+        f"Basic {TOKEN}",
+        TOKEN,
+        "Bearer  " + TOKEN,
+        "Bearer \xff",
+    ],
 )
 @pytest.mark.parametrize(
     ("port", "method", "path"),
@@ -593,7 +575,7 @@ def ask(
         (8700, "POST", "/messages"),
     ],
 )
-def test_without_the_token(
+def test_requests_without_valid_token_are_refused(
     pair: list[LoopbackDevice], port: int, method: str, path: str, header: str
 ) -> None:
     response = ask(
@@ -617,36 +599,36 @@ def test_without_the_token(
         ("POST", "/start/", 404),
     ],
 )
-def test_unknown_requests(
+def test_unknown_paths_and_methods_are_refused(
     pair: list[LoopbackDevice], method: str, path: str, status: int
 ) -> None:
     response = ask(pair[0], method, path)
     assert (response.status_code, "error" in response.json()) == (status, True)
 
 
-def test_the_data_port_takes_messages_only(pair: list[LoopbackDevice]) -> None:
+def test_data_port_accepts_only_messages(pair: list[LoopbackDevice]) -> None:
     assert ask(pair[0], "GET", "/messages", 8701).status_code == 405
     assert ask(pair[0], "POST", "/other", 8701, data=b"").status_code == 404
     assert ask(pair[0], "GET", "/health", 8701).status_code == 404
 
 
 @pytest.mark.parametrize(
-    ("body", "wrong"),
+    ("body", "error"),
     [
         (b"", "JSON"), (b"{", "JSON"), (b"[]", "version"), (b"\xff\xfe", "JSON"), (b"{}", "version"),
         (b"[" * 100_000, "JSON"), (b'{"version": 1, "run": 3}', "run"),
     ],
 )  # fmt: skip
-def test_malformed_deployments(
-    pair: list[LoopbackDevice], body: bytes, wrong: str
+def test_malformed_deployments_are_refused(
+    pair: list[LoopbackDevice], body: bytes, expected_error: str
 ) -> None:
     response = ask(pair[0], "PUT", "/deployment", data=body)
     assert response.status_code == 400
-    assert wrong.lower() in response.json()["error"].lower()
+    assert expected_error.lower() in response.json()["error"].lower()
 
 
 @pytest.mark.parametrize(
-    ("change", "wrong"),
+    ("change", "expected_error"),
     [
         ({"run": "another"}, "this is device 'a' of run 'test-run'"),
         ({"device": "b"}, "not 'b'"),
@@ -663,8 +645,8 @@ def test_malformed_deployments(
         ({"links": [["a", "b", 7]]}, "a link refers to an unknown specification"),
     ],
 )
-def test_deployments_that_do_not_fit(
-    pair: list[LoopbackDevice], change: dict[str, Any], wrong: str
+def test_inconsistent_deployments_are_refused(
+    pair: list[LoopbackDevice], change: dict[str, Any], expected_error: str
 ) -> None:
     response = ask(
         pair[0],
@@ -673,12 +655,14 @@ def test_deployments_that_do_not_fit(
         data=replace_fields(make_deployment(pair[0], pair, "log_name"), **change),
     )
     assert response.status_code == 400
-    assert wrong in response.json()["error"]
+    assert expected_error in response.json()["error"]
 
 
-def test_a_deployment_whose_workload_is_wrong(pair: list[LoopbackDevice]) -> None:
+def test_deployment_with_invalid_workload_is_refused(
+    pair: list[LoopbackDevice],
+) -> None:
     document = make_deployment(pair[0], pair, "log_name")
-    for key, value, wrong in (
+    for key, value, expected_error in (
         ("method", {"name": "no-such-method"}, "no-such-method"),
         ("model", {"name": "no-such-model"}, "no-such-model"),
         ("steps", 0, "steps"),
@@ -692,10 +676,10 @@ def test_a_deployment_whose_workload_is_wrong(pair: list[LoopbackDevice]) -> Non
             data=replace_fields(document, workload=workload),
         )
         assert response.status_code == 400
-        assert wrong in response.json()["error"]
+        assert expected_error in response.json()["error"]
 
 
-def test_requests_out_of_order() -> None:
+def test_requests_out_of_order_are_refused() -> None:
     device = LoopbackDevice("a", 5)
     device.boot()
     try:
@@ -705,12 +689,9 @@ def test_requests_out_of_order() -> None:
         ):  # fmt: skip
             response = ask(device, method, path, data=body)
             assert (response.status_code, path) == (409, path)
-        assert (
-            ask(
-                device, "POST", "/messages", 8701, data=encode(Message("early"), "b")
-            ).status_code
-            == 503
-        )
+        early = encode(Message("early"), "b")
+        response = ask(device, "POST", "/messages", 8701, data=early)
+        assert response.status_code == 503
         device.agent.deploy(make_deployment(device, [device], "log_forever"))
         device.agent.start(time.monotonic())
         for method, path, body in (
@@ -719,23 +700,22 @@ def test_requests_out_of_order() -> None:
         ):  # fmt: skip
             response = ask(device, method, path, data=body)
             assert (response.status_code, path) == (409, path)
-            assert (
-                "running" in response.json()["error"]
-                or "runs" in response.json()["error"]
-            )
+            error = response.json()["error"]
+            assert "running" in error or "runs" in error
+        # A repeated stop has no effect.
         device.agent.stop()
         device.agent.stop()
         device.agent.deploy(make_deployment(device, [device], "log_name"))
         assert device.agent.health()["state"] == "ready"
-        for wrong in (
-            b"log_name",
+        for invalid in (
+            b"nothing",
             b"[]",
             b'{"origin": "1"}',
             b'{"origin": true}',
             b'{"origin": NaN}',
             b'{"origin": 1e400}',
         ):
-            assert ask(device, "POST", "/start", data=wrong).status_code == 400
+            assert ask(device, "POST", "/start", data=invalid).status_code == 400
         for path in ("/data", "/shard"):
             assert ask(device, "PUT", path, data=b"no tensors").status_code == 400
         assert ask(device, "GET", "/events?after=-1").status_code == 400
@@ -746,18 +726,17 @@ def test_requests_out_of_order() -> None:
 
 
 def raw(device: LoopbackDevice, port: int, request: bytes) -> bytes:
-    """Send bytes, say that there are no more, and return whatever comes back."""
+    """Send bytes and the end of the stream, and return the response."""
     with socket.create_connection((device.host, port), timeout=10) as link:
-        with contextlib.suppress(
-            OSError
-        ):  # the answer may come, and the connection go, before all is sent
+        # The agent may respond and close the connection before it has read all.
+        with contextlib.suppress(OSError):
             link.sendall(request)
             link.shutdown(socket.SHUT_WR)
-        answer = b""
+        response = b""
         with contextlib.suppress(ConnectionResetError):
-            while piece := link.recv(65536):
-                answer += piece
-    return answer
+            while received := link.recv(65536):
+                response += received
+    return response
 
 
 def head(method: str, path: str, *headers: str, token: str = TOKEN) -> bytes:
@@ -770,7 +749,7 @@ def head(method: str, path: str, *headers: str, token: str = TOKEN) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-def test_oversized_bodies_are_refused_before_they_are_read(
+def test_oversized_bodies_are_refused_before_reading(
     pair: list[LoopbackDevice],
 ) -> None:
     run(pair, "log_name")
@@ -780,50 +759,43 @@ def test_oversized_bodies_are_refused_before_they_are_read(
         (8701, "POST", "/messages", 10**15), (8700, "POST", "/start", 5000), (8701, "POST", "/messages", 1 << 30),
     ):  # fmt: skip
         token = TO_A if port == 8701 else TOKEN
-        answer = raw(
-            pair[0],
-            port,
-            head(method, path, f"Content-Length: {size}", token=token) + b"x" * 1000,
-        )
-        assert b"413" in answer.split(b"\r\n")[0], (path, answer)
-        assert b"error" in answer
-    # Nor is what comes without the token, whatever it says of its length.
-    for port, request in ((8700, b"PUT /data"), (8701, b"POST /messages")):
-        answer = raw(
-            pair[0],
-            port,
-            request
-            + b" HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000000\r\n\r\nxxx",
-        )
-        assert b"401" in answer.split(b"\r\n")[0]
+        request = head(method, path, f"Content-Length: {size}", token=token)
+        response = raw(pair[0], port, request + b"x" * 1000)
+        assert b"413" in response.split(b"\r\n")[0], (path, response)
+        assert b"error" in response
+    # A request without a token is refused first, also before its body is read.
+    headers = b" HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000000\r\n\r\nxxx"
+    for port, line in ((8700, b"PUT /data"), (8701, b"POST /messages")):
+        response = raw(pair[0], port, line + headers)
+        assert b"401" in response.split(b"\r\n")[0]
+    # None of the announced gigabytes was allocated.
     assert pair[0].agent.metrics()["testbed_resident_bytes"] < resident + 20e6
 
 
-def test_bodies_of_unknown_or_wrong_length(pair: list[LoopbackDevice]) -> None:
+def test_bodies_of_unknown_or_wrong_length_are_refused(
+    pair: list[LoopbackDevice],
+) -> None:
     run(pair, "log_name")
     for port, method, path, token in (
         (8700, "PUT", "/deployment", TOKEN),
         (8701, "POST", "/messages", TO_A),
     ):
         begin = partial(head, method, path, token=token)
-        chunked = raw(
-            pair[0],
-            port,
-            begin("Transfer-Encoding: chunked") + b"5\r\nhello\r\n0\r\n\r\n",
-        )
+        chunks = b"5\r\nhello\r\n0\r\n\r\n"
+        chunked = raw(pair[0], port, begin("Transfer-Encoding: chunked") + chunks)
         assert b"411" in chunked.split(b"\r\n")[0]
         short = raw(pair[0], port, begin("Content-Length: 100") + b"only this")
         assert b"400" in short.split(b"\r\n")[0]
         assert b"after 9 of 100" in short
-        assert (
-            b" 4" in raw(pair[0], port, begin("Content-Length: -5")).split(b"\r\n")[0]
-        )
+        negative = raw(pair[0], port, begin("Content-Length: -5"))
+        assert b" 4" in negative.split(b"\r\n")[0]
 
 
-def test_messages_of_strangers_and_garbage(pair: list[LoopbackDevice]) -> None:
-    run(
-        pair, "log_name"
-    )  # a program that ended well: its device still takes messages in
+def test_messages_with_wrong_sender_token_or_content_are_refused(
+    pair: list[LoopbackDevice],
+) -> None:
+    # After a finished program, a device still accepts messages.
+    run(pair, "log_name")
     post = partial(ask, pair[0], "POST", "/messages", 8701)
     assert post(TO_A, data=encode(Message("hello"), "b", 2**62)).status_code == 204
     stranger = post(TO_A, data=encode(Message("hello"), "mallory"))
@@ -835,10 +807,11 @@ def test_messages_of_strangers_and_garbage(pair: list[LoopbackDevice]) -> None:
     assert pair[0].agent.metrics()["testbed_inbox_bytes"] == 0
 
 
-def test_repeated_messages_are_dropped(pair: list[LoopbackDevice]) -> None:
-    after = int(pair[1].agent.metrics()["testbed_events_total"])
+def test_repeated_and_outdated_messages_are_dropped(pair: list[LoopbackDevice]) -> None:
+    after = count_events(pair[1])
     pair[1].agent.deploy(make_deployment(pair[1], pair, "persist", count=1))
     start_and_wait(pair[1])
+    # Accepted are only higher sequence numbers of the current incarnation, and higher incarnations.
     for incarnation, sequence, number in (
         (5, 0, 7),
         (5, 0, 8),
@@ -849,15 +822,11 @@ def test_repeated_messages_are_dropped(pair: list[LoopbackDevice]) -> None:
         (7, 0, 0),
     ):
         body = encode(Message("number", {"number": number}), "a", incarnation, sequence)
-        way = data_token(RUN_TOKEN, "a", "b")
-        assert (
-            ask(pair[1], "POST", "/messages", 8701, way, data=body).status_code == 204
-        )
-    numbers = [
-        event.fields["number"]
-        for event in named(list(pair[1].agent.events(after)), "log")
-    ]
-    assert numbers == [7, 10, 11, 0]
+        token = data_token(RUN_TOKEN, "a", "b")
+        response = ask(pair[1], "POST", "/messages", 8701, token, data=body)
+        assert response.status_code == 204
+    events = list(pair[1].agent.events(after))
+    assert field_of(events, "log", "number") == [7, 10, 11, 0]
 
 
 @settings(
@@ -874,43 +843,39 @@ def test_repeated_messages_are_dropped(pair: list[LoopbackDevice]) -> None:
     ]),
     rest=st.binary(max_size=60),
 )  # fmt: skip
-def test_the_agent_outlives_arbitrary_bytes(
+def test_agent_survives_arbitrary_bytes(
     pair: list[LoopbackDevice], port: int, start: bytes, rest: bytes
 ) -> None:
-    answer = raw(pair[0], port, start + rest)
-    # 503: a message before any program runs, where this is the first test on these devices.
-    assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 503")), answer
+    response = raw(pair[0], port, start + rest)
+    # If this test runs first, no program has run yet, and messages are refused with 503.
+    refusals = (b"HTTP/1.1 4", b"HTTP/1.1 503")
+    assert response == b"" or response.startswith(refusals), response
 
 
-def test_the_agent_still_lives(pair: list[LoopbackDevice]) -> None:
+def test_agent_still_runs_programs_after_arbitrary_bytes(
+    pair: list[LoopbackDevice],
+) -> None:
     assert len(named(run(pair, "ping", count=2)["a"], "send")) == 2
 
 
-# What it costs
+# Costs
 
 
-def test_ten_thousand_messages_leave_nothing_behind(pair: list[LoopbackDevice]) -> None:
+def test_ten_thousand_messages_do_not_grow_memory(pair: list[LoopbackDevice]) -> None:
     run(pair, "ping", count=500, size=1000)
     before = [device.agent.metrics()["testbed_resident_bytes"] for device in pair]
     events = run(pair, "ping", count=5000, size=1000)
     assert len(named(events["b"], "receive")) == 5000
     for device, resident in zip(pair, before, strict=True):
-        # Its events stay, compressed, for whoever asks for them again; ten thousand messages of 1 kB would be 10 MB.
+        # Only compressed events stay in memory. The 10,000 messages of 1 kB would take 10 MB.
         assert device.agent.metrics()["testbed_resident_bytes"] - resident < 3e6
 
 
-def test_an_idle_agent_has_imported_nothing_that_it_does_not_need_yet() -> None:
-    late = ["torch", "pydantic", "numpy", "requests", "flask"]
-    late += [
-        "email",
-        "importlib.metadata",
-        "zipfile",
-        "asyncio",
-        "ssl",
-        "hashlib",
-        "ctypes",
-    ]
-    program = f"import sys, testbed_agent.__main__; print([name for name in {late} if name in sys.modules])"
+def test_idle_agent_has_not_imported_heavy_modules() -> None:
+    # Each module delays the boot of every device.
+    heavy = ["torch", "pydantic", "numpy", "requests", "flask", "email"]
+    heavy += ["importlib.metadata", "zipfile", "asyncio", "ssl", "hashlib", "ctypes"]
+    program = f"import sys, testbed_agent.__main__; print([name for name in {heavy} if name in sys.modules])"
     output = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     ).stdout
@@ -918,7 +883,7 @@ def test_an_idle_agent_has_imported_nothing_that_it_does_not_need_yet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "wrong"),
+    ("environment", "expected_error"),
     [
         ({"TESTBED_TOKEN": ""}, "set TESTBED_TOKEN"),
         (
@@ -931,26 +896,22 @@ def test_an_idle_agent_has_imported_nothing_that_it_does_not_need_yet() -> None:
         ),
     ],
 )
-def test_an_environment_that_cannot_be_used(
-    environment: dict[str, str], wrong: str
+def test_invalid_environment_ends_agent_with_message(
+    environment: dict[str, str], expected_error: str
 ) -> None:
-    given = {
-        "TESTBED_RUN": "r",
-        "TESTBED_DEVICE": "d",
-        "TESTBED_TOKEN": "t",
-    } | environment
+    valid = {"TESTBED_RUN": "r", "TESTBED_DEVICE": "d", "TESTBED_TOKEN": "t"}
     result = subprocess.run(
         [sys.executable, "-m", "testbed_agent"],
-        env=os.environ | given,
+        env=os.environ | valid | environment,
         check=False,
         capture_output=True,
         text=True,
     )
     assert result.returncode == 1
-    assert wrong in result.stderr
+    assert expected_error in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_nobody_there() -> None:
+def test_absent_agent_raises_agent_gone() -> None:
     with pytest.raises(AgentGone, match="GET /health: the agent does not respond"):
         LoopbackDevice("nobody", 9).agent.health()

@@ -1,4 +1,4 @@
-"""Shared channels and casts on bare network namespaces: who transmits, when, and how long it takes."""
+"""Cells and casts between network namespaces without containers: order, duration and loss of transmissions."""
 
 from __future__ import annotations
 
@@ -29,50 +29,58 @@ pytestmark = [
 DEVICES = ("a", "b", "c", "d")
 CELL = Cell(DEVICES, 250e3)
 FRAME = 1514
+"""Bytes of a full Ethernet frame."""
+HEADERS = 42
+"""Bytes of the headers of Ethernet, IP and UDP."""
 PORT = 8702
+
+Times = dict[tuple[str, int], float]
+"""Time by (sender, number of the cast)."""
 
 
 @pytest.fixture
 def net() -> Iterator[Network]:
-    with contextlib.closing(Network(DEVICES)) as made:
-        yield made
+    with contextlib.closing(Network(DEVICES)) as network:
+        yield network
 
 
 @pytest.fixture(params=["userspace", "netem"])
 def shaping(request: pytest.FixtureRequest) -> Iterator[Shaping]:
-    made = Shaping(request.param, seed=1)
-    before = os.getpriority(os.PRIO_PROCESS, 0)
+    shaping = Shaping(request.param, seed=1)
+    # Sender and receivers of this process have to note times promptly.
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
     os.setpriority(os.PRIO_PROCESS, 0, -10)
-    yield made
-    os.setpriority(os.PRIO_PROCESS, 0, before)
-    made.close()
+    yield shaping
+    os.setpriority(os.PRIO_PROCESS, 0, priority)
+    shaping.close()
 
 
 def mesh(link: Link) -> dict[Pair, Link]:
     return dict.fromkeys(itertools.permutations(DEVICES, 2), link)
 
 
-def broadcasts(
-    net: Network, sources: str, count: int, gap: float, size: int = FRAME
-) -> tuple[dict[tuple[str, int], float], dict[str, dict[tuple[str, int], float]]]:
-    """Broadcast frames from each source at the same instants; return when each was sent, and when who heard it."""
+def broadcast_socket() -> socket.socket:
+    udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+    udp.bind(("0.0.0.0", PORT))
+    # A receiver stops after a second without a cast.
+    udp.settimeout(1.0)
+    return udp
 
-    def bound() -> socket.socket:
-        made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-        made.bind(("0.0.0.0", PORT))
-        made.settimeout(1.0)
-        return made
 
-    sockets = {name: net.inside(name, bound) for name in DEVICES}
-    sent: dict[tuple[str, int], float] = {}
-    heard: dict[str, dict[tuple[str, int], float]] = {name: {} for name in DEVICES}
+def cast_frames(
+    net: Network, senders: str, count: int, gap: float, size: int = FRAME
+) -> tuple[Times, dict[str, Times]]:
+    """Cast frames from all senders at the same instants; return the times of sending, and of receiving by device."""
+    sockets = {name: net.inside(name, broadcast_socket) for name in DEVICES}
+    sent: Times = {}
+    received: dict[str, Times] = {name: {} for name in DEVICES}
 
     def listen(name: str) -> None:
         with contextlib.suppress(TimeoutError):
-            while len(heard[name]) < count * len(sources):
-                source, number = struct.unpack_from("=cI", sockets[name].recv(2048))
-                heard[name][source.decode(), number] = time.monotonic()
+            while len(received[name]) < count * len(senders):
+                sender, number = struct.unpack_from("=cI", sockets[name].recv(2048))
+                received[name][sender.decode(), number] = time.monotonic()
 
     threads = [threading.Thread(target=listen, args=(name,)) for name in DEVICES]
     for thread in threads:
@@ -80,38 +88,37 @@ def broadcasts(
     start = time.monotonic() + 0.01
     for number in range(count):
         time.sleep(max(0.0, start + number * gap - time.monotonic()))
-        for source in sources:
-            content = struct.pack("=cI", source.encode(), number).ljust(size - 42, b".")
-            sent[source, number] = time.monotonic()
-            sockets[source].sendto(content, ("198.19.255.255", PORT))
+        for sender in senders:
+            content = struct.pack("=cI", sender.encode(), number)
+            content = content.ljust(size - HEADERS, b".")
+            sent[sender, number] = time.monotonic()
+            sockets[sender].sendto(content, ("198.19.255.255", PORT))
     for thread in threads:
         thread.join()
-    for each in sockets.values():
-        each.close()
-    return sent, heard
+    for udp in sockets.values():
+        udp.close()
+    return sent, received
 
 
-def test_a_cast_lasts_as_long_as_the_slowest_link_makes_it_and_is_charged_once(
-    net: Network, shaping: Shaping
-) -> None:
+def test_cast_takes_time_of_slowest_link_once(net: Network, shaping: Shaping) -> None:
     links = mesh(Link(delay=0.005)) | {("a", "d"): Link(rate=250e3, delay=0.02)}
     shaping.attach(net.endpoints.values(), links)
     transmission = FRAME * 8 / 250e3
-    sent, heard = broadcasts(net, "a", 8, 0.1)
+    sent, received = cast_frames(net, "a", count=8, gap=0.1)
     for name, delay in (("b", 0.005), ("c", 0.005), ("d", 0.02)):
-        taken = [heard[name]["a", number] - sent["a", number] for number in range(8)]
-        assert statistics.median(taken) == pytest.approx(
-            transmission + delay, abs=0.0015
-        )
-    # Ten at once follow each other without a gap, however many hear them.
-    sent, heard = broadcasts(net, "a", 10, 0)
+        durations = [
+            received[name]["a", number] - sent["a", number] for number in range(8)
+        ]
+        expected = pytest.approx(transmission + delay, abs=0.0015)
+        assert statistics.median(durations) == expected
+    # Ten concurrent casts follow each other without a gap: each counts once, not once for each receiver.
+    sent, received = cast_frames(net, "a", count=10, gap=0)
     for name in "bcd":
-        assert heard[name]["a", 9] - heard[name]["a", 0] == pytest.approx(
-            9 * transmission, rel=0.01
-        )
+        duration = received[name]["a", 9] - received[name]["a", 0]
+        assert duration == pytest.approx(9 * transmission, rel=0.01)
 
 
-def test_receivers_lose_broadcasts_independently_and_a_partition_all(
+def test_receivers_lose_casts_independently_and_all_of_them_if_partitioned(
     net: Network, shaping: Shaping
 ) -> None:
     lossy = {
@@ -120,43 +127,48 @@ def test_receivers_lose_broadcasts_independently_and_a_partition_all(
         ("a", "d"): Link(up=False),
     }
     shaping.attach(net.endpoints.values(), mesh(Link()) | lossy)
-    _, heard = broadcasts(net, "a", 2000, 0.0005, size=64)
-    half = 2.58 * (2000 * 0.2 * 0.8) ** 0.5
+    count = 2000
+    _, received = cast_frames(net, "a", count, gap=0.0005, size=64)
+    # Numbers of received casts are binomial; 99 % of them are within 2.58 standard deviations.
+    tolerance = 2.58 * (count * 0.2 * 0.8) ** 0.5
     for name in "bc":
-        assert abs(len(heard[name]) - 1600) <= half
-    both = len(heard["b"].keys() & heard["c"].keys())
-    assert abs(both - 2000 * 0.64) <= 2.58 * (2000 * 0.64 * 0.36) ** 0.5
-    assert not heard["d"]
+        assert abs(len(received[name]) - count * 0.8) <= tolerance
+    # With independent losses, both receive 0.8 * 0.8 = 0.64 of all casts.
+    both = len(received["b"].keys() & received["c"].keys())
+    assert abs(both - count * 0.64) <= 2.58 * (count * 0.64 * 0.36) ** 0.5
+    assert not received["d"]
     shaping.set({("a", "d"): Link()})
-    assert len(broadcasts(net, "a", 20, 0.001, size=64)[1]["d"]) == 20
+    _, received = cast_frames(net, "a", count=20, gap=0.001, size=64)
+    assert len(received["d"]) == 20
 
 
-def test_a_cell_carries_one_transmission_at_a_time(
+def test_cell_carries_one_transmission_at_a_time(
     net: Network, shaping: Shaping
 ) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(delay=0.005)), [CELL])
     transmission = FRAME * 8 / CELL.rate
-    # Three cast at the same instants; whoever listens hears one after the other.
-    sent, heard = broadcasts(net, "abc", 4, 0.2)
+    # Three devices cast at the same instants, and the fourth receives one cast after the other.
+    sent, received = cast_frames(net, "abc", count=4, gap=0.2)
     for number in range(4):
-        arrivals = sorted(heard["d"][source, number] for source in "abc")
-        assert arrivals[0] - sent["a", number] == pytest.approx(
-            transmission + 0.005, abs=0.002
-        )
+        arrivals = sorted(received["d"][sender, number] for sender in "abc")
+        first_duration = arrivals[0] - sent["a", number]
+        assert first_duration == pytest.approx(transmission + 0.005, abs=0.002)
         gaps = [after - before for before, after in itertools.pairwise(arrivals)]
         assert gaps == pytest.approx([transmission] * 2, abs=0.002)
 
 
-def test_all_transmissions_of_a_cell_share_its_rate(
+def test_all_transmissions_of_cell_share_its_rate(
     net: Network, shaping: Shaping
 ) -> None:
     cell = Cell(DEVICES, 2e6)
     shaping.attach(net.endpoints.values(), mesh(Link(delay=0.001)), [cell])
-    _, heard = broadcasts(net, "abc", 30, 0)
-    assert len(heard["d"]) == 90
-    assert max(heard["d"].values()) - min(heard["d"].values()) == pytest.approx(
-        89 * FRAME * 8 / 2e6, rel=0.01
-    )
+    _, received = cast_frames(net, "abc", count=30, gap=0)
+    arrivals = received["d"].values()
+    assert len(arrivals) == 90
+    # 89 transmissions lie between the first and the last arrival.
+    expected = pytest.approx(89 * FRAME * 8 / 2e6, rel=0.01)
+    assert max(arrivals) - min(arrivals) == expected
+    # TCP carries less than the rate: acknowledgements share the channel.
     alone = tcp_rates(net, [("a", "b")], 2.5, skip=0.5)["a", "b"]
     assert 0.90 * 2e6 <= alone <= 2e6
     both = tcp_rates(net, [("a", "b"), ("c", "d")], 3, skip=1)
@@ -165,29 +177,24 @@ def test_all_transmissions_of_a_cell_share_its_rate(
     assert shaping.statistics()["gate"]["dropped"] == {}
 
 
-def test_links_of_a_cell_are_measured_as_they_are(
+def test_measured_links_of_cell_have_requested_properties(
     net: Network, shaping: Shaping
 ) -> None:
-    # Passing the gate takes 0.3 to 0.4 ms on a slow host: as much as is tolerated of 10 ms, half of what is of 40.
-    shaping.attach(
-        net.endpoints.values(), mesh(Link(delay=0.04)), [Cell(("a", "b", "c"), 250e3)]
-    )
-    measured = shaping.probe(list(mesh(Link())))
-    assert [each.problem for each in measured] == [None] * 12
-    rated = {
-        (each.source, each.destination): each.rate
-        for each in measured
-        if each.rate is not None
-    }
-    [rate] = rated.values()
-    assert rate is not None
+    # Passing the gate takes 0.3 to 0.4 ms on a slow host. That is the whole tolerance of a delay of 10 ms, but half of
+    # that of 40 ms.
+    cell = Cell(("a", "b", "c"), 250e3)
+    shaping.attach(net.endpoints.values(), mesh(Link(delay=0.04)), [cell])
+    measurements = shaping.probe(list(mesh(Link())))
+    assert [measurement.problem for measurement in measurements] == [None] * 12
+    # The rate of a cell is measured on one of its links.
+    rates = [measurement.rate for measurement in measurements]
+    [rate] = [rate for rate in rates if rate is not None]
     assert 0.96 * 250e3 <= rate <= 1.01 * 250e3
-    assert all(
-        not device["differences"] for device in shaping.show()["devices"].values()
-    )
+    for device in shaping.show()["devices"].values():
+        assert not device["differences"]
 
 
-def test_a_cell_survives_the_restart_of_a_member_and_changes_live(
+def test_cell_survives_restart_of_member_and_changes_of_links(
     net: Network, shaping: Shaping
 ) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link()), [CELL])
@@ -196,24 +203,23 @@ def test_a_cell_survives_the_restart_of_a_member_and_changes_live(
     again = net.add("b", net.endpoints["b"].address)
     shaping.attach([again], {}, [CELL])
     transmission = FRAME * 8 / CELL.rate
-    taken = measure_flows(net, [("b", "c")], 3, 0.1, size=FRAME - 42)["b", "c"].delays
-    assert taken == pytest.approx([transmission] * 3, abs=0.002)
-    shaping.set({("b", "c"): Link(rate=125e3)})
-    taken = measure_flows(net, [("b", "c")], 3, 0.2, size=FRAME - 42)["b", "c"].delays
-    assert taken == pytest.approx([2 * transmission] * 3, abs=0.002)
+    size, pair = FRAME - HEADERS, ("b", "c")
+    delays = measure_flows(net, [pair], 3, 0.1, size=size)[pair].delays
+    assert delays == pytest.approx([transmission] * 3, abs=0.002)
+    # The link has half the rate of the cell, so a transmission takes twice as long.
+    shaping.set({pair: Link(rate=125e3)})
+    delays = measure_flows(net, [pair], 3, 0.2, size=size)[pair].delays
+    assert delays == pytest.approx([2 * transmission] * 3, abs=0.002)
     shaping.attach([], {}, [])
-    assert (
-        max(measure_flows(net, [("a", "c")], 3, 0.05)["a", "c"].delays)
-        < transmission / 4
-    )
+    delays = measure_flows(net, [("a", "c")], 3, 0.05)["a", "c"].delays
+    assert max(delays) < transmission / 4
 
 
-def test_an_uplink_bounds_casts_too(net: Network, shaping: Shaping) -> None:
+def test_uplink_limits_casts(net: Network, shaping: Shaping) -> None:
     a = net.endpoints["a"]
     limited = Endpoint("a", a.pid, a.address, uplink=500e3)
     others = [endpoint for name, endpoint in net.endpoints.items() if name != "a"]
     shaping.attach([limited, *others], mesh(Link()))
-    _, heard = broadcasts(net, "a", 10, 0)
-    assert heard["b"]["a", 9] - heard["b"]["a", 0] == pytest.approx(
-        9 * FRAME * 8 / 500e3, rel=0.01
-    )
+    _, received = cast_frames(net, "a", count=10, gap=0)
+    duration = received["b"]["a", 9] - received["b"]["a", 0]
+    assert duration == pytest.approx(9 * FRAME * 8 / 500e3, rel=0.01)
