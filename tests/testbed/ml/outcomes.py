@@ -13,6 +13,17 @@ def field_values(outcome: Outcome, event: str, field: str) -> list[Any]:
     return [fields[field] for fields in fields_of(outcome, event)]
 
 
+def loss_by_step(outcome: Outcome) -> dict[int, float]:
+    """Return the last recorded loss of each step: after a recovery a step may be recorded again."""
+    return {step["step"]: step["loss"] for step in fields_of(outcome, "step")}
+
+
+def assert_same_events(outcome: Outcome, other: Outcome) -> None:
+    """Compare all events of two runs, to the last bit."""
+    events = [event.to_json() for event in outcome.events]
+    assert events == [event.to_json() for event in other.events]
+
+
 def times_of(outcome: Outcome, name: str) -> list[float]:
     """Return the times of all events of a name, in seconds."""
     return [event.time for event in outcome.events.of(name)]

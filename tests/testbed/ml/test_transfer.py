@@ -227,7 +227,7 @@ class Half:
 
 
 def prepare_with_own_codec(folder, transfer, method="pipeline"):
-    """Write `own.py` and a scenario file beside it, and prepare the scenario."""
+    """Write `own.py` and a scenario file to a folder, and prepare the scenario."""
     (folder / "own.py").write_text(OWN_CODECS)
     data = {"name": "digits", "train": 64, "test": 20}
     if method == "federated":

@@ -24,6 +24,7 @@ CNN = create("cnn", {}, (1, 8, 8), 10)
 
 def draw_costs(draw: st.DrawFn, units: int, stages: int) -> Costs:
     """Draw a cost for each possible stage and cut; an infinite cost forbids a stage or cut."""
+    # Few different values, so that many partitions have equal costs.
     cost = st.integers(0, 6).map(float) | st.just(math.inf)
     stage_costs = {}
     boundary_costs = {}

@@ -36,7 +36,7 @@ def make_devices(*speeds: float, memory: float = 1e9) -> tuple[DeviceSpec, ...]:
 def make_pipeline(
     *speeds: float, link: Link | None = None, memory: float = 1e9, **options: Any
 ) -> SynchronousPipeline:
-    """Build a pipeline of the CNN with 4 micro-batches under 1F1B, unless ``options`` replace them."""
+    """Build a pipeline of the CNN; ``options`` replace the defaults, such as 4 micro-batches under 1F1B."""
     devices = make_devices(*speeds, memory=memory)
     settings: dict[str, Any] = {
         "model": CNN,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from testbed.ml.methods.pipedream import take_over
 from testbed.ml.partition.redistribution import (
+    Need,
     StagePartition,
     UnitsLostError,
     missing_units,
@@ -33,7 +34,7 @@ def partitions(units: int, devices: tuple[str, ...]) -> Iterator[StagePartition]
 
 
 def failures(devices: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield every set of devices that may fail together, without the coordinator."""
+    """Yield every set of devices except the coordinator: any of the sets may fail together."""
     for count in range(len(devices)):
         yield from combinations(devices[1:], count)
 
@@ -76,6 +77,28 @@ def number_of_small_cases() -> int:
     return total
 
 
+def check_need(
+    old: StagePartition,
+    new: StagePartition,
+    lost: tuple[str, ...],
+    device: str,
+    need: Need,
+) -> None:
+    """Compare a device's units with its new stage, and their sources with Algorithm 1."""
+    all_units = list(need.local)
+    for source, units in need.fetch.items():
+        assert list(units) == sorted(units)
+        for unit in units:
+            assert source == expected_source(old, unit, lost)
+        all_units += units
+    assert sorted(all_units) == list(new.of(device))
+    assert device not in need.fetch
+    assert not set(need.fetch) & set(lost)
+    # Units that a device has in both partitions are never fetched.
+    unchanged = set(old.of(device)) & set(new.of(device))
+    assert unchanged <= set(need.local)
+
+
 def test_every_device_gets_exactly_its_new_units_after_any_failure() -> None:
     cases = 0
     for old, new, lost in small_cases(7, 5):
@@ -83,24 +106,14 @@ def test_every_device_gets_exactly_its_new_units_after_any_failure() -> None:
         plan = redistribution(old, new, lost)
         assert set(plan) == set(new.devices)
         for device, need in plan.items():
-            all_units = list(need.local)
-            for source, units in need.fetch.items():
-                assert list(units) == sorted(units)
-                for unit in units:
-                    assert source == expected_source(old, unit, lost)
-                all_units += units
-            assert sorted(all_units) == list(new.of(device))
-            assert device not in need.fetch
-            assert not set(need.fetch) & set(lost)
-            unchanged = set(old.of(device)) & set(new.of(device))
-            assert unchanged <= set(need.local)
+            check_need(old, new, lost, device, need)
     assert cases == number_of_small_cases()
 
 
 def algorithm_1(
     p_new: list[int], p_cur: list[int], i_fail: int, i_cur: int, i_new: int
 ) -> tuple[dict, list[int]]:
-    """Return M_need and L_local of the paper's listing, with its names; points are inclusive ends of stages."""
+    """Return M_need and L_local by the paper's listing and names; points are inclusive ends of stages."""
     n = len(p_cur) - 1  # the last index
 
     def ends(points: list[int], index: int) -> tuple[int, int]:
@@ -128,27 +141,35 @@ def algorithm_1(
     return need, local
 
 
+def check_listing(
+    old: StagePartition, new: StagePartition, failed: str, device: str, plan_need: Need
+) -> None:
+    """Compare the sources of a device's units with the listing, which identifies stages by their index."""
+    need, local = algorithm_1(
+        [cut - 1 for cut in new.cuts[1:]],
+        [cut - 1 for cut in old.cuts[1:]],
+        old.devices.index(failed),
+        old.devices.index(device),
+        new.devices.index(device),
+    )
+    sources = {}
+    for target, layers in need.items():
+        sources |= dict.fromkeys(layers, new.devices[target])
+    assert set(local) <= set(plan_need.local)
+    for source, units in plan_need.fetch.items():
+        assert {sources[unit] for unit in units} == {source}
+    # The listing fetches units even if their source is the device itself; the plan has them as local.
+    from_itself = {layer for layer in sources if sources[layer] == device}
+    assert set(plan_need.local) - set(local) == from_itself
+
+
 def test_single_failure_matches_listing_of_algorithm_1() -> None:
     for old, new, lost in small_cases(6, 4):
         if len(lost) != 1:
             continue
-        failed = old.devices.index(lost[0])
-        new_points = [cut - 1 for cut in new.cuts[1:]]
-        old_points = [cut - 1 for cut in old.cuts[1:]]
         plan = redistribution(old, new, lost, global_replication=False)
-        for index, device in enumerate(new.devices):
-            old_index = old.devices.index(device)
-            need, local = algorithm_1(new_points, old_points, failed, old_index, index)
-            sources = {}
-            for target, layers in need.items():
-                for layer in layers:
-                    sources[layer] = new.devices[target]
-            assert set(local) <= set(plan[device].local)
-            for source, units in plan[device].fetch.items():
-                assert {sources[unit] for unit in units} == {source}
-            # The listing fetches units even if their source is the device itself; the plan has them as local.
-            from_itself = {layer for layer in sources if sources[layer] == device}
-            assert set(plan[device].local) - set(local) == from_itself
+        for device in new.devices:
+            check_listing(old, new, lost[0], device, plan[device])
 
 
 @given(st.data())
@@ -160,6 +181,7 @@ def test_repartition_without_failure_moves_only_missing_units(
     any_partition = st.sampled_from(list(partitions(units, NAMES[:count])))
     old = data.draw(any_partition)
     new = data.draw(any_partition)
+    # Without a failure every device still has its units.
     moves = moved_units(redistribution(old, new))
     unchanged = 0
     for device in old.devices:
@@ -183,6 +205,7 @@ def test_replica_of_same_state_is_not_fetched_if_local_units_come_first() -> Non
 def test_replica_of_last_stage_is_at_coordinator() -> None:
     old = StagePartition(NAMES[:3], (0, 2, 4, 6))
     new = StagePartition(NAMES[:2], (0, 3, 6))
+    # Unit 3 stays at `one`; units 4 and 5 were those of the lost stage.
     plan = redistribution(old, new, ["two"], global_replication=False)
     assert plan["one"].fetch == {"centre": (4, 5)}
     assert plan["centre"].local == (0, 1)

@@ -99,7 +99,7 @@ def random_chains(draw: st.DrawFn) -> AsynchronousPipeline:
 def execution_time(
     pipeline: AsynchronousPipeline, stage: int, first: int, last: int
 ) -> float:
-    """Return equation (7) for layers ``first`` to ``last`` (inclusive); infinite if they exceed the memory."""
+    """Return equation (7) for layers ``first`` to ``last`` (inclusive); infinite for insufficient memory."""
     if pipeline.memory(stage, first, last + 1) > pipeline.devices[stage].memory:
         return math.inf
     seconds = 0.0

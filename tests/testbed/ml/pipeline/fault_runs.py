@@ -10,7 +10,7 @@ from testbed.trace.outcome import Outcome
 from tests.helpers.delayed_gradients import DelayedReference, final_stretches
 from tests.helpers.runs import fields_of, make_scenario, run_simulated
 from tests.helpers.schedules import METHOD, MODEL, STEPS
-from tests.testbed.ml.outcomes import field_values
+from tests.testbed.ml.outcomes import field_values, loss_by_step
 
 
 def run_with_faults(
@@ -28,13 +28,13 @@ def run_with_faults(
 
 
 def assert_all_steps(outcome: Outcome, steps: int) -> None:
-    """Assert that a run has finished and recorded every step."""
+    """Check the status of a run, and the record of every step."""
     assert outcome.status == "finished", outcome.error
     assert set(field_values(outcome, "step", "step")) == set(range(steps))
 
 
 def assert_weights_match_reference(outcome: Outcome, steps: int = STEPS) -> None:
-    """Assert that the weights and losses are those of all stretches that were not undone, by torch."""
+    """Compare weights and losses with torch's, for all stretches except undone ones."""
     assert_all_steps(outcome, steps)
     assert len(fields_of(outcome, "evaluate")) == 1
     scenario = make_scenario(workload={"steps": steps, "model": MODEL})
@@ -44,8 +44,8 @@ def assert_weights_match_reference(outcome: Outcome, steps: int = STEPS) -> None
     for name, tensor in reference.newest.items():
         assert torch.equal(outcome.weights[name], tensor), name
     # A step may be recorded twice: only its last loss was not undone.
-    last_losses = {step["step"]: step["loss"] for step in fields_of(outcome, "step")}
-    assert [last_losses[step] for step in range(steps)] == reference.losses
+    losses = loss_by_step(outcome)
+    assert [losses[step] for step in range(steps)] == reference.losses
 
 
 def recovery_events(outcome: Outcome, phase: str) -> list[dict]:
@@ -61,5 +61,5 @@ def devices_of(partition: list[tuple[str, int, int]]) -> list[str]:
 
 
 def devices_by_stretch(outcome: Outcome) -> list[list[str]]:
-    """Return the devices of the pipeline in each stretch that was not undone."""
+    """Return the devices of the pipeline in each stretch, except undone ones."""
     return [devices_of(partition) for _, _, partition in final_stretches(outcome)]

@@ -35,7 +35,7 @@ def adaptive_scenario(*faults, steps=36, **keys):
 
 
 def throttle(device, slowdown, batch, **keys):
-    """Return a fault that slows a device after a batch."""
+    """Return a fault slowing a device down after a batch."""
     when = {"device": "source", "event": "step", "batch": batch}
     return {"throttle": {"device": device, "slowdown": slowdown}, "when": when, **keys}
 
@@ -64,7 +64,7 @@ def metrics_of(scenario, outcome):
 
 
 def assert_near_optimal(pipeline, cuts):
-    """Assert that no partition is better by more than 2 %: less is not worth a change."""
+    """Check the bottleneck against the least one, with a tolerance of 2 %: less is not worth a change."""
     least = pipeline.bottleneck(pipeline.least_bottleneck())
     assert pipeline.bottleneck(cuts) <= 1.02 * least
 
@@ -77,6 +77,7 @@ def test_pipeline_is_repartitioned_after_device_is_throttled(device):
     pipeline = pipeline_with(scenario, *capacities)
     least = pipeline.bottleneck(pipeline.least_bottleneck())
     before = pipeline_with(scenario, 1, 1, 1).least_bottleneck()
+    # The fault makes the initial partition so much worse that a change is worthwhile.
     assert pipeline.bottleneck(before) > 1.1 * least
     # A better partition is looked for after 20 batches, and adopted once the pipeline has drained.
     first_step, *_ = field_values(outcome, "repartition", "step")
@@ -108,6 +109,7 @@ def test_evaluations_after_same_batches_do_not_prevent_repartition(
 def test_device_no_longer_throttled_regains_its_units():
     scenario = adaptive_scenario(throttle("worker1", 4, 2, **{"for": "300ms"}))
     outcome = run_simulated(scenario)
+    # One repartition takes units from the throttled device, and one returns them.
     assert len(fields_of(outcome, "repartition")) >= 2
     equal_devices = pipeline_with(scenario, 1, 1, 1)
     assert last_cuts(outcome) == equal_devices.least_bottleneck()

@@ -16,7 +16,7 @@ from tests.helpers.schedules import (
     at_span_start,
     random_keys,
 )
-from tests.testbed.ml.outcomes import field_values
+from tests.testbed.ml.outcomes import assert_same_events, field_values
 from tests.testbed.ml.pipeline.fault_runs import (
     assert_weights_match_reference,
     devices_by_stretch,
@@ -49,7 +49,7 @@ def kill(device: str, when: dict, duration: str | None = None) -> dict:
 
 
 def decided(outcome) -> dict:
-    """Return the decision of the only recovery: its case, partition and step."""
+    """Return the decision of the only recovery: case, partition and step."""
     (fields,) = recovery_events(outcome, "repartitioned")
     return fields
 
@@ -197,8 +197,7 @@ def test_run_with_random_faults_is_reproducible():
     first = run_simulated(make_scenario(**random_keys(3)))
     second = run_simulated(make_scenario(**random_keys(3)))
     assert fields_of(first, "recovery")
-    first_events = [event.to_json() for event in first.events]
-    assert first_events == [event.to_json() for event in second.events]
+    assert_same_events(first, second)
 
 
 @pytest.mark.parametrize("duration", [None, "500ms"])

@@ -54,9 +54,10 @@ def measure(
     devices: tuple[tuple[str, str], ...] = UNEQUAL,
     kill: str | None = None,
 ) -> Measurement:
-    """Train 60 batches; ``kill`` names a device that fails in the backward of batch 35."""
+    """Train 60 batches; the device ``kill`` fails in the backward of batch 35."""
     faults = []
     if kill is not None:
+        # Between the replications after batches 30 and 40, so that some batches are trained again.
         when = {"device": kill, "begins": "backward", "batch": 35}
         faults.append({"kill": kill, "when": when})
     scenario = make_scenario(

@@ -21,7 +21,7 @@ WITHOUT_WORKER2 = ["source", "worker1", "worker3"]
 
 
 def cut_link(**ends) -> dict:
-    """Return a fault that takes a link down for longer than any run."""
+    """Return a fault by which a link is down for longer than any run."""
     return {"flap": {**ends, "down": "10h", "up": "1s"}}
 
 

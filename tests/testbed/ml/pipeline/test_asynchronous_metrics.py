@@ -73,6 +73,7 @@ RECOVERY = [
 
 
 def by_time(events: list[Event]) -> list[Event]:
+    # Metrics expect the events of a run in the order of their times.
     return sorted(events, key=lambda event: event.time)
 
 

@@ -54,7 +54,7 @@ def assign_units(names):
 
 
 class IdleStage:
-    """A stage that computes nothing and is never stalled."""
+    """A stage without computations, which is never stalled."""
 
     computing = True
     actions = 1
@@ -156,6 +156,7 @@ def test_device_returning_within_rejoin_timeout_keeps_its_units():
         await policy.establish()
 
     fault = {"kill": "two", "at": "1s", "for": "100ms"}
+    # The coordinator waits for the device, although two would be enough.
     configured = run_recovery(coordinate, [fault], rejoin_timeout=9)
     assert sorted(name for name, *_ in configured[3:]) == [*NAMES]
 
@@ -170,6 +171,7 @@ def test_device_returning_later_joins_at_checkpoint():
         await policy.admit_joiners()
         assert stage_names(supervisor) == [*NAMES]
 
+    # Longer than the rejoin timeout of 2 s, so the other two devices continue first.
     fault = {"kill": "two", "at": "1s", "for": "8s"}
     configured = run_recovery(coordinate, [fault])
     # After three devices, and then the remaining two.

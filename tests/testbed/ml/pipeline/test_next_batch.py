@@ -10,7 +10,7 @@ from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.placement import RUNNING, Lineage, Point, place_newest
 from tests.helpers.runs import fields_of, make_scenario, run_simulated
 from tests.helpers.schedules import STEPS, WORKERS, at_span_start, random_keys
-from tests.testbed.ml.outcomes import field_values
+from tests.testbed.ml.outcomes import field_values, loss_by_step
 from tests.testbed.ml.pipeline.fault_runs import (
     assert_all_steps,
     devices_of,
@@ -26,7 +26,7 @@ LINEAGE = Lineage().branch(0, 1)
 
 
 def run_with_next_batch(*faults, **options):
-    """Run with faults; ``options`` change those of the method."""
+    """Run with faults; ``options`` change options of the method."""
     return run_with_faults(*faults, method={"resume": "next-batch", **options})
 
 
@@ -70,12 +70,6 @@ def test_fault_changes_no_weights_if_every_batch_is_replicated():
         assert torch.equal(tensor, disturbed.weights[name]), name
 
 
-def last_loss(outcome):
-    """Return the last recorded loss of the last step."""
-    losses = {step["step"]: step["loss"] for step in fields_of(outcome, "step")}
-    return losses[STEPS - 1]
-
-
 def test_remaining_devices_keep_updates_since_last_replication():
     # The last replicas are of batch 12. Without the updates since then, both ways of resuming would give one result.
     fault = {"kill": "worker1", "when": at_span_start("worker1", "backward", 15)}
@@ -83,7 +77,8 @@ def test_remaining_devices_keep_updates_since_last_replication():
     returning = run_with_next_batch(fault, resume="last-replica")
     counts = Counter(field_values(returning, "step", "step"))
     assert [step for step, count in counts.items() if count == 2] == [12, 13, 14]
-    assert last_loss(continuing) != last_loss(returning)
+    last = STEPS - 1
+    assert loss_by_step(continuing)[last] != loss_by_step(returning)[last]
 
 
 def test_training_restarts_if_lost_unit_was_never_replicated():

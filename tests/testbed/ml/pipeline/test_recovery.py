@@ -49,7 +49,7 @@ class OneUnitPartitioner:
 
 
 class IdleStage:
-    """A stage that computes nothing and is never stalled."""
+    """A stage without computations, which is never stalled."""
 
     computing = True
     actions = 1
@@ -62,7 +62,7 @@ class IdleStage:
 
 
 def take_part(mailbox, run):
-    """Answer the coordinator as a device with a replica store; note its messages in ``run``."""
+    """Answer the coordinator as a device with a replica store; note the coordinator's messages in ``run``."""
     store = ReplicaStore(mailbox)
     name = mailbox.device.name
 
@@ -156,8 +156,11 @@ def put_replicas(run, step, units):
 
 
 def recovery_events(run, phase):
-    events = [event.fields for event in run.world.events.of("recovery")]
-    return [fields for fields in events if fields["phase"] == phase]
+    fields_of_phase = []
+    for event in run.world.events.of("recovery"):
+        if event.fields["phase"] == phase:
+            fields_of_phase.append(event.fields)
+    return fields_of_phase
 
 
 def test_planned_partition_begins_from_seed_and_is_committed_when_all_are_ready():
@@ -173,6 +176,7 @@ def test_planned_partition_begins_from_seed_and_is_committed_when_all_are_ready(
 
 
 def test_device_not_answering_in_time_is_left_out_of_first_partition():
+    # The coordinator waits for `join_timeout` and begins without the device.
     run = run_recovery(begin, silent=["one"])
     assert run.policy.partition == StagePartition(("coordinator", "two"), (0, 1, 3))
     assert {name for name, *_ in run.prepared} == {"coordinator", "two"}
@@ -217,6 +221,7 @@ def test_device_returning_without_memory_within_timeout_keeps_its_units():
         await recover(run, 9)
 
     fault = {"kill": "two", "at": "1s", "for": "100ms"}
+    # The coordinator waits for the device, although two would be enough for a pipeline.
     run = run_recovery(coordinate, faults=[fault], rejoin_timeout=9)
     assert run.policy.partition == StagePartition(NAMES, (0, 1, 2, 3))
     assert ("two", 8, False, {"coordinator": [2]}) in run.prepared
@@ -233,6 +238,7 @@ def test_paused_device_continues_with_its_memory():
         assert lost.missing == ["two"]
         returned.append(await run.policy.await_return(lost))
 
+    # Longer than the stall timeout of 1 s, so the coordinator misses the device.
     fault = {"pause": "two", "at": "1s", "for": "4s"}
     run = run_recovery(coordinate, faults=[fault])
     assert returned == [True]

@@ -49,6 +49,7 @@ class RecordingPolicy:
         return await self.stage.mailbox.take(Activation, ("train", 0, number))
 
     def version(self, batch):
+        # The newest weights: micro-batches of one step all use the same.
         return None
 
     def forward_done(self, passage):
@@ -56,6 +57,7 @@ class RecordingPolicy:
         self.loss += passage.loss
 
     def backward_done(self, passage, seconds, given):
+        # The duration is that of the device, from which its capacity is estimated.
         assert seconds > 0
         self.actions.append(f"B{passage.micro}")
 
@@ -73,7 +75,7 @@ def post_batch(mailbox, micro_batches):
 
 
 def train(actions_of, *, recompute=False, last=None):
-    """Train one batch over two stages; return the policy of each stage, and its state afterwards."""
+    """Train one batch over two stages; return the policy and the new state of each stage."""
     policies = {}
     states = {}
 
@@ -99,7 +101,7 @@ def train(actions_of, *, recompute=False, last=None):
 
 
 def synchronous_actions(name):
-    """Return the function that gives the actions of a stage: a schedule, then one update."""
+    """Return a function from a stage to the stage's actions: a schedule, then one update."""
     return lambda index: [*SCHEDULES[name](2, index, 4), Action("update", 0)]
 
 
@@ -107,6 +109,7 @@ def synchronous_actions(name):
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_each_schedule_updates_weights_as_undivided_batch(name, recompute):
     policies, states = train(synchronous_actions(name), recompute=recompute)
+    # A shard of all units trains the same batch at once.
     undivided = Shard(MODEL, 0, UNITS, 1, TRAINING)
     loss = undivided.forward_loss(0, IMAGES, LABELS, 8)
     undivided.backward(0)

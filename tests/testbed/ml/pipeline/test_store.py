@@ -27,7 +27,7 @@ def state_of(unit):
 
 
 def run_with_store(coordinate, prepare=lambda mailbox: None):
-    """Run ``coordinate`` with its mailbox beside a device that keeps replicas; return these replicas.
+    """Run ``coordinate`` with a mailbox, beside a device with a replica store; return the store's replicas.
 
     ``prepare`` registers further handlers on the mailbox of the keeper.
     """

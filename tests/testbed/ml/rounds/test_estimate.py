@@ -27,6 +27,7 @@ def figure_2_edges(count: int) -> set[tuple[GraphStage, GraphStage]]:
     for number in range(1, count + 1):
         device.append(("forward", number))
         uplink.append(("upload", number))
+        # The server trains one mini-batch forward and backward before the next.
         server += [("server forward", number), ("server backward", number)]
         downlink.append(("download", number))
         sequences.append([(kind, number) for kind in KINDS])
@@ -61,6 +62,7 @@ def test_iteration_time_is_longest_path_in_1000_random_graphs() -> None:
         count = draw.randint(1, 12)
         durations: dict[Kind, float] = {}
         for kind in KINDS:
+            # Zeros, since stages without duration make many paths equally long.
             durations[kind] = draw.choice([0.0, draw.random(), 10 * draw.random()])
         expected = longest_path(durations, count)
         assert abs(iteration_time(durations, count) - expected) <= 1e-9 * expected

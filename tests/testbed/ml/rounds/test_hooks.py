@@ -122,6 +122,7 @@ def mean_of(tensors: list[Tensors]) -> Tensors:
 
 @pytest.mark.parametrize("name", EXAMPLES_WITH_HOOKS)
 def test_example_with_hooks_learns(name: str) -> None:
+    # The accuracy that the scenarios of the examples expect.
     assert compute_metrics(name)["accuracy"] >= 0.85
 
 
@@ -174,6 +175,7 @@ def test_fedadam_follows_update_of_its_paper() -> None:
     adam = import_example("fedadam").adam
     memory = {}
     state = {"w": torch.tensor([1.0, -2.0]), "seen": torch.tensor(3)}
+    # Algorithm 2 of the paper with beta1 0.9, beta2 0.99, rate 0.03 and tau 1e-3; v begins with tau squared.
     m = torch.zeros(2)
     v = torch.full((2,), 1e-6)
     expected = state["w"].clone()
@@ -192,6 +194,7 @@ def test_fedadam_follows_update_of_its_paper() -> None:
 
 def test_memory_of_fedadam_survives_restart_of_server() -> None:
     faults = kill("server", "step", batch=3)
+    # The moments of Adam are kept with the model on the server's disk.
     undisturbed = run_example("fedadam", workload__steps=80)
     disturbed = run_example("fedadam", workload__steps=80, faults=faults)
     assert have_close_weights(disturbed, undisturbed)
@@ -243,6 +246,7 @@ def scaffold_weights(prepared: Prepared, rounds: int, local_steps: int) -> Tenso
             y = train_locally(model, x, dataset, steps, correction)
             new_c_i = []
             for own, change, begin, end in zip(c_i, correction, x, y, strict=True):
+                # Option II of the paper: c_i - c + (x - y_i) / (K rate), where `change` is c - c_i.
                 drift = (begin - end) / (local_steps * SCAFFOLD_RATE)
                 new_c_i.append(own - (change + own) + drift)
             ends.append(y)
@@ -275,6 +279,7 @@ def test_memory_of_device_or_server_survives_restart(device: str) -> None:
 
 def test_extra_tensors_are_sent_in_timing_only_run_and_are_not_weights() -> None:
     full = run_example("scaffold", **SCAFFOLD)
+    # Without values there is no accuracy for the example to expect.
     timed = run_example("scaffold", **SCAFFOLD, workload__numerics="none", expect="{}")
     assert field_values(timed, "send", "bytes") == field_values(full, "send", "bytes")
     assert full.weights is not None

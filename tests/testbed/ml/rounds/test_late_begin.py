@@ -14,7 +14,7 @@ LINKS = dict.fromkeys(permutations(NAMES, 2), Link(rate=8e6, delay=0.01))
 
 
 def participant(duration: float):
-    """Return a program that trains one round in the given seconds."""
+    """Return a program for a device whose training of a round takes ``duration`` seconds."""
 
     async def program(device):
         async with Mailbox(device, LINKS, KINDS) as mailbox:
@@ -55,6 +55,7 @@ def test_device_beginning_after_end_of_round_is_not_served() -> None:
     programs = {
         "server": server,
         "quick": participant(0.1),
+        # Begins after the deadline of the first round, which is extended by `STARTUP`.
         "late": participant(STARTUP + 5.0),
     }
     devices = [DeviceSpec(name, 1e6, 1e9) for name in NAMES]

@@ -21,7 +21,7 @@ from tests.helpers.server_scenarios import make_scenario, prepare_scenario
 def make_participants(
     method: str = "split-learning", devices: int = 2, **keys
 ) -> Participants:
-    """Return the participants of a scenario; its model has 3 units."""
+    """Return the participants of a scenario whose model has 3 units."""
     return Participants(
         prepare_scenario(make_scenario(method, devices, **keys)).problem
     )
@@ -40,7 +40,7 @@ def client_plan(round_iterations: int = 3) -> ClientPlan:
 
 
 def training_assignments(plan):
-    """Return the units that the server trains, without the whole model that it evaluates."""
+    """Return the server's units for training, without the whole model for evaluations."""
     return plan.assignments_of("server")[1:]
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.runs import fields_of
 from tests.helpers.server_scenarios import make_scenario, run_simulated
-from tests.testbed.ml.outcomes import count_events, field_values
+from tests.testbed.ml.outcomes import count_events, field_values, loss_by_step
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
 
 
 def kill_server(**moment) -> dict:
-    """Return a fault that stops the server for a second at its first event of a kind."""
+    """Return a fault: the server stops for a second at the first event of a kind."""
     return {"kill": "server", "when": {"device": "server", **moment}, "for": "1s"}
 
 
@@ -42,10 +41,6 @@ def test_saved_round_is_not_trained_again() -> None:
     undisturbed = run_simulated(make_scenario("federated", 2, workload=workload))
     assert disturbed.weights is not None
     assert undisturbed.weights is not None
-
-    def loss_by_step(outcome) -> dict[int, float]:
-        return {step["step"]: step["loss"] for step in fields_of(outcome, "step")}
-
     assert loss_by_step(disturbed) == loss_by_step(undisturbed)
     # Four rounds of two devices.
     assert count_events(disturbed, "compute", span="update") == 8

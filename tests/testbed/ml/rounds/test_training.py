@@ -76,7 +76,7 @@ def test_one_iteration_per_round_is_step_with_batches_of_all_devices(
 def check_pipelearn_iteration(
     model: dict, split_point: int, parallel_batches: int, mini_batches: int = 1
 ) -> None:
-    """Assert that an iteration in ``parallel_batches`` parts is one step of torch in ``mini_batches`` parts."""
+    """Compare an iteration in ``parallel_batches`` parts with one step of torch in ``mini_batches`` parts."""
     workload = {
         "model": model,
         "steps": 1,
@@ -188,7 +188,7 @@ def test_epoch_has_every_sample_unless_last_batch_is_dropped(
 
 
 def run_full_and_timing_only(method: str, workload: dict, **keys):
-    """Run with values and without; assert that the first rounds have equal durations. Return the full outcome."""
+    """Run with values and without, and compare the durations of the first rounds; return the full outcome."""
     outcomes = []
     for numerics in ("full", "none"):
         variant = {**workload, "numerics": numerics}

@@ -89,7 +89,7 @@ def message_arrivals(
     slot_of: Mapping[tuple[int, Action], Slot],
     transfers: Mapping[tuple[int, Action], tuple[float, float]],
 ) -> dict[tuple[int, Action], float]:
-    """Return when the message for each action arrives at its stage, by (stage, action)."""
+    """Return the arrival of the message for each action, by (stage, action)."""
     stages = len(actions_of)
     arrivals: dict[tuple[int, Action], float] = {}
     for source, actions in enumerate(actions_of):

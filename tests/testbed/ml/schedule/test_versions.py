@@ -14,7 +14,7 @@ from testbed.ml.schedule.versions import (
 
 
 class StageVersions:
-    """The versions of one stage, updated by its actions; asserts that every needed version is stored."""
+    """The versions of one stage, updated by the stage's actions; `apply` asserts the presence of needed versions."""
 
     def __init__(self, stages: int, stage: int, vertical_sync: bool) -> None:
         self.stages = stages
@@ -69,23 +69,31 @@ def test_stored_versions_suffice_and_are_bounded_under_1f1b(
         assert most_stored == max_versions(stages, stage, vertical_sync=vertical_sync)
 
 
-def test_versions_and_aggregations_match_figure_2_of_ftpipehd() -> None:
+def aggregations(trainings: int, multiple: int = 1) -> list[int]:
+    """Return the numbers of batches, below 9, after which a stage aggregates."""
+    due = []
+    for done in range(9):
+        if is_aggregation_due(done, trainings, multiple):
+            due.append(done)
+    return due
+
+
+def test_versions_used_match_figure_2_of_ftpipehd() -> None:
     # Three stages: batches 0 to 2 use version 0, and batches 3 to 5 versions 1 to 3.
     assert [version_used(batch, 3) for batch in range(6)] == [0, 0, 0, 1, 2, 3]
-    # The first stage trains three batches at once, the second two, the last one.
-    first = [done for done in range(9) if is_aggregation_due(done, max_in_flight(3, 0))]
-    assert first == [3, 6]
     # The figure counts an aggregation as a version: batch 6 has version 4 here and 5 there.
     used = version_used(6, 3)
-    aggregations = [done for done in first if done <= used]
-    assert used + len(aggregations) == 5
-    second = []
-    for done in range(9):
-        if is_aggregation_due(done, max_in_flight(3, 1), multiple=2):
-            second.append(done)
-        assert not is_aggregation_due(done, max_in_flight(3, 2))
-        assert not is_aggregation_due(done, 3, multiple=0)
-    assert second == [4, 8]
+    aggregations_before = [done for done in aggregations(3) if done <= used]
+    assert used + len(aggregations_before) == 5
+
+
+def test_aggregation_interval_is_multiple_of_concurrent_trainings() -> None:
+    # Of three stages the first trains three batches at once, the second two, and the last one.
+    assert aggregations(max_in_flight(3, 0)) == [3, 6]
+    assert aggregations(max_in_flight(3, 1), multiple=2) == [4, 8]
+    # A single training has no versions to aggregate.
+    assert aggregations(max_in_flight(3, 2)) == []
+    assert aggregations(3, multiple=0) == []
 
 
 def test_mean_of_versions_averages_weights_of_equal_names() -> None:

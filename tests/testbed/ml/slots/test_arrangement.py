@@ -77,6 +77,7 @@ def test_remaining_layers_are_added_to_last_groups(
     ],
 )
 def test_groups_of_limited_size_are_filled_from_output_layer(max_layers, layer_counts):
+    # The first group has the remaining layers.
     assert lengths(layer_groups(6, 6, max_layers)) == layer_counts
 
 

@@ -53,7 +53,7 @@ async def wait_forever():
 
 
 def receiver(*, acknowledges: bool, delay: float = 0.0):
-    """Return a program that receives casts for ever, with or without acknowledgements after a delay."""
+    """Return a program receiving casts for ever, with or without acknowledgements after a delay."""
 
     async def receive(mailbox):
         transmit = Acknowledged(mailbox, 1.0)
@@ -77,7 +77,7 @@ def outputs_message(batch: int = 0) -> Outputs:
 
 
 def caster(make_transmit, until: float = 60.0):
-    """Return a program that casts one message to b and c, and stays for a while to receive acknowledgements."""
+    """Return a program casting one message to b and c, which stays for a while to receive acknowledgements."""
 
     async def send(mailbox):
         transmit = make_transmit(mailbox)
@@ -109,6 +109,7 @@ def test_cast_is_repeated_the_configured_number_of_times(times):
             "c": receiver(acknowledges=False),
         }
     )
+    # Repetitions do not depend on acknowledgements, which only b sends.
     assert receivers_of_casts(world) == [["b", "c"]] * times
 
 
@@ -270,5 +271,6 @@ def test_every_arrival_is_acknowledged():
             "c": receiver(acknowledges=False),
         }
     )
+    # The cast of a arrives twice.
     kinds = [event["message"] for event in events_of(world, "cast", "b")]
     assert kinds == [CastAck.kind] * 2

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.runs import fields_of, make_scenario, run_simulated
+from tests.testbed.ml.outcomes import field_values, times_of
 
 MODEL = {"name": "mlp", "hidden": [16, 16]}
 
 
 def lossy_scenario(name, loss, **options):
-    """Return a scenario of three devices that evaluates after steps 20 and 40."""
+    """Return a scenario of three devices with evaluations after steps 20 and 40."""
     method = {
         "name": name,
         "allocation": "horizontal",
@@ -43,19 +44,16 @@ def test_gathered_and_cast_accuracies_are_equal_without_losses(name):
 def test_gathering_changes_no_cast(name):
     cast = run_simulated(lossy_scenario(name, "20%", test_results="cast"))
     gathered = run_simulated(lossy_scenario(name, "20%", test_results="gathered"))
-    cast_losses = [step["loss"] for step in fields_of(cast, "step")]
-    gathered_losses = [step["loss"] for step in fields_of(gathered, "step")]
-    assert cast_losses == gathered_losses
-    evaluations = evaluations_of(gathered)
-    coordinator = [evaluation["coordinator_accuracy"] for evaluation in evaluations]
-    assert coordinator == [
-        evaluation["accuracy"] for evaluation in evaluations_of(cast)
-    ]
-    for evaluation in evaluations:
+    cast_losses = field_values(cast, "step", "loss")
+    assert field_values(gathered, "step", "loss") == cast_losses
+    # The coordinator has received the same results as without gathering.
+    coordinator = field_values(gathered, "evaluate", "coordinator_accuracy")
+    assert coordinator == field_values(cast, "evaluate", "accuracy")
+    for evaluation in evaluations_of(gathered):
         # Means of runs, which are rounded in another order.
         any_device = evaluation["any_device_accuracy"]
         assert any_device >= evaluation["coordinator_accuracy"] - 1e-9
-    assert [evaluation["accuracy"] for evaluation in evaluations] != coordinator
+    assert field_values(gathered, "evaluate", "accuracy") != coordinator
 
 
 def test_coordinator_receives_all_results_with_ideal_result_sharing():
@@ -75,12 +73,9 @@ def test_coordinator_receives_all_results_with_ideal_result_sharing():
 def test_results_of_device_that_is_off_count_as_zeros():
     undisturbed_scenario = lossy_scenario("edgepipe", "0%", test_results="gathered")
     undisturbed = run_simulated(undisturbed_scenario)
-    test_starts = []
-    for event in undisturbed.events:
-        if event.event == "test_start":
-            test_starts.append(event.time)
     # Shortly after the last evaluation has begun.
-    kill = {"kill": "worker1", "at": f"{test_starts[-1] + 0.05}s"}
+    last_start = times_of(undisturbed, "test_start")[-1]
+    kill = {"kill": "worker1", "at": f"{last_start + 0.05}s"}
     keys = undisturbed_scenario.model_dump(by_alias=True) | {"faults": [kill]}
     faulty_scenario = type(undisturbed_scenario).model_validate(keys)
     faulty = run_simulated(faulty_scenario)

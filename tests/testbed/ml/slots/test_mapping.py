@@ -108,9 +108,18 @@ def test_algorithm_2_is_near_best_order():
     assert max(relative_losses(genetic_order, "hybrid", count=50)) < 1e-12
 
 
+def square_matrix(make_value):
+    """Return a matrix of four devices with zeros on the diagonal."""
+    rows = []
+    for sender in range(4):
+        row = [0.0 if receiver == sender else make_value() for receiver in range(4)]
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
 def test_algorithm_2_replaces_best_order_by_equally_good_random_one():
     # With equal connectivity of all pairs, every order has the same score.
-    equal = tuple(tuple(float(a != b) for b in range(4)) for a in range(4))
+    equal = square_matrix(lambda: 1.0)
     reception = ((0.0, 0.5, 1.0, 1.0), *equal[1:])
     draws = random.Random(derive(3, "mapping"))
     expected = tuple(range(4))
@@ -120,7 +129,7 @@ def test_algorithm_2_replaces_best_order_by_equally_good_random_one():
 
 
 def test_algorithm_2_keeps_order_of_devices_if_all_links_are_alike():
-    equal = tuple(tuple(float(a != b) for b in range(4)) for a in range(4))
+    equal = square_matrix(lambda: 1.0)
     assert genetic_order(equal, equal, seed=3, count=5) == (0, 1, 2, 3)
 
 
@@ -150,14 +159,8 @@ def test_generation_count_is_that_of_paper_for_6_and_7_devices():
 
 def test_score_is_sum_of_hadamard_product():
     draws = random.Random(0)
-
-    def random_matrix():
-        return tuple(
-            tuple(draws.random() * (a != b) for b in range(4)) for a in range(4)
-        )
-
-    connectivity = random_matrix()
-    reception = random_matrix()
+    connectivity = square_matrix(draws.random)
+    reception = square_matrix(draws.random)
     order = (2, 0, 3, 1)
     expected = 0.0
     for a, b in product(range(4), repeat=2):

@@ -22,7 +22,7 @@ ERRORS = (
 
 
 def kill_coordinator(duration):
-    """Return a fault that stops the coordinator during the backward of batch 1."""
+    """Return a fault: the coordinator stops during the backward of batch 1."""
     return {
         "kill": "source",
         "when": {"device": "worker1", "begins": "backward", "batch": 1},
@@ -46,6 +46,7 @@ def test_coordinator_returning_after_last_slot_reports_lost_evaluation(name, dur
         "the evaluation after step 8 is lost: the coordinator source was off or had no neurons"
         in outcome.error
     )
+    # Far below the time limit of the scenario: no device waits for ever.
     assert max(event.time for event in outcome.events) < 10
 
 
@@ -53,6 +54,7 @@ def test_gradient_of_cross_entropy_equals_autograd_exactly():
     generator = torch.Generator().manual_seed(1)
     results = torch.randn(50, 10, generator=generator, requires_grad=True)
     labels = torch.arange(50) % 10
+    # Any weight is possible, so the sum is not divided by the 50 samples.
     loss = torch.nn.functional.cross_entropy(results, labels, reduction="sum") / 70
     (expected,) = torch.autograd.grad(loss, [results])
     logarithms = torch.log_softmax(results.detach(), dim=1)
@@ -111,15 +113,17 @@ def test_equal_test_inputs_are_computed_once_with_equal_results(
         assert outcome.status == "finished"
         return list(outcome.events), len(calls)
 
+    # Devices are charged for every computation; only the host computes equal inputs once.
     events, computed = run_with_cache(neurons.MOST_KEPT)
     events_without_cache, computed_without_cache = run_with_cache(0)
     assert events == events_without_cache
-    # Substituted past outputs differ in each test, so no two inputs are equal.
+    # With substituted outputs the received parts are not the inputs, so equal parts say nothing.
     saves_work = computed < computed_without_cache
     assert saves_work == ("substitute_past_outputs" not in method)
 
 
 def test_coordinator_without_peers_stops_after_its_last_slot():
+    # From 2 s on no other device is left to answer the coordinator.
     faults = [kill_coordinator("1ms"), {"kill": "worker1", "at": "2s"}]
     outcome = run_simulated(
         make_scenario(

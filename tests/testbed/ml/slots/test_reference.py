@@ -10,8 +10,9 @@ import torch
 
 from testbed.methods import METHODS
 from testbed.ml.data.batches import batch
-from tests.helpers.runs import fields_of, make_scenario, problem_of, run_simulated
+from tests.helpers.runs import make_scenario, problem_of, run_simulated
 from tests.helpers.timeslots import EdgePipeReference, RunSetting, VersatileFLReference
+from tests.testbed.ml.outcomes import field_values, times_of
 
 STEPS = 14
 BATCH_SIZE = 16
@@ -60,6 +61,7 @@ def random_case(name, seed):
     layers, groups = draw.choice(
         [(4, 2), (4, 4), (6, 3), (6, 2), (6, 6), (4, 1), (3, 1), (3, 3)]
     )
+    # The reference knows only groups of equally many devices.
     devices = draw.randint(1, 3) * groups if groups < 4 else groups
     hidden = [draw.randint(3, 14) for _ in range(layers - 2)]
     if name == "edgepipe":
@@ -117,8 +119,7 @@ def reference_setting(random_scenario, outcome):
 
 def casts_in_training(outcome):
     """Return the number of casts of each device before the first test."""
-    tests = [event.time for event in outcome.events if event.event == "test_start"]
-    until = min(tests, default=0)
+    until = min(times_of(outcome, "test_start"), default=0)
     casts = Counter()
     for event in outcome.events:
         if event.event == "cast" and event.time < until:
@@ -136,7 +137,7 @@ def test_losses_and_casts_equal_reference_implementation(name, seed):
     ]
     setting = reference_setting(random_scenario, outcome)
     reference = reference_of(setting, **arguments).train()
-    losses = [step["loss"] for step in fields_of(outcome, "step")]
+    losses = field_values(outcome, "step", "loss")
     assert losses == pytest.approx(reference.losses, rel=1e-6, abs=1e-6)
     # Casts are numbered: another number of casts of a device would shift all its later received casts.
     casts = casts_in_training(outcome)

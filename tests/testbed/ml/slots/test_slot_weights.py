@@ -12,6 +12,7 @@ from tests.helpers.runs import (
     run_simulated,
     train_with_torch,
 )
+from tests.testbed.ml.outcomes import field_values, times_of
 
 MODEL = {"name": "mlp", "hidden": [16, 16]}
 TRAINING = {"optimizer": {"learning_rate": 0.1}}
@@ -35,7 +36,7 @@ def assert_close(weights, expected):
 
 
 def losses_of(outcome):
-    return [step["loss"] for step in fields_of(outcome, "step")]
+    return field_values(outcome, "step", "loss")
 
 
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
@@ -69,8 +70,7 @@ def test_restarted_device_receives_initial_weights_again():
         )
         assert outcome.status == "finished"
         assert len(fields_of(outcome, "step")) == 12
-        step_times = [event.time for event in outcome.events if event.event == "step"]
-        first_steps.append(min(step_times))
+        first_steps.append(min(times_of(outcome, "step")))
     without_fault, with_fault = first_steps
     assert without_fault == with_fault
 

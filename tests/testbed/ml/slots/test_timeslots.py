@@ -229,8 +229,12 @@ def test_segments_alternate_between_training_and_tests():
     ends = [segment.end for segment in segments]
     assert starts[1:] == ends[:-1]
     assert ends[0] == table.slot_count(3) * 0.5
-    # Forward only: six layers, then two slots a batch.
+
+
+def test_test_segment_has_only_forwards_in_slots_of_its_own_length():
+    _, segments = make_test_segments()
     first_tests = segments[1]
+    # Forward only: six layers, then two slots a batch.
     assert first_tests.end - first_tests.start == (6 + 3 * 2) * 2.0
     assert first_tests.next_start(first_tests.start) == first_tests.start_of(1)
     assert first_tests.next_start(first_tests.end - 0.1) == first_tests.end
