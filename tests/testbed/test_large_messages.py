@@ -1,4 +1,4 @@
-"""Messages may be as large as the devices' memory allows, and what was trained is kept where it cannot be gathered."""
+"""The limit of a message's size, and trained weights that cannot be gathered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from testbed.device import Device
 from testbed.hardware import DeviceSpec, check_message, largest_message
 from testbed.ml.data import load
 from testbed.ml.layers.shard import State
-from testbed.ml.models.weights import read as weights_of
+from testbed.ml.models.weights import read as read_weights
 from testbed.ml.pipeline.checkpointing import Collector
 from testbed.ml.preparation import export_weights, weights_file
 from testbed.network.link import Link
@@ -31,12 +31,13 @@ from tests.helpers import recorded
 from tests.helpers.runs import make_scenario, problem_of, run_simulated
 from tests.helpers.worlds import make_world
 
+DEVICE_NAMES = ["source", "worker1", "worker2", "worker3"]
 
-def test_the_device_with_less_memory_bounds_a_message() -> None:
-    large, small = (
-        DeviceSpec("large", 1e9, 9 * 2.0**30),
-        DeviceSpec("small", 1e9, 600e6),
-    )
+
+def test_device_with_less_memory_limits_message_size() -> None:
+    large = DeviceSpec("large", speed=1e9, memory=9 * 2.0**30)
+    small = DeviceSpec("small", speed=1e9, memory=600e6)
+    # A message may take half of the memory of 600 MB.
     assert largest_message(large, large) > 2_200_000_000
     assert largest_message(large, small) == largest_message(small, large) == 300_000_000
     check_message(300_000_000, large, small)
@@ -46,7 +47,12 @@ def test_the_device_with_less_memory_bounds_a_message() -> None:
         check_message(301_000_000, large, small)
 
 
-def exchange(payload: str) -> Scenario:
+def prepare_scenario(scenario: Scenario) -> Prepared:
+    (trial,) = trials(scenario)
+    return prepare(trial)
+
+
+def make_exchange_scenario(payload: str) -> Scenario:
     workload = {
         "task": "infer",
         "model": {"name": "mlp"},
@@ -61,41 +67,33 @@ def exchange(payload: str) -> Scenario:
     )
 
 
-def test_a_message_that_the_plan_knows_to_be_too_large_is_refused_before_the_run() -> (
-    None
-):
-    prepare(trials(exchange("390MB"))[0])
+def test_planned_message_above_limit_is_refused_before_run() -> None:
+    prepare_scenario(make_exchange_scenario("390MB"))
+    # A device holds two payloads: its own and the received one.
     with pytest.raises(
         InputError,
         match="'left' has 800 MB of memory, its part of the plan needs 820 MB",
     ):
-        prepare(trials(exchange("410MB"))[0])
+        prepare_scenario(make_exchange_scenario("410MB"))
 
 
-def test_gathered_weights_that_a_stage_cannot_send_are_refused_before_the_run() -> None:
+def test_stage_too_large_to_send_is_refused_before_run() -> None:
     devices = {
         "source": {"speed": "1gflops"},
         "worker": {"speed": "1gflops", "memory": "15MB"},
     }
     method = {"name": "pipeline", "partition": "even"}
     workload = {"model": {"name": "mlp", "hidden": [64, 1000, 1000]}}
-    refused = make_scenario(workload=workload, method=method, devices=devices)
+    scenario = make_scenario(workload=workload, method=method, devices=devices)
+    # The weights of the stage take 8 MB, more than half of 15 MB and less than half of 17 MB.
     with pytest.raises(
         InputError,
         match=r"devices.worker.memory: a message of 8.0\d MB from worker to source is too",
     ):
-        prepare(trials(refused)[0])
+        prepare_scenario(scenario)
     devices["worker"]["memory"] = "17MB"
-    assert (
-        simulated(
-            prepare(
-                trials(
-                    make_scenario(workload=workload, method=method, devices=devices)
-                )[0]
-            )
-        ).status
-        == "finished"
-    )
+    scenario = make_scenario(workload=workload, method=method, devices=devices)
+    assert simulate_prepared(prepare_scenario(scenario)).status == "finished"
 
 
 MODEL = {"model": {"name": "mlp", "hidden": [120, 100, 80, 80]}}
@@ -107,13 +105,41 @@ OWN_DATA = {
 MESH = {"link": {"rate": "20mbit", "delay": "2ms"}, "topology": "mesh"}
 
 
-def simulated(prepared: Prepared) -> Outcome:
+def simulate_prepared(prepared: Prepared) -> Outcome:
     file = weights_file(prepared.scenario)
-    weights = None if file is None else weights_of(file, prepared.problem.model)
+    weights = None
+    if file is not None:
+        weights = read_weights(file, prepared.problem.model)
     return simulate(prepared, load(prepared.scenario.workload.data), weights=weights)
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["seed", "weights"])
+def write_weights(file: Path) -> None:
+    """Write random weights of the model into a file."""
+    problem, _ = problem_of(make_scenario(workload=MODEL))
+    module = problem.model.build(0, len(problem.model.units), 1)
+    file.write_bytes(arrays.pack(module.state_dict()))
+
+
+def planned_sizes(prepared: Prepared) -> dict[tuple[str, str], float]:
+    """Return the largest planned message of each link, in bytes."""
+    sizes: dict[tuple[str, str], float] = {}
+    messages = prepared.method.largest_messages(prepared.problem, prepared.plan)
+    for sender, receiver, size in messages:
+        pair = (sender, receiver)
+        sizes[pair] = max(size, sizes.get(pair, 0.0))
+    return sizes
+
+
+def sent_sizes(outcome: Outcome) -> dict[tuple[str, str], float]:
+    """Return the largest sent message of each link, in bytes."""
+    sizes: dict[tuple[str, str], float] = {}
+    for event in outcome.events.of("send"):
+        pair = (event.device, event.fields["peer"])
+        sizes[pair] = max(event.fields["bytes"], sizes.get(pair, 0.0))
+    return sizes
+
+
+@pytest.mark.parametrize("has_weights", [False, True], ids=["seed", "weights"])
 @pytest.mark.parametrize(
     ("workload", "method", "network"),
     [
@@ -134,61 +160,53 @@ def simulated(prepared: Prepared) -> Outcome:
     ],
     ids=lambda keys: keys.get("name", ""),
 )
-def test_a_plan_knows_the_largest_messages_of_its_run(
+def test_planned_largest_messages_match_sent_messages(
     tmp_path: Path,
     workload: dict[str, Any],
     method: dict[str, Any],
     network: dict[str, Any],
-    given: bool,
+    has_weights: bool,
 ) -> None:
-    if given:
-        model = problem_of(make_scenario(workload=MODEL))[0].model
+    if has_weights:
+        # Weights from a file are distributed by messages; others are drawn from the seed on each device.
         file = tmp_path / "weights.safetensors"
-        module = model.build(0, len(model.units), 1)
-        file.write_bytes(arrays.pack(module.state_dict()))
+        write_weights(file)
         workload = {**workload, "model": {**workload["model"], "weights": str(file)}}
-    prepared = prepare(
-        trials(make_scenario(workload=workload, method=method, **network))[0]
-    )
-    planned: dict[tuple[str, str], float] = {}
-    for sender, receiver, size in prepared.method.largest_messages(
-        prepared.problem, prepared.plan
-    ):
-        planned[sender, receiver] = max(size, planned.get((sender, receiver), 0.0))
-    sent: dict[tuple[str, str], float] = {}
-    for event in simulated(prepared).events.of("send"):
-        pair = (event.device, event.fields["peer"])
-        sent[pair] = max(event.fields["bytes"], sent.get(pair, 0.0))
-    forward = {
-        pair: size for pair, size in sent.items() if size > 10_000
-    }  # gradients are no larger than activations
-    assert forward.keys() <= planned.keys()
-    for pair, size in forward.items():
-        assert planned[pair] == pytest.approx(size, abs=2000), pair
+    scenario = make_scenario(workload=workload, method=method, **network)
+    prepared = prepare_scenario(scenario)
+    planned = planned_sizes(prepared)
+    for pair, size in sent_sizes(simulate_prepared(prepared)).items():
+        # Gradients are not planned, since they are no larger than activations; both take less than 10 kB here.
+        if size > 10_000:
+            assert planned[pair] == pytest.approx(size, abs=2000), pair
 
 
-@pytest.mark.parametrize("casts", [False, True])
-def test_the_simulation_refuses_a_message_that_a_container_would_refuse(
-    casts: bool,
-) -> None:
-    async def lead(device: Device) -> None:
+@pytest.mark.parametrize("is_cast", [False, True], ids=["message", "cast"])
+def test_simulation_refuses_message_above_limit(is_cast: bool) -> None:
+    async def send_large_message(device: Device) -> None:
+        # Devices of this world have a gigabyte of memory.
         message = Message("m", padding=500_000_001)
-        await (device.cast(["b"], message) if casts else device.send("b", message))
+        if is_cast:
+            await device.cast(["b"], message)
+        else:
+            await device.send("b", message)
 
-    async def idle(device: Device) -> None:
+    async def receive_once(device: Device) -> None:
         await device.receive()
 
-    with pytest.raises(ProgramError) as failed:
-        make_world({"lead": lead, "b": idle}, link=Link(delay=0.25)).run()
-    assert "is too large" in str(failed.value.__cause__)
+    programs = {"a": send_large_message, "b": receive_once}
+    with pytest.raises(ProgramError) as error:
+        make_world(programs, link=Link(delay=0.25)).run()
+    assert "is too large" in str(error.value.__cause__)
 
 
-def test_stages_keep_what_they_trained_where_it_cannot_be_gathered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rarely_gathered = make_scenario(method={"checkpoint_every": 12})
-    whole = run_simulated(rarely_gathered).weights
-    assert whole is not None
+GATHER_ONCE = {"checkpoint_every": 12}
+"""A checkpoint after the last of 12 steps only."""
+
+
+@pytest.fixture
+def failed_gathering(monkeypatch: pytest.MonkeyPatch) -> Outcome:
+    """Return the outcome of a training that fails when all weights have been gathered."""
     add = Collector.add
 
     def fail_when_complete(self: Collector, step: int, unit: int, state: State) -> None:
@@ -196,55 +214,63 @@ def test_stages_keep_what_they_trained_where_it_cannot_be_gathered(
             raise TestbedError("the weights cannot be held")
 
     monkeypatch.setattr(Collector, "add", fail_when_complete)
-    outcome = run_simulated(rarely_gathered)
-    assert outcome.status == "failed"
-    kept: dict[str, torch.Tensor] = {}
-    for part in outcome.parts.values():
-        kept |= arrays.unpack(bytearray(part))
-    assert outcome.weights_file is None  # no checkpoint was complete
-    assert [*outcome.parts] == ["source", "worker1", "worker2", "worker3"]
-    assert kept.keys() == whole.keys()
-    for name, value in kept.items():
-        assert torch.equal(value, whole[name]), name
-    place = recorded.write_run(
+    return run_simulated(make_scenario(method=GATHER_ONCE))
+
+
+def test_stages_store_their_weights_if_gathering_fails(
+    failed_gathering: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert failed_gathering.status == "failed"
+    # No checkpoint was complete.
+    assert failed_gathering.weights_file is None
+    assert [*failed_gathering.parts] == DEVICE_NAMES
+    stored: dict[str, torch.Tensor] = {}
+    for part in failed_gathering.parts.values():
+        stored |= arrays.unpack(bytearray(part))
+    # The collector works again in a second run.
+    monkeypatch.undo()
+    gathered = run_simulated(make_scenario(method=GATHER_ONCE)).weights
+    assert gathered is not None
+    assert stored.keys() == gathered.keys()
+    for name, value in stored.items():
+        assert torch.equal(value, gathered[name]), name
+
+
+def test_weights_of_stages_are_written_to_results(
+    failed_gathering: Outcome, tmp_path: Path
+) -> None:
+    parts = failed_gathering.parts
+    folder = recorded.write_run(
         tmp_path / "run",
         recorded.make_trial(),
         recorded.make_plan(),
-        recorded.make_outcome(parts=outcome.parts),
+        recorded.make_outcome(parts=parts),
     )
-    assert (place / "weights-worker1.safetensors").read_bytes() == outcome.parts[
-        "worker1"
-    ]
+    file = folder / "weights-worker1.safetensors"
+    assert file.read_bytes() == parts["worker1"]
 
 
-def test_a_run_at_its_time_limit_leaves_each_stage_and_no_empty_file() -> None:
-    outcome = run_simulated(
-        make_scenario(method={"checkpoint_every": 12}, time_limit="0.2s")
-    )
+def test_run_at_time_limit_stores_weights_of_stages_without_empty_file() -> None:
+    outcome = run_simulated(make_scenario(method=GATHER_ONCE, time_limit="0.2s"))
     assert outcome.status == "timed out"
     assert outcome.weights_file is None
-    assert [*outcome.parts] == ["source", "worker1", "worker2", "worker3"]
+    assert [*outcome.parts] == DEVICE_NAMES
 
 
-def test_a_stage_without_a_checkpoint_leaves_what_it_trained_asynchronously() -> None:
-    outcome = run_simulated(
-        make_scenario(
-            method={"name": "pipedream", "global_replication_interval": 0},
-            time_limit="0.05s",
-        )
-    )
+def test_asynchronous_stages_store_weights_without_replication() -> None:
+    method = {"name": "pipedream", "global_replication_interval": 0}
+    outcome = run_simulated(make_scenario(method=method, time_limit="0.05s"))
     assert outcome.status == "timed out"
-    assert [*outcome.parts] == ["source", "worker1", "worker2", "worker3"]
+    assert [*outcome.parts] == DEVICE_NAMES
 
 
-def test_the_parts_of_a_users_own_network_have_its_names() -> None:
-    part = arrays.pack({"3.head.weight": torch.ones(2)})
+def test_exported_weights_of_device_have_names_of_user_network() -> None:
     problem, _ = problem_of(make_scenario())
-    own = SimpleNamespace(
-        problem=replace(
-            problem, model=replace(problem.model, builder=problem.model.build)
-        )
-    )
-    left = export_weights(cast(Prepared, own), recorded.make_outcome(parts={"a": part}))
-    assert [*arrays.unpack(bytearray(left.parts["a"]))] == ["head.weight"]
-    assert left.weights_file is None
+    # A model with a builder is a user's network; names of its tensors begin with the unit in the testbed.
+    user_model = replace(problem.model, builder=problem.model.build)
+    prepared = SimpleNamespace(problem=replace(problem, model=user_model))
+    part = arrays.pack({"3.head.weight": torch.ones(2)})
+    outcome = recorded.make_outcome(parts={"a": part})
+    exported = export_weights(cast(Prepared, prepared), outcome)
+    assert [*arrays.unpack(bytearray(exported.parts["a"]))] == ["head.weight"]
+    assert exported.weights_file is None

@@ -1,4 +1,7 @@
-"""The house has floors: imports of every kind, type-only and inside functions too, lead down and never in a circle."""
+"""The layers of the packages: each module imports from lower layers only, without cycles.
+
+Imports for type checking and imports within functions count, too.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tests.helpers import ROOT
 PAPERS = {
     folder.name: folder for folder in sorted((ROOT / "papers").glob("*/testbed_*"))
 }
-FLOORS = {
+LAYERS = {
     "testbed": (
         ("testbed.ml.learning",),
         ("testbed.ml.preparation",),
@@ -68,8 +71,10 @@ FLOORS = {
     **{package: ((package,),) for package in PAPERS},
     "tools": (("tools",),),
 }
-"""From the top down: a room imports only from rooms below its own floor. Rooms of one floor do not know each other.
-What is in `tools` may import everything; nothing imports it."""
+"""Packages and modules of each layer, from the highest to the lowest.
+
+Members of one layer do not import each other. Modules of `tools` may import everything, and nothing imports them.
+"""
 
 FOLDERS = {
     "testbed": ROOT / "testbed",
@@ -78,85 +83,108 @@ FOLDERS = {
     **PAPERS,
     "tools": ROOT / "tools",
 }
-MODULES = {
-    ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(
-        ".__init__"
-    ): path
-    for folder in FOLDERS.values()
-    for path in sorted(folder.rglob("*.py"))
-    if path != ROOT / "testbed" / "__init__.py"
-}
-"""All but the public Python interface: it imports `testbed_controller.api` with the first use of a name."""
+# This module imports `testbed_controller.api` at the first use of a name.
+PUBLIC_INTERFACE = ROOT / "testbed" / "__init__.py"
+
+
+def module_name(path: Path, folder: Path) -> str:
+    parts = path.relative_to(folder.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def find_modules() -> dict[str, Path]:
+    """Return the file of each module except the public Python interface."""
+    modules = {}
+    for folder in FOLDERS.values():
+        for path in sorted(folder.rglob("*.py")):
+            if path != PUBLIC_INTERFACE:
+                modules[module_name(path, folder)] = path
+    return modules
+
+
+MODULES = find_modules()
+
+
+def top_package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 @cache
-def imported(path: Path) -> frozenset[str]:
-    """Return the modules of this project that a file imports, wherever in it."""
-    found = set()
+def imported_names(path: Path) -> frozenset[tuple[str, str]]:
+    """Return (module, name) for each import in a file; the name is empty if a module itself is imported."""
+    imports = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {(alias.name, "") for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name if name in MODULES else node.module for name in names}
-    return frozenset(found & MODULES.keys())
+            for alias in node.names:
+                # `from package import module` imports a module, too.
+                submodule = f"{node.module}.{alias.name}"
+                if submodule in MODULES:
+                    imports.add((submodule, ""))
+                else:
+                    imports.add((node.module, alias.name))
+    return frozenset(imports)
 
 
-def floor(module: str) -> tuple[int, str]:
-    """Return how deep the room of a module lies, and the room."""
-    for depth, rooms in enumerate(FLOORS[module.partition(".")[0]]):
-        for room in rooms:
-            if module == room or module.startswith(f"{room}."):
-                return depth, room
-    return -1, module  # the package itself, which imports nothing
+def imported_modules(path: Path) -> set[str]:
+    """Return the modules of this project that a file imports."""
+    return {module for module, _ in imported_names(path)} & MODULES.keys()
 
 
-def test_imports_lead_down() -> None:
-    wrong = []
+def layer_of(module: str) -> tuple[int, str]:
+    """Return the depth of a module's layer, and the member of that layer with the module."""
+    for depth, members in enumerate(LAYERS[top_package(module)]):
+        for member in members:
+            if module == member or module.startswith(f"{member}."):
+                return depth, member
+    # The package itself, which imports nothing.
+    return -1, module
+
+
+def is_allowed_import(module: str, imported: str) -> bool:
+    if top_package(imported) != top_package(module):
+        # Other packages may import from the testbed, and tools from all.
+        return imported.startswith("testbed.") or module.startswith("tools")
+    depth, member = layer_of(module)
+    imported_depth, imported_member = layer_of(imported)
+    return imported_member == member or imported_depth > depth
+
+
+def test_modules_import_lower_layers_only() -> None:
+    violations = []
     for module, path in MODULES.items():
-        depth, room = floor(module)
-        for other in imported(path):
-            if other.partition(".")[0] != module.partition(".")[0]:
-                if not other.startswith("testbed.") and not module.startswith("tools"):
-                    wrong.append(f"{module} -> {other}")
-            elif floor(other)[1] != room and floor(other)[0] <= depth:
-                wrong.append(f"{module} -> {other}")
-    assert wrong == []
+        for imported in imported_modules(path):
+            if not is_allowed_import(module, imported):
+                violations.append(f"{module} -> {imported}")
+    assert violations == []
 
 
 def public_modules() -> set[str]:
     """Return the modules that docs/extending.md lists as public."""
-    section = (
-        (ROOT / "docs" / "extending.md")
-        .read_text()
-        .partition("## Public modules")[2]
-        .partition("\n## ")[0]
-    )
-    return set(re.findall(r"`(testbed[\w.]+)`", section.partition("|---|")[2]))
-
-
-def imported_names(path: Path) -> set[tuple[str, str]]:
-    """Return the modules of the testbed that a file imports, with the names taken from them."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {(alias.name, "") for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                found.add(
-                    (inner, "") if inner in MODULES else (node.module, alias.name)
-                )
-    return {
-        (module, name)
-        for module, name in found
-        if module.partition(".")[0].startswith("testbed")
-    }
+    page = (ROOT / "docs" / "extending.md").read_text()
+    section = page.partition("## Public modules")[2].partition("\n## ")[0]
+    table = section.partition("|---|")[2]
+    return set(re.findall(r"`(testbed[\w.]+)`", table))
 
 
 SYSTEMS = sorted(
     scenarios.parent for scenarios in (ROOT / "papers").glob("*/scenarios")
 )
+"""Folders of the published systems."""
+
+
+def private_imports(path: Path) -> list[str]:
+    """Return the imports of a file from private modules of the testbed, and of private names."""
+    public = {"testbed", *public_modules()}
+    imports = []
+    for module, name in imported_names(path):
+        is_own = top_package(module) == path.parent.name
+        if is_own or not module.startswith("testbed"):
+            continue
+        if module not in public or name.startswith("_"):
+            imports.append(f"{path.name}: {module} {name}")
+    return imports
 
 
 @pytest.mark.parametrize(
@@ -165,58 +193,46 @@ SYSTEMS = sorted(
 def test_published_systems_and_examples_import_public_modules_only(
     folder: Path,
 ) -> None:
-    public = {"testbed", *public_modules()}
-    wrong = []
-    for path in [
-        *folder.glob("testbed_*/*.py"),
-        *folder.glob("examples/*.py"),
-        *folder.glob("study/*.py"),
-    ]:
-        for module, name in imported_names(path):
-            own = module.partition(".")[0] == path.parent.name
-            if not own and (module not in public or name.startswith("_")):
-                wrong.append(f"{path.name}: {module} {name}")
-    assert wrong == []
+    violations = []
+    for pattern in ("testbed_*/*.py", "examples/*.py", "study/*.py"):
+        for path in folder.glob(pattern):
+            violations += private_imports(path)
+    assert violations == []
 
 
 def test_public_modules_exist() -> None:
     assert public_modules() - MODULES.keys() == set()
 
 
-def test_no_file_imports_itself_by_way_of_others() -> None:
+def test_imports_have_no_cycle() -> None:
+    graph = {}
+    for module, path in MODULES.items():
+        # A package may import from itself.
+        graph[module] = imported_modules(path) - {module}
     try:
-        TopologicalSorter(
-            {module: imported(path) - {module} for module, path in MODULES.items()}
-        ).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-CORE = {
-    name: path
-    for name, path in MODULES.items()
+CORE = [
+    name
+    for name in MODULES
     if name.startswith("testbed.") and "ml" not in name.split(".")
-}
+]
+"""Modules that work without machine learning."""
 
 
 @pytest.mark.parametrize("module", CORE)
-def test_the_core_imports_neither_torch_nor_machine_learning(module: str) -> None:
-    """Local and type-only imports count, too."""
-    modules = set()
-    for node in ast.walk(ast.parse(CORE[module].read_text())):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules |= {
-                node.module,
-                *(f"{node.module}.{alias.name}" for alias in node.names),
-            }
-    assert [
-        each for each in sorted(modules) if each.startswith(("torch", "testbed.ml"))
-    ] == []
+def test_core_module_imports_neither_torch_nor_machine_learning(module: str) -> None:
+    for imported, name in imported_names(MODULES[module]):
+        # With its name, so that `from testbed import ml` counts as well.
+        full_name = f"{imported}.{name}"
+        assert not full_name.startswith(("torch", "testbed.ml"))
 
 
-def test_the_core_works_where_torch_and_machine_learning_are_missing() -> None:
+def test_core_works_without_torch_and_machine_learning() -> None:
+    # None in sys.modules makes an import fail.
     program = (
         "import importlib, sys\n"
         "sys.modules['torch'] = sys.modules['testbed.ml'] = None\n"
@@ -226,11 +242,11 @@ def test_the_core_works_where_torch_and_machine_learning_are_missing() -> None:
         "from testbed.prepare import prepare\n"
         "print(prepare(trials(load('examples/programs'))[0]).plan.method)\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program, *CORE],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.stdout, done.stderr) == ("program\n", "")
+    assert (process.stdout, process.stderr) == ("program\n", "")

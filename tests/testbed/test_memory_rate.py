@@ -1,4 +1,4 @@
-"""What layers read and write takes time where a device has a rate for it, the same in plans and in runs."""
+"""The time of reading and writing values and weights, by memory rates and by kinds of layers."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from testbed.ml.rounds.metrics import DECLARED
 from testbed.plan import Plan
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
-from testbed.scenario.schema import Scenario
+from testbed.scenario.schema import Scenario, Trial
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed_controller.profiling.layers import (
@@ -23,15 +23,15 @@ from testbed_controller.profiling.layers import (
     measure_whole,
 )
 
-WORK = {
+WORKLOAD = {
     "model": {"name": "vgg5"},
     "data": {"name": "digits", "train": 64, "test": 16},
     "batch_size": 16,
     "steps": 8,
 }
 
-
-PLAIN = {"speed": "100mflops"}
+COMPUTE_ONLY = {"speed": "100mflops"}
+"""A device whose memory accesses take no time."""
 KINDS = {
     "convolution": {
         "speed": "120mflops",
@@ -42,10 +42,12 @@ KINDS = {
     "linear": {"speed": "40mflops", "weight_rate": "10MB/s"},
 }
 BY_KIND = {"profile": {"speed": "100mflops", "memory": "1GiB", "kinds": KINDS}}
+SLOW_MEMORY = {**COMPUTE_ONLY, "memory_rate": "10MB/s"}
 
 
-def scenario(method: dict, device: dict, **keys) -> Scenario:
-    return Scenario.model_validate(
+def make_trial(method: dict, device: dict, **keys) -> Trial:
+    """Return the trial of a scenario with three equal devices."""
+    scenario = Scenario.model_validate(
         {
             "name": "test",
             "devices": {"device": {"count": 3, **device}},
@@ -53,64 +55,83 @@ def scenario(method: dict, device: dict, **keys) -> Scenario:
                 "topology": "mesh",
                 "link": {"rate": "100mbit", "delay": "1ms"},
             },
-            "workload": {**WORK, **keys, "method": method},
+            "workload": {**WORKLOAD, **keys, "method": method},
             "time_limit": "1h",
         }
     )
+    (trial,) = trials(scenario)
+    return trial
 
 
-def test_accesses_by_hand() -> None:
+def test_cost_of_vgg_unit_matches_sizes_of_its_layers() -> None:
     conv1, *_, fc2 = create("vgg5", {}, (3, 32, 32), 10).units
-    map_of = 32 * 32 * 32
-    # Convolution, normalisation, activation, pooling; each reads what enters and writes what leaves.
-    values = (3 * 32 * 32 + map_of) + 2 * map_of + 2 * map_of + (map_of + map_of // 4)
+    image = 3 * 32 * 32
+    feature_map = 32 * 32 * 32
+    # Each layer reads its input and writes its output; pooling leaves a quarter of the values.
+    convolution = image + feature_map
+    normalisation = activation = 2 * feature_map
+    pooling = feature_map + feature_map // 4
+    values = convolution + normalisation + activation + pooling
     assert conv1.cost.of().accessed == 4 * values
+    # A kernel has 3 * 3 * 3 weights, and there are 32 of them.
     assert conv1.cost.of(["convolution"]) == (
-        2.0 * 27 * map_of,
-        4 * (3 * 32 * 32 + map_of),
+        2.0 * 27 * feature_map,
+        4 * convolution,
         4 * 27 * 32,
     )
-    assert conv1.cost.of(["normalisation"]) == (0.0, 4 * 2 * map_of, 0.0)
+    assert conv1.cost.of(["normalisation"]) == (0.0, 4 * normalisation, 0.0)
     assert fc2.cost == Cost(2.0 * 128 * 10, 4 * (128 + 10), 4 * 128 * 10, "linear")
+
+
+def test_residual_block_reads_both_summands() -> None:
     block = Residual((Conv2d(4, padding=1), BatchNorm2d()))
+    # 4 * 5 * 5 values: the convolution and the normalisation access two maps each, and the sum three.
     assert block.accesses((4, 5, 5)) == 100 * (2 + 2 + 3)
     assert block.cost((4, 5, 5)).of(["activation"]).accessed == 4 * 100 * 3
 
 
-def test_a_batch_reads_the_weights_once() -> None:
-    one = Cost(2.0, 8.0, 16.0, "linear") + Cost(accessed=4.0, kind="activation")
-    assert forward_of(one, 10).of() == (20.0, 120.0, 16.0)
-    assert backward_of(one, 10).of() == (40.0, 120.0, 32.0)
+def test_weights_are_read_once_per_batch() -> None:
+    sample = Cost(2.0, 8.0, 16.0, "linear") + Cost(accessed=4.0, kind="activation")
+    # FLOPs and accessed values of ten samples, and the weights of one.
+    assert forward_of(sample, 10).of() == (20.0, 120.0, 16.0)
+    # The backward pass has two products, by the weights and by the input.
+    assert backward_of(sample, 10).of() == (40.0, 120.0, 32.0)
 
 
-def test_a_device_adds_both_rates_and_by_default_charges_flops_alone() -> None:
+def test_memory_accesses_take_time_with_memory_rate_only() -> None:
     cost = Cost(flops=3e9, accessed=8e9)
     assert DeviceSpec("one", 1e9, 1.0).seconds(cost) == 3.0
+    # 3 s of computation and 8 / 2 s of accesses.
     assert DeviceSpec("one", 1e9, 1.0, memory_rate=2e9).seconds(cost) == 7.0
 
 
-def test_kinds_of_layers_have_rates_of_their_own() -> None:
+def test_kind_of_layer_has_own_rates() -> None:
     kinds: dict[Kind, Rates] = {
         "linear": Rates(2e9, 4e9, 1e9),
         "pooling": Rates(None, 5e8),
     }
     device = DeviceSpec("one", 1e9, 1.0, memory_rate=2e9, kinds=kinds)
-    linear, pooling = Cost(4e9, 8e9, 3e9, "linear"), Cost(1e9, 1e9, 1e9, "pooling")
+    linear = Cost(4e9, 8e9, 3e9, "linear")
     assert device.seconds(linear) == 4 / 2 + 8 / 4 + 3 / 1
-    assert device.seconds(pooling) == 2.0  # what has no rate takes no time
-    assert (
-        device.seconds(
-            linear + pooling + Cost(3e9, 8e9) + Cost(1e9, 0.0, 9e9, "convolution")
-        )
-        == 7 + 2 + 7 + 1
-    )
+    # FLOPs and weights of pooling have no rate and take no time.
+    pooling = Cost(1e9, 1e9, 1e9, "pooling")
+    assert device.seconds(pooling) == 1 / 0.5
+    # Other kinds have the rates of the device, which has none for weights.
+    without_kind = Cost(3e9, 8e9)
+    convolution = Cost(1e9, 0.0, 9e9, "convolution")
+    total = linear + pooling + without_kind + convolution
+    assert device.seconds(total) == 7 + 2 + (3 + 8 / 2) + 1
 
 
-@pytest.mark.parametrize(
-    "device",
-    [{**PLAIN, "memory_rate": "10MB/s"}, BY_KIND],
-    ids=["memory rate", "kinds"],
-)
+def simulate_trial(trial: Trial) -> tuple[dict[str, float], Plan]:
+    """Return the metrics and the plan of a trial."""
+    prepared = prepare(trial)
+    outcome = simulate(prepared, load(trial.scenario.workload.data))
+    values = metrics(outcome, trial.experiment, prepared.plan, DECLARED)
+    return values, prepared.plan
+
+
+@pytest.mark.parametrize("device", [SLOW_MEMORY, BY_KIND], ids=["memory rate", "kinds"])
 @pytest.mark.parametrize(
     "method",
     [
@@ -121,102 +142,96 @@ def test_kinds_of_layers_have_rates_of_their_own() -> None:
     ],
     ids=lambda method: method["name"],
 )
-def test_runs_take_what_is_planned(method: dict, device: dict) -> None:
-    data = (
-        {**WORK["data"], "split": "iid"}
-        if method["name"] == "federated"
-        else WORK["data"]
-    )
+def test_step_is_slowed_by_planned_time_of_accesses(method: dict, device: dict) -> None:
+    data = dict(WORKLOAD["data"])
+    if method["name"] == "federated":
+        data["split"] = "iid"
 
-    def taken(device: dict) -> tuple[float, float]:
-        (trial,) = trials(scenario(method, device, data=data))
-        ready = prepare(trial)
-        outcome = simulate(ready, load(trial.scenario.workload.data))
-        found = metrics(outcome, trial.experiment, ready.plan, DECLARED)
-        return found.get("round_time") or found["step_time"], ready.plan.step_time
+    def step_times(device: dict) -> tuple[float, float]:
+        """Return the simulated and the planned time of a step or round."""
+        values, plan = simulate_trial(make_trial(method, device, data=data))
+        return values.get("round_time") or values["step_time"], plan.step_time
 
-    slow, plain = taken(device), taken(PLAIN)
-    assert slow[0] > 1.2 * plain[0]
-    # A round of federated learning takes what its devices need to load the model beside, whatever the memory rate.
-    assert slow[0] - plain[0] == pytest.approx(slow[1] - plain[1], rel=1e-3)
+    slow, slow_planned = step_times(device)
+    fast, fast_planned = step_times(COMPUTE_ONLY)
+    assert slow > 1.2 * fast
+    # A round of federated learning includes the time to load the model, which does not depend on memory rates.
+    assert slow - fast == pytest.approx(slow_planned - fast_planned, rel=1e-3)
 
 
-def test_parts_of_a_layer_cost_their_share() -> None:
+def test_part_of_layer_has_proportional_cost() -> None:
     layer = graph_of(create("cnn", {}, (1, 28, 28), 10)).layers[1]
-    whole, part = (
-        layer.cost(layer.inputs, layer.output_channels),
-        layer.cost(layer.inputs, 4),
-    )
-    assert whole.of(["convolution"]).flops == 2 * layer.multiplications
-    share, read = 4 / layer.output_channels, 4 * layer.inputs
-    assert part.of().weights == share * 4 * layer.weights
-    # Some channels are made from all that enters; of some that enter, parts of sums of all channels.
-    assert part.of().accessed == read + share * (whole.of().accessed - read)
-    sums = layer.product_cost(layer.inputs // 2, layer.output_channels).of()
-    assert sums.flops == layer.multiplications
-    assert sums.accessed == whole.of(["convolution"]).accessed - read / 2
+    layer_cost = layer.cost(layer.inputs, layer.output_channels)
+    assert layer_cost.of(["convolution"]).flops == 2 * layer.multiplications
+    input_bytes = 4 * layer.inputs
+    # Four output channels require all inputs, and their own share of the weights and the outputs.
+    outputs_cost = layer.cost(layer.inputs, 4)
+    share = 4 / layer.output_channels
+    output_bytes = layer_cost.of().accessed - input_bytes
+    assert outputs_cost.of().weights == share * 4 * layer.weights
+    assert outputs_cost.of().accessed == input_bytes + share * output_bytes
+    # Half of the inputs contribute to all outputs.
+    inputs_cost = layer.product_cost(layer.inputs // 2, layer.output_channels).of()
+    convolution_bytes = layer_cost.of(["convolution"]).accessed
+    assert inputs_cost.flops == layer.multiplications
+    assert inputs_cost.accessed == convolution_bytes - input_bytes / 2
 
 
-def test_edgepipe_plans_slots_by_kind() -> None:
+def test_edgepipe_plans_timeslots_by_kind_of_layer() -> None:
     method = {"name": "edgepipe", "allocation": "horizontal"}
     keys = {"model": {"name": "mlp"}, "batch_size": 32}
-
-    def planned(device: dict) -> Plan:
-        (trial,) = trials(scenario(method, device, **keys))
-        return prepare(trial).plan
-
-    by_kind, plain = planned(BY_KIND), planned(PLAIN)
-    assert max(by_kind.details.backward_seconds) > 2 * max(
-        plain.details.backward_seconds
-    )
-    # All layers lie on all devices: one that has the most of each takes as long as all of them together.
-    assert max(
-        assignment.seconds for assignment in by_kind.assignments
-    ) == pytest.approx(sum(by_kind.details.forward_seconds), rel=0.01)
+    by_kind = prepare(make_trial(method, BY_KIND, **keys)).plan
+    compute_only = prepare(make_trial(method, COMPUTE_ONLY, **keys)).plan
+    longest_slot = max(compute_only.details.backward_seconds)
+    assert max(by_kind.details.backward_seconds) > 2 * longest_slot
+    # All layers are divided among all devices, so the device with the largest part of each computes in all timeslots.
+    longest_assignment = max(part.seconds for part in by_kind.assignments)
+    slots = sum(by_kind.details.forward_seconds)
+    assert longest_assignment == pytest.approx(slots, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "device",
-    [{**PLAIN, "memory_rate": "10MB/s"}, BY_KIND],
-    ids=["memory rate", "kinds"],
-)
+@pytest.mark.parametrize("device", [SLOW_MEMORY, BY_KIND], ids=["memory rate", "kinds"])
 @pytest.mark.parametrize(
     "options",
     [{"scheme": "lop"}, {"scheme": "lip"}, {"scheme": "lop", "tiled_layers": 2}],
     ids=str,
 )
-def test_an_inference_takes_what_is_planned(options: dict, device: dict) -> None:
-    def taken(device: dict) -> tuple[float, float]:
-        method = {"name": "distributed", **options}
-        (trial,) = trials(
-            scenario(method, device, task="infer", requests=2, steps=None)
-        )
-        ready = prepare(trial)
-        outcome = simulate(ready, load(trial.scenario.workload.data))
-        assert (
-            max(assignment.seconds for assignment in ready.plan.assignments)
-            < ready.plan.step_time
-        )
-        return metrics(outcome, trial.experiment, ready.plan)[
-            "latency"
-        ], ready.plan.step_time
+def test_latency_of_distributed_inference_follows_plan(
+    options: dict, device: dict
+) -> None:
+    method = {"name": "distributed", **options}
 
-    slow, plain = taken(device), taken(PLAIN)
-    assert slow[0] > 1.2 * plain[0]
-    # The formula is some percent high, since computing hides more of the sending than it knows: by any rates the same.
-    assert slow[1] / slow[0] == pytest.approx(plain[1] / plain[0], rel=0.03)
+    def latencies(device: dict) -> tuple[float, float]:
+        """Return the simulated and the planned latency."""
+        trial = make_trial(method, device, task="infer", requests=2, steps=None)
+        values, plan = simulate_trial(trial)
+        assert max(part.seconds for part in plan.assignments) < plan.step_time
+        return values["latency"], plan.step_time
+
+    slow, slow_planned = latencies(device)
+    fast, fast_planned = latencies(COMPUTE_ONLY)
+    assert slow > 1.2 * fast
+    # Planned latencies are a few percent too long at all rates: more of the sending overlaps computation.
+    assert slow_planned / slow == pytest.approx(fast_planned / fast, rel=0.03)
 
 
-def test_rates_of_a_machine_come_out_of_its_layers() -> None:
+def test_rates_of_device_are_fitted_to_times_of_layers() -> None:
     device = DeviceSpec("one", 5e9, 1.0, memory_rate=3e8)
-    work = [Cost(1e9, 1e6), Cost(2e8, 5e7), Cost(0.0, 1e8)]
-    assert fit_rates(
-        [LayerTime("unit", "layer", cost, device.seconds(cost)) for cost in work]
-    ) == pytest.approx((5e9, 3e8))
+    times = []
+    for cost in (Cost(1e9, 1e6), Cost(2e8, 5e7), Cost(0.0, 1e8)):
+        times.append(LayerTime("unit", "layer", cost, device.seconds(cost)))
+    assert fit_rates(times) == pytest.approx((5e9, 3e8))
+
+
+def test_rates_without_computation_are_not_fitted() -> None:
     with pytest.raises(ValueError, match="no speed fits"):
         fit_rates([LayerTime("unit", "layer", Cost(accessed=1e9), 1.0)])
+
+
+def test_layers_of_model_are_measured() -> None:
     model = create("mlp", {"hidden": [8]}, (1, 8, 8), 10)
     assert measure_whole(model, batch_size=4) > 0
-    found = measure_layers(model, batch_size=4)
-    assert [each.layer for each in found] == ["Flatten", "Linear", "ReLU", "Linear"]
-    assert all(each.seconds > 0 for each in found)
+    times = measure_layers(model, batch_size=4)
+    names = [time.layer for time in times]
+    assert names == ["Flatten", "Linear", "ReLU", "Linear"]
+    assert all(time.seconds > 0 for time in times)

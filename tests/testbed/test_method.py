@@ -1,4 +1,4 @@
-"""Options of methods, and the baselines that publications compare methods with."""
+"""Baselines: named sets of method options, with which publications compare methods."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ BASELINES = [
 
 
 @pytest.mark.parametrize(("options", "name"), BASELINES)
-def test_a_baseline_is_the_options_that_it_stands_for(options, name):
-    given = options.model_validate({"baseline": name}).model_dump(exclude={"baseline"})
-    assert given == options.model_validate(options.baselines[name]).model_dump(
-        exclude={"baseline"}
-    )
-    assert given != options().model_dump(exclude={"baseline"})
+def test_baseline_sets_its_options(options, name):
+    def values(**keys):
+        return options.model_validate(keys).model_dump(exclude={"baseline"})
+
+    assert values(baseline=name) == values(**options.baselines[name])
+    assert values(baseline=name) != values()
 
 
-def test_other_options_stay_and_those_of_the_baseline_may_be_repeated():
-    given = EdgePipeOptions.model_validate(
+def test_option_of_baseline_may_be_repeated_and_others_set():
+    # The baseline implies the vertical allocation.
+    options = EdgePipeOptions.model_validate(
         {"baseline": "pipedream", "allocation": "vertical", "timeslot": "300ms"}
     )
-    assert (given.allocation, given.timeslot, given.baseline) == (
-        "vertical",
-        0.3,
-        "pipedream",
-    )
+    assert options.allocation == "vertical"
+    assert options.timeslot == 0.3
+    assert options.baseline == "pipedream"
 
 
 @pytest.mark.parametrize("name", ["nothing", [], {"a": 1}, 7])
-def test_what_is_no_name_of_a_baseline_is_refused(name):
+def test_unknown_baseline_is_refused(name):
     with pytest.raises(ValidationError, match="unknown baseline"):
         EdgePipeOptions.model_validate({"baseline": name})
 
 
-def test_what_contradicts_a_baseline_and_unknown_ones_are_refused():
+def test_option_that_contradicts_baseline_is_refused():
     with pytest.raises(
         ValidationError,
         match="'naive' implies substitution: false: remove 'substitution'",
     ):
         VersatileOptions.model_validate({"baseline": "naive", "substitution": True})
+
+
+def test_misspelt_baseline_is_refused_with_suggestion():
     with pytest.raises(
         ValidationError, match="unknown baseline 'modell': did you mean 'model'"
     ):
         EdgePipeOptions.model_validate({"baseline": "modell"})
 
 
-def test_gpipe_has_as_many_micro_batches_as_devices():
-    work = {
+def test_gpipe_baseline_has_one_micro_batch_per_device():
+    workload = {
         "model": {"name": "mlp", "hidden": [12, 10]},
         "training": {"optimizer": {"learning_rate": 0.1}},
     }
-    problem, _ = problem_of(
-        make_scenario(
-            3, workload=work, method={"name": "edgepipe", "baseline": "gpipe"}
-        )
-    )
+    method = {"name": "edgepipe", "baseline": "gpipe"}
+    problem, _ = problem_of(make_scenario(3, workload=workload, method=method))
+    # Three workers and the coordinator.
     assert METHODS["edgepipe"].plan(problem).details.micro_batches == 4

@@ -1,4 +1,4 @@
-"""What needs a look at several keys at once is refused before any container exists, with file and line."""
+"""Preparation of a run: the plan, and validation across several keys with file, line and remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testbed.prepare import count_batches, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
-GOOD = """\
+VALID_DEVICES = """\
 name: small
 devices:
   source: {profile: laptop}
@@ -27,6 +27,10 @@ devices:
     memory: 64MiB
 network:
   link: {rate: 50mbit, delay: 5ms}
+"""
+VALID = (
+    VALID_DEVICES
+    + """\
 workload:
   task: train
   model: {name: mlp}
@@ -42,6 +46,7 @@ expect:
   accuracy: ">= 0.9"
 time_limit: 60s
 """
+)
 
 
 @pytest.fixture
@@ -50,34 +55,32 @@ def file(tmp_path, monkeypatch):
     return Path("small.yaml")
 
 
-def prepared(file: Path, text: str = GOOD):
+def prepare_text(file: Path, text: str = VALID):
     file.write_text(text)
-    return prepare(trials(load(file))[0])
+    (trial,) = trials(load(file))
+    return prepare(trial)
 
 
-def refusal(file: Path, text: str) -> list[str]:
-    with pytest.raises(InputError) as caught:
-        prepared(file, text)
-    return str(caught.value).split("\n")
+def error_lines(file: Path, text: str) -> list[str]:
+    with pytest.raises(InputError) as error:
+        prepare_text(file, text)
+    return str(error.value).split("\n")
 
 
-def test_prepares_method_problem_and_plan(file):
-    ready = prepared(file)
-    assert ready.method.name == "pipeline"
-    assert ready.problem.model.name == "mlp"
-    assert [device.name for device in ready.problem.devices] == [
-        "source",
-        "worker1",
-        "worker2",
-        "worker3",
-    ]
-    assert ready.plan.coordinator == "source"
-    assert ready.plan.assignments[0].start == 0
-    assert ready.plan.assignments[-1].stop == len(ready.problem.model.units)
+def test_scenario_is_prepared_with_method_problem_and_plan(file):
+    prepared = prepare_text(file)
+    assert prepared.method.name == "pipeline"
+    assert prepared.problem.model.name == "mlp"
+    names = [device.name for device in prepared.problem.devices]
+    assert names == ["source", "worker1", "worker2", "worker3"]
+    assert prepared.plan.coordinator == "source"
+    # The stages cover the whole model.
+    assert prepared.plan.assignments[0].start == 0
+    assert prepared.plan.assignments[-1].stop == len(prepared.problem.model.units)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line", "said"),
+    ("old", "new", "line", "message"),
     [
         (
             "name: pipeline",
@@ -134,7 +137,7 @@ def test_prepares_method_problem_and_plan(file):
             "workload.batch_size: a batch of 64 is more than",
         ),
         (
-            GOOD[GOOD.index("model:") : GOOD.index("  epochs:")],
+            VALID[VALID.index("model:") : VALID.index("  epochs:")],
             "model: {name: mobilenetv2, width: 0.1}\n  data: {name: digits}\n"
             "  method: {name: pipeline, micro_batches: 4}\n  batch_size: 7\n",
             15,
@@ -341,14 +344,14 @@ def test_prepares_method_problem_and_plan(file):
         ),
     ],
 )
-def test_names_line_key_and_remedy(file, old, new, line, said):
-    assert old in GOOD
-    lines = refusal(file, GOOD.replace(old, new, 1))
-    assert lines[0].startswith(f"small.yaml:{line}: {said}")
+def test_invalid_scenario_is_refused_with_line_and_key(file, old, new, line, message):
+    assert old in VALID
+    lines = error_lines(file, VALID.replace(old, new, 1))
+    assert lines[0].startswith(f"small.yaml:{line}: {message}")
 
 
 @pytest.mark.parametrize(
-    ("error", "place"),
+    ("error", "position"),
     [
         (
             InputError("a ring over this link budget is too long", ("method", "name")),
@@ -375,33 +378,30 @@ def test_names_line_key_and_remedy(file, old, new, line, said):
         (InputError("lacks a link", ("network", "topology")), "8: network.topology"),
     ],
 )
-def test_an_error_is_located_by_its_key_and_not_by_its_words(
-    file, monkeypatch, error, place
-):
-    def refuse(self, problem):
+def test_planning_error_is_located_by_its_key(file, monkeypatch, error, position):
+    # The texts contain words of other keys, which must not matter.
+    def raise_error(self, problem):
         raise error
 
-    monkeypatch.setattr(Pipeline, "plan", refuse)
-    assert refusal(file, GOOD) == [f"small.yaml:{place}: {error.text}"]
+    monkeypatch.setattr(Pipeline, "plan", raise_error)
+    assert error_lines(file, VALID) == [f"small.yaml:{position}: {error.text}"]
 
 
-def test_a_task_that_the_method_cannot_do(file):
-    text = GOOD.replace("task: train", "task: infer").replace(
-        "epochs: 2", "requests: 3"
-    )
-    assert refusal(file, text)[0] == (
+def test_task_that_method_does_not_support_is_refused(file):
+    text = VALID.replace("task: train", "task: infer")
+    text = text.replace("epochs: 2", "requests: 3")
+    assert error_lines(file, text)[0] == (
         "small.yaml:11: workload.task: the method 'pipeline' cannot infer: it can train"
     )
 
 
-def test_tells_independent_problems_together(file):
-    text = (
-        GOOD.replace("pipeline", "pipe")
-        .replace("name: mlp", "name: ml")
-        .replace("worker1\n", "wrker1\n")
-    )
+def test_independent_errors_are_reported_together(file):
+    text = VALID.replace("pipeline", "pipe")
+    text = text.replace("name: mlp", "name: ml")
+    text = text.replace("worker1\n", "wrker1\n")
     text = text.replace("accuracy", "acc")
-    assert [line.split(": ")[1] for line in refusal(file, text)] == [
+    keys = [line.split(": ")[1] for line in error_lines(file, text)]
+    assert keys == [
         "workload.model.name",
         "workload.method.name",
         "faults.0.kill",
@@ -409,27 +409,26 @@ def test_tells_independent_problems_together(file):
     ]
 
 
-def test_a_swept_value_that_does_not_fit_names_the_sweep(file):
-    text = GOOD + "sweep:\n  workload.method.micro_batches: [4, 0]\n"
-    file.write_text(text)
-    runs = trials(load(file))
-    prepare(runs[0])
+def test_invalid_value_of_sweep_is_located_in_sweep(file):
+    file.write_text(VALID + "sweep:\n  workload.method.micro_batches: [4, 0]\n")
+    valid_trial, invalid_trial = trials(load(file))
+    prepare(valid_trial)
     with pytest.raises(
         InputError,
         match=r"small\.yaml:25 \(sweep: 0\): workload\.method\.micro_batches: '0' must be",
     ):
-        prepare(runs[1])
+        prepare(invalid_trial)
 
 
-def test_precision_of_a_device_with_its_own_memory_is_located(file):
+def test_precision_error_is_located_at_precision_of_device(file):
     old = "    memory: 64MiB\n"
-    assert old in GOOD
-    text = GOOD.replace(old, f"{old}    precision: int8\n    speed: 1gflops\n")
-    (line,) = refusal(file, text)
+    assert old in VALID
+    text = VALID.replace(old, f"{old}    precision: int8\n    speed: 1gflops\n")
+    (line,) = error_lines(file, text)
     assert line.startswith("small.yaml:8: devices.worker.precision: ")
 
 
-def test_last_batch_of_samples_in_files_is_checked_as_they_are_read(file):
+def test_too_small_last_batch_is_refused_when_samples_are_read(file):
     Path("net.py").write_text(
         "from torch import nn\n"
         "def net(shape, classes):\n"
@@ -444,37 +443,39 @@ def test_last_batch_of_samples_in_files_is_checked_as_they_are_read(file):
         "workload: {model: {file: net.py, name: net}, data: {name: own, path: own.npz}, method: {name: single}, "
         "epochs: 1, batch_size: BATCH, drop_last: false}\n"
     )
-    assert load_data(prepared(file, text.replace("BATCH", "3"))).train_labels.size == 21
+    # 21 samples are seven batches of 3, or five batches of 4 and a last one of 1, which cannot be normalised.
+    dataset = load_data(prepare_text(file, text.replace("BATCH", "3")))
+    assert dataset.train_labels.size == 21
+    prepared = prepare_text(file, text.replace("BATCH", "4"))
     with pytest.raises(InputError, match="last batch of 21 samples has 1, too few"):
-        load_data(prepared(file, text.replace("BATCH", "4")))
+        load_data(prepared)
 
 
-def test_counts_batches_without_reading_the_data(file):
-    from testbed.ml.data import load as load_data
-
-    found = prepared(file)
-    whole = 2 * (len(load_data(found.scenario.workload.data).train_labels) // 64)
-    assert count_batches(found.scenario, found.plan) == whole
-    assert (
-        count_batches(found.scenario, found.plan.model_copy(update={"steps": 7})) == 7
-    )
-    assert (
-        count_batches(found.scenario, found.plan.model_copy(update={"steps": 20_000}))
-        == whole
-    )
+@pytest.mark.parametrize(
+    ("planned_steps", "expected"),
+    # 1,438 training samples are 22 batches of 64, in two epochs.
+    [(None, 44), (7, 7), (20_000, 44)],
+)
+def test_batches_are_limited_by_epochs_and_planned_steps(file, planned_steps, expected):
+    prepared = prepare_text(file)
+    plan = prepared.plan
+    if planned_steps is not None:
+        plan = plan.model_copy(update={"steps": planned_steps})
+    assert count_batches(prepared.scenario, plan) == expected
 
 
-def test_data_lies_beside_the_scenario_or_where_fetch_puts_it(file):
-    assert data_folder(prepared(file).trial.scenario) == Path("data/digits")
+def test_data_folder_is_relative_to_scenario_or_default_of_fetch(file):
+    assert data_folder(prepare_text(file).scenario) == Path("data/digits")
     Path("sub").mkdir()
     other = Path("sub/small.yaml")
-    text = GOOD.replace("name: digits", "name: digits, folder: ../images")
-    assert data_folder(prepared(other, text).trial.scenario) == Path("sub/../images")
+    text = VALID.replace("name: digits", "name: digits, folder: ../images")
+    assert data_folder(prepare_text(other, text).scenario) == Path("sub/../images")
 
 
-def test_data_of_a_package_is_found_after_ones_own(monkeypatch, tmp_path):
+def test_local_data_folder_precedes_system_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(catalog, "SYSTEM_DATA_FOLDER", tmp_path / "system")
+    # Without any data, the place is that of data to fetch.
     assert catalog.data_place("mnist") == Path("data/mnist")
     (tmp_path / "system/mnist").mkdir(parents=True)
     assert catalog.data_place("mnist") == tmp_path / "system/mnist"
@@ -482,19 +483,20 @@ def test_data_of_a_package_is_found_after_ones_own(monkeypatch, tmp_path):
     assert catalog.data_place("mnist") == Path("data/mnist")
 
 
-def test_images_of_another_size_are_found_before_the_run(file):
+def test_images_of_wrong_size_are_refused_before_run(file):
+    # The IDX format: type and number of axes, then one image of 32 rows and 32 columns.
+    header = bytes([0, 0, 8, 3, 0, 0, 0, 1, 0, 0, 0, 32, 0, 0, 0, 32])
     for part in ("train", "t10k"):
-        Path(f"{part}-images-idx3-ubyte").write_bytes(
-            bytes([0, 0, 8, 3, 0, 0, 0, 1, 0, 0, 0, 32, 0, 0, 0, 32, *[0] * 1024])
-        )
-    text = GOOD.replace("name: digits", "name: mnist, folder: .")
-    assert refusal(file, text)[0] == (
+        Path(f"{part}-images-idx3-ubyte").write_bytes(header + bytes(32 * 32))
+    text = VALID.replace("name: digits", "name: mnist, folder: .")
+    assert error_lines(file, text)[0] == (
         "small.yaml:13: workload.data.folder: train-images-idx3-ubyte: has images of 32x32 pixels, not of 28x28"
     )
 
 
-def test_imports_no_torch(file):
-    file.write_text(GOOD)
+def test_preparation_imports_no_torch(file):
+    file.write_text(VALID)
+    # This process has imported torch already.
     code = (
         "import sys; from testbed.scenario.expand import trials; from testbed.scenario.loading import load; "
         "from testbed.prepare import prepare; prepare(trials(load('small.yaml'))[0]); "
@@ -503,8 +505,8 @@ def test_imports_no_torch(file):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-INFER = (
-    GOOD[: GOOD.index("workload:")]
+INFERENCE = (
+    VALID_DEVICES
     + """\
 workload:
   task: infer
@@ -517,7 +519,7 @@ workload:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line", "said"),
+    ("old", "new", "line", "message"),
     [
         ("", "", 13, "workload.data.path: one.png not found: give the path"),
         (
@@ -558,32 +560,36 @@ workload:
         ),
     ],
 )
-def test_pictures_and_weights_are_looked_for_before_anything_runs(
-    file, old, new, line, said
+def test_missing_or_invalid_image_or_weights_are_refused_before_run(
+    file, old, new, line, message
 ):
     Path("small.weights").write_text("not weights")
-    text = INFER.replace(old, new)
+    text = INFERENCE.replace(old, new)
     if "task: train" in text:
+        # Training has steps, not requests.
         text = text.replace("requests: 1", "steps: 1")
-    assert any(
-        message.startswith(f"small.yaml:{line}: {said}")
-        for message in refusal(file, text)
-    )
+    beginning = f"small.yaml:{line}: {message}"
+    lines = error_lines(file, text)
+    assert any(error_line.startswith(beginning) for error_line in lines)
 
 
-WEIGHTS = GOOD.replace("{name: mlp}", "{name: mlp, weights: first.yaml}")
+WITH_PRETRAINING = VALID.replace("{name: mlp}", "{name: mlp, weights: first.yaml}")
+"""A scenario whose initial weights come from another scenario."""
 
 
-def test_weights_of_a_scenario_are_prepared_with_what_begins_with_them(file):
-    Path("first.yaml").write_text(GOOD.replace("name: small", "name: first"))
-    first = pretraining_of(prepared(file, WEIGHTS))
-    assert first is not None
-    assert first.trial.scenario.name == "first"
-    assert pretraining_of(prepared(file)) is None
+def test_pretraining_is_prepared_for_weights_from_scenario(file):
+    Path("first.yaml").write_text(VALID.replace("name: small", "name: first"))
+    pretraining = pretraining_of(prepare_text(file, WITH_PRETRAINING))
+    assert pretraining is not None
+    assert pretraining.scenario.name == "first"
+
+
+def test_run_without_weights_has_no_pretraining(file):
+    assert pretraining_of(prepare_text(file)) is None
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         (
             "{name: mlp}",
@@ -596,8 +602,8 @@ def test_weights_of_a_scenario_are_prepared_with_what_begins_with_them(file):
         ("epochs: 2", "epochs: zwei", "first.yaml:16: workload.epochs"),
     ],
 )
-def test_a_scenario_that_cannot_leave_the_weights_is_refused(file, old, new, said):
-    Path("first.yaml").write_text(GOOD.replace(old, new))
-    (message,) = refusal(file, WEIGHTS)
-    assert message.startswith("small.yaml:12: workload.model.weights: ")
-    assert said in message
+def test_unsuitable_pretraining_scenario_is_refused(file, old, new, message):
+    Path("first.yaml").write_text(VALID.replace(old, new))
+    (line,) = error_lines(file, WITH_PRETRAINING)
+    assert line.startswith("small.yaml:12: workload.model.weights: ")
+    assert message in line
