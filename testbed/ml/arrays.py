@@ -27,8 +27,8 @@ def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
         dtype = type_of(name, tensor)
         values = tensor.detach()
         if tensor.is_meta:
-            # A meta tensor must give a message of the same size, so zeros are sent in its place. `zeros_like` would be an
-            # operation on a meta tensor, which makes torch import sympy; that takes each device a second or more.
+            # A meta tensor must give a message of the same size, so zeros are sent in its place. `zeros_like` would be
+            # an operation on a meta tensor, which makes torch import sympy; that takes each device a second or more.
             values = torch.zeros(tensor.shape, dtype=tensor.dtype)
         flat = values.to("cpu").contiguous().reshape(-1)
         # Bytes, since numpy lacks some of torch's types, such as bfloat16.

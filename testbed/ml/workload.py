@@ -48,7 +48,7 @@ class ModelPart(ConfigModel):
         min_length=1,
         description=(
             "with `file`: modules that begin a unit, such as layer1.0; default: "
-            "cuts at which few tensors cross"
+            "units begin where few tensors cross"
         ),
     )
     weights: str | None = Field(
@@ -56,26 +56,28 @@ class ModelPart(ConfigModel):
         description=(
             "file with initial weights, relative to the scenario file: a state_dict "
             "as safetensors or by torch.save, a Darknet file for yolov2, or a "
-            "scenario, which is simulated first; default: weights drawn from the "
-            "seed"
+            "scenario, which is simulated first and whose final weights are used; "
+            "default: weights drawn from the seed"
         ),
     )
 
     @property
     def title(self) -> str:
-        """The name shown for a run."""
+        """The name of the model in reports."""
         return self.name if self.file is None else f"{self.file}:{self.name}"
 
     def options(self) -> dict[str, Any]:
-        """Return the keys validated by the model's own options."""
+        """Return the further keys, which the model itself validates."""
         return dict(self.model_extra or {})
 
 
 class SplitPart(ConfigModel):
     """The distribution of training samples among the devices with data.
 
-    >>> SplitPart(dirichlet=0.5).dirichlet
-    0.5
+    Exactly one key determines the distribution.
+
+    >>> SplitPart(dirichlet=0.5, min_samples=20).min_samples
+    20
     """
 
     sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
@@ -106,8 +108,9 @@ class SplitPart(ConfigModel):
         gt=0,
         description=(
             "concentration of a Dirichlet distribution, from which the numbers of "
-            "samples of the devices are drawn, equally for all classes: with 0.5 "
-            "some devices have few samples, with 100 nearly equal numbers"
+            "samples of the devices are drawn, where all devices have the same mix of "
+            "classes: with 0.5 some devices have few samples, with 100 nearly equal "
+            "numbers"
         ),
     )
     noise: float | None = Field(
@@ -137,16 +140,16 @@ class SplitPart(ConfigModel):
     )
 
     @model_validator(mode="after")
-    def _one_way(self) -> Self:
-        ways = ("sizes", "dirichlet", "shards", "quantity", "noise", "column")
-        given = [way for way in ways if getattr(self, way) is not None]
+    def _check_kind(self) -> Self:
+        kinds = ("sizes", "dirichlet", "shards", "quantity", "noise", "column")
+        given = [kind for kind in kinds if getattr(self, kind) is not None]
         if len(given) != 1:
-            *first, last = ways
+            *first, last = kinds
             names = ", ".join(map(repr, first))
             raise ValueError(f"takes exactly one of {names} and '{last}'")
-        [way] = given
-        # The sizes of the other ways are not random, so another draw would not help.
-        if self.min_samples is not None and way not in ("dirichlet", "quantity"):
+        [kind] = given
+        # The sizes of the other kinds are not random, so another draw would not help.
+        if self.min_samples is not None and kind not in ("dirichlet", "quantity"):
             raise ValueError(
                 "'min_samples' requires 'dirichlet' or 'quantity', whose shares are random"
             )
@@ -154,7 +157,7 @@ class SplitPart(ConfigModel):
 
 
 def _split_tag(value: Any) -> str:
-    """Return which form of the key is meant, so that an error is about this form alone."""
+    """Distinguish the mapping and the name of `split`, so that pydantic reports errors only for the form given."""
     return "[keys]" if isinstance(value, dict | SplitPart) else "[name]"
 
 
@@ -222,7 +225,7 @@ class DataPart(ConfigModel):
         description=(
             "your own samples, relative to the scenario file: arrays as .npz or "
             ".safetensors, a table as .csv or .parquet, or a folder with a folder "
-            "of images for each class; for `image`: the file of the picture"
+            "of images for each class; with `name: image`, the file of the picture"
         ),
     )
     label: str | None = Field(
@@ -249,7 +252,7 @@ class DataPart(ConfigModel):
         None, ge=1, le=MOST_SAMPLES, description="use only the first N training samples"
     )
     augment: AugmentPart | None = Field(
-        None, description="random changes of pictures, drawn from the seed"
+        None, description="random changes of images, drawn from the seed"
     )
     shuffle: bool = Field(
         True,
@@ -261,8 +264,9 @@ class DataPart(ConfigModel):
     split: Split = Field(
         "coordinator",
         description=(
-            "owners of training samples. coordinator: it owns all; iid: "
-            "devices own equal numbers, drawn at random; keys: see below"
+            "owners of training samples. coordinator: the coordinator owns all; iid: "
+            "devices own equal numbers, drawn at random; or keys such as "
+            "{dirichlet: 0.5}"
         ),
     )
     test: int | None = Field(
@@ -271,12 +275,13 @@ class DataPart(ConfigModel):
 
     @property
     def title(self) -> str:
-        """The name shown for a run."""
+        """The name of the data set in reports."""
         return self.name if self.file is None else f"{self.file}:{self.name}"
 
     @field_validator("size")
     @classmethod
-    def _height_and_width(cls, size: str | None) -> str | None:
+    def _check_size(cls, size: str | None) -> str | None:
+        # Here and not as the field's pattern, whose error would show the expression instead of an example.
         if size is not None and not re.match(_SIZE, size):
             raise ValueError(f"'{size}' is not HEIGHTxWIDTH, such as 32x32")
         return size
@@ -289,14 +294,14 @@ class DataPart(ConfigModel):
         if not isinstance(value.get("path"), str):
             return value
         path = PurePath(value["path"])
-        # Unlike any name of the catalogue: those have neither a suffix nor a stroke.
+        # A suffix or a trailing slash distinguishes this name from those of `testbed show data`.
         name = path.name if path.suffix else f"{path.name}/"
         return {**value, "name": name}
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_source(self) -> Self:
         if self.file is not None and self.path is not None:
-            raise ValueError("takes one of 'file' and 'path'")
+            raise ValueError("cannot have both 'file' and 'path': remove one of them")
         if self.file is not None and "name" not in self.model_fields_set:
             raise ValueError(
                 "needs 'name', the function of 'file' that returns the data"
@@ -331,7 +336,7 @@ class LearningPart(WorkloadPart):
             "none: timing only, with the same messages, sizes and faults, and "
             "without tensors, weights, loss and accuracy; stacked: a simulation "
             "computes devices with equal work together, which is faster for small "
-            "networks and equal up to rounding (in containers as full)"
+            "networks, with results equal up to rounding; in containers the same as full"
         ),
     )
     reproducible: bool = Field(
@@ -350,8 +355,9 @@ class LearningPart(WorkloadPart):
     drop_last: bool = Field(
         True,
         description=(
-            "training: leave out samples that do not fill a batch, which differ "
-            "between epochs; false: a smaller last batch"
+            "training: leave out the last samples of an epoch if they do not fill a "
+            "batch; with `shuffle`, these differ between epochs; false: a smaller last "
+            "batch"
         ),
     )
     epochs: int | None = Field(
@@ -378,7 +384,7 @@ class LearningPart(WorkloadPart):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_moved_keys(cls, value: Any) -> Any:
+    def _convert_former_keys(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         if "optimizer" in value:
@@ -392,15 +398,19 @@ class LearningPart(WorkloadPart):
         return value
 
     @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def _check_weights(self) -> Self:
         if self.initialisation is not None and self.model.weights is not None:
             raise ValueError(
                 "weights read from a file exclude 'initialisation': remove one of the two"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
         lengths = ("epochs", "steps", "requests")
         given = [key for key in lengths if getattr(self, key) is not None]
         # An inference without a length is one pass over the test samples.
-        if self.task == "infer" and given not in ([], ["requests"]):
+        if self.task == "infer" and set(given) - {"requests"}:
             raise ValueError(
                 "the length of an inference workload is given by 'requests'"
             )
@@ -411,13 +421,13 @@ class LearningPart(WorkloadPart):
         return self
 
     @property
-    def progress(self) -> str:  # type: ignore[override]  # of two tasks with the same keys
-        """The event counting progress of the run."""
+    def progress(self) -> str:  # type: ignore[override]  # one class for two tasks
+        """The event that counts the progress of the run."""
         return "step" if self.task == "train" else "request"
 
     @property
     def unit(self) -> str:  # type: ignore[override]
-        """The user-visible name of a progress unit."""
+        """The name of such an event in reports."""
         return self.progress
 
     def on_containers(self) -> Self:
@@ -447,13 +457,13 @@ class LearningPart(WorkloadPart):
         return self.steps if self.task == "train" else self.requests
 
     def paths(self) -> Iterator[tuple[str, str | None]]:
-        """Yield the keys naming data and weights beside the scenario, with their values."""
+        """Yield the keys with paths of data and weights, relative to the scenario file, and their values."""
         yield "data.folder", self.data.folder
         yield "data.path", self.data.path
         yield "model.weights", self.model.weights
 
     def sources(self) -> Mapping[str, Any]:
-        """Return method, model and data."""
+        """Return the parts that may name a Python file, by key."""
         return {"method": self.method, "model": self.model, "data": self.data}
 
     def files(self) -> Iterator[str]:
@@ -464,14 +474,14 @@ class LearningPart(WorkloadPart):
 
     def title(self) -> str:
         """Return the name of the work in reports."""
-        return f"{self._progress_verb} of {self.model.title} on {self.data.title}"
+        return f"{self._activity} of {self.model.title} on {self.data.title}"
 
     def labels(self) -> Iterator[str]:
         """Yield the facts in a report's header."""
-        yield self._progress_verb
+        yield self._activity
         yield f"{self.model.title} on {self.data.title}"
 
     @property
-    def _progress_verb(self) -> str:
+    def _activity(self) -> str:
         kind = "training" if self.task == "train" else "inference"
         return f"{self.method.name} {kind}"

@@ -20,7 +20,7 @@ from testbed_controller.api import load, simulate
 
 WIDTHS = (4, 8, 12)
 CLASSES = 5
-HEAD = """
+NETWORK_FILE = """
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -29,18 +29,18 @@ from torch.nn import functional as F
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-{made}
+{constructor}
 
     def forward(self, x):
-{done}
+{forward}
         return x
 
 
 def load():
     g = torch.Generator().manual_seed(1)
     x = {samples}
-    y = torch.randint(0, {classes}, (60{places},), generator=g)
-    {ignored}
+    y = torch.randint(0, {classes}, (60{label_positions},), generator=g)
+    {ignore_labels}
     return (x[:40], y[:40]), (x[40:], y[40:])
 """
 SCENARIO = """
@@ -66,9 +66,9 @@ METHODS = (
     "{name: federated, local_steps: 1}",
     "{name: split-learning, local_steps: 1}",
 )
-OWNERS = ("federated", "split-learning")
+METHODS_WITH_OWN_DATA = ("federated", "split-learning")
 """Methods whose devices own samples, so the data needs a split."""
-OPTIMIZERS = (
+TRAINING_OPTIONS = (
     "{}",
     "{optimizer: {name: adam}}",
     "{optimizer: {momentum: 0.9}, clip: {value: 1.0}}",
@@ -76,20 +76,24 @@ OPTIMIZERS = (
 )
 
 
-ACTIVATIONS = {
+FUNCTIONAL_STEPS = {
     "skip": "x + torch.relu(x)",
     "noise": "x + 0.1 * torch.randn_like(x)",
     "drop": "F.dropout(x, 0.2)",
 }
-"""Expressions without a module, which keep the width."""
+"""Expressions that need no module and keep the width."""
 
 
 def layer_kinds(
     width: int, next_width: int, *, has_positions: bool
 ) -> dict[str, tuple[str, int]]:
-    """Return constructor expression and output width of each kind of layer."""
+    """Return constructor expression and output width of each kind of layer.
+
+    ``has_positions`` means samples that are sequences, of shape (batch, position, width).
+    """
     layers = {
         "linear": (f"nn.Linear({width}, {next_width})", next_width),
+        # Called twice by `forward`.
         "tied": (f"nn.Linear({width}, {width})", width),
         "double": (f"nn.Linear({width}, {next_width}).double()", next_width),
         "norm": (f"nn.LayerNorm({width})", width),
@@ -110,15 +114,16 @@ def draw_layers(
     draws: random.Random, width: int, *, has_positions: bool
 ) -> tuple[list[str], list[str], int]:
     """Draw some layers; return the lines of the constructor, the lines of ``forward``, and the output width."""
-    made = []
-    called = []
+    constructor = []
+    forward = []
     for index in range(draws.randint(1, 4)):
         name = f"self.m{index}"
         next_width = draws.choice(WIDTHS)
         layers = layer_kinds(width, next_width, has_positions=has_positions)
-        kind = draws.choice([*layers, "linear", *ACTIVATIONS])
-        if kind in ACTIVATIONS:
-            called.append(f"x = {ACTIVATIONS[kind]}")
+        # "linear" a second time, so that it is drawn more often.
+        kind = draws.choice([*layers, "linear", *FUNCTIONAL_STEPS])
+        if kind in FUNCTIONAL_STEPS:
+            forward.append(f"x = {FUNCTIONAL_STEPS[kind]}")
             continue
         calls = {
             "gru": f"{name}(x)[0]",
@@ -126,39 +131,42 @@ def draw_layers(
             "tied": f"torch.tanh({name}({name}(x)))",
         }
         call = calls.get(kind, f"{name}(x)")
-        # Without the conversion, half of these networks are rejected for their precision.
+        # With conversions the layer fits to its neighbours. Without them, validation must reject the mixed precision.
+        # The number is drawn for every kind, so that later draws of a seed stay the same.
         if draws.random() < 0.5 and kind == "double":
             call = f"{name}(x.double()).float()"
-        made.append(f"{name} = {layers[kind][0]}")
-        called.append(f"x = {call}")
-        width = layers[kind][1]
-    return made, called, width
+        expression, width = layers[kind]
+        constructor.append(f"{name} = {expression}")
+        forward.append(f"x = {call}")
+    return constructor, forward, width
 
 
 def draw_network(draws: random.Random) -> str:
     """Return the text of a Python file with a network and data."""
     kind = draws.choice(("vector", "vector", "tokens", "image"))
     has_positions = draws.random() < 0.5 and kind == "tokens"
-    made, called, width = _draw_input(draws, kind, has_positions=has_positions)
-    layers_made, layers_called, width = draw_layers(
+    constructor, forward, width = _draw_input(draws, kind, has_positions=has_positions)
+    layer_constructors, layer_calls, width = draw_layers(
         draws, width, has_positions=has_positions
     )
-    made += [*layers_made, f"self.head = nn.Linear({width}, {CLASSES})"]
-    called += [*layers_called, "x = self.head(x)"]
+    constructor += [*layer_constructors, f"self.head = nn.Linear({width}, {CLASSES})"]
+    forward += [*layer_calls, "x = self.head(x)"]
     if draws.random() < 0.1:
-        made.append(f"self.{draws.choice(('double', 'half', 'bfloat16'))}()")
+        constructor.append(f"self.{draws.choice(('double', 'half', 'bfloat16'))}()")
     samples = {
         "vector": "torch.randn(60, 16, generator=g)",
         "tokens": "torch.randint(0, 20, (60, 7), generator=g)",
         "image": "torch.randn(60, 1, 6, 6, generator=g)",
     }
-    return HEAD.format(
-        made=textwrap.indent("\n".join(made), " " * 8),
-        done=textwrap.indent("\n".join(called), " " * 8),
+    ignores_labels = has_positions and draws.random() < 0.5
+    return NETWORK_FILE.format(
+        constructor=textwrap.indent("\n".join(constructor), " " * 8),
+        forward=textwrap.indent("\n".join(forward), " " * 8),
         samples=samples[kind],
         classes=CLASSES,
-        places=", 7" if has_positions else "",
-        ignored="y[::3] = -100" if has_positions and draws.random() < 0.5 else "",
+        label_positions=", 7" if has_positions else "",
+        # The class that torch's cross-entropy ignores.
+        ignore_labels="y[::3] = -100" if ignores_labels else "",
     )
 
 
@@ -170,33 +178,41 @@ def _draw_input(
         return [], [], 16
     width = draws.choice(WIDTHS)
     if kind == "tokens":
-        made = [f"self.embed = nn.Embedding(20, {width})"]
+        constructor = [f"self.embed = nn.Embedding(20, {width})"]
         call = "x = self.embed(x)" if has_positions else "x = self.embed(x).mean(1)"
-        return made, [call], width
-    made = [f"self.conv = nn.Conv2d(1, {width}, 3)"]
+        return constructor, [call], width
+    constructor = [f"self.conv = nn.Conv2d(1, {width}, 3)"]
     call = "x = self.conv(x).amax((2, 3))"
     if draws.random() < 0.5:
-        made.append(f"self.norm = nn.BatchNorm2d({width})")
+        constructor.append(f"self.norm = nn.BatchNorm2d({width})")
         call = "x = self.norm(F.adaptive_avg_pool2d(self.conv(x), 1)).flatten(1)"
-    return made, [call], width
+    return constructor, [call], width
 
 
 def try_network(draws: random.Random, folder: Path) -> str:
-    """Validate and run a random network; return "refused", "ran", or "ACCEPTED" with the failure of the run."""
+    """Validate and run a random network; return the result as text.
+
+    The result is "refused" with the reason, "ran", or "ACCEPTED" with the failure of a run that validation accepted.
+    """
     method = draws.choice(METHODS)
-    split = ", split: iid" if any(name in method for name in OWNERS) else ""
+    has_own_data = any(name in method for name in METHODS_WITH_OWN_DATA)
+    split = ", split: iid" if has_own_data else ""
     keys = {
         "method": method,
         "split": split,
         "batch": draws.choice((1, 3, 4, 8)),
-        "training": draws.choice(OPTIMIZERS),
+        "training": draws.choice(TRAINING_OPTIONS),
     }
     (folder / "own.py").write_text(draw_network(draws))
     (folder / "random.yaml").write_text(SCENARIO.format(**keys))
     try:
+        # The check of `testbed validate`.
         prepare(trials(load(folder / "random.yaml"))[0])
     except InputError as error:
-        return "refused: " + str(error).partition("own.py: ")[2][:60]
+        text = str(error)
+        # The reason follows the name of the file, if the message has it.
+        reason = text.rpartition("own.py: ")[2]
+        return f"refused: {reason[:60]}"
     try:
         outcome = simulate(load(folder / "random.yaml"), out=folder / "run").run.outcome
     except InputError as error:

@@ -20,9 +20,12 @@ from rich.text import Text
 from testbed.trace.events import Event
 
 SHOWN = ("step", "request", "evaluate", "failed", "fault", "recovery", "state", "log")
-"""Event types shown by `LiveProgress`."""
+"""Event types that `LiveProgress` shows; its callers pass it no others."""
 SPEED_WINDOW = 20
-"""Number of steps for the average of the displayed speed."""
+"""The displayed speed is the average over this number of steps."""
+REPORT_SHARE = 0.1
+"""Share of the run after which a line is printed where no bar is drawn."""
+ERROR_STYLE = "bold red"
 
 
 class LiveProgress:
@@ -37,10 +40,10 @@ class LiveProgress:
         self._lock = threading.Lock()
         self._stage = "preparing"
         self._done = 0
-        self._ends: deque[float] = deque(maxlen=SPEED_WINDOW)
+        self._step_times: deque[float] = deque(maxlen=SPEED_WINDOW)
         self._loss: float | None = None
         self._accuracy: float | None = None
-        self._next_report = 0.1
+        self._next_report = REPORT_SHARE
         self._bar = Progress(
             TextColumn(f"[bold]{title}[/]"),
             BarColumn(bar_width=None),
@@ -90,25 +93,27 @@ class LiveProgress:
 
     def _advance(self, event: Event) -> None:
         # A restored checkpoint repeats steps: the bar shows the furthest step, the speed counts all of them.
-        number = int(event.fields.get(event.event, self._done)) + 1
-        self._done = max(self._done, number)
+        # An event `step` has its number, from 0, in the field `step`, and `request` likewise.
+        number = int(event.fields.get(event.event, self._done))
+        self._done = max(self._done, number + 1)
         self._loss = event.fields.get("loss", self._loss)
-        self._ends.append(event.time)
+        self._step_times.append(event.time)
         self._bar.update(self._task, completed=self._done)
         if not self._total or self._console.is_terminal:
             return
         # In a file or a pipe, a line for each tenth of the run takes the place of the bar.
         share = self._done / self._total
         if share >= self._next_report:
-            self._next_report = share + 0.1
+            self._next_report = share + REPORT_SHARE
             progress = f"{self._done}/{self._total} {self._unit}"
             line = f"{event.time:8.2f} s  {progress}  {self._format_metrics()}"
             self._console.print(Text(line))
 
     def _format_metrics(self) -> str:
         parts = []
-        if len(self._ends) > 1 and self._ends[-1] > self._ends[0]:
-            speed = (len(self._ends) - 1) / (self._ends[-1] - self._ends[0])
+        times = self._step_times
+        if len(times) > 1 and times[-1] > times[0]:
+            speed = (len(times) - 1) / (times[-1] - times[0])
             parts.append(f"{speed:.1f} {self._unit}/s")
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4g}")
@@ -125,17 +130,17 @@ class LiveProgress:
 def _describe_event(event: Event) -> tuple[str, str] | None:
     """Return the text and style of a displayed event; None for other events."""
     fields = event.fields
-    bad = "bold red"
     match event.event:
         case "failed":
-            return f"request {fields.get('request')} failed: {fields.get('error')}", bad
+            text = f"request {fields.get('request')} failed: {fields.get('error')}"
+            return text, ERROR_STYLE
         case "fault":
             verb = "undone" if fields.get("phase") == "undo" else "strikes"
             target = fields.get("target") or ""
-            return f"fault {verb}: {fields.get('action')} {target}", bad
+            return f"fault {verb}: {fields.get('action')} {target}", ERROR_STYLE
         case "recovery":
             text = f"recovery {fields.get('phase')}"
-            # Methods without training steps, such as those of generation, record none.
+            # Methods without training steps, such as those of generation, record no step.
             if "step" in fields:
                 text += f" at step {fields['step']}"
             missing = ", ".join(fields.get("missing", ()))
@@ -143,7 +148,7 @@ def _describe_event(event: Event) -> tuple[str, str] | None:
                 text += f": {missing} silent"
             return text, "yellow"
         case "state" if fields.get("state") == "failed":
-            return f"{event.device} failed", bad
+            return f"{event.device} failed", ERROR_STYLE
         case "log":
             return f"{event.device}: {fields.get('text')}", "dim"
     return None
