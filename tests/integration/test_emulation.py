@@ -1,4 +1,4 @@
-"""Runs on real containers, from inside: what changes meanwhile, what breaks before the start, what a load does."""
+"""Runs in containers through the Python interface: faults, link traces, failures at the start and load on the host."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _isolate_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
             patch.setenv(name, str(tmp_path_factory.mktemp("own")))
         yield
 
 
-def scenario(name: str, steps: int = 40, **changes: Any) -> Prepared:
-    """Return a small training scenario: a stage each on three devices, steps of some 150 ms."""
+def prepare_scenario(name: str, steps: int = 40, **changes: Any) -> Prepared:
+    """Prepare a small training scenario with one stage on each of three devices and steps of about 150 ms."""
     tree: dict[str, Any] = {
         "name": name,
         "seed": 3,
@@ -74,29 +74,48 @@ def run(
     on_stage: Callable[[str], None] = lambda _text: None,
     lab: Lab | None = None,
 ) -> tuple[Outcome, dict[str, Any]]:
-    """Run on a lab of its own, or on one that stands."""
+    """Run a scenario on a new lab, or on ``lab``, and return its outcome and metrics."""
     data = load_data(prepared.trial.scenario.workload.data)
     outcome = emulate(
         prepared, data, on_stage=on_stage, accept_links=True, standing=lab
     )
-    return outcome, metrics(
-        outcome, prepared.experiment, prepared.plan, prepared.method.declared
-    )
+    declared = prepared.method.declared
+    return outcome, metrics(outcome, prepared.experiment, prepared.plan, declared)
 
 
-def events(outcome: Outcome, kind: str) -> list[dict[str, Any]]:
+def run_to_end(prepared: Prepared) -> tuple[Outcome, dict[str, Any]]:
+    outcome, values = run(prepared)
+    assert outcome.status == "finished", outcome.error
+    return outcome, values
+
+
+def events_of(outcome: Outcome, name: str) -> list[dict[str, Any]]:
     return [
         {"time": event.time, "device": event.device, **event.fields}
         for event in outcome.events
-        if event.event == kind
+        if event.event == name
     ]
 
 
-def killing(device: str, when: str, scenario_name: str) -> Callable[[str], None]:
-    """Return what kills a device's container as a run comes to a stage."""
+def owned_data_of(outcome: Outcome) -> dict[str, dict[str, Any]]:
+    """Return the fields that each device reported of its data."""
+    owned = {}
+    for event in events_of(outcome, "owned_data"):
+        keys = ("labels", "pixels", "tests", "samples")
+        owned[event["device"]] = {key: event[key] for key in keys}
+    return owned
+
+
+def median_of(values: list[float]) -> float:
+    """Return the upper median."""
+    return sorted(values)[len(values) // 2]
+
+
+def kill_at_stage(device: str, stage: str, scenario_name: str) -> Callable[[str], None]:
+    """Return a callback that kills a device's container as soon as a run reaches a stage."""
 
     def on_stage(text: str) -> None:
-        if text == when:
+        if text == stage:
             filters = {
                 "label": [RUN, f"{DEVICE}={device}"],
                 "name": f"testbed-{scenario_name}-",
@@ -108,8 +127,8 @@ def killing(device: str, when: str, scenario_name: str) -> Callable[[str], None]
 
 
 @pytest.mark.timed
-def test_throttles_flaps_and_traces_take_effect_on_time() -> None:
-    prepared = scenario(
+def test_throttles_flaps_and_link_traces_take_effect_on_time() -> None:
+    prepared = prepare_scenario(
         "emu-change",
         steps=20,
         faults=[
@@ -130,48 +149,47 @@ def test_throttles_flaps_and_traces_take_effect_on_time() -> None:
             "0.8,device worker2 slowdown,2",
         ],
     )
-    outcome, figures = run(prepared)
-    assert outcome.status == "finished", outcome.error
-    assert figures["steps"] == 20
-    begun = [
-        each["time"] for each in events(outcome, "state") if each["state"] == "started"
+    outcome, values = run_to_end(prepared)
+    assert values["steps"] == 20
+    starts = [
+        event["time"]
+        for event in events_of(outcome, "state")
+        if event["state"] == "started"
     ]
-    assert len(begun) == 3
-    assert max(begun) < 0.1, "each has heard of the start by the origin"
-    for change in events(outcome, "trace"):
+    assert len(starts) == 3
+    assert max(starts) < 0.1, "a device received the start after the origin"
+    changes = events_of(outcome, "trace")
+    for change in changes:
         assert 0 <= change["time"] - change["intended"] < 0.3, change
-    assert [change["what"].split()[0] for change in events(outcome, "trace")] == [
-        "link",
-        "link",
-        "device",
+    targets = [change["what"].split()[0] for change in changes]
+    assert targets == ["link", "link", "device"]
+    factors = [
+        (event["target"], event["factor"]) for event in events_of(outcome, "speed")
     ]
-    factors = [(each["target"], each["factor"]) for each in events(outcome, "speed")]
     assert factors == [("worker2", 0.5), ("source", 0.25), ("source", 1.0)]
-    checks = {check["name"]: check["detail"] for check in figures["verdict"]["checks"]}
+    checks = {check["name"]: check["detail"] for check in values["verdict"]["checks"]}
     assert "3 changes by the trace" in checks["trace"]
     assert "4 changes by the flaps" in checks["flaps"]
-    strikes = [each for each in events(outcome, "fault") if each["action"] == "flap"]
-    assert [each["phase"] for each in strikes] == ["strike", "undo"] * 2
-    throttled = [
-        each["time"]
-        for each in events(outcome, "fault")
-        if each["action"] == "throttle"
-    ]
+    faults = events_of(outcome, "fault")
+    flap_phases = [fault["phase"] for fault in faults if fault["action"] == "flap"]
+    assert flap_phases == ["strike", "undo"] * 2
+    # The throttle is injected and reverted once.
+    begin, end = [fault["time"] for fault in faults if fault["action"] == "throttle"]
     slow, fast = [], []
-    for work in events(outcome, "compute"):
-        if work["device"] == "source" and work["span"] == "forward":
-            (
-                slow
-                if throttled[0] < work["start"] and work["time"] < throttled[1]
-                else fast
-            ).append(work["duration"])
+    for work in events_of(outcome, "compute"):
+        if (work["device"], work["span"]) != ("source", "forward"):
+            continue
+        if begin < work["start"] and work["time"] < end:
+            slow.append(work["duration"])
+        else:
+            fast.append(work["duration"])
     assert slow
-    assert min(slow) == pytest.approx(4 * sorted(fast)[len(fast) // 2], rel=0.1)
+    assert min(slow) == pytest.approx(4 * median_of(fast), rel=0.1)
 
 
 @pytest.mark.timed
-def test_what_a_paused_device_computes_stands_still_too() -> None:
-    prepared = scenario(
+def test_computation_of_paused_device_is_paused() -> None:
+    prepared = prepare_scenario(
         "emu-pause",
         devices={"source": {"speed": "200mflops"}},
         workload={
@@ -188,32 +206,31 @@ def test_what_a_paused_device_computes_stands_still_too() -> None:
             }
         ],
     )
-    outcome, _ = run(prepared)
-    assert outcome.status == "finished", outcome.error
-    struck, undone = (each["time"] for each in events(outcome, "fault"))
-    works = [each for each in events(outcome, "compute") if each["span"] == "forward"]
-    paused = [each for each in works if each["start"] < struck < each["time"]]
-    assert paused
-    usual = sorted(each["duration"] for each in works)[len(works) // 2]
-    assert usual > 0.1
-    assert paused[0]["duration"] == pytest.approx(
-        usual + undone - struck, abs=0.3 * usual
-    )
-
-
-def test_a_device_down_before_the_start_is_the_methods_business() -> None:
-    prepared = scenario("emu-absent", steps=10)
-    outcome, figures = run(
-        prepared, killing("worker2", "deploying the programs", "emu-absent")
-    )
-    assert outcome.status == "finished", outcome.error
-    assert figures["steps"] == 10
-    assert "worker2 is down as the run starts" in [
-        each["text"] for each in events(outcome, "log")
+    outcome, _ = run_to_end(prepared)
+    begin, end = (fault["time"] for fault in events_of(outcome, "fault"))
+    works = [
+        work for work in events_of(outcome, "compute") if work["span"] == "forward"
     ]
+    paused = [work for work in works if work["start"] < begin < work["time"]]
+    assert paused
+    usual = median_of([work["duration"] for work in works])
+    assert usual > 0.1
+    # The pause extends the computation by its own duration.
+    expected = pytest.approx(usual + end - begin, abs=0.3 * usual)
+    assert paused[0]["duration"] == expected
 
 
-def test_each_device_is_sent_its_own_samples_and_no_others(tmp_path: Path) -> None:
+def test_device_down_before_start_is_passed_to_method() -> None:
+    prepared = prepare_scenario("emu-absent", steps=10)
+    kill = kill_at_stage("worker2", "deploying the programs", "emu-absent")
+    outcome, values = run(prepared, kill)
+    assert outcome.status == "finished", outcome.error
+    assert values["steps"] == 10
+    logs = [event["text"] for event in events_of(outcome, "log")]
+    assert "worker2 is down as the run starts" in logs
+
+
+def test_each_device_receives_only_its_own_samples(tmp_path: Path) -> None:
     (tmp_path / "owners.py").write_bytes(Path(owners.__file__).read_bytes())
     tree = {
         "name": "emu-owners",
@@ -237,31 +254,20 @@ def test_each_device_is_sent_its_own_samples_and_no_others(tmp_path: Path) -> No
     (tmp_path / "owners.yaml").write_text(json.dumps(tree))
     prepared = prepare(trials(load_scenario(tmp_path / "owners.yaml"))[0])
     dataset = load_data(prepared.scenario.workload.data)
-    outcome, _ = run(prepared)
-    assert outcome.status == "finished", outcome.error
-    given = {each["device"]: each for each in events(outcome, "owned_data")}
-    assert (given["server"]["labels"], given["server"]["tests"]) == ([], 20)
+    outcome, _ = run_to_end(prepared)
+    owned = owned_data_of(outcome)
+    assert (owned["server"]["labels"], owned["server"]["tests"]) == ([], 20)
     for name, share in shares_of(prepared).items():
-        assert given[name]["labels"] == dataset.train_labels[share].tolist()
-        assert given[name]["pixels"] == pytest.approx(
-            dataset.train_images[share].sum(dtype=float)
-        )
-        assert given[name]["tests"] == 0
-    # The virtual clock hands out the same.
-    simulated = {
-        event.device: event.fields
-        for event in simulate(prepared, dataset).events
-        if event.event == "owned_data"
-    }
-    fields = ("labels", "pixels", "tests", "samples")
-    assert {
-        name: {key: each[key] for key in fields} for name, each in given.items()
-    } == simulated
+        assert owned[name]["labels"] == dataset.train_labels[share].tolist()
+        pixels = dataset.train_images[share].sum(dtype=float)
+        assert owned[name]["pixels"] == pytest.approx(pixels)
+        assert owned[name]["tests"] == 0
+    # The virtual clock distributes the samples equally.
+    assert owned == owned_data_of(simulate(prepared, dataset))
 
 
-def test_both_clocks_learn_the_same_though_a_device_dies() -> None:
-    """PipeLearn: the round in which one of three dies, and all after it, are those of the other two."""
-    prepared = scenario(
+def test_both_clocks_train_equal_weights_after_loss_of_device() -> None:
+    prepared = prepare_scenario(
         "emu-learnt",
         devices={
             "server": {"speed": "100mflops", "processors": 2},
@@ -280,7 +286,7 @@ def test_both_clocks_learn_the_same_though_a_device_dies() -> None:
             "training": {"optimizer": {"learning_rate": 0.05, "momentum": 0.9}},
             "steps": 6,
         },
-        # Almost two seconds before it would have done its part.
+        # The kill precedes the device's update by almost two seconds, so no clock can let the update pass.
         faults=[
             {
                 "kill": "board2",
@@ -288,13 +294,15 @@ def test_both_clocks_learn_the_same_though_a_device_dies() -> None:
             }
         ],
     )
-    outcome, _ = run(prepared)
-    assert outcome.status == "finished", outcome.error
+    outcome, _ = run_to_end(prepared)
     simulated = simulate(prepared, load_data(prepared.scenario.workload.data))
-    took_part = [list(each["samples"]) for each in events(outcome, "round")]
-    assert took_part == [["board1", "board2", "board3"], *[["board1", "board3"]] * 2]
-    assert took_part == [list(each["samples"]) for each in events(simulated, "round")]
-    # What board2 has sent and received by its death depends on the instant of that.
+    # The round of the kill and all later rounds continue with the other two devices.
+    remaining = ["board1", "board3"]
+    expected = [["board1", "board2", "board3"], remaining, remaining]
+    for one_clock in (outcome, simulated):
+        rounds = events_of(one_clock, "round")
+        assert [list(event["samples"]) for event in rounds] == expected
+    # The number of messages of board2 depends on the exact time of its kill.
     assert count_differences(outcome, simulated, excluded=["board2"]) == []
     assert outcome.weights is not None
     assert simulated.weights is not None
@@ -302,36 +310,33 @@ def test_both_clocks_learn_the_same_though_a_device_dies() -> None:
         assert tensor.equal(outcome.weights[name]), name
 
 
-def test_without_its_lead_there_is_no_run() -> None:
-    with pytest.raises(
-        TestbedError, match="source coordinates the run and went down before the start"
-    ):
-        run(
-            scenario("emu-lead", workload=rings.ring_workload()),
-            killing("source", "deploying the programs", "emu-lead"),
-        )
+def test_run_without_coordinator_is_refused() -> None:
+    prepared = prepare_scenario("emu-lead", workload=rings.ring_workload())
+    kill = kill_at_stage("source", "deploying the programs", "emu-lead")
+    message = "source coordinates the run and went down before the start"
+    with pytest.raises(TestbedError, match=message):
+        run(prepared, kill)
 
 
-def test_a_lead_that_stays_dead_ends_the_run_at_once() -> None:
-    faults = [{"kill": "source", "at": "1s"}]
-    outcome, _ = run(
-        scenario(
-            "emu-leadless",
-            workload=rings.ring_workload(),
-            faults=faults,
-            time_limit="60s",
-        )
+def test_permanent_loss_of_coordinator_fails_run() -> None:
+    prepared = prepare_scenario(
+        "emu-leadless",
+        workload=rings.ring_workload(),
+        faults=[{"kill": "source", "at": "1s"}],
+        time_limit="60s",
     )
+    outcome, _ = run(prepared)
     assert outcome.status == "failed"
     assert (
         outcome.error
         == "source is down; it is the coordinator of the run: end its fault by 'for', or restart it"
     )
+    # Well before the time limit.
     assert outcome.events[-1].time < 30
 
 
-def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
-    base = {
+def test_casts_are_lost_whole_at_requested_rate_also_after_change() -> None:
+    changes = {
         "network": {
             "topology": "mesh",
             "link": {"rate": "10mbit", "delay": "2ms", "message_loss": "30%"},
@@ -342,8 +347,9 @@ def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
             "method": {
                 "name": "exchange",
                 "cast": True,
+                # A cast takes six datagrams, and losing one would lose only a part.
                 "payload": "8kB",
-            },  # six datagrams each
+            },
             "requests": 900,
         },
         "faults": [
@@ -353,43 +359,41 @@ def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
             }
         ],
     }
-    prepared = scenario("emu-cast", **base)
-    outcome, _ = run(prepared)
-    assert outcome.status == "finished", outcome.error
-    [fault] = events(outcome, "fault")
-    casts = {each["number"]: each["time"] for each in events(outcome, "cast")}
+    prepared = prepare_scenario("emu-cast", **changes)
+    outcome, _ = run_to_end(prepared)
+    [fault] = events_of(outcome, "fault")
+    casts = {event["number"]: event["time"] for event in events_of(outcome, "cast")}
     assert len(casts) == 900
-    # The run ends soon after its last cast: a receiver that the host keeps waiting may not have heard the latest.
-    counted = {
-        number for number, when in casts.items() if when < max(casts.values()) - 1.0
-    }
+    # The run ends soon after its last cast. On a busy host a receiver may miss the latest casts, so they do not count.
+    last_counted = max(casts.values()) - 1.0
+    counted = {number for number, time in casts.items() if time < last_counted}
     received: dict[str, set[int]] = {"worker1": set(), "worker2": set()}
-    for each in events(outcome, "receive"):
-        received[each["device"]] |= {each["cast"]} & counted
-    # Each receiver by draws of its own, which whoever runs this scenario makes alike.
-    drawn = {
-        name: {
-            number
-            for number in counted
-            if is_received(prepared.trial.scenario.seed, "source", name, number, 0.3)
-        }
-        for name in received
-    }
-    assert received["worker1"] == drawn["worker1"]
-    # A receiver may take in after the change what was cast before it.
+    for event in events_of(outcome, "receive"):
+        if event["cast"] in counted:
+            received[event["device"]].add(event["cast"])
+    # Losses are drawn for each receiver, from the seed of the scenario.
+    seed = prepared.trial.scenario.seed
+    expected: dict[str, set[int]] = {"worker1": set(), "worker2": set()}
+    for name, numbers in expected.items():
+        for number in counted:
+            if is_received(seed, "source", name, number, 0.3):
+                numbers.add(number)
+    assert received["worker1"] == expected["worker1"]
+    # A cast that precedes the change of the link may arrive after it.
     before = {number for number in counted if casts[number] < fault["intended"] - 0.3}
     after = {number for number in counted if casts[number] > fault["time"]}
-    assert received["worker2"] & before == drawn["worker2"] & before
+    assert received["worker2"] & before == expected["worker2"] & before
     assert not received["worker2"] & after
-    assert drawn["worker1"] != drawn["worker2"]
-    assert 0.6 < len(drawn["worker1"]) / len(counted) < 0.8
+    assert expected["worker1"] != expected["worker2"]
+    # 30 % of casts are lost.
+    assert 0.6 < len(expected["worker1"]) / len(counted) < 0.8
     assert before
     assert after
 
 
 @pytest.mark.timed
-def test_a_loaded_host_gives_the_same_step_time_or_says_that_it_does_not() -> None:
-    prepared = scenario("emu-load", steps=12)
+def test_loaded_host_measures_equal_step_time_or_is_not_trusted() -> None:
+    prepared = prepare_scenario("emu-load", steps=12)
     lab = Lab.create(prepared.trial)
     try:
         _, idle = run(prepared, lab=lab)
@@ -398,23 +402,20 @@ def test_a_loaded_host_gives_the_same_step_time_or_says_that_it_does_not() -> No
             _, busy = run(prepared, lab=lab)
     finally:
         lab.down()
-    same = abs(busy["step_time"] / idle["step_time"] - 1) <= 0.03
-    assert same or not busy["trusted"], (
-        idle["step_time"],
-        busy["step_time"],
-        busy["verdict"],
-    )
+    is_equal = abs(busy["step_time"] / idle["step_time"] - 1) <= 0.03
+    times = idle["step_time"], busy["step_time"]
+    assert is_equal or not busy["trusted"], (times, busy["verdict"])
 
 
 @pytest.mark.skipif(
     os.geteuid() != 0 or not Path("/proc/self/ns/time").exists(),
-    reason="no clock of its own here",
+    reason="needs root and time namespaces",
 )
 @pytest.mark.parametrize("offset", [1000, -1000])
-def test_a_run_on_an_engine_with_another_clock_has_the_times_of_this_one(
+def test_event_times_are_converted_from_clock_of_engine(
     tmp_path: Path, offset: int
 ) -> None:
-    """The clock of a virtual machine's engine differs so from that of the controller."""
+    # An engine in a virtual machine has another clock than the controller, too. Here, the controller's is shifted.
     path = tmp_path / "clock.yaml"
     devices = {"a": {"speed": rings.SPEED}, "b": {"speed": rings.SPEED}}
     tree = {
@@ -424,63 +425,36 @@ def test_a_run_on_an_engine_with_another_clock_has_the_times_of_this_one(
         "network": {"link": {"delay": "5ms"}},
     }
     path.write_text(json.dumps(tree | {"workload": rings.ring_workload(3)}))
-    clock = [
-        "unshare",
-        "-T",
-        "--monotonic",
-        str(offset),
-        "--boottime",
-        str(offset),
-        "-f",
-        "--kill-child",
-    ]
-    testbed = [
-        str(Path(sys.executable).with_name("testbed")),
-        "run",
-        str(path),
-        "--accept-links",
-    ]
     out = tmp_path / "out"
-    done = subprocess.run(
-        [*clock, *testbed, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    times = [
-        json.loads(line)["time"]
-        for line in (out / "events.jsonl").read_text().splitlines()
-    ]
+    command = ["unshare", "-T", "--monotonic", str(offset), "--boottime", str(offset)]
+    command += ["-f", "--kill-child"]
+    command += [str(Path(sys.executable).with_name("testbed")), "run", str(path)]
+    command += ["--accept-links", "--out", str(out)]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert completed.returncode == 0, completed.stderr
+    lines = (out / "events.jsonl").read_text().splitlines()
+    times = [json.loads(line)["time"] for line in lines]
     assert 0 <= min(times) < max(times) < 60
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["host"]["clock"]["offset"] == pytest.approx(-offset, abs=0.5)
 
 
-def test_a_backend_that_the_kernel_lacks_is_one_line_and_3(tmp_path: Path) -> None:
-    """Of the two there is one that this kernel lacks, or none."""
+def test_backend_missing_in_kernel_exits_with_3_and_one_line(tmp_path: Path) -> None:
+    # Most kernels lack one of the two backends, some lack none.
     path = tmp_path / "short.yaml"
     path.write_text(
         f"name: emu-links\ndevices: {{a: {{}}, b: {{}}}}\nnetwork: {{link: {{delay: 1ms}}}}\n"
         f"workload: {json.dumps(rings.ring_workload(1))}\n"
     )
     for backend in ("netem", "userspace"):
-        done = run_command(
-            "run",
-            path,
-            "--links",
-            backend,
-            "--accept-links",
-            "--out",
-            tmp_path / backend,
+        out = tmp_path / backend
+        completed = run_command(
+            "run", path, "--links", backend, "--accept-links", "--out", out
         )
-        if done.returncode == 3:
-            assert "modules" in done.stderr
-            assert len(done.stderr.strip().splitlines()) == 1
+        if completed.returncode == 3:
+            assert "modules" in completed.stderr
+            assert len(completed.stderr.strip().splitlines()) == 1
         else:
-            assert done.returncode == 0, done.stderr
-            assert (
-                f'"backend": "{backend}"'
-                in (tmp_path / backend / "manifest.json").read_text()
-            )
-            assert backend in done.stdout
+            assert completed.returncode == 0, completed.stderr
+            assert f'"backend": "{backend}"' in (out / "manifest.json").read_text()
+            assert backend in completed.stdout

@@ -1,4 +1,4 @@
-"""A lab over two engines that stand for two hosts: made, measured, broken, removed, abandoned."""
+"""A lab on two engines that stand for two hosts: creation, measurement, failures and removal."""
 
 from __future__ import annotations
 
@@ -64,220 +64,210 @@ TREE = {
     "time_limit": "60s",
 }
 PLACE = {"source": "h1", "worker1": "h1", "worker2": "h2"}
+LAST_STEP = 59
 ABANDONED = """
-import sys, time
+import time
 from tests.integration.test_hosts import PLACE, TREE
-from testbed_controller.hosts.provision import copy_images
 from testbed_controller.hosts.lab import HostsLab
-from testbed_controller.lab.engine import connect
-from testbed_controller.lab.images import image_exists
-from testbed_controller.running.emulation import emulate
-from testbed.ml.preparation import load_data
-from testbed.common.errors import HostError
-from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
+
 lab = HostsLab.create(trials(Scenario.model_validate(TREE))[0], ["h1", "h2"], PLACE)
 print(lab.run_id, lab._reaper._process.pid, flush=True)
 time.sleep(600)
 """
+"""A controller that creates a lab and waits to be killed."""
 
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Have docker contexts h1 and h2, each of an engine of its own."""
-    if why := unavailable_reason():
-        pytest.skip(why)
-    # Not in the folder of the tests, whose names are too long for a socket.
+    """Start two engines with the docker contexts h1 and h2."""
+    reason = unavailable_reason()
+    if reason:
+        pytest.skip(reason)
+    # Paths in pytest's folder exceed the limit of 108 bytes for the path of a socket.
     with (
-        tempfile.TemporaryDirectory(prefix="engines-") as name,
-        start_engines(Path(name), 2) as found,
+        tempfile.TemporaryDirectory(prefix="engines-") as folder,
+        start_engines(Path(folder), 2) as names,
     ):
-        monkeypatch.setenv("DOCKER_CONFIG", f"{name}/docker")
-        monkeypatch.setenv("PATH", f"{name}/bin:{os.environ['PATH']}")
-        monkeypatch.setenv("XDG_STATE_HOME", f"{name}/state")
-        yield found
+        monkeypatch.setenv("DOCKER_CONFIG", f"{folder}/docker")
+        monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
+        monkeypatch.setenv("XDG_STATE_HOME", f"{folder}/state")
+        yield names
 
 
-def left(hosts: list[str]) -> int:
-    """Return how many containers and networks of any run there are."""
+def count_remaining(hosts: list[str]) -> int:
+    """Return the number of containers and networks of all runs."""
     clients = [reach(name).client for name in hosts]
     containers = sum(len(client.api.containers(all=True)) for client in clients)
     return containers + len(clients[0].api.networks(filters={"label": "testbed.run"}))
 
 
-def test_a_lab_over_two_hosts(hosts: list[str]) -> None:
-    # One test, so that one process of the tests has the engines, and has them once.
-    _an_image_is_brought(hosts)
-    _a_host_is_reached_by_ssh()
-    _what_is_wrong_is_said(hosts)
+def test_lab_on_two_hosts(hosts: list[str]) -> None:
+    # One test with several parts: engines take long to start, and only one process can have them.
+    _check_copied_image(hosts)
+    _check_host_by_ssh()
+    _check_refusals(hosts)
     trial = trials(Scenario.model_validate(TREE))[0]
     lab = HostsLab.create(trial, hosts, PLACE, keep=True)
     try:
-        assert {
-            name: [*part.devices] for name, part in lab.parts.items()
-        } == lab._state.hosts
-        measured = lab.shaper.probe([*lab.experiment.links])
-        assert [
-            (each.source, each.destination, each.problem)
-            for each in measured
-            if each.problem
-        ] == []
-        _clocks_are_one(lab)
-        _nothing_listens_outside(lab)
-        _a_device_is_killed_and_comes_back(lab)
-        _a_host_is_lost_and_found_again(lab)
-        found = open_lab(lab.run_id)  # as another command does
-        assert found.states() == dict.fromkeys(PLACE, "running")
-        assert {
-            each.context for each in survey.survey(hosts) if each.round_trip
-        } == set(hosts)
+        devices = {name: [*part.devices] for name, part in lab.parts.items()}
+        assert devices == lab._state.hosts
+        measurements = lab.shaper.probe([*lab.experiment.links])
+        assert [link for link in measurements if link.problem] == []
+        _check_equal_clocks(lab)
+        _check_no_open_ports(lab)
+        _check_restarted_device(lab)
+        _check_disconnected_host(lab)
+        # Another command opens the lab by its id.
+        reopened = open_lab(lab.run_id)
+        assert reopened.states() == dict.fromkeys(PLACE, "running")
+        reachable = [host for host in survey.survey(hosts) if host.round_trip]
+        assert {host.context for host in reachable} == set(hosts)
     finally:
         lab.down()
-    assert left(hosts) == 0
-    _what_is_abandoned_is_removed_by_each_host(hosts)
+    assert count_remaining(hosts) == 0
+    _check_removal_by_keepers(hosts)
 
 
-def _an_image_is_brought(hosts: list[str]) -> None:
-    here, name, archive = connect(), "testbed-brought", io.BytesIO()
+def _check_copied_image(hosts: list[str]) -> None:
+    local, archive = connect(), io.BytesIO()
+    name = "testbed-brought"
     with tarfile.open(fileobj=archive, mode="w") as tar:
         tar.addfile(tarfile.TarInfo("empty"))
-    here.api.import_image_from_data(archive.getvalue(), repository=name, tag="1")
+    local.api.import_image_from_data(archive.getvalue(), repository=name, tag="1")
     try:
-        reached = [reach(each) for each in hosts]
-        copy_images(here, reached, [f"{name}:1"], print)
-        assert all(image_exists(each.client, f"{name}:1") for each in reached)
+        engines = [reach(host) for host in hosts]
+        copy_images(local, engines, [f"{name}:1"], print)
+        for engine in engines:
+            assert image_exists(engine.client, f"{name}:1")
     finally:
-        here.images.remove(f"{name}:1")
+        local.images.remove(f"{name}:1")
 
 
-def _a_host_is_reached_by_ssh() -> None:
-    run_checked(
-        "docker",
-        "context",
-        "create",
-        "by-ssh",
-        "--docker",
-        "host=ssh://root@10.78.0.12",
-    )
-    (found,) = survey.survey(["by-ssh"])
-    assert found.address == "10.78.0.12"
-    assert found.round_trip, found.missing
-    assert found.round_trip < 0.3  # not what the far end takes to start
+def _check_host_by_ssh() -> None:
+    endpoint = "host=ssh://root@10.78.0.12"
+    run_checked("docker", "context", "create", "by-ssh", "--docker", endpoint)
+    (host,) = survey.survey(["by-ssh"])
+    assert host.address == "10.78.0.12"
+    assert host.round_trip, host.missing
+    # The start of the remote command takes longer and must not count.
+    assert host.round_trip < 0.3
 
 
-def _what_is_wrong_is_said(hosts: list[str]) -> None:
-    """Each with host and remedy, and nothing is left."""
+def _check_refusals(hosts: list[str]) -> None:
+    """Check that each problem is reported with its host and leaves nothing behind."""
     far = reach("h2").client
     pool = IPAMPool(subnet="10.79.0.0/24")
     network = far.api.create_network(
         "taken", "bridge", ipam=IPAMConfig(pool_configs=[pool])
     )["Id"]
-    _is_refused(
+    _check_refusal(
         hosts,
         r"10\.79\.0\.0/24 is taken by the network 10\.79\.0\.0/24 of h2",
         subnet="10.79.0.0/24",
     )
     far.api.remove_network(network)
-    long = "-m length --length 1401:65535"
-    for match, says in (
+    # VXLAN uses UDP port 4789. Without it no packet passes between hosts; a filter of long packets passes only the
+    # short ones, as a path with a small MTU does.
+    long_packets = "-m length --length 1401:65535"
+    for packets, message in (
         ("", r"open UDP 4789 between h\d .* and h\d"),
         (
-            long,
+            long_packets,
             r"full frames of the overlay network.* do not: the path carries less than 1500",
         ),
     ):
-        rule = ["INPUT", "-p", "udp", "--dport", "4789", *match.split(), "-j", "DROP"]
+        rule = ["INPUT", "-p", "udp", "--dport", "4789", *packets.split(), "-j", "DROP"]
         for host in ("tb-h1", "tb-h2"):
             run_checked("ip", "netns", "exec", host, "iptables", "-I", *rule)
-        _is_refused(hosts, says)
+        _check_refusal(hosts, message)
         for host in ("tb-h1", "tb-h2"):
             run_checked("ip", "netns", "exec", host, "iptables", "-D", *rule)
 
 
-def _is_refused(hosts: list[str], says: str, **network: str) -> None:
+def _check_refusal(hosts: list[str], message: str, **network: str) -> None:
     tree = {
         **TREE,
         "devices": {"source": {}, "worker1": {}},
         "network": {**TREE["network"], **network},
     }  # type: ignore[dict-item]
-    began = time.monotonic()
-    with pytest.raises(HostError, match=says):
-        HostsLab.create(
-            trials(Scenario.model_validate(tree))[0],
-            hosts,
-            {"source": "h1", "worker1": "h2"},
-        )
-    print(f"{time.monotonic() - began:.1f} s: {says}")
-    assert left(hosts) == 0
+    trial = trials(Scenario.model_validate(tree))[0]
+    start = time.monotonic()
+    with pytest.raises(HostError, match=message):
+        HostsLab.create(trial, hosts, {"source": "h1", "worker1": "h2"})
+    print(f"{time.monotonic() - start:.1f} s: {message}")
+    assert count_remaining(hosts) == 0
 
 
-def _clocks_are_one(lab: HostsLab) -> None:
-    """The hosts have one clock, of one kernel: what is found between them has to be nothing."""
+def _check_equal_clocks(lab: HostsLab) -> None:
+    # Both engines have the clock of one kernel, so the measured difference is the error of the measurement.
     now = time.monotonic()
-    there = [channel.here(now) for channel in lab._channels.values()]
-    assert abs(there[0] - there[1]) < 0.5e-3
+    times = [channel.here(now) for channel in lab._channels.values()]
+    assert abs(times[0] - times[1]) < 0.5e-3
 
 
-def _nothing_listens_outside(lab: HostsLab) -> None:
+def _check_no_open_ports(lab: HostsLab) -> None:
     for part in lab.parts.values():
-        for found in part._client.api.containers():
-            assert not any("PublicPort" in each for each in found["Ports"])
-            networks = {*found["NetworkSettings"]["Networks"]}
+        for container in part._client.api.containers():
+            for port in container["Ports"]:
+                assert "PublicPort" not in port
+            networks = {*container["NetworkSettings"]["Networks"]}
             assert networks in ({"none"}, {f"testbed-{lab.run_id}-data"})
 
 
-def _a_device_is_killed_and_comes_back(lab: HostsLab) -> None:
+def _check_restarted_device(lab: HostsLab) -> None:
     lab.kill("worker2")
     assert lab.states()["worker2"] == "exited"
     lab.start("worker2")
     lab.admit("worker2")
     pairs = [("source", "worker2"), ("worker2", "source")]
-    assert [each.problem for each in lab.shaper.probe(pairs)] == [None, None]
+    problems = [link.problem for link in lab.shaper.probe(pairs)]
+    assert problems == [None, None]
 
 
-def _a_host_is_lost_and_found_again(lab: HostsLab) -> None:
-    """The run on it is told of both, and goes on as the method does about devices that are cut off."""
-    at: dict[str, float] = {}
-    said = []
+def _check_disconnected_host(lab: HostsLab) -> None:
+    """Check that a run logs the loss and the return of a host, and that its method handles both."""
+    times: dict[str, float] = {}
+    logs: list[str] = []
 
-    def see(event: Event) -> None:
-        if event.event == "step" and "lost" not in at:
-            at["lost"] = time.monotonic()
+    def on_event(event: Event) -> None:
+        if event.event == "step" and "disconnected" not in times:
+            times["disconnected"] = time.monotonic()
             disconnect_host(2)
         elif event.event == "log":
-            said.append(event.fields["text"])
-            if "has been silent for" in said[-1]:
-                at["noticed"] = time.monotonic()
+            logs.append(event.fields["text"])
+            if "has been silent for" in logs[-1]:
+                times["noticed"] = time.monotonic()
                 threading.Timer(1.0, reconnect_host, [2]).start()
 
     prepared = prepare(lab.trial)
     outcome = emulate(
-        prepared, load_data(prepared), see, standing=lab, accept_links=True
+        prepared, load_data(prepared), on_event, standing=lab, accept_links=True
     )
-    assert outcome.status == "finished", (outcome.error, said)
-    assert at["noticed"] - at["lost"] < 5.0
-    assert any(
-        text.startswith("worker2 is on the host h2, which has been silent for 4")
-        for text in said
-    ), said
-    assert any("away for" in text for text in said), said
+    assert outcome.status == "finished", (outcome.error, logs)
+    assert times["noticed"] - times["disconnected"] < 5.0
+    # A host counts as silent after 4 s.
+    silence = "worker2 is on the host h2, which has been silent for 4"
+    assert any(text.startswith(silence) for text in logs), logs
+    assert any("away for" in text for text in logs), logs
     steps = [event.fields["step"] for event in outcome.events if event.event == "step"]
-    assert max(steps) == 59
+    assert max(steps) == LAST_STEP
     assert not lab.lost
 
 
-def _what_is_abandoned_is_removed_by_each_host(hosts: list[str]) -> None:
-    """Controller and reaper are killed: only the keepers are left to remove a run."""
+def _check_removal_by_keepers(hosts: list[str]) -> None:
+    """Check that the keepers on the hosts remove a run after controller and reaper were killed."""
     command = [sys.executable, "-c", ABANDONED]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as controller:
         assert controller.stdout is not None
-        identity, reaper = controller.stdout.readline().split()
+        run_id, reaper = controller.stdout.readline().split()
         os.kill(int(reaper), signal.SIGKILL)
         controller.kill()
-    assert left(hosts) > 0
+    assert count_remaining(hosts) > 0
     deadline = time.monotonic() + 30
-    while left(hosts) and time.monotonic() < deadline:
+    while count_remaining(hosts) and time.monotonic() < deadline:
         time.sleep(0.5)
-    assert left(hosts) == 0
-    assert remove(identity, None) == 0
+    assert count_remaining(hosts) == 0
+    # Nothing is left for the command, either.
+    assert remove(run_id, None) == 0

@@ -1,4 +1,4 @@
-"""Images as the engine builds them."""
+"""Builds and removal of images by a real engine."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from testbed_controller.lab.runstate import RunState, new_id
 pytestmark = pytest.mark.containers
 
 
-def test_an_image_whose_packages_cannot_be_imported_fails_when_it_is_built() -> None:
+def test_image_with_missing_package_fails_to_build() -> None:
     client = connect()
     base = images.ensure_images(client, print).base
     tag = f"testbed/runtime:test-{secrets.token_hex(4)}"
     recipe = images.recipe("runtime").partition(b"FROM ${BASE}\n")[2]
-    # Without the stage that installs packages.
+    # Without COPY, the packages of the earlier stage are missing.
     lines = [
         line for line in recipe.decode().splitlines() if not line.startswith("COPY")
     ]
@@ -50,7 +50,7 @@ def test_an_image_whose_packages_cannot_be_imported_fails_when_it_is_built() -> 
 
 @pytest.fixture
 def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> docker.DockerClient:
-    """Return a client of this engine, of a user whose configuration names proxies and absent credential helpers."""
+    """Return a client whose docker configuration names proxies and absent credential helpers."""
     engine = chosen_engine()
     settings = {
         "auths": {"registry.example": {}},
@@ -63,11 +63,12 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> docker.Docker
     return connect(engine)
 
 
-def test_absent_credential_helpers_stop_no_build_and_proxies_stay_outside(
+def test_build_ignores_absent_credential_helpers_and_proxies(
     configured: docker.DockerClient,
 ) -> None:
     base = images.ensure_images(configured, print).base
     tag = f"testbed/stage:test-{secrets.token_hex(4)}"
+    # The build fails if a proxy is set inside.
     recipe = b'ARG BASE\nFROM ${BASE}\nRUN test -z "$http_proxy$HTTP_PROXY"\n'
     try:
         images.build(
@@ -78,28 +79,23 @@ def test_absent_credential_helpers_stop_no_build_and_proxies_stay_outside(
             configured.images.remove(tag)
 
 
-def test_proxies_of_the_users_configuration_reach_no_device(
+def test_proxies_of_docker_configuration_do_not_reach_devices(
     configured: docker.DockerClient,
 ) -> None:
     state = RunState(new_id("test"), "")
     image = images.ensure_images(configured, print).device
     device = trials(load("quickstart"))[0].experiment.devices[0]
+    settings = device_settings(state, image, device, {device.name: "10.0.0.2"})
     try:
-        make_container(
-            configured,
-            state.run,
-            device.name,
-            device_settings(state, image, device, {device.name: "10.0.0.2"}),
-        )
-        found = configured.containers.get(container_name(state.run, device.name)).attrs[
-            "Config"
-        ]["Env"]
+        make_container(configured, state.run, device.name, settings)
+        container = configured.containers.get(container_name(state.run, device.name))
+        environment = container.attrs["Config"]["Env"]
     finally:
         remove_run(configured, state.run, recheck=False)
-    assert not [each for each in found if "proxy" in each.lower()]
+    assert "proxy" not in " ".join(environment).lower()
 
 
-def test_a_young_stage_survives_when_another_checkout_removes_images() -> None:
+def test_recent_stage_survives_image_removal_by_another_checkout() -> None:
     client = connect()
     base = images.ensure_images(client, print).base
     tag = f"testbed/stage:test-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""Labs of real containers: what they are made of, how they break and mend, and that nothing of them stays."""
+"""Labs of containers: privileges, isolation, failures, repairs and complete removal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,14 @@ def tree(name: str) -> dict[str, Any]:
 
 
 def trial(name: str, **network: str) -> Trial:
-    given = tree(name)
-    given["network"] |= network
-    return trials(Scenario.model_validate(given))[0]
+    keys = tree(name)
+    keys["network"] |= network
+    return trials(Scenario.model_validate(keys))[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Labs of whoever works on this machine stay out of these tests, and the other way round."""
+def _isolate_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Separate the labs of these tests from other labs on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -72,60 +73,68 @@ def client() -> docker.DockerClient:
 
 
 @pytest.fixture(scope="module")
-def lab(_own_state: None) -> Iterator[Lab]:
+def lab(_isolate_state: None) -> Iterator[Lab]:
     lab = Lab.create(trial("lab-test"))
     yield lab
     lab.down()
 
 
-def left_of(client: docker.DockerClient, run: str) -> list[str]:
-    """Name what the engine holds of runs whose id starts so."""
-    things = [
-        *client.api.containers(all=True, filters={"label": RUN}),
-        *client.api.networks(filters={"label": RUN}),
-    ]
+def objects_of(client: docker.DockerClient, run: str) -> list[str]:
+    """Return the names of containers and networks of runs whose id starts with ``run``."""
+    objects = client.api.containers(all=True, filters={"label": RUN})
+    objects += client.api.networks(filters={"label": RUN})
     return [
-        str(each.get("Names") or each["Name"])
-        for each in things
-        if each["Labels"][RUN].startswith(run)
+        str(item.get("Names") or item["Name"])
+        for item in objects
+        if item["Labels"][RUN].startswith(run)
     ]
 
 
-def fed(given: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command with an input."""
+def run_with_input(
+    input_text: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the `testbed` command with a standard input."""
     return subprocess.run(
-        [TESTBED, *arguments], input=given, capture_output=True, text=True, timeout=60
+        [TESTBED, *arguments],
+        input=input_text,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
-def inside(
+def inspect(client: docker.DockerClient, lab: Lab, name: str) -> dict[str, Any]:
+    """Return the engine's description of a container of the lab."""
+    description: dict[str, Any] = client.api.inspect_container(
+        container_name(lab.run_id, name)
+    )
+    return description
+
+
+def run_inside(
     client: docker.DockerClient, lab: Lab, name: str, program: str
 ) -> tuple[int, str]:
-    """Run Python in a device, as its own user."""
-    done = client.containers.get(container_name(lab.run_id, name)).exec_run(
-        ["python3", "-c", program]
-    )
-    return int(done.exit_code or 0), done.output.decode()
+    """Run Python code in a device as the device's user, and return exit status and output."""
+    container = client.containers.get(container_name(lab.run_id, name))
+    result = container.exec_run(["python3", "-c", program])
+    return int(result.exit_code or 0), result.output.decode()
 
 
-def test_a_command_runs_in_a_device_with_its_input_and_status(lab: Lab) -> None:
-    given = "line\n" * 100_000
+def test_exec_passes_input_output_and_exit_status(lab: Lab) -> None:
+    lines = "line\n" * 100_000
     program = "cat > /tmp/in; wc -l < /tmp/in; echo bad >&2; exit 7"
-    done = fed(
-        given, "exec", "-i", "--run", lab.run_id, "source", "--", "sh", "-c", program
-    )
-    assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (
-        7,
-        "100000",
-        "bad",
-    )
-    unread = fed(20 * given, "exec", "-i", "--run", lab.run_id, "source", "--", "true")
+    in_source = ("exec", "-i", "--run", lab.run_id, "source", "--")
+    completed = run_with_input(lines, *in_source, "sh", "-c", program)
+    assert completed.returncode == 7
+    assert completed.stdout.strip() == "100000"
+    assert completed.stderr.strip() == "bad"
+    # A command may end without reading its input of 10 MB.
+    unread = run_with_input(20 * lines, *in_source, "true")
     assert (unread.returncode, unread.stderr) == (0, "")
 
 
-def test_devices_are_locked_down(lab: Lab, client: docker.DockerClient) -> None:
-    found = client.api.inspect_container(container_name(lab.run_id, "source"))
-    host = found["HostConfig"]
+def test_devices_have_minimal_privileges(lab: Lab, client: docker.DockerClient) -> None:
+    host = inspect(client, lab, "source")["HostConfig"]
     assert host["CapDrop"] == ["ALL"]
     assert not host["CapAdd"]
     assert host["ReadonlyRootfs"]
@@ -134,104 +143,89 @@ def test_devices_are_locked_down(lab: Lab, client: docker.DockerClient) -> None:
     assert host["PidsLimit"] > 0
     assert host["RestartPolicy"]["Name"] in ("", "no")
     assert host["NetworkMode"] == "none"
-    assert not host["PortBindings"]  # None, or of Docker 29 an empty object
-    code, said = inside(
-        client, lab, "source", "import os; print(os.getuid()); open('/opt/x', 'w')"
-    )
+    assert not host["PortBindings"]  # None, or an empty object since Docker 29
+    program = "import os; print(os.getuid()); open('/opt/x', 'w')"
+    code, output = run_inside(client, lab, "source", program)
     assert code != 0
-    assert "10001\n" in said  # standard output and error come in either order
-    assert "Read-only file system" in said
+    # Standard output and standard error may come in either order.
+    assert "10001\n" in output
+    assert "Read-only file system" in output
 
 
-def test_the_shaper_has_the_engines_filter_of_system_calls_and_its_own(
+def test_shaper_adds_seccomp_filter_to_that_of_engine(
     lab: Lab, client: docker.DockerClient
 ) -> None:
-    pid = client.api.inspect_container(container_name(lab.run_id, "shaper"))["State"][
-        "Pid"
-    ]
-    status = dict(
-        line.split(":\t")
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-    )
+    pid = inspect(client, lab, "shaper")["State"]["Pid"]
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = dict(line.split(":\t") for line in lines)
+    # Mode 2 of seccomp is a filter.
     assert (status["Seccomp"].strip(), status["NoNewPrivs"].strip()) == ("2", "1")
-    engine = any("seccomp" in option for option in client.info()["SecurityOptions"])
-    assert int(status["Seccomp_filters"]) == 1 + engine
+    options = client.info()["SecurityOptions"]
+    engine_filters = 1 if any("seccomp" in option for option in options) else 0
+    assert int(status["Seccomp_filters"]) == 1 + engine_filters
 
 
-def test_an_idle_device_that_was_asked_takes_little_memory(lab: Lab) -> None:
+def test_idle_agent_after_requests_uses_little_memory(lab: Lab) -> None:
     for name in lab.devices:
         agent = lab.agent(name)
         agent.health()
         agent.renew()
-        assert (
-            agent.metrics()["testbed_resident_bytes"] < 38e6
-        )  # 19 MB before Flask is imported
+        # The first request imports Flask; before, the agent takes 19 MB.
+        assert agent.metrics()["testbed_resident_bytes"] < 38e6
 
 
-def test_a_quota_is_only_set_where_the_scenario_has_one(
+def test_cpu_quota_is_set_only_for_devices_with_cpus(
     lab: Lab, client: docker.DockerClient
 ) -> None:
-    quota = {
-        name: client.api.inspect_container(container_name(lab.run_id, name))[
-            "HostConfig"
-        ]["NanoCpus"]
+    quotas = {
+        name: inspect(client, lab, name)["HostConfig"]["NanoCpus"]
         for name in lab.devices
     }
-    assert quota == {"source": 0, "worker1": 500_000_000, "worker2": 500_000_000}
+    # The workers have `cpus: 0.5`; 0 is no quota.
+    assert quotas == {"source": 0, "worker1": 500_000_000, "worker2": 500_000_000}
 
 
-def test_everything_carries_the_label_of_the_run(
+def test_containers_and_network_are_labelled_with_run(
     lab: Lab, client: docker.DockerClient
 ) -> None:
-    mine = {"label": f"{RUN}={lab.run_id}"}
-    names = {
-        each["Names"][0].lstrip("/")
-        for each in client.api.containers(all=True, filters=mine)
-    }
-    assert names == {
-        container_name(lab.run_id, name)
-        for name in ("source", "worker1", "worker2", "shaper")
-    }
-    [network] = client.api.networks(filters=mine)
+    of_run = {"label": f"{RUN}={lab.run_id}"}
+    labelled = client.api.containers(all=True, filters=of_run)
+    names = {container["Names"][0].lstrip("/") for container in labelled}
+    expected = ("source", "worker1", "worker2", "shaper")
+    assert names == {container_name(lab.run_id, name) for name in expected}
+    [network] = client.api.networks(filters=of_run)
     assert network["Name"] == f"testbed-{lab.run_id}-control"
     [shaper] = client.api.inspect_network(network["Name"])["Containers"].values()
     assert shaper["Name"] == container_name(lab.run_id, "shaper")
-    ports = client.api.inspect_container(shaper["Name"])["HostConfig"]["PortBindings"]
-    assert [each["HostIp"] for each in ports["8700/tcp"]] == ["127.0.0.1"]
+    ports = inspect(client, lab, "shaper")["HostConfig"]["PortBindings"]
+    assert [binding["HostIp"] for binding in ports["8700/tcp"]] == ["127.0.0.1"]
 
 
-def test_devices_have_their_addresses_on_the_data_network(lab: Lab) -> None:
-    assert [device.address for device in lab.devices.values()] == [
-        str(lab.subnet.network_address + index) for index in (2, 3, 4)
-    ]
+def test_devices_have_successive_addresses_in_subnet(lab: Lab) -> None:
+    # The first address of the subnet belongs to the gateway.
+    expected = [str(lab.subnet.network_address + index) for index in (2, 3, 4)]
+    assert [device.address for device in lab.devices.values()] == expected
     assert lab.broadcast == str(lab.subnet.broadcast_address)
 
 
-def test_devices_meet_over_the_shaped_network_only(
+def test_devices_reach_peers_only_on_shaped_network(
     lab: Lab, client: docker.DockerClient
 ) -> None:
-    connect_ = 'import socket; socket.create_connection(("{}", {}), timeout=1.5)'
-    assert inside(
-        client, lab, "source", connect_.format(lab.devices["worker1"].address, 8701)
-    ) == (0, "")
-    code, said = inside(
-        client, lab, "source", connect_.format(lab.devices["worker1"].address, 8700)
-    )
+    peer = lab.devices["worker1"].address
+    program = 'import socket; socket.create_connection(("{}", {}), timeout=1.5)'
+    data_port = program.format(peer, 8701)
+    assert run_inside(client, lab, "source", data_port) == (0, "")
+    control_port = program.format(peer, 8700)
+    code, output = run_inside(client, lab, "source", control_port)
     assert code != 0
-    assert "refused" in said
-    assert (
-        inside(
-            client,
-            lab,
-            "source",
-            "import os; print(sorted(os.listdir('/sys/class/net')))",
-        )[1]
-        == "['eth0', 'lo']\n"
-    )
+    assert "refused" in output
+    listing = "import os; print(sorted(os.listdir('/sys/class/net')))"
+    _, interfaces = run_inside(client, lab, "source", listing)
+    assert interfaces == "['eth0', 'lo']\n"
 
 
-ANSWERING = """
-import select, socket, sys
+PRINT_ANSWERING = """
+import select, socket
 
 links, poll = {{}}, select.poll()
 for address, port in {targets}:
@@ -240,90 +234,97 @@ for address, port in {targets}:
     link.connect_ex((address, port))
     links[link.fileno()] = link, (address, port)
     poll.register(link, select.POLLOUT)
-for number, _ in poll.poll(2000):  # those that are refused have been answered, too; nobody there takes 3 s
+# A refusal is an answer, too. The kernel reports an absent host only after 3 s.
+for number, _ in poll.poll(2000):
     print(*links[number][1])
 """
+"""A program that prints the addresses that answer an attempt to connect."""
 
 
-def test_a_device_reaches_nothing_of_the_host_nor_of_other_runs(
+def answering(
+    client: docker.DockerClient, lab: Lab, targets: list[tuple[str, int]]
+) -> tuple[int, str]:
+    """Return the exit status and the answering targets of `PRINT_ANSWERING` in the source."""
+    program = PRINT_ANSWERING.format(targets=targets)
+    return run_inside(client, lab, "source", program)
+
+
+def control_addresses(client: docker.DockerClient, lab: Lab) -> list[str]:
+    network = client.api.inspect_network(f"testbed-{lab.run_id}-control")
+    return [
+        container["IPv4Address"].partition("/")[0]
+        for container in network["Containers"].values()
+    ]
+
+
+def host_addresses() -> list[str]:
+    with IPRoute() as route:
+        addresses = {
+            str(entry.get("local")) for entry in route.get_addr(family=socket.AF_INET)
+        }
+    return sorted(address for address in addresses if not address.startswith("127."))
+
+
+def test_device_cannot_reach_host_or_other_runs(
     lab: Lab, client: docker.DockerClient
 ) -> None:
     other = Lab.create(trial("lab-other", subnet="198.19.7.0/24"))
     try:
-        with socket.create_server(("0.0.0.0", 0)) as listening, IPRoute() as route:
-            found = {
-                str(each.get("local")) for each in route.get_addr(family=socket.AF_INET)
-            }
-            host = sorted(each for each in found if not each.startswith("127."))
-            ports = (listening.getsockname()[1], 22, 8700)
-            near = client.api.inspect_network(f"testbed-{lab.run_id}-control")[
-                "Containers"
-            ].values()
-            far = client.api.inspect_network(f"testbed-{other.run_id}-control")[
-                "Containers"
-            ].values()
-            targets = [
-                *((address, port) for address in host for port in ports),
-                *(
-                    (device.address, port)
-                    for device in other.devices.values()
-                    for port in (8700, 8701)
-                ),
-                *(
-                    (each["IPv4Address"].partition("/")[0], 8700)
-                    for each in [*near, *far]
-                ),
-                (str(lab.subnet.network_address + 1), 22),
-            ]
-            own = {
-                each.address for each in lab.devices.values()
-            }  # which a control network may have as well
-            targets = [each for each in targets if each[0] not in own]
-            code, said = inside(
-                client, lab, "source", ANSWERING.format(targets=targets)
-            )
-            assert (code, said) == (0, "")
-            peer = [(lab.devices["worker1"].address, 8701)]
-            assert inside(client, lab, "source", ANSWERING.format(targets=peer)) == (
-                0,
-                "{} {}\n".format(*peer[0]),
-            )
-        held = inside(
-            client, lab, "source", "print(open('/proc/net/if_inet6').read())"
-        )[1].split()
-        assert set(held[5::6]) <= {"lo"}, "links hold nothing of IPv6"
+        with socket.create_server(("0.0.0.0", 0)) as server:
+            host = host_addresses()
+            targets = list(product(host, (server.getsockname()[1], 22, 8700)))
+            other_devices = [device.address for device in other.devices.values()]
+            targets += product(other_devices, (8700, 8701))
+            shapers = control_addresses(client, lab) + control_addresses(client, other)
+            targets += product(shapers, (8700,))
+            targets.append((str(lab.subnet.network_address + 1), 22))
+            # A control network may contain the addresses of the lab's own devices, which do answer.
+            own = {device.address for device in lab.devices.values()}
+            targets = [target for target in targets if target[0] not in own]
+            assert answering(client, lab, targets) == (0, "")
+            # The program does print a target that answers.
+            peer = lab.devices["worker1"].address
+            assert answering(client, lab, [(peer, 8701)]) == (0, f"{peer} 8701\n")
+        program = "print(open('/proc/net/if_inet6').read())"
+        _, addresses = run_inside(client, lab, "source", program)
+        # The sixth column of the file is the interface.
+        interfaces = set(addresses.split()[5::6])
+        assert interfaces <= {"lo"}, "a link has an IPv6 address"
     finally:
         other.down()
+    # A restarted device is isolated again.
     lab.kill("source")
     lab.start("source")
     lab.admit("source")
     assert lab.shaper.show()["devices"]["source"]["differences"] == []
-    assert inside(client, lab, "source", ANSWERING.format(targets=[(host[0], 22)])) == (
-        0,
-        "",
-    )
+    assert answering(client, lab, [(host[0], 22)]) == (0, "")
 
 
-def test_agents_and_shaper_want_the_token(lab: Lab) -> None:
+def test_agents_and_shaper_require_token(lab: Lab) -> None:
     for url in (lab.devices["source"].control_url, lab.shaper._url):
         assert requests.get(url + "/health", timeout=5).status_code == 200
         assert requests.get(url + "/facts", timeout=5).status_code == 401
     assert lab.agent("source").facts()["device"] == "source"
 
 
-def test_links_are_as_the_scenario_says_when_create_returns(lab: Lab) -> None:
-    shown = lab.shaper.show()
-    assert [each["differences"] for each in shown["devices"].values()] == [[], [], []]
-    assert {(each["rate"], each["delay"]) for each in shown["links"]} == {(50e6, 0.005)}
-    assert len(shown["links"]) == 6
+def test_links_match_scenario_when_create_returns(lab: Lab) -> None:
+    state = lab.shaper.show()
+    for device in state["devices"].values():
+        assert device["differences"] == []
+    assert len(state["devices"]) == 3
+    links = {(link["rate"], link["delay"]) for link in state["links"]}
+    assert links == {(50e6, 0.005)}
+    # Three devices have 3 * 2 directed links.
+    assert len(state["links"]) == 6
 
 
-def test_a_device_that_was_killed_comes_back_with_its_address_and_links(
+def test_restarted_device_keeps_address_and_links(
     lab: Lab,
 ) -> None:
     before = lab.devices["worker1"]
     lab.kill("worker1")
     assert (lab.devices["worker1"].state, lab.devices["worker1"].pid) == ("exited", 0)
+    # A second kill has no effect.
     lab.kill("worker1")
     with pytest.raises(TestbedError, match="worker1 is exited"):
         lab.agent("worker1")
@@ -336,7 +337,8 @@ def test_a_device_that_was_killed_comes_back_with_its_address_and_links(
     assert lab.shaper.show()["devices"]["worker1"]["differences"] == []
 
 
-def test_a_device_can_be_paused_and_go_on(lab: Lab) -> None:
+def test_device_can_be_paused_and_resumed(lab: Lab) -> None:
+    # Repeated actions have no effect.
     for action, state in (
         (lab.pause, "paused"),
         (lab.pause, "paused"),
@@ -347,52 +349,45 @@ def test_a_device_can_be_paused_and_go_on(lab: Lab) -> None:
         assert lab.devices["worker2"].state == state
 
 
-def test_another_process_finds_the_lab(lab: Lab) -> None:
-    again = Lab.open(lab.run_id)
-    assert again.devices == lab.devices
-    assert (again.token, again.subnet) == (lab.token, lab.subnet)
-    assert again.experiment.links == lab.experiment.links
-    assert again.shaper.facts()["backend"] == lab.shaper.facts()["backend"]
-    listed = json.loads(fed("", "ps", "--json").stdout)[lab.run_id]
-    assert [(each["name"], each["state"]) for each in listed] == [
-        (name, "running") for name in ("shaper", "source", "worker1", "worker2")
-    ]
-    assert {each["name"]: each["address"] for each in listed}["worker2"] == lab.devices[
-        "worker2"
-    ].address
+def test_lab_can_be_opened_by_another_process(lab: Lab) -> None:
+    reopened = Lab.open(lab.run_id)
+    assert reopened.devices == lab.devices
+    assert (reopened.token, reopened.subnet) == (lab.token, lab.subnet)
+    assert reopened.experiment.links == lab.experiment.links
+    assert reopened.shaper.facts()["backend"] == lab.shaper.facts()["backend"]
+    listing = json.loads(run_with_input("", "ps", "--json").stdout)[lab.run_id]
+    names = [row["name"] for row in listing]
+    assert names == ["shaper", "source", "worker1", "worker2"]
+    assert {row["state"] for row in listing} == {"running"}
+    assert listing[3]["address"] == lab.devices["worker2"].address
     assert run_command("logs", "worker1").returncode == 0
     assert "see 'testbed ps'" in run_command("logs", "worker9").stderr
 
 
-def test_an_unknown_device_or_run_is_the_users_mistake(lab: Lab) -> None:
+def test_unknown_device_or_run_is_an_input_error(lab: Lab) -> None:
     with pytest.raises(
         InputError, match=r"unknown device 'worker9'.*source, worker1, worker2"
     ):
         lab.kill("worker9")
     with pytest.raises(InputError, match="unknown run 'nothing'"):
         Lab.open("nothing")
-    refused = run_command("down", "nothing")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "unknown run 'nothing'" in refused.stderr
+    refusal = run_command("down", "nothing")
+    assert (refusal.returncode, refusal.stdout) == (2, "")
+    assert "unknown run 'nothing'" in refusal.stderr
 
 
-def test_two_labs_of_equal_addresses_do_not_meet_and_a_vanished_container_is_a_state(
+def test_labs_with_equal_addresses_are_isolated_and_removed_containers_are_gone(
     lab: Lab, client: docker.DockerClient
 ) -> None:
     other = Lab.create(trial("lab-other"))
     try:
         assert other.subnet == lab.subnet
         other.kill("worker1")
+        # Each lab has a worker1 at this address; only the other lab's worker1 is down.
         address = lab.devices["worker1"].address
-        assert (
-            inside(client, lab, "source", ANSWERING.format(targets=[(address, 8701)]))[
-                1
-            ]
-            == f"{address} 8701\n"
-        )
-        assert inside(
-            client, other, "source", ANSWERING.format(targets=[(address, 8701)])
-        ) == (0, "")
+        _, answers = answering(client, lab, [(address, 8701)])
+        assert answers == f"{address} 8701\n"
+        assert answering(client, other, [(address, 8701)]) == (0, "")
         client.api.remove_container(container_name(other.run_id, "worker1"), force=True)
         client.api.remove_container(container_name(other.run_id, "shaper"), force=True)
         other.kill("worker1")
@@ -404,8 +399,9 @@ def test_two_labs_of_equal_addresses_do_not_meet_and_a_vanished_container_is_a_s
             other.start("worker1")
     finally:
         other.down()
-    assert left_of(client, other.run_id) == []
+    assert objects_of(client, other.run_id) == []
     assert other.run_id not in runstate.runs()
+    # A second removal succeeds.
     assert other.down()
 
 
@@ -413,7 +409,7 @@ def test_two_labs_of_equal_addresses_do_not_meet_and_a_vanished_container_is_a_s
     "stage",
     ["creating the network", "starting 3 devices and the shaper", "shaping the links"],
 )
-def test_ctrl_c_while_a_lab_is_made_leaves_nothing(
+def test_interrupted_creation_removes_everything(
     client: docker.DockerClient, stage: str
 ) -> None:
     run = runstate.new_id("lab-interrupted")
@@ -424,7 +420,7 @@ def test_ctrl_c_while_a_lab_is_made_leaves_nothing(
 
     with pytest.raises(KeyboardInterrupt):
         Lab.create(trial("lab-interrupted"), run, progress=progress)
-    assert left_of(client, run) == []
+    assert objects_of(client, run) == []
     assert run not in runstate.runs()
 
 
@@ -438,37 +434,39 @@ def test_ctrl_c_while_a_lab_is_made_leaves_nothing(
         ({"network": {"subnet": "10.9.8.0/30"}}, "no room for 3 devices"),
     ],
 )
-def test_what_no_lab_can_be_is_refused_before_anything_exists(
+def test_invalid_lab_is_refused_before_creation(
     client: docker.DockerClient, change: dict[str, Any], message: str
 ) -> None:
     run = runstate.new_id("lab-refused")
-    refused = trials(Scenario.model_validate(tree("lab-refused") | change))[0]
+    invalid = trials(Scenario.model_validate(tree("lab-refused") | change))[0]
     with pytest.raises(InputError, match=message):
-        Lab.create(refused, run)
-    assert left_of(client, run) == []
+        Lab.create(invalid, run)
+    assert objects_of(client, run) == []
     assert run not in runstate.runs()
 
 
-def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
+def test_failed_boot_is_reported_with_last_log_line(
     client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = runstate.new_id("lab-broken")
-    whole = containers.device_settings
+    original = containers.device_settings
 
-    def broken(
+    def broken_settings(
         state: RunState, image: str, spec: DeviceSpec, addresses: dict[str, str]
     ) -> dict[str, Any]:
-        said = "import sys; sys.exit('no power')"
-        changed = {"command": ["python3", "-c", said]} if spec.name == "worker2" else {}
-        return whole(state, image, spec, addresses) | changed
+        settings = original(state, image, spec, addresses)
+        if spec.name == "worker2":
+            program = "import sys; sys.exit('no power')"
+            settings |= {"command": ["python3", "-c", program]}
+        return settings
 
-    monkeypatch.setattr("testbed_controller.lab.lab.device_settings", broken)
+    monkeypatch.setattr("testbed_controller.lab.lab.device_settings", broken_settings)
     with pytest.raises(
         HostError,
         match="worker2 ended by itself with exit code 1; last log line: no power",
     ):
         Lab.create(trial("lab-broken"), run)
-    assert left_of(client, run) == []
+    assert objects_of(client, run) == []
 
 
 # SIGKILL
@@ -485,29 +483,29 @@ time.sleep(600)
 
 MOMENTS: dict[str, Callable[[docker.DockerClient, str], bool]] = {
     "state file": lambda _client, run: run in runstate.runs(),
-    "network": lambda client, run: bool(left_of(client, run)),
-    "container": lambda client, run: len(left_of(client, run)) > 1,
-    "containers": lambda client, run: len(left_of(client, run)) == 5,
+    "network": lambda client, run: bool(objects_of(client, run)),
+    "container": lambda client, run: len(objects_of(client, run)) > 1,
+    # Three devices, the shaper and the control network.
+    "containers": lambda client, run: len(objects_of(client, run)) == 5,
     "all up": lambda client, run: (
         len(client.api.containers(filters={"label": f"{RUN}={run}"})) == 4
     ),
 }
 
 
-def children(pid: int) -> list[int]:
-    """Return the processes that a process has started."""
-    return [
-        int(each)
-        for path in Path(f"/proc/{pid}/task").glob("*/children")
-        for each in path.read_text().split()
-    ]
+def children_of(pid: int) -> list[int]:
+    """Return the child processes of a process."""
+    children: list[int] = []
+    # Each thread has its own list.
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        children += map(int, path.read_text().split())
+    return children
 
 
-def killed_at(client: docker.DockerClient, moment: str, guarded: bool) -> str:
-    """Let a controller of its own process make a lab, and SIGKILL it at that moment; return the run's id.
-
-    Unless it is ``guarded``, its reaper is killed with it.
-    """
+def kill_controller(
+    client: docker.DockerClient, moment: str, *, kill_reaper: bool
+) -> str:
+    """Let a separate controller create a lab, kill it by SIGKILL at a moment, and return the id of the run."""
     run = runstate.new_id("lab-killed")
     controller = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, run, json.dumps(tree("lab-killed"))],
@@ -516,31 +514,33 @@ def killed_at(client: docker.DockerClient, moment: str, guarded: bool) -> str:
     try:
         wait_for(lambda: MOMENTS[moment](client, run), 60)
     finally:
-        for pid in () if guarded else children(controller.pid):
-            os.kill(pid, signal.SIGKILL)
+        if kill_reaper:
+            for pid in children_of(controller.pid):
+                os.kill(pid, signal.SIGKILL)
         os.kill(controller.pid, signal.SIGKILL)
         controller.wait()
     return run
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_down_clears_what_a_killed_controller_left(
+def test_down_removes_lab_of_killed_controller(
     client: docker.DockerClient, moment: str
 ) -> None:
-    run = killed_at(client, moment, guarded=False)
-    # A pattern, as --all is one; this engine may hold labs of others.
-    done = run_command("down", f"{run[:-1]}*")
-    assert done.returncode == 0, done.stderr
-    assert run in done.stdout
-    assert left_of(client, run) == []
+    run = kill_controller(client, moment, kill_reaper=True)
+    # A pattern selects several runs as --all does, but spares the labs of others on this engine.
+    removal = run_command("down", f"{run[:-1]}*")
+    assert removal.returncode == 0, removal.stderr
+    assert run in removal.stdout
+    assert objects_of(client, run) == []
     assert run not in runstate.runs()
 
 
 @pytest.mark.parametrize("moment", ["container", "all up"])
-def test_a_run_whose_controller_is_killed_removes_itself(
+def test_reaper_removes_lab_of_killed_controller(
     client: docker.DockerClient, moment: str
 ) -> None:
-    run = killed_at(client, moment, guarded=True)
-    wait_for(lambda: left_of(client, run) == [] and run not in runstate.runs(), 30)
+    run = kill_controller(client, moment, kill_reaper=False)
+    wait_for(lambda: objects_of(client, run) == [] and run not in runstate.runs(), 30)
+    # A request of the killed controller, still under way, must not create a container now.
     time.sleep(0.5)
-    assert left_of(client, run) == []
+    assert objects_of(client, run) == []

@@ -34,7 +34,7 @@ from testbed_controller.running.emulation import emulate
 from tests.helpers import rings
 from tests.helpers.commands import run_command
 from tests.helpers.waiting import wait_for
-from tests.integration.test_lab import children
+from tests.integration.test_lab import children_of
 from tools.stress.engineproxy import proxied
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(180)]
@@ -195,7 +195,7 @@ def test_what_controller_and_reaper_left_is_offered_for_removal(
     run.went_round(1)
     name = run.run_id()
     assert "was killed" not in run_command("show", "profiles").stderr
-    for pid in (*children(run.process.pid), run.process.pid):
+    for pid in (*children_of(run.process.pid), run.process.pid):
         os.kill(pid, signal.SIGKILL)
     run.process.wait()
     time.sleep(1.0)

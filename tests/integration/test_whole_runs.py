@@ -483,7 +483,7 @@ def kill_from_the_page(address: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("seconds", [1.0, 3.0, 7.0])
-def test_a_run_whose_controller_is_killed_removes_itself(
+def test_reaper_removes_lab_of_killed_controller(
     tmp_path: Path, seconds: float
 ) -> None:
     name = f"run-orphan{seconds:.0f}"
