@@ -1,4 +1,4 @@
-"""What some rows of a batch draw is what the batch draws, however its values lie in memory."""
+"""Random numbers of micro-batches, which equal those of the whole batch."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from torch import nn
 
 from testbed.ml.layers.draws import RowsOfBatch
 
-KINDS = {
-    "dropout": (nn.Dropout(0.5), (12, 6)),
-    "of channels": (nn.Dropout2d(0.5), (12, 3, 4, 4)),
+BATCH = 12
+LAYERS = {
+    "dropout": (nn.Dropout(0.5), (BATCH, 6)),
+    "channel-dropout": (nn.Dropout2d(0.5), (BATCH, 3, 4, 4)),
     "attention": (
         nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True),
-        (12, 5, 8),
+        (BATCH, 5, 8),
     ),
 }
+"""By name: a layer and the shape of its inputs."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("turned", [False, True])
-def test_parts_draw_what_the_whole_does(kind, turned):
-    module, shape = KINDS[kind]
-    values = torch.randn(shape)
-    if turned:
-        values = values.transpose(1, -1).contiguous().transpose(1, -1)
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+def test_micro_batches_draw_numbers_of_whole_batch(name: str, transposed: bool) -> None:
+    layer, shape = LAYERS[name]
+    inputs = torch.randn(shape)
+    if transposed:
+        # The same shape in another memory order, which torch's generator follows.
+        inputs = inputs.transpose(1, -1).contiguous().transpose(1, -1)
     torch.manual_seed(1)
-    whole = module(values)
-    parts = []
-    for begin, end in ((0, 5), (5, 9), (9, 12)):
+    expected = layer(inputs)
+    outputs = []
+    for first, last in ((0, 5), (5, 9), (9, BATCH)):
         torch.manual_seed(1)
-        with RowsOfBatch(begin, end - begin, 12):
-            parts.append(module(values[begin:end]))
-    assert torch.allclose(torch.cat(parts), whole, atol=1e-6)
+        with RowsOfBatch(first, last - first, BATCH):
+            outputs.append(layer(inputs[first:last]))
+    assert torch.allclose(torch.cat(outputs), expected, atol=1e-6)

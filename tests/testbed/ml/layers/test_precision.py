@@ -1,4 +1,4 @@
-"""Devices that compute in other precisions: what comes out, how long it takes, what it needs, and who refuses it."""
+"""Devices with reduced precision: outputs, durations, memory, training, and unsupported combinations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from testbed.common.errors import InputError
-from testbed.device import Cost
+from testbed.device import Cost, Precision
 from testbed.hardware import PROFILES, DeviceSpec, Rates
 from testbed.ml.layers.shard import Shard
 from testbed.ml.models import create
@@ -18,110 +18,153 @@ from testbed.ml.training.config import TrainingConfig
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
+from testbed.trace.outcome import Outcome
 from tests.helpers.runs import fields_of, make_scenario
 
 MODEL = create("cnn", {}, (1, 8, 8), 10)
+UNITS = range(len(MODEL.units))
 
 
-def trial(precision: str, workers: int = 2, **keys) -> Prepared:
-    devices = {"source": {"speed": "1gflops", "precision": precision}}
-    if workers:
-        devices["worker"] = {
-            "speed": "1gflops",
-            "count": workers,
-            "precision": precision,
-        }
-    return prepare(trials(make_scenario(workers, devices=devices, **keys))[0])
+def prepare_precision(precision: str, **keys: object) -> Prepared:
+    """Prepare a scenario with a source and two workers that compute with ``precision``."""
+    device = {"speed": "1gflops", "precision": precision}
+    devices = {"source": device, "worker": {**device, "count": 2}}
+    (trial,) = trials(make_scenario(2, devices=devices, **keys))
+    return prepare(trial)
+
+
+def run_to_end(prepared: Prepared) -> Outcome:
+    outcome = simulate(prepared, load_data(prepared))
+    assert outcome.status == "finished", outcome.error
+    return outcome
 
 
 @pytest.mark.parametrize("precision", ["f16", "bf16", "int8"])
-def test_values_are_near_those_of_float32(precision: str) -> None:
-    shards = [
-        Shard(MODEL, 0, len(MODEL.units), 1, TrainingConfig(), each)
-        for each in ("f32", precision)
-    ]
+def test_outputs_are_close_to_float32(precision: Precision) -> None:
     inputs = torch.rand(4, 1, 8, 8)
-    exact, found = (shard.infer(inputs) for shard in shards)
-    assert found.dtype == torch.float32
-    assert not torch.equal(found, exact)
-    assert torch.allclose(found, exact, atol=0.05 * float(exact.abs().max()))
+
+    def infer_with(precision: Precision) -> torch.Tensor:
+        shard = Shard(MODEL, 0, len(MODEL.units), 1, TrainingConfig(), precision)
+        return shard.infer(inputs)
+
+    exact = infer_with("f32")
+    rounded = infer_with(precision)
+    # Messages between devices are float32.
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(rounded, exact)
+    largest = float(exact.abs().max())
+    assert torch.allclose(rounded, exact, atol=0.05 * largest)
 
 
-def test_layers_take_their_rates_and_updates_those_of_float32() -> None:
-    kinds = {"convolution": Rates(4e9, 8e9, 2e9)}
-    plain = DeviceSpec("a", 1e9, 1e9, memory_rate=1e9, kinds=kinds)
-    narrow = replace(plain, precision="f16", faster=2.0)
-    for kind, times in (("linear", 0.5), ("convolution", 0.5), ("other", 1.0)):
-        cost = Cost(8e9, 4e9, 2e9, kind)
-        assert narrow.seconds(cost) == pytest.approx(times * plain.seconds(cost))
-    eight = replace(plain, precision="int8")
-    assert eight.seconds(Cost(0, 0, 8e9, "convolution")) == pytest.approx(1.0)
-    assert eight.seconds(Cost(4e9, 8e9, 0, "convolution")) == pytest.approx(2.0)
-    assert {kind for kinds, _ in narrow.rates for kind in kinds} == {
-        kind for kinds, _ in plain.rates for kind in kinds
-    }
+KINDS = {"convolution": Rates(speed=4e9, memory_rate=8e9, weight_rate=2e9)}
+FLOAT32 = DeviceSpec("a", 1e9, 1e9, memory_rate=1e9, kinds=KINDS)
 
 
-def test_memory_follows_the_precision() -> None:
-    units = range(len(MODEL.units))
-    assert (
-        inference_bytes(MODEL, units, 8, "f16") == inference_bytes(MODEL, units, 8) / 2
-    )
-    saved = inference_bytes(MODEL, units, 8) - inference_bytes(MODEL, units, 8, "int8")
-    assert saved == pytest.approx(0.75 * MODEL.weight_bytes(units))
-    trained = training_bytes(MODEL, units, 8, 1) - training_bytes(
-        MODEL, units, 8, 1, precision="bf16"
-    )
-    assert trained == pytest.approx(
-        4 * (MODEL.activation_bytes(units) + MODEL.cut_bytes(0))
-    )
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("linear", 0.5), ("convolution", 0.5), ("other", 1.0)]
+)
+def test_only_layers_are_faster_in_float16(kind: str, factor: float) -> None:
+    float16 = replace(FLOAT32, precision="f16", faster=2.0)
+    cost = Cost(flops=8e9, accessed=4e9, weights=2e9, kind=kind)
+    assert float16.seconds(cost) == pytest.approx(factor * FLOAT32.seconds(cost))
+
+
+def test_float16_has_rates_for_same_kinds_of_layers() -> None:
+    float16 = replace(FLOAT32, precision="f16", faster=2.0)
+
+    def kinds_of(device: DeviceSpec) -> set[str]:
+        names: set[str] = set()
+        for kinds, _ in device.rates:
+            names.update(kinds)
+        return names
+
+    assert kinds_of(float16) == kinds_of(FLOAT32)
+
+
+def test_int8_shortens_access_to_weights_only() -> None:
+    int8 = replace(FLOAT32, precision="int8")
+    weights_only = Cost(flops=0, accessed=0, weights=8e9, kind="convolution")
+    # A quarter of 8 GB at 2 GB/s.
+    assert int8.seconds(weights_only) == pytest.approx(1.0)
+    without_weights = Cost(flops=4e9, accessed=8e9, weights=0, kind="convolution")
+    # 4 GFLOP at 4 GFLOP/s, and 8 GB of activations at 8 GB/s.
+    assert int8.seconds(without_weights) == pytest.approx(2.0)
+
+
+def test_float16_halves_inference_memory() -> None:
+    float32 = inference_bytes(MODEL, UNITS, 8)
+    assert inference_bytes(MODEL, UNITS, 8, "f16") == float32 / 2
+
+
+def test_int8_saves_three_quarters_of_weights() -> None:
+    float32 = inference_bytes(MODEL, UNITS, 8)
+    saved = float32 - inference_bytes(MODEL, UNITS, 8, "int8")
+    assert saved == pytest.approx(0.75 * MODEL.weight_bytes(UNITS))
+
+
+def test_bfloat16_halves_activations_in_training() -> None:
+    float32 = training_bytes(MODEL, UNITS, 8, 1)
+    saved = float32 - training_bytes(MODEL, UNITS, 8, 1, precision="bf16")
+    # Half of eight samples; weights and gradients remain float32.
+    activations = MODEL.activation_bytes(UNITS) + MODEL.cut_bytes(0)
+    assert saved == pytest.approx(4 * activations)
 
 
 @pytest.mark.parametrize("method", ["single", "pipeline", "pipedream"])
 @pytest.mark.parametrize("precision", ["f16", "bf16"])
-def test_training_learns(method: str, precision: str) -> None:
-    work = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 40}
-    losses = []
-    for each in ("f32", precision):
-        found = trial(each, workload=work, method={"name": method})
-        outcome = simulate(found, load_data(found))
-        assert outcome.status == "finished", outcome.error
-        losses.append([event["loss"] for event in fields_of(outcome, "step")])
-    assert losses[1] != losses[0]
-    assert losses[1][0] == pytest.approx(losses[0][0], rel=0.02)
-    assert losses[1][-1] == pytest.approx(losses[0][-1], rel=0.05)
-    assert losses[1][-1] < losses[1][0]
+def test_training_has_losses_close_to_float32(method: str, precision: str) -> None:
+    training = {"optimizer": {"learning_rate": 0.1}}
+    workload = {"training": training, "steps": 40}
 
-
-def test_profiles_have_speeds_of_precisions_and_unknown_ones_are_asked_for() -> None:
-    assert PROFILES["jetson-nano"].precisions["f16"] == pytest.approx(
-        2 * PROFILES["jetson-nano"].speed, rel=0.01
-    )
-    devices = {"source": {"profile": "jetson-nano", "precision": "f16"}}
-    (device,) = prepare(
-        trials(make_scenario(0, devices=devices, method={"name": "single"}))[0]
-    ).problem.devices
-    assert device.faster == pytest.approx(2.0, rel=0.01)
-    with pytest.raises(
-        InputError, match="no speed in bf16 is known of laptop: give `speed`"
-    ):
-        trials(
-            make_scenario(
-                0, devices={"source": {"profile": "laptop", "precision": "bf16"}}
-            )
+    def losses_with(precision: str) -> list[float]:
+        prepared = prepare_precision(
+            precision, workload=workload, method={"name": method}
         )
+        return [step["loss"] for step in fields_of(run_to_end(prepared), "step")]
+
+    exact = losses_with("f32")
+    rounded = losses_with(precision)
+    assert rounded != exact
+    # Rounding accumulates over the steps.
+    assert rounded[0] == pytest.approx(exact[0], rel=0.02)
+    assert rounded[-1] == pytest.approx(exact[-1], rel=0.05)
+    assert rounded[-1] < rounded[0]
 
 
-def test_methods_without_precision_support_reject_it() -> None:
-    infer = {"task": "infer", "steps": None, "training": {}}
-    with pytest.raises(InputError, match="'distributed' computes in float32"):
-        trial("int8", workload=infer, method={"name": "distributed"})
-    with pytest.raises(
-        InputError, match="int8 applies to weights that are not trained"
-    ):
-        trial("int8", method={"name": "pipeline"})
-    found = trial("int8", workload=infer, method={"name": "sequential"})
-    outcome = simulate(found, load_data(found))
-    assert outcome.status == "finished", outcome.error
+def test_profile_has_speeds_of_precisions() -> None:
+    nano = PROFILES["jetson-nano"]
+    assert nano.precisions["f16"] == pytest.approx(2 * nano.speed, rel=0.01)
+    devices = {"source": {"profile": "jetson-nano", "precision": "f16"}}
+    (trial,) = trials(make_scenario(0, devices=devices, method={"name": "single"}))
+    (device,) = prepare(trial).problem.devices
+    assert device.faster == pytest.approx(2.0, rel=0.01)
+
+
+def test_profile_without_speed_of_precision_is_rejected() -> None:
+    devices = {"source": {"profile": "laptop", "precision": "bf16"}}
+    message = "no speed in bf16 is known of laptop: give `speed`"
+    with pytest.raises(InputError, match=message):
+        trials(make_scenario(0, devices=devices))
+
+
+INFERENCE = {"task": "infer", "steps": None, "training": {}}
+
+
+def test_method_without_precision_support_is_rejected() -> None:
+    message = "'distributed' computes in float32"
+    with pytest.raises(InputError, match=message):
+        prepare_precision("int8", workload=INFERENCE, method={"name": "distributed"})
+
+
+def test_int8_is_for_inference_only() -> None:
+    message = "int8 applies to weights that are not trained"
+    with pytest.raises(InputError, match=message):
+        prepare_precision("int8", method={"name": "pipeline"})
+    run_to_end(
+        prepare_precision("int8", workload=INFERENCE, method={"name": "sequential"})
+    )
+
+
+def test_gpu_is_for_user_programs_only() -> None:
     with pytest.raises(InputError, match="applies to user programs only"):
         trials(make_scenario(0, devices={"source": {"gpu": True}}))

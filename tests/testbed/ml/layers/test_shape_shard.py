@@ -1,6 +1,9 @@
-"""Units without numbers behave as those with numbers do, in everything but the numbers."""
+"""Shards of timing-only runs, whose tensors have shapes but no values, against shards with values."""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from testbed.ml.layers import shape_shard
 from testbed.ml.layers.shape_shard import ShapeShard, make_shard
 from testbed.ml.layers.shard import Shard
 from testbed.ml.method import Options, PlanningProblem
-from testbed.ml.models import CATALOG, create
+from testbed.ml.models import CATALOG, Model, create
 from testbed.work import WorkloadPart
 from tests.helpers.training import sgd_config
 
@@ -18,132 +21,139 @@ MODEL = create("vgg5", {}, (3, 32, 32), 10)
 ROUTED = create("yolov2", {}, (3, 32, 32), 80)
 
 
-def both(model, first, last, momentum=0.9):
+def make_shards(
+    model: Model, first: int, last: int, momentum: float = 0.9
+) -> tuple[Shard, ShapeShard]:
     training = sgd_config(learning_rate=0.1, momentum=momentum)
-    return Shard(model, first, last, 7, training), ShapeShard(
-        model, first, last, training
-    )
+    shard = Shard(model, first, last, 7, training)
+    return shard, ShapeShard(model, first, last, training)
 
 
-def form(tensors):
+def shapes_and_types(
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {
         name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
     }
 
 
-def entering(model, first, samples=2):
-    """What crosses the cut before a unit: one tensor as it is, several as one that is flat."""
+def draw_inputs(model: Model, first: int) -> torch.Tensor:
+    """Draw two samples for a unit; if several tensors cross the cut, each sample is flat."""
     shapes = [shape for _, shape in model.crossing(first)]
-    return torch.randn(
-        samples, *(shapes[0] if len(shapes) == 1 else [sum(map(math.prod, shapes))])
-    )
+    if len(shapes) == 1:
+        return torch.randn(2, *shapes[0])
+    return torch.randn(2, sum(map(math.prod, shapes)))
 
 
 @pytest.mark.parametrize(
-    ("model", "first", "last"), [(MODEL, 0, 2), (MODEL, 2, 5), (ROUTED, 20, 27)]
+    ("model", "first", "last"),
+    [(MODEL, 0, 2), (MODEL, 2, 5), (ROUTED, 20, 27)],
+    ids=["first-stage", "last-stage", "stage-with-routes"],
 )
-def test_outputs_and_gradients_have_the_same_shapes(model, first, last):
-    real, shapes = both(model, first, last)
-    inputs = entering(model, first)
-    made, empty = real.forward(0, inputs), shapes.forward(0, inputs.to("meta"))
-    assert empty.is_meta
-    assert empty.shape == made.shape
-    back, none = real.backward(0, torch.zeros_like(made)), shapes.backward(0, empty)
-    assert (back is None) == (none is None)
-    assert back is None or none.shape == back.shape
-    assert shapes.infer(inputs.to("meta")).shape == made.shape
+def test_outputs_and_gradients_have_shapes_of_shard(
+    model: Model, first: int, last: int
+) -> None:
+    shard, shape_only = make_shards(model, first, last)
+    inputs = draw_inputs(model, first)
+    shapes = inputs.to("meta")
+    outputs = shard.forward(0, inputs)
+    output_shapes = shape_only.forward(0, shapes)
+    assert output_shapes.is_meta
+    assert output_shapes.shape == outputs.shape
+    gradient = shard.backward(0, torch.zeros_like(outputs))
+    gradient_shapes = shape_only.backward(0, output_shapes)
+    if gradient is None:
+        # The first stage has no gradient of its inputs.
+        assert gradient_shapes is None
+    else:
+        assert gradient_shapes.shape == gradient.shape
+    assert shape_only.infer(shapes).shape == outputs.shape
 
 
-def test_state_has_the_same_tensors_with_momentum_after_the_first_update_only():
-    real, shapes = both(MODEL, 0, 2)
-    shapes_before = shapes.state()
-    assert form(real.state()) == form(shapes_before)
-    inputs = entering(MODEL, 0)
-    real.backward(0, torch.zeros_like(real.forward(0, inputs)))
-    real.update(0)
-    shapes.update(0)
-    assert form(real.state()) == form(shapes.state())
-    assert len(shapes.state()) > len(shapes_before)
+def test_momentum_appears_in_state_after_first_update() -> None:
+    shard, shape_only = make_shards(MODEL, 0, 2)
+    initial = shape_only.state()
+    assert shapes_and_types(shard.state()) == shapes_and_types(initial)
+    outputs = shard.forward(0, draw_inputs(MODEL, 0))
+    shard.backward(0, torch.zeros_like(outputs))
+    shard.update(0)
+    shape_only.update(0)
+    assert shapes_and_types(shard.state()) == shapes_and_types(shape_only.state())
+    assert len(shape_only.state()) > len(initial)
 
 
-def test_state_and_load_preserve_momentum():
-    _, shapes = both(MODEL, 0, 2)
-    before = shapes.state()
-    shapes.update(0)
-    after = shapes.state()
-    shapes.load(before)
-    assert form(shapes.state()) == form(before)
-    shapes.load(after)
-    assert form(shapes.state()) == form(after)
+def test_loaded_state_has_or_lacks_momentum() -> None:
+    _, shape_only = make_shards(MODEL, 0, 2)
+    without_momentum = shape_only.state()
+    shape_only.update(0)
+    with_momentum = shape_only.state()
+    for state in (without_momentum, with_momentum):
+        shape_only.load(state)
+        assert shapes_and_types(shape_only.state()) == shapes_and_types(state)
 
 
-def test_without_momentum_an_update_adds_nothing():
-    _, shapes = both(MODEL, 0, 2, momentum=0.0)
-    before = form(shapes.state())
-    shapes.update(0)
-    assert form(shapes.state()) == before
+def test_update_without_momentum_adds_no_state() -> None:
+    _, shape_only = make_shards(MODEL, 0, 2, momentum=0.0)
+    before = shapes_and_types(shape_only.state())
+    shape_only.update(0)
+    assert shapes_and_types(shape_only.state()) == before
 
 
-def test_versions_are_counted_as_with_numbers():
-    real, shapes = both(MODEL, 0, 2)
+def test_versions_are_counted_as_in_shard() -> None:
+    shard, shape_only = make_shards(MODEL, 0, 2)
     for version in (0, 1, 2):
         key = (version, 0)
-        made = real.forward(key, entering(MODEL, 0), version)
-        shapes.forward(key, entering(MODEL, 0).to("meta"), version)
-        real.backward(key, torch.zeros_like(made))
-        shapes.backward(key, None)
-        for each in (real, shapes):
-            each.advance(key, version, max(0, version - 1))
-        assert shapes.versions.newest == real.versions.newest
+        inputs = draw_inputs(MODEL, 0)
+        outputs = shard.forward(key, inputs, version)
+        shape_only.forward(key, inputs.to("meta"), version)
+        shard.backward(key, torch.zeros_like(outputs))
+        shape_only.backward(key, None)
+        oldest_needed = max(0, version - 1)
+        shard.advance(key, version, oldest_needed)
+        shape_only.advance(key, version, oldest_needed)
+        assert shape_only.versions.newest == shard.versions.newest
 
 
-def test_loss_is_nan_and_backward_has_the_shape_of_the_inputs():
-    _, shapes = both(MODEL, 2, 5)
-    inputs = entering(MODEL, 2).to("meta")
-    assert math.isnan(shapes.forward_loss(0, inputs, torch.zeros(2), 2))
-    assert shapes.backward(0).shape == inputs.shape
+def test_loss_is_not_a_number_and_gradient_has_shape_of_inputs() -> None:
+    _, shape_only = make_shards(MODEL, 2, 5)
+    inputs = draw_inputs(MODEL, 2).to("meta")
+    assert math.isnan(shape_only.forward_loss(0, inputs, torch.zeros(2), 2))
+    assert shape_only.backward(0).shape == inputs.shape
 
 
-@pytest.mark.parametrize(("numerics", "kind"), [("full", Shard), ("none", ShapeShard)])
-def test_timing_only_workloads_get_shape_shards(numerics, kind):
+@pytest.mark.parametrize(
+    ("numerics", "expected"), [("full", Shard), ("none", ShapeShard)]
+)
+def test_numerics_select_kind_of_shard(numerics: str, expected: type) -> None:
     keys = {
         "task": "train",
         "model": {"name": "mlp"},
         "data": {"name": "digits"},
         "method": {"name": "single"},
+        "steps": 1,
+        "numerics": numerics,
     }
-    workload = WorkloadPart.model_validate({**keys, "steps": 1, "numerics": numerics})
-    assert (
-        type(
-            make_shard(
-                PlanningProblem(
-                    (DeviceSpec("a", 1e9, 1e9),),
-                    {},
-                    workload,
-                    Options(),
-                    seed=7,
-                    model=MODEL,
-                ),
-                0,
-                1,
-                "a",
-            )
-        )
-        is kind
-    )
+    workload = WorkloadPart.model_validate(keys)
+    device = DeviceSpec("a", 1e9, 1e9)
+    problem = PlanningProblem((device,), {}, workload, Options(), seed=7, model=MODEL)
+    assert type(make_shard(problem, 0, 1, "a")) is expected
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG))
-def test_large_units_are_described_without_drawing_their_weights(name, monkeypatch):
+def test_large_units_are_described_without_drawing_weights(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without the cache of the function.
     describe = shape_shard._describe_tensors.__wrapped__
     model = create(name, {}, (3, 64, 64), 10)
     units = range(len(model.units))
-    described = [describe(model, unit, True) for unit in units]
+    expected = [describe(model, unit, True) for unit in units]
+
+    def reject_values(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        assert tensor.is_meta
+        return tensor
+
+    # Every unit counts as large.
     monkeypatch.setattr(shape_shard, "LARGE_UNIT", -1)
-    monkeypatch.setattr(torch.Tensor, "uniform_", refuse_real_tensors)
-    assert [describe(model, unit, True) for unit in units] == described
-
-
-def refuse_real_tensors(tensor, *_, **__):
-    assert tensor.is_meta
-    return tensor
+    monkeypatch.setattr(torch.Tensor, "uniform_", reject_values)
+    assert [describe(model, unit, True) for unit in units] == expected
