@@ -54,6 +54,6 @@ def assert_equal_weights(
 
 
 def plan_of(spec: Scenario) -> Plan:
-    """Plan a scenario with its method."""
+    """Return the plan of the scenario's method."""
     problem, _ = problem_of(spec)
     return METHODS[spec.workload.method.name].plan(problem)

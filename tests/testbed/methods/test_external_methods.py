@@ -25,6 +25,7 @@ from tests.helpers import ROOT, recorded
 from tests.helpers.deployments import deployment_bodies
 
 RING = ROOT / "scenarios" / "examples" / "ring.yaml"
+# The shortest valid method; no test runs the program.
 SMALL = """
 from testbed.method import Method
 from testbed.plan import Plan
@@ -75,7 +76,7 @@ def test_deployed_method_is_loaded_in_another_process(tmp_path: Path) -> None:
 
 
 def first_deployment(prepared: Prepared) -> bytes:
-    """Return the request body that deploys the run to its first device."""
+    """Return the request body of the deployment on the first device."""
     return next(iter(deployment_bodies(prepared).values()))
 
 
@@ -107,7 +108,7 @@ def test_deployed_method_of_paper_needs_no_installed_package(
     assert output == f"{method} True\n"
 
 
-def test_workload_and_method_of_one_package_share_its_sources(
+def test_workload_and_method_of_one_package_share_sources(
     tmp_path: Path,
 ) -> None:
     trial = trials(load(ROOT / "generation" / "scenarios" / "kill.yaml"))[0]
@@ -148,6 +149,7 @@ def _read_without(package: str, body: bytes, tmp_path: Path) -> str:
 
 
 def test_builtin_method_is_deployed_without_sources() -> None:
+    # Every device has the testbed installed.
     assert code_of(METHODS["pipeline"]) is None
 
 
@@ -216,7 +218,7 @@ def test_metric_with_name_of_builtin_metric_is_rejected(tmp_path: Path) -> None:
         from_file(write_method(tmp_path, text), "nothing")
 
 
-def test_missing_method_file_is_reported_at_its_key(tmp_path: Path) -> None:
+def test_missing_method_file_is_reported_at_key_of_file(tmp_path: Path) -> None:
     # The scenario of the ring without the file of its method.
     scenario = tmp_path / "mine.yaml"
     scenario.write_text(RING.read_text())
@@ -227,7 +229,7 @@ def test_missing_method_file_is_reported_at_its_key(tmp_path: Path) -> None:
         prepare(trials(load(scenario))[0])
 
 
-def test_expect_accepts_metrics_of_method_file_and_not_of_other_methods() -> None:
+def test_expect_accepts_only_metrics_of_method_in_file() -> None:
     with pytest.raises(
         InputError, match="unknown metric 'tokens_los': did you mean 'tokens_lost'"
     ):
@@ -261,7 +263,7 @@ def write_package(folder: Path) -> None:
     )
 
 
-def test_method_of_entry_point_is_deployed_with_modules_of_its_package(
+def test_method_of_entry_point_is_deployed_with_package_modules(
     tmp_path: Path,
 ) -> None:
     write_package(tmp_path)
@@ -286,6 +288,7 @@ def test_method_of_entry_point_is_deployed_with_modules_of_its_package(
 
 
 def test_method_without_span_names_accepts_fault_at_any_span() -> None:
+    # Without names, a typing error in the fault cannot be detected.
     (trial,) = trials(load(RING, ["faults.0.when.begins=anything"]))
     method = find_method(trial.scenario)
     assert method.spans(recorded.make_plan(), "worker2") is None

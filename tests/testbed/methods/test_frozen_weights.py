@@ -145,7 +145,6 @@ def test_not_sending_frozen_weights_does_not_change_results(
 @pytest.mark.parametrize("method", ["federated", "pipelearn", "pipeline", "ftpipehd"])
 def test_restarted_device_has_frozen_weights_again(folder: Path, method: str) -> None:
     victim, moment = "device2", {"device": "device2", "begins": "backward", "batch": 5}
-    # Without momentum, which a restart would discard.
     plain = {"workload.training.optimizer": {"learning_rate": 0.1}}
     undisturbed = run_simulated(prepare_method(folder, method, **plain))
     fault = {"kill": victim, "when": moment, "for": "1s"}
@@ -156,7 +155,7 @@ def test_restarted_device_has_frozen_weights_again(folder: Path, method: str) ->
     frozen = frozen_names(prepare_method(folder, method))
     for name, tensor in undisturbed.weights.items():
         assert disturbed.weights[name].isfinite().all()
-        # Only the synchronous pipeline resumes from a checkpoint with identical weights.
+        # Only the synchronous pipeline repeats all lost work.
         if method == "pipeline" or name in frozen:
             assert torch.equal(disturbed.weights[name], tensor), name
 

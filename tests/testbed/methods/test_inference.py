@@ -57,6 +57,7 @@ def test_accuracy_equals_undivided_model(partition, in_flight):
     spec = sequential_scenario(method={"partition": partition, "in_flight": in_flight})
     outcome = run_simulated(spec, weights=weights)
     assert_finished(outcome)
+    # Requests in flight overtake none of the others.
     assert values_of(outcome, "request", "request") == list(range(REQUESTS))
     assert final_accuracy(outcome) == accuracy_of_undivided_model(spec, weights)
 
@@ -127,7 +128,8 @@ def test_single_device_trains_undivided_model(device):
     model, losses = train_with_torch(spec)
     assert_equal_weights(outcome, model.state_dict())
     assert losses_of(outcome) == pytest.approx(losses, abs=1e-6)
-    assert {name for name, _ in events_of(outcome, "compute")} == {device}
+    computing = {name for name, _ in events_of(outcome, "compute")}
+    assert computing == {device}
     assert not fields_of(outcome, "send")
 
 

@@ -25,7 +25,7 @@ def programs_on_page(page):
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-def test_last_program_of_layers_page_is_end_of_tensor_parallel_example():
+def test_last_program_of_layers_page_ends_tensor_parallel_example():
     program = stripped_lines(programs_on_page("layers.md")[-1])
     example = stripped_lines((EXAMPLES / "tensorparallel.py").read_text())
     assert example[-len(program) :] == program

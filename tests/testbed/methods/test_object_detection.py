@@ -18,6 +18,7 @@ from testbed_controller.report.terminal import show
 from testbed_controller.results import files
 from tests.helpers import recorded
 from tests.helpers.runs import fields_of, make_scenario, problem_of, run_simulated
+from tests.testbed.methods.outcomes import values_of
 
 WORK = {
     "task": "infer",
@@ -48,7 +49,7 @@ def dog_detecting_weights(problem):
 
 
 def boxes_of_undivided_model(problem, data, weights):
-    """Return the boxes of each test sample, as the events of a run have them."""
+    """Return the boxes of each test sample in the format of events."""
     model = problem.model.build(0, len(problem.model.units), problem.seed).eval()
     model.load_state_dict(weights)
     with torch.no_grad():
@@ -81,8 +82,8 @@ def test_method_detects_objects_of_undivided_model(method):
     assert outcome.status == "finished", outcome.error
     detections = fields_of(outcome, "objects")
     # Two samples for three requests of one sample.
-    assert [event["request"] for event in detections] == [0, 1, 2]
-    assert [event["sample"] for event in detections] == [0, 1, 0]
+    assert values_of(outcome, "objects", "request") == [0, 1, 2]
+    assert values_of(outcome, "objects", "sample") == [0, 1, 0]
     for event in detections:
         assert_boxes_close(event["boxes"], expected[event["sample"]])
     # Accuracy needs labels, which these pictures lack.
@@ -91,7 +92,7 @@ def test_method_detects_objects_of_undivided_model(method):
 
 @pytest.fixture(scope="module")
 def recorded_detection(tmp_path_factory):
-    """Write a run of two detected pictures; return its folder and outcome."""
+    """Write a run with two pictures; return the folder and the outcome."""
     spec = detection_scenario()
     (trial,) = trials(spec)
     problem, data = problem_of(spec)
@@ -127,7 +128,7 @@ def test_reports_warn_about_random_weights(recorded_detection):
         assert "drawn from the seed: the answers are meaningless" in text
 
 
-def test_box_is_drawn_at_its_position():
+def test_box_is_drawn_at_relative_position():
     box = {
         "label": "dog",
         "score": 0.9,

@@ -23,23 +23,26 @@ def prepare_example(*changes: str) -> Prepared:
     return prepare(trials(load(EXAMPLE, changes))[0])
 
 
-def test_role_expands_to_its_devices_except_those_with_own_program() -> None:
+def test_role_expands_to_devices_without_separate_program() -> None:
     problem = prepare_example(
         "workload.programs.stage2={command: serve, background: true}", "devices.idle={}"
     ).problem
     devices = [device.name for device in problem.devices]
     programs = by_device(problem.workload.programs, devices)
-    commands = {name: part.command[0] for name, part in programs.items()}
-    assert commands == {"stage1": "python3", "stage2": "serve", "stage3": "python3"}
+    # Stage 2 has a program of its own, and no program names the idle device.
+    assert programs.keys() == {"stage1", "stage2", "stage3"}
+    assert programs["stage1"].command[0] == "python3"
+    assert programs["stage2"].command[0] == "serve"
+    assert programs["stage3"].command[0] == "python3"
 
 
-def test_environment_has_variables_of_torch_distributed() -> None:
+def test_environment_has_variables_of_torch_distributed_and_scenario() -> None:
     problem = prepare_example().problem
     variables = environment(problem, "stage3", ["stage1", "stage2", "stage3"])
     assert variables["RANK"] == "2"
     assert variables["WORLD_SIZE"] == "3"
     assert variables["MASTER_ADDR"] == "stage1"
-    # As many threads as the device has processors.
+    # The example scenario sets this variable.
     assert variables["OMP_NUM_THREADS"] == "1"
 
 

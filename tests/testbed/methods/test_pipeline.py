@@ -128,7 +128,7 @@ WIDE_MODEL = {"name": "mlp", "hidden": [64, 64, 64, 64]}
 WIDE_WORKLOAD = {"model": WIDE_MODEL, "steps": 3, "batch_size": 64}
 
 
-def test_stage_computes_while_it_sends():
+def test_stage_computes_while_sending():
     # With transfers as long as computations, a pipeline that waited for each transfer would take half as long again.
     network = {"link": {"rate": "100mbit", "delay": "0ms"}}
     spec = make_scenario(
@@ -142,7 +142,7 @@ def test_stage_computes_while_it_sends():
     assert times[-1] - times[-2] == pytest.approx(predicted, rel=0.05)
 
 
-def test_stage_holds_activations_of_at_most_its_distance_to_end():
+def test_activations_held_by_stage_are_limited_by_schedule():
     outcome = run_simulated(make_scenario(method={"micro_batches": 8}))
     # In 1F1B, the first of four stages has four micro-batches in flight, the last one only one.
     held = dict.fromkeys(DEVICES, 0)

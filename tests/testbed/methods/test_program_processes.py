@@ -29,7 +29,7 @@ EXAMPLE = ROOT / "scenarios" / "examples" / "programs.yaml"
 
 
 class RecordingDevice:
-    """A device that stores the events of its program."""
+    """A device with a list of recorded events."""
 
     name = "stage1"
 
@@ -70,7 +70,7 @@ def start_process(script: str) -> subprocess.Popen[str]:
 
 
 def ask_for_number(process: subprocess.Popen[str]) -> str:
-    """Send a line to a process that waits for input; return the next line of output."""
+    """Send a line to a process waiting for input; return the next line of output."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("\n")
@@ -150,7 +150,7 @@ print("done", flush=True)
     ["pass", "os.close(1); os.close(2)"],
     ids=["keeps its output", "closes its output"],
 )
-def test_daemon_is_killed_when_its_program_ends(tmp_path: Path, keep: str) -> None:
+def test_daemon_is_killed_when_program_ends(tmp_path: Path, keep: str) -> None:
     pid_file = str(tmp_path / "pid")
     device = run_python(DAEMON.format(pid_file=pid_file, keep=keep))
     assert device.events[-2:] == [

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.helpers.runs import fields_of, make_scenario, run_simulated
+from tests.helpers.runs import make_scenario, run_simulated
 from tests.testbed.methods.outcomes import (
     assert_equal_weights,
     assert_finished,
@@ -30,6 +30,7 @@ def random_effect(draw: random.Random, kind: str, victim: str) -> dict:
 def random_fault(draw: random.Random, is_first: bool) -> dict:
     kind = draw.choice(["kill", "kill", "pause", "partition", "degrade"])
     duration = draw.choice(["300ms", "1s", "3s", "8s", None])
+    # A coordinator that is killed for good would end the run.
     victim = draw.choice(WORKERS)
     fault = random_effect(draw, kind, victim)
     if duration:
@@ -66,6 +67,6 @@ def test_training_under_random_faults_ends_with_undisturbed_weights(undisturbed,
     assert_equal_weights(outcome, undisturbed.weights)
     assert set(values_of(outcome, "step", "step")) == set(range(12))
     assert final_evaluation(outcome) == final_evaluation(undisturbed)
-    phases = [event["phase"] for event in fields_of(outcome, "recovery")]
+    phases = values_of(outcome, "recovery", "phase")
     # A recovery that another fault interrupts is not completed.
     assert phases.count("detected") >= phases.count("resumed")

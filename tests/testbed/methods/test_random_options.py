@@ -47,13 +47,15 @@ def random_options(draw: random.Random, method: str) -> dict:
 
 
 def random_fault(draw: random.Random) -> dict:
-    """Return a temporary fault triggered by an event of any device, so that the coordinator comes back."""
+    """Return a temporary fault triggered by an event of any device."""
+    # The coordinator may be the victim, since every fault ends.
     victim = draw.choice(DEVICES)
     action = draw.choice(["kill", "kill", "pause", "partition"])
     device_event = (draw.choice(DEVICES), draw.choice(DEVICE_EVENTS))
     coordinator_event = ("source", draw.choice(COORDINATOR_EVENTS))
     device, event = draw.choice([device_event, coordinator_event])
     when = {"device": device, "event": event}
+    # Only these events have a number.
     if event in ("step", "request"):
         when["batch"] = draw.randrange(STEPS)
     return {
@@ -66,6 +68,7 @@ def random_fault(draw: random.Random) -> dict:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("seed", range(4))
 def test_every_step_or_request_is_completed_under_random_faults(method, seed):
+    # Seeded by text, so that a failure is reproducible and methods have different faults.
     draw = random.Random(f"{method} {seed}")
     is_inference = method == "sequential"
     unit = "request" if is_inference else "step"

@@ -62,6 +62,7 @@ def test_restarted_stage_rejoins_at_last_checkpoint(undisturbed, victim, span):
 
 def test_restarted_device_reports_before_stall_timeout(undisturbed):
     fault = {"kill": "worker2", "when": IN_BACKWARD_PASS, "for": "1s"}
+    # Without the report, the others would wait for a minute.
     outcome = run_with_faults(fault, method={**METHOD, "stall_timeout": "60s"})
     assert_recovered(outcome, undisturbed)
     assert outcome.events[-1].time < 10
@@ -177,7 +178,7 @@ def test_device_paused_beyond_rejoin_timeout_is_replaced_and_joins_later(undistu
     assert devices_of_last_update == {"source", *WORKERS}
 
 
-def test_device_unreachable_for_its_neighbour_is_identified_and_replaced(undisturbed):
+def test_device_unreachable_for_neighbour_is_identified_and_replaced(undisturbed):
     # Both devices answer the coordinator, but no tensor gets through between them.
     link = {"between": ["worker1", "worker2"], "rate": "1bit"}
     outcome = run_with_faults({"degrade": link, "when": IN_BACKWARD_PASS})
@@ -187,6 +188,7 @@ def test_device_unreachable_for_its_neighbour_is_identified_and_replaced(undistu
 
 
 def test_slow_devices_do_not_cause_recovery():
+    # A pass takes many times the stall timeout, and the polled devices answer.
     outcome = run_with_faults(
         workload={"steps": 2},
         speed="5kflops",
@@ -206,6 +208,7 @@ def test_restarted_coordinator_starts_training_over(undisturbed):
     outcome = run_with_faults(fault)
     assert_finished(outcome)
     assert_equal_weights(outcome, undisturbed.weights)
+    # Checkpoints are in the memory of the killed coordinator.
     assert values_of(outcome, "step", "step") == [*range(6), *range(12)]
 
 
@@ -214,4 +217,5 @@ def test_device_down_at_start_delays_run():
     assert_finished(outcome)
     detected, _resumed = fields_of(outcome, "recovery")
     assert detected["missing"] == ["worker2"]
+    # The device is missing for good, so that the rejoin timeout of 6 s passes.
     assert times_of(outcome, "step")[0] < 30

@@ -19,7 +19,7 @@ EXAMPLE = ROOT / "scenarios" / "examples" / "tensorparallel.yaml"
 
 
 def simulate_outputs(devices=3, hidden=(9, 7), weights=None):
-    """Run the example with a smaller model; return its outputs and those of the undivided model."""
+    """Run the example with a smaller model; return the outputs and the undivided model's outputs."""
     model = {"name": "mlp", "hidden": list(hidden)}
     if weights is not None:
         model["weights"] = "some"

@@ -64,6 +64,7 @@ def simulate_tied(folder: Path, changes: dict[str, Any]) -> Result:
 
 def train_in_torch(clip: float | None = None) -> tuple[torch.nn.Module, list[float]]:
     """Train the undivided network on the same batches; return the network and the loss of each step."""
+    # The scenario reads the same source as a file.
     names: dict[str, Any] = {}
     exec(compile(OWN, "own.py", "exec"), names)
     (samples, labels), _ = names["load"]()
@@ -85,7 +86,7 @@ def train_in_torch(clip: float | None = None) -> tuple[torch.nn.Module, list[flo
 
 
 def load_tied_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the final weights of a run after checking that both tied tensors are equal."""
+    """Return the final weights of a run after a check of the tied tensors for equality."""
     weights = load_file(folder / "run" / "weights.safetensors")
     assert torch.equal(weights["embed.weight"], weights["head.weight"])
     return weights

@@ -91,7 +91,7 @@ MANY_PACKETS = (
             HEAD.replace("2", "1000}, c: {count: 500") + WORK,
             "x.yaml:2: devices: are 1,501, more than 2,000,000 links",
         ),
-        # A limit before parsing, which would take minutes.
+        # The size is limited before the text is parsed.
         (
             HEAD + WORK + "points: [" + "1," * 200_000 + "1]",
             "more than 35,000 lines, commas and opening brackets",

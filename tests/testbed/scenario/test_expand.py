@@ -42,6 +42,7 @@ def error_of(**parts) -> str:
 MANY_COMBINATIONS = {f"workload.method.{name}": list(range(100)) for name in "abcdefgh"}
 
 
+# 10^9 repetitions, 100^8 combinations, and 101 points of 100 repetitions.
 @pytest.mark.parametrize(
     ("parts", "key"),
     [
@@ -59,13 +60,14 @@ def test_too_many_runs_are_rejected_without_expanding_them(parts, key) -> None:
 
 
 def test_counted_devices_are_numbered_from_one():
+    # A count of one is numbered, and no count is not.
     devices = {"source": {}, "worker": {"count": 2}, "single": {"count": 1}}
     experiment = expand_experiment(devices=devices)
     names = [device.name for device in experiment.devices]
     assert names == ["source", "worker1", "worker2", "single1"]
 
 
-def test_keys_of_device_override_its_profile():
+def test_keys_of_device_override_profile():
     keys = {"profile": "raspberry-pi-3b", "memory": "512MiB", "cpus": 0.5}
     (device,) = expand_experiment(devices={"a": keys}).devices
     assert device.speed == PROFILES["raspberry-pi-3b"].speed
@@ -157,7 +159,7 @@ def test_unknown_access_preset_is_rejected():
     assert expected in message
 
 
-def test_keys_of_link_override_its_preset():
+def test_keys_of_link_override_preset():
     network = {"link": {"preset": "lan", "rate": "3mbit"}}
     links = expand_experiment(network=network).links
     assert links["source", "worker1"] == Link(3e6, PRESETS["lan"].delay)
@@ -264,6 +266,7 @@ def test_keys_swept_together_are_one_axis():
 
 
 def test_labels_of_swept_values_and_points_set_no_key():
+    # Labels are for reports only.
     swept = {"label": "slow", "value": "1mbit"}
     runs = expand(
         sweep={"network.link.rate": [swept]}, points=[{"label": "seventh", "seed": 7}]

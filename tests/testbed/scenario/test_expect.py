@@ -22,11 +22,13 @@ from testbed.trace.registry import COMMON, metric_kind, metrics_of
         (">=90%", "share", 0.95, 0.85),
         ("> 2", "number", 3, 2),
         ("<= 1", "number", 1, 1.5),
+        # Units are converted.
         ("< 60s", "seconds", 59.9, 60.0),
         ("< 1min", "seconds", 59.9, 60.0),
         ("== 1", "number", 1, 2),
         ("!= 0", "number", 1, 0),
         ("< 1MB", "bytes", 999_999, 1e6),
+        # Between 0.225 and 0.275 s.
         ("within 10% of 0.25s", "seconds", 0.2251, 0.2749999 + 0.01),
         ("within 10% of 250ms", "seconds", 0.2749, 0.22),
         ("within 50% of 4", "number", 6, 6.1),
@@ -53,6 +55,7 @@ def test_condition_holds_for_values_within_bounds(text, kind, holding, failing):
         (">= high", "share", "'high' is not a number"),
         ("< inf", "number", "'inf' is not a finite number"),
         ("< 60", "seconds", "'60' has no unit: a duration is written like '5ms'"),
+        # Metres or minutes?
         ("< 5m", "seconds", "write 'min'"),
         ("within 0.1 of 3", "number", "write '10%'"),
         ("within 10% of 3", "seconds", "'3' has no unit"),
@@ -74,10 +77,12 @@ def test_any_text_is_condition_or_value_error(text, kind):
         condition = parse_condition(text, kind)
     except ValueError:
         return
+    # A valid condition accepts any value.
     assert condition.holds(object()) is False
 
 
 def test_true_and_one_are_not_equal_in_conditions():
+    # They are equal in Python.
     assert not parse_condition("== 1", "number").holds(True)
     assert not parse_condition("== true", "bool").holds(1)
 

@@ -40,7 +40,7 @@ expect:
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Return a function that writes small.yaml in an empty working directory and returns its name."""
+    """Return a function for writing small.yaml in an empty working directory; the function returns the name."""
     monkeypatch.chdir(tmp_path)
 
     def write_scenario(text: str | bytes) -> str:
@@ -83,6 +83,7 @@ def test_source_locates_keys_and_enclosing_values_of_missing_keys(write):
 
 def test_dumped_scenario_is_valid_and_equal(write):
     scenario = load(write(VALID))
+    # Results contain the dumped scenario.
     dumped = scenario.model_dump(mode="json", by_alias=True)
     reloaded = validate(dumped, Source("resolved"))
     assert reloaded.model_dump() == scenario.model_dump()
@@ -250,7 +251,7 @@ def test_all_errors_are_reported_in_order_of_file(write):
     ]
 
 
-# Each mapping repeats the one before it eight times: seven levels unfold to two million values.
+# Each list repeats the previous one eight times: seven levels unfold to 8^7 values.
 EXPONENTIAL_ALIASES = "a: &a [1,1,1,1,1,1,1,1]\n"
 for old_name, new_name in itertools.pairwise("abcdefg"):
     aliases = ",".join([f"*{old_name}"] * 8)
@@ -296,7 +297,7 @@ def test_file_without_scenario_is_rejected(write, text, expected):
 
 @pytest.fixture
 def folder_of_scenarios(write, tmp_path):
-    """Write small.yaml and a folder with scenarios of its own in the working directory."""
+    """Write small.yaml and a folder of scenarios in the working directory."""
     write(VALID)
     (tmp_path / "scenarios" / "smoke").mkdir(parents=True)
     (tmp_path / "scenarios" / "quickstart.yaml").write_text(VALID)
@@ -383,10 +384,12 @@ def test_overrides_set_dotted_keys(write):
         [
             "network.link.rate=10mbit",
             "network.link.loss=1%",
+            # Items of lists have indices.
             "faults.0.at=7s",
             "workload.method.micro_batches=8",
             "expect.accuracy=>= 0.5",
             "devices.extra={profile: laptop}",
+            # Not parsed as a mapping, since the key is text.
             "description=a: b",
         ],
     )
@@ -545,7 +548,7 @@ def test_duplicate_anchor_is_rejected(write):
     assert error.startswith("small.yaml:3: is not YAML: duplicate anchor: rename")
 
 
-def test_format_of_link_trace_is_checked_before_its_length(write, tmp_path):
+def test_link_trace_format_is_checked_before_length(write, tmp_path):
     # Files of Mahimahi have one number a line, and often more lines than a link trace may have.
     (tmp_path / "lte.mahi").write_text("\n".join(map(str, range(20_000))))
     error = single_error(write(VALID + "\ntrace: lte.mahi\n"))

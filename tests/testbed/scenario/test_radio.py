@@ -65,8 +65,8 @@ def test_radio_determines_message_loss_except_of_explicit_links():
     ("keys", "loss"), [({}, 0), ({"sensitivity": -80}, 1)], ids=["power", "both"]
 )
 def test_power_and_sensitivity_override_preset(keys, loss):
-    # Of -10 dBm, 46.68 + 10 * 3.1 * log10(10) = 77.68 dB are lost in 10 m: the signal of -87.68 dBm is above the preset's
-    # sensitivity of -95 dBm and below -80 dBm. Without shadowing, that alone decides.
+    # In 10 m, 46.68 + 10 * 3.1 * log10(10) = 77.68 dB of -10 dBm are lost. The signal of -87.68 dBm is above the
+    # preset's sensitivity of -95 dBm and below -80 dBm; without shadowing, that alone decides.
     devices = {"a": {"position": [0, 0]}, "b": {"position": [10, 0]}}
     radio = {
         "area": [50, 50],
@@ -212,7 +212,7 @@ def test_links_without_radio_lose_no_messages():
         ),
     ],
 )
-def test_invalid_radio_is_rejected_at_its_key(network, devices, message):
+def test_invalid_radio_is_rejected_at_key(network, devices, message):
     error = error_of(network=network, devices=devices)
     assert message in error
     assert "\n" not in error

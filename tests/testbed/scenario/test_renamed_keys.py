@@ -67,6 +67,7 @@ def renamed_options() -> list[tuple[str, str, str]]:
     renamed_options(),
 )
 def test_former_option_of_method_is_rejected_with_new_name(method, old_name, new_name):
+    # The message must not name a key that has been renamed again.
     assert new_name in METHODS[method].Options.model_fields
     changes = ["sweep={}", "points=[]", f"workload.method.name={method}"]
     changes.append(f"workload.method.{old_name}=1")

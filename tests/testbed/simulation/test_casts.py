@@ -189,7 +189,7 @@ def test_cast_of_sender_killed_during_transmission_is_lost():
     assert not events_of(world, "cast")
 
 
-def test_concurrent_casts_are_sequential_and_receivers_get_own_tensors():
+def test_concurrent_casts_are_sequential_and_receivers_get_separate_tensors():
     import torch
 
     received = []

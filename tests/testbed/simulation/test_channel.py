@@ -176,8 +176,8 @@ def test_links_to_different_peers_do_not_share_rate():
     assert first["time"] == second["time"]
 
 
-def test_link_without_rate_takes_only_its_delay():
-    # Half a gigabyte, a little below the limit of one message.
+def test_message_on_link_without_rate_takes_only_delay():
+    # Half a gigabyte, so that any rate would add to the time.
     world = make_world(
         {"lead": send_one("b", padding=5 * 10**8 - 1000), "b": receive_forever},
         link=Link(delay=0.25),

@@ -84,7 +84,7 @@ def test_reordered_packet_skips_delay():
     assert len(immediate) / count == pytest.approx(0.25, abs=0.03)
 
 
-def test_message_of_many_packets_waits_for_packets_that_are_not_reordered():
+def test_message_of_many_packets_waits_for_packets_with_delay():
     seconds = latencies(Link(delay=0.1, reorder=0.25), 200, padding=40_000)
     assert min(seconds) == pytest.approx(0.1)
 

@@ -76,7 +76,7 @@ def test_message_of_killed_sender_is_no_longer_being_received():
     assert answers == [True, True, False, False, False]
 
 
-def test_single_processor_computes_one_task_at_a_time():
+def test_single_processor_computes_tasks_sequentially():
     results = []
 
     async def compute_three(device: Device):
@@ -206,7 +206,7 @@ def test_listener_receives_queued_and_later_messages():
     assert received == [(0, 0.05), (1, arrivals[1]), (2, arrivals[2])]
 
 
-def test_exception_in_listener_fails_its_program():
+def test_exception_in_listener_fails_program():
     def reject_message(message):
         raise ValueError("not for me")
 

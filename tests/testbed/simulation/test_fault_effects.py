@@ -56,7 +56,7 @@ def test_kill_interrupts_computation_and_restart_begins_program_anew():
     ]
 
 
-def test_kill_triggered_by_span_prevents_its_computation():
+def test_kill_at_beginning_of_span_prevents_computation():
     completed = []
 
     async def compute_batches(device: Device):
@@ -159,7 +159,7 @@ def test_unsent_messages_of_killed_sender_are_lost():
     assert values_of(world, "receive", "message") == ["m0"]
 
 
-def test_pause_delays_computation_by_its_duration():
+def test_pause_delays_computation_by_duration_of_pause():
     world = make_world(
         {"lead": sleep_for(10.5), "b": compute_seconds},
         faults=[{"pause": "b", "at": "2.5s", "for": "3s"}],
@@ -190,7 +190,7 @@ def test_paused_device_receives_and_acknowledges_after_resuming():
     assert world.event_queue.now == pytest.approx(4.5 + LINK.delay)
 
 
-def test_paused_sender_continues_its_message_after_resuming():
+def test_paused_sender_continues_message_after_resuming():
     world = make_world(
         {"lead": sleep_for(9.5), "b": send_large_and_receive},
         faults=[{"pause": "b", "at": "0.5s", "for": "4s"}],
@@ -298,7 +298,7 @@ def test_degrade_slows_remainder_of_message_under_way():
     assert world.event_queue.now == pytest.approx(0.5 + remaining + 0.2)
 
 
-def test_heal_reverts_all_faults_and_later_scheduled_end_has_no_effect():
+def test_heal_reverts_all_faults_and_later_end_has_no_effect():
     world = make_world(
         {"lead": sleep_for(5), "b": receive_forever},
         faults=[
@@ -312,7 +312,7 @@ def test_heal_reverts_all_faults_and_later_scheduled_end_has_no_effect():
     assert set(times_of(world, "link")) == {1, 2}
 
 
-def test_restart_of_running_device_and_resume_of_active_device_have_no_effect():
+def test_restart_of_running_and_resume_of_active_device_have_no_effect():
     world = make_world(
         {"lead": sleep_for(5.5), "b": compute_seconds},
         faults=[{"restart": "b", "at": "1.5s"}, {"resume": "b", "at": "2.5s"}],
@@ -334,7 +334,7 @@ def test_kill_during_boot_delays_restart():
     assert times_of(world, "compute", "b") == [1, 7, 8, 9]
 
 
-def test_restarted_coordinator_ends_run_when_it_returns():
+def test_run_ends_when_restarted_coordinator_returns():
     world = make_world(
         {"lead": sleep_for(3), "b": receive_forever},
         faults=[{"kill": "lead", "at": "1s", "for": "0"}],

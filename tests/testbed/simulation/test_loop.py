@@ -18,9 +18,9 @@ def loop():
 
 def test_sleep_advances_clock_exactly_without_waiting(loop):
     async def sleep_twice():
-        # Twelve days, which the test could not wait for.
         await asyncio.sleep(1e-7)
         first = loop.time()
+        # Eleven days, for which the test could not wait.
         await asyncio.sleep(1e6)
         return first, loop.time()
 
@@ -139,7 +139,7 @@ def test_loop_runs_again_after_error(loop, error):
     assert loop.run_until_complete(asyncio.sleep(1, loop.time())) == 1
 
 
-def test_callback_runs_in_context_of_its_call(loop):
+def test_callback_runs_in_passed_or_current_context(loop):
     owners = {}
 
     def record_owner(number):

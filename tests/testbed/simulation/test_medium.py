@@ -18,7 +18,7 @@ REQUESTS = st.lists(
 
 
 @given(REQUESTS)
-def test_transmission_begins_when_all_its_media_are_free(requests) -> None:
+def test_transmission_begins_when_all_media_are_free(requests) -> None:
     media = [Medium() for _ in range(3)]
     free_times = [0, 0, 0]
     now = 0
@@ -32,7 +32,7 @@ def test_transmission_begins_when_all_its_media_are_free(requests) -> None:
     assert [medium.free_at for medium in media] == free_times
 
 
-def test_reservations_of_medium_are_reported_to_its_observer() -> None:
+def test_reservations_of_medium_are_reported_to_observer() -> None:
     reservations: list[tuple[float, float]] = []
     cell = Medium(lambda start, end: reservations.append((start, end)))
     access = Medium()

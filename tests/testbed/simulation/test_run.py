@@ -77,7 +77,7 @@ def test_live_events_equal_recorded_events_in_order_of_time():
     assert times == sorted(times)
 
 
-def test_live_events_can_be_limited_by_name_and_lines_are_complete():
+def test_live_events_are_limited_by_name_and_lines_are_complete():
     live, lines = [], []
     outcome = run_simulated(
         make_scenario(),
@@ -89,7 +89,7 @@ def test_live_events_can_be_limited_by_name_and_lines_are_complete():
     assert "".join(lines) == json_lines(outcome)
 
 
-def test_run_interrupted_by_user_keeps_its_events():
+def test_interrupted_run_keeps_events():
     live = []
 
     def interrupt_at_step_5(event):

@@ -68,7 +68,7 @@ def message_seconds(world, rate=8e6) -> float:
     return first_message_bytes(world, "m") * 8 / rate
 
 
-def test_concurrent_messages_of_device_share_its_uplink():
+def test_concurrent_messages_share_uplink_of_sender():
     world = make_world(
         {
             "lead": wait_for_others,
@@ -84,7 +84,7 @@ def test_concurrent_messages_of_device_share_its_uplink():
     assert arrivals(world) == {("a", "b"): half_rate, ("a", "c"): half_rate}
 
 
-def test_later_message_shares_uplink_from_its_start():
+def test_message_that_starts_later_shares_uplink():
     send_twice = run_concurrently(send_to("b"), send_to("c", start=0.5))
     world = make_world(
         {
@@ -129,7 +129,7 @@ def test_access_faster_than_link_does_not_change_times():
     assert send_of_plain == pytest.approx(send_of_limited)
 
 
-def test_cell_is_one_channel_for_its_members_and_does_not_limit_other_links():
+def test_cell_members_share_one_channel_and_other_links_are_unaffected():
     cells = [Cell(("a", "b", "c"), 8e6)]
     programs = {
         "lead": wait_for_others,

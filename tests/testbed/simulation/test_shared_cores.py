@@ -35,7 +35,7 @@ def simulate_durations(machines, programs, **options):
     }
 
 
-def test_two_devices_get_half_a_core_each_until_one_finishes():
+def test_two_devices_share_core_equally_until_one_finishes():
     durations = simulate_durations(
         ONE_CORE, {"a": compute_sequence(2e6, 1e6), "b": compute_sequence(1e6)}
     )

@@ -109,7 +109,7 @@ def test_without_kills_each_message_arrives_once_in_order(link, sizes, faults, m
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(links, message_sizes, fault_lists(["kill", "pause"]), shared_media)
-def test_with_kills_each_boot_receives_in_order_and_every_message_arrives(
+def test_with_kills_messages_arrive_in_order_after_each_boot(
     link, sizes, faults, media
 ):
     world, received = simulate_messages(link, sizes, faults, media)

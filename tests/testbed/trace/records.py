@@ -19,7 +19,7 @@ def in_order(*groups: Iterable[Event]) -> list[Event]:
 
 
 def without(events: Iterable[Event], *names: str) -> list[Event]:
-    """Return the events except those of some names."""
+    """Return all events except of some names."""
     return [event for event in events if event.event not in names]
 
 
@@ -38,7 +38,7 @@ def with_fields(
 def fault_event(
     time: float, action: str, target: str, phase: str = "strike", **fields: Any
 ) -> Event:
-    """Return a fault's event; it is on time unless the fields say otherwise."""
+    """Return the event of a fault, by default at the intended time."""
     defaults = {"action": action, "target": target, "phase": phase, "intended": time}
     return Event(time, TESTBED, "fault", defaults | fields)
 
@@ -58,5 +58,5 @@ def columns_of(rows: Iterable[dict[str, Any]], *keys: str) -> list[tuple[Any, ..
 
 
 def steadiness(metrics: dict[str, Any]) -> list[bool]:
-    """Return for each step whether it counts as undisturbed."""
+    """Return the flag of each step for being undisturbed."""
     return [row["steady"] for row in metrics["series"]["steps"]]

@@ -98,7 +98,7 @@ def link_change(source: str, target: str, link: Link, time: float = 0.0) -> Even
 def make_step(
     late_work: float = 0.0, late_message: float = 0.0
 ) -> tuple[list[Event], float]:
-    """Return the events of one step from 0 on, and its end.
+    """Return the events of one step from 0 on, and the end of the step.
 
     The work of b and the answer to a may be late. Work for c, on which a does not wait, is late in any case.
     """
@@ -255,7 +255,7 @@ def test_work_of_other_processor_is_not_on_path() -> None:
     assert paths.spent("a", (0.0, returned)).computing == pytest.approx(1.5)
 
 
-def test_busy_time_of_device_is_mean_of_its_processors() -> None:
+def test_busy_time_of_device_is_mean_of_processors() -> None:
     # Of two processors one works for 3 s, the other for 1 s.
     computations = [compute("a", 0.0, 3.0), compute("a", 1.0, 2.0)]
     steps = [
@@ -274,7 +274,7 @@ def test_busy_time_of_device_is_mean_of_its_processors() -> None:
     assert busiest_share(record) == pytest.approx(0.25)
 
 
-def test_message_with_late_clock_reading_is_matched_with_its_own_send() -> None:
+def test_message_with_late_clock_reading_is_matched_with_correct_send() -> None:
     first, second = message("a", "b", 0.0), message("a", "b", 5.0)
     # The sender read its clock so late that the message seems to leave after its arrival.
     second[0].fields["queued"] = TRANSFER + 0.004

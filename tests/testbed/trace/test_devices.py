@@ -61,7 +61,7 @@ def test_device_traffic_and_deficit_of_recorded_run() -> None:
     assert metrics["b"]["deficit_share"] == pytest.approx(0.04 / 4)
 
 
-def test_sending_during_computation_is_not_communication_time_of_its_own() -> None:
+def test_sending_during_computation_does_not_count_as_communication() -> None:
     computation = {
         "span": "forward",
         "start": 0.0,
@@ -110,7 +110,7 @@ def test_late_computations_make_run_untrusted(key: str) -> None:
 
 
 def seconds_within(row: dict[str, Any], begin: float, end: float) -> float:
-    """Return the seconds of a step that lie in an interval."""
+    """Return the seconds of a step within an interval."""
     start = row["time"] - row["seconds"]
     return max(0.0, min(row["time"], end) - max(start, begin))
 
@@ -214,7 +214,7 @@ def test_deficit_share_is_mean_of_processors() -> None:
     assert deficit_share_of_b(two_processors) == pytest.approx(0.005)
 
 
-def test_device_without_assignment_is_idle_and_not_in_mean_idle_share() -> None:
+def test_device_without_assignment_is_idle_and_excluded_from_mean() -> None:
     record = recorded.make_calm_record()
     spare = replace(record.experiment.devices[0], name="spare")
     with_spare = (*record.experiment.devices, spare)
@@ -270,5 +270,5 @@ def test_time_for_metrics_is_linear_in_number_of_devices() -> None:
     (metric,) = [metric for metric in METRICS if metric.name == "compute_share"]
     began = process_time()
     assert metric.compute(record) == 1.0
-    # A search of all events for each device would take minutes.
+    # A search of all events for each device would take much longer.
     assert process_time() - began < 2

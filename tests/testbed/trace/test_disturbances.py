@@ -72,8 +72,9 @@ KILL_AND_PARTITION = [
 
 
 def test_recovery_is_assigned_to_fault_in_force() -> None:
-    pairs = [(item.struck, item.duration) for item in recoveries(KILL_AND_PARTITION)]
-    assert pairs == [(45, 57 - 45), (110, 126 - 110)]
+    first, second = recoveries(KILL_AND_PARTITION)
+    assert (first.struck, first.duration) == (45, 57 - 45)
+    assert (second.struck, second.duration) == (110, 126 - 110)
 
 
 def test_later_recovery_is_assigned_to_only_fault_that_never_ended() -> None:

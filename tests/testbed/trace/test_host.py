@@ -7,7 +7,7 @@ from tests.testbed.trace.records import in_order, metric_values
 
 
 def host_event(time: float, device: str, processor: float, computing: float) -> Event:
-    """Return a report of processor seconds: all of an agent's, and those of computations."""
+    """Return a report of an agent's processor seconds, in total and for computations."""
     fields = {"waited": 0.0, "interval": 1.0}
     fields |= {"processor": processor, "computing": computing}
     return Event(time, device, "host", fields)

@@ -28,7 +28,9 @@ def test_nan_loss_is_reported_as_divergence() -> None:
 def learning_metrics(*evaluations: tuple[float, dict[str, Any]]) -> dict[str, Any]:
     """Return the metrics of the recorded run with other evaluations, given by time and fields."""
     events = without(recorded.make_events(faulty=False), "evaluate")
-    evaluated = [Event(time, "a", "evaluate", fields) for time, fields in evaluations]
+    evaluated = []
+    for time, fields in evaluations:
+        evaluated.append(Event(time, "a", "evaluate", fields))
     record = recorded.make_calm_record(events=in_order(events, evaluated))
     return metric_values(METRICS, record)
 

@@ -173,11 +173,12 @@ def test_lines_of_log_equal_lines_of_events(count: int) -> None:
     assert "".join(log.lines()) == expected
 
 
-def test_rounded_log_has_times_of_its_lines(events: list[Event]) -> None:
+def test_rounded_log_has_times_of_written_lines(events: list[Event]) -> None:
     exact = [event._replace(time=event.time + 1e-10) for event in events]
     log = EventLog(exact)
     rounded = log.rounded()
-    assert list(rounded) == [Event.from_json(event.to_json()) for event in exact]
+    for event, rounded_event in zip(exact, rounded, strict=True):
+        assert rounded_event == Event.from_json(event.to_json())
     assert rounded.devices == log.devices
     assert rounded.latest == round(log.latest, 9)
     # The original log is unchanged.

@@ -41,7 +41,7 @@ def temporary_fault(begin: float, end: float, action: str, target: str) -> list[
 
 
 def metrics_until(end: float, *groups: list[Event]) -> dict[str, Any]:
-    """Return the metrics of a run that ends at a time."""
+    """Return the metrics of a run with an end time."""
     finished = Event(end, "source", "state", {"state": "finished"})
     return metrics(
         recorded.make_outcome(events=in_order(*groups, [finished])),
@@ -58,7 +58,7 @@ PERMANENTLY_SLOWER = [0.5, 1.0, 3.0, 5.0, 7.0]
 def test_temporary_fault_divides_run_into_three_phases() -> None:
     throttle = temporary_fault(4.0, 10.0, "throttle", "worker1")
     values = metrics_until(13.0, step_events(SLOWER_FROM_4_TO_10), throttle)
-    # The first step, and the one in which the fault strikes, do not count.
+    # Every step but the first, which is warm-up, lies entirely in one phase.
     rows = columns_of(values["phase_list"], "name", "steps", "step_time")
     assert rows == [
         ("before", 3, 1.0),
@@ -100,14 +100,14 @@ def test_overlapping_faults_are_one_phase_and_equal_conditions_are_merged() -> N
 
 def test_evaluation_at_end_of_every_round_belongs_to_step() -> None:
     values = metrics_until(4.0, step_events([1.0, 2.0, 3.0, 4.0], evaluate=True))
-    # A single evaluation would make its step no undisturbed one.
+    # An evaluation after some steps only would disturb these steps.
     assert values["steady_steps"] == 3
     assert values["step_time"] == pytest.approx(1.0)
     assert values["phase_list"] == []
 
 
 def test_rounds_without_killed_device_are_phase() -> None:
-    # Rounds without the device have fewer samples, which is no unusual batch in all of the phase.
+    # Rounds without the device have fewer samples; within the phase this is the usual number.
     steps = with_fields(
         step_events(SLOWER_FROM_4_TO_10, evaluate=True),
         lambda event: 4.0 < event.time <= 10.0,
@@ -185,7 +185,7 @@ def test_phases_partition_run_and_are_named_after_faults_in_force(seed: int) -> 
     assert undisturbed + sum(disturbed.values()) == pytest.approx(20.0)
 
 
-def test_request_counts_only_in_phase_that_contains_it_entirely() -> None:
+def test_request_across_phase_boundary_is_not_counted() -> None:
     requests = []
     for number, time in enumerate((1.5, 4.5, 6.0, 9.0)):
         fields = {"request": number, "latency": 1.0}

@@ -58,7 +58,7 @@ def test_recovery_prolonged_by_host_makes_run_untrusted() -> None:
 
 
 def recovery_metrics(*events: Event) -> dict[str, Any]:
-    """Return the metrics of a run that only these faults and recoveries disturb."""
+    """Return the metrics of a run with only these faults and recoveries."""
     undisturbed = recorded.make_events(faulty=False)
     record = recorded.make_record(events=in_order(undisturbed, events))
     return metric_values(METRICS, record)
@@ -137,7 +137,7 @@ def test_deficit_of_recovery_is_maximum_of_devices_per_processor() -> None:
     assert recovery_list(record)[0]["deficit"] == pytest.approx(0.3)
 
 
-def test_method_adds_own_values_to_recovery() -> None:
+def test_method_adds_values_to_recovery() -> None:
     record = recorded.make_record()
     record.describe_recovery = lambda item, _: {"redistributed": item.resumed}
     assert recovery_list(record)[0]["redistributed"] == RESUMED

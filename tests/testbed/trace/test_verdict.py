@@ -47,6 +47,7 @@ def is_strike(event: Event) -> bool:
 
 
 def test_undamaged_run_is_trusted() -> None:
+    # The fault of the recorded run is intended.
     judged = recorded_metrics()["verdict"]
     assert judged["kind"] == "trusted", judged
     assert judged["reasons"] == []
@@ -153,7 +154,7 @@ def test_missing_fault_is_reported() -> None:
     assert "never struck: kill" in summary_of(events=events)
 
 
-def test_fault_that_takes_time_counts_from_its_beginning() -> None:
+def test_slow_fault_counts_from_beginning() -> None:
     # A device may boot or hand over its state before the event of the fault.
     events = with_fields(recorded.make_events(), is_strike, intended=1.0, began=1.1)
     assert "late" not in summary_of(events=events)
@@ -375,7 +376,7 @@ def test_links_out_of_tolerance_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("late", "is_ok"), [(0.5, True), (0.51, False)])
-def test_fault_may_be_half_a_second_late(late: float, is_ok: bool) -> None:
+def test_fault_may_be_up_to_500_ms_late(late: float, is_ok: bool) -> None:
     # The kill struck at 2.32 s.
     events = with_fields(recorded.make_events(), is_strike, intended=2.32 - late)
     record = recorded.make_record(events=events)
