@@ -1,4 +1,9 @@
-"""Parts of a layer under training beside torch on the undivided layer: forward, gradients, updates, moving neurons."""
+"""Parts of a layer under training, against torch on the whole layer: outputs, gradients, updates, moved neurons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -29,78 +34,89 @@ from testbed.ml.models.slices import (
 )
 from testbed.ml.training.schema import OptimizerPart
 
-OPTIMIZERS = [
-    OptimizerPart(learning_rate=0.1, momentum=0, weight_decay=0),
-    OptimizerPart(learning_rate=0.05, momentum=0.9, weight_decay=0.01),
-]
+PLAIN = OptimizerPart(learning_rate=0.1, momentum=0, weight_decay=0)
+MOMENTUM = OptimizerPart(learning_rate=0.05, momentum=0.9, weight_decay=0.01)
+optimizers = st.sampled_from([PLAIN, MOMENTUM])
 SAMPLES = 3
 
 
+@dataclass(frozen=True)
+class Case:
+    """A model and one of its layers, which is to be divided."""
+
+    model: Model
+    layer: GraphLayer
+
+
 @st.composite
-def layers(draw: st.DrawFn) -> tuple[Model, int]:
-    """Return a model and which of its found is divided: a dense one, behind a map or not, or a convolution."""
-    kind = draw(st.sampled_from(["dense", "dense behind a map", "convolution"]))
-    wide, narrow = draw(st.integers(1, 9)), draw(st.integers(1, 6))
+def cases(draw: st.DrawFn) -> Case:
+    """Draw a fully connected layer, one with the values of a convolution as inputs, or a convolution."""
+    kind = draw(st.sampled_from(["dense", "dense after convolution", "convolution"]))
+    outputs = draw(st.integers(1, 9))
+    inputs = draw(st.integers(1, 6))
     if kind == "dense":
-        return chain(
-            "m", (narrow,), 2, [("a", [Linear(wide), ReLU()]), ("b", [Linear(2)])]
-        ), 0
-    norm = [BatchNorm2d()] * draw(st.booleans())
-    stride, kernel = draw(st.integers(1, 2)), draw(st.sampled_from([1, 3]))
-    convolution = [
-        Conv2d(wide, kernel, stride, kernel // 2, bias=not norm),
-        *norm,
-        LeakyReLU(0.1),
-    ]
-    units = [
-        ("a", [*convolution, Flatten()]),
-        ("b", [Linear(3), ReLU()]),
-        ("c", [Linear(2)]),
-    ]
-    return chain("m", (narrow, 5, 4), 2, units), int(kind == "dense behind a map")
+        units = [("a", [Linear(outputs), ReLU()]), ("b", [Linear(2)])]
+        model = chain("m", (inputs,), 2, units)
+        return Case(model, graph_of(model).layers[0])
+    stride = draw(st.integers(1, 2))
+    kernel = draw(st.sampled_from([1, 3]))
+    if draw(st.booleans()):
+        # A normalisation replaces the bias.
+        convolution = Conv2d(outputs, kernel, stride, kernel // 2, bias=False)
+        first_unit = [convolution, BatchNorm2d(), LeakyReLU(0.1), Flatten()]
+    else:
+        convolution = Conv2d(outputs, kernel, stride, kernel // 2, bias=True)
+        first_unit = [convolution, LeakyReLU(0.1), Flatten()]
+    units = [("a", first_unit), ("b", [Linear(3), ReLU()]), ("c", [Linear(2)])]
+    model = chain("m", (inputs, 5, 4), 2, units)
+    index = 0 if kind == "convolution" else 1
+    return Case(model, graph_of(model).layers[index])
 
 
 @st.composite
-def divisions(draw: st.DrawFn, size: int, others: int = 0) -> list[Channels]:
-    """Divide channels over one to four devices: anyhow, or in a row."""
-    count = draw(st.integers(1, 4))
-    owners = draw(st.lists(st.integers(0, count - 1), min_size=size, max_size=size))
-    owners = sorted(owners) if draw(st.booleans()) else owners
-    parts = [
-        as_channels(n for n, owner in enumerate(owners) if owner == device)
-        for device in range(count)
-    ]
-    return [part for part in parts if len(part)]
+def divisions(draw: st.DrawFn, size: int) -> list[Channels]:
+    """Divide channels among one to four devices, each with consecutive or with arbitrary channels."""
+    devices = draw(st.integers(1, 4))
+    owner = st.integers(0, devices - 1)
+    owners = draw(st.lists(owner, min_size=size, max_size=size))
+    if draw(st.booleans()):
+        owners = sorted(owners)
+    parts = []
+    for device in range(devices):
+        owned = [channel for channel in range(size) if owners[channel] == device]
+        if owned:
+            parts.append(as_channels(owned))
+    return parts
 
 
-class Whole:
-    """An layer undivided, in torch alone."""
+class WholeLayer:
+    """An undivided layer with random parameters, trained by torch alone."""
 
     def __init__(
         self, model: Model, layer: GraphLayer, optimizer: OptimizerPart
     ) -> None:
         unit = model.build(layer.unit, layer.unit + 1, seed=5)[0]
-        self.modules = [unit[int(name)] for name in layer.modules]
-        for module in self.modules:
-            for parameter in module.parameters():
-                torch.nn.init.normal_(parameter)
         self.layer = layer
-        own = torch.nn.Sequential(*self.modules)
-        if any(True for _ in own.parameters()):
-            self.optimizer = torch.optim.SGD(
-                own.parameters(),
-                lr=optimizer.learning_rate,
-                momentum=optimizer.momentum,
-                weight_decay=optimizer.weight_decay,
-            )
+        self.modules = [unit[int(name)] for name in layer.modules]
+        parameters = list(torch.nn.Sequential(*self.modules).parameters())
+        for parameter in parameters:
+            torch.nn.init.normal_(parameter)
+        self.optimizer = torch.optim.SGD(
+            parameters,
+            lr=optimizer.learning_rate,
+            momentum=optimizer.momentum,
+            weight_decay=optimizer.weight_decay,
+        )
 
     def state(self) -> dict[str, torch.Tensor]:
-        pairs = zip(self.layer.names, self.modules, strict=True)
-        return {
-            f"{name}.{key}": value
-            for name, module in pairs
-            for key, value in module.state_dict().items()
-        }
+        state = {}
+        for name, module in zip(self.layer.names, self.modules, strict=True):
+            for key, value in module.state_dict().items():
+                state[f"{name}.{key}"] = value
+        return state
+
+    def cut_state(self, part: Slice) -> dict[str, torch.Tensor]:
+        return cut_tensors(self.layer, part, self.state())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         values = inputs.reshape(len(inputs), *self.layer.entering)
@@ -111,7 +127,7 @@ class Whole:
     def train(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs and the gradient of the inputs; update."""
+        """Take one step, and return the outputs and the gradient of the inputs."""
         inputs = inputs.clone().requires_grad_()
         outputs = self.forward(inputs)
         self.optimizer.zero_grad()
@@ -121,262 +137,277 @@ class Whole:
         return outputs.detach(), inputs.grad
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+def draw_inputs_and_gradient(layer: GraphLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(SAMPLES, layer.inputs)
+    gradient = torch.randn(SAMPLES, layer.outputs)
+    return inputs, gradient
 
 
-def same_state(shards: list[LayerShard], whole: Whole) -> None:
-    state = whole.state()
+def are_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    # Sums over parts of a layer round differently.
+    return torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def assert_states_match(shards: Sequence[LayerShard], whole: WholeLayer) -> None:
     for shard in shards:
-        for name, tensor in cut_tensors(whole.layer, shard.part, state).items():
-            assert close(shard.state()[name], tensor), name
+        state = shard.state()
+        for name, tensor in whole.cut_state(shard.part).items():
+            assert are_close(state[name], tensor), name
 
 
-def in_order(
-    parts: list[Channels], values: list[torch.Tensor], each: int
+def join_channels(
+    parts: Sequence[Channels], values: Sequence[torch.Tensor], pixels: int
 ) -> torch.Tensor:
-    """Put values of channels, (samples, elements), into the order of the channels."""
-    order = [element for part in parts for element in elements_of(part, each)]
-    places = torch.empty(len(order), dtype=torch.long)
-    places[torch.tensor(order)] = torch.arange(len(order))
-    return torch.cat(values, dim=1)[:, places]
+    """Join the values of all parts, (samples, elements of the part), in the order of channels."""
+    elements: list[int] = []
+    for part in parts:
+        elements.extend(elements_of(part, pixels))
+    joined = torch.cat(list(values), dim=1)
+    return joined[:, torch.tensor(elements).argsort()]
+
+
+# ------------------------------------------------------------------------------------------------------------- training
 
 
 @settings(max_examples=20, deadline=None)
-@given(layers())
-def test_a_first_layer_learns_the_same_without_the_gradient_of_its_inputs(
-    case: tuple[Model, int],
-) -> None:
-    model, index = case
-    layer = graph_of(model).layers[index]
-    whole = Whole(model, layer, OPTIMIZERS[0])
-    state = cut_tensors(layer, layer.whole, whole.state())
-    inputs, gradient = (
-        torch.randn(SAMPLES, layer.inputs),
-        torch.randn(SAMPLES, layer.outputs),
-    )
-    found = []
-    for learn in (LayerShard.backward, LayerShard.learn):
-        shard = LayerShard(layer, layer.whole, state, OPTIMIZERS[0])
-        shard.forward(0, inputs)
-        learn(shard, 0, gradient)
-        found.append(shard.gradients())
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
+@given(cases())
+def test_learn_has_parameter_gradients_of_backward(case: Case) -> None:
+    layer = case.layer
+    whole = WholeLayer(case.model, layer, PLAIN)
+    state = whole.cut_state(layer.whole)
+    inputs, gradient = draw_inputs_and_gradient(layer)
+    with_backward = LayerShard(layer, layer.whole, state, PLAIN)
+    with_backward.forward(0, inputs)
+    with_backward.backward(0, gradient)
+    with_learn = LayerShard(layer, layer.whole, state, PLAIN)
+    with_learn.forward(0, inputs)
+    with_learn.learn(0, gradient)
+    expected = with_backward.gradients()
+    gradients = with_learn.gradients()
+    assert gradients.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(gradients[name], tensor), name
 
 
 @settings(max_examples=40, deadline=None)
-@given(layers(), st.sampled_from(OPTIMIZERS), st.data())
-def test_neurons_divided_by_outputs_train_as_the_undivided_layer_does(
-    case: tuple[Model, int], optimizer: OptimizerPart, data: st.DataObject
+@given(cases(), optimizers, st.data())
+def test_shards_of_neurons_train_like_whole_layer(
+    case: Case, optimizer: OptimizerPart, data: st.DataObject
 ) -> None:
-    model, index = case
-    layer = graph_of(model).layers[index]
-    whole = Whole(model, layer, optimizer)
+    layer = case.layer
+    whole = WholeLayer(case.model, layer, optimizer)
+    all_inputs = range(layer.input_channels)
     parts = data.draw(divisions(layer.output_channels))
-    every = range(layer.input_channels)
-    shards = [
-        LayerShard(layer, part, cut_tensors(layer, part, whole.state()), optimizer)
-        for part in (Slice(part, every, part) for part in parts)
-    ]
+    shards = []
+    for neurons in parts:
+        part = Slice(neurons, all_inputs, neurons)
+        shards.append(LayerShard(layer, part, whole.cut_state(part), optimizer))
     for step in range(3):
-        inputs, gradient = (
-            torch.randn(SAMPLES, layer.inputs),
-            torch.randn(SAMPLES, layer.outputs),
-        )
+        inputs, gradient = draw_inputs_and_gradient(layer)
         outputs = [shard.forward(step, inputs) for shard in shards]
-        sent = [
-            shard.backward(step, pick(gradient, 1, elements_of(part, layer.pixels)))
-            for shard, part in zip(shards, parts, strict=True)
-        ]
-        for shard in shards:
+        input_gradient = torch.zeros(SAMPLES, layer.inputs)
+        for shard, neurons in zip(shards, parts, strict=True):
+            own_gradient = pick(gradient, 1, elements_of(neurons, layer.pixels))
+            # Each shard uses all inputs, so their gradients are summed.
+            input_gradient += shard.backward(step, own_gradient)
             shard.update()
-        wanted, wanted_gradient = whole.train(inputs, gradient)
-        assert close(in_order(parts, outputs, layer.pixels), wanted)
-        assert close(torch.stack(sent).sum(0), wanted_gradient)
-        same_state(shards, whole)
+        expected, expected_gradient = whole.train(inputs, gradient)
+        assert are_close(join_channels(parts, outputs, layer.pixels), expected)
+        assert are_close(input_gradient, expected_gradient)
+        assert_states_match(shards, whole)
 
 
-def dense(optimizer: OptimizerPart = OPTIMIZERS[0]) -> tuple[GraphLayer, Whole]:
-    model = chain("m", (6,), 2, [("a", [Linear(8), ReLU()]), ("b", [Linear(2)])])
+INPUTS = 6
+NEURONS = 8
+
+
+def make_dense(optimizer: OptimizerPart = PLAIN) -> tuple[GraphLayer, WholeLayer]:
+    units = [("a", [Linear(NEURONS), ReLU()]), ("b", [Linear(2)])]
+    model = chain("m", (INPUTS,), 2, units)
     layer = graph_of(model).layers[0]
-    return layer, Whole(model, layer, optimizer)
+    return layer, WholeLayer(model, layer, optimizer)
 
 
 @settings(deadline=None)
-@given(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 7), min_size=1))
+@given(
+    arrived=st.sets(st.integers(0, INPUTS - 1)),
+    neurons=st.sets(st.integers(0, NEURONS - 1), min_size=1),
+)
 def test_missing_inputs_count_as_zero(arrived: set[int], neurons: set[int]) -> None:
-    layer, whole = dense()
-    held, here = as_channels(neurons), as_channels(arrived)
-    part = Slice(held, range(6), held)
-    shard = LayerShard(
-        layer, part, cut_tensors(layer, part, whole.state()), OPTIMIZERS[0]
-    )
-    inputs, gradient = torch.randn(SAMPLES, 6), torch.randn(SAMPLES, len(held))
+    layer, whole = make_dense()
+    rows = as_channels(neurons)
+    columns = as_channels(arrived)
+    part = Slice(rows, range(INPUTS), rows)
+    shard = LayerShard(layer, part, whole.cut_state(part), PLAIN)
+    inputs = torch.randn(SAMPLES, INPUTS)
+    gradient = torch.randn(SAMPLES, len(rows))
     with_zeros = torch.zeros_like(inputs)
-    with_zeros[:, sorted(arrived)] = inputs[:, sorted(arrived)]
-    outputs = shard.forward("some", pick(inputs, 1, here), here)
-    assert close(outputs, pick(whole.forward(with_zeros), 1, held))
-    assert close(outputs, shard.forward("zeros", with_zeros))
-    assert close(outputs, shard.infer(with_zeros))
-    found, wanted = shard.backward("some", gradient), shard.backward("zeros", gradient)
-    assert close(found, pick(wanted, 1, here))
+    with_zeros[:, list(columns)] = inputs[:, list(columns)]
+    outputs = shard.forward("missing", pick(inputs, 1, columns), columns)
+    assert are_close(outputs, pick(whole.forward(with_zeros), 1, rows))
+    assert are_close(outputs, shard.forward("zeros", with_zeros))
+    assert are_close(outputs, shard.infer(with_zeros))
+    input_gradient = shard.backward("missing", gradient)
+    expected = pick(shard.backward("zeros", gradient), 1, columns)
+    assert are_close(input_gradient, expected)
 
 
-def test_a_backward_uses_the_weights_of_its_forward_and_gradients_add_up_until_the_update() -> (
-    None
-):
-    layer, whole = dense()
-    shard = LayerShard(layer, layer.whole, whole.state(), OPTIMIZERS[0])
-    first, second = torch.randn(2, SAMPLES, 6)
-    gradient = torch.randn(SAMPLES, 8)
-    before = shard.state()
-    expected = LayerShard(layer, layer.whole, before, OPTIMIZERS[0])
-    expected.forward(1, second)
-    wanted = expected.backward(1, gradient)
+def test_backward_uses_weights_of_its_forward() -> None:
+    layer, whole = make_dense()
+    state = whole.state()
+    first, second = torch.randn(2, SAMPLES, INPUTS)
+    gradient = torch.randn(SAMPLES, NEURONS)
+    without_update = LayerShard(layer, layer.whole, state, PLAIN)
+    without_update.forward(1, second)
+    expected = without_update.backward(1, gradient)
+    shard = LayerShard(layer, layer.whole, state, PLAIN)
+    weight = shard.state()["0.0.weight"]
     shard.forward(0, first)
     shard.forward(1, second)
     shard.backward(0, gradient)
     shard.update()
-    assert not torch.equal(shard.state()["0.0.weight"], before["0.0.weight"])
-    assert torch.equal(shard.backward(1, gradient), wanted)
-    for scale in (1.0, 0.5):
-        one, two = (
-            LayerShard(layer, layer.whole, before, OPTIMIZERS[0]) for _ in range(2)
-        )
-        for key, inputs in enumerate((first, second)):
-            one.forward(key, inputs)
-            one.backward(key, scale * gradient)
-            two.forward(key, inputs)
-            two.backward(key, gradient)
-        one.update()
-        two.update(scale)
-        assert all(
-            close(tensor, two.state()[name]) for name, tensor in one.state().items()
-        )
+    assert not torch.equal(shard.state()["0.0.weight"], weight)
+    assert torch.equal(shard.backward(1, gradient), expected)
 
 
-def test_what_was_handed_out_and_in_does_not_change() -> None:
-    layer, whole = dense(OPTIMIZERS[1])
-    given = whole.state()
-    kept = {name: tensor.clone() for name, tensor in given.items()}
-    shard = LayerShard(layer, layer.whole, given, OPTIMIZERS[1])
-    outputs = shard.forward(0, torch.randn(SAMPLES, 6))
-    before, state = outputs.clone(), shard.state()
-    copies = {name: tensor.clone() for name, tensor in state.items()}
-    shard.backward(0, torch.randn(SAMPLES, 8))
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_update_scales_accumulated_gradients(scale: float) -> None:
+    layer, whole = make_dense()
+    state = whole.state()
+    gradient = torch.randn(SAMPLES, NEURONS)
+    scaled_gradients = LayerShard(layer, layer.whole, state, PLAIN)
+    scaled_update = LayerShard(layer, layer.whole, state, PLAIN)
+    for key in range(2):
+        inputs = torch.randn(SAMPLES, INPUTS)
+        scaled_gradients.forward(key, inputs)
+        scaled_gradients.backward(key, scale * gradient)
+        scaled_update.forward(key, inputs)
+        scaled_update.backward(key, gradient)
+    scaled_gradients.update()
+    scaled_update.update(scale)
+    expected = scaled_gradients.state()
+    for name, tensor in scaled_update.state().items():
+        assert are_close(tensor, expected[name]), name
+
+
+def clone_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def test_training_does_not_modify_arguments_and_results() -> None:
+    # Devices of one process share tensors.
+    layer, whole = make_dense(MOMENTUM)
+    initial = whole.state()
+    initial_copies = clone_tensors(initial)
+    shard = LayerShard(layer, layer.whole, initial, MOMENTUM)
+    outputs = shard.forward(0, torch.randn(SAMPLES, INPUTS))
+    outputs_copy = outputs.clone()
+    state = shard.state()
+    state_copies = clone_tensors(state)
+    shard.backward(0, torch.randn(SAMPLES, NEURONS))
     shard.update()
-    assert torch.equal(outputs, before)
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in given.items())
-    assert all(torch.equal(tensor, copies[name]) for name, tensor in state.items())
-    shard.forward(1, torch.randn(SAMPLES, 6))
+    assert torch.equal(outputs, outputs_copy)
+    for name, tensor in initial.items():
+        assert torch.equal(tensor, initial_copies[name]), name
+    for name, tensor in state.items():
+        assert torch.equal(tensor, state_copies[name]), name
+
+
+def test_forgotten_forward_has_no_backward() -> None:
+    layer, whole = make_dense()
+    shard = LayerShard(layer, layer.whole, whole.state(), PLAIN)
+    shard.forward(1, torch.randn(SAMPLES, INPUTS))
     shard.forget(1)
     with pytest.raises(KeyError):
-        shard.backward(1, torch.randn(SAMPLES, 8))
+        shard.backward(1, torch.randn(SAMPLES, NEURONS))
+
+
+# -------------------------------------------------------------------------------------------------------- moved neurons
 
 
 @settings(max_examples=40, deadline=None)
-@given(layers(), st.sampled_from(OPTIMIZERS), st.data())
-def test_neurons_move_with_weights_and_momentum_and_training_goes_on_as_if_they_had_not(
-    case: tuple[Model, int], optimizer: OptimizerPart, data: st.DataObject
+@given(cases(), optimizers, st.data())
+def test_moved_neurons_train_like_whole_layer(
+    case: Case, optimizer: OptimizerPart, data: st.DataObject
 ) -> None:
-    model, index = case
-    layer = graph_of(model).layers[index]
-    whole = Whole(model, layer, optimizer)
-    every, owners = (
-        range(layer.input_channels),
-        [set(range(layer.output_channels)), set[int]()],
-    )
+    layer = case.layer
+    whole = WholeLayer(case.model, layer, optimizer)
+    all_inputs = range(layer.input_channels)
+    state = {}
+    for name, tensor in whole.state().items():
+        # Shards have no counters of batches, which have no channels.
+        if not name.endswith("tracked"):
+            state[name] = tensor
     shards = []
-    for owned in owners:
-        part = Slice(as_channels(owned), every, as_channels(owned))
-        state = {
-            name: tensor
-            for name, tensor in whole.state().items()
-            if not name.endswith("tracked")
-        }
-        held = {name: pick(tensor, 0, part.rows) for name, tensor in state.items()}
-        shards.append(LayerShard(layer, part, held, optimizer))
+    # The first shard has all neurons at first, the second none.
+    for neurons in (range(layer.output_channels), NONE):
+        part = Slice(neurons, all_inputs, neurons)
+        tensors = {}
+        for name, tensor in state.items():
+            tensors[name] = pick(tensor, 0, part.rows)
+        shards.append(LayerShard(layer, part, tensors, optimizer))
     for step in range(3):
-        inputs, gradient = (
-            torch.randn(SAMPLES, layer.inputs),
-            torch.randn(SAMPLES, layer.outputs),
-        )
+        inputs, gradient = draw_inputs_and_gradient(layer)
         for shard in shards:
-            if len(shard.part.rows):
+            neurons = shard.part.rows
+            if len(neurons):
                 shard.forward(step, inputs)
-                shard.backward(
-                    step, pick(gradient, 1, elements_of(shard.part.rows, layer.pixels))
-                )
+                own_gradient = pick(gradient, 1, elements_of(neurons, layer.pixels))
+                shard.backward(step, own_gradient)
                 shard.update()
         whole.train(inputs, gradient)
-        same_state(shards, whole)
+        assert_states_match(shards, whole)
+        # Weights, statistics and momentum move with a neuron.
         giver = data.draw(st.integers(0, 1))
-        if len(shards[giver].part.rows):
-            moved = as_channels(
-                data.draw(st.sets(st.sampled_from(list(shards[giver].part.rows))))
-            )
+        neurons = shards[giver].part.rows
+        if len(neurons):
+            moved = as_channels(data.draw(st.sets(st.sampled_from(list(neurons)))))
             shards[1 - giver].take(moved, shards[giver].give(moved))
-        assert sorted([*shards[0].part.rows, *shards[1].part.rows]) == list(
-            range(layer.output_channels)
-        )
+        owned = sorted([*shards[0].part.rows, *shards[1].part.rows])
+        assert owned == list(range(layer.output_channels))
 
 
-def test_what_cannot_be_moved_or_divided_is_refused() -> None:
-    layer, whole = dense()
-    state = whole.state()
-    shard = LayerShard(layer, layer.whole, state, OPTIMIZERS[0])
+def test_neurons_cannot_be_taken_or_given_twice() -> None:
+    layer, whole = make_dense()
+    shard = LayerShard(layer, layer.whole, whole.state(), PLAIN)
     with pytest.raises(ValueError, match="held already"):
         shard.take(range(2), shard.state())
     shard.give(range(2))
     with pytest.raises(ValueError, match="not all among"):
         shard.give(range(2))
-    by_inputs = Slice(range(8), range(3), NONE)
+
+
+def test_slice_with_incomplete_neurons_is_rejected() -> None:
+    layer, whole = make_dense()
+    by_inputs = Slice(range(NEURONS), range(3), NONE)
     with pytest.raises(ValueError, match="divided by inputs"):
-        LayerShard(
-            layer, by_inputs, cut_tensors(layer, by_inputs, state), OPTIMIZERS[0]
-        )
+        LayerShard(layer, by_inputs, whole.cut_state(by_inputs), PLAIN)
+
+
+def test_pooling_and_dropout_are_rejected() -> None:
     units = [
         ("a", [Conv2d(2, 1), MaxPool2d(), Flatten()]),
         ("b", [Linear(2), Dropout()]),
     ]
-    pool, dropped = graph_of(chain("m", (1, 2, 2), 2, units)).layers[1:]
-    for other in (pool, dropped):
-        with pytest.raises(ValueError, match=other.name):
-            LayerShard(other, other.whole, {}, OPTIMIZERS[0])
+    pooling, dropout = graph_of(chain("m", (1, 2, 2), 2, units)).layers[1:]
+    for layer in (pooling, dropout):
+        with pytest.raises(ValueError, match=layer.name):
+            LayerShard(layer, layer.whole, {}, PLAIN)
 
 
 @settings(max_examples=30, deadline=None)
-@given(layers(), st.data())
-def test_a_slice_is_drawn_from_the_seed_as_it_is_cut_from_the_whole(
-    case: tuple[Model, int], data: st.DataObject
+@given(cases(), st.data())
+def test_drawn_slice_equals_slice_of_whole_model(
+    case: Case, data: st.DataObject
 ) -> None:
-    model, index = case
-    state = model.build(0, len(model.units), seed=9).state_dict()
-    found = graph_of(model).layers
-    rows = data.draw(divisions(found[index].output_channels))[0]
-    columns = data.draw(divisions(found[index].input_channels))[0]
+    layer = case.layer
+    seed = 9
+    state = case.model.build(0, len(case.model.units), seed).state_dict()
+    rows = data.draw(divisions(layer.output_channels))[0]
+    columns = data.draw(divisions(layer.input_channels))[0]
     part = Slice(rows, columns, rows)
-    drawn, wanted = (
-        draw_tensors(model, [(found[index], part)], 9),
-        cut_tensors(found[index], part, state),
-    )
-    assert drawn.keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in drawn.items())
-
-
-@given(st.sets(st.integers(0, 20)), st.integers(1, 4))
-def test_channels_are_ranges_where_they_can_be(numbers: set[int], each: int) -> None:
-    channels = as_channels(numbers)
-    assert list(channels) == sorted(numbers)
-    wanted = [
-        number * each + value for number in sorted(numbers) for value in range(each)
-    ]
-    assert list(elements_of(channels, each)) == wanted
-    row = torch.arange(100)
-    assert pick(row, 0, channels).tolist() == sorted(numbers)
-    if isinstance(channels, range) and channels:
-        assert pick(row, 0, channels).data_ptr() == row[channels[0] :].data_ptr()
-    assert pick(row[: len(channels)], 0, channels[1:], channels).tolist() == list(
-        range(1, len(channels))
-    )
+    drawn = draw_tensors(case.model, [(layer, part)], seed)
+    expected = cut_tensors(layer, part, state)
+    assert drawn.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(drawn[name], tensor), name
