@@ -60,3 +60,8 @@ def columns_of(rows: Iterable[dict[str, Any]], *keys: str) -> list[tuple[Any, ..
 def steadiness(metrics: dict[str, Any]) -> list[bool]:
     """Return the flag of each step for being undisturbed."""
     return [row["steady"] for row in metrics["series"]["steps"]]
+
+
+def checks_by_name(judged: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the checks of a verdict by their names."""
+    return {check["name"]: check for check in judged["checks"]}
