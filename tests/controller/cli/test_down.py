@@ -79,7 +79,7 @@ def test_everyone_names_and_removes_runs_of_others(removed: list[str]) -> None:
     )
 
 
-def test_run_of_another_user_is_removed_by_name_but_not_by_pattern(
+def test_run_of_another_user_is_removed_only_by_full_name(
     removed: list[str],
 ) -> None:
     # A pattern may match more runs than its user expects.

@@ -96,7 +96,7 @@ def load_diverged(folder: Path, **keys: Any) -> Run:
     return load_run(folder, events=events, **keys)
 
 
-def test_diverged_run_has_own_exit_code_and_names_device_and_step(
+def test_divergence_is_reported_with_device_and_step(
     tmp_path: Path,
 ) -> None:
     run = load_diverged(tmp_path, expect={"accuracy": "> 0.99"})

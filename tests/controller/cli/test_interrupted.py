@@ -18,7 +18,7 @@ class RaisingOnDeletion:
 @pytest.mark.parametrize(
     ("error", "is_printed"), [(KeyboardInterrupt, False), (ValueError, True)]
 )
-def test_error_on_deletion_is_printed_unless_it_is_interrupt(
+def test_errors_on_deletion_are_printed_except_interrupts(
     error, is_printed, monkeypatch, capfd
 ):
     monkeypatch.setattr(sys, "unraisablehook", main._drop_interrupt)

@@ -79,7 +79,7 @@ def test_values_out_of_range_name_their_option(option: str, value: str) -> None:
     assert option in raised.value.format_message()
 
 
-def test_resume_runs_only_the_missing_runs(tmp_path: Path) -> None:
+def test_resume_runs_only_missing_runs(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run.main([*RING, "--out", str(out)], standalone_mode=False)
     first, second, third = files.places(out)

@@ -56,7 +56,7 @@ def test_init_fills_empty_folder_and_refuses_others(tmp_path: Path) -> None:
         ("研究", "study"),
     ],
 )
-def test_any_folder_name_gives_a_valid_scenario_name(
+def test_any_folder_name_gives_valid_scenario_name(
     tmp_path: Path, folder: str, name: str
 ) -> None:
     run_init(tmp_path / folder)

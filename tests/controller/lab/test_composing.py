@@ -33,7 +33,7 @@ def test_export_writes_project_links_and_script(tmp_path: Path) -> None:
     assert (tmp_path / "shape").stat().st_mode & 0o111
 
 
-def test_compose_services_have_the_settings_of_a_lab() -> None:
+def test_compose_services_have_settings_of_lab() -> None:
     overrides = ["devices.source.cpus=1.5", "devices.source.uplink=10mbit"]
     trial = trials(load("quickstart", overrides))[0]
     files = compose_project(trial, {"worker1": "mine:1"})
@@ -43,7 +43,7 @@ def test_compose_services_have_the_settings_of_a_lab() -> None:
     assert source["cap_drop"] == ["ALL"]
     assert source["read_only"] is True
     assert source["cpus"] == 1.5
-    # The shaper attaches the network interfaces of devices to its own namespace.
+    # The shaper enters the network namespaces of devices, and creates their interfaces.
     assert source["network_mode"] == "none"
     assert services["shaper"]["pid"] == "host"
     assert services["shaper"]["ports"] == ["127.0.0.1:8710:8700"]

@@ -201,7 +201,7 @@ def make_request(body: Any = None) -> requests.PreparedRequest:
     return request
 
 
-def test_requests_are_repeated_until_the_engine_answers_again(
+def test_requests_are_repeated_until_engine_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine, "_PAUSE", 0.01)

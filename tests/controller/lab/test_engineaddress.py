@@ -50,7 +50,7 @@ def test_engine_with_address_of_this_machine_is_local(url: str, is_local: bool) 
 def test_default_engine_is_local_one(folder: Path) -> None:
     assert chosen_engine() == EngineAddress("unix:///var/run/docker.sock")
     assert not chosen_engine().chosen
-    # The docker command ignores a damaged configuration, too.
+    # A damaged configuration chooses nothing.
     (folder / "config.json").write_text("{ no JSON")
     assert not chosen_engine().chosen
 

@@ -61,7 +61,7 @@ def changed_kinds(before: images.ImageTags, after: images.ImageTags) -> set[str]
         ),
     ],
 )
-def test_edit_changes_the_tags_of_its_image_and_of_later_layers(
+def test_edit_changes_tags_of_image_and_later_layers(
     checkout: Path, file: str, kinds: set[str]
 ) -> None:
     before = images.image_tags()

@@ -145,7 +145,7 @@ def test_subnet_taken_in_the_meantime_is_skipped(
     assert engine.control_subnet() == IPv4Network("198.18.2.0/24")
 
 
-def test_repeated_creation_of_a_network_succeeds() -> None:
+def test_repeated_creation_of_network_succeeds() -> None:
     engine = Engine()
     make_control_network(engine, "run-1")
     make_control_network(engine, "run-1")
@@ -292,7 +292,7 @@ def test_routes_larger_than_range_are_ignored(
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_routes_of_other_tables_and_own_addresses_are_included(
+def test_routes_of_other_tables_and_addresses_are_included(
     routes_after: Callable[..., list[IPv4Network]],
 ) -> None:
     # VPNs have routing tables of their own; WireGuard's is 51820.

@@ -84,7 +84,7 @@ def describe_module(module: nn.Module) -> Layer:
     ]
 
 
-def test_measured_profile_is_a_valid_device_profile(
+def test_measured_profile_is_valid_device_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # FLOPs, bytes of activations, bytes of weights and seconds of layers on a machine with 2 GFLOP/s in convolutions,

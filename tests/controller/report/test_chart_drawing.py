@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,26 +25,27 @@ from testbed_controller.report.charts import (
     Window,
 )
 from testbed_controller.report.drawing import PRINT_WIDTHS, inline, save, save_all
+from tests.controller.report.drawn_charts import (
+    assert_disjoint,
+    boxes_of,
+    draw_axes,
+    draw_bars,
+    draw_lines,
+    texts_of,
+)
 
 LONG_NAME = "a rather long name of series "
 ENDINGS = (".svg", ".pdf", "-wide.svg", "-wide.pdf")
 """Endings of the files of one plot: two formats in two widths."""
 
 
-def draw_axes(plot: LinePlot | BarPlot) -> Any:
-    return drawing.draw(plot).axes[0]
-
-
-def texts_of(artists: Any) -> list[str]:
-    return [artist.get_text() for artist in artists]
-
-
 def test_values_above_bars_appear_for_all_bars_or_none() -> None:
-    kinds = [Bars(f"kind {index}", [0.12] * 4, "blue") for index in range(6)]
-    # 24 bars are too narrow for values above them, 8 are not.
-    crowded = draw_axes(BarPlot(list("abcd"), kinds, y=Axis("x")))
+    groups = ["a", "b", "c", "d"]
+    kinds = [Bars("kind", [0.12] * 4, "blue")] * 6
+    # 6 · 4 bars are too narrow for values above them, 2 · 4 are not.
+    crowded = draw_bars(groups, *kinds, y=Axis("x"))
     assert not crowded.texts
-    spacious = draw_axes(BarPlot(list("abcd"), kinds[:2], y=Axis("x")))
+    spacious = draw_bars(groups, *kinds[:2], y=Axis("x"))
     assert len(spacious.texts) == 8
 
 
@@ -120,7 +120,7 @@ def test_axis_title_has_unit_that_fits_values(
     highest: float, kind: MetricKind, title: str
 ) -> None:
     line = Line("a", [(0, highest)], "blue")
-    axes = draw_axes(LinePlot([line], x_range=(0, 1), y=Axis("time", kind)))
+    axes = draw_lines(line, y=Axis("time", kind))
     assert axes.get_ylabel() == title
     assert axes.get_xlabel() == "time (s)"
 
@@ -136,8 +136,8 @@ def test_axis_of_epochs_has_whole_numbers(last: int) -> None:
 def test_axes_are_logarithmic_if_values_are_far_apart() -> None:
     def scale_of(values: list[float], kind: MetricKind = "number") -> str:
         line = Line("a", list(enumerate(values)), "blue")
-        plot = LinePlot([line], x_range=(0, 2), y=Axis("a", kind))
-        return str(draw_axes(plot).get_yscale())
+        axes = draw_lines(line, x_range=(0, 2), y=Axis("a", kind))
+        return str(axes.get_yscale())
 
     assert scale_of([2.3, 0.1]) == "log"
     assert scale_of([2.3, 0.5]) == "linear"
@@ -146,10 +146,10 @@ def test_axes_are_logarithmic_if_values_are_far_apart() -> None:
     # Shares are read against 100 %.
     assert scale_of([0.9, 0.01], "share") == "linear"
     line = Line("a", [(5.0, 1.0), (200.0, 2.0)], "blue", mark_points=True)
-    swept = LinePlot([line], x_range=(5, 200), y=Axis("a"), swept=True)
-    assert draw_axes(swept).get_xscale() == "log"
-    bars = BarPlot(["a", "b"], [Bars("a", [1.0, 90.0], "blue")], y=Axis("a"))
-    assert draw_axes(bars).get_yscale() == "linear"
+    axes = draw_lines(line, x_range=(5, 200), y=Axis("a"), swept=True)
+    assert axes.get_xscale() == "log"
+    axes = draw_bars(["a", "b"], Bars("a", [1.0, 90.0], "blue"), y=Axis("a"))
+    assert axes.get_yscale() == "linear"
 
 
 @pytest.mark.parametrize("width", PRINT_WIDTHS.values())
@@ -165,15 +165,14 @@ def test_labels_of_windows_lie_above_data(width: float) -> None:
     figure.draw_without_rendering()
     axes = figure.axes[0]
     area = axes.get_window_extent()
-    boxes = [text.get_window_extent() for text in axes.texts]
+    boxes = boxes_of(axes.texts)
     [legend] = figure.legends
     assert len(boxes) == 3, "the second label would overlap the first"
     for box in boxes:
         assert area.y1 <= box.y0
         assert box.y1 <= legend.get_window_extent().y0 + 1
         assert box.x1 <= figure.bbox.x1
-    for left, right in pairwise(boxes):
-        assert not left.overlaps(right)
+    assert_disjoint(boxes)
 
 
 @pytest.mark.parametrize("not_finite", [math.nan, math.inf])
@@ -184,28 +183,27 @@ def test_values_that_are_not_finite_are_omitted(not_finite: float) -> None:
         Line("b", points, "orange", half_widths=[None, 0.1, 0.2]),
         Line("c", [(0, not_finite)], "green"),
     ]
-    axes = draw_axes(LinePlot(lines, x_range=(0, 2), y=Axis("loss")))
+    axes = draw_lines(*lines, x_range=(0, 2), y=Axis("loss"))
     # The highest value with its interval is 3.0 + 0.2, and 6 % of the axis remain above it.
     assert axes.get_ylim() == pytest.approx((0, 3.2 * 1.06))
     # Line "c" has no value left.
     assert len(axes.lines) == 2
     bars = Bars("a", [not_finite, 2.0], "blue", [0.1, 0.1])
-    axes = draw_axes(BarPlot(["x", "y"], [bars], y=Axis("loss")))
+    axes = draw_bars(["x", "y"], bars, y=Axis("loss"))
     assert len(axes.patches) == 1
 
 
 def test_negative_values_lie_within_axes() -> None:
     points = [(0, -3.0), (1, 2.0)]
     line = Line("a", points, "blue", mark_points=True, half_widths=[1.0, 1.0])
-    axes = draw_axes(LinePlot([line], x_range=(0, 1), y=Axis("margin")))
+    axes = draw_lines(line, y=Axis("margin"))
     bottom, top = axes.get_ylim()
     # The intervals reach from -3 - 1 to 2 + 1.
     assert bottom < -4.0
     assert top > 3.0
-    bars = BarPlot(["a"], [Bars("b", [-0.5], "blue")], y=Axis("margin"))
-    assert draw_axes(bars).get_ylim()[0] < -0.5
-    positive = Line("a", [(0, 2.0)], "blue")
-    axes = draw_axes(LinePlot([positive], x_range=(0, 1), y=Axis("loss")))
+    axes = draw_bars(["a"], Bars("b", [-0.5], "blue"), y=Axis("margin"))
+    assert axes.get_ylim()[0] < -0.5
+    axes = draw_lines(Line("a", [(0, 2.0)], "blue"), y=Axis("loss"))
     assert axes.get_ylim()[0] == 0
 
 
@@ -219,14 +217,9 @@ def test_tick_labels_do_not_touch(values: list[float], width: float) -> None:
     plot = LinePlot([line], x_range=(values[0], values[-1]), y=Axis("a"), swept=True)
     figure = drawing.draw(plot, width=width)
     figure.draw_without_rendering()
-    boxes = []
-    for label in figure.axes[0].get_xticklabels():
-        # Labels that would touch others are empty.
-        if label.get_text():
-            boxes.append(label.get_window_extent())
+    boxes = boxes_of(figure.axes[0].get_xticklabels())
     assert len(boxes) > 1
-    for left, right in pairwise(boxes):
-        assert not left.overlaps(right)
+    assert_disjoint(boxes)
 
 
 def test_names_in_legend_are_not_shortened() -> None:
@@ -234,11 +227,10 @@ def test_names_in_legend_are_not_shortened() -> None:
     names = [f"{name} {end}" for end in "abc"]
     lines = [Line(name, [(0, 1)], "blue") for name in names]
     figure = drawing.draw(LinePlot(lines, x_range=(0, 1), y=Axis("x")))
+    (legend,) = figure.legends
     # Long names continue on another line.
-    shown = [
-        text.replace("\n", " ") for text in texts_of(figure.legends[0].get_texts())
-    ]
-    assert shown == names
+    words = " ".join(texts_of(legend.get_texts())).split()
+    assert words == " ".join(names).split()
 
 
 VISION = {

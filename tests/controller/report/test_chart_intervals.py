@@ -7,20 +7,11 @@ from typing import Any
 
 import pytest
 
-from testbed_controller.report import drawing
-from testbed_controller.report.charts import (
-    SERIES,
-    Axis,
-    BarPlot,
-    Bars,
-    Line,
-    LinePlot,
-)
+from testbed_controller.report.charts import SERIES, Axis, Bars, Line
 from testbed_controller.report.comparison import mean_line
+from tests.controller.report.drawn_charts import draw_bars, draw_lines
 
-
-def draw_axes(plot: LinePlot | BarPlot) -> Any:
-    return drawing.draw(plot).axes[0]
+SHARE = Axis("accuracy", "share")
 
 
 def drawn_interval(axes: Any) -> Any:
@@ -50,10 +41,10 @@ def test_intervals_of_shares_end_at_one_hundred_percent(mark_points: bool) -> No
         mark_points=mark_points,
         half_widths=[0.2, 0.3],
     )
-    axes = draw_axes(LinePlot([line], x_range=(0, 1), y=Axis("accuracy", "share")))
+    axes = draw_lines(line, y=SHARE)
     assert drawn_interval(axes).y1 == pytest.approx(100)
     # Without this limit the interval ends at 0.9 + 0.3.
-    axes = draw_axes(LinePlot([line], x_range=(0, 1), y=Axis("loss")))
+    axes = draw_lines(line, y=Axis("loss"))
     assert drawn_interval(axes).y1 == pytest.approx(1.2)
 
 
@@ -67,14 +58,14 @@ def test_intervals_of_shares_begin_at_zero(mark_points: bool) -> None:
         mark_points=mark_points,
         half_widths=[0.1, 0.1],
     )
-    axes = draw_axes(LinePlot([line], x_range=(0, 1), y=Axis("accuracy", "share")))
+    axes = draw_lines(line, y=SHARE)
     assert axes.get_ylim()[0] == 0
     assert drawn_interval(axes).y0 == pytest.approx(0)
 
 
 def test_intervals_of_bars_lie_within_logarithmic_axis() -> None:
     bars = Bars("a", [1.0, 200.0], "blue", [0.1, 100.0])
-    axes = draw_axes(BarPlot(["x", "y"], [bars], y=Axis("loss")))
+    axes = draw_bars(["x", "y"], bars, y=Axis("loss"))
     assert axes.get_yscale() == "log"
     # The upper interval ends at 200 + 100.
     assert axes.get_ylim()[1] > 300
@@ -82,7 +73,7 @@ def test_intervals_of_bars_lie_within_logarithmic_axis() -> None:
 
 def test_intervals_of_negative_bars_are_complete() -> None:
     bars = Bars("a", [-0.5], "blue", [0.3])
-    axes = draw_axes(BarPlot(["x"], [bars], y=Axis("margin")))
+    axes = draw_bars(["x"], bars, y=Axis("margin"))
     # -0.5 - 0.3
     assert drawn_interval(axes).y0 == pytest.approx(-0.8)
     assert axes.get_ylim()[0] < -0.8
@@ -90,7 +81,7 @@ def test_intervals_of_negative_bars_are_complete() -> None:
 
 def test_intervals_of_bars_of_shares_end_at_one_hundred_percent() -> None:
     bars = Bars("b", [0.9], "blue", [0.3])
-    axes = draw_axes(BarPlot(["a"], [bars], y=Axis("accuracy", "share")))
+    axes = draw_bars(["a"], bars, y=SHARE)
     assert drawn_interval(axes).y1 == pytest.approx(100)
 
 
@@ -106,7 +97,7 @@ def test_intervals_of_series_at_equal_places_lie_side_by_side(
         lines.append(
             Line(colour, points, colour, mark_points=True, half_widths=[0.2, 0.2])
         )
-    axes = draw_axes(LinePlot(lines, x_range=(0, 1), y=Axis("x")))
+    axes = draw_lines(*lines, y=Axis("x"))
     positions = []
     for intervals in axes.collections:
         first_segment = intervals.get_segments()[0]
@@ -119,6 +110,6 @@ def test_intervals_of_series_at_equal_places_lie_side_by_side(
 def test_whiskers_at_edges_of_plot_are_not_clipped() -> None:
     points = [(0, 1.0), (1, 5.0)]
     line = Line("a", points, "blue", mark_points=True, half_widths=[0.5, 0.5])
-    axes = draw_axes(LinePlot([line], x_range=(0, 1), y=Axis("a"), swept=True))
+    axes = draw_lines(line, y=Axis("a"), swept=True)
     for artist in (*axes.collections, *axes.containers[0].get_children()):
         assert not artist.get_clip_on()

@@ -181,8 +181,9 @@ def test_page_has_charts_of_accuracy_and_of_steps_around_fault(tmp_path: Path) -
     evaluation = Event(1.5, "a", "evaluate", {"step": 1, "accuracy": 0.5, "loss": 1.0})
     events = [*recorded.make_events(), evaluation]
     events.sort(key=lambda event: event.time)
-    runs = [load_recorded(tmp_path / name, events=events) for name in ("a", "b")]
-    grouped = side_by_side(runs)
+    first = load_recorded(tmp_path / "a", events=events)
+    second = load_recorded(tmp_path / "b", events=events)
+    grouped = side_by_side([first, second])
     page = render(grouped, compare(grouped))
     axes = {}
     for title, _, plot in plots(grouped):
@@ -223,7 +224,7 @@ def test_all_columns_fit_narrow_terminal(tmp_path: Path) -> None:
     assert "loss=" not in text_of(console)
 
 
-def test_series_beyond_distinguishable_ones_are_counted_in_note(tmp_path: Path) -> None:
+def test_note_counts_series_beyond_limit(tmp_path: Path) -> None:
     run = load_recorded(tmp_path / "a")
     grouped = {str(number): [run] for number in range(20)}
     _, note, plot = next(iter(plots(grouped)))

@@ -14,11 +14,11 @@ from tests.controller.report.recorded_runs import load_recorded
 
 
 def run_compare(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(compare_command, [str(word) for word in arguments])
+    return CliRunner().invoke(compare_command, list(map(str, arguments)))
 
 
 def run_report(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(report_command, [str(word) for word in arguments])
+    return CliRunner().invoke(report_command, list(map(str, arguments)))
 
 
 def test_compare_writes_terminal_table_page_latex_and_json(tmp_path: Path) -> None:
@@ -38,7 +38,9 @@ def test_compare_writes_terminal_table_page_latex_and_json(tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     assert "step time" in latex_file.read_text()
     result = run_compare(tmp_path, "--json")
-    assert [run["label"] for run in json.loads(result.stdout)["runs"]] == ["a", "b"]
+    first, second = json.loads(result.stdout)["runs"]
+    assert first["label"] == "a"
+    assert second["label"] == "b"
 
 
 def test_comparison_of_single_run_is_refused(tmp_path: Path) -> None:
@@ -48,17 +50,15 @@ def test_comparison_of_single_run_is_refused(tmp_path: Path) -> None:
 
 def test_report_restores_missing_files(tmp_path: Path) -> None:
     folder = load_recorded(tmp_path / "a").path
-    written = [
-        folder / name for name in ("metrics.json", "trace.json", "fidelity.json")
-    ]
-    for file in written:
-        file.unlink()
+    written = ("metrics.json", "trace.json", "fidelity.json")
+    for name in written:
+        (folder / name).unlink()
     result = run_report(folder)
     assert result.exit_code == 0, result.output
     assert "Step time" in result.output
     # The page is not written with the run.
-    for file in (*written, folder / "report.html"):
-        assert file.is_file()
+    for name in (*written, "report.html"):
+        assert (folder / name).is_file()
     assert json.loads(run_report(folder, "--json").stdout)["steps"] == 5
 
 

@@ -21,6 +21,7 @@ from testbed_controller.results import files
 from testbed_controller.results.comparison import compare, side_by_side
 from testbed_controller.results.run import Run
 from testbed_controller.results.summary import summarize, summary_of
+from tests.controller.report.drawn_charts import draw_axes, texts_of
 from tests.controller.report.recorded_runs import load_point, load_recorded
 from tests.helpers import recorded
 
@@ -54,44 +55,60 @@ def with_point(run: Run, point: dict[str, Any]) -> Run:
     return replace(run, trial=replace(run.trial, point=point, repetition=0))
 
 
-def draw_charts(runs: list[Run]) -> dict[str, Any]:
-    """Return a drawn figure for each title of the charts of a sweep."""
-    figures = {}
+def draw_step_times(runs: list[Run]) -> Any:
+    """Draw the chart of step times of a sweep and return the figure."""
     for title, _, plot in sweep.charts(summary_of(runs), runs):
-        figures[title] = drawing.draw(plot)
-    return figures
+        if title == "Step time":
+            return drawing.draw(plot)
+    raise AssertionError("no chart of step times")
 
 
-def labelled_lines(axes: Any) -> list[Any]:
-    # Matplotlib names lines without a label with a leading underscore.
-    return [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+def only_labelled_line(axes: Any) -> Any:
+    labelled = []
+    for line in axes.lines:
+        # Matplotlib names lines without a label with a leading underscore.
+        if not str(line.get_label()).startswith("_"):
+            labelled.append(line)
+    (line,) = labelled
+    return line
 
 
 def labels_of(compared: dict[str, Any]) -> list[str]:
     return [run["label"] for run in compared["runs"]]
 
 
+def row_of(compared: dict[str, Any], metric: str) -> dict[str, Any]:
+    rows = {row["name"]: row for row in compared["metrics"]}
+    row: dict[str, Any] = rows[metric]
+    return row
+
+
 def test_runs_of_sweep_are_labelled_by_their_differences(tmp_path: Path) -> None:
     names = ("sweep,rate=10mbit,loss=0", "sweep,rate=10mbit,loss=1")
     runs = [load_recorded(tmp_path / name) for name in names]
+    assert list(side_by_side(runs)) == ["loss=0", "loss=1"]
     assert labels_of(compare(side_by_side(runs))) == ["loss=0", "loss=1"]
     # Commas of other names separate no keys.
-    runs = [load_recorded(tmp_path / name) for name in ("one", "one,more")]
-    assert labels_of(compare(side_by_side(runs))) == ["one", "one,more"]
+    first = load_recorded(tmp_path / "one")
+    second = load_recorded(tmp_path / "one,more")
+    compared = compare(side_by_side([first, second]))
+    assert labels_of(compared) == ["one", "one,more"]
 
 
 def test_repetitions_are_compared_as_one_column(tmp_path: Path) -> None:
     compared = compare(side_by_side(load_two_rates(tmp_path)))
-    columns = [(run["label"], run["count"]) for run in compared["runs"]]
-    assert columns == [("rate=5mbit", 2), ("rate=500kbit", 2)]
-    [step_time] = [row for row in compared["metrics"] if row["name"] == "step_time"]
+    assert labels_of(compared) == ["rate=5mbit", "rate=500kbit"]
+    for column in compared["runs"]:
+        assert column["count"] == 2
+    step_time = row_of(compared, "step_time")
     # Means of 2 and 4 s, and of 4 and 8 s.
     assert step_time["values"] == pytest.approx([3.0, 6.0])
     # Student's 97.5 % quantile of one degree of freedom is 12.706; values lie 1 and 2 s from their means.
     assert step_time["half_widths"] == pytest.approx([12.706, 25.412], rel=1e-4)
     assert step_time["ratios"] == pytest.approx([1.0, 2.0])
-    warnings = [warning.partition(" are")[0] for warning in compared["warnings"]]
-    assert warnings == ["rate=5mbit: 2 of 2 runs", "rate=500kbit: 2 of 2 runs"]
+    first, second = compared["warnings"]
+    assert first.startswith("rate=5mbit: 2 of 2 runs are")
+    assert second.startswith("rate=500kbit: 2 of 2 runs are")
 
 
 def test_metrics_of_scenario_are_compared_and_summarized(tmp_path: Path) -> None:
@@ -100,7 +117,7 @@ def test_metrics_of_scenario_are_compared_and_summarized(tmp_path: Path) -> None
         run = load_recorded(tmp_path / str(number))
         runs.append(replace(run, metrics={**run.metrics, "metrics": {"f1": value}}))
     compared = compare(side_by_side(runs))
-    [row] = [row for row in compared["metrics"] if row["name"] == "metrics.f1"]
+    row = row_of(compared, "metrics.f1")
     assert row["values"] == [0.5, 0.25]
     assert row["ratios"] == [1.0, 0.5]
     [point] = summary_of(runs)["points"]
@@ -110,10 +127,11 @@ def test_metrics_of_scenario_are_compared_and_summarized(tmp_path: Path) -> None
 
 def test_sweep_has_page_with_charts_over_swept_key(tmp_path: Path) -> None:
     runs = load_two_rates(tmp_path)
-    axes = draw_charts(runs)["Step time"].axes[0]
+    (axes,) = draw_step_times(runs).axes
     assert axes.get_xlabel() == "rate (mbit/s)"
     assert axes.get_ylabel() == "step time (s)"
-    [line] = labelled_lines(axes)
+    line = only_labelled_line(axes)
+    # Means of both repetitions, in the order of the rates.
     assert line.get_xydata().tolist() == [[0.5, 6.0], [5.0, 3.0]]
     assert axes.containers, "whiskers"
     page = sweep.render(summary_of(runs), runs)
@@ -130,7 +148,7 @@ def test_keys_that_vary_together_are_drawn_as_one_line(tmp_path: Path) -> None:
     for step, run in enumerate(first_repetitions, 1):
         runs.append(with_point(run, {RATE: f"{step}mbit", "seed": step}))
     title, note, plot = next(iter(sweep.charts(summary_of(runs), runs)))
-    [line] = labelled_lines(drawing.draw(plot).axes[0])
+    line = only_labelled_line(draw_axes(plot))
     assert len(line.get_xdata()) == 2, title
     assert note == "Varied together: seed."
 
@@ -140,9 +158,12 @@ def test_sweep_over_names_is_drawn_as_bars(tmp_path: Path) -> None:
     runs = []
     for name, run in zip(("gpipe", "1f1b"), first_repetitions, strict=True):
         runs.append(with_point(run, {METHOD: {"name": name}}))
-    axes = draw_charts(runs)["Step time"].axes[0]
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["gpipe", "1f1b"]
-    assert [bar.get_height() for bar in axes.patches] == [2.0, 4.0]
+    (axes,) = draw_step_times(runs).axes
+    assert texts_of(axes.get_xticklabels()) == ["gpipe", "1f1b"]
+    gpipe, one_f_one_b = axes.patches
+    # Step times of the first repetitions at both rates.
+    assert gpipe.get_height() == 2.0
+    assert one_f_one_b.get_height() == 4.0
 
 
 def test_points_are_drawn_in_order_of_scenario(tmp_path: Path) -> None:
@@ -152,7 +173,8 @@ def test_points_are_drawn_in_order_of_scenario(tmp_path: Path) -> None:
     reloaded = [files.load_metrics(folder) for folder in files.places(tmp_path)]
     _, _, plot = next(iter(plots(side_by_side(reloaded))))
     figure = drawing.draw(plot)
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    (legend,) = figure.legends
+    labels = texts_of(legend.get_texts())
     assert labels == [f"rate={rate}" for rate in rates]
     styles = set()
     for line in figure.axes[0].lines:
@@ -189,8 +211,8 @@ def test_labels_of_sweep_values_name_series_folders_and_columns(tmp_path: Path) 
     runs = load_labelled_methods(tmp_path)
     assert runs[0].path.name == "recorded,method=FedAvg,rate=5mbit"
     assert next(iter(side_by_side(runs))) == "method=FedAvg,rate=5mbit"
-    [legend] = draw_charts(runs)["Step time"].legends
-    assert [text.get_text() for text in legend.get_texts()] == ["FedAvg", "SCAFFOLD"]
+    (legend,) = draw_step_times(runs).legends
+    assert texts_of(legend.get_texts()) == ["FedAvg", "SCAFFOLD"]
     assert "FedAvg & 5mbit &" in latex(sweep.section(summary_of(runs)))
 
 

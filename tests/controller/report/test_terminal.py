@@ -161,7 +161,7 @@ def test_failed_request_is_reported_at_once_with_reason() -> None:
     [({"step": 3}, " at step 3"), ({}, "")],
     ids=["training", "inference"],
 )
-def test_recovery_names_its_step_if_it_has_one(
+def test_recovery_message_names_step_of_training(
     step: dict[str, int], place: str
 ) -> None:
     console = Console(file=io.StringIO(), width=120)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from testbed.trace.metrics import metrics
+from testbed.trace import metrics as trace_metrics
 from testbed_controller.report import sweep
 from testbed_controller.report.grouping import group_links
 from testbed_controller.report.tables import (
@@ -30,7 +30,8 @@ from tests.helpers import recorded
 def make_links() -> list[dict[str, Any]]:
     """Return the metrics of both links of the recorded run."""
     experiment = recorded.make_trial().experiment
-    values = metrics(recorded.make_outcome(), experiment, recorded.make_plan())
+    outcome = recorded.make_outcome()
+    values = trace_metrics.metrics(outcome, experiment, recorded.make_plan())
     links: list[dict[str, Any]] = values["links"]
     return links
 
@@ -63,10 +64,15 @@ def test_link_without_rate_shows_rate_of_its_devices() -> None:
 
 def test_links_with_problem_are_shown_apart_from_equal_links() -> None:
     links = make_links()
-    assert [group.name for group in group_links(links)] == ["a ↔ b"]
+    (group,) = group_links(links)
+    assert group.name == "a ↔ b"
     links[1]["problem"] = "too slow"
-    groups = [(group.name, group.problem) for group in group_links(links)]
-    assert groups == [("b → a", "too slow"), ("a → b", None)]
+    # Problems come first.
+    first, second = group_links(links)
+    assert first.name == "b → a"
+    assert first.problem == "too slow"
+    assert second.name == "a → b"
+    assert second.problem is None
 
 
 def test_equal_links_are_named_by_their_common_device_or_number() -> None:
@@ -82,7 +88,8 @@ def test_equal_links_are_named_by_their_common_device_or_number() -> None:
 
 
 def test_summary_has_line_for_each_point(tmp_path: Path) -> None:
-    runs = [load_recorded(tmp_path / name) for name in "ab"]
+    runs = [load_recorded(tmp_path / "a"), load_recorded(tmp_path / "b")]
+    # Both runs have an accuracy of 95 %.
     assert "95 ± 0" in print_summary(summary_of(runs), tmp_path, width=100)
 
 
@@ -133,10 +140,11 @@ def test_summary_of_many_swept_keys_has_legend_of_numbered_points(
         points.append({**point, "point": values})
     lines = print_summary({**summary, "points": points}, tmp_path).splitlines()
     assert max(map(len, lines)) <= 80
-    legend = [" ".join(line.split()) for line in lines]
-    assert "2 split-federated 100mbit 20ms 1% 128 40gflops 0.001" in legend
+    legend = [line.split() for line in lines]
+    second_point = "2 split-federated 100mbit 20ms 1% 128 40gflops 0.001"
+    assert second_point.split() in legend
     # With numbers in place of values, all metrics fit into one table.
-    [heading] = [line for line in lines if "Accuracy" in line]
+    (heading,) = (line for line in lines if "Accuracy" in line)
     assert "Step time (s)" in heading
     assert "Duration (s)" in heading
 
@@ -156,12 +164,14 @@ def test_tables_wider_than_terminal_are_divided() -> None:
     columns = number_columns(*headings)
     section = Section("many", "", "", columns, [[Cell("12345678")] * 20])
     parts = split_wide(section, "Point", 80)
-    # Only the first part repeats the title.
-    assert [part.title for part in parts] == ["many", *[""] * (len(parts) - 1)]
+    first_part, *other_parts = parts
+    assert first_part.title == "many"
+    for part in other_parts:
+        assert part.title == ""
     divided = []
     for part in parts:
-        first, *others = part.columns
-        assert first.heading == "Point"
-        divided += [column.heading for column in others]
+        point, *metrics = part.columns
+        assert point.heading == "Point"
+        divided += [column.heading for column in metrics]
     assert divided == headings
     assert split_wide(section, "Point", 300) == [section]

@@ -92,7 +92,7 @@ def test_damaged_definitions_are_ignored(
         ("layers.<layer>.age", {"0": 3.0, "1": 4.0}),
     ],
 )
-def test_stored_metric_has_the_computed_value(
+def test_stored_metric_has_computed_value(
     name: str, value: object, copied: Path
 ) -> None:
     trial = trial_in(copied)

@@ -139,7 +139,7 @@ def test_events_are_streamed_during_run(tmp_path: Path) -> None:
 
 
 def wait_for_value(page: Page, script: str, expected: object) -> object:
-    """Evaluate a script until it returns the expected value, or for ten seconds; return the last value."""
+    """Evaluate a script repeatedly, for ten seconds or until the expected value; return the last value."""
     deadline = time.monotonic() + 10
     value = page.evaluate(script)
     while value != expected and time.monotonic() < deadline:
