@@ -1,4 +1,4 @@
-"""Whatever happens to a run, its controller or the engine: what it was is known, and nothing of it stays."""
+"""Failures of a run, its controller or the engine: results are kept, and all containers are removed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TESTBED = Path(sys.executable).with_name("testbed")
 
 
 def tree(name: str) -> dict[str, Any]:
-    """Return a scenario of two devices that takes a minute unless something happens."""
+    """Return the keys of a scenario with two devices that takes a minute if nothing interrupts it."""
     return {
         "name": name,
         "devices": {"source": {"speed": rings.SPEED}, "worker": {"speed": rings.SPEED}},
@@ -54,7 +54,7 @@ def tree(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _isolate_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -63,25 +63,22 @@ def client() -> docker.DockerClient:
     return connect()
 
 
-def left_of(client: docker.DockerClient, name: str) -> list[str]:
-    """Name what the engine and the state folder hold of runs of this name."""
+def leftovers_of(client: docker.DockerClient, name: str) -> list[str]:
+    """Return the objects of the engine and the state files of all runs of a scenario."""
     label = {"label": RUN}
-    volumes = client.api.volumes(filters=label)["Volumes"] or []
-    things = [
-        *client.api.containers(all=True, filters=label),
-        *client.api.networks(filters=label),
-        *volumes,
-    ]
-    held = [
-        str(each.get("Names") or each["Name"])
-        for each in things
-        if each["Labels"][RUN].startswith(f"{name}-")
-    ]
-    return held + [path.name for path in runstate.state_folder().glob(f"{name}-*")]
+    items = client.api.containers(all=True, filters=label)
+    items += client.api.networks(filters=label)
+    items += client.api.volumes(filters=label)["Volumes"] or []
+    leftovers = []
+    for item in items:
+        if item["Labels"][RUN].startswith(f"{name}-"):
+            leftovers.append(str(item.get("Names") or item["Name"]))
+    state_files = runstate.state_folder().glob(f"{name}-*")
+    return leftovers + [path.name for path in state_files]
 
 
-class Running:
-    """A `testbed run` in a process of its own."""
+class RunProcess:
+    """A `testbed run` in a separate process."""
 
     def __init__(
         self, folder: Path, name: str, engine: str | None = None, **changes: Any
@@ -89,17 +86,11 @@ class Running:
         path = folder / f"{name}.yaml"
         path.write_text(json.dumps(tree(name) | changes))
         self.results = folder / "results"
-        environment = (
-            {**os.environ} if engine is None else {**os.environ, "DOCKER_HOST": engine}
-        )
-        command = [
-            str(TESTBED),
-            "run",
-            str(path),
-            "--accept-links",
-            "--out",
-            str(self.results),
-        ]
+        environment = {**os.environ}
+        if engine is not None:
+            environment["DOCKER_HOST"] = engine
+        command = [str(TESTBED), "run", str(path), "--accept-links"]
+        command += ["--out", str(self.results)]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -107,7 +98,7 @@ class Running:
             text=True,
             env=environment,
             start_new_session=True,
-            # Whoever runs the tests under nohup ignores this signal, and so would what they start.
+            # Under nohup this signal is ignored, and child processes inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
@@ -115,140 +106,136 @@ class Running:
         wait_for(runstate.runs)
         return runstate.runs()[0]
 
-    def went_round(self, rounds: int = 2) -> None:
-        """Return once the token has gone round so often."""
-        wait_for(
-            lambda: (
-                len([each for each in self.events() if each["event"] == "request"])
-                >= rounds
-            ),
-            90,
-        )
+    def wait_for_rounds(self, rounds: int = 2) -> None:
+        """Return as soon as the token has completed this number of rounds."""
+        wait_for(lambda: self.count_rounds() >= rounds, 90)
+
+    def count_rounds(self) -> int:
+        return len([event for event in self.events() if event["event"] == "request"])
 
     def events(self) -> list[dict[str, Any]]:
         path = self.results / "events.jsonl"
         if not path.exists():
             return []
-        whole, _, _ = path.read_text().rpartition(
-            "\n"
-        )  # the last line may be only half written
-        return [json.loads(line) for line in whole.splitlines()]
+        # The last line may be incomplete.
+        complete, _, _ = path.read_text().rpartition("\n")
+        return [json.loads(line) for line in complete.splitlines()]
 
-    def over(self, seconds: float = 60.0) -> str:
-        """Return what it said, once it is over."""
-        said, _ = self.process.communicate(timeout=seconds)
-        assert "Traceback" not in said, said
-        return " ".join(said.split())
+    def log_texts(self) -> list[str]:
+        return [str(event.get("text")) for event in self.events()]
+
+    def wait_for_end(self, seconds: float = 60.0) -> str:
+        """Wait until the process has ended, and return its output on one line."""
+        output, _ = self.process.communicate(timeout=seconds)
+        assert "Traceback" not in output, output
+        return " ".join(output.split())
 
     def manifest(self) -> dict[str, Any]:
         return dict(json.loads((self.results / "manifest.json").read_text()))
 
-    def terminated(
+    def check_interruption(
         self, client: docker.DockerClient, name: str, number: signal.Signals
     ) -> None:
-        """Send a signal that ends it, and see that what it saw is kept, and that nothing of it is left."""
+        """Send a signal, and check that the run keeps its results and leaves nothing else."""
         os.kill(self.process.pid, number)
-        self.over()
+        self.wait_for_end()
         assert self.process.returncode == 130
         assert self.manifest()["status"] == "interrupted"
-        assert left_of(client, name) == []
+        assert leftovers_of(client, name) == []
 
 
 @pytest.fixture
-def begun(
+def start_run(
     request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[Callable[..., Running]]:
-    made: list[Running] = []
+) -> Iterator[Callable[..., RunProcess]]:
+    runs: list[RunProcess] = []
 
-    def begin(name: str, **options: Any) -> Running:
-        made.append(Running(tmp_path, name, **options))
-        return made[-1]
+    def start(name: str, **options: Any) -> RunProcess:
+        runs.append(RunProcess(tmp_path, name, **options))
+        return runs[-1]
 
-    yield begin
-    for each in made:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()
 
 
 # The controller
 
 
 @pytest.mark.parametrize("gap", [0.1, 0.6, 1.2])
-def test_sigint_twice_leaves_nothing(
-    client: docker.DockerClient, begun: Callable[..., Running], gap: float
+def test_repeated_sigint_removes_everything(
+    client: docker.DockerClient, start_run: Callable[..., RunProcess], gap: float
 ) -> None:
-    run = begun("left-twice")
-    run.went_round()
+    run = start_run("left-twice")
+    run.wait_for_rounds()
     for wait in (0.0, gap, gap):
         time.sleep(wait)
         if run.process.poll() is None:
             os.kill(run.process.pid, signal.SIGINT)
-    run.over()
-    wait_for(lambda: left_of(client, "left-twice") == [], 30)
+    run.wait_for_end()
+    wait_for(lambda: leftovers_of(client, "left-twice") == [], 30)
 
 
-def test_what_controller_and_reaper_left_is_offered_for_removal(
-    client: docker.DockerClient, begun: Callable[..., Running]
+def test_run_of_killed_controller_and_reaper_is_offered_for_removal(
+    client: docker.DockerClient, start_run: Callable[..., RunProcess]
 ) -> None:
-    run = begun("left-both")
-    run.went_round(1)
+    run = start_run("left-both")
+    run.wait_for_rounds(1)
     name = run.run_id()
     assert "was killed" not in run_command("show", "profiles").stderr
     for pid in (*children_of(run.process.pid), run.process.pid):
         os.kill(pid, signal.SIGKILL)
     run.process.wait()
     time.sleep(1.0)
-    assert left_of(client, "left-both") != []
+    assert leftovers_of(client, "left-both") != []
     assert f"'testbed down {name}'" in run_command("show", "profiles").stderr
-    done = run_command("down", name)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert left_of(client, "left-both") == []
+    removal = run_command("down", name)
+    assert (removal.returncode, removal.stderr) == (0, "")
+    assert leftovers_of(client, "left-both") == []
     assert run_command("show", "profiles").stderr == ""
 
 
-def test_containers_live_while_their_lease_is_renewed_or_while_they_are_to_stand(
+def test_containers_end_with_their_lease_unless_lab_is_kept(
     client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ensure_images(client, lambda _text: None)
-    began = time.monotonic()
-    standing = Lab.create(
-        trials(Scenario.model_validate(tree("left-stands")))[0], keep=True
-    )
-    # Twice as long as a lab takes to come up, which nobody renews meanwhile.
-    lease = max(4.0, 2 * (time.monotonic() - began))
+    start = time.monotonic()
+    kept_trial = trials(Scenario.model_validate(tree("left-stands")))[0]
+    kept = Lab.create(kept_trial, keep=True)
+    # The lease is not renewed while a lab is created, so it must be longer than that takes.
+    lease = max(4.0, 2 * (time.monotonic() - start))
     monkeypatch.setattr(labs, "LEASE_SECONDS", lease)
     monkeypatch.setattr(labs, "RENEWAL_SECONDS", lease / 8)
     try:
-        found = client.api.inspect_container(container_name(standing.run_id, "source"))[
-            "Config"
-        ]["Env"]
-        assert not [each for each in found if each.startswith("TESTBED_LEASE")]
+        source = client.api.inspect_container(container_name(kept.run_id, "source"))
+        for variable in source["Config"]["Env"]:
+            assert not variable.startswith("TESTBED_LEASE")
         lab = Lab.create(trials(Scenario.model_validate(tree("left-lease")))[0])
         try:
-            running = {"label": f"{RUN}={lab.run_id}"}
+            of_lab = {"label": f"{RUN}={lab.run_id}"}
             time.sleep(1.5 * lease)
-            assert len(client.api.containers(filters=running)) == 3
-            lab.over.set()  # the controller says no more
-            wait_for(lambda: client.api.containers(filters=running) == [])
+            assert len(client.api.containers(filters=of_lab)) == 3
+            # Stop the renewal of the lease.
+            lab.over.set()
+            wait_for(lambda: client.api.containers(filters=of_lab) == [])
         finally:
             lab.down()
-        assert (
-            len(client.api.containers(filters={"label": f"{RUN}={standing.run_id}"}))
-            == 3
-        )
+        of_kept = {"label": f"{RUN}={kept.run_id}"}
+        assert len(client.api.containers(filters=of_kept)) == 3
     finally:
-        assert Lab.open(standing.run_id).down()
-    assert left_of(client, "left-lease") + left_of(client, "left-stands") == []
+        assert Lab.open(kept.run_id).down()
+    assert leftovers_of(client, "left-lease") == []
+    assert leftovers_of(client, "left-stands") == []
 
 
 # The engine
 
 
-def test_a_run_survives_an_engine_that_does_not_answer_for_a_while(
-    client: docker.DockerClient, begun: Callable[..., Running], tmp_path: Path
+def test_run_survives_temporary_loss_of_engine(
+    client: docker.DockerClient, start_run: Callable[..., RunProcess], tmp_path: Path
 ) -> None:
-    """At its start, in its midst, and at its end."""
     rounds = 16
     with proxied(tmp_path) as proxy:
 
@@ -257,48 +244,46 @@ def test_a_run_survives_an_engine_that_does_not_answer_for_a_while(
             time.sleep(seconds)
             proxy.mend()
 
-        run = begun(
-            "left-engine", engine=proxy.address, workload=rings.ring_workload(rounds)
-        )
-        wait_for(
-            lambda: any("shaper" in each for each in left_of(client, "left-engine"))
-        )
+        workload = rings.ring_workload(rounds)
+        run = start_run("left-engine", engine=proxy.address, workload=workload)
+        wait_for(lambda: "shaper" in str(leftovers_of(client, "left-engine")))
+        # While the lab is created, during the run, and while the lab is removed.
         cut(3.0)
-        run.went_round(1)
+        run.wait_for_rounds(1)
         cut(2.0)
-        run.went_round(rounds - 1)
+        run.wait_for_rounds(rounds - 1)
         cut(5.0)
-        said = run.over(120)
-    assert run.process.returncode == 0, said
+        output = run.wait_for_end(120)
+    assert run.process.returncode == 0, output
     assert run.manifest()["status"] == "finished"
-    assert left_of(client, "left-engine") == []
+    assert leftovers_of(client, "left-engine") == []
 
 
-def test_an_engine_that_starts_again_ends_the_run_with_what_it_saw(
-    client: docker.DockerClient, begun: Callable[..., Running], tmp_path: Path
+def test_restart_of_engine_fails_run_and_keeps_results(
+    client: docker.DockerClient, start_run: Callable[..., RunProcess], tmp_path: Path
 ) -> None:
     with proxied(tmp_path) as proxy:
-        run = begun("left-restart", engine=proxy.address)
-        run.went_round()
-        # What an engine does to its containers as it stops, while nobody hears it.
+        run = start_run("left-restart", engine=proxy.address)
+        run.wait_for_rounds()
+        # An engine that stops is unreachable and stops its containers.
         proxy.cut()
-        for each in client.api.containers(filters={"label": f"{RUN}={run.run_id()}"}):
-            client.api.stop(each["Id"], timeout=1)
+        of_run = {"label": f"{RUN}={run.run_id()}"}
+        for container in client.api.containers(filters=of_run):
+            client.api.stop(container["Id"], timeout=1)
         time.sleep(1.0)
         proxy.mend()
-        said = run.over()
+        output = run.wait_for_end()
     assert run.process.returncode == 1
-    assert "the shaper, which emulates the links, was ended through the engine" in said
-    assert "while the container engine was away for" in said
+    cause = "the shaper, which emulates the links, was ended through the engine"
+    assert cause in output
+    assert "while the container engine was away for" in output
     assert run.manifest()["status"] == "failed"
-    assert any(
-        each["event"] == "log" and "engine was away" in each["text"]
-        for each in run.events()
-    )
-    assert left_of(client, "left-restart") == []
+    logs = [event["text"] for event in run.events() if event["event"] == "log"]
+    assert any("engine was away" in text for text in logs)
+    assert leftovers_of(client, "left-restart") == []
 
 
-def test_an_engine_that_stays_away_ends_the_run_with_what_it_saw_and_its_rest_is_removed_later(
+def test_permanent_loss_of_engine_fails_run_and_delays_removal(
     client: docker.DockerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = prepare(trials(Scenario.model_validate(tree("left-away")))[0])
@@ -309,13 +294,13 @@ def test_an_engine_that_stays_away_ends_the_run_with_what_it_saw_and_its_rest_is
         monkeypatch.setattr(engine, "PATIENCE", 2.0)
         cut = threading.Event()
 
-        def see(event: Event) -> None:
+        def cut_engine(event: Event) -> None:
             if event.event == "request" and not cut.is_set():
                 cut.set()
                 proxy.cut()
 
         outcome = emulate(
-            prepared, dataset, see, on_stage=stages.append, accept_links=True
+            prepared, dataset, cut_engine, on_stage=stages.append, accept_links=True
         )
         assert (outcome.status, outcome.error) == (
             "failed",
@@ -323,84 +308,79 @@ def test_an_engine_that_stays_away_ends_the_run_with_what_it_saw_and_its_rest_is
         )
         assert any(event.event == "request" for event in outcome.events)
         assert "removed in the background" in stages[-1]
-        assert left_of(client, "left-away") != []
+        assert leftovers_of(client, "left-away") != []
         proxy.mend()
-        wait_for(lambda: left_of(client, "left-away") == [], 30)
+        wait_for(lambda: leftovers_of(client, "left-away") == [], 30)
 
 
 # Containers
 
 
-def test_a_shaper_that_is_removed_ends_the_run_at_once(
-    client: docker.DockerClient, begun: Callable[..., Running]
+def test_removal_of_shaper_fails_run(
+    client: docker.DockerClient, start_run: Callable[..., RunProcess]
 ) -> None:
-    run = begun("left-shaper")
-    run.went_round()
+    run = start_run("left-shaper")
+    run.wait_for_rounds()
     client.api.remove_container(container_name(run.run_id(), SHAPER), force=True)
-    said = run.over(20)
+    output = run.wait_for_end(20)
     assert run.process.returncode == 1
-    assert "the shaper, which emulates the links, was removed from outside" in said
-    assert len([each for each in run.events() if each["event"] == "request"]) >= 2
-    assert left_of(client, "left-shaper") == []
+    assert "the shaper, which emulates the links, was removed from outside" in output
+    assert run.count_rounds() >= 2
+    assert leftovers_of(client, "left-shaper") == []
 
 
-def test_a_device_whose_shim_is_killed_was_ended_from_outside_and_a_run_that_is_hung_up_keeps_that(
-    client: docker.DockerClient, begun: Callable[..., Running]
+def test_killed_shim_is_reported_and_sighup_keeps_results(
+    client: docker.DockerClient, start_run: Callable[..., RunProcess]
 ) -> None:
-    run = begun("left-shim")
-    run.went_round()
-    found = client.api.inspect_container(container_name(run.run_id(), "worker"))
-    status = Path(f"/proc/{found['State']['Pid']}/status").read_text()
-    os.kill(int(status.split("PPid:")[1].split()[0]), signal.SIGKILL)
+    run = start_run("left-shim")
+    run.wait_for_rounds()
+    worker = client.api.inspect_container(container_name(run.run_id(), "worker"))
+    # The shim of containerd is the parent of the container's first process.
+    status = Path(f"/proc/{worker['State']['Pid']}/status").read_text()
+    shim = int(status.split("PPid:")[1].split()[0])
+    os.kill(shim, signal.SIGKILL)
 
-    def told() -> bool:
-        return any(
-            "worker was ended from outside" in str(each.get("text"))
-            for each in run.events()
-        )
+    def is_reported() -> bool:
+        return any("worker was ended from outside" in text for text in run.log_texts())
 
-    wait_for(told, 20)
-    assert not any("memory" in str(each.get("text")) for each in run.events())
-    run.terminated(client, "left-shim", signal.SIGHUP)
-
-
-# By hand
+    wait_for(is_reported, 20)
+    # A kill by the kernel for want of memory would look alike.
+    assert not any("memory" in text for text in run.log_texts())
+    run.check_interruption(client, "left-shim", signal.SIGHUP)
 
 
-def test_what_is_done_by_hand_is_among_the_events_and_a_device_started_by_docker_joins(
-    client: docker.DockerClient, begun: Callable[..., Running]
+# Manual faults
+
+
+def test_manual_faults_are_recorded_and_device_started_by_docker_joins(
+    client: docker.DockerClient, start_run: Callable[..., RunProcess]
 ) -> None:
-    run = begun("left-hand")
-    run.went_round()
+    run = start_run("left-hand")
+    run.wait_for_rounds()
     ask = control.connect(run.run_id())
-    throttled = ask({"strike": {"throttle": {"device": "worker", "slowdown": 2}}})[
-        "handle"
-    ]
+    throttle = {"throttle": {"device": "worker", "slowdown": 2}}
+    handle = ask({"strike": throttle})["handle"]
     assert ask({"show": None}) == {
-        "in_force": {throttled: "throttle worker"},
+        "in_force": {handle: "throttle worker"},
         "devices": {"source": "up", "worker": "up"},
     }
-    ask({"undo": throttled})
+    ask({"undo": handle})
     ask({"strike": {"kill": "worker"}})
     client.api.start(container_name(run.run_id(), "worker"))
 
-    def ups() -> int:
-        return len(
-            [
-                each
-                for each in run.events()
-                if each["device"] == "worker" and each.get("state") == "started"
-            ]
-        )
+    def worker_starts() -> int:
+        starts = 0
+        for event in run.events():
+            if event["device"] == "worker" and event.get("state") == "started":
+                starts += 1
+        return starts
 
-    wait_for(lambda: ups() == 2)
-    assert [
-        (each["action"], each["phase"])
-        for each in run.events()
-        if each["event"] == "fault"
-    ] == [
-        ("throttle", "strike"),
-        ("throttle", "undo"),
-        ("kill", "strike"),
+    # At the start of the run, and after the kill.
+    wait_for(lambda: worker_starts() == 2)
+    faults = [
+        (event["action"], event["phase"])
+        for event in run.events()
+        if event["event"] == "fault"
     ]
-    run.terminated(client, "left-hand", signal.SIGTERM)
+    assert faults == [("throttle", "strike"), ("throttle", "undo"), ("kill", "strike")]
+    run.check_interruption(client, "left-hand", signal.SIGTERM)

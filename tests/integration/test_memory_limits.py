@@ -1,4 +1,4 @@
-"""The memory of a device's profile is a limit that its container lives under, or dies of."""
+"""Memory limits of containers: within the limit a device works, beyond it the kernel kills it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from tests.helpers.commands import run_command
-from tests.integration.test_whole_runs import left_of, scenario
+from tests.integration.test_whole_runs import leftovers_of, write_scenario
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
 
 LIMIT = "310MB"
-"""Above the 290 MB of the network's weights, so that a plan for one device is accepted; torch is not counted there."""
+"""Above the 290 MB of the network's weights, so that a plan for one device is accepted; plans do not count torch."""
 
 
 @pytest.fixture(autouse=True)
-def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _isolate_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -45,46 +45,44 @@ def run(
         },
     }
     if scheme == "single":
-        del devices["worker"]  # which would have nothing to do
-    path = scenario(
+        # A device without a task is refused.
+        del devices["worker"]
+    path = write_scenario(
         folder, name, devices=devices, workload=workload(scheme), time_limit="60s"
     )
-    done = run_command("run", path, "--out", folder / name, "--accept-links")
-    events = [
-        json.loads(line)
-        for line in (folder / name / "events.jsonl").read_text().splitlines()
-    ]
-    assert left_of(name) == []
-    return done.returncode, done.stderr + done.stdout, events
+    completed = run_command("run", path, "--out", folder / name, "--accept-links")
+    lines = (folder / name / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    assert leftovers_of(name) == []
+    # On one line, since the messages are wrapped.
+    output = " ".join((completed.stderr + completed.stdout).split())
+    return completed.returncode, output, events
 
 
-def test_a_share_fits_where_the_whole_model_does_not(tmp_path: Path) -> None:
-    code, said, events = run(tmp_path, "memory-share", "lop")
-    assert code == 0, said
-    held = {
-        event["device"]: event["weights"]
-        for event in events
-        if event["event"] == "memory"
-    }
-    assert all(90e6 < weights < 100e6 for weights in held.values()), held
-    assert sum(event["event"] == "request" for event in events) == 2
-
-    code, said, _ = run(tmp_path, "memory-whole", "single")
-    assert code == 1
-    assert "source ran out of memory: its container is limited to 310MB" in " ".join(
-        said.split()
-    )
-
-
-def test_a_worker_that_dies_of_its_limit_is_no_loss_to_recover_from(
+def test_part_of_model_fits_into_memory_and_whole_model_does_not(
     tmp_path: Path,
 ) -> None:
-    # By equal shares in a row one worker has 144 MB, more than fits beside torch.
-    code, said, _ = run(
+    code, output, events = run(tmp_path, "memory-share", "lop")
+    assert code == 0, output
+    # A third of 290 MB on each of three devices.
+    for event in events:
+        if event["event"] == "memory":
+            assert 90e6 < event["weights"] < 100e6, event
+    assert sum(event["event"] == "request" for event in events) == 2
+
+    code, output, _ = run(tmp_path, "memory-whole", "single")
+    assert code == 1
+    message = "source ran out of memory: its container is limited to 310MB"
+    assert message in output
+
+
+def test_worker_out_of_memory_fails_run(
+    tmp_path: Path,
+) -> None:
+    # With a sequential split one worker has 144 MB, too much beside torch.
+    code, output, _ = run(
         tmp_path, "memory-worker", "sequential", source="2GB", worker="200MB"
     )
     assert code == 1
-    assert "ran out of memory: its container is limited to 200MB" in " ".join(
-        said.split()
-    )
-    assert "worker" in said
+    assert "ran out of memory: its container is limited to 200MB" in output
+    assert "worker" in output

@@ -1,4 +1,4 @@
-"""Programs of the user's on containers: any image, names are the shaped network, lines are events, a status decides."""
+"""Users' programs in containers: images, names of devices, events from output lines, and the exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from testbed_controller.api import build, emulate, load
 from testbed_controller.lab import images
 from tests.helpers import ROOT
 
-# More than a scenario's own limit of time, for an image whose packages are installed first.
+# The images of the examples may have to be built first, which no time limit of a scenario covers.
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 
 CLIENT = """
@@ -32,7 +32,7 @@ sys.exit(3)
 """
 
 
-def test_a_server_and_a_client_by_name(
+def test_programs_reach_each_other_by_device_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -42,7 +42,7 @@ def test_a_server_and_a_client_by_name(
         "files": ["client.py"],
         "background": True,
     }
-    # Of which nothing is ours: Debian with Python alone.
+    # The base image is Debian with Python and contains nothing of the testbed.
     client = {
         "command": "python3 client.py",
         "files": ["client.py"],
@@ -61,28 +61,28 @@ def test_a_server_and_a_client_by_name(
     assert "python3 client.py ended with status 3: on purpose" in (outcome.error or "")
     assert "on purpose" in Path("out", "logs", "client.log").read_text()
     assert "attaching" in Path("out", "logs", "shaper.log").read_text()
-    said = [
+    lines = [
         row["text"]
         for row in run.rows("events")
         if row["event"] == "output" and row["device"] == "client"
     ]
-    subnet = {address.rpartition(".")[0] for address in said[0].split()}
-    assert len(subnet) == 1  # both on the data network, and on the way to anywhere else
+    # The first line contains the addresses of both devices, and the client's address for other destinations.
+    subnets = {address.rpartition(".")[0] for address in lines[0].split()}
+    assert len(subnets) == 1
     (request,) = run.rows("requests")
-    assert (
-        request["latency"] >= 0.04
-    )  # there and back, twice: a connection, then an answer
+    # Two round trips over 10 ms: one for the connection, one for the response.
+    assert request["latency"] >= 0.04
 
 
 EXAMPLES = ROOT / "scenarios" / "examples"
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "figure", "least"),
+    ("name", "changes", "metric", "minimum"),
     [
-        # Forward over two links of 5 ms, and back.
+        # A step passes two links of 5 ms forward and backward.
         ("programs", {}, "step_time", 0.02),
-        # A model to each client and back: 1.2 MB at 20 Mbit/s, twice.
+        # A round sends a model of 1.2 MB at 20 Mbit/s to each client and back.
         (
             "flower",
             {"workload.programs.server.command": "python3 flower.py server 3"},
@@ -91,11 +91,11 @@ EXAMPLES = ROOT / "scenarios" / "examples"
         ),
     ],
 )
-def test_what_is_shipped_runs_no_faster_than_its_links(
-    tmp_path: Path, name: str, changes: dict[str, str], figure: str, least: float
+def test_shipped_examples_are_not_faster_than_their_links(
+    tmp_path: Path, name: str, changes: dict[str, str], metric: str, minimum: float
 ) -> None:
     scenario = load(EXAMPLES / f"{name}.yaml", {**changes, "expect": {}})
     run = emulate(scenario, tmp_path / "out", accept_links=True)
     assert run.run.outcome.status == "finished", run.run.outcome.error
-    assert run.metrics[figure] >= least
+    assert run.metrics[metric] >= minimum
     assert run.metrics["wire_bytes"] > 0
