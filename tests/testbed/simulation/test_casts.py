@@ -180,7 +180,10 @@ def test_obstruction_and_link_trace_change_cast_loss_with_same_draws():
 def test_cast_of_sender_killed_during_transmission_is_lost():
     # 3,000 bytes take about 0.1 s.
     world = make_world(
-        {"lead": sleep_for(1), "a": cast_repeatedly(1, padding=3000, peers=["lead"])},
+        {
+            "coordinator": sleep_for(1),
+            "a": cast_repeatedly(1, padding=3000, peers=["coordinator"]),
+        },
         link=RADIO,
         faults=[{"kill": "a", "at": "50ms"}],
     )
@@ -212,7 +215,7 @@ def test_concurrent_casts_are_sequential_and_receivers_get_separate_tensors():
         received.append(message.tensors["x"].add_(1))
 
     world = make_world(
-        {"lead": cast_twice, "b": increment_received, "c": increment_received},
+        {"coordinator": cast_twice, "b": increment_received, "c": increment_received},
         link=RADIO,
     )
     world.run()

@@ -109,13 +109,13 @@ def test_messages_to_one_peer_are_transmitted_one_after_another(access):
 
 
 @pytest.mark.parametrize(
-    "access", [{}, {"lead": {"uplink": 1e12}}], ids=["plain", "shared"]
+    "access", [{}, {"coordinator": {"uplink": 1e12}}], ids=["plain", "shared"]
 )
 def test_full_window_waits_for_first_acknowledgement(access):
     # Two messages exceed the window, so each pair waits for the round trip of 0.5 s of the pair before it.
     world = make_world(
         {
-            "lead": send_concurrently("b", 5, padding=WINDOW // 2 + 1),
+            "coordinator": send_concurrently("b", 5, padding=WINDOW // 2 + 1),
             "b": receive_forever,
         },
         link=Link(delay=0.25),
@@ -127,11 +127,14 @@ def test_full_window_waits_for_first_acknowledgement(access):
 
 
 @pytest.mark.parametrize(
-    "access", [{}, {"lead": {"uplink": 50e6}}], ids=["plain", "shared"]
+    "access", [{}, {"coordinator": {"uplink": 50e6}}], ids=["plain", "shared"]
 )
 def test_many_messages_use_full_rate_of_long_link(access):
     world = make_world(
-        {"lead": send_concurrently("b", 100, padding=100_000), "b": receive_forever},
+        {
+            "coordinator": send_concurrently("b", 100, padding=100_000),
+            "b": receive_forever,
+        },
         link=Link(rate=50e6, delay=0.02),
         access=access,
     )
@@ -151,9 +154,12 @@ def test_acknowledgements_stay_in_order_when_delay_shrinks():
 
         await asyncio.gather(*(send_numbered(number) for number in range(5)))
 
-    shorten = {"degrade": {"between": ["lead", "b"], "delay": "1ms"}, "at": "300ms"}
+    shorten = {
+        "degrade": {"between": ["coordinator", "b"], "delay": "1ms"},
+        "at": "300ms",
+    }
     world = make_world(
-        {"lead": send_five, "b": receive_forever},
+        {"coordinator": send_five, "b": receive_forever},
         link=Link(rate=1e5, delay=0.2),
         faults=[shorten],
     )
@@ -169,7 +175,7 @@ def test_links_to_different_peers_do_not_share_rate():
         await asyncio.gather(device.send("b", message), device.send("c", message))
 
     world = make_world(
-        {"lead": send_to_both, "b": receive_forever, "c": receive_forever}
+        {"coordinator": send_to_both, "b": receive_forever, "c": receive_forever}
     )
     world.run()
     first, second = events_of(world, "receive")
@@ -179,7 +185,7 @@ def test_links_to_different_peers_do_not_share_rate():
 def test_message_on_link_without_rate_takes_only_delay():
     # Half a gigabyte, so that any rate would add to the time.
     world = make_world(
-        {"lead": send_one("b", padding=5 * 10**8 - 1000), "b": receive_forever},
+        {"coordinator": send_one("b", padding=5 * 10**8 - 1000), "b": receive_forever},
         link=Link(delay=0.25),
     )
     world.run()
@@ -198,7 +204,7 @@ def test_messages_of_different_sizes_arrive_in_send_order_despite_loss():
         await asyncio.gather(*sends)
 
     make_world(
-        {"lead": send_numbered, "b": collect_field("number", numbers)},
+        {"coordinator": send_numbered, "b": collect_field("number", numbers)},
         link=Link(rate=1e6, delay=0.02, loss=0.05),
     ).run()
     assert numbers == list(range(200))
@@ -222,7 +228,7 @@ def test_received_message_is_independent_of_later_changes_by_sender():
     async def receive_one(device: Device):
         received.append(await device.receive())
 
-    make_world({"lead": send_and_change, "b": receive_one}).run()
+    make_world({"coordinator": send_and_change, "b": receive_one}).run()
     (message,) = received
     assert message.tensors["w"].tolist() == [0, 0, 0]
     assert message["list"] == [1]
@@ -235,7 +241,7 @@ def test_loss_costs_time_and_depends_only_on_seed():
     def duration(loss):
         world = make_world(
             {
-                "lead": send_sequentially("b", count, padding=100_000),
+                "coordinator": send_sequentially("b", count, padding=100_000),
                 "b": receive_forever,
             },
             link=Link(rate=8e6, delay=0.01, loss=loss),
@@ -251,7 +257,7 @@ def test_loss_costs_time_and_depends_only_on_seed():
 
 def test_lost_message_of_one_packet_waits_for_timeout():
     world = make_world(
-        {"lead": send_sequentially("b", 100), "b": receive_forever},
+        {"coordinator": send_sequentially("b", 100), "b": receive_forever},
         link=Link(rate=8e6, delay=0.01, loss=0.2),
     )
     world.run()
@@ -277,7 +283,7 @@ def test_cancelled_send_to_dead_peer_is_withdrawn():
         await second
 
     world = make_world(
-        {"lead": cancel_first_send, "b": collect_kinds(kinds)},
+        {"coordinator": cancel_first_send, "b": collect_kinds(kinds)},
         faults=[{"kill": "b", "at": "0.9s", "for": "2s"}],
     )
     world.run()
@@ -295,7 +301,7 @@ def test_withdrawn_message_is_not_sent_to_restarted_peer():
 
     # The first message is on its way, for 0.5 s, when its send is cancelled and the peer is killed.
     world = make_world(
-        {"lead": cancel_first_send, "b": collect_kinds(kinds)},
+        {"coordinator": cancel_first_send, "b": collect_kinds(kinds)},
         link=Link(delay=0.5),
         faults=[{"kill": "b", "at": "0.4s", "for": "1s"}],
     )
@@ -315,7 +321,7 @@ def test_message_of_killed_sender_is_not_sent_again():
     ]
     world = make_world(
         {
-            "lead": sleep_for(6),
+            "coordinator": sleep_for(6),
             "b": send_boot_time,
             "c": collect_field("boot", boot_times),
         },
@@ -337,7 +343,7 @@ def test_next_message_starts_when_send_under_way_is_cancelled():
         large.cancel()
         await small
 
-    world = make_world({"lead": cancel_large_send, "b": receive_forever})
+    world = make_world({"coordinator": cancel_large_send, "b": receive_forever})
     world.run()
     (received,) = events_of(world, "receive")
     assert received["message"] == "small"
@@ -363,15 +369,17 @@ def test_cancelled_receive_loses_no_message():
                 continue
             numbers.append(message["number"])
 
-    make_world({"lead": send_every_tenth_second, "b": receive_with_timeouts}).run()
+    make_world(
+        {"coordinator": send_every_tenth_second, "b": receive_with_timeouts}
+    ).run()
     assert numbers == list(range(10))
 
 
 def test_send_to_unlinked_peer_is_error_that_names_both_devices():
-    world = make_world({"lead": send_one("nobody"), "b": receive_forever})
-    with pytest.raises(Exception, match="the program of lead failed") as raised:
+    world = make_world({"coordinator": send_one("nobody"), "b": receive_forever})
+    with pytest.raises(Exception, match="the program of coordinator failed") as raised:
         world.run()
-    assert "no link from lead to nobody" in str(raised.value.__cause__)
+    assert "no link from coordinator to nobody" in str(raised.value.__cause__)
 
 
 # Time-outs of 0.22 s (TCP's minimum of 0.2 s and a round trip of 0.02 s) that double, until the sender reconnects

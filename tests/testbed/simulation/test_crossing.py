@@ -24,7 +24,8 @@ def send_sequentially(count: int, padding: int = 0):
 def latencies(link: Link, count: int, padding: int = 0) -> list[float]:
     """Return the seconds between departure and arrival of each message."""
     world = make_world(
-        {"lead": send_sequentially(count, padding), "b": receive_forever}, link=link
+        {"coordinator": send_sequentially(count, padding), "b": receive_forever},
+        link=link,
     )
     world.run()
     seconds = []
@@ -116,7 +117,7 @@ def test_loss_bursts_delay_messages_more_than_independent_loss():
 
 def test_retransmitted_bytes_take_time_on_link():
     world = make_world(
-        {"lead": send_sequentially(1, 400_000), "b": receive_forever},
+        {"coordinator": send_sequentially(1, 400_000), "b": receive_forever},
         link=Link(rate=8e6, delay=0.01, loss=0.3),
     )
     world.run()
@@ -137,12 +138,12 @@ def test_latencies_are_reproducible():
 
 def test_messages_arrive_while_jittery_link_changes():
     world = make_world(
-        {"lead": send_sequentially(40), "b": receive_forever},
+        {"coordinator": send_sequentially(40), "b": receive_forever},
         link=Link(delay=0.1, jitter=0.05),
         trace=[
-            "2,link lead<->b jitter,50ms",
-            "2,link lead<->b rate,1gbit",
-            "4,link lead<->b rate,2gbit",
+            "2,link coordinator<->b jitter,50ms",
+            "2,link coordinator<->b rate,1gbit",
+            "4,link coordinator<->b rate,2gbit",
         ],
     )
     world.run()

@@ -11,7 +11,7 @@ from testbed.wire.message import Message
 from tests.helpers.worlds import LINK, events_of, make_world
 from tests.testbed.simulation.observations import times_of, transmission_time
 
-TWO_PROCESSORS = {"lead": {"processors": 2}}
+TWO_PROCESSORS = {"coordinator": {"processors": 2}}
 
 
 async def receive_once(device: Device):
@@ -88,7 +88,7 @@ def test_single_processor_computes_tasks_sequentially():
 
         await asyncio.gather(*(compute_one(number) for number in range(3)))
 
-    make_world({"lead": compute_three}).run()
+    make_world({"coordinator": compute_three}).run()
     assert results == [(0, 1.0), (1, 2.0), (2, 3.0)]
 
 
@@ -103,7 +103,7 @@ def test_two_processors_start_tasks_in_order_and_compute_concurrently():
         works = enumerate((2e6, 1e6, 2e6, 1e6))
         await asyncio.gather(*(compute_one(number, flops) for number, flops in works))
 
-    make_world({"lead": compute_four}, access=TWO_PROCESSORS).run()
+    make_world({"coordinator": compute_four}, access=TWO_PROCESSORS).run()
     # Task 2 begins at 1 s on the processor of task 1, task 3 at 2 s on that of task 0.
     assert ends == [(1, 1.0), (0, 2.0), (2, 3.0), (3, 3.0)]
 
@@ -119,10 +119,10 @@ def test_pause_and_throttle_affect_all_processors():
         await asyncio.gather(compute_one(0), compute_one(1))
 
     faults = [
-        {"pause": "lead", "at": "1s", "for": "1s"},
-        {"throttle": {"device": "lead", "slowdown": 2}, "at": "3s"},
+        {"pause": "coordinator", "at": "1s", "for": "1s"},
+        {"throttle": {"device": "coordinator", "slowdown": 2}, "at": "3s"},
     ]
-    make_world({"lead": compute_two}, access=TWO_PROCESSORS, faults=faults).run()
+    make_world({"coordinator": compute_two}, access=TWO_PROCESSORS, faults=faults).run()
     # 1 s of work, 1 s of pause, 1 s of work, and the remaining 2 s at half the speed.
     assert ends == [7.0, 7.0]
 
@@ -140,7 +140,7 @@ def test_message_delivered_at_instant_of_cancelled_receive_is_kept():
         message = await device.receive()
         kinds.append(message.kind)
 
-    make_world({"lead": cancel_and_receive_again}).run()
+    make_world({"coordinator": cancel_and_receive_again}).run()
     assert kinds == ["x"]
 
 
@@ -156,7 +156,7 @@ def test_program_error_preserves_cause_and_is_recorded():
         await device.sleep(1)
         raise KeyError("lost")
 
-    world = make_world({"lead": receive_once, "b": fail_later})
+    world = make_world({"coordinator": receive_once, "b": fail_later})
     with pytest.raises(ProgramError) as raised:
         world.run()
     assert isinstance(raised.value.__cause__, KeyError)

@@ -29,7 +29,7 @@ async def compute_seconds(device: Device):
 
 def test_kill_interrupts_computation_and_restart_begins_program_anew():
     world = make_world(
-        {"lead": sleep_for(10.5), "b": compute_seconds},
+        {"coordinator": sleep_for(10.5), "b": compute_seconds},
         faults=[{"kill": "b", "at": "2.5s", "for": "1s"}],
     )
     world.run()
@@ -68,7 +68,9 @@ def test_kill_at_beginning_of_span_prevents_computation():
             )
 
     kill = {"kill": "b", "when": {"device": "b", "begins": "forward", "batch": 2}}
-    world = make_world({"lead": sleep_for(10.5), "b": compute_batches}, faults=[kill])
+    world = make_world(
+        {"coordinator": sleep_for(10.5), "b": compute_batches}, faults=[kill]
+    )
     world.run()
     assert completed == [0, 1]
     assert events_of(world, "fault")[0]["time"] == 2
@@ -84,10 +86,10 @@ def test_cleanup_of_killed_program_has_no_effects():
         finally:
             device.record("log", text="after the kill")
             cancellations.append(child.cancelling())
-            await device.send("lead", Message("after-kill"))
+            await device.send("coordinator", Message("after-kill"))
 
     world = make_world(
-        {"lead": sleep_for(10.5), "b": resist_kill},
+        {"coordinator": sleep_for(10.5), "b": resist_kill},
         faults=[{"kill": "b", "at": "1.5s"}],
     )
     world.run()
@@ -113,7 +115,7 @@ def test_kill_discards_inbox_and_unacknowledged_message_is_sent_again():
             consumed.append(message.kind)
 
     world = make_world(
-        {"lead": send_before_and_after, "b": consume_late},
+        {"coordinator": send_before_and_after, "b": consume_late},
         faults=[{"kill": "b", "at": "0.5s"}, {"restart": "b", "at": "1s"}],
     )
     world.run()
@@ -128,7 +130,7 @@ def test_kill_discards_inbox_and_unacknowledged_message_is_sent_again():
 
 def test_message_in_flight_to_killed_device_is_sent_again_completely():
     world = make_world(
-        {"lead": send_one("b", "large", MEGABYTE), "b": receive_forever},
+        {"coordinator": send_one("b", "large", MEGABYTE), "b": receive_forever},
         faults=[{"kill": "b", "at": "0.9s", "for": "0"}],
     )
     world.run()
@@ -143,7 +145,7 @@ def test_unsent_messages_of_killed_sender_are_lost():
     async def send_three(device: Device):
         for number in range(3):
             message = Message(f"m{number}", padding=100_000)
-            asyncio.create_task(device.send("lead", message))  # noqa: RUF006
+            asyncio.create_task(device.send("coordinator", message))  # noqa: RUF006
         await device.sleep(100)
 
     async def receive_for_five_seconds(device: Device):
@@ -151,17 +153,17 @@ def test_unsent_messages_of_killed_sender_are_lost():
 
     # A message takes 0.1 s: the kill strikes while the second one is under way.
     world = make_world(
-        {"lead": receive_for_five_seconds, "b": send_three},
+        {"coordinator": receive_for_five_seconds, "b": send_three},
         faults=[{"kill": "b", "at": "0.11s"}],
     )
-    with pytest.raises(Exception, match="lead"):
+    with pytest.raises(Exception, match="coordinator"):
         world.run()
     assert values_of(world, "receive", "message") == ["m0"]
 
 
 def test_pause_delays_computation_by_duration_of_pause():
     world = make_world(
-        {"lead": sleep_for(10.5), "b": compute_seconds},
+        {"coordinator": sleep_for(10.5), "b": compute_seconds},
         faults=[{"pause": "b", "at": "2.5s", "for": "3s"}],
     )
     world.run()
@@ -172,7 +174,7 @@ def test_pause_delays_computation_by_duration_of_pause():
 async def send_large_and_receive(device: Device):
     """Send a message of a second to the coordinator and record the arrival of another one."""
     sending = asyncio.create_task(
-        device.send("lead", Message("large", padding=MEGABYTE))
+        device.send("coordinator", Message("large", padding=MEGABYTE))
     )
     await device.receive()
     device.record("log", text="received")
@@ -181,7 +183,10 @@ async def send_large_and_receive(device: Device):
 
 def test_paused_device_receives_and_acknowledges_after_resuming():
     world = make_world(
-        {"lead": send_one("b", "request", start=1.0), "b": send_large_and_receive},
+        {
+            "coordinator": send_one("b", "request", start=1.0),
+            "b": send_large_and_receive,
+        },
         faults=[{"pause": "b", "at": "0.5s", "for": "4s"}],
     )
     world.run()
@@ -192,11 +197,11 @@ def test_paused_device_receives_and_acknowledges_after_resuming():
 
 def test_paused_sender_continues_message_after_resuming():
     world = make_world(
-        {"lead": sleep_for(9.5), "b": send_large_and_receive},
+        {"coordinator": sleep_for(9.5), "b": send_large_and_receive},
         faults=[{"pause": "b", "at": "0.5s", "for": "4s"}],
     )
     world.run()
-    (received,) = events_of(world, "receive", "lead")
+    (received,) = events_of(world, "receive", "coordinator")
     # The pause of 4 s interrupts the message once.
     assert received["time"] == pytest.approx(
         4 + transmission_time(world, "large") + LINK.delay
@@ -205,8 +210,8 @@ def test_paused_sender_continues_message_after_resuming():
 
 def test_message_blocked_by_partition_arrives_with_retransmission_after_healing():
     world = make_world(
-        {"lead": send_one("b", padding=100, start=1.0), "b": receive_forever},
-        faults=[{"partition": [["lead"], ["b"]], "at": "0.5s", "for": "1s"}],
+        {"coordinator": send_one("b", padding=100, start=1.0), "b": receive_forever},
+        faults=[{"partition": [["coordinator"], ["b"]], "at": "0.5s", "for": "1s"}],
     )
     world.run()
     (received,) = events_of(world, "receive")
@@ -215,17 +220,17 @@ def test_message_blocked_by_partition_arrives_with_retransmission_after_healing(
         1 + 0.22 + 0.44 + transmission_time(world, "m") + LINK.delay
     )
     assert values_of(world, "link", "time", "source", "up") == [
-        (0.5, "lead", False),
+        (0.5, "coordinator", False),
         (0.5, "b", False),
-        (1.5, "lead", True),
+        (1.5, "coordinator", True),
         (1.5, "b", True),
     ]
 
 
 def test_short_partition_preserves_bytes_already_sent():
     world = make_world(
-        {"lead": send_one("b", "large", MEGABYTE), "b": receive_forever},
-        faults=[{"partition": [["lead"]], "at": "0.5s", "for": "0.1s"}],
+        {"coordinator": send_one("b", "large", MEGABYTE), "b": receive_forever},
+        faults=[{"partition": [["coordinator"]], "at": "0.5s", "for": "0.1s"}],
     )
     world.run()
     (received,) = events_of(world, "receive")
@@ -236,8 +241,8 @@ def test_short_partition_preserves_bytes_already_sent():
 
 def test_message_starts_over_on_new_connection_after_long_partition():
     world = make_world(
-        {"lead": send_one("b", "large", MEGABYTE), "b": receive_forever},
-        faults=[{"partition": [["lead"]], "at": "0.5s", "for": "5.2s"}],
+        {"coordinator": send_one("b", "large", MEGABYTE), "b": receive_forever},
+        faults=[{"partition": [["coordinator"]], "at": "0.5s", "for": "5.2s"}],
     )
     world.run()
     (received,) = events_of(world, "receive")
@@ -249,12 +254,12 @@ def test_message_starts_over_on_new_connection_after_long_partition():
 
 def test_acknowledgement_waits_for_repair_of_return_link():
     cut = {
-        "degrade": {"from": "b", "to": "lead", "loss": "100%"},
+        "degrade": {"from": "b", "to": "coordinator", "loss": "100%"},
         "at": "0",
         "for": "1s",
     }
     world = make_world(
-        {"lead": send_one("b", padding=100), "b": receive_forever}, faults=[cut]
+        {"coordinator": send_one("b", padding=100), "b": receive_forever}, faults=[cut]
     )
     world.run()
     arrival = events_of(world, "receive")[0]["time"]
@@ -273,7 +278,7 @@ def test_send_across_partition_times_out_and_other_peers_stay_reachable():
         await asyncio.wait_for(device.send("c", Message("m")), 0.3)
 
     world = make_world(
-        {"lead": send_to_both, "b": receive_forever, "c": receive_forever},
+        {"coordinator": send_to_both, "b": receive_forever, "c": receive_forever},
         faults=[{"partition": [["b"]], "at": "0"}],
     )
     world.run()
@@ -282,11 +287,11 @@ def test_send_across_partition_times_out_and_other_peers_stay_reachable():
 
 def test_degrade_slows_remainder_of_message_under_way():
     degrade = {
-        "degrade": {"between": ["lead", "b"], "rate": "4mbit", "delay": "100ms"},
+        "degrade": {"between": ["coordinator", "b"], "rate": "4mbit", "delay": "100ms"},
         "at": "0.5s",
     }
     world = make_world(
-        {"lead": send_one("b", "large", MEGABYTE), "b": receive_forever},
+        {"coordinator": send_one("b", "large", MEGABYTE), "b": receive_forever},
         faults=[degrade],
     )
     world.run()
@@ -300,7 +305,7 @@ def test_degrade_slows_remainder_of_message_under_way():
 
 def test_heal_reverts_all_faults_and_later_end_has_no_effect():
     world = make_world(
-        {"lead": sleep_for(5), "b": receive_forever},
+        {"coordinator": sleep_for(5), "b": receive_forever},
         faults=[
             {"partition": [["b"]], "at": "1s", "for": "2s"},
             {"degrade": {"device": "b", "delay": "1s"}, "at": "1s"},
@@ -314,7 +319,7 @@ def test_heal_reverts_all_faults_and_later_end_has_no_effect():
 
 def test_restart_of_running_and_resume_of_active_device_have_no_effect():
     world = make_world(
-        {"lead": sleep_for(5.5), "b": compute_seconds},
+        {"coordinator": sleep_for(5.5), "b": compute_seconds},
         faults=[{"restart": "b", "at": "1.5s"}, {"resume": "b", "at": "2.5s"}],
     )
     world.run()
@@ -323,7 +328,7 @@ def test_restart_of_running_and_resume_of_active_device_have_no_effect():
 
 def test_kill_during_boot_delays_restart():
     world = make_world(
-        {"lead": sleep_for(9.5), "b": compute_seconds},
+        {"coordinator": sleep_for(9.5), "b": compute_seconds},
         faults=[
             {"kill": "b", "at": "1.5s", "for": "1s"},
             {"kill": "b", "at": "3s", "for": "1s"},
@@ -336,8 +341,8 @@ def test_kill_during_boot_delays_restart():
 
 def test_run_ends_when_restarted_coordinator_returns():
     world = make_world(
-        {"lead": sleep_for(3), "b": receive_forever},
-        faults=[{"kill": "lead", "at": "1s", "for": "0"}],
+        {"coordinator": sleep_for(3), "b": receive_forever},
+        faults=[{"kill": "coordinator", "at": "1s", "for": "0"}],
     )
     world.run()
     assert world.event_queue.now == 1 + BOOT_SECONDS + 3
@@ -345,12 +350,16 @@ def test_run_ends_when_restarted_coordinator_returns():
 
 def test_deadlock_caused_by_dead_peer_is_detected_and_described():
     world = make_world(
-        {"lead": send_one("b", start=1.0), "b": receive_forever, "c": receive_forever},
+        {
+            "coordinator": send_one("b", start=1.0),
+            "b": receive_forever,
+            "c": receive_forever,
+        },
         faults=[{"kill": "b", "at": "0.5s"}],
     )
     with pytest.raises(EmptySchedule):
         world.run()
     assert (
         world.describe_waits()
-        == "at 1 s lead waits for b to acknowledge; b is off; c waits for a message"
+        == "at 1 s coordinator waits for b to acknowledge; b is off; c waits for a message"
     )

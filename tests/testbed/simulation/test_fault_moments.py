@@ -19,7 +19,7 @@ from tests.helpers.worlds import events_of, make_world, receive_forever
 from tests.testbed.simulation.observations import sleep_for, values_of
 
 ROUNDS = 3
-DEVICES = ("lead", "b", "c")
+DEVICES = ("coordinator", "b", "c")
 EVENT_NAMES = ("state", "step", "send", "receive", "cast", "begin", "compute", "log")
 MOMENTS = [{"event": name} for name in EVENT_NAMES]
 MOMENTS += [{"begins": "forward", "batch": batch} for batch in range(ROUNDS)]
@@ -70,7 +70,7 @@ async def is_round_answered(device: Device, number: int) -> bool:
 
 async def compute_and_forward(device: Device) -> None:
     """Compute and forward all work concurrently: ``b`` to ``c``, ``c`` to the coordinator."""
-    target = {"b": "c", "c": "lead"}[device.name]
+    target = {"b": "c", "c": "coordinator"}[device.name]
 
     async def handle_work(message: Message) -> None:
         span = Span("forward", message["number"])
@@ -89,7 +89,11 @@ async def compute_and_forward(device: Device) -> None:
 
 def simulate_rounds(faults, access=None):
     world = make_world(
-        {"lead": coordinate_rounds, "b": compute_and_forward, "c": compute_and_forward},
+        {
+            "coordinator": coordinate_rounds,
+            "b": compute_and_forward,
+            "c": compute_and_forward,
+        },
         faults=faults,
         access=access,
         time_limit=1000,
@@ -173,7 +177,11 @@ def fault_keys(choice):
 @given(
     st.lists(random_faults, min_size=1, max_size=5),
     st.sampled_from(
-        [None, {"lead": {"uplink": 1e6}}, {"b": {"uplink": 1e6, "downlink": 5e5}}]
+        [
+            None,
+            {"coordinator": {"uplink": 1e6}},
+            {"b": {"uplink": 1e6, "downlink": 5e5}},
+        ]
     ),
 )
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -201,7 +209,9 @@ def test_device_killed_while_receiving_gets_unacknowledged_messages_again(asynci
         {"pause": "b", "at": "1ms", "for": "1s"},
         {"kill": "b", "when": {"device": "b", "event": "receive"}, "for": "0s"},
     ]
-    world = make_world({"lead": send_three, "b": collect_messages}, faults=faults)
+    world = make_world(
+        {"coordinator": send_three, "b": collect_messages}, faults=faults
+    )
     world.run()
     assert numbers == [1, 2], "the first was received as b was killed"
     assert min(times) > 1 + BOOT_SECONDS
@@ -215,23 +225,26 @@ def test_device_killed_during_pause_sends_after_restart():
         await device.send("b", Message("m"))
         await device.sleep(5)
 
-    faults = [{"pause": "lead", "at": "1s"}, {"kill": "lead", "at": "2s", "for": "1s"}]
+    faults = [
+        {"pause": "coordinator", "at": "1s"},
+        {"kill": "coordinator", "at": "2s", "for": "1s"},
+    ]
     world = make_world(
-        {"lead": send_after_each_boot, "b": receive_forever},
+        {"coordinator": send_after_each_boot, "b": receive_forever},
         faults=faults,
         time_limit=100,
     )
     world.run()
     # One message before the pause and one after the restart.
-    assert len(events_of(world, "send", "lead")) == 2
+    assert len(events_of(world, "send", "coordinator")) == 2
 
 
 def test_booting_device_can_be_paused():
     faults = [
-        {"kill": "lead", "at": "1s", "for": "0s"},
-        {"pause": "lead", "at": "2s", "for": "10s"},
+        {"kill": "coordinator", "at": "1s", "for": "0s"},
+        {"pause": "coordinator", "at": "2s", "for": "10s"},
     ]
-    world = make_world({"lead": sleep_for(2)}, faults=faults)
+    world = make_world({"coordinator": sleep_for(2)}, faults=faults)
     world.run()
     start_times = [
         event["time"]
@@ -257,7 +270,7 @@ def test_task_created_by_killed_program_never_runs():
             asyncio.create_task(record_each_second(device))  # noqa: RUF006 - it must not run at all
 
     make_world(
-        {"lead": sleep_for(10), "b": start_task_when_killed},
+        {"coordinator": sleep_for(10), "b": start_task_when_killed},
         faults=[{"kill": "b", "at": "1s"}],
     ).run()
     assert run_times == []
@@ -273,7 +286,7 @@ def test_sets_of_tasks_have_reproducible_order():
             device.record("log", text=task.get_name())
 
     def order_of_run():
-        world = make_world({"lead": record_finished_tasks})
+        world = make_world({"coordinator": record_finished_tasks})
         world.run()
         return values_of(world, "log", "text")
 

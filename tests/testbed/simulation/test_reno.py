@@ -200,7 +200,7 @@ def test_loss_limits_throughput_of_simulated_run():
             await device.send("b", Message("m", padding=size))
 
     world = make_world(
-        {"lead": send_sequentially, "b": receive_forever},
+        {"coordinator": send_sequentially, "b": receive_forever},
         link=Link(rate=50e6, delay=0.05, loss=0.01),
     )
     world.run()
@@ -241,7 +241,7 @@ def test_window_is_initial_again_after_restart_of_receiver():
 
     # A loss of almost zero selects the model of TCP's window without losing anything.
     world = make_world(
-        {"lead": send_sequentially, "b": receive_forever},
+        {"coordinator": send_sequentially, "b": receive_forever},
         link=Link(rate=1e9, delay=0.05, loss=1e-9),
         faults=[{"kill": "b", "at": "2s", "for": "1s"}],
     )

@@ -71,7 +71,7 @@ def message_seconds(world, rate=8e6) -> float:
 def test_concurrent_messages_share_uplink_of_sender():
     world = make_world(
         {
-            "lead": wait_for_others,
+            "coordinator": wait_for_others,
             "a": send_to("b", "c"),
             "b": receive_forever,
             "c": receive_forever,
@@ -88,7 +88,7 @@ def test_message_that_starts_later_shares_uplink():
     send_twice = run_concurrently(send_to("b"), send_to("c", start=0.5))
     world = make_world(
         {
-            "lead": wait_for_others,
+            "coordinator": wait_for_others,
             "a": send_twice,
             "b": receive_forever,
             "c": receive_forever,
@@ -106,15 +106,23 @@ def test_message_that_starts_later_shares_uplink():
 
 def test_slow_link_leaves_remainder_of_downlink_to_others():
     world = make_world(
-        {"lead": receive_count(2), "b": send_to("lead"), "c": send_to("lead")},
+        {
+            "coordinator": receive_count(2),
+            "b": send_to("coordinator"),
+            "c": send_to("coordinator"),
+        },
         link=UNLIMITED,
-        access={"lead": {"downlink": 8e6}},
-        trace=["0,link b->lead rate,2mbit"],
+        access={"coordinator": {"downlink": 8e6}},
+        trace=["0,link b->coordinator rate,2mbit"],
     )
     world.run()
     times = arrivals(world)
-    assert times["c", "lead"] == pytest.approx(message_seconds(world, 8e6 - 2e6) + 0.01)
-    assert times["b", "lead"] == pytest.approx(message_seconds(world, 2e6) + 0.01)
+    assert times["c", "coordinator"] == pytest.approx(
+        message_seconds(world, 8e6 - 2e6) + 0.01
+    )
+    assert times["b", "coordinator"] == pytest.approx(
+        message_seconds(world, 2e6) + 0.01
+    )
 
 
 def test_access_faster_than_link_does_not_change_times():
@@ -132,7 +140,7 @@ def test_access_faster_than_link_does_not_change_times():
 def test_cell_members_share_one_channel_and_other_links_are_unaffected():
     cells = [Cell(("a", "b", "c"), 8e6)]
     programs = {
-        "lead": wait_for_others,
+        "coordinator": wait_for_others,
         "a": send_to("b", "d"),
         "b": run_concurrently(send_to("c"), receive_forever),
         "c": receive_forever,
@@ -150,7 +158,7 @@ def test_cell_members_share_one_channel_and_other_links_are_unaffected():
 def test_slow_link_in_cell_occupies_channel_longer():
     world = make_world(
         {
-            "lead": wait_for_others,
+            "coordinator": wait_for_others,
             "a": send_to("b"),
             "b": run_concurrently(send_to("c"), receive_forever),
             "c": receive_forever,

@@ -10,7 +10,7 @@ from testbed.network.link import Cell, Link
 from testbed.wire.message import Message
 from tests.helpers.worlds import events_of, make_world
 
-NAMES = ("lead", "b", "c")
+NAMES = ("coordinator", "b", "c")
 RECEIVERS = NAMES[1:]
 start_times = st.integers(0, 6000).map(lambda ms: f"{ms}ms")
 durations = st.integers(0, 4000).map(lambda ms: f"{ms}ms")
@@ -24,9 +24,12 @@ links = st.builds(
 shared_media = st.sampled_from(
     [
         {},
-        {"access": {"lead": {"uplink": 4e5}, "b": {"downlink": 1e6}}},
+        {"access": {"coordinator": {"uplink": 4e5}, "b": {"downlink": 1e6}}},
         {"cells": [Cell(NAMES, 1e6)]},
-        {"access": {"c": {"downlink": 3e5}}, "cells": [Cell(("lead", "b"), 5e5)]},
+        {
+            "access": {"c": {"downlink": 3e5}},
+            "cells": [Cell(("coordinator", "b"), 5e5)],
+        },
     ]
 )
 """Options of a world by which links share rates, beside the links' own rates."""
@@ -89,7 +92,7 @@ def simulate_messages(link, sizes, faults, media):
             numbers.append(message["number"])
 
     world = make_world(
-        {"lead": send_numbered, "b": collect_numbers, "c": collect_numbers},
+        {"coordinator": send_numbered, "b": collect_numbers, "c": collect_numbers},
         link=link,
         faults=faults,
         **media,
