@@ -376,7 +376,7 @@ def test_unknown_device_or_run_is_an_input_error(lab: Lab) -> None:
     assert "unknown run 'nothing'" in refusal.stderr
 
 
-def test_labs_with_equal_addresses_are_isolated_and_removed_containers_are_gone(
+def test_labs_with_equal_addresses_are_isolated(
     lab: Lab, client: docker.DockerClient
 ) -> None:
     other = Lab.create(trial("lab-other"))

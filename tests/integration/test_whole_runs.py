@@ -1,4 +1,4 @@
-"""Whole runs through the command line, on real containers: what a user does, and what must be left afterwards."""
+"""Complete runs in containers through the command line: equality of both clocks, faults, results and clean-up."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from testbed_controller.lab.engine import connect
 from testbed_controller.lab.removal import RUN
 from tests.helpers import ROOT, own_tokens
 from tests.helpers.browser import CHROMIUM, open_page
-from tests.helpers.commands import run_command
+from tests.helpers.commands import CompletedCommand, run_command
 from tests.helpers.message_counts import (
     count_differences,
     lost_in_containers,
@@ -41,24 +42,24 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
 TESTBED = Path(sys.executable).with_name("testbed")
 
 RUNTIMES = {
-    # A shared host may not keep the links within their tolerance.
+    # On a shared host links may be outside their tolerances.
     "emulate": ["--accept-links"],
     "simulate": ["--runtime", "simulate"],
 }
 """Arguments of `testbed run` by runtime."""
 ON_A_LAB = RUNTIMES | {"emulate": [*RUNTIMES["emulate"], "--on"]}
-"""The same where the containers stand already."""
+"""Arguments of `testbed run` by runtime, for a lab that exists."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _isolate_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
 
 
-def scenario(folder: Path, name: str, **changes: Any) -> Path:
-    """Write a small training scenario: a stage each on three devices."""
+def write_scenario(folder: Path, name: str, **changes: Any) -> Path:
+    """Write a small training scenario with one stage on each of three devices."""
     tree: dict[str, Any] = {
         "name": name,
         "seed": 3,
@@ -85,30 +86,55 @@ def scenario(folder: Path, name: str, **changes: Any) -> Path:
     return path
 
 
-def start(path: Path, out: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a run that takes long, its progress going to ``out``.log."""
-    slow = [
-        "--set",
-        "devices.worker.speed=20mflops",
-        "--set",
-        "workload.method.rejoin_timeout=60s",
-    ]
-    with out.with_suffix(".log").open("wb") as log:
-        return subprocess.Popen(
-            [TESTBED, "run", path, "--out", out, "--accept-links", *slow, *arguments],
-            stdout=log,
-        )
+def set_options(*changes: str) -> list[str]:
+    """Return the options of `testbed run` for changes of a scenario."""
+    options = []
+    for change in changes:
+        options += ["--set", change]
+    return options
 
 
-def differences_in(folder: Path, **known: Any) -> list[str]:
-    """Return the differences between the counts of the runs in ``emulate`` and ``simulate`` of a folder."""
-    return count_differences(
-        outcome_in(folder / "emulate"), outcome_in(folder / "simulate"), **known
+def start_slow_run(path: Path, out: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start a run on slow devices, with its progress in ``out``.log."""
+    slow = set_options(
+        "devices.worker.speed=20mflops", "workload.method.rejoin_timeout=60s"
     )
+    command = [TESTBED, "run", path, "--out", out, "--accept-links", *slow, *arguments]
+    with out.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log)
+
+
+def run_finished(*arguments: str | Path) -> CompletedCommand:
+    """Run a command and check that it succeeds."""
+    completed = run_command(*arguments)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def read_metrics(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "metrics.json").read_text()))
+
+
+def losses_of(events: list[dict[str, Any]], *names: str) -> list[float]:
+    return [event["loss"] for event in events if event["event"] in names]
+
+
+def clock_differences(folder: Path) -> list[str]:
+    """Return the differences in message counts between the runs in ``emulate`` and ``simulate`` of a folder."""
+    emulated, simulated = (
+        outcome_in(folder / "emulate"),
+        outcome_in(folder / "simulate"),
+    )
+    return count_differences(emulated, simulated)
 
 
 def fresh_folder(folder: Path) -> Path:
-    """Return a new folder in a folder: a test of time is repeated with the same one, and results need an empty one."""
+    """Return a new subfolder: tests of time are repeated in the same folder, and results need an empty one."""
     return Path(tempfile.mkdtemp(dir=folder))
 
 
@@ -116,21 +142,19 @@ def is_running(out: Path) -> bool:
     return "running" in out.with_suffix(".log").read_text().split()
 
 
-def left_of(name: str) -> list[str]:
-    """Name what the engine still holds of runs of one scenario."""
+def leftovers_of(name: str) -> list[str]:
+    """Return the names of containers and networks of all runs of a scenario."""
     client: docker.DockerClient = connect()
-    found = [
-        *client.api.containers(all=True, filters={"label": RUN}),
-        *client.api.networks(filters={"label": RUN}),
-    ]
+    items = client.api.containers(all=True, filters={"label": RUN})
+    items += client.api.networks(filters={"label": RUN})
     return [
-        str(each.get("Names") or each["Name"])
-        for each in found
-        if each["Labels"][RUN].startswith(name)
+        str(item.get("Names") or item["Name"])
+        for item in items
+        if item["Labels"][RUN].startswith(name)
     ]
 
 
-def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+def becomes_true(condition: Callable[[], bool], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -139,111 +163,97 @@ def eventually(condition: Callable[[], bool], seconds: float) -> bool:
     return False
 
 
-@pytest.mark.timed  # a fault strikes while a device holds the token
-def test_a_method_from_a_file_runs_in_containers_with_its_own_figure(
+@pytest.mark.timed  # the fault must be injected while a device holds the token
+def test_method_from_file_runs_in_containers_with_its_metric(
     tmp_path: Path,
 ) -> None:
     ring = ROOT / "scenarios" / "examples" / "ring.yaml"
     out = fresh_folder(tmp_path) / "ring"
-    # A round takes three seconds; the fault strikes in the first, and one more shows that it goes on.
+    # A round takes three seconds. The fault is in the first round; the second one shows that the method continues.
     fault = "faults=[{kill: worker2, when: {device: worker2, begins: hold, batch: 0}, for: 1s}]"
-    changes = [fault, "workload.requests=2", "expect.requests=== 2"]
-    shorter = [part for change in changes for part in ("--set", change)]
-    done = run_command("run", ring, "--out", out, "--accept-links", *shorter)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((out / "metrics.json").read_text())["tokens_lost"] == 1
+    shorter = set_options(fault, "workload.requests=2", "expect.requests=== 2")
+    run_finished("run", ring, "--out", out, "--accept-links", *shorter)
+    assert read_metrics(out)["tokens_lost"] == 1
     assert (out / "ring.py").read_text() == ring.with_name("ring.py").read_text()
     assert "tokens that were lost and replaced" in (out / "report.html").read_text()
-    # Read from its own folder again: the figures are those of the file that lies there.
-    again = run_command("report", out)
-    assert again.returncode == 0, again.stderr
-    assert left_of("ring") == []
+    # The report is made again with the metric of the copied file.
+    run_finished("report", out)
+    assert leftovers_of("ring") == []
 
 
-def test_both_clocks_have_the_same_fixed_kernels_and_an_expectation_that_both_miss_ends_them_with_1(
+def test_reproducible_runs_are_equal_on_both_clocks(
     tmp_path: Path,
 ) -> None:
-    # With the kernels that torch would choose, other instruction sets give other weights after a few steps.
+    # By default torch chooses kernels by the processor, and with other kernels weights differ after a few steps.
     kernels = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    path = scenario(tmp_path, "run-same", expect={"accuracy": ">= 0.999"})
-    cnn = ["--set", "workload.model={name: cnn}", "--set", "workload.reproducible=true"]
+    path = write_scenario(tmp_path, "run-same", expect={"accuracy": ">= 0.999"})
+    changes = set_options("workload.model={name: cnn}", "workload.reproducible=true")
+    losses = {}
     for runtime, options in RUNTIMES.items():
-        arguments = ["run", path, "--out", tmp_path / runtime, *options, *cnn]
-        # A process of its own, since it starts itself again where torch has been imported.
-        done = subprocess.run(
-            [TESTBED, *arguments],
+        out = tmp_path / runtime
+        # In a separate process, since a reproducible run restarts a process that has already imported torch.
+        completed = subprocess.run(
+            [TESTBED, "run", path, "--out", out, *options, *changes],
             env=os.environ | kernels,
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 1, done.stderr
-    losses = {}
-    for runtime in ("emulate", "simulate"):
-        events = [
-            json.loads(line)
-            for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()
-        ]
-        losses[runtime] = [
-            event["loss"] for event in events if event["event"] == "step"
-        ]
+        assert completed.returncode == 1, completed.stderr
+        losses[runtime] = losses_of(read_events(out), "step")
     assert losses["emulate"] == losses["simulate"]
     emulated = load_file(tmp_path / "emulate" / "weights.safetensors")
     simulated = load_file(tmp_path / "simulate" / "weights.safetensors")
     assert emulated.keys() == simulated.keys()
     for name, tensor in simulated.items():
         assert emulated[name].equal(tensor), name
-    assert differences_in(tmp_path) == []
-    assert left_of("run-same") == []
+    assert clock_differences(tmp_path) == []
+    assert leftovers_of("run-same") == []
 
 
-def test_a_tensor_parallel_perceptron_answers_with_the_given_weights_on_both_clocks(
+def test_tensor_parallel_inference_with_weights_of_file_on_both_clocks(
     tmp_path: Path,
 ) -> None:
     example = ROOT / "scenarios" / "examples" / "tensorparallel.yaml"
     prepared = prepare(trials(load(example))[0])
     network, workload = prepared.problem.model, prepared.problem.workload
+    # Another seed than the scenario's, so that the weights differ from those that the run would draw.
     whole = network.build(0, len(network.units), 12345).eval()
-    save_file(whole.state_dict(), tmp_path / "given.safetensors")
+    weights = tmp_path / "given.safetensors"
+    save_file(whole.state_dict(), weights)
     data = load_data(workload.data)
+    labels = torch.from_numpy(data.test_labels[:80])
     with torch.no_grad():
         outputs = whole(torch.from_numpy(data.test_images[:80]))
-    wanted = float(
-        torch.nn.functional.cross_entropy(
-            outputs, torch.from_numpy(data.test_labels[:80])
-        )
-    )
+        expected_loss = float(torch.nn.functional.cross_entropy(outputs, labels))
     for runtime, options in RUNTIMES.items():
         out = tmp_path / runtime
-        given = ["--weights", tmp_path / "given.safetensors"]
-        done = run_command("run", example, "--out", out, *options, *given)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "read from this file" in done.stdout
-        (evaluation,) = json.loads((out / "metrics.json").read_text())["series"][
-            "evaluations"
-        ]
-        assert evaluation["loss"] == pytest.approx(wanted, rel=1e-5)
-    assert differences_in(tmp_path) == []
+        completed = run_finished(
+            "run", example, "--out", out, *options, "--weights", weights
+        )
+        assert "read from this file" in completed.stdout
+        (evaluation,) = read_metrics(out)["series"]["evaluations"]
+        assert evaluation["loss"] == pytest.approx(expected_loss, rel=1e-5)
+    assert clock_differences(tmp_path) == []
 
 
-def test_tokens_are_learnt_in_containers_as_on_the_virtual_clock(
+def test_training_on_tokens_has_equal_losses_on_both_clocks(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "tokens.yaml").write_text(own_tokens.SCENARIO)
-    (tmp_path / "own_tokens.py").write_text(
-        (ROOT / "tests" / "helpers" / "own_tokens.py").read_text()
-    )
+    source = ROOT / "tests" / "helpers" / "own_tokens.py"
+    (tmp_path / "own_tokens.py").write_text(source.read_text())
     losses = {}
     for runtime, options in RUNTIMES.items():
         out = tmp_path / runtime
-        done = run_command("run", tmp_path / "tokens.yaml", "--out", out, *options)
-        assert done.returncode == 0, done.stdout + done.stderr
-        steps = json.loads((out / "metrics.json").read_text())["series"]["steps"]
-        losses[runtime] = [step["loss"] for step in steps]
+        run_finished("run", tmp_path / "tokens.yaml", "--out", out, *options)
+        losses[runtime] = [
+            step["loss"] for step in read_metrics(out)["series"]["steps"]
+        ]
     assert losses["emulate"] == pytest.approx(losses["simulate"], rel=1e-5)
-    assert differences_in(tmp_path) == []
+    assert clock_differences(tmp_path) == []
 
 
-# Of a slot, computing and transmitting need a tenth: the rest is for a slow host.
+# Computing and transmitting take a tenth of a slot; the rest allows for a slow host.
 SLOTTED = {
     "edgepipe": (0.45, 3, {"name": "edgepipe", "timeslot": "450ms"}),
     "versatile": (
@@ -260,82 +270,73 @@ SLOTTED = {
         },
     ),
 }
-"""The length of a slot in seconds, the number of steps and the options, by method."""
+"""Length of a timeslot in seconds, number of steps and options, by method."""
 
 
 @pytest.mark.timed
-def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(
+def test_methods_with_timeslots_have_equal_losses_on_both_clocks(
     tmp_path: Path,
 ) -> None:
-    """EdgePipe, then VersatileFL on the same containers."""
     folder = fresh_folder(tmp_path)
     smoke = ROOT / "scenarios" / "smoke" / "edgepipe.yaml"
-    common = ["faults=[]", "expect={}", "network.link.delay=20ms"]
-    same_lab = [part for change in common for part in ("--set", change)]
-    assert run_command("up", smoke, *same_lab).returncode == 0
+    # Both methods run on one lab, whose creation takes longer than a run.
+    changes = set_options("faults=[]", "expect={}", "network.link.delay=20ms")
+    run_finished("up", smoke, *changes)
     try:
         for method, (slot, steps, options) in SLOTTED.items():
-            sets = ["--set", f"workload.method={json.dumps(options)}"]
-            sets += ["--set", f"workload.steps={steps}"]
+            workload = set_options(
+                f"workload.method={json.dumps(options)}", f"workload.steps={steps}"
+            )
             for runtime, arguments in ON_A_LAB.items():
                 out = folder / method / runtime
-                done = run_command(
-                    "run", smoke, *arguments, "--out", out, *same_lab, *sets
+                run_finished(
+                    "run", smoke, *arguments, "--out", out, *changes, *workload
                 )
-                assert done.returncode == 0, done.stderr
             check_both_clocks(folder / method, slot, steps)
     finally:
-        assert run_command("down").returncode == 0
+        run_finished("down")
 
 
 def check_both_clocks(folder: Path, slot: float, steps: int) -> None:
-    """Compare the casts that devices heard, and the losses, of both runs in a folder; skip if the host was too slow."""
-    runs = {}
-    for runtime in ("emulate", "simulate"):
-        runs[runtime] = [
-            json.loads(line)
-            for line in (folder / runtime / "events.jsonl").read_text().splitlines()
-        ]
-    emulated, simulated = (
-        {heard(event) for event in runs[runtime] if "cast" in event} for runtime in runs
-    )
-    late = late_casts(runs["emulate"], slot)
+    """Compare received casts and losses of both runs in a folder; skip the test if the host was too slow."""
+    emulated = read_events(folder / "emulate")
+    simulated = read_events(folder / "simulate")
+    late = count_late_casts(emulated, slot)
     if late:
-        pytest.skip(f"the host was too slow: {late} casts came after their slot")
-    assert emulated == simulated
-    assert differences_in(folder) == []
-    # What is tested are the weights of all devices, so equal losses of steps and tests mean equal weights.
-    losses = {
-        runtime: [
-            event["loss"]
-            for event in runs[runtime]
-            if event["event"] in ("step", "evaluate")
-        ]
-        for runtime in runs
-    }
-    assert len(losses["simulate"]) == steps + 1
-    assert losses["emulate"] == pytest.approx(losses["simulate"], rel=1e-5)
+        pytest.skip(f"the host was too slow: {late} casts arrived after their slot")
+    assert received_casts(emulated) == received_casts(simulated)
+    assert clock_differences(folder) == []
+    # An evaluation uses the weights of all devices, so equal losses imply equal weights.
+    expected = losses_of(simulated, "step", "evaluate")
+    assert len(expected) == steps + 1
+    losses = losses_of(emulated, "step", "evaluate")
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def heard(event: dict[str, Any]) -> tuple[str, str, int]:
-    return event["device"], event["peer"], event["cast"]
-
-
-def late_casts(events: list[dict[str, Any]], slot: float) -> int:
-    """Count casts that arrived when the slot after that in which they were called had begun."""
-    called = {
-        (event["device"], event["number"]): event["start"]
-        for event in events
-        if event["event"] == "cast"
-    }
-    return sum(
-        event["time"] // slot > called[event["peer"], event["cast"]] // slot
+def received_casts(events: list[dict[str, Any]]) -> set[tuple[str, str, int]]:
+    """Return the received casts as (receiver, sender, number)."""
+    return {
+        (event["device"], event["peer"], event["cast"])
         for event in events
         if "cast" in event
-    )
+    }
 
 
-def test_every_kind_of_fault_is_outlived(tmp_path: Path) -> None:
+def count_late_casts(events: list[dict[str, Any]], slot: float) -> int:
+    """Return the number of casts that arrived in a later timeslot than that of their start."""
+    starts = {}
+    for event in events:
+        if event["event"] == "cast":
+            starts[event["device"], event["number"]] = event["start"]
+    late = 0
+    for event in events:
+        if "cast" in event:
+            start = starts[event["peer"], event["cast"]]
+            late += event["time"] // slot > start // slot
+    return late
+
+
+def test_pipeline_survives_faults_of_all_kinds(tmp_path: Path) -> None:
     faults = [
         {
             "pause": "worker1",
@@ -351,7 +352,7 @@ def test_every_kind_of_fault_is_outlived(tmp_path: Path) -> None:
             },
             "at": "2s",
         },
-        # By batches, so that on a fast host too the partition is over before the kill, and long before all is healed.
+        # Batches order these faults on hosts of any speed: the partition ends before the kill, the kill before heal.
         {
             "partition": [["worker2"]],
             "when": {"device": "worker2", "begins": "forward", "batch": 14},
@@ -364,19 +365,15 @@ def test_every_kind_of_fault_is_outlived(tmp_path: Path) -> None:
         },
         {"heal": "all", "after": "2s"},
     ]
-    path = scenario(tmp_path, "run-faults", faults=faults)
-    done = run_command("run", path, "--out", tmp_path / "out", "--accept-links")
-    assert done.returncode == 0, done.stderr + done.stdout
-    events = [
-        json.loads(line)
-        for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()
-    ]
-    struck = {
+    path = write_scenario(tmp_path, "run-faults", faults=faults)
+    out = tmp_path / "out"
+    run_finished("run", path, "--out", out, "--accept-links")
+    operations = {
         (event["action"], event["phase"])
-        for event in events
+        for event in read_events(out)
         if event["event"] == "fault"
     }
-    assert struck >= {
+    assert operations >= {
         ("pause", "strike"),
         ("pause", "undo"),
         ("degrade", "strike"),
@@ -386,100 +383,78 @@ def test_every_kind_of_fault_is_outlived(tmp_path: Path) -> None:
         ("kill", "undo"),
         ("heal", "strike"),
     }
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    metrics = read_metrics(out)
     assert metrics["steps"] == 40
     assert metrics["recoveries"] >= 1
-    assert left_of("run-faults") == []
+    assert leftovers_of("run-faults") == []
 
 
-def test_a_device_killed_and_restarted_by_hand_joins_again_and_is_recorded(
+def test_device_killed_and_restarted_manually_rejoins(
     tmp_path: Path,
 ) -> None:
-    path = scenario(tmp_path, "run-hand")
-    running = start(path, tmp_path / "out", "--set", "workload.steps=50", "--watch")
+    path = write_scenario(tmp_path, "run-hand")
+    out, log = tmp_path / "out", tmp_path / "out.log"
+    running = start_slow_run(path, out, "--set", "workload.steps=50", "--watch")
     try:
-        # A device that is killed before its first step is only waited for, which is no recovery.
-        assert eventually(lambda: "steps/s" in (tmp_path / "out.log").read_text(), 90)
-        address = next(
-            line
-            for line in (tmp_path / "out.log").read_text().splitlines()
-            if "?token=" in line
-        )
-        kill_from_the_page(address, "worker1")
-        # From now on the run cannot end before the restart, however long commands take on a busy host.
-        assert (
-            run_command("fault", "degrade", "worker2", "--delay", "3ms").returncode == 0
-        )
-        flapped = run_command(
-            "fault",
-            "flap",
-            "source",
-            "worker2",
-            "--down",
-            "50ms",
-            "--up",
-            "200ms",
-            "--times",
-            "2",
-        )
-        assert "went down 2 times" in flapped.stdout, flapped.stderr
-        assert (
-            "no link from 'source' to 'source'"
-            in run_command(
-                "fault", "flap", "source", "source", "--down", "50ms", "--up", "1s"
-            ).stderr
-        )
-        for action in (["heal"], ["restart", "worker1"]):
-            done = run_command("fault", *action)
-            assert done.returncode == 0, done.stderr
+        # A kill before the first step would only delay the start and cause no recovery.
+        assert becomes_true(lambda: "steps/s" in log.read_text(), 90)
+        lines = log.read_text().splitlines()
+        address = next(line for line in lines if "?token=" in line)
+        kill_from_page(address, "worker1")
+        # The run waits for worker1, so it cannot end before the restart, even if commands are slow on a busy host.
+        run_finished("fault", "degrade", "worker2", "--delay", "3ms")
+        times = ("--down", "50ms", "--up", "200ms", "--times", "2")
+        flap = run_command("fault", "flap", "source", "worker2", *times)
+        assert "went down 2 times" in flap.stdout, flap.stderr
+        times = ("--down", "50ms", "--up", "1s")
+        refusal = run_command("fault", "flap", "source", "source", *times)
+        assert "no link from 'source' to 'source'" in refusal.stderr
+        run_finished("fault", "heal")
+        run_finished("fault", "restart", "worker1")
         assert running.wait(120) == 0
     finally:
         running.kill()
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    metrics = read_metrics(out)
     assert metrics["steps"] == 50
     assert metrics["recoveries"] >= 1
-    assert [fault["action"] for fault in metrics["fault_list"]] == [
-        *("kill", "degrade", "flap", "flap", "heal", "restart")
-    ]
-    assert metrics["fault_list"][1]["undone"] == metrics["fault_list"][-2]["struck"]
+    faults = metrics["fault_list"]
+    actions = [fault["action"] for fault in faults]
+    assert actions == ["kill", "degrade", "flap", "flap", "heal", "restart"]
+    # Healing ends the degradation.
+    assert faults[1]["undone"] == faults[-2]["struck"]
 
 
-def kill_from_the_page(address: str, device: str) -> None:
-    """Click on the device and on "kill" in a browser, and see it go down there; without a browser, ask as it would."""
+def kill_from_page(address: str, device: str) -> None:
+    """Kill a device with the buttons of the page in a browser, or without a browser by the page's request."""
     if CHROMIUM is None:
         origin, _, token = address.partition("/?token=")
-        fault = {"kill": device}
-        answer = requests.post(
+        response = requests.post(
             f"{origin}/strike",
-            json=fault,
+            json={"kill": device},
             headers={"Authorization": f"Bearer {token}"},
             timeout=30,
         )
-        assert answer.json() == {"done": f"kill: {device}"}
+        assert response.json() == {"done": f"kill: {device}"}
         return
     with open_page(address) as page:
-        assert eventually(
-            lambda: (
-                "step"
-                in page.evaluate("document.getElementById('status')?.textContent ?? ''")
-            ),
-            20,
+        status = "document.getElementById('status')?.textContent ?? ''"
+        assert becomes_true(lambda: "step" in page.evaluate(status), 20)
+        elements = "[names.source, circles.source]"
+        name_top, circle_top = page.evaluate(
+            f"{elements}.map(element => element.getBoundingClientRect().y)"
         )
-        top = page.evaluate(
-            "[names.source, circles.source].map(each => each.getBoundingClientRect().y)"
-        )
-        assert top[0] < top[1], (
-            "on the circle's upper half names lie outside, where no link goes"
-        )
+        # Names of devices in the upper half are above their circles, so that links do not cross them.
+        assert name_top < circle_top
         click = "dispatchEvent(new MouseEvent('click'))"
         page.evaluate(f"document.getElementById('device-{device}').{click}")
+        buttons = "[...document.querySelectorAll('button')]"
         page.evaluate(
-            f"[...document.querySelectorAll('button')].find(each => each.textContent === 'kill').{click}"
+            f"{buttons}.find(button => button.textContent === 'kill').{click}"
         )
-        assert eventually(lambda: page.evaluate(f"state['{device}']") == "down", 20)
-        assert f"kill {device}" in page.evaluate(
-            "document.getElementById('log').textContent"
-        )
+        state = f"state['{device}']"
+        assert becomes_true(lambda: page.evaluate(state) == "down", 20)
+        log = page.evaluate("document.getElementById('log').textContent")
+        assert f"kill {device}" in log
 
 
 @pytest.mark.parametrize("seconds", [1.0, 3.0, 7.0])
@@ -487,37 +462,36 @@ def test_reaper_removes_lab_of_killed_controller(
     tmp_path: Path, seconds: float
 ) -> None:
     name = f"run-orphan{seconds:.0f}"
-    path = scenario(tmp_path, name)
-    running = start(path, tmp_path / "out")
+    path = write_scenario(tmp_path, name)
+    running = start_slow_run(path, tmp_path / "out")
     time.sleep(seconds)
     running.send_signal(signal.SIGKILL)
     running.wait()
-    assert eventually(lambda: left_of(name) == [], 30), left_of(name)
+    assert becomes_true(lambda: leftovers_of(name) == [], 30), leftovers_of(name)
 
 
-def test_an_interrupted_run_keeps_its_results_and_leaves_nothing(
+def test_interrupted_run_keeps_results_and_removes_containers(
     tmp_path: Path,
 ) -> None:
-    path = scenario(tmp_path, "run-ctrl-c")
-    running = start(path, tmp_path / "out")
-    assert eventually(lambda: is_running(tmp_path / "out"), 90)
+    path = write_scenario(tmp_path, "run-ctrl-c")
+    running = start_slow_run(path, tmp_path / "out")
+    assert becomes_true(lambda: is_running(tmp_path / "out"), 90)
     time.sleep(1)
     running.send_signal(signal.SIGINT)
     assert running.wait(60) == 130
     assert (tmp_path / "out" / "metrics.json").exists()
-    assert left_of("run-ctrl-c") == []
+    assert leftovers_of("run-ctrl-c") == []
 
 
-def test_bad_input_ends_with_2(tmp_path: Path) -> None:
-    wrong = run_command(
-        "run", scenario(tmp_path, "run-wrong"), "--set", "network.link.rate=100Mbps"
-    )
-    assert wrong.returncode == 2
-    assert "mbit" in wrong.stderr
-    assert left_of("run-wrong") == []
+def test_invalid_input_exits_with_2(tmp_path: Path) -> None:
+    path = write_scenario(tmp_path, "run-wrong")
+    refusal = run_command("run", path, "--set", "network.link.rate=100Mbps")
+    assert refusal.returncode == 2
+    assert "mbit" in refusal.stderr
+    assert leftovers_of("run-wrong") == []
 
 
-def test_a_distributed_inference_is_the_same_on_both_clocks(tmp_path: Path) -> None:
+def test_distributed_inference_is_equal_on_both_clocks(tmp_path: Path) -> None:
     workload = {
         "task": "infer",
         "model": {"name": "cnn", "channels": [6, 7, 5], "hidden": [30]},
@@ -531,34 +505,28 @@ def test_a_distributed_inference_is_the_same_on_both_clocks(tmp_path: Path) -> N
         "batch_size": 8,
         "requests": 6,
     }
-    path = scenario(tmp_path, "run-distributed", workload=workload)
-    found: dict[str, list[dict[str, Any]]] = {}
+    path = write_scenario(tmp_path, "run-distributed", workload=workload)
+    evaluations, weights = {}, {}
     for runtime, options in RUNTIMES.items():
-        done = run_command("run", path, "--out", tmp_path / runtime, *options)
-        assert done.returncode == 0, done.stderr + done.stdout
-        found[runtime] = [
-            json.loads(line)
-            for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()
-        ]
-
-    def of(runtime: str, name: str) -> list[dict[str, Any]]:
-        return [event for event in found[runtime] if event["event"] == name]
-
-    (real,), (virtual,) = of("emulate", "evaluate"), of("simulate", "evaluate")
-    assert real["accuracy"] == virtual["accuracy"]
-    assert real["loss"] == pytest.approx(virtual["loss"], rel=1e-4)
-    for runtime in found:
-        assert len(of(runtime, "request")) == 6
-    weights = {
-        runtime: {event["device"]: event["weights"] for event in of(runtime, "memory")}
-        for runtime in found
-    }
+        out = tmp_path / runtime
+        run_finished("run", path, "--out", out, *options)
+        by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for event in read_events(out):
+            by_name[event["event"]].append(event)
+        (evaluations[runtime],) = by_name["evaluate"]
+        assert len(by_name["request"]) == 6
+        weights[runtime] = {
+            event["device"]: event["weights"] for event in by_name["memory"]
+        }
+    emulated, simulated = evaluations["emulate"], evaluations["simulate"]
+    assert emulated["accuracy"] == simulated["accuracy"]
+    assert emulated["loss"] == pytest.approx(simulated["loss"], rel=1e-4)
     assert weights["emulate"] == weights["simulate"]
-    assert differences_in(tmp_path) == []
-    assert left_of("run-distributed") == []
+    assert clock_differences(tmp_path) == []
+    assert leftovers_of("run-distributed") == []
 
 
-PIPELINE_OF_THE_PAPER = """\
+FTPIPEHD = """\
 name: ftpipehd
 seed: 1
 devices: {}
@@ -566,7 +534,7 @@ network: {link: {rate: 20mbit, delay: 5ms}}
 workload:
   model: {name: mlp, hidden: [32, 32, 32]}
   data: {name: digits}
-  # Capacities are measured, so what follows from them is left out: a new partition changes every count.
+  # Repartitioning depends on measured capacities and would change all message counts: it is not due in this run.
   method:
     name: ftpipehd
     chain_replication_interval: 10
@@ -577,65 +545,57 @@ workload:
   batch_size: 32
 time_limit: 60s
 """
+ASYNCHRONOUS = ("fedbuff", "gossip")
+# The order of updates, which differs between the clocks, determines the accuracy of asynchronous methods: with equally
+# distributed samples by 0.15 if one device is six times as slow as another. The other methods compute equal weights.
+TOLERANCES = {
+    "fedprox": 1e-6,
+    "fedadam": 1e-6,
+    "scaffold": 1e-6,
+    "fedbuff": 0.3,
+    "gossip": 0.3,
+    "ftpipehd": 0.3,
+}
+"""Accepted difference in accuracy between both clocks, by method."""
 
 
-def test_methods_of_one_file_learn_in_containers_as_on_the_virtual_clock(
+def test_example_methods_have_similar_accuracy_on_both_clocks(
     tmp_path: Path,
 ) -> None:
-    """One after the other, on containers that stand; last a published system, FTPipeHD."""
-    devices = (
-        "devices={source: {speed: 200mflops}, device: {speed: 20mflops, count: 2}}"
+    # All methods run on one lab, whose creation takes longer than a run.
+    shorter = set_options(
+        "devices={source: {speed: 200mflops}, device: {speed: 20mflops, count: 2}}",
+        "network.topology=mesh",
+        "workload.steps=40",
+        "expect={}",
     )
-    shorter = [devices, "network.topology=mesh", "workload.steps=40", "expect={}"]
-    # Who comes first decides what asynchronous methods compute: where all devices' samples are alike, by 0.15 if one is
-    # six times as slow as another. The others compute the same on both clocks.
-    alike = ["workload.data.split=iid"]
-    methods = {
-        "fedprox": ([], 1e-6),
-        "fedadam": ([], 1e-6),
-        "scaffold": ([], 1e-6),
-        "fedbuff": (alike, 0.3),
-        "gossip": (alike, 0.3),
-        "ftpipehd": ([], 0.3),
-    }
-    changes = {
-        name: [part for change in shorter + more for part in ("--set", change)]
-        for name, (more, _) in methods.items()
-    }
     scenarios = {
-        name: ROOT / "scenarios" / "examples" / f"{name}.yaml" for name in methods
+        name: ROOT / "scenarios" / "examples" / f"{name}.yaml" for name in TOLERANCES
     }
     scenarios["ftpipehd"] = tmp_path / "ftpipehd.yaml"
-    scenarios["ftpipehd"].write_text(PIPELINE_OF_THE_PAPER)
-    assert run_command("up", scenarios["fedprox"], *changes["fedprox"]).returncode == 0
+    scenarios["ftpipehd"].write_text(FTPIPEHD)
+    run_finished("up", scenarios["fedprox"], *shorter)
     try:
-        for name, (_, same) in methods.items():
+        for name, tolerance in TOLERANCES.items():
+            changes = [*shorter]
+            if name in ASYNCHRONOUS:
+                # With equally distributed samples, the order of updates changes the accuracy least.
+                changes += set_options("workload.data.split=iid")
             accuracy = {}
             for runtime, arguments in ON_A_LAB.items():
                 out = tmp_path / name / runtime
-                done = run_command(
-                    "run",
-                    scenarios[name],
-                    *arguments,
-                    "--out",
-                    out,
-                    *changes[name],
-                )
-                assert done.returncode == 0, done.stdout + done.stderr
-                accuracy[runtime] = json.loads((out / "metrics.json").read_text())[
-                    "accuracy"
-                ]
-            assert accuracy["emulate"] == pytest.approx(
-                accuracy["simulate"], abs=same
-            ), name
-            if name in ("fedbuff", "gossip"):
-                # Who comes first decides who is sent what and how often, but no message is lost or of another size.
+                run_finished("run", scenarios[name], *arguments, "--out", out, *changes)
+                accuracy[runtime] = read_metrics(out)["accuracy"]
+            expected = pytest.approx(accuracy["simulate"], abs=tolerance)
+            assert accuracy["emulate"] == expected, name
+            if name in ASYNCHRONOUS:
+                # The order of updates also determines how many messages each device gets, but not their sizes.
                 emulated = outcome_in(tmp_path / name / "emulate")
                 simulated = outcome_in(tmp_path / name / "simulate")
                 assert lost_in_containers(emulated) == [], name
                 assert size_differences(emulated, simulated) == [], name
             else:
-                assert differences_in(tmp_path / name) == [], name
+                assert clock_differences(tmp_path / name) == [], name
     finally:
-        assert run_command("down").returncode == 0
-    assert left_of("fedprox") == []
+        run_finished("down")
+    assert leftovers_of("fedprox") == []
