@@ -54,7 +54,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Store the start time of a test, since fixtures count towards its time-out."""
+    """Store the start time of a test, since fixtures count towards the time-out."""
     item.stash[_START_TIME] = time.monotonic()
 
 
@@ -67,10 +67,10 @@ def deadline_of(item: pytest.Item) -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Repeat a test marked ``timed`` until it passes, or fails twice on an undisturbed host.
+    """Repeat a test marked ``timed`` until a success, or until two failures on an undisturbed host.
 
-    A failure while other processes or a hypervisor used the processors is no evidence of an error. The test then waits
-    for an undisturbed host, and is skipped as not measured if the disturbance lasts.
+    A failure is no evidence of an error if other processes or a hypervisor used the processors. The test then waits for
+    an undisturbed host, and is skipped as not measured if the disturbance lasts.
     """
     if pyfuncitem.get_closest_marker("timed") is None:
         return None
@@ -125,7 +125,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def count_timed_tests(reporter: pytest.TerminalReporter) -> tuple[int, int]:
-    """Return the number of tests of time, and the number of those that were skipped as not measured."""
+    """Return the number of tests of time, and the number of tests skipped as not measured."""
     timed, not_measured = 0, 0
     for outcome in ("passed", "failed", "skipped"):
         for report in reporter.stats.get(outcome, ()):

@@ -38,7 +38,7 @@ workload:
 
 @pytest.fixture
 def write_scenario(tmp_path):
-    """Return a function that writes a scenario of three devices with data, and returns its file."""
+    """Return a function to write a scenario of three devices with data; the function returns the file."""
     # The method "owners" records the samples of each device.
     (tmp_path / "owners.py").write_bytes(Path(owners.__file__).read_bytes())
 

@@ -37,7 +37,7 @@ def prepare_file(file: Path) -> Prepared:
 
 
 def prepare_star(leaves: int) -> Prepared:
-    """Prepare federated learning of a server and a number of devices in a star."""
+    """Prepare federated learning of a server and a number of devices in a star topology."""
     scenario = Scenario.model_validate(
         {
             "name": "star",

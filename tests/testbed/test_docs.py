@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 
 
 LINK_TARGET = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-"""The path of a Markdown link to a file, without an anchor; a colon appears in addresses only."""
+"""The path of a Markdown link to a file, without an anchor; only addresses of the web have a colon."""
 REFERENCE_ROW = re.compile(r"^\| `(?:[\w.<>\[\]-]*\.)?([\w-]+)(?:\[\])?`", re.MULTILINE)
 """The last part of the key in the first cell of a table's row."""
 

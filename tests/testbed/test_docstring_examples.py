@@ -42,6 +42,7 @@ def module_names() -> list[str]:
 def test_docstring_examples_of_module_pass(name: str) -> None:
     module = importlib.import_module(name)
     results = doctest.testmod(module)
+    # The output of doctest shows the failed examples.
     assert results.failed == 0
     # An example that doctest does not collect would never fail.
     assert results.attempted > 0 or ">>> " not in inspect.getsource(module)

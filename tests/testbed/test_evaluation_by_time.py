@@ -45,6 +45,7 @@ def test_evaluations_follow_interval_of_time(method: str) -> None:
     outcome = simulate(prepared, load_data(prepared))
     assert outcome.status == "finished", outcome.error
     times = [event.time for event in outcome.events if event.event == "evaluate"]
+    # Six intervals, of which some are longer, and the evaluation at the end.
     assert 4 <= len(times) <= 8
     # The last evaluation is that of the end of the run.
     for earlier, later in pairwise(times[:-1]):

@@ -47,14 +47,14 @@ SECOND = FIRST.replace("name: first", "name: second").replace(
 
 
 def invoke_run(file: Path, *options: str) -> Result:
-    """Simulate a scenario with the command; its results are in the folder of the file's name without suffix."""
+    """Simulate a scenario with the command; the results are in the folder of the file's name without suffix."""
     results = str(file.with_suffix(""))
     command = ["run", str(file), "--runtime", "simulate", "--out", results]
     return CliRunner().invoke(command_line, [*command, *options])
 
 
 def final_weights_of(file: Path, *options: str) -> Path:
-    """Simulate a scenario with the command and return the file of its final weights."""
+    """Simulate a scenario with the command and return the file of the final weights."""
     result = invoke_run(file, *options)
     assert result.exit_code == 0, result.output
     return file.with_suffix("") / "weights.safetensors"
@@ -155,7 +155,7 @@ HIDDEN_SIZES = [12, 10, 8]
 
 
 def network_methods() -> list[str]:
-    """Return the methods that train or infer with a network."""
+    """Return the methods with a training or inference task."""
     names = []
     for name, method in METHODS.items():
         if {"train", "infer"} & set(method.tasks):
@@ -190,7 +190,7 @@ def scenario_with_weights(name: str, file: Path) -> Scenario:
 
 
 def random_weights() -> State:
-    """Return weights that differ from the initial ones of any seed."""
+    """Return weights unlike the initial ones of any seed."""
     model = create("mlp", {"hidden": HIDDEN_SIZES}, (1, 8, 8), 10)
     state = model.build(0, len(model.units), 99).state_dict()
     return {name: 1.5 * tensor for name, tensor in state.items()}
@@ -243,12 +243,12 @@ class Net(nn.Module):
 
 
 def user_network_scenario(options: str = "") -> str:
-    """Return the text of a scenario that trains the network of the file; ``options`` follow its name."""
+    """Return the text of a scenario to train the network of the file; ``options`` follow the network's name."""
     return FIRST.replace("{name: mlp}", f"{{file: own.py, name: Net{options}}}")
 
 
 def write_network(folder: Path) -> torch.nn.Module:
-    """Write the file of the user's network into a folder, and return such a network."""
+    """Write the file of the user's network into a folder, and return an instance of the network."""
     (folder / "own.py").write_text(NETWORK_FILE)
     names: dict[str, type[torch.nn.Module]] = {}
     exec(compile(NETWORK_FILE, "own.py", "exec"), names)
@@ -283,7 +283,7 @@ def save_compiled(state: State, path: Path) -> None:
 
 
 def save_without(part: str) -> Callable[[State, Path], None]:
-    """Return a function that saves a state without the tensors whose names contain a part."""
+    """Return a function to save a state without the tensors whose names contain a part."""
 
     def save(state: State, path: Path) -> None:
         remaining = {name: state[name] for name in state if part not in name}

@@ -206,7 +206,7 @@ GATHER_ONCE = {"checkpoint_every": 12}
 
 @pytest.fixture
 def failed_gathering(monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    """Return the outcome of a training that fails when all weights have been gathered."""
+    """Return the outcome of a training with a failure at the end of the gathering of all weights."""
     add = Collector.add
 
     def fail_when_complete(self: Collector, step: int, unit: int, state: State) -> None:

@@ -128,12 +128,12 @@ def imported_names(path: Path) -> frozenset[tuple[str, str]]:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Return the modules of this project that a file imports."""
+    """Return the modules of the project imported by a file."""
     return {module for module, _ in imported_names(path)} & MODULES.keys()
 
 
 def layer_of(module: str) -> tuple[int, str]:
-    """Return the depth of a module's layer, and the member of that layer with the module."""
+    """Return the depth of a module's layer, and the member of the layer with the module."""
     for depth, members in enumerate(LAYERS[top_package(module)]):
         for member in members:
             if module == member or module.startswith(f"{member}."):
@@ -142,6 +142,7 @@ def layer_of(module: str) -> tuple[int, str]:
     return -1, module
 
 
+# The rules of ARCHITECTURE.md.
 def is_allowed_import(module: str, imported: str) -> bool:
     if top_package(imported) != top_package(module):
         # Other packages may import from the testbed, and tools from all.
@@ -161,7 +162,7 @@ def test_modules_import_lower_layers_only() -> None:
 
 
 def public_modules() -> set[str]:
-    """Return the modules that docs/extending.md lists as public."""
+    """Return the public modules listed in docs/extending.md."""
     page = (ROOT / "docs" / "extending.md").read_text()
     section = page.partition("## Public modules")[2].partition("\n## ")[0]
     table = section.partition("|---|")[2]

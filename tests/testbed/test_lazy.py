@@ -9,7 +9,7 @@ import pytest
 
 
 def run_python(program: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own, since this one has imported the modules already."""
+    """Run a program in a new process, since the process of the tests has imported the modules already."""
     command = [sys.executable, "-c", program]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 

@@ -31,7 +31,7 @@ WORKLOAD = {
 }
 
 COMPUTE_ONLY = {"speed": "100mflops"}
-"""A device whose memory accesses take no time."""
+"""A device with memory accesses that take no time."""
 KINDS = {
     "convolution": {
         "speed": "120mflops",

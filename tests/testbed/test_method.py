@@ -10,6 +10,7 @@ from testbed_edgepipe.planner import EdgePipeOptions
 from testbed_versatilefl.planner import VersatileOptions
 from tests.helpers.runs import make_scenario, problem_of
 
+# The class of the options of a method, and the name of a baseline.
 BASELINES = [
     (method.Options, name)
     for method in METHODS.values()

@@ -42,7 +42,7 @@ def required_packages() -> set[str]:
 
 
 def imported_packages(path: Path) -> set[str]:
-    """Return the top-level packages that a file imports when it is imported itself."""
+    """Return the top-level packages imported by a file at the import of the file itself."""
     names = set()
     # Imports within functions and for type checking are not in the body of the module.
     for node in ast.parse(path.read_text()).body:

@@ -21,7 +21,7 @@ DISTURBANCES = ("faults", "trace", "expect", "sweep")
 
 
 def undisturbed_scenario(name: str, delay: str) -> Scenario:
-    """Return a scenario without disturbances, with a new delay of its links, and with 12 steps or 8 requests."""
+    """Return a scenario without disturbances, with a new delay of all links, and with 12 steps or 8 requests."""
     tree = yamltext.values((SCENARIOS / f"{name}.yaml").read_text())
     for key in DISTURBANCES:
         tree.pop(key, None)

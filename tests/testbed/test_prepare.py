@@ -51,6 +51,7 @@ time_limit: 60s
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
+    # Error messages then begin with the name of the file, without its folder.
     monkeypatch.chdir(tmp_path)
     return Path("small.yaml")
 

@@ -20,7 +20,7 @@ SMOKE_SCENARIOS = sorted((ROOT / "scenarios" / "smoke").glob("*.yaml"))
 
 
 def simulate_trial(trial):
-    """Return the outcome of a trial, its metrics, and the metrics that its method defines."""
+    """Return the outcome, the metrics, and the metrics defined by the method."""
     prepared = prepare(trial)
     scenario = trial.scenario
     dataset = load_data(scenario.workload.data, data_folder(scenario))

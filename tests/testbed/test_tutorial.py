@@ -24,7 +24,7 @@ def test_code_blocks_of_tutorial_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def run_line(line: str, fails: bool) -> str:
-        """Run one command and return its output."""
+        """Run one command and return the output."""
         monkeypatch.setattr("sys.argv", shlex.split(line))
         with pytest.raises(SystemExit) as exit_:
             main()

@@ -33,7 +33,7 @@ CHANGES = (
 def simulate_reproducibly(
     scenario: str, environment: dict[str, str], results: Path
 ) -> None:
-    """Simulate four steps of a scenario in a process of its own, and write the results to a folder."""
+    """Simulate four steps of a scenario in a new process, and write the results to a folder."""
     command = [TESTBED, "run", scenario, "--runtime", "simulate", "--out", results]
     for change in CHANGES:
         command += ["--set", change]

@@ -12,7 +12,7 @@ from tests.helpers import ROOT
 
 
 def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own, since this one has imported torch already."""
+    """Run a program in a new process, since the process of the tests has imported torch already."""
     return subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, **environment},

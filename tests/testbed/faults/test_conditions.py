@@ -126,6 +126,7 @@ def test_highest_exponent_of_several_obstructions_applies():
 
 
 def test_obstruction_never_improves_link():
+    # All casts from and to device a are lost.
     without_reception = apply_action(
         RADIO_MESH, "one", degrade={"device": "a", "message_loss": "100%"}
     )
@@ -143,6 +144,7 @@ def test_preset_has_different_rates_in_both_directions():
 
 
 def test_heal_undoes_overlapping_partitions_but_no_throttle():
+    # Both partitions cut the links between a and c; the first alone cuts those between a and b.
     first = apply_action(MESH, "one", partition=[["a"]])
     cut = apply_action(first, "two", partition=[["a", "b"]])
     second_only = cut.without_actions(["one"])
@@ -165,6 +167,7 @@ def test_handle_in_use_is_refused():
 
 
 def test_action_without_effect_yields_empty_diff():
+    # The links of this mesh have a delay of 5 ms already.
     degraded = apply_action(MESH, degrade={"device": "a", "delay": "5ms"})
     assert degraded.diff_since(MESH) == StateDiff()
 

@@ -21,6 +21,7 @@ from testbed.faults.link_actions import (
 )
 from testbed.faults.parts import ACTIONS
 
+# All directed links of four devices.
 PAIRS = list(permutations("abcd", 2))
 
 
@@ -111,6 +112,7 @@ def test_heal_mends_link_faults_only() -> None:
     heal = Heal("all")
     for name in ("partition", "degrade", "obstruct", "flap"):
         assert heal.mends(ACTIONS[name], "a <-> b")
+    # Devices have repairs of their own: restart and unthrottle.
     assert not heal.mends(ACTIONS["kill"], "a")
     assert not heal.mends(ACTIONS["throttle"], "a")
 

@@ -134,6 +134,7 @@ def test_join_before_departure_is_refused():
         spans_of,
         events_of(NOTHING),
     )
+    # The device is up at three seconds.
     assert (problem.key, problem.text) == (
         ("faults", 0, "at"),
         "nothing kills or retires 'a' before that: join it later",
@@ -148,6 +149,7 @@ def test_trigger_accepts_event_defined_by_method():
 
 
 def test_any_span_is_accepted_if_spans_of_device_are_unknown():
+    # None instead of a set means that the spans are unknown.
     fault = {"kill": "a", "when": {"device": "a", "begins": "x"}}
     assert problems(*faults_in_context(fault), lambda _: None, {}) == []
 
@@ -213,6 +215,7 @@ def test_invalid_link_or_speed_fault_is_reported(fault, key, message):
     )
     devices = tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc")
     link = Link(rate=1e6, delay=0.005)
+    # There is no link between a and c.
     links = {("a", "b"): link, ("b", "a"): link}
     context = FaultContext(devices, links)
     (problem,) = problems(scenario.faults, context, lambda _: (), events_of(NOTHING))

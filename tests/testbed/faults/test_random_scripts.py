@@ -58,7 +58,7 @@ repair_keys = st.one_of(
 
 @st.composite
 def operation_sequences(draw):
-    """Draw operations in order of time; each fault is undone once, at or after its own time."""
+    """Draw operations in order of time; each fault is undone once, not before the fault itself."""
     actions = draw(st.lists(st.one_of(fault_keys, repair_keys), max_size=MAX_ACTIONS))
     timed_operations = []
     for index, keys in enumerate(actions):
@@ -84,7 +84,7 @@ def test_undoing_every_fault_restores_initial_state(operations):
 
 
 class RecordingTarget:
-    """Fault target that stores device states, links and speeds, and checks locks and transitions."""
+    """Fault target with stored device states, links and speeds, and with checks of locks and transitions."""
 
     def __init__(self) -> None:
         self.current = INITIAL
@@ -114,6 +114,7 @@ class RecordingTarget:
     def switch_device(self, device, allowed_states, new_state):
         # A boot takes long in containers, so that others must be able to change links meanwhile.
         assert not self.is_locked
+        # Only changes of the state reach a target: no device is paused twice, for example.
         assert self.devices[device] in allowed_states
         self.devices[device] = new_state
 
@@ -136,6 +137,7 @@ class RecordingTarget:
 @settings(max_examples=200, deadline=None)
 @given(operation_sequences(), st.integers(0, 2 * MAX_ACTIONS))
 def test_fault_target_follows_state_of_operations(operations, length):
+    # The first operations alone, so that faults are still in force at the end.
     target, now = RecordingTarget(), INITIAL
     for operation in operations[:length]:
         apply_step(operation, target)

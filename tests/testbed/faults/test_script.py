@@ -27,7 +27,7 @@ def name_operation(operation):
 
 
 def run_script(script, until, latency=0.0):
-    """Report each operation as done at its intended time plus a latency; return (operation, intended time)."""
+    """Report each operation as done a latency after the intended time; return (operation, intended time)."""
     operations = []
     deadline = script.next_deadline()
     while deadline is not None and deadline <= until:
@@ -54,6 +54,7 @@ def test_duration_counts_from_actual_time_of_fault():
     assert undo.events() == [
         ("fault", {"action": "kill", "target": "a", "phase": "undo", "intended": 5.6})
     ]
+    # Error messages contain this text.
     assert str(undo) == "the fault 'undo kill a'"
     script.done(undo, 5.7)
     assert script.next_deadline() is None
@@ -202,6 +203,7 @@ def test_device_may_start_while_restart_is_pending_or_running() -> None:
     script.done(kill, 1)
     assert script.may_start("a")
     (restart,) = script.due(3)
+    # The restart has been handed out, and is not done yet.
     assert script.may_start("a")
     script.done(restart, 3)
     assert not script.may_start("a")

@@ -40,7 +40,7 @@ def dump_scenario(scenario):
 
 
 def scenario_tree(devices, **keys):
-    """Return the keys of a scenario that need not be in a file."""
+    """Return the keys of a scenario without a file."""
     workload = {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1}
     return {
         "name": "x",
@@ -193,6 +193,7 @@ def test_unreadable_trace_file_is_reported_at_its_key(tmp_path):
         match=r"traced\.yaml:6: trace: .*changes\.csv cannot be read: No such file",
     ):
         load(file)
+    # These bytes are not UTF-8.
     (tmp_path / "changes.csv").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match="is not text"):
         load(file)
@@ -222,6 +223,7 @@ def test_degradation_is_checked_against_traced_links():
     context = FaultContext(experiment.devices, experiment.links, traced)
     (problem,) = problems(scenario.faults, context, lambda _: (), {})
     assert problem.key == ("faults", 0, "degrade", "jitter")
+    # The fault fits the link's own delay of 50 ms, but not the one after five seconds.
     assert "a jitter of 10ms is above the delay of 2ms" in problem.text
 
 
@@ -235,6 +237,7 @@ def test_script_returns_changes_when_due():
     )
     assert script.next_deadline() == 1
     assert not script.due(0.9)
+    # Changes of one time are one step.
     assert [change.what for change in script.due(2.9).changes] == [
         "device a slowdown",
         "device b slowdown",
@@ -257,6 +260,7 @@ def test_change_overrides_link_property_or_speed():
 
 
 def test_trace_may_change_every_link_property_except_bursts():
+    # Bursts have several keys of their own, and a line of a trace has one value.
     assert {*LINK_KEYS, "bursts"} == {
         "rate",
         "delay",

@@ -34,7 +34,7 @@ KINDS = (Numbered, Text, Opening)
 
 
 def run_pair(send, receive, **options):
-    """Run one function of a mailbox on each of two devices; the run ends with that of the receiver."""
+    """Run one function of a mailbox on each of two devices; the run ends with the receiver's function."""
 
     async def run_receiver(device):
         async with Mailbox(device, {}, KINDS, **options) as mailbox:

@@ -22,7 +22,7 @@ NAMES = ("coordinator", "one", "two")
 
 
 def run_coordinator(coordinate, status=Status, faults=()):
-    """Run a coordinator's function of mailbox and membership beside two devices that answer probes."""
+    """Run a coordinator's function of mailbox and membership beside two devices with replies to probes."""
 
     async def run_membership(device):
         async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
@@ -174,7 +174,7 @@ class AssignRole(TypedMessage, kind="assign-role", opens=True):
 
 
 class RecordingRole:
-    """A role that records when it is prepared, served and ended."""
+    """A role with records of preparation, service and end."""
 
     actions, computing = 7, False
 

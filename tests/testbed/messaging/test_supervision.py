@@ -42,7 +42,7 @@ def report_role(mailbox):
 
 
 def run_supervisor(supervise, status=report_role, faults=(), stall_timeout=1):
-    """Run a function of a supervisor beside two devices that report a status when they are probed."""
+    """Run a function of a supervisor beside two devices with a given status in replies to probes."""
 
     async def coordinate(device):
         async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
@@ -69,7 +69,7 @@ def run_supervisor(supervise, status=report_role, faults=(), stall_timeout=1):
 
 
 def wait_for_loss(**options):
-    """Wait for a condition that is never true; return the time of the loss and its exception."""
+    """Wait for a condition that is never true; return the time of the loss and the exception."""
     losses = []
 
     async def supervise(supervisor):
@@ -99,7 +99,7 @@ class State(ConfigurationMessage, kind="state"):
 
 
 def time_of_loss_while_sending(rate, faults=()):
-    """Return the time at which a device that sends 1 MB over a link of ``rate`` bit/s is lost; None if it is not.
+    """Return when a device is lost while sending 1 MB over a link of ``rate`` bit/s; None without a loss.
 
     The planned rate is 1 MB/s.
     """

@@ -179,7 +179,7 @@ def import_file(file: Path) -> ModuleType:
 
 
 def message_classes(module: ModuleType) -> dict[str, type[TypedMessage]]:
-    """Return the message classes that a module defines, without imported ones."""
+    """Return the message classes defined in a module, without imported ones."""
     classes = {}
     for name, value in vars(module).items():
         is_message = isinstance(value, type) and issubclass(value, TypedMessage)

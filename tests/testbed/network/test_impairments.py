@@ -170,7 +170,7 @@ def test_sources_take_turns_at_bottleneck() -> None:
     for source, item in (("a", "a1"), ("a", "a2"), ("b", "b1")):
         assert shared.enter(source, 1.0, 100, item)
     assert not shared.enter("a", 1.0, 100, "a3")
-    assert shared.refused == 1
+    assert shared.dropped == 1
     departures = []
     while shared.due < math.inf:
         departures.append((round(shared.due, 6), shared.leave()))

@@ -50,7 +50,7 @@ def refuse_request(
 
 
 class StreamingApplication:
-    """An application that responds with pieces and reports the end of their iteration."""
+    """An application with a response in pieces, and with an event at the end of the iteration."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = pieces
