@@ -159,6 +159,8 @@ class Row(_Part):
     """The parameter that was set from this figure or a neighbouring one; empty without such a parameter."""
     data: str = ""
     """The data of our runs if the paper used other data; empty for the paper's data."""
+    other_metric: str = ""
+    """Our metric if the paper prints another one that our runs do not have; empty for the paper's metric."""
     note: str = ""
     """A remark for readers."""
 

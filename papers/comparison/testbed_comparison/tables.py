@@ -284,6 +284,8 @@ def _remarks(system: System, row: Row) -> Iterator[str]:
         yield f"fitted: {row.fitted}"
     if row.data:
         yield f"data: {row.data}"
+    if row.other_metric:
+        yield f"metric: {row.other_metric}"
     if row.note:
         yield row.note
     if _is_too_wide(system, row):

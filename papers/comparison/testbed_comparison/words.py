@@ -159,7 +159,10 @@ def word_for(row: Row, ours: Ours | None) -> Word:
     if row.data:
         return "not comparable"
     word, holds = _best_word(row, ours)
-    return word if holds else "differs"
+    if not holds:
+        return "differs"
+    # A miss counts, whichever metric shows it; a hit of another metric may be chance.
+    return "not comparable" if row.other_metric else word
 
 
 def _best_word(row: Row, ours: Ours) -> tuple[Word, bool]:

@@ -117,6 +117,12 @@ def test_other_data_are_not_comparable_and_missing_runs_are_not_run():
     assert word_for(other, None) == "not run"
 
 
+def test_value_of_other_metric_can_miss_but_not_agree():
+    last = row("80.0", other_metric="the last accuracy instead of the highest")
+    assert word_for(last, trained(80.0, 0.1)) == "not comparable"
+    assert word_for(last, trained(60.0, 0.1)) == "differs"
+
+
 @pytest.mark.parametrize(
     ("paper", "mean", "half_width", "word"),
     [
