@@ -62,7 +62,7 @@ def md5(content: bytes) -> str:
 
 
 def publish(monkeypatch: pytest.MonkeyPatch, name: str, server: Server) -> None:
-    """Replace the download addresses and hashes of a data set by those of the server's files."""
+    """Replace the download addresses and hashes of a data set by the server's addresses and hashes."""
     source = DATASETS[name]
     remotes = []
     for remote in source.remotes:

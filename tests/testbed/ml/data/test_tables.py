@@ -106,7 +106,7 @@ def test_split_column_is_input_only_if_named(tmp_path: Path) -> None:
     assert both.samples.shape == (3, 2)
 
 
-def test_groups_of_columns_become_inputs_with_types_of_their_own(
+def test_groups_of_columns_become_inputs_with_separate_types(
     tmp_path: Path,
 ) -> None:
     text = "town,size,rooms,price\nx,5,1.5,1\na,7,2,0\n"
@@ -119,7 +119,7 @@ def test_groups_of_columns_become_inputs_with_types_of_their_own(
     assert samples["body"].dtype == np.float32
 
 
-def test_column_names_are_stripped_of_blanks_and_byte_order_mark(
+def test_blanks_and_byte_order_mark_of_column_names_are_ignored(
     tmp_path: Path,
 ) -> None:
     # Spreadsheets write a byte order mark at the beginning of CSV files.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -23,6 +23,10 @@ Operation = Callable[[Group, int], Awaitable[Any]]
 
 def draw_values(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def to_lists(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    return [tensor.tolist() for tensor in tensors]
 
 
 async def wait_for_all(group: Group) -> None:
@@ -128,7 +132,7 @@ def test_gather_gives_tensors_of_all_members_to_root(root: str) -> None:
     expected = [draw_values(rank, rank + 1).tolist() for rank in range(3)]
     for name, result in zip(NAMES, results, strict=False):
         if name == root:
-            assert [tensor.tolist() for tensor in result] == expected
+            assert to_lists(result) == expected
         else:
             assert result is None
 
@@ -153,7 +157,7 @@ def test_all_gather_returns_tensors_of_all_members() -> None:
     results, _ = run_group(3, operation)
     expected = [draw_values(rank, 2).tolist() for rank in range(3)]
     for result in results:
-        assert [tensor.tolist() for tensor in result] == expected
+        assert to_lists(result) == expected
 
 
 def test_groups_with_different_numbers_are_independent() -> None:
@@ -181,5 +185,4 @@ def test_groups_with_different_numbers_are_independent() -> None:
     for name in names:
         for number in range(2):
             expected = [values_of(number, rank).tolist() for rank in range(2)]
-            tensors = results[name][number]
-            assert [tensor.tolist() for tensor in tensors] == expected
+            assert to_lists(results[name][number]) == expected

@@ -42,7 +42,7 @@ SAMPLES = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A model and one of its layers, which is to be divided."""
+    """A model and the layer to divide."""
 
     model: Model
     layer: GraphLayer
@@ -148,10 +148,10 @@ def are_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def assert_states_match(shards: Sequence[LayerShard], whole: WholeLayer) -> None:
+def assert_states_match(shards: Sequence[LayerShard], reference: WholeLayer) -> None:
     for shard in shards:
         state = shard.state()
-        for name, tensor in whole.cut_state(shard.part).items():
+        for name, tensor in reference.cut_state(shard.part).items():
             assert are_close(state[name], tensor), name
 
 
@@ -173,8 +173,8 @@ def join_channels(
 @given(cases())
 def test_learn_has_parameter_gradients_of_backward(case: Case) -> None:
     layer = case.layer
-    whole = WholeLayer(case.model, layer, PLAIN)
-    state = whole.cut_state(layer.whole)
+    reference = WholeLayer(case.model, layer, PLAIN)
+    state = reference.cut_state(layer.whole)
     inputs, gradient = draw_inputs_and_gradient(layer)
     with_backward = LayerShard(layer, layer.whole, state, PLAIN)
     with_backward.forward(0, inputs)
@@ -195,13 +195,13 @@ def test_shards_of_neurons_train_like_whole_layer(
     case: Case, optimizer: OptimizerPart, data: st.DataObject
 ) -> None:
     layer = case.layer
-    whole = WholeLayer(case.model, layer, optimizer)
+    reference = WholeLayer(case.model, layer, optimizer)
     all_inputs = range(layer.input_channels)
     parts = data.draw(divisions(layer.output_channels))
     shards = []
     for neurons in parts:
         part = Slice(neurons, all_inputs, neurons)
-        shards.append(LayerShard(layer, part, whole.cut_state(part), optimizer))
+        shards.append(LayerShard(layer, part, reference.cut_state(part), optimizer))
     for step in range(3):
         inputs, gradient = draw_inputs_and_gradient(layer)
         outputs = [shard.forward(step, inputs) for shard in shards]
@@ -211,10 +211,10 @@ def test_shards_of_neurons_train_like_whole_layer(
             # Each shard uses all inputs, so their gradients are summed.
             input_gradient += shard.backward(step, own_gradient)
             shard.update()
-        expected, expected_gradient = whole.train(inputs, gradient)
+        expected, expected_gradient = reference.train(inputs, gradient)
         assert are_close(join_channels(parts, outputs, layer.pixels), expected)
         assert are_close(input_gradient, expected_gradient)
-        assert_states_match(shards, whole)
+        assert_states_match(shards, reference)
 
 
 INPUTS = 6
@@ -234,17 +234,17 @@ def make_dense(optimizer: OptimizerPart = PLAIN) -> tuple[GraphLayer, WholeLayer
     neurons=st.sets(st.integers(0, NEURONS - 1), min_size=1),
 )
 def test_missing_inputs_count_as_zero(arrived: set[int], neurons: set[int]) -> None:
-    layer, whole = make_dense()
+    layer, reference = make_dense()
     rows = as_channels(neurons)
     columns = as_channels(arrived)
     part = Slice(rows, range(INPUTS), rows)
-    shard = LayerShard(layer, part, whole.cut_state(part), PLAIN)
+    shard = LayerShard(layer, part, reference.cut_state(part), PLAIN)
     inputs = torch.randn(SAMPLES, INPUTS)
     gradient = torch.randn(SAMPLES, len(rows))
     with_zeros = torch.zeros_like(inputs)
     with_zeros[:, list(columns)] = inputs[:, list(columns)]
     outputs = shard.forward("missing", pick(inputs, 1, columns), columns)
-    assert are_close(outputs, pick(whole.forward(with_zeros), 1, rows))
+    assert are_close(outputs, pick(reference.forward(with_zeros), 1, rows))
     assert are_close(outputs, shard.forward("zeros", with_zeros))
     assert are_close(outputs, shard.infer(with_zeros))
     input_gradient = shard.backward("missing", gradient)
@@ -253,8 +253,8 @@ def test_missing_inputs_count_as_zero(arrived: set[int], neurons: set[int]) -> N
 
 
 def test_backward_uses_weights_of_its_forward() -> None:
-    layer, whole = make_dense()
-    state = whole.state()
+    layer, reference = make_dense()
+    state = reference.state()
     first, second = torch.randn(2, SAMPLES, INPUTS)
     gradient = torch.randn(SAMPLES, NEURONS)
     without_update = LayerShard(layer, layer.whole, state, PLAIN)
@@ -272,8 +272,8 @@ def test_backward_uses_weights_of_its_forward() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_update_scales_accumulated_gradients(scale: float) -> None:
-    layer, whole = make_dense()
-    state = whole.state()
+    layer, reference = make_dense()
+    state = reference.state()
     gradient = torch.randn(SAMPLES, NEURONS)
     scaled_gradients = LayerShard(layer, layer.whole, state, PLAIN)
     scaled_update = LayerShard(layer, layer.whole, state, PLAIN)
@@ -296,8 +296,8 @@ def clone_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_training_does_not_modify_arguments_and_results() -> None:
     # Devices of one process share tensors.
-    layer, whole = make_dense(MOMENTUM)
-    initial = whole.state()
+    layer, reference = make_dense(MOMENTUM)
+    initial = reference.state()
     initial_copies = clone_tensors(initial)
     shard = LayerShard(layer, layer.whole, initial, MOMENTUM)
     outputs = shard.forward(0, torch.randn(SAMPLES, INPUTS))
@@ -314,8 +314,8 @@ def test_training_does_not_modify_arguments_and_results() -> None:
 
 
 def test_forgotten_forward_has_no_backward() -> None:
-    layer, whole = make_dense()
-    shard = LayerShard(layer, layer.whole, whole.state(), PLAIN)
+    layer, reference = make_dense()
+    shard = LayerShard(layer, layer.whole, reference.state(), PLAIN)
     shard.forward(1, torch.randn(SAMPLES, INPUTS))
     shard.forget(1)
     with pytest.raises(KeyError):
@@ -331,10 +331,10 @@ def test_moved_neurons_train_like_whole_layer(
     case: Case, optimizer: OptimizerPart, data: st.DataObject
 ) -> None:
     layer = case.layer
-    whole = WholeLayer(case.model, layer, optimizer)
+    reference = WholeLayer(case.model, layer, optimizer)
     all_inputs = range(layer.input_channels)
     state = {}
-    for name, tensor in whole.state().items():
+    for name, tensor in reference.state().items():
         # Shards have no counters of batches, which have no channels.
         if not name.endswith("tracked"):
             state[name] = tensor
@@ -355,8 +355,8 @@ def test_moved_neurons_train_like_whole_layer(
                 own_gradient = pick(gradient, 1, elements_of(neurons, layer.pixels))
                 shard.backward(step, own_gradient)
                 shard.update()
-        whole.train(inputs, gradient)
-        assert_states_match(shards, whole)
+        reference.train(inputs, gradient)
+        assert_states_match(shards, reference)
         # Weights, statistics and momentum move with a neuron.
         giver = data.draw(st.integers(0, 1))
         neurons = shards[giver].part.rows
@@ -368,8 +368,8 @@ def test_moved_neurons_train_like_whole_layer(
 
 
 def test_neurons_cannot_be_taken_or_given_twice() -> None:
-    layer, whole = make_dense()
-    shard = LayerShard(layer, layer.whole, whole.state(), PLAIN)
+    layer, reference = make_dense()
+    shard = LayerShard(layer, layer.whole, reference.state(), PLAIN)
     with pytest.raises(ValueError, match="held already"):
         shard.take(range(2), shard.state())
     shard.give(range(2))
@@ -378,10 +378,10 @@ def test_neurons_cannot_be_taken_or_given_twice() -> None:
 
 
 def test_slice_with_incomplete_neurons_is_rejected() -> None:
-    layer, whole = make_dense()
+    layer, reference = make_dense()
     by_inputs = Slice(range(NEURONS), range(3), NONE)
     with pytest.raises(ValueError, match="divided by inputs"):
-        LayerShard(layer, by_inputs, whole.cut_state(by_inputs), PLAIN)
+        LayerShard(layer, by_inputs, reference.cut_state(by_inputs), PLAIN)
 
 
 def test_pooling_and_dropout_are_rejected() -> None:

@@ -37,7 +37,7 @@ LayerSlices = list[tuple[GraphLayer, Slice]]
 
 
 def slices_by_outputs(devices: int) -> list[LayerSlices]:
-    """Divide each layer evenly by its outputs and return the slices of each device."""
+    """Divide each layer evenly by outputs and return the slices of each device."""
     by_device: list[LayerSlices] = [[] for _ in range(devices)]
     for layer in LAYERS:
         outputs = even_ranges(layer.output_channels, devices)
@@ -47,7 +47,7 @@ def slices_by_outputs(devices: int) -> list[LayerSlices]:
 
 
 def slices_by_inputs(devices: int) -> list[LayerSlices]:
-    """Divide each layer evenly by its inputs; each device finishes an even range of outputs."""
+    """Divide each layer evenly by inputs; each device finishes an even range of outputs."""
     by_device: list[LayerSlices] = [[] for _ in range(devices)]
     for layer in LAYERS:
         inputs = even_ranges(layer.input_channels, devices)

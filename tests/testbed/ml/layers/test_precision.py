@@ -26,7 +26,7 @@ UNITS = range(len(MODEL.units))
 
 
 def prepare_precision(precision: str, **keys: object) -> Prepared:
-    """Prepare a scenario with a source and two workers that compute with ``precision``."""
+    """Prepare a scenario with a source and two workers of one precision."""
     device = {"speed": "1gflops", "precision": precision}
     devices = {"source": device, "worker": {**device, "count": 2}}
     (trial,) = trials(make_scenario(2, devices=devices, **keys))

@@ -114,7 +114,7 @@ def test_versions_are_counted_as_in_shard() -> None:
         assert shape_only.versions.newest == shard.versions.newest
 
 
-def test_loss_is_not_a_number_and_gradient_has_shape_of_inputs() -> None:
+def test_loss_is_nan_and_gradient_has_shape_of_inputs() -> None:
     _, shape_only = make_shards(MODEL, 2, 5)
     inputs = draw_inputs(MODEL, 2).to("meta")
     assert math.isnan(shape_only.forward_loss(0, inputs, torch.zeros(2), 2))

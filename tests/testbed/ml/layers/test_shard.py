@@ -28,7 +28,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """One thread for torch, as on a device: several threads slow tensors of this size."""
+    """One thread for torch, as on a device: several threads are slower for small tensors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

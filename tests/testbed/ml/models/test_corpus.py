@@ -33,12 +33,12 @@ def assert_divisible(architecture: Architecture) -> None:
 
 
 def select(architectures: list[Architecture], name: str) -> Architecture:
-    (match,) = [each for each in architectures if each.name == name]
+    (match,) = [network for network in architectures if network.name == name]
     return match
 
 
 @pytest.mark.parametrize(
-    "architecture", torch_architectures(), ids=lambda each: each.name
+    "architecture", torch_architectures(), ids=lambda network: network.name
 )
 def test_plain_torch_network_is_divided(architecture: Architecture) -> None:
     assert_divisible(architecture)

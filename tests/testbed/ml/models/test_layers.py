@@ -61,15 +61,15 @@ def test_lecun_bound_gives_variance_of_one_over_inputs(shape: tuple[int, ...]) -
 def test_initialisation_applies_to_all_layers() -> None:
     original = create("resnet18", {}, (3, 32, 32), 10)
     model = original.initialised("torch")
-    whole = model.build(0, len(model.units), 1).state_dict()
-    for tensor in whole.values():
+    state = model.build(0, len(model.units), 1).state_dict()
+    for tensor in state.values():
         # Biases and normalisations have one dimension.
         if tensor.dim() > 1:
             bound = initial_bound("torch", tuple(tensor.shape))
             assert 0.9 * bound < tensor.abs().max() <= bound
     last = len(model.units) - 1
     # Other initialisations have biases of zero.
-    assert whole[f"{last}.0.bias"].abs().max() > 0
+    assert state[f"{last}.0.bias"].abs().max() > 0
     # Models compare by structure, whatever their initial weights.
     assert model == original
 
@@ -77,10 +77,10 @@ def test_initialisation_applies_to_all_layers() -> None:
 def test_initial_weights_of_stage_equal_those_of_whole_model() -> None:
     model = create("resnet18", {}, (3, 32, 32), 10).initialised("torch")
     count = len(model.units)
-    whole = model.build(0, count, 1).state_dict()
+    expected = model.build(0, count, 1).state_dict()
     stage = model.build(count - 1, count, 1).state_dict()
     for name, tensor in stage.items():
-        assert torch.equal(whole[name], tensor), name
+        assert torch.equal(expected[name], tensor), name
 
 
 def test_methods_share_initialisation_of_scenario() -> None:

@@ -78,7 +78,7 @@ def test_shapes_and_parameters_match_built_modules(model: Model) -> None:
 
 def has_grouped_convolution(module: nn.Module) -> bool:
     submodules = module.modules()
-    convolutions = [each for each in submodules if isinstance(each, nn.Conv2d)]
+    convolutions = [module for module in submodules if isinstance(module, nn.Conv2d)]
     return any(convolution.groups > 1 for convolution in convolutions)
 
 
@@ -124,17 +124,17 @@ def test_activation_bytes_count_outputs_of_all_layers(model: Model) -> None:
 @every_model
 def test_stages_have_outputs_and_gradients_of_whole_model(model: Model) -> None:
     last = len(model.units)
-    whole = model.build(0, last, seed=3)
+    network = model.build(0, last, seed=3)
     inputs = draw_batch(model)
     labels = torch.arange(3) % model.classes
-    expected = whole(inputs)
+    expected = network(inputs)
     nn.functional.cross_entropy(expected, labels).backward()
-    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
     for split in range(1, last):
         front = model.build(0, split, seed=3)
         back = model.build(split, last, seed=3)
         names = front.state_dict().keys() | back.state_dict().keys()
-        assert names == whole.state_dict().keys()
+        assert names == network.state_dict().keys()
         sent = front(inputs)
         # As on two devices, the second stage has a copy without autograd history.
         received = sent.detach().requires_grad_()
@@ -148,15 +148,15 @@ def test_stages_have_outputs_and_gradients_of_whole_model(model: Model) -> None:
 
 def test_weights_depend_on_seed_and_unit_only() -> None:
     model = create("cnn", {}, (1, 8, 8), 10)
-    whole = model.build(0, 6, seed=7).state_dict()
-    assert list(whole)[:2] == ["0.0.weight", "0.0.bias"]
+    state = model.build(0, 6, seed=7).state_dict()
+    assert list(state)[:2] == ["0.0.weight", "0.0.bias"]
     # The state of torch's global generator must not matter.
     torch.manual_seed(99)
     stage = model.build(2, 5, seed=7).state_dict()
     assert {name.split(".")[0] for name in stage} == {"2", "3", "4"}
     other_seed = model.build(2, 5, seed=8).state_dict()
     for name, tensor in stage.items():
-        assert torch.equal(whole[name], tensor)
+        assert torch.equal(state[name], tensor)
         # Biases are zero for every seed.
         if name.endswith("weight"):
             assert not torch.equal(other_seed[name], tensor)

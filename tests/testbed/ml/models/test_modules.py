@@ -86,12 +86,12 @@ def make_segment(first: int, last: int) -> Segment:
 
 def test_segments_compose_to_whole_at_every_cut() -> None:
     inputs = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
-    whole = make_segment(0, 4)(inputs)
+    expected = make_segment(0, 4)(inputs)
     # Unit 0 has x + 1, unit 2 x + 111, and unit 3 adds 1000 to their sum.
-    assert whole.tolist() == (2 * inputs + 1112).tolist()
+    assert expected.tolist() == (2 * inputs + 1112).tolist()
     for cut in (1, 2, 3):
         crossing = make_segment(0, cut)(inputs)
-        assert torch.equal(make_segment(cut, 4)(crossing), whole)
+        assert torch.equal(make_segment(cut, 4)(crossing), expected)
 
 
 def test_tensors_crossing_a_cut_are_flattened_and_joined() -> None:

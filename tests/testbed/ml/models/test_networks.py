@@ -147,10 +147,10 @@ def test_reorganise_rejects_sides_that_stride_does_not_divide() -> None:
 
 def test_yolov2_equals_darknet_layer_list() -> None:
     images = torch.rand(1, *SMALL.input, generator=torch.Generator().manual_seed(1))
-    whole = SMALL.build(0, 31, seed=2)
+    network = SMALL.build(0, 31, seed=2)
     with torch.no_grad():
-        expected = darknet_yolov2(whole.state_dict(), images)
-        assert torch.equal(whole(images), expected)
+        expected = darknet_yolov2(network.state_dict(), images)
+        assert torch.equal(network(images), expected)
 
 
 @pytest.mark.parametrize(("cut", "crossing"), [(21, [16, 20]), (27, [24, 26])])
@@ -211,10 +211,10 @@ def test_segments_of_routed_model_have_outputs_and_gradients_of_whole(
 ) -> None:
     last = len(model.units)
     images = torch.rand(3, *model.input, generator=torch.Generator().manual_seed(1))
-    whole = model.build(0, last, seed=4)
-    expected = whole(images)
+    network = model.build(0, last, seed=4)
+    expected = network(images)
     expected.sum().backward()
-    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
     for cut in range(1, last):
         front = model.build(0, cut, seed=4)
         back = model.build(cut, last, seed=4)
@@ -229,8 +229,8 @@ def test_segments_of_routed_model_have_outputs_and_gradients_of_whole(
         for name, parameter in [*front.named_parameters(), *back.named_parameters()]:
             # Unused units have no gradient in the whole model, and zeros behind a joined cut.
             actual = gradient_or_zero(parameter.grad)
-            wanted = gradient_or_zero(gradients[name])
-            assert torch.allclose(actual, wanted, atol=1e-6), name
+            wanted_gradient = gradient_or_zero(gradients[name])
+            assert torch.allclose(actual, wanted_gradient, atol=1e-6), name
 
 
 def gradient_or_zero(gradient: torch.Tensor | None) -> torch.Tensor:

@@ -169,13 +169,13 @@ def compute_parts(
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_have_outputs_and_updates_of_whole_network(name: str) -> None:
     model = create_network(name)
-    whole = build_original(name, seed=5)
+    original = build_original(name, seed=5)
     count = len(model.units)
     inputs = torch.rand(4, *SHAPE, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([1, 3, 5, 7])
-    expected = whole(inputs)
+    expected = original(inputs)
     nn.functional.cross_entropy(expected, labels).backward()
-    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    torch.optim.SGD(original.parameters(), lr=0.1).step()
     # Two parts for each cut, then one part for each unit.
     cuts = [[0, cut, count] for cut in range(1, count)]
     cuts.append(list(range(count + 1)))
@@ -191,10 +191,10 @@ def test_parts_have_outputs_and_updates_of_whole_network(name: str) -> None:
             torch.optim.SGD(part.parameters(), lr=0.1).step()
             for unit_name, value in part.state_dict().items():
                 state[unit_name.partition(".")[2]] = value
-        assert state.keys() == whole.state_dict().keys()
-        for key, value in whole.state_dict().items():
+        assert state.keys() == original.state_dict().keys()
+        for key, value in original.state_dict().items():
             assert torch.allclose(state[key], value, atol=1e-6), key
-    assert model.parameters == sum(weight.numel() for weight in whole.parameters())
+    assert model.parameters == sum(weight.numel() for weight in original.parameters())
 
 
 def flattened_values(model: Model) -> int:

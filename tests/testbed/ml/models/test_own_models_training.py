@@ -97,7 +97,7 @@ def test_federated_learning_accepts_user_network(tmp_path: Path) -> None:
     assert prepared.plan.devices
 
 
-def test_more_stages_than_units_are_rejected_with_line_of_indivisible_unit(
+def test_more_stages_than_units_are_rejected_with_reason(
     tmp_path: Path,
 ) -> None:
     # A normalisation at the beginning and the end holds all layers in one unit.

@@ -69,7 +69,7 @@ def encode_file(
 def darknet_convolution(
     inputs: torch.Tensor, layer: dict[str, np.ndarray]
 ) -> torch.Tensor:
-    """Compute a convolution in Darknet's order: normalise the products, scale them, and add the bias."""
+    """Compute a convolution in Darknet's order: products, normalisation, scale, bias."""
     tensors = {name: torch.from_numpy(values) for name, values in layer.items()}
     kernel = tensors["kernel"]
     values = functional.conv2d(inputs, kernel, padding=kernel.shape[-1] // 2)

@@ -40,7 +40,7 @@ LOSSES = {
 def micro_batch_loss(
     training: TrainingConfig, outputs: torch.Tensor, labels: torch.Tensor, parts: int
 ) -> tuple[float, torch.Tensor]:
-    """Return loss and gradient of a batch in micro-batches, as the last stage of a pipeline computes them."""
+    """Return loss and gradient of a batch in micro-batches, computed like the last stage of a pipeline."""
     outputs = outputs.clone().requires_grad_()
     # The weight of the whole batch: micro-batches have different numbers of counted labels.
     weight = training.weight(labels)
@@ -80,7 +80,7 @@ def test_micro_batches_have_loss_and_gradient_of_torch(name: str, parts: int) ->
     torch.testing.assert_close(gradient, outputs.grad, rtol=0, atol=1e-6)
 
 
-def test_micro_batches_with_one_label_per_sample_have_loss_of_torch() -> None:
+def test_micro_batches_of_single_labels_have_loss_of_torch() -> None:
     outputs = torch.rand((6, 5))
     labels = torch.tensor([1, IGNORED, 2, IGNORED, IGNORED, 3])
     loss, _ = micro_batch_loss(training_config(), outputs, labels, 3)

@@ -91,7 +91,8 @@ def test_single_output_selects_binary_task(shape: tuple[int, ...]) -> None:
 def test_task_of_scenario_precedes_task_of_loss() -> None:
     outputs = torch.tensor([[5.0], [-5.0]])
     labels = torch.tensor([1.0, 0.0])
-    # Cross-entropy alone would select the multiclass task.
+    # Cross-entropy alone would select the multiclass task. A single update, since two
+    # samples cannot be divided into three parts.
     accuracy = compute_metric(
         "accuracy", outputs, labels, "cross-entropy", 1, updates=1, task="binary"
     )

@@ -124,6 +124,7 @@ def test_state_values_per_weight_are_counted(
     config = training_config(optimizer=keys)
     # Counters of steps are negligible.
     assert config.state_values == pytest.approx(values, abs=0.01)
+    # At least five operations on each value, of two FLOPs each.
     assert config.update_flops >= 10
     with_average = training_config(optimizer=keys, ema=0.9)
     assert with_average.state_values == pytest.approx(values + 1, abs=0.01)

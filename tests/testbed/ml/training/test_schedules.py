@@ -73,7 +73,7 @@ def test_settings_equal_torch_in_any_order_of_steps(name: str) -> None:
     # torch's one-cycle schedule cannot be stepped once more.
     last = STEPS - 1
     expected = torch_settings(make_scheduler, last)
-    # Later steps first, since recovery returns to earlier steps.
+    # Later steps first, since recovery returns to earlier steps. torch steps forward only.
     for step in (31, 0, 38, *range(last)):
         settings = config.settings(step)
         assert (settings["lr"], settings["betas"]) == expected[step]
@@ -140,6 +140,7 @@ def test_every_of_first_schedule_applies_to_all_schedules() -> None:
             "of 9 steps none is a step of the schedule, which takes 10",
         ),
         ([halving(), halving()], "exponential: set 'steps', its length"),
+        # Schedules whose settings do not follow from the step and plain options.
         ([{"name": "lambda"}], "has no 'lambda' supported here"),
         (
             [{"name": "reduce-lr-on-plateau"}],

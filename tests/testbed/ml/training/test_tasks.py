@@ -109,7 +109,7 @@ def perplexity(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """A task as in a scenario, with its loss and metrics in plain torch."""
+    """A training task in keys of a scenario, with loss and metrics in plain torch."""
 
     network: str
     training: str

@@ -76,6 +76,7 @@ def test_pipeline_with_ctc_has_losses_of_single_device(tmp_path: Path) -> None:
         prepared = prepare_method(tmp_path, method)
         outcome = simulate(prepared, load_data(prepared))
         assert outcome.status == "finished", outcome.error
+        # Columns determine the digits, so that training reads nearly all sequences.
         assert fields_of(outcome, "evaluate")[-1]["accuracy"] > 0.9
         return [fields["loss"] for fields in fields_of(outcome, "step")]
 

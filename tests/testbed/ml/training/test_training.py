@@ -88,6 +88,7 @@ def test_method_has_losses_and_weights_of_plain_torch(
     for fields in fields_of(outcome, "step"):
         losses_by_step[fields["step"]] = fields["loss"]
     actual = [losses_by_step[step] for step in range(STEPS)]
+    # Micro-batches sum in another order than a whole batch.
     assert actual == pytest.approx(losses, abs=1e-6)
     for name, tensor in weights.items():
         torch.testing.assert_close(outcome.weights[name], tensor, rtol=0, atol=1e-5)
