@@ -124,11 +124,15 @@ def test_simulated_delivery_equals_decoded_message(
     assert content_bytes == content_size(message, sender)
 
 
-@pytest.mark.parametrize("message", [
-    Message("m", {"a": object()}),
-    Message("m", {"a": "x" * HEADER_LIMIT}),
-    Message("m", tensors={"t": UNSUPPORTED_TENSOR}),
-], ids=["field that is not JSON", "long field", "unsupported dtype"])  # fmt: skip
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message("m", {"a": object()}),
+        Message("m", {"a": "x" * HEADER_LIMIT}),
+        Message("m", tensors={"t": UNSUPPORTED_TENSOR}),
+    ],
+    ids=["field that is not JSON", "long field", "unsupported dtype"],
+)
 def test_simulated_delivery_refuses_unencodable_message(message: Message) -> None:
     with pytest.raises(WireError) as encode_error:
         encode(message, "a")
@@ -188,11 +192,19 @@ def test_random_json_header_is_refused(header: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"sequence": -1}, {"sequence": True}, {"sequence": 2**63}, {"incarnation": -1},
-        {"padding": 1}, {"padding": 2.0}, {"fields": []}, {"kind": None}, {"sender": 3}, {"more": 1},
+        {"sequence": -1},
+        {"sequence": True},
+        {"sequence": 2**63},
+        {"incarnation": -1},
+        {"padding": 1},
+        {"padding": 2.0},
+        {"fields": []},
+        {"kind": None},
+        {"sender": 3},
+        {"more": 1},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_invalid_header_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(WireError):
         decode(with_prefix(json.dumps(VALID_HEADER | change).encode()))
