@@ -117,11 +117,11 @@ def test_runs_with_fault_are_identical():
     }
     first = run_simulated(make_scenario(faults=[fault]))
     second = run_simulated(make_scenario(faults=[fault]))
-    assert [*map(event_json, first.events)] == [*map(event_json, second.events)]
+    assert json_lines(first) == json_lines(second)
 
 
-def event_json(event):
-    return event.to_json()
+def json_lines(outcome):
+    return [event.to_json() for event in outcome.events]
 
 
 WIDE_MODEL = {"name": "mlp", "hidden": [64, 64, 64, 64]}

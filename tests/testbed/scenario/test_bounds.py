@@ -199,6 +199,7 @@ def test_scenario_with_unusual_values_is_prepared_or_rejected(
     tree = deepcopy(yamltext.values(original.read_text()))
     for _ in range(data.draw(st.integers(1, 3))):
         key = data.draw(st.sampled_from(list(keys_in(tree))))
+        # A replaced mapping loses its keys, so that keys are listed anew each time.
         replace_value(tree, key, data.draw(UNUSUAL_VALUES))
     file = tmp_path / "fuzzed.yaml"
     file.write_text(yamltext.written(tree))

@@ -84,9 +84,11 @@ def test_keys_of_device_override_profile():
             "unknown profile 'raspbery-pi-4b': did you mean 'raspberry-pi-4b'?",
         ),
         (
+            # The first device of the group has the same name.
             {"a1": {}, "a": {"count": 1}},
             "makes a second device called 'a1': rename one of the two",
         ),
+        # 30 letters and the number 10; interfaces and host names are limited.
         ({"a" * 30: {"count": 10}}, "is longer than 31 characters: shorten the name"),
     ],
 )
@@ -123,18 +125,18 @@ def test_link_overrides_apply_in_order_after_default():
     ).links
     # Four devices in a mesh.
     assert len(links) == 4 * 3
-    assert links["source", "worker1"] == Link(50e6, 0.005, loss=0.01)
-    assert links["worker2", "worker1"] == Link(50e6, 0.007, loss=0.01)
-    assert links["worker1", "worker2"] == Link(1e6, 0.007, loss=0.01)
+    assert links["source", "worker1"] == Link(rate=50e6, delay=0.005, loss=0.01)
+    assert links["worker2", "worker1"] == Link(rate=50e6, delay=0.007, loss=0.01)
+    assert links["worker1", "worker2"] == Link(rate=1e6, delay=0.007, loss=0.01)
 
 
 def test_preset_has_uplink_toward_first_device_and_downlink_from_it():
     network = {"link": {"preset": "4g", "delay": "20ms"}}
     links = expand_experiment(network=network).links
-    assert links["worker1", "source"] == Link(10e6, 0.02)
-    assert links["source", "worker1"] == Link(25e6, 0.02)
+    assert links["worker1", "source"] == Link(rate=10e6, delay=0.02)
+    assert links["source", "worker1"] == Link(rate=25e6, delay=0.02)
     # Between other devices, the uplink is the bottleneck.
-    assert links["worker1", "worker2"] == Link(10e6, 0.02)
+    assert links["worker1", "worker2"] == Link(rate=10e6, delay=0.02)
 
 
 def test_access_preset_limits_all_links_of_device():
@@ -162,7 +164,7 @@ def test_unknown_access_preset_is_rejected():
 def test_keys_of_link_override_preset():
     network = {"link": {"preset": "lan", "rate": "3mbit"}}
     links = expand_experiment(network=network).links
-    assert links["source", "worker1"] == Link(3e6, PRESETS["lan"].delay)
+    assert links["source", "worker1"] == Link(rate=3e6, delay=PRESETS["lan"].delay)
 
 
 def test_frame_size_applies_to_every_link():
@@ -182,8 +184,8 @@ def test_explicit_topology_has_named_links_and_reverse_links_with_defaults():
         "links": [{"from": "source", "to": "worker1", "rate": "1mbit"}],
     }
     assert expand_experiment(network=network).links == {
-        ("source", "worker1"): Link(1e6),
-        ("worker1", "source"): Link(9e6),
+        ("source", "worker1"): Link(rate=1e6),
+        ("worker1", "source"): Link(rate=9e6),
     }
 
 

@@ -14,6 +14,7 @@ INVALID = [
     # Units, keys and values.
     (
         "rate: 50mbit",
+        # In tc, bits are "mbit" and "Mbps" are bytes.
         "rate: 100Mbps",
         7,
         "network.link.rate: 'Mbps' is not a unit of rate: tc reads 'Mbps' as bytes",
@@ -44,6 +45,7 @@ INVALID = [
     ),
     (
         "mesh",
+        # An address with host bits.
         "mesh\n  subnet: 10.1.2.3/16",
         7,
         "network.subnet: '10.1.2.3/16' is not a range of addresses (10.1.2.3/16 has",
@@ -60,6 +62,7 @@ INVALID = [
         4,
         "devices.worker.cont: unknown key 'cont': did you mean 'count'?",
     ),
+    # Suggestions must not treat a key as a pattern.
     ("count: 2", '"[nt": 2', 4, "devices.worker.[nt: unknown key '[nt': choose one of"),
     ("count: 2", "count: 0", 4, "devices.worker.count: '0' must be at least 1"),
     ("count: 2", "count: two", 4, "devices.worker.count: 'two' must be a whole number"),
@@ -124,6 +127,7 @@ INVALID = [
     ('">= 0.9"', ">= 0.9", 18, "is not YAML: "),
     (
         "devices:\n",
+        # A list or mapping that contains itself would unfold for ever.
         "devices: &all\n  more: *all\n",
         3,
         "devices.more: is an alias of something that contains it",

@@ -147,6 +147,7 @@ def test_links_without_radio_lose_no_messages():
         ),
         (
             {"radio": RADIO},
+            # A position belongs to one device.
             {"a": {"count": 2, "position": [0, 1]}},
             "devices.a.position: would put 2 devices in one",
         ),
@@ -175,6 +176,7 @@ def test_links_without_radio_lose_no_messages():
             "mean_reception: needs two devices at least and some",
         ),
         (
+            # Without shadowing a ratio is 0 or 1, so that no power reaches a mean in between.
             {"radio": {**RADIO, "mean_reception": "80%", "shadowing": 0}},
             {"a": {"count": 2}},
             "mean_reception: needs two devices at least and some shadowing",
@@ -206,6 +208,7 @@ def test_links_without_radio_lose_no_messages():
             "network.radio.preset: unknown radio 'lora': choose one of",
         ),
         (
+            # A default for all links would contradict the radio.
             {"radio": RADIO, "link": {"message_loss": "3%"}},
             {"a": {}},
             "network.link.message_loss: is computed by `network.radio` for each pair",

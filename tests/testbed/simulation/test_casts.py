@@ -88,14 +88,23 @@ def test_each_receiver_loses_casts_independently():
     assert values_of(world, "cast", "number") == list(range(count))
 
 
+def drawn_casts(receiver: str, count: int, loss: float) -> set[int]:
+    """Return the numbers of casts from a to a receiver, drawn with seed 1."""
+    numbers = set()
+    for number in range(count):
+        if is_received(1, "a", receiver, number, loss):
+            numbers.add(number)
+    return numbers
+
+
 def test_received_casts_follow_seeded_draws():
     count, loss = 2000, 0.191
     world = make_world(
         {"a": cast_repeatedly(count), **IDLE_RECEIVERS}, link=Link(message_loss=loss)
     )
     world.run()
-    by_b = {n for n in range(count) if is_received(1, "a", "b", n, loss)}
-    by_c = {n for n in range(count) if is_received(1, "a", "c", n, loss)}
+    by_b = drawn_casts("b", count, loss)
+    by_c = drawn_casts("c", count, loss)
     assert values_of(world, "receive", "cast", device="b") == sorted(by_b)
     # Independent draws: both receive a cast with the product of their probabilities.
     both = (1 - loss) ** 2
@@ -141,7 +150,14 @@ def radio_with_distant_b() -> Radio:
     """Return a radio in which b is 100 m away from a and all others are beside a."""
     positions = dict.fromkeys("acd", (0, 0))
     positions["b"] = (0, 100.0)
-    return Radio(Propagation(0, -80, 2, 40, 8), positions, None, 1)
+    propagation = Propagation(
+        transmit_power=0,
+        sensitivity=-80,
+        path_loss_exponent=2,
+        reference_loss=40,
+        shadowing=8,
+    )
+    return Radio(propagation, positions, packets=None, seed=1)
 
 
 def receivable_casts(world, name, begin, end, loss):
@@ -236,7 +252,7 @@ def cast_later(peers, start, wait=0.0):
 
 
 def test_devices_of_cell_take_turns_and_gateway_waits_for_both_cells():
-    cells = [Cell(("a", "b", "gate"), 250e3), Cell(("x", "gate"), 500e3)]
+    cells = [Cell(("a", "b", "gate"), rate=250e3), Cell(("x", "gate"), rate=500e3)]
     world = make_world(
         {
             "a": cast_later(["gate"], start=0.0, wait=9),

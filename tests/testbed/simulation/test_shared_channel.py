@@ -138,7 +138,7 @@ def test_access_faster_than_link_does_not_change_times():
 
 
 def test_cell_members_share_one_channel_and_other_links_are_unaffected():
-    cells = [Cell(("a", "b", "c"), 8e6)]
+    cells = [Cell(("a", "b", "c"), rate=8e6)]
     programs = {
         "coordinator": wait_for_others,
         "a": send_to("b", "d"),
@@ -164,7 +164,7 @@ def test_slow_link_in_cell_occupies_channel_longer():
             "c": receive_forever,
         },
         link=UNLIMITED,
-        cells=[Cell(("a", "b", "c"), 8e6)],
+        cells=[Cell(("a", "b", "c"), rate=8e6)],
         trace=["0,link a->b rate,2mbit"],
     )
     world.run()
@@ -182,7 +182,7 @@ def test_cast_precedes_message_under_way_in_cell():
     world = make_world(
         {"a": send_to("b"), "b": receive_forever, "c": cast_later},
         link=UNLIMITED,
-        cells=[Cell(("a", "b", "c"), 8e6)],
+        cells=[Cell(("a", "b", "c"), rate=8e6)],
     )
     world.run()
     (cast,) = events_of(world, "cast")
@@ -251,7 +251,7 @@ def test_events_of_shared_channels_are_reproducible():
             link=Link(rate=20e6, delay=0.01, jitter=0.002, loss=0.02),
             faults=[{"flap": flap, "at": "20ms"}],
             access={"a": limits, "b": limits},
-            cells=[Cell(("c", "d", "a"), 5e6)],
+            cells=[Cell(("c", "d", "a"), rate=5e6)],
         )
         world.run()
         return world.events
@@ -263,7 +263,7 @@ def test_link_outside_cells_and_access_limits_uses_plain_channel():
     world = make_world(
         {"a": send_to("b"), "b": receive_forever},
         link=LINK,
-        cells=[Cell(("b", "c"), 1e6)],
+        cells=[Cell(("b", "c"), rate=1e6)],
     )
     world.run()
     assert not isinstance(world.channel("a", "b"), SharedChannel)

@@ -12,7 +12,7 @@ from testbed.scenario.schema import Source
 from tests.helpers.worlds import make_world
 from tests.testbed.simulation.observations import values_of
 
-ONE_CORE = (Machine(("a", "b"), 1),)
+ONE_CORE = (Machine(("a", "b"), cores=1),)
 
 
 def compute_sequence(*flops):
@@ -46,7 +46,7 @@ def test_two_devices_share_core_equally_until_one_finishes():
 
 def test_three_devices_share_two_cores_and_other_machine_is_unaffected():
     durations = simulate_durations(
-        (Machine(("a", "b", "c"), 2),),
+        (Machine(("a", "b", "c"), cores=2),),
         dict.fromkeys("abcd", compute_sequence(2e6)),
     )
     # Two thirds of a core each: 2 s of work take 3 s; d has a machine to itself.

@@ -26,14 +26,9 @@ def test_rates_are_fair_and_use_full_capacity():
     assert rates == {slow: 2.0, through_both: 3.0, down_only: 3.0, up_only: 5.0}
 
 
-def rate_in_use(shared, rates):
-    """Return the sum of the rates of all transfers on a medium."""
-    return sum(rate for transfer, rate in rates.items() if is_on(transfer, shared))
-
-
-def greatest_rate(shared, rates):
-    """Return the greatest rate of a transfer on a medium."""
-    return max(rate for transfer, rate in rates.items() if is_on(transfer, shared))
+def rates_on(shared, rates):
+    """Return the rates of all transfers on a medium."""
+    return [rate for transfer, rate in rates.items() if is_on(transfer, shared)]
 
 
 def is_on(transfer, shared):
@@ -46,8 +41,8 @@ def is_limited(transfer, rates):
     if rate == pytest.approx(transfer.cap):
         return True
     for shared, _ in transfer.uses:
-        is_full = rate_in_use(shared, rates) >= shared.rate * (1 - ROUNDING)
-        if is_full and rate >= greatest_rate(shared, rates) * (1 - ROUNDING):
+        is_full = sum(rates_on(shared, rates)) >= shared.rate * (1 - ROUNDING)
+        if is_full and rate >= max(rates_on(shared, rates)) * (1 - ROUNDING):
             return True
     return False
 
@@ -70,6 +65,6 @@ def test_rate_cannot_rise_without_lowering_smaller_rate(capacities, requests):
         transfers.append(make_transfer(cap, *(media[index] for index in indices)))
     rates = max_min_fair_rates(transfers, 0.0)
     for shared in media:
-        assert rate_in_use(shared, rates) <= shared.rate * (1 + ROUNDING)
+        assert sum(rates_on(shared, rates)) <= shared.rate * (1 + ROUNDING)
     for transfer in transfers:
         assert is_limited(transfer, rates)

@@ -25,10 +25,10 @@ shared_media = st.sampled_from(
     [
         {},
         {"access": {"coordinator": {"uplink": 4e5}, "b": {"downlink": 1e6}}},
-        {"cells": [Cell(NAMES, 1e6)]},
+        {"cells": [Cell(NAMES, rate=1e6)]},
         {
             "access": {"c": {"downlink": 3e5}},
-            "cells": [Cell(("coordinator", "b"), 5e5)],
+            "cells": [Cell(("coordinator", "b"), rate=5e5)],
         },
     ]
 )
@@ -132,11 +132,11 @@ def test_with_kills_messages_arrive_in_order_after_each_boot(
 def test_events_are_reproducible(link, sizes, faults, media):
     first, _ = simulate_messages(link, sizes, faults, media)
     second, _ = simulate_messages(link, sizes, faults, media)
-    assert list(map(event_json, first.events)) == list(map(event_json, second.events))
+    assert json_lines(first) == json_lines(second)
 
 
-def event_json(event):
-    return event.to_json()
+def json_lines(world):
+    return [event.to_json() for event in world.events]
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from testbed.trace.intervals import clip, overlaps, subtract, total, union
 
+Intervals = list[tuple[float, float]]
 BOUNDS = st.integers(0, 40)
 INTERVALS = st.lists(st.tuples(BOUNDS, BOUNDS), max_size=12)
 
 
-def covered_cells(intervals: list[tuple[float, float]]) -> set[int]:
+def covered_cells(intervals: Intervals) -> set[int]:
     """Return the cells of unit length inside of intervals with integer bounds."""
     cells: set[int] = set()
     for start, end in intervals:
@@ -44,7 +45,7 @@ def test_time_for_subtract_is_linear_in_holes() -> None:
 
 @given(INTERVALS)
 def test_union_covers_same_points_once(
-    intervals: list[tuple[float, float]],
+    intervals: Intervals,
 ) -> None:
     merged = union(intervals)
     assert covered_cells(merged) == covered_cells(intervals)
@@ -54,16 +55,14 @@ def test_union_covers_same_points_once(
 
 
 @given(INTERVALS, INTERVALS)
-def test_subtract_is_set_difference(
-    intervals: list[tuple[float, float]], holes: list[tuple[float, float]]
-) -> None:
+def test_subtract_is_set_difference(intervals: Intervals, holes: Intervals) -> None:
     remaining = covered_cells(subtract(intervals, holes))
     assert remaining == covered_cells(intervals) - covered_cells(holes)
 
 
 @given(INTERVALS, BOUNDS)
 def test_idle_and_busy_time_add_up_to_duration(
-    intervals: list[tuple[float, float]], duration: int
+    intervals: Intervals, duration: int
 ) -> None:
     busy = clip(intervals, 0, duration)
     idle = subtract([(0, duration)], busy)
