@@ -254,18 +254,18 @@ def test_devices_in_groups_have_same_values_as_one_by_one(
 
 
 def test_time_for_metrics_is_linear_in_number_of_devices() -> None:
-    names = [f"client{number}" for number in range(16_000)]
-    fields = {"span": "forward", "start": 0.0, "duration": 1.0}
-    events = [Event(1.0, name, "compute", fields) for name in names]
+    computation = {"span": "forward", "start": 0.0, "duration": 1.0}
+    spec = recorded.make_record().experiment.devices[0]
+    events, specs, assignments = [], [], []
+    for number in range(16_000):
+        name = f"client{number}"
+        events.append(Event(1.0, name, "compute", computation))
+        specs.append(replace(spec, name=name))
+        assignments.append(Assignment(device=name, start=0, stop=1, memory=1.0))
     record = recorded.make_record(events=events)
-    spec = record.experiment.devices[0]
-    specs = tuple(replace(spec, name=name) for name in names)
-    record.experiment = replace(record.experiment, devices=specs)
-    assignments = tuple(
-        Assignment(device=name, start=0, stop=1, memory=1.0) for name in names
-    )
+    record.experiment = replace(record.experiment, devices=tuple(specs))
     record.plan = Plan(
-        method="federated", coordinator=names[0], assignments=assignments
+        method="federated", coordinator="client0", assignments=tuple(assignments)
     )
     (metric,) = [metric for metric in METRICS if metric.name == "compute_share"]
     began = process_time()

@@ -96,10 +96,12 @@ def test_recovery_completes_all_simultaneous_faults_except_throttles() -> None:
 
 
 def test_time_for_many_outages_is_not_proportional_to_devices() -> None:
-    up = [Event(0.0, f"d{n}", "state", {"state": "up"}) for n in range(8_000)]
-    killed = [fault_event(1.0, "kill", f"d{number}") for number in range(400)]
+    up, killed, restarted = [], [], []
+    for number in range(8_000):
+        up.append(Event(0.0, f"d{number}", "state", {"state": "up"}))
+    for number in range(400):
+        killed.append(fault_event(1.0, "kill", f"d{number}"))
     # All but the first killed device start again.
-    restarted = []
     for number in range(1, 400):
         time = 2.0 + (number - 1) / 1000
         restarted.append(Event(time, f"d{number}", "state", {"state": "started"}))
