@@ -613,7 +613,7 @@ def test_data_port_accepts_only_messages(pair: list[LoopbackDevice]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "error"),
+    ("body", "expected_error"),
     [
         (b"", "JSON"), (b"{", "JSON"), (b"[]", "version"), (b"\xff\xfe", "JSON"), (b"{}", "version"),
         (b"[" * 100_000, "JSON"), (b'{"version": 1, "run": 3}', "run"),

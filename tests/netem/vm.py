@@ -1,14 +1,13 @@
-"""Boots a kernel that has sch_netem in qemu and runs a command in it, on this machine's own files.
+"""A virtual machine with sch_netem: boot a kernel in qemu and run a command in it, with the files of this machine.
 
     python tests/netem/vm.py -- .venv/bin/pytest tests/integration/test_shaping.py
 
-The guest has this checkout, the Python environment without its large packages, and the tools that tests start again
-and again in its memory; of the rest it sees the host's root file system read-only over 9p with a scratch layer on top.
-What it writes into ``.build/vm/out`` (``$VM_OUT`` in the guest) is kept. It has one processor, of 1000 million
-instructions a second by its own clock, which a slow or busy host lets run slower than the world's. The kernel is
-Debian's package, unpacked and not installed; its modules are loaded from an initramfs. KVM is not used, even where its
-device exists: inside another virtual machine it may be there and yet hang. Exit status is the command's, 3 where no
-such machine can be had here (where the command's is 3, it is 1), or 124 when time is up.
+In the guest's memory are this checkout, the Python environment without its large packages, and tools that tests start
+often. All other files come from the host's root file system, read-only over 9p under a writable layer. Files in
+``.build/vm/out`` (``$VM_OUT`` in the guest) are kept. The guest has one processor with 1000 million instructions per
+second of its own clock, which is slower than real time on a slow or busy host. The kernel is Debian's package, unpacked
+and not installed; an initramfs loads its modules. KVM is not used, since within another virtual machine it may hang.
+The exit status is that of the command (1 for 3), 3 if the machine is unavailable here, or 124 after the timeout.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ MODULES = [
     *("nf_tables", "nft_compat"),
 ]
 
-LEFT_OUT = {
+EXCLUDED = {
     *(
         "torch",
         "torchgen",
@@ -96,34 +95,34 @@ LEFT_OUT = {
     ),
     *("test", "idlelib", "lib2to3", "tkinter", "ensurepip", "site-packages"),
 }
-"""Folders that the guest goes without: large, and of no use for links."""
+"""Large folders that are not in the guest's memory; tests of links do not need them."""
 _LARGE = 10 << 20
-"""Bytes of a file that it goes without."""
+"""Size in bytes from which a file is not in the guest's memory."""
 TOOLS = ("bash", "sh", "env", "sleep", "nsenter", "ip", "tc")
-"""What its tests start again and again."""
+"""Programs that tests in the guest start often."""
 
-# The guest's clock counts its instructions, a nanosecond each, however slowly the host emulates them. While the guest
-# idled it would go with the host's, and a busy host would make timers late: so the guest never idles, it spins.
+# The guest's clock counts its instructions, one nanosecond each, at whatever speed the host emulates them. If the guest
+# were idle, its clock would follow the host's, and a busy host would delay its timers: so it spins instead.
 _TIME = ["-smp", "1", "-icount", "shift=0,sleep=on"]
 
 
-def _spinner() -> bytes:
-    """Return a program that does nothing when there is nothing else to do.
+def _make_spinner() -> bytes:
+    """Return an x86-64 program that spins at the lowest priority.
 
-    Emulated, a thousand no-operations cost next to nothing: spun time passes faster than the host's.
+    Emulating a thousand no-operations takes almost no time, so time in the guest passes faster than on the host.
     """
-    base, header, nothing = 0x400000, 120, 4096
-    idle = bytes.fromhex(
-        "31ffbe05000000488d15 00000000b8900000000f05"
-    )  # sched_setscheduler(0, SCHED_IDLE, &0)
-    code = idle[:10] + (len(idle) - 14 + nothing + 5).to_bytes(4, "little") + idle[14:]
-    code += (
-        b"\x90" * nothing
-        + b"\xe9"
-        + (-nothing - 5).to_bytes(4, "little", signed=True)
-        + bytes(8)
-    )
+    base, header, no_operations = 0x400000, 120, 4096
+    # sched_setscheduler(0, SCHED_IDLE, &0), where bytes 10 to 14 are the relative address of a 0 behind the loop
+    idle = bytes.fromhex("31ffbe05000000488d15 00000000b8900000000f05")
+    jump_size = 5
+    distance = len(idle) - 14 + no_operations + jump_size
+    code = idle[:10] + distance.to_bytes(4, "little") + idle[14:]
+    # The jump (e9) goes back to the first no-operation (90).
+    code += b"\x90" * no_operations + b"\xe9"
+    code += (-no_operations - jump_size).to_bytes(4, "little", signed=True)
+    code += bytes(8)
     size = header + len(code)
+    # The header of an ELF executable for x86-64 (machine 62), and of its only segment, readable and executable (5).
     elf = struct.pack(
         "<16sHHIQQQIHHHHHH",
         b"\x7fELF\2\1\1",
@@ -179,13 +178,16 @@ class VmUnavailable(Exception):  # noqa: N818 - a state of this machine
 def run(
     command: list[str], *, timeout: float, memory: str = "3G", echo: bool = True
 ) -> int:
-    """Run the command in the guest, in the checkout; return its exit status. Raises `VmUnavailable`."""
+    """Run a command in the guest, in the folder of the checkout, and return its exit status.
+
+    Raises `VmUnavailable` if this machine cannot boot the guest.
+    """
     kernel, initramfs = _prepare()
-    initrd = _with_files(initramfs)
+    initrd = _add_files(initramfs)
     out = BUILD / "out"
     out.mkdir(exist_ok=True)
     (out / "status").unlink(missing_ok=True)
-    # Neither a language nor a long PATH: each file that is looked for on the host takes the guest a while.
+    # Each look-up of a file on the host takes long. A short PATH and no locale save many.
     exports = {
         "HOME": os.environ.get("HOME", "/root"),
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
@@ -215,8 +217,8 @@ def run(
     except subprocess.TimeoutExpired:
         print(f"vm: the guest did not end within {timeout:.0f} s", file=sys.stderr)
         return TIMED_OUT
-    except subprocess.CalledProcessError as failed:
-        raise VmUnavailable(f"qemu ended with {failed.returncode}") from failed
+    except subprocess.CalledProcessError as error:
+        raise VmUnavailable(f"qemu ended with {error.returncode}") from error
     try:
         return int((out / "status").read_text())
     except (OSError, ValueError):
@@ -226,102 +228,87 @@ def run(
         return 1
 
 
-def _in_memory() -> list[Path]:
-    """Return the folders and files that the guest has in its memory."""
-    paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    ours = [
-        ROOT / name
-        for name in (
-            "testbed",
-            "agent",
-            "controller",
-            "papers",
-            "tests",
-            "tools",
-            "conftest.py",
-        )
-    ]
-    tools = [
-        Path(path).resolve()
-        for path in (sys.executable, *filter(None, map(_tool, TOOLS)))
-    ]
-    # By the names that programs ask for: a link on the host has to be read from there each time that it is followed.
+def _is_small(path: Path) -> bool:
+    return path.is_dir() or path.stat().st_size < _LARGE
+
+
+def _paths_in_memory() -> list[Path]:
+    """Return the folders and files that are in the guest's memory."""
+    python = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    checkout = ("testbed", "agent", "controller", "papers", "tests", "tools")
+    tools = [sys.executable, *filter(None, map(_tool, TOOLS))]
+    resolved_tools = [Path(tool).resolve() for tool in tools]
+    # Libraries have the names that programs request: the guest would follow a symbolic link on the host each time.
     shutil.rmtree(LIBRARIES, ignore_errors=True)
     LIBRARIES.mkdir()
-    linked = subprocess.run(
-        ["ldd", *tools], check=False, capture_output=True, text=True
+    dependencies = subprocess.run(
+        ["ldd", *resolved_tools], check=False, capture_output=True, text=True
     ).stdout
-    for library in set(re.findall(r"(/\S+) \(0x", linked)):
+    for library in set(re.findall(r"(/\S+) \(0x", dependencies)):
         shutil.copy2(library, LIBRARIES)
-    found = [
-        *(Path(path).resolve() for path in (*paths, "/etc/ld.so.cache")),
-        *tools,
-        *ours,
-        LIBRARIES,
-    ]
-    return [
-        path
-        for path in dict.fromkeys(found)
-        if path.is_dir() or path.stat().st_size < _LARGE
-    ]
+    paths = [Path(path).resolve() for path in (*python, "/etc/ld.so.cache")]
+    paths += resolved_tools
+    paths += [ROOT / name for name in (*checkout, "conftest.py")]
+    paths.append(LIBRARIES)
+    return [path for path in dict.fromkeys(paths) if _is_small(path)]
 
 
-def _with_files(initramfs: Path) -> Path:
-    """Append what the guest runs to what it boots from.
+def _add_files(initramfs: Path) -> Path:
+    """Append the files of the guest's memory to an initramfs.
 
-    While it waited for a file from the host, its clock would run away.
+    While the guest waited for a file from the host, its clock would advance far.
     """
-    held = _in_memory()
+    paths = _paths_in_memory()
+    # The names in order, each once; cpio needs a folder before its files.
     names: dict[str, None] = {}
-    for path in held:
-        names |= dict.fromkeys(str(each) for each in (*reversed(path.parents), path))
-        for where, inner, files in os.walk(path):
-            inner[:] = [name for name in inner if name not in LEFT_OUT]
-            names |= dict.fromkeys(str(Path(where, name)) for name in ("", *files))
-    kept = [
-        name[1:]
-        for name in names
-        if len(name) > 1 and (Path(name).is_dir() or Path(name).stat().st_size < _LARGE)
-    ]
-    packed = subprocess.run(
-        ["cpio", "-o", "-H", "newc", "--quiet"],
-        cwd="/",
-        input="\n".join([*kept, ""]).encode(),
-        check=True,
-        capture_output=True,
-    )
+    for path in paths:
+        for folder in (*reversed(path.parents), path):
+            names[str(folder)] = None
+        for folder_name, subfolders, files in os.walk(path):
+            subfolders[:] = [name for name in subfolders if name not in EXCLUDED]
+            for name in ("", *files):
+                names[str(Path(folder_name, name))] = None
+    small = [name[1:] for name in names if len(name) > 1 and _is_small(Path(name))]
+    content = _make_archive(Path("/"), "\n".join([*small, ""]).encode())
+    # The init script mounts these paths over the host's.
     listed = BUILD / "listed"
     (listed / "modules").mkdir(parents=True, exist_ok=True)
-    (listed / "modules/held").write_text("".join(f"{path}\n" for path in held))
-    list_ = subprocess.run(
-        ["cpio", "-o", "-H", "newc", "--quiet"],
-        cwd=listed,
-        input=b"modules/held\n",
-        check=True,
-        capture_output=True,
-    )
+    (listed / "modules/held").write_text("".join(f"{path}\n" for path in paths))
+    path_list = _make_archive(listed, b"modules/held\n")
     first = initramfs.read_bytes()
     initrd = BUILD / "initrd"
-    initrd.write_bytes(first + bytes(-len(first) % 4) + list_.stdout + packed.stdout)
+    # The kernel reads archives one after the other, each at a multiple of 4 bytes.
+    initrd.write_bytes(first + bytes(-len(first) % 4) + path_list + content)
     return initrd
 
 
+def _make_archive(folder: Path, names: bytes) -> bytes:
+    """Return a cpio archive of the files in a folder, with one name on each line of ``names``."""
+    return subprocess.run(
+        ["cpio", "-o", "-H", "newc", "--quiet"],
+        cwd=folder,
+        input=names,
+        check=True,
+        capture_output=True,
+    ).stdout
+
+
 def _prepare() -> tuple[Path, Path]:
-    """Return (kernel, initramfs), made on first use. Raises `VmUnavailable`."""
+    """Return the kernel and the initramfs, which are created on first use. Raises `VmUnavailable`."""
     try:
-        return _made()
-    except subprocess.CalledProcessError as failed:
-        words = " ".join(map(str, failed.cmd))
+        return _create()
+    except subprocess.CalledProcessError as error:
+        command = " ".join(map(str, error.cmd))
         raise VmUnavailable(
-            f"no kernel for the virtual machine: '{words}' ended with {failed.returncode}"
-        ) from failed
-    except (StopIteration, FileNotFoundError) as missing:
+            f"no kernel for the virtual machine: '{command}' ended with {error.returncode}"
+        ) from error
+    except (StopIteration, FileNotFoundError) as error:
         raise VmUnavailable(
-            f"no kernel for the virtual machine: this is no Debian with package lists ({missing})"
-        ) from missing
+            f"no kernel for the virtual machine: needs Debian with package lists ({error})"
+        ) from error
 
 
-def _made() -> tuple[Path, Path]:
+def _create() -> tuple[Path, Path]:
     BUILD.mkdir(parents=True, exist_ok=True)
     initramfs = BUILD / "initramfs.gz"
     _install_host_packages()
@@ -329,21 +316,21 @@ def _made() -> tuple[Path, Path]:
     if not list(tree.glob("boot/vmlinuz-*")):
         _unpack(tree)
     kernel = next(tree.glob("boot/vmlinuz-*"))
-    if (
-        not initramfs.exists()
-        or initramfs.stat().st_mtime < Path(__file__).stat().st_mtime
-    ):
+    # A change of this file may change the list of modules or the init script.
+    changed = Path(__file__).stat().st_mtime
+    if not initramfs.exists() or initramfs.stat().st_mtime < changed:
         _pack(tree, kernel.name.removeprefix("vmlinuz-"), initramfs)
     return kernel, initramfs
 
 
 def _unpack(tree: Path) -> None:
-    """Fetch kernel and busybox and unpack them there, all or nothing."""
+    """Download kernel and busybox and unpack both to ``tree``, which appears only when it is complete."""
     draft = tree.with_name("draft")
     shutil.rmtree(draft, ignore_errors=True)
     try:
         meta = _output("apt-cache", "depends", "linux-image-amd64")
-    except subprocess.CalledProcessError:  # a machine without package lists yet
+    except subprocess.CalledProcessError:
+        # This machine has no package lists yet.
         _as_root("apt-get", "update", "-qq")
         meta = _output("apt-cache", "depends", "linux-image-amd64")
     package = next(
@@ -366,30 +353,34 @@ def _unpack(tree: Path) -> None:
 
 
 def _pack(tree: Path, release: str, initramfs: Path) -> None:
-    """Make an initramfs of busybox, the modules with what they need, and the init script."""
+    """Create an initramfs of busybox, the kernel modules with their dependencies, and the init script."""
     root = BUILD / "initramfs"
     shutil.rmtree(root, ignore_errors=True)
     for folder in ("bin", "modules", "proc", "sys", "dev"):
         (root / folder).mkdir(parents=True)
     shutil.copy2(tree / "bin/busybox", root / "bin/busybox")
-    (root / "bin/spin").write_bytes(_spinner())
+    (root / "bin/spin").write_bytes(_make_spinner())
     (root / "bin/spin").chmod(0o755)
     base = tree / "lib/modules" / release
-    needs = {
-        line.split(":")[0]: line.split(":")[1].split()
-        for line in (base / "modules.dep").read_text().splitlines()
-    }
-    by_name = {Path(path).name.split(".")[0].replace("-", "_"): path for path in needs}
+    dependencies = {}
+    for line in (base / "modules.dep").read_text().splitlines():
+        path, _, others = line.partition(":")
+        dependencies[path] = others.split()
+    by_name = {}
+    for path in dependencies:
+        by_name[Path(path).name.split(".")[0].replace("-", "_")] = path
     order: list[str] = []
 
     def add(path: str) -> None:
-        for need in reversed(needs[path]):
-            add(need)
+        # modules.dep lists direct dependencies first, and insmod needs the indirect ones before them.
+        for dependency in reversed(dependencies[path]):
+            add(dependency)
         if path not in order:
             order.append(path)
 
     for module in MODULES:
-        if module in by_name:  # what is missing is built into the kernel
+        # A module without a file is built into the kernel.
+        if module in by_name:
             add(by_name[module])
     for path in order:
         shutil.copy2(base / path, root / "modules" / Path(path).name)
@@ -402,18 +393,11 @@ def _pack(tree: Path, release: str, initramfs: Path) -> None:
     names = subprocess.run(
         ["find", "."], cwd=root, check=True, capture_output=True
     ).stdout
-    archive = subprocess.run(
-        ["cpio", "-o", "-H", "newc", "--quiet"],
-        cwd=root,
-        input=names,
-        check=True,
-        capture_output=True,
-    ).stdout
-    initramfs.write_bytes(gzip.compress(archive, compresslevel=1))
+    initramfs.write_bytes(gzip.compress(_make_archive(root, names), compresslevel=1))
 
 
 def _install_host_packages() -> None:
-    """Install what boots the guest, where this is a Debian machine and we are root; say what is missing otherwise."""
+    """Install the programs that boot the guest. Raises `VmUnavailable` unless this is Debian and the user is root."""
     missing = [package for tool, package in HOST_PACKAGES.items() if not _tool(tool)]
     if not missing:
         return
@@ -429,7 +413,7 @@ def _install_host_packages() -> None:
 def _as_root(*command: str) -> None:
     if os.geteuid() != 0:
         raise VmUnavailable(f"be root, or run '{' '.join(command)}' as root")
-    # What it says is no part of what the guest says.
+    # Standard output is reserved for the guest.
     subprocess.run(
         command,
         check=True,
@@ -456,11 +440,12 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
-    command = (
-        arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    )
+    command = arguments.command
+    if command[:1] == ["--"]:
+        command = command[1:]
     try:
         status = run(command, timeout=arguments.timeout)
+        # Status 3 is reserved for an unavailable machine.
         sys.exit(1 if status == UNAVAILABLE else status)
     except VmUnavailable as reason:
         print(f"vm: {reason}", file=sys.stderr)
