@@ -64,7 +64,7 @@ def prepare_scenario(file):
 @pytest.mark.parametrize(
     "split", ["iid", "{sizes: [10, 20, 30]}", "{dirichlet: 0.5}", "{shards: 2}"]
 )
-def test_device_gets_its_training_samples_and_coordinator_test_samples(
+def test_owners_get_training_samples_and_coordinator_test_samples(
     write_scenario, split
 ):
     prepared = prepare_scenario(write_scenario(split))
@@ -86,7 +86,7 @@ def test_device_gets_its_training_samples_and_coordinator_test_samples(
         assert report["samples"] == share_sizes
 
 
-def test_seed_determines_shares(write_scenario):
+def test_seed_determines_shares_of_devices(write_scenario):
     shares = []
     for seed in (3, 3, 4):
         prepared = prepare_scenario(write_scenario("iid", seed=seed))

@@ -68,7 +68,7 @@ def prepare_star(leaves: int) -> Prepared:
 
 
 @pytest.mark.parametrize("file", SCENARIOS, ids=lambda file: file.stem)
-def test_device_reads_problem_and_plan_that_method_selects(file: Path) -> None:
+def test_device_reads_problem_and_plan_selected_by_method(file: Path) -> None:
     prepared = prepare_file(file)
     for name, body in deployment_bodies(prepared).items():
         method, problem, plan = read_deployment(body)

@@ -69,7 +69,7 @@ def equal_states(first: State, second: State) -> bool:
     return all(torch.equal(first[name], tensor) for name, tensor in second.items())
 
 
-def test_weights_from_scenario_equal_weights_from_its_file(tmp_path):
+def test_weights_from_scenario_equal_weights_from_file(tmp_path):
     (tmp_path / "first.yaml").write_text(FIRST)
     (tmp_path / "second.yaml").write_text(SECOND)
     (tmp_path / "again.yaml").write_text(FIRST.replace("name: first", "name: again"))
@@ -197,7 +197,7 @@ def random_weights() -> State:
 
 
 @pytest.mark.parametrize("name", network_methods())
-def test_method_uses_initial_weights_or_refuses_them(name, tmp_path):
+def test_method_uses_or_refuses_initial_weights(name, tmp_path):
     weights = random_weights()
     file = tmp_path / "weights.safetensors"
     save_file(weights, file)

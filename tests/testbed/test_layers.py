@@ -201,11 +201,11 @@ def test_published_systems_and_examples_import_public_modules_only(
     assert violations == []
 
 
-def test_public_modules_exist() -> None:
+def test_documented_public_modules_exist() -> None:
     assert public_modules() - MODULES.keys() == set()
 
 
-def test_imports_have_no_cycle() -> None:
+def test_imports_between_modules_have_no_cycle() -> None:
     graph = {}
     for module, path in MODULES.items():
         # A package may import from itself.

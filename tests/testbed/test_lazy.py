@@ -25,7 +25,7 @@ def test_planning_command_imports_no_large_library(command: str) -> None:
     assert process.returncode == 0, process.stderr
 
 
-def test_pipeline_methods_import_no_messaging_until_they_run() -> None:
+def test_pipeline_methods_import_no_messaging_before_run() -> None:
     program = (
         "import sys; from testbed.methods import METHODS\n"
         "for name in ('pipeline', 'gpipe', 'ftpipehd', 'pipedream', 'respipe', 'sequential'): METHODS[name]\n"

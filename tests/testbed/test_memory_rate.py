@@ -63,7 +63,7 @@ def make_trial(method: dict, device: dict, **keys) -> Trial:
     return trial
 
 
-def test_cost_of_vgg_unit_matches_sizes_of_its_layers() -> None:
+def test_cost_of_vgg_unit_follows_from_layer_sizes() -> None:
     conv1, *_, fc2 = create("vgg5", {}, (3, 32, 32), 10).units
     image = 3 * 32 * 32
     feature_map = 32 * 32 * 32

@@ -19,7 +19,7 @@ BASELINES = [
 
 
 @pytest.mark.parametrize(("options", "name"), BASELINES)
-def test_baseline_sets_its_options(options, name):
+def test_baseline_sets_options_of_method(options, name):
     def values(**keys):
         return options.model_validate(keys).model_dump(exclude={"baseline"})
 
@@ -43,7 +43,7 @@ def test_unknown_baseline_is_refused(name):
         EdgePipeOptions.model_validate({"baseline": name})
 
 
-def test_option_that_contradicts_baseline_is_refused():
+def test_option_contradicting_baseline_is_refused():
     with pytest.raises(
         ValidationError,
         match="'naive' implies substitution: false: remove 'substitution'",

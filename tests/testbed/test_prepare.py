@@ -334,7 +334,7 @@ def test_invalid_scenario_is_refused_with_line_and_key(file, old, new, line, mes
         (InputError("lacks a link", ("network", "topology")), "8: network.topology"),
     ],
 )
-def test_planning_error_is_located_by_its_key(file, monkeypatch, error, position):
+def test_planning_error_is_located_by_key(file, monkeypatch, error, position):
     # The texts contain words of other keys, which must not matter.
     def raise_error(self, problem):
         raise error
@@ -343,7 +343,7 @@ def test_planning_error_is_located_by_its_key(file, monkeypatch, error, position
     assert error_lines(file, VALID) == [f"small.yaml:{position}: {error.text}"]
 
 
-def test_task_that_method_does_not_support_is_refused(file):
+def test_task_unsupported_by_method_is_refused(file):
     text = VALID.replace("task: train", "task: infer")
     text = text.replace("epochs: 2", "requests: 3")
     assert error_lines(file, text)[0] == (

@@ -50,7 +50,7 @@ def test_share_is_formatted_as_percentage(value: float, text: str) -> None:
     assert formats.share(value) == text
 
 
-def test_metric_is_formatted_by_its_kind() -> None:
+def test_metric_is_formatted_by_kind() -> None:
     assert format_metric("step_time", 0.25, COMMON) == "250 ms"
     assert format_metric("accuracy", 0.5, COMMON) == "50.0%"
     assert format_metric("trusted", True, COMMON) == "yes"

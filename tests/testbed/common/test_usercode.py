@@ -67,7 +67,7 @@ def answer():
     assert [sys.modules.get(name) for name in names] == modules_before
 
 
-def test_circular_import_works(tmp_path: Path) -> None:
+def test_circular_import_between_files_works(tmp_path: Path) -> None:
     file = write_modules(
         tmp_path,
         first="import second\nvalue = 1\ndef answer(): return second.answer()\n",

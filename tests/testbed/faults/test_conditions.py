@@ -101,7 +101,7 @@ def test_latest_degradation_overrides_earlier_one_until_undone():
     assert both.without_actions(["one", "two"]) == MESH
 
 
-def test_obstruction_raises_path_loss_exponent_of_links_of_device():
+def test_obstruction_raises_exponent_of_links_of_device():
     obstruction = {"device": "b", "path_loss_exponent": 6}
     obstructed = apply_action(RADIO_MESH, obstruct=obstruction)
     assert set(changed_links(obstructed, RADIO_MESH)) == links_of("b")

@@ -120,7 +120,7 @@ def spans_of(device):
         ),
     ],
 )
-def test_invalid_fault_is_reported_with_its_key(fault, key, message):
+def test_invalid_fault_is_reported_with_key(fault, key, message):
     (problem,) = problems(
         *faults_in_context(fault), spans_of, events_of(NOTHING), batches=5
     )
@@ -243,7 +243,7 @@ def obstruction_problem(obstruction):
     return problem
 
 
-def test_obstruction_requires_exponent_above_that_of_radio():
+def test_obstruction_requires_exponent_above_radio_exponent():
     problem = obstruction_problem({"device": "a", "path_loss_exponent": 3.2})
     assert problem.key == ("faults", 0, "obstruct", "path_loss_exponent")
     assert "must be above the radio's own exponent, 3.2" in problem.text

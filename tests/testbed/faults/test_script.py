@@ -172,7 +172,7 @@ def test_heal_cancels_remaining_turns_of_flap():
     ]
 
 
-def test_throttle_is_undone_after_its_duration():
+def test_throttle_is_undone_after_duration():
     script = make_script(
         {"throttle": {"device": "a", "slowdown": 4}, "at": "1s", "for": "2s"}
     )

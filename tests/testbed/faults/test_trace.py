@@ -185,7 +185,7 @@ def test_invalid_trace_is_refused_with_position(tmp_path, trace, message):
     assert message in str(error.value).replace(str(tmp_path), "")
 
 
-def test_unreadable_trace_file_is_reported_at_its_key(tmp_path):
+def test_unreadable_trace_file_is_reported_at_key(tmp_path):
     file = tmp_path / "traced.yaml"
     file.write_text(SCENARIO)
     with pytest.raises(

@@ -136,7 +136,7 @@ def test_cast_is_taken_like_other_messages():
     run_pair(send, receive)
 
 
-def test_handler_gets_every_message_of_its_kind():
+def test_handler_gets_every_message_of_registered_kind():
     numbers = []
 
     async def receive(mailbox):

@@ -146,7 +146,7 @@ def test_device_is_waited_for_while_message_arrives_slowly():
     assert time_of_loss_while_sending(SLOW_RATE) is None
 
 
-def test_device_killed_while_message_arrives_is_lost_at_end_of_allowed_time():
+def test_device_killed_while_sending_is_lost_after_allowed_time():
     faults = [{"kill": "one", "at": "2s"}]
     # A second without news, a second for the reply, and twice the planned second for the message before it.
     expected = 1 + 1 + SLACK * 1
@@ -161,7 +161,7 @@ def test_device_is_lost_while_message_arrives_too_slowly():
     assert time_of_loss_while_sending(8e3) == pytest.approx(expected, abs=0.1)
 
 
-def test_restarted_device_is_lost_as_soon_as_it_greets():
+def test_restarted_device_is_lost_on_greeting():
     faults = [{"kill": "two", "at": "500ms", "for": "100ms"}]
     time, error = wait_for_loss(faults=faults, stall_timeout=9)
     assert error.back == {"two"}
@@ -169,7 +169,7 @@ def test_restarted_device_is_lost_as_soon_as_it_greets():
     assert time == pytest.approx(2.61, abs=0.01)
 
 
-def test_device_without_its_role_is_lost():
+def test_device_without_assigned_role_is_lost():
     _, error = wait_for_loss(status=lambda mailbox: Status(holds=0))
     assert error.missing == ["one", "two"]
 

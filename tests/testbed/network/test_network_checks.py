@@ -142,7 +142,7 @@ def overlay_link(link, **keys):
     return overlay(link, part, is_from_first=False)
 
 
-def test_every_key_sets_its_link_property():
+def test_every_key_sets_link_property():
     keys = {
         "rate": "10mbit",
         "delay": "20ms",

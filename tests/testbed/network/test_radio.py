@@ -72,7 +72,7 @@ def test_reception_without_shadowing_is_complete_or_none(distance, ratio):
     assert make_propagation(shadowing=0).reception_ratio(distance) == ratio
 
 
-def test_mean_reception_ratio_is_close_to_that_of_edgepipe_paper():
+def test_mean_reception_ratio_is_close_to_edgepipe_paper():
     # The paper has 80.9 % for one layout of six devices and names neither power nor sensitivity.
     means = []
     for seed in range(100):

@@ -177,18 +177,19 @@ def test_connection_is_kept_for_bodies_of_any_size(address: tuple[str, int]) -> 
 
 
 @pytest.mark.parametrize(
-    "request_line",
+    "head",
     [
         b"GET / HTTP/1.1\r\n\tx",
         b"GET http://[x/ HTTP/1.1",
         b"GET http://]da>a? HTTP/1.1",
     ],
+    ids=["continuation of no header", "unclosed bracket", "invalid host"],
 )
-def test_head_that_http_server_cannot_parse_is_refused(
-    address: tuple[str, int], request_line: bytes
+def test_unparsable_continuation_or_address_is_refused(
+    address: tuple[str, int], head: bytes
 ) -> None:
     with socket.create_connection(address) as connection:
-        connection.sendall(request_line + b"\r\nHost: x\r\n\r\n")
+        connection.sendall(head + b"\r\nHost: x\r\n\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
 
 
@@ -227,6 +228,7 @@ def test_oldest_incomplete_request_is_closed_beyond_maximum(
         assert requests.get(make_url(address), timeout=5).text == "ok"
 
 
+# An address without a scheme may begin with two slashes as well, and this host is invalid.
 def test_target_starting_with_two_slashes_is_path(
     address: tuple[str, int],
 ) -> None:
@@ -242,7 +244,7 @@ def test_target_starting_with_two_slashes_is_path(
         b"G\0T / HTTP/1.1\r\n\r\n",
         b"GET / HTTP/1.1\r\nX: ".ljust(serving.LARGEST_HEAD, b"x"),
     ],
-    ids=["header without colon", "zero byte in method", "head of maximum size"],
+    ids=["header without colon", "zero byte in method", "too large head"],
 )
 def test_malformed_or_too_large_head_is_refused(
     address: tuple[str, int], request_bytes: bytes
@@ -269,12 +271,13 @@ def test_chunked_body_is_ignored_and_connection_closed(
 ) -> None:
     with (
         socket.create_connection(address, timeout=5) as connection,
-        connection.makefile("rb") as answer,
+        connection.makefile("rb") as response,
     ):
         connection.sendall(
             b"PUT / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
         )
-        assert answer.read().endswith(b"\r\n\r\nok")
+        # The end of the file is the end of the connection.
+        assert response.read().endswith(b"\r\n\r\nok")
 
 
 def test_body_of_refused_request_is_discarded_without_buffering() -> None:
@@ -358,7 +361,7 @@ def test_disconnected_client_ends_stream() -> None:
         assert application.ended.wait(5)
 
 
-def test_stream_is_limited_and_closed_for_client_that_does_not_read(
+def test_stream_is_limited_and_closed_for_client_without_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(serving, "STALLED_AFTER", 1)

@@ -138,7 +138,7 @@ def test_unsupported_dtype_is_refused_with_tensor_name() -> None:
         from_numpy({"z": np.zeros(2, dtype=complex)})
 
 
-def test_metadata_is_preserved() -> None:
+def test_metadata_of_body_is_read_back() -> None:
     data = b"".join(write(from_numpy({"x": np.arange(3)}), {"name": "digits"}))
     arrays, metadata = read(data)
     assert metadata == {"name": "digits"}
