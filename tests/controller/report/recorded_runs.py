@@ -29,6 +29,7 @@ def load_point(
     """Return the recorded run as one point of a sweep, in a folder named after the point."""
     trial = replace(recorded.make_trial(), point=point, repetition=repetition)
     outcome = recorded.make_outcome(**changes)
+    # Commands read keys and values of points from these names.
     folder = results / run_name(trial)
     return files.load(recorded.write_run(folder, trial, recorded.make_plan(), outcome))
 

@@ -212,6 +212,7 @@ def test_page_of_runs_without_faults_has_no_chart_around_faults(tmp_path: Path) 
 
 def test_all_columns_fit_narrow_terminal(tmp_path: Path) -> None:
     for index in range(6):
+        # As folders of a sweep are named.
         load_recorded(tmp_path / f"sweep,method.schedule=1f1b,rate={index}mbit,loss=1%")
     runs = [files.load_metrics(folder) for folder in files.places(tmp_path)]
     console = Console(file=io.StringIO(), width=80)

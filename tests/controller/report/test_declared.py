@@ -105,8 +105,11 @@ def test_lists_are_stored_and_shown_as_tables(run: Run) -> None:
     assert run.metrics["spread"] == SPREAD
     assert "nothing" not in run.metrics
     *_, table = tables(run)
-    texts = [[cell.text for cell in row] for row in table.rows[:2]]
-    assert texts == [["1.00 s", "25.0%"], ["1.00 s", "50.0%"]]
+    (first_time, first_share), (second_time, second_share), *_ = table.rows
+    assert first_time.text == "1.00 s"
+    assert first_share.text == "25.0%"
+    assert second_time.text == "1.00 s"
+    assert second_share.text == "50.0%"
     assert "<h2>Spread" in html.render(run)
 
 
@@ -137,4 +140,5 @@ def test_stacked_values_last_until_next_value() -> None:
         tops.append(max(y for _, y in area.get_paths()[0].vertices))
     # a is still 2 when b becomes 4.
     assert tops == [2.0, 2.0 + 4.0]
-    assert [line.get_xdata()[0] for line in axes.lines] == [2.0]
+    (mark,) = axes.lines
+    assert mark.get_xdata()[0] == 2.0

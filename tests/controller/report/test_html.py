@@ -142,13 +142,19 @@ def test_inference_has_latency_curve_and_no_loss_curve() -> None:
 
 def test_timeline_has_views_of_whole_run_two_steps_and_fault() -> None:
     chart = timeline(make_run())
-    names = [view["name"] for view in chart["views"]]
-    assert names == ["whole run", "two steps", "kill b"]
-    windows = []
-    for window in chart["windows"]:
-        windows.append((window["label"], window["start"], window["end"]))
-    # The recorded fault strikes at 2.32 s; the recovery begins with its detection at 3 s.
-    assert windows == [("kill b", 2.32, 3.3), ("recovering", 3.0, 4.0)]
+    whole_run, two_steps, kill = chart["views"]
+    assert whole_run["name"] == "whole run"
+    assert two_steps["name"] == "two steps"
+    assert kill["name"] == "kill b"
+    fault, recovery = chart["windows"]
+    assert fault["label"] == "kill b"
+    # The recorded fault strikes at 2.32 s.
+    assert fault["start"] == 2.32
+    assert fault["end"] == 3.3
+    assert recovery["label"] == "recovering"
+    # The recovery begins with the detection of the fault.
+    assert recovery["start"] == 3.0
+    assert recovery["end"] == 4.0
     # Six steps of three computations, two computations of the failed step, 13 sends with their receptions, and one
     # outage.
     assert len(chart["bars"]) == 6 * 3 + 2 + 13 * 2 + 1

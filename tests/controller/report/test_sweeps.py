@@ -86,7 +86,6 @@ def row_of(compared: dict[str, Any], metric: str) -> dict[str, Any]:
 def test_runs_of_sweep_are_labelled_by_their_differences(tmp_path: Path) -> None:
     names = ("sweep,rate=10mbit,loss=0", "sweep,rate=10mbit,loss=1")
     runs = [load_recorded(tmp_path / name) for name in names]
-    assert list(side_by_side(runs)) == ["loss=0", "loss=1"]
     assert labels_of(compare(side_by_side(runs))) == ["loss=0", "loss=1"]
     # Commas of other names separate no keys.
     first = load_recorded(tmp_path / "one")
@@ -167,8 +166,11 @@ def test_sweep_over_names_is_drawn_as_bars(tmp_path: Path) -> None:
 
 
 def test_points_are_drawn_in_order_of_scenario(tmp_path: Path) -> None:
-    rates = [f"{rate}mbit" for rate in (5, 500, 50, 1, 7, 3, 20, 9)]
-    summarize(tmp_path, [load_point(tmp_path, {RATE: rate}) for rate in rates])
+    rates = ["5mbit", "500mbit", "50mbit", "1mbit", "7mbit", "3mbit", "20mbit", "9mbit"]
+    runs = []
+    for rate in rates:
+        runs.append(load_point(tmp_path, {RATE: rate}))
+    summarize(tmp_path, runs)
     # Folders are listed in the order of their names, unless a summary has another.
     reloaded = [files.load_metrics(folder) for folder in files.places(tmp_path)]
     _, _, plot = next(iter(plots(side_by_side(reloaded))))
@@ -183,7 +185,8 @@ def test_points_are_drawn_in_order_of_scenario(tmp_path: Path) -> None:
 
 
 def test_option_selects_and_renames_series(tmp_path: Path) -> None:
-    runs = [load_point(tmp_path, {RATE: rate}) for rate in ("5mbit", "500mbit")]
+    slow = load_point(tmp_path, {RATE: "5mbit"})
+    fast = load_point(tmp_path, {RATE: "500mbit"})
     series = ["--series", "rate=500mbit: Fast", "--series", "rate=5mbit"]
     result = CliRunner().invoke(compare_command, [str(tmp_path), "--json", *series])
     assert labels_of(json.loads(result.stdout)) == ["Fast", "rate=5mbit"]
@@ -191,7 +194,7 @@ def test_option_selects_and_renames_series(tmp_path: Path) -> None:
         "--series: unknown group 'rate=6mbit': choose one of rate=5mbit; rate=500mbit"
     )
     with pytest.raises(InputError, match=problem):
-        side_by_side(runs, ["rate=6mbit"])
+        side_by_side([slow, fast], ["rate=6mbit"])
 
 
 def test_tables_of_sweeps_and_comparisons_are_written_for_latex(tmp_path: Path) -> None:

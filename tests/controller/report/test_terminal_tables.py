@@ -77,7 +77,9 @@ def test_links_with_problem_are_shown_apart_from_equal_links() -> None:
 
 def test_equal_links_are_named_by_their_common_device_or_number() -> None:
     link = make_links()[0]
-    star = [copy_link(link, "a", f"d{number}") for number in range(5)]
+    star = []
+    for name in ("d0", "d1", "d2", "d3", "d4"):
+        star.append(copy_link(link, "a", name))
     assert group_links(star)[0].name == "a – d0, d1, d2, d3, d4"
     assert group_links(star[:3])[0].name == "a → d0, a → d1, a → d2"
     mesh = []

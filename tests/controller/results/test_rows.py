@@ -62,7 +62,8 @@ def test_metrics_of_scenario_are_rows_and_columns(run: Run) -> None:
     run = replace(run, metrics={**run.metrics, "metrics": {"f1": 0.9}})
     values = {row["metric"]: row["value"] for row in rows(run, "metrics")}
     assert values["metrics.f1"] == 0.9
-    assert [row["metrics.f1"] for row in points([run])] == [0.9]
+    (point,) = points([run])
+    assert point["metrics.f1"] == 0.9
 
 
 def test_timeline_of_interrupted_run_is_exported(tmp_path: Path) -> None:
