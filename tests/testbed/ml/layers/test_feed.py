@@ -32,12 +32,12 @@ def dataset() -> Dataset:
 
 def test_training_steps_follow_from_epochs_or_steps(dataset: Dataset) -> None:
     # Ten samples are two whole batches of four.
-    assert Training(dataset, make_workload(epochs=3), 1).steps == 3 * 2
-    assert Training(dataset, make_workload(steps=5), 1).steps == 5
+    assert Training(dataset, make_workload(epochs=3), seed=1).steps == 3 * 2
+    assert Training(dataset, make_workload(steps=5), seed=1).steps == 5
 
 
 def test_batch_has_images_and_labels_of_same_samples(dataset: Dataset) -> None:
-    training = Training(dataset, make_workload(steps=5), 1)
+    training = Training(dataset, make_workload(steps=5), seed=1)
     images, labels = training.batch(4)
     assert images.shape == (4, 1, 2, 2)
     assert torch.equal(images[:, 0, 0, 0].long(), labels)
@@ -46,21 +46,21 @@ def test_batch_has_images_and_labels_of_same_samples(dataset: Dataset) -> None:
 
 
 def test_requests_cover_test_samples_once_by_default(dataset: Dataset) -> None:
-    requests = Requests(dataset, 4)
+    requests = Requests(dataset, batch_size=4)
     sizes = [len(requests.labels(index)) for index in range(len(requests))]
     # The last request has the remaining two of six samples.
     assert sizes == [4, 2]
 
 
 def test_given_number_of_requests_repeats_test_samples(dataset: Dataset) -> None:
-    requests = Requests(dataset, 4, 5)
+    requests = Requests(dataset, batch_size=4, count=5)
     assert len(requests) == 5
     # All have the batch size: the second request continues with the first sample.
     labels = [requests.labels(index).tolist() for index in range(3)]
     assert labels == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
     assert requests.images(4).shape == (4, 1, 2, 2)
     # A request may be larger than the data set.
-    assert Requests(dataset, 7, 1).samples(0) == [0, 1, 2, 3, 4, 5, 0]
+    assert Requests(dataset, batch_size=7, count=1).samples(0) == [0, 1, 2, 3, 4, 5, 0]
 
 
 def test_score_weights_batches_by_their_samples() -> None:

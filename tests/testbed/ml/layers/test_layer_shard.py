@@ -83,7 +83,11 @@ def divisions(draw: st.DrawFn, size: int) -> list[Channels]:
         owners = sorted(owners)
     parts = []
     for device in range(devices):
-        owned = [channel for channel in range(size) if owners[channel] == device]
+        owned = []
+        for channel, channel_owner in enumerate(owners):
+            if channel_owner == device:
+                owned.append(channel)
+        # A device without channels has no slice.
         if owned:
             parts.append(as_channels(owned))
     return parts

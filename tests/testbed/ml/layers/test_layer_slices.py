@@ -103,7 +103,7 @@ def test_assignment_of_slices_has_memory_and_duration() -> None:
 def test_products_of_input_slices_sum_to_whole_layer() -> None:
     layer = LAYERS[0]
     inputs = torch.randn(SAMPLES, layer.inputs)
-    state = MODEL.build(0, len(MODEL.units), 7).state_dict()
+    state = MODEL.build(0, len(MODEL.units), seed=7).state_dict()
 
     def make_sliced(part: Slice) -> SlicedLayer:
         return SlicedLayer(layer, part, cut_tensors(layer, part, state))

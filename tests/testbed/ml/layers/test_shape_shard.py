@@ -32,9 +32,10 @@ def make_shards(
 def shapes_and_types(
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {
-        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
-    }
+    described = {}
+    for name, tensor in tensors.items():
+        described[name] = (tuple(tensor.shape), tensor.dtype)
+    return described
 
 
 def draw_inputs(model: Model, first: int) -> torch.Tensor:
@@ -147,7 +148,7 @@ def test_large_units_are_described_without_drawing_weights(
     describe = shape_shard._describe_tensors.__wrapped__
     model = create(name, {}, (3, 64, 64), 10)
     units = range(len(model.units))
-    expected = [describe(model, unit, True) for unit in units]
+    expected = [describe(model, unit, with_frozen=True) for unit in units]
 
     def reject_values(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         assert tensor.is_meta
@@ -156,4 +157,4 @@ def test_large_units_are_described_without_drawing_weights(
     # Every unit counts as large.
     monkeypatch.setattr(shape_shard, "LARGE_UNIT", -1)
     monkeypatch.setattr(torch.Tensor, "uniform_", reject_values)
-    assert [describe(model, unit, True) for unit in units] == expected
+    assert [describe(model, unit, with_frozen=True) for unit in units] == expected

@@ -142,6 +142,7 @@ def test_gradients_of_micro_batches_sum_to_gradient_of_batch() -> None:
     for micro, rows in enumerate(cut_batch(samples, 4)):
         shard.forward_loss(micro, images[rows], labels[rows], samples)
         shard.backward(micro)
+    # The loss of each micro-batch was divided by the samples of the whole batch.
     shard.update(0)
     after = shard.state()
     for key, gradient in expected.items():

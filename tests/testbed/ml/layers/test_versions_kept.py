@@ -51,6 +51,7 @@ def test_backward_uses_version_of_its_forward() -> None:
     loss.backward()
     for parameter, gradient in zip(parameters, expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
+    # Gradients belong to the version of the forward, not to the newest one.
     assert all(parameter.grad is None for parameter in versions.latest.values())
 
 

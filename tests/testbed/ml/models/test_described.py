@@ -80,7 +80,7 @@ def create_from_source(folder: Path, source: str, name: str) -> Model:
 def assert_layers_equal_network(model: Model) -> Graph:
     """Compute all layers one by one, compare the last output with the network's, and return the graph."""
     graph = graph_of(model)
-    network = model.build(0, len(model.units), 3).eval()
+    network = model.build(0, len(model.units), seed=3).eval()
     samples = torch.rand(2, 1, 8, 8)
     outputs = {-1: samples.flatten(1)}
     with torch.no_grad():

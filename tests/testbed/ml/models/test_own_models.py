@@ -228,7 +228,7 @@ def test_measured_costs_equal_formulas_of_catalog(name: str, tmp_path: Path) -> 
         "    def __init__(self, shape, classes):\n"
         "        super().__init__()\n"
         f"        model = create({name!r}, {{}}, shape, classes)\n"
-        "        self.whole = model.build(0, len(model.units), 1)\n"
+        "        self.whole = model.build(0, len(model.units), seed=1)\n"
         "    def forward(self, x):\n"
         f"        return self.whole(x){reduction}\n",
     )

@@ -95,18 +95,18 @@ def test_stages_compose_to_whole_network_at_every_cut(
         _, problem, _ = deployments.read_deployment(body)
         assert problem.model == model
     samples = torch.from_numpy(load_data(prepared).train_images[:4])
-    expected = model.build(0, count, 1)(samples)
+    expected = model.build(0, count, seed=1)(samples)
     for cut in range(1, count):
         values = samples
         for first, last in itertools.pairwise([0, cut, count]):
-            values = model.build(first, last, 1)(values)
+            values = model.build(first, last, seed=1)(values)
         assert torch.allclose(values, expected, atol=1e-6)
 
 
 def test_mask_input_reaches_network_as_booleans(tmp_path: Path) -> None:
     prepared = prepare_scenario(tmp_path, "Masked", "tokens")
     model = prepared.problem.model
-    module = model.build(0, len(model.units), 1)
+    module = model.build(0, len(model.units), seed=1)
     rows = torch.from_numpy(load_data(prepared).train_images[:9])
     network = Masked(3)
     # The built model prefixes each name with the index of its unit.

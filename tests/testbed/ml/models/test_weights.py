@@ -203,7 +203,7 @@ def test_weights_of_other_model_are_rejected(
     tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str
 ) -> None:
     model = create("cnn", {"channels": [4, 4, 4]}, (1, 8, 8), 10)
-    state = model.build(0, len(model.units), 1).state_dict()
+    state = model.build(0, len(model.units), seed=1).state_dict()
     path = tmp_path / "weights.safetensors"
     save_file(state, path)
     assert weights.read(path, model).keys() == state.keys()

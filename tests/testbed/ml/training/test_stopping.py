@@ -111,9 +111,9 @@ EVALUATIONS = [(0.5, 3.0), (0.6, 2.0), (0.7, 2.5), (0.8, 1.9), (0.9, 2.0), (0.95
 def judge_evaluations(
     training: Mapping[str, object], evaluations: Sequence[tuple[float, float]]
 ) -> tuple[int | None, int]:
-    """Return the last step of a stopped training, or None, and the step of the resulting weights.
+    """Return the last step of a stopped training and the step of the resulting weights.
 
-    The second step is -1 if the last weights are the result.
+    The first step is None if training continues; the second one is -1 if the last weights are the result.
     """
     stopping = Stopping(training_config(**training))
     end = None
