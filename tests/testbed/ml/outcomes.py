@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from testbed.trace.outcome import Outcome
 from tests.helpers.runs import fields_of
+
+Weights = Mapping[str, torch.Tensor]
 
 
 def field_values(outcome: Outcome, event: str, field: str) -> list[Any]:
@@ -22,6 +27,14 @@ def assert_same_events(outcome: Outcome, other: Outcome) -> None:
     """Compare all events of two runs, to the last bit."""
     events = [event.to_json() for event in outcome.events]
     assert events == [event.to_json() for event in other.events]
+
+
+def assert_equal_weights(weights: Weights | None, expected: Weights | None) -> None:
+    """Compare the expected tensors with those of the same names, to the last bit."""
+    assert weights is not None
+    assert expected is not None
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor), name
 
 
 def times_of(outcome: Outcome, name: str) -> list[float]:

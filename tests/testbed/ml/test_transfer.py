@@ -23,6 +23,7 @@ from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.wire.message import Message
 from tests.helpers.runs import fields_of, make_scenario
+from tests.testbed.ml.outcomes import assert_equal_weights, field_values
 
 ENCODINGS = ["f16", "bf16", "int8", "int8-channel", LargestPart(top_k="10%")]
 
@@ -254,14 +255,13 @@ def test_own_codec_encodes_activations_and_gradients(tmp_path):
     own = run_with_own_codec(tmp_path, {"activations": half, "gradients": half})
     builtin = run_with_own_codec(tmp_path, {"activations": "f16", "gradients": "f16"})
     # `Half` does the same as the built-in f16, so both runs compute the same losses.
-    own_losses = [step["loss"] for step in fields_of(own, "step")]
-    builtin_losses = [step["loss"] for step in fields_of(builtin, "step")]
-    assert own_losses == builtin_losses
+    own_losses = field_values(own, "step", "loss")
+    assert own_losses == field_values(builtin, "step", "loss")
     signs = {"name": "Signs", "file": "own.py", "scale": 2.0}
     with_signs = run_with_own_codec(tmp_path, {"gradients": signs})
-    bytes_of_signs = sum(event["bytes"] for event in fields_of(with_signs, "send"))
-    bytes_of_halves = sum(event["bytes"] for event in fields_of(own, "send"))
-    assert bytes_of_signs < bytes_of_halves
+    bytes_of_signs = field_values(with_signs, "send", "bytes")
+    bytes_of_halves = field_values(own, "send", "bytes")
+    assert sum(bytes_of_signs) < sum(bytes_of_halves)
 
 
 def test_own_codec_of_updates_equals_builtin_codec_with_same_encoding(tmp_path):
@@ -269,8 +269,7 @@ def test_own_codec_of_updates_equals_builtin_codec_with_same_encoding(tmp_path):
     own = run_with_own_codec(tmp_path, {"updates": half}, "federated")
     builtin = run_with_own_codec(tmp_path, {"updates": "f16"}, "federated")
     assert own.weights.keys() == builtin.weights.keys()
-    for name, tensor in builtin.weights.items():
-        assert torch.equal(own.weights[name], tensor)
+    assert_equal_weights(own.weights, builtin.weights)
 
 
 def test_unknown_class_and_class_without_file_are_rejected(tmp_path):

@@ -76,11 +76,13 @@ def test_least_bottleneck_equals_brute_force_and_prefers_least_total(
     units, stages, bottleneck, total = case
     costs = costs_of_partitions(all_cuts(units, stages), bottleneck, total)
     cost, cuts = least_bottleneck(units, stages, bottleneck, total)
-    assert cost == min(limit for limit, _ in costs)
+    assert cost == min(slowest for slowest, _ in costs)
     if math.isfinite(cost):
         cuts_total = total.of(cuts, operator.add)
         assert bottleneck.of(cuts, max) == cost or math.isinf(cuts_total)
-        assert cuts_total == min(passage for limit, passage in costs if limit == cost)
+        assert cuts_total == min(
+            sum_of_costs for slowest, sum_of_costs in costs if slowest == cost
+        )
 
 
 @given(random_costs())
@@ -91,15 +93,17 @@ def test_trade_offs_are_pareto_front_by_brute_force(
     costs = costs_of_partitions(all_cuts(units, stages), bottleneck, total)
     front = trade_offs(units, stages, bottleneck, total)
     front_costs = costs_of_partitions(front, bottleneck, total)
-    for limit, passage in front_costs:
-        assert passage == min(other for value, other in costs if value <= limit)
+    for limit, least_total in front_costs:
+        # No partition with at most this bottleneck has a smaller total.
+        totals = [sum_of_costs for slowest, sum_of_costs in costs if slowest <= limit]
+        assert least_total == min(totals)
     bottlenecks = [limit for limit, _ in front_costs]
     assert bottlenecks == sorted(bottlenecks, reverse=True)
     # The front ends with the least bottleneck of all allowed partitions; it is empty if none is allowed.
     allowed = []
-    for limit, passage in costs:
-        if math.isfinite(limit) and math.isfinite(passage):
-            allowed.append(limit)
+    for slowest, sum_of_costs in costs:
+        if math.isfinite(slowest) and math.isfinite(sum_of_costs):
+            allowed.append(slowest)
     assert bottlenecks[-1:] == ([min(allowed)] if allowed else [])
 
 

@@ -1,6 +1,7 @@
 """Tests of asynchronous partitions by measured times, against brute force and equations (4) to (7) of FTPipeHD."""
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -165,7 +166,7 @@ def test_least_bottleneck_equals_brute_force_and_recursion_of_paper(
     assert pipeline.bottleneck(of_equal_devices) >= bottleneck
     # A full pipeline takes at least as long for a batch as its busiest part, and not longer than a batch all alone.
     with_traffic = replace(pipeline, counts_traffic=True)
-    alone = with_traffic.passage_costs.of(optimal, lambda one, other: one + other)
+    alone = with_traffic.passage_costs.of(optimal, operator.add)
     batch_time = with_traffic.batch_time(optimal)
     assert with_traffic.bottleneck(optimal) * (1 - 1e-9) <= batch_time
     assert batch_time <= alone * (1 + 1e-9)

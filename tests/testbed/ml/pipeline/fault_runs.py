@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from testbed.trace.outcome import Outcome
 from tests.helpers.delayed_gradients import DelayedReference, final_stretches
 from tests.helpers.runs import fields_of, make_scenario, run_simulated
 from tests.helpers.schedules import METHOD, MODEL, STEPS
-from tests.testbed.ml.outcomes import field_values, loss_by_step
+from tests.testbed.ml.outcomes import assert_equal_weights, field_values, loss_by_step
 
 
 def run_with_faults(
@@ -41,8 +39,7 @@ def assert_weights_match_reference(outcome: Outcome, steps: int = STEPS) -> None
     reference = DelayedReference(scenario).replay(outcome, steps)
     assert outcome.weights is not None
     assert outcome.weights.keys() == reference.newest.keys()
-    for name, tensor in reference.newest.items():
-        assert torch.equal(outcome.weights[name], tensor), name
+    assert_equal_weights(outcome.weights, reference.newest)
     # A step may be recorded twice: only its last loss was not undone.
     losses = loss_by_step(outcome)
     assert [losses[step] for step in range(steps)] == reference.losses

@@ -1,7 +1,6 @@
 """Tests of FTPipeHD's repartitions: measured and changing speeds, moved units, and memory for replicas."""
 
 import pytest
-import torch
 
 from testbed.methods import METHODS
 from testbed.ml.layers import costs
@@ -11,7 +10,7 @@ from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
 from tests.helpers.delayed_gradients import DelayedReference
 from tests.helpers.runs import fields_of, make_scenario, problem_of, run_simulated
-from tests.testbed.ml.outcomes import field_values
+from tests.testbed.ml.outcomes import assert_equal_weights, field_values
 
 METHOD = {
     "name": "ftpipehd",
@@ -126,8 +125,7 @@ def test_repartition_loses_no_batch_and_moves_only_missing_units():
     scenario = adaptive_scenario(devices=UNEQUAL)
     outcome = run_simulated(scenario)
     reference = DelayedReference(scenario).replay(outcome, 36)
-    for name, tensor in reference.newest.items():
-        assert torch.equal(outcome.weights[name], tensor)
+    assert_equal_weights(outcome.weights, reference.newest)
     old = device_by_unit(fields_of(outcome, "stretch")[0]["partition"])
     new = device_by_unit(fields_of(outcome, "repartition")[0]["partition"])
     problem, _ = problem_of(scenario)

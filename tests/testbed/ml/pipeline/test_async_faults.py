@@ -16,7 +16,11 @@ from tests.helpers.schedules import (
     at_span_start,
     random_keys,
 )
-from tests.testbed.ml.outcomes import assert_same_events, field_values
+from tests.testbed.ml.outcomes import (
+    assert_equal_weights,
+    assert_same_events,
+    field_values,
+)
 from tests.testbed.ml.pipeline.fault_runs import (
     assert_weights_match_reference,
     devices_by_stretch,
@@ -113,8 +117,7 @@ def test_fault_changes_no_weights_with_one_batch_in_flight():
     fault = kill("worker2", at_span_start("worker2", "update", 17))
     disturbed = run_with_faults(fault, method=sequential)
     assert fields_of(disturbed, "recovery")
-    for name, tensor in undisturbed.weights.items():
-        assert torch.equal(tensor, disturbed.weights[name])
+    assert_equal_weights(disturbed.weights, undisturbed.weights)
     assert fields_of(disturbed, "evaluate") == fields_of(undisturbed, "evaluate")
 
 
@@ -230,8 +233,7 @@ def test_dropout_and_running_statistics_are_as_without_undone_batches(device):
     outcome = run_simulated(scenario)
     assert len(final_stretches(outcome)) > 1
     reference = DelayedReference(scenario).replay(outcome, 14, aggregation_interval=1)
-    for name, tensor in reference.newest.items():
-        assert torch.equal(outcome.weights[name], tensor)
+    assert_equal_weights(outcome.weights, reference.newest)
     for name, tensor in reference.model.named_buffers():
         torch.testing.assert_close(outcome.weights[name], tensor)
 

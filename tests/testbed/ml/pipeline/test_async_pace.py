@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
@@ -154,7 +155,7 @@ def test_recovery_time_is_bounded_by_transfer_of_moved_units(kill):
     assert recovery["moved"] > 0
     # The busiest link of 5 Mbit/s, and one batch through the empty pipeline.
     transfer = 8 * max(moved.values()) / 5e6
-    fill = run.pipeline.passage_costs.of(run.cuts, lambda one, other: one + other)
+    fill = run.pipeline.passage_costs.of(run.cuts, operator.add)
     seconds = recovery["trained"] - recovery["detected"]
     assert seconds <= 1.5 * transfer + fill
 

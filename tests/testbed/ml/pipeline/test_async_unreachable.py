@@ -130,7 +130,7 @@ def test_every_batch_before_resume_step_is_recorded():
 
 @pytest.mark.parametrize("delay", ["2ms", "80ms"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_returning_device_is_awaited_before_it_gets_a_stage(workers, delay):
+def test_returning_device_is_awaited_before_joining_pipeline(workers, delay):
     # The other stages answer earlier, and by more the longer the delay is.
     last = f"worker{workers}"
     fault = {"kill": last, "when": at_span_start(last, "backward", 6), "for": "3s"}

@@ -10,7 +10,11 @@ from tests.helpers.runs import (
     run_simulated,
     train_with_torch,
 )
-from tests.testbed.ml.outcomes import assert_same_events, field_values
+from tests.testbed.ml.outcomes import (
+    assert_equal_weights,
+    assert_same_events,
+    field_values,
+)
 
 METHOD = {"name": "pipedream", "partition": "even", "global_replication_interval": 0}
 
@@ -121,8 +125,7 @@ def test_undone_forwards_do_not_change_running_statistics():
     undisturbed = train(2, faults=[], **keys)
     # Batches from the replica on are trained again.
     assert field_values(disturbed, "recovery", "step")[-1] == 2
-    for name, tensor in undisturbed.weights.items():
-        assert torch.equal(tensor, disturbed.weights[name])
+    assert_equal_weights(disturbed.weights, undisturbed.weights)
 
 
 def test_forwards_and_backwards_alternate():

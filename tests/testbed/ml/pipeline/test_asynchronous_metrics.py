@@ -128,7 +128,7 @@ def test_remaining_time_is_zero_if_last_recovery_is_at_end() -> None:
     assert compute_metrics(*after_last_step, faulty=True)["remaining_time"] == 0
 
 
-def test_repartition_disturbs_steps_and_has_its_own_metrics() -> None:
+def test_repartition_disturbs_steps_and_is_measured_separately() -> None:
     values = compute_metrics(*REPARTITION)
     steady = [row["steady"] for row in values["series"]["steps"]]
     # The first step is never steady, and the third overlaps the repartition.
@@ -140,7 +140,7 @@ def test_repartition_disturbs_steps_and_has_its_own_metrics() -> None:
     assert values["repartition_bytes"] == 3_000_000
 
 
-def test_timeline_shades_repartition_and_has_view_of_it(tmp_path: Path) -> None:
+def test_timeline_shades_repartition_and_offers_view(tmp_path: Path) -> None:
     run = write_run(tmp_path, CHANGE)
     windows = []
     for window in shaded(run):

@@ -15,7 +15,7 @@ from testbed.plan import Assignment
 from tests.helpers.simulated_programs import simulate_programs
 
 
-def test_checkpoint_is_complete_with_its_last_unit():
+def test_checkpoint_is_complete_with_last_unit():
     collector = Collector(2)
     first_unit = {"0.w": torch.tensor(1.0)}
     second_unit = {"1.w": torch.tensor(2.0)}

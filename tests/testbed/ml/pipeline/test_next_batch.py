@@ -4,13 +4,12 @@ import os
 from collections import Counter
 
 import pytest
-import torch
 
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.placement import RUNNING, Lineage, Point, place_newest
 from tests.helpers.runs import fields_of, make_scenario, run_simulated
 from tests.helpers.schedules import STEPS, WORKERS, at_span_start, random_keys
-from tests.testbed.ml.outcomes import field_values, loss_by_step
+from tests.testbed.ml.outcomes import assert_equal_weights, field_values, loss_by_step
 from tests.testbed.ml.pipeline.fault_runs import (
     assert_all_steps,
     devices_of,
@@ -66,8 +65,7 @@ def test_fault_changes_no_weights_if_every_batch_is_replicated():
     fault = {"kill": "worker2", "when": at_span_start("worker2", "forward", 17)}
     disturbed = run_with_next_batch(fault, **sequential)
     assert fields_of(disturbed, "recovery")
-    for name, tensor in undisturbed.weights.items():
-        assert torch.equal(tensor, disturbed.weights[name]), name
+    assert_equal_weights(disturbed.weights, undisturbed.weights)
 
 
 def test_remaining_devices_keep_updates_since_last_replication():

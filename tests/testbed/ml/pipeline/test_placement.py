@@ -98,14 +98,14 @@ def test_all_units_of_all_stages_come_from_one_state(inventory):
         assert plan.point == BEGINNING
         return
     assert plan.point in lineage
-    held = units_at_point(inventory, plan.point)
+    available = units_at_point(inventory, plan.point)
     for device, need in plan.needs.items():
         all_units = list(need.local)
         for source, units in need.fetch.items():
-            assert set(units) <= held[source]
+            assert set(units) <= available[source]
             all_units += units
         assert sorted(all_units) == list(NEW.of(device))
-        assert set(need.local) <= held.get(device, set())
+        assert set(need.local) <= available.get(device, set())
 
 
 def make_state(*units):

@@ -88,7 +88,7 @@ def test_interrupted_replication_counts_only_if_no_unit_is_missing() -> None:
     assert resume_point(make_inventory({**states, 200: interrupted}), 8) == 200
 
 
-def test_state_before_repartition_is_fetched_by_its_own_partition() -> None:
+def test_state_before_repartition_is_fetched_by_old_partition() -> None:
     # Replicated after 200 batches, repartitioned after 210, and a device lost after 230.
     new = StagePartition(("centre", "one", "three"), (0, 1, 3, 8))
     replicas = without_devices(chain_replicas(ROW), ["two"])

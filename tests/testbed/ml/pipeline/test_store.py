@@ -91,7 +91,7 @@ def test_keep_message_frees_older_points():
     assert run_with_store(coordinate).points() == [Point(1, 8), Point(1, 12)]
 
 
-def test_point_is_safe_and_older_ones_are_freed_once_all_stages_have_replicated():
+def test_older_points_are_freed_once_all_stages_have_replicated_point():
     keep_messages = []
     safe_points = []
 

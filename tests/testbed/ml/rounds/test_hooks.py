@@ -28,6 +28,7 @@ from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
 from testbed_controller.api import load
 from tests.helpers import ROOT
+from tests.helpers.runs import fields_of
 from tests.testbed.ml.outcomes import field_values
 
 EXAMPLES = ROOT / "scenarios" / "examples"
@@ -362,9 +363,9 @@ def test_fedbuff_begins_restarted_device_whose_hello_arrives_after_merge() -> No
 
 
 def test_gossip_scores_each_device_and_reports_distance_from_mean() -> None:
-    scores = [event.fields for event in run_example("gossip").events.of("consensus")]
-    assert [score["step"] for score in scores] == list(range(5, 65, 5))
-    for score in scores:
+    scores = fields_of(run_example("gossip"), "consensus")
+    for score, step in zip(scores, range(5, 65, 5), strict=True):
+        assert score["step"] == step
         assert len(score["accuracies"]) == 5
     values = compute_metrics("gossip")
     last = scores[-1]

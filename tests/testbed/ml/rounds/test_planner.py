@@ -49,16 +49,15 @@ def test_server_serving_in_turn_keeps_layers_for_each_split_point() -> None:
     split = split_plan("split-learning", make_participants(devices=3), split_points, 1)
     model = make_participants().problem.model
     assignments = training_assignments(split)
-    units = [(assignment.start, assignment.stop) for assignment in assignments]
-    assert units == [(3, 3), (1, 3)]
-    assert {assignment.copy_for for assignment in assignments} == {None}
-    # SGD with momentum keeps one value for each parameter.
-    of_split_3 = training_bytes(model, range(3, 3), 16, 1)
-    of_split_1 = training_bytes(model, range(1, 3), 16, 1)
-    memories = [assignment.memory for assignment in assignments]
-    assert memories == [of_split_3, of_split_1]
-    evaluation = inference_bytes(model, range(3), 16)
-    assert split.memory("server") == evaluation + of_split_3 + of_split_1
+    memory = inference_bytes(model, range(3), 16)
+    # The units after split points 3 and 1, in the order of the devices.
+    for assignment, first in zip(assignments, (3, 1), strict=True):
+        assert (assignment.start, assignment.stop) == (first, 3)
+        assert assignment.copy_for is None
+        # SGD with momentum keeps one value for each parameter.
+        assert assignment.memory == training_bytes(model, range(first, 3), 16, 1)
+        memory += assignment.memory
+    assert split.memory("server") == memory
 
 
 def test_devices_with_equal_split_point_share_layers_for_largest_mini_batch() -> None:

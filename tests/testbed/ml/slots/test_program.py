@@ -122,7 +122,7 @@ def test_equal_test_inputs_are_computed_once_with_equal_results(
     assert saves_work == ("substitute_past_outputs" not in method)
 
 
-def test_coordinator_without_peers_stops_after_its_last_slot():
+def test_coordinator_without_peers_stops_after_last_slot():
     # From 2 s on no other device is left to answer the coordinator.
     faults = [kill_coordinator("1ms"), {"kill": "worker1", "at": "2s"}]
     outcome = run_simulated(

@@ -127,16 +127,16 @@ def casts_in_training(outcome):
     return casts
 
 
+REFERENCES = {"edgepipe": EdgePipeReference, "versatile": VersatileFLReference}
+
+
 @pytest.mark.parametrize("seed", range(100))
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
 def test_losses_and_casts_equal_reference_implementation(name, seed):
     random_scenario, arguments = random_case(name, seed)
     outcome = run_simulated(random_scenario)
-    reference_of = {"edgepipe": EdgePipeReference, "versatile": VersatileFLReference}[
-        name
-    ]
     setting = reference_setting(random_scenario, outcome)
-    reference = reference_of(setting, **arguments).train()
+    reference = REFERENCES[name](setting, **arguments).train()
     losses = field_values(outcome, "step", "loss")
     assert losses == pytest.approx(reference.losses, rel=1e-6, abs=1e-6)
     # Casts are numbered: another number of casts of a device would shift all its later received casts.

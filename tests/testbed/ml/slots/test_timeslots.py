@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -218,17 +220,28 @@ def make_test_segments():
 
 def test_segments_alternate_between_training_and_tests():
     table, segments = make_test_segments()
-    assert [segment.is_test for segment in segments] == [False, True] * 3
-    training = [segment.batches for segment in segments[::2]]
-    assert training == [range(3), range(3, 6), range(6, 7)]
-    assert [segment.trained_steps for segment in segments] == [3, 3, 6, 6, 7, 7]
-    # Three training batches, four test batches, and so on.
-    numbers = [segment.first_number for segment in segments]
-    assert numbers == [0, 3, 7, 10, 14, 15]
-    starts = [segment.start for segment in segments]
-    ends = [segment.end for segment in segments]
-    assert starts[1:] == ends[:-1]
-    assert ends[0] == table.slot_count(3) * 0.5
+    rows = []
+    for segment in segments:
+        rows.append(
+            (
+                segment.is_test,
+                segment.batches,
+                segment.trained_steps,
+                segment.first_number,
+            )
+        )
+    # Batches of training and tests are numbered in one sequence: three, four, three, four, one, four.
+    assert rows == [
+        (False, range(3), 3, 0),
+        (True, range(4), 3, 3),
+        (False, range(3, 6), 6, 7),
+        (True, range(4), 6, 10),
+        (False, range(6, 7), 7, 14),
+        (True, range(4), 7, 15),
+    ]
+    for before, after in pairwise(segments):
+        assert after.start == before.end
+    assert segments[0].end == table.slot_count(3) * 0.5
 
 
 def test_test_segment_has_only_forwards_in_slots_of_its_own_length():
