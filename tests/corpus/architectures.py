@@ -1,6 +1,6 @@
-"""Public architectures, rebuilt: each traced, cut into units, and held against the network as its user would make it.
+"""Public architectures: trace and cut each, and compare the parts with the undivided network.
 
-`make corpus` does so with all, and needs the extras `vision` and `transformers`; tests take the small ones.
+`make corpus` checks all of them and needs the extras `vision` and `transformers`; tests check the small ones.
 """
 
 from __future__ import annotations
@@ -32,137 +32,160 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Architecture:
-    """A network and what enters it."""
+    """A network with its inputs."""
 
     name: str
     text: str
+    """Source code with ``function``, which returns the network."""
     function: str = "build"
     shape: tuple[int, ...] = PICTURE
     tokens: int = 0
-    """Above 0: samples are tokens below that number."""
+    """Size of the vocabulary if samples are tokens, else 0."""
     layers: int = 1
-    """Of the stack that it has: it must be cut into as many units, at least."""
+    """Number of stacked layers; the network must be cut into at least as many units."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def code(self) -> Code:
-        """The text as the file of a scenario."""
+        """The source code as a user's file in a scenario."""
         module = f"corpus_{self.name.replace('-', '_')}"
         return Code(name=self.function, module=module, sources={module: self.text})
 
     def model(self) -> Model:
-        """Trace and cut it."""
+        """Return the traced network, cut into units."""
         return create_own(
             self.code, self.options, self.shape, CLASSES, integers=self.tokens > 0
         )
 
     def samples(self) -> torch.Tensor:
-        """Return random samples, (samples, ...)."""
+        """Return random samples of shape (samples, ...)."""
         draws = torch.Generator().manual_seed(1)
+        shape = (SAMPLES, *self.shape)
         if self.tokens:
-            return torch.randint(
-                1, self.tokens, (SAMPLES, *self.shape), generator=draws
-            )
-        return torch.rand(SAMPLES, *self.shape, generator=draws)
+            return torch.randint(1, self.tokens, shape, generator=draws)
+        return torch.rand(shape, generator=draws)
 
     def undivided(self, seed: int) -> nn.Module:
-        """Return the network as its user would make it."""
+        """Return the network from the user's code, with the weights that the testbed draws."""
         torch.manual_seed(derive(seed, "weights"))
-        module: nn.Module = usercode.function(self.code, KEY)(**self.options)
-        for each in module.modules():  # a unit leaves alone what others may read
-            if getattr(each, "inplace", False) is True:
-                each.inplace = False
-        return module
+        network: nn.Module = usercode.function(self.code, KEY)(**self.options)
+        # Units compute activations out of place, too, since another unit may read their inputs.
+        for module in network.modules():
+            if getattr(module, "inplace", False) is True:
+                module.inplace = False
+        return network
 
 
 def sum_tied_gradients(model: Model, parts: Sequence[nn.Module]) -> None:
-    """Give all copies of a tied weight the sum of their gradients, as the stages of a pipeline do."""
+    """Replace the gradients of all copies of a tied weight by their sum, as the stages of a pipeline do."""
+    parameters = [dict(part.named_parameters()) for part in parts]
     for tied in model.tied:
-        named = [dict(part.named_parameters()) for part in parts]
-        copies = [
-            weights[name] for weights in named for name in tied.names if name in weights
-        ]
-        total = torch.stack(
-            [copy.grad for copy in copies if copy.grad is not None]
-        ).sum(0)
+        copies = []
+        for named in parameters:
+            copies += [named[name] for name in tied.names if name in named]
+        gradients = [copy.grad for copy in copies if copy.grad is not None]
+        total = torch.stack(gradients).sum(0)
         for copy in copies:
             copy.grad = total.clone()
 
 
-def assert_parts_equal_whole(
-    each: Architecture, model: Model, cuts: Sequence[int]
-) -> None:
-    """Hold a model in parts against the undivided network: forward, gradients, an update and all state.
+def _logits(output: Any) -> torch.Tensor:
+    """Return the logits of a network that returns a tensor, or a mapping as transformers do."""
+    logits: torch.Tensor = output["logits"] if isinstance(output, Mapping) else output
+    return logits
 
-    Raises AssertionError where they differ by more than rounding.
+
+def assert_parts_equal_whole(
+    architecture: Architecture, model: Model, cuts: Sequence[int]
+) -> None:
+    """Compare a model in parts with the undivided network: outputs, gradients, an update and all state.
+
+    Raises AssertionError for differences beyond rounding.
     """
-    whole, inputs = each.undivided(seed=5), each.samples()
+    whole, inputs = architecture.undivided(seed=5), architecture.samples()
     labels = torch.arange(SAMPLES) % CLASSES
+    # Both draw the same random numbers for dropout.
     torch.manual_seed(0)
-    expected = whole(inputs)
-    expected = expected["logits"] if isinstance(expected, Mapping) else expected
+    expected = _logits(whole(inputs))
     nn.functional.cross_entropy(expected, labels).backward()
     torch.optim.SGD(whole.parameters(), lr=0.1).step()
     parts = [
         model.build(first, last, seed=5).train()
         for first, last in itertools.pairwise(cuts)
     ]
-    crossing, entered, left = inputs, [], []
     torch.manual_seed(0)
-    for part in parts:  # as devices do: what crosses is another tensor there
-        crossing = crossing.detach()
-        entered.append(
-            crossing.requires_grad_() if crossing.is_floating_point() else crossing
-        )
-        crossing = part(entered[-1])
-        left.append(crossing)
-    assert torch.allclose(left[-1], expected, atol=1e-5), (
-        (left[-1] - expected).abs().max()
-    )
-    nn.functional.cross_entropy(left[-1], labels).backward()
-    for at in range(len(parts) - 2, -1, -1):
-        left[at].backward(entered[at + 1].grad)
+    _train_step(model, parts, inputs, labels, expected)
+    _assert_equal_state(parts, whole)
+    evaluated = _logits(whole.eval()(inputs))
+    outputs = inputs
+    for part in parts:
+        outputs = part.eval()(outputs.detach())
+    assert torch.allclose(outputs, evaluated, atol=1e-4), "in evaluation"
+
+
+def _train_step(
+    model: Model,
+    parts: Sequence[nn.Module],
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    expected: torch.Tensor,
+) -> None:
+    """Train the parts on one batch, each on its device: gradients are passed from part to part."""
+    part_inputs, part_outputs = [], []
+    activation = inputs
+    for part in parts:
+        # Another device receives a tensor without history.
+        activation = activation.detach()
+        if activation.is_floating_point():
+            activation.requires_grad_()
+        part_inputs.append(activation)
+        activation = part(activation)
+        part_outputs.append(activation)
+    difference = (activation - expected).abs().max()
+    assert torch.allclose(activation, expected, atol=1e-5), difference
+    nn.functional.cross_entropy(activation, labels).backward()
+    for index in range(len(parts) - 2, -1, -1):
+        part_outputs[index].backward(part_inputs[index + 1].grad)
     sum_tied_gradients(model, parts)
-    found: dict[str, torch.Tensor] = {}
     for part in parts:
-        if own := list(part.parameters()):
-            torch.optim.SGD(own, lr=0.1).step()
-        found |= {
-            name.partition(".")[2]: value for name, value in part.state_dict().items()
-        }
-    state, weights = whole.state_dict(), dict(whole.named_parameters())
-    assert found.keys() <= state.keys(), found.keys() - state.keys()
-    read = {
-        id(each)
-        for name, each in whole.named_parameters(remove_duplicate=False)
-        if name in found
-    }
-    unread = [
+        parameters = list(part.parameters())
+        # SGD refuses an empty list.
+        if parameters:
+            torch.optim.SGD(parameters, lr=0.1).step()
+
+
+def _assert_equal_state(parts: Sequence[nn.Module], whole: nn.Module) -> None:
+    """Check that the parts have all trained weights of the undivided network, with equal values."""
+    state: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, value in part.state_dict().items():
+            # The first component of a name is the number of the unit.
+            state[name.partition(".")[2]] = value
+    expected = whole.state_dict()
+    assert state.keys() <= expected.keys(), state.keys() - expected.keys()
+    # A tied weight has several names, one of which suffices.
+    held = set()
+    for name, weight in whole.named_parameters(remove_duplicate=False):
+        if name in state:
+            held.add(id(weight))
+    missing = [
         name
-        for name, each in weights.items()
-        if each.grad is not None and id(each) not in read
+        for name, weight in whole.named_parameters()
+        if weight.grad is not None and id(weight) not in held
     ]
-    assert not unread, f"no unit has {unread}"
-    for name, value in found.items():
-        assert torch.allclose(value, state[name], atol=1e-5, equal_nan=True), name
-    evaluated = whole.eval()(inputs)
-    evaluated = evaluated["logits"] if isinstance(evaluated, Mapping) else evaluated
-    crossing = inputs
-    for part in parts:
-        crossing = part.eval()(crossing.detach())
-    assert torch.allclose(crossing, evaluated, atol=1e-4), "in evaluation"
+    assert not missing, f"no unit has {missing}"
+    for name, value in state.items():
+        assert torch.allclose(value, expected[name], atol=1e-5, equal_nan=True), name
 
 
 def cut_positions(units: int) -> list[list[int]]:
-    """Return where to cut: nowhere, in the middle, everywhere."""
-    return [
-        [0, units],
-        *([[0, units // 2, units], [*range(units + 1)]] if units > 1 else []),
-    ]
+    """Return three lists of cuts: one part, two parts, and one part for each unit."""
+    if units == 1:
+        return [[0, 1]]
+    return [[0, units], [0, units // 2, units], list(range(units + 1))]
 
 
-# The corpus
-
+# Networks of `tests.corpus.networks` whose samples are tokens.
 _TOKENS = {
     "TextCnn",
     "Bag",
@@ -175,6 +198,7 @@ _TOKENS = {
     "Translator",
     "Wide",
 }
+# Numbers of stacked layers, where a network has more than one.
 _DEPTHS = {
     "Padded": 12,
     "Causal": 3,
@@ -188,24 +212,24 @@ _DEPTHS = {
 
 
 def torch_architectures() -> list[Architecture]:
-    """Return those of plain torch."""
+    """Return all architectures of `tests.corpus.networks`."""
     text = inspect.getsource(networks)
-    names = [
-        name
-        for name, each in vars(networks).items()
-        if inspect.isclass(each) and issubclass(each, nn.Module)
-    ]
-    return [
-        Architecture(
-            name,
-            text,
-            name,
-            (7,) if name in _TOKENS else PICTURE,
-            networks.TOKENS if name in _TOKENS else 0,
-            _DEPTHS.get(name, 1),
+    architectures = []
+    for name, member in vars(networks).items():
+        if not inspect.isclass(member) or not issubclass(member, nn.Module):
+            continue
+        has_tokens = name in _TOKENS
+        architectures.append(
+            Architecture(
+                name,
+                text,
+                function=name,
+                shape=(7,) if has_tokens else PICTURE,
+                tokens=networks.TOKENS if has_tokens else 0,
+                layers=_DEPTHS.get(name, 1),
+            )
         )
-        for name in names
-    ]
+    return architectures
 
 
 _VISION = (
@@ -215,7 +239,9 @@ _VISION = (
     "shufflenet_v2_x0_5", "shufflenet_v2_x1_0", "squeezenet1_0", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11",
     "vgg11_bn", "vit_b_16", "wide_resnet50_2",
 )  # fmt: skip
+# Side of an image in pixels, where 64 is too small for a network or larger than necessary.
 _SIZES = {"inception_v3": 96, "maxvit_t": 224, "vit_b_16": 32}
+# Auxiliary classifiers would make the output a tuple.
 _ARGUMENTS = {
     "googlenet": ", aux_logits=False, init_weights=False",
     "inception_v3": ", aux_logits=False, init_weights=False",
@@ -229,6 +255,7 @@ _LAYERS = {
     "resnet50": 16,
     "densenet121": 12,
 }
+# Compiled operations of torchvision, which its Python code registers gradients for.
 _OPERATIONS = (
     "nms", "qnms", "roi_align", "_roi_align_backward", "roi_pool", "_roi_pool_backward", "ps_roi_align",
     "_ps_roi_align_backward", "ps_roi_pool", "_ps_roi_pool_backward", "deform_conv2d", "_deform_conv2d_backward",
@@ -236,9 +263,10 @@ _OPERATIONS = (
 
 
 def has_torchvision() -> bool:
-    """Say whether torchvision can be imported, and let it be where it was built for another build of torch.
+    """Return whether torchvision can be imported.
 
-    Its compiled operations are then missing, which networks that classify do not use.
+    If it was built for another build of torch, its compiled operations are missing. Classifiers do not use these, so
+    this function declares them and imports torchvision again.
     """
     try:
         import torchvision
@@ -248,34 +276,35 @@ def has_torchvision() -> bool:
         library = torch.library.Library("torchvision", "DEF")
         for name in _OPERATIONS:
             library.define(f"{name}(Tensor values) -> Tensor")
-        _KEPT.append(library)
-        for name in [
-            name for name in sys.modules if name.partition(".")[0] == "torchvision"
-        ]:
-            del sys.modules[name]
+        _LIBRARIES.append(library)
+        # The failed import left modules behind.
+        for name in list(sys.modules):
+            if name.partition(".")[0] == "torchvision":
+                del sys.modules[name]
         import torchvision  # noqa: F401
     return True
 
 
-_KEPT: list[Any] = []
+_LIBRARIES: list[Any] = []
+"""Declared libraries; torch removes their operations when they are collected."""
 
 
 def torchvision_architectures() -> list[Architecture]:
-    """Return those of torchvision."""
-    return [
-        Architecture(
-            name,
-            f"from torchvision.models import {name}\n\n\ndef build():\n"
-            f"    return {name}(num_classes={CLASSES}{_ARGUMENTS.get(name, '')})\n",
-            shape=(3, _SIZES.get(name, 64), _SIZES.get(name, 64)),
-            layers=_LAYERS.get(name, 1),
-        )
-        for name in _VISION
-    ]
+    """Return architectures of torchvision."""
+    architectures = []
+    for name in _VISION:
+        arguments = f"num_classes={CLASSES}{_ARGUMENTS.get(name, '')}"
+        text = f"from torchvision.models import {name}\n\n\ndef build():\n"
+        text += f"    return {name}({arguments})\n"
+        size = _SIZES.get(name, 64)
+        shape, layers = (3, size, size), _LAYERS.get(name, 1)
+        architectures.append(Architecture(name, text, shape=shape, layers=layers))
+    return architectures
 
 
+_VOCABULARY = 50
 _BERT = {
-    "vocab_size": 50,
+    "vocab_size": _VOCABULARY,
     "hidden_size": 16,
     "num_attention_heads": 2,
     "intermediate_size": 32,
@@ -294,6 +323,7 @@ _VIT = {
     "image_size": 16,
     "patch_size": 4,
 }
+# Prefix of the classes, key of the number of layers (empty if fixed) and configuration, by name.
 _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("Bert", "num_hidden_layers", _BERT),
     "distilbert": (
@@ -388,6 +418,7 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "poolformer": ("PoolFormer", "", {"hidden_sizes": [4, 8, 8, 8]}),
 }
+_IMAGE_MODELS = ("vit", "deit", "beit", "convnext", "segformer", "poolformer")
 _T5 = """from torch import nn
 from transformers import T5Config, T5EncoderModel
 
@@ -404,69 +435,70 @@ class Build(nn.Module):
 
 
 def transformers_architectures(layers: int = 12) -> list[Architecture]:
-    """Return those of transformers' configurations, tiny, with so many layers each."""
-    found = []
-    for name, (family, depth, options) in _MODELS.items():
-        pictures = name in (
-            "vit",
-            "deit",
-            "beit",
-            "convnext",
-            "segformer",
-            "poolformer",
-        )
-        given = {**options, **({depth: layers} if depth else {}), "num_labels": CLASSES}
-        if name == "gpt-neo":
-            given["attention_types"] = [[["global"], layers]]
-        kind = f"{family}For{'Image' if pictures else 'Sequence'}Classification"
-        text = f"import transformers\n\n\ndef build():\n    config = transformers.{family}Config(**{given!r})\n"
-        text += f"    return transformers.{kind}(config)\n"
-        text = _T5.format(layers=layers) if name == "t5-encoder" else text
-        shape = (3, 32, 32) if not depth else (3, 16, 16) if pictures else (8,)
-        function = "Build" if name == "t5-encoder" else "build"
-        found.append(
+    """Return tiny classifiers of transformers, with this number of layers where it is configurable."""
+    architectures = []
+    for name, (family, depth_key, options) in _MODELS.items():
+        has_images = name in _IMAGE_MODELS
+        function = "build"
+        if name == "t5-encoder":
+            # transformers has no sequence classifier with the encoder alone.
+            function, text = "Build", _T5.format(layers=layers)
+        else:
+            config = {**options, "num_labels": CLASSES}
+            if depth_key:
+                config[depth_key] = layers
+            if name == "gpt-neo":
+                config["attention_types"] = [[["global"], layers]]
+            kind = "Image" if has_images else "Sequence"
+            text = "import transformers\n\n\ndef build():\n"
+            text += f"    config = transformers.{family}Config(**{config!r})\n"
+            text += f"    return transformers.{family}For{kind}Classification(config)\n"
+        shape: tuple[int, ...] = (8,)
+        if has_images:
+            # Models without a configurable depth reduce images several times.
+            shape = (3, 16, 16) if depth_key else (3, 32, 32)
+        architectures.append(
             Architecture(
                 name,
                 text,
                 function,
                 shape,
-                0 if pictures else 50,
-                layers if depth else 1,
+                tokens=0 if has_images else _VOCABULARY,
+                layers=layers if depth_key else 1,
             )
         )
-    return found
+    return architectures
 
 
 def main(names: Sequence[str]) -> int:
-    """Check all, or those of these names; print a line each and the counts, return the number that fail."""
+    """Check all architectures, or those with these names; print results and return the number of failures."""
     import warnings
 
     warnings.filterwarnings("ignore")
-    everything = [
-        *torch_architectures(),
-        *(torchvision_architectures() if has_torchvision() else []),
-        *transformers_architectures(),
-    ]
-    wanted = [each for each in everything if not names or each.name in names]
+    architectures = torch_architectures()
+    if has_torchvision():
+        architectures += torchvision_architectures()
+    architectures += transformers_architectures()
+    if names:
+        architectures = [item for item in architectures if item.name in names]
     cut, whole, failed = [], [], []
-    for each in wanted:
-        began = time.perf_counter()
+    for architecture in architectures:
+        name = architecture.name
+        start = time.perf_counter()
         try:
-            model = each.model()
-            took = time.perf_counter() - began
+            model = architecture.model()
+            duration = time.perf_counter() - start
             units = len(model.units)
             for cuts in cut_positions(units):
-                assert_parts_equal_whole(each, model, cuts)
-            (cut if units > 1 and units >= each.layers else whole).append(each.name)
-            print(f"{each.name:20} {units:3} units, traced in {took:.1f} s", flush=True)
+                assert_parts_equal_whole(architecture, model, cuts)
+            is_cut = units > 1 and units >= architecture.layers
+            (cut if is_cut else whole).append(name)
+            print(f"{name:20} {units:3} units, traced in {duration:.1f} s", flush=True)
         except (InputError, AssertionError) as error:
-            failed.append(each.name)
-            print(
-                f"{each.name:20} {type(error).__name__}: {str(error)[:600]}", flush=True
-            )
-    print(
-        f"{len(cut)} of {len(wanted)} are cut into units and equal to the whole; whole: {', '.join(whole) or 'none'};"
-    )
+            failed.append(name)
+            print(f"{name:20} {type(error).__name__}: {str(error)[:600]}", flush=True)
+    print(f"{len(cut)} of {len(architectures)} are cut into units and equal the whole")
+    print(f"not cut: {', '.join(whole) or 'none'}")
     print(f"refused or unequal: {', '.join(failed) or 'none'}")
     return len(failed)
 

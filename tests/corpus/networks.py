@@ -1,4 +1,4 @@
-"""Known forms of networks, rebuilt small in plain torch, with nothing of the testbed's."""
+"""Small versions of well-known architectures in plain torch, as users write them."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F  # noqa: N812 - as users write it
 from torch import nn
 
 TOKENS = 20
+"""Size of the vocabulary."""
 
 
 class LeNet(nn.Module):
@@ -22,7 +23,7 @@ class LeNet(nn.Module):
 
 
 class Dense(nn.Module):
-    """DenseNet: each layer reads all before it."""
+    """DenseNet: the input of each layer is the concatenation of all earlier outputs."""
 
     def __init__(self):
         super().__init__()
@@ -33,14 +34,14 @@ class Dense(nn.Module):
         self.fc = nn.Linear(16, 10)
 
     def forward(self, x):
-        found = [self.stem(x)]
+        features = [self.stem(x)]
         for layer in self.layers:
-            found.append(layer(torch.relu(torch.cat(found, 1))))
-        return self.fc(torch.cat(found, 1).mean((2, 3)))
+            features.append(layer(torch.relu(torch.cat(features, 1))))
+        return self.fc(torch.cat(features, 1).mean((2, 3)))
 
 
 class Excite(nn.Module):
-    """Squeeze and excitation within residual blocks."""
+    """SENet: residual blocks with squeeze and excitation."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +87,7 @@ class Depthwise(nn.Sequential):
 
 
 class Shuffle(nn.Module):
-    """ShuffleNet: half of the channels pass, and channels change places."""
+    """ShuffleNet: a convolution of half of the channels, then a shuffle of all channels."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +131,7 @@ class Inception(nn.Module):
 
 
 class Squeeze(nn.Sequential):
-    """A last convolution in place of a fully connected layer."""
+    """SqueezeNet: the classifier is a convolution instead of a fully connected layer."""
 
     def __init__(self):
         super().__init__(
@@ -140,7 +141,7 @@ class Squeeze(nn.Sequential):
 
 
 class Mixer(nn.Module):
-    """MLP-Mixer: one perceptron along the patches, one along the channels."""
+    """MLP-Mixer: one perceptron mixes patches, another one mixes channels."""
 
     def __init__(self, dim=8, depth=3):
         super().__init__()
@@ -167,7 +168,7 @@ class Mixer(nn.Module):
 
 
 class Fourier(nn.Module):
-    """FNet: a Fourier transform in place of attention."""
+    """FNet: a Fourier transform instead of attention."""
 
     def __init__(self, dim=8, depth=2):
         super().__init__()
@@ -218,7 +219,7 @@ class ConvMixer(nn.Sequential):
 
 
 class Spatial(nn.Module):
-    """A spatial transformer: the picture is turned as a small network says."""
+    """A spatial transformer: a small network predicts an affine transformation of the image."""
 
     def __init__(self):
         super().__init__()
@@ -246,17 +247,12 @@ class TextCnn(nn.Module):
 
     def forward(self, x):
         x = self.embed(x).transpose(1, 2)
-        return self.fc(
-            F.dropout(
-                torch.cat([F.relu(conv(x)).amax(2) for conv in self.convs], 1),
-                0.3,
-                self.training,
-            )
-        )
+        features = torch.cat([F.relu(conv(x)).amax(2) for conv in self.convs], 1)
+        return self.fc(F.dropout(features, 0.3, self.training))
 
 
 class Bag(nn.Module):
-    """fastText: the mean of the words."""
+    """fastText: the mean of all word embeddings."""
 
     def __init__(self):
         super().__init__()
@@ -267,7 +263,7 @@ class Bag(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Three layers of LSTM, GRU or a plain recurrent network over tokens."""
+    """A recurrent network (LSTM, GRU or Elman) of three layers over tokens."""
 
     def __init__(self, kind="LSTM", bidirectional=False):
         super().__init__()
@@ -279,10 +275,11 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         _, last = self.cells(self.embed(x))
-        last = last[0] if isinstance(last, tuple) else last
-        return self.fc(
-            torch.cat((last[-2], last[-1]), 1) if self.cells.bidirectional else last[-1]
-        )
+        if isinstance(last, tuple):
+            last = last[0]
+        if self.cells.bidirectional:
+            return self.fc(torch.cat((last[-2], last[-1]), 1))
+        return self.fc(last[-1])
 
 
 class Gru(Recurrent):
@@ -301,7 +298,7 @@ class Elman(Recurrent):
 
 
 class Crnn(nn.Module):
-    """Convolutions, then a recurrent network along the width."""
+    """CRNN: convolutions, then a recurrent network along the width."""
 
     def __init__(self):
         super().__init__()
@@ -321,7 +318,7 @@ class Crnn(nn.Module):
 
 
 class Dilated(nn.Module):
-    """TCN and WaveNet: gated dilated convolutions with skips to the end."""
+    """TCN or WaveNet: gated dilated convolutions with skip connections to the output."""
 
     def __init__(self, channels=4, depth=3):
         super().__init__()
@@ -346,7 +343,7 @@ class Dilated(nn.Module):
 
 
 class Padded(nn.Module):
-    """`nn.TransformerEncoder` of twelve layers, over tokens of which some are padding."""
+    """`nn.TransformerEncoder` of twelve layers with a padding mask."""
 
     def __init__(self, depth=12, dim=8):
         super().__init__()
@@ -361,8 +358,8 @@ class Padded(nn.Module):
         h = self.encoder(
             self.embed(x) + self.position[:, : x.size(1)], src_key_padding_mask=padding
         )
-        kept = (~padding).unsqueeze(-1).float()
-        return self.fc((h * kept).sum(1) / kept.sum(1).clamp(min=1))
+        weights = (~padding).unsqueeze(-1).float()
+        return self.fc((h * weights).sum(1) / weights.sum(1).clamp(min=1))
 
 
 class Causal(nn.Module):
@@ -381,13 +378,12 @@ class Causal(nn.Module):
 
     def forward(self, x):
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.fc(
-            self.encoder(self.embed(x) * math.sqrt(8), mask=mask, is_causal=True)[:, -1]
-        )
+        embedded = self.embed(x) * math.sqrt(8)
+        return self.fc(self.encoder(embedded, mask=mask, is_causal=True)[:, -1])
 
 
 class Translator(nn.Module):
-    """`nn.Transformer`: an encoder and a decoder that reads what it made."""
+    """`nn.Transformer`: an encoder, and a decoder with cross-attention."""
 
     def __init__(self, dim=8):
         super().__init__()
@@ -401,7 +397,7 @@ class Translator(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Queries that are learnt attend to patches, as in DETR and Perceiver."""
+    """DETR or Perceiver: learned queries attend to patches."""
 
     def __init__(self, dim=8):
         super().__init__()
@@ -419,7 +415,7 @@ class Decoder(nn.Module):
 
 
 class Pooled(nn.Module):
-    """`nn.MultiheadAttention` as a pooling, and a set of points that may come in any order (DeepSets, PointNet)."""
+    """DeepSets or PointNet: a set of points, pooled by `nn.MultiheadAttention` and by the maximum."""
 
     def __init__(self):
         super().__init__()
@@ -435,17 +431,15 @@ class Pooled(nn.Module):
 
 
 class Convolved(nn.Module):
-    """GCN: features of the eight nodes of a fixed graph."""
+    """GCN: graph convolutions on a ring of eight nodes."""
 
     def __init__(self):
         super().__init__()
         edges = torch.eye(8) + torch.eye(8).roll(1, 0) + torch.eye(8).roll(-1, 0)
         self.register_buffer("edges", edges / edges.sum(1, keepdim=True))
-        self.first, self.second, self.fc = (
-            nn.Linear(8, 8),
-            nn.Linear(8, 8),
-            nn.Linear(8, 10),
-        )
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.fc = nn.Linear(8, 10)
 
     def forward(self, x):
         x = torch.relu(self.edges @ self.first(x[:, 0]))
@@ -470,7 +464,7 @@ class Highway(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts of which all are asked."""
+    """A dense mixture of experts: all experts compute, and a gate weights their outputs."""
 
     def __init__(self):
         super().__init__()
@@ -483,29 +477,27 @@ class Experts(nn.Module):
     def forward(self, x):
         x = self.stem(torch.flatten(x, 1))
         shares = F.softmax(self.gate(x), dim=-1)
-        x = torch.einsum(
-            "be,ebd->bd", shares, torch.stack([expert(x) for expert in self.experts])
-        )
-        return self.fc(x)
+        outputs = torch.stack([expert(x) for expert in self.experts])
+        return self.fc(torch.einsum("be,ebd->bd", shares, outputs))
 
 
 class Tied(nn.Module):
-    """An autoencoder whose way back has the weights of the way there, before a classifier."""
+    """An autoencoder with tied weights of encoder and decoder, before a classifier."""
 
     def __init__(self):
         super().__init__()
-        self.there = nn.Parameter(torch.randn(8, 64) * 0.1)
+        self.encoder = nn.Parameter(torch.randn(8, 64) * 0.1)
         self.hidden = nn.Linear(64, 16)
         self.fc = nn.Linear(16, 10)
 
     def forward(self, x):
-        code = torch.tanh(F.linear(x.flatten(1), self.there))
-        back = F.linear(code, self.there.t())
-        return self.fc(torch.relu(self.hidden(back)))
+        code = torch.tanh(F.linear(x.flatten(1), self.encoder))
+        decoded = F.linear(code, self.encoder.t())
+        return self.fc(torch.relu(self.hidden(decoded)))
 
 
 class Sines(nn.Module):
-    """SIREN."""
+    """SIREN: sines as activations."""
 
     def __init__(self):
         super().__init__()
@@ -521,7 +513,7 @@ class Sines(nn.Module):
 
 
 class Wide(nn.Module):
-    """Wide and deep, DLRM: embeddings of categories, and products of pairs of them."""
+    """DLRM: embeddings of categories, and dot products of all pairs of embeddings."""
 
     def __init__(self):
         super().__init__()
@@ -532,27 +524,23 @@ class Wide(nn.Module):
         self.fc = nn.Linear(8 + 21, 10)
 
     def forward(self, x):
-        parts = torch.stack(
-            [embed(x[:, place]) for place, embed in enumerate(self.embeds)], dim=1
+        embedded = torch.stack(
+            [embed(x[:, index]) for index, embed in enumerate(self.embeds)], dim=1
         )
-        pairs = torch.bmm(parts, parts.transpose(1, 2))
+        products = torch.bmm(embedded, embedded.transpose(1, 2))
         rows, columns = torch.triu_indices(7, 7, offset=1)
-        return self.fc(
-            torch.cat([self.deep(parts.flatten(1)), pairs[:, rows, columns]], dim=1)
-        )
+        deep = self.deep(embedded.flatten(1))
+        return self.fc(torch.cat([deep, products[:, rows, columns]], dim=1))
 
 
 class Instance(nn.Module):
-    """Normalisations of all kinds; the last statistics are of the batch."""
+    """Normalisation over instances, groups, channels and batches, and of weights."""
 
     def __init__(self):
         super().__init__()
-        self.convs = nn.ModuleList(
-            [
-                nn.Conv2d(1, 4, 3, padding=1),
-                *(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)),
-            ]
-        )
+        convs = [nn.Conv2d(1, 4, 3, padding=1)]
+        convs += [nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)]
+        self.convs = nn.ModuleList(convs)
         norms = [
             nn.InstanceNorm2d(4, affine=True),
             nn.GroupNorm(2, 4),
@@ -569,15 +557,13 @@ class Instance(nn.Module):
 
 
 class Inplace(nn.Module):
-    """Changes its own values in place, and takes no gradient of a part."""
+    """Operations in place, and a part without gradient."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.fc = (
-            nn.Linear(64, 16),
-            nn.Linear(16, 16),
-            nn.Linear(16, 10),
-        )
+        self.first = nn.Linear(64, 16)
+        self.second = nn.Linear(16, 16)
+        self.fc = nn.Linear(16, 10)
 
     def forward(self, x):
         x = self.first(x.flatten(1))
@@ -589,18 +575,16 @@ class Inplace(nn.Module):
 
 
 class Answer(nn.Module):
-    """Returns a dictionary, as the models of `transformers` do."""
+    """Returns a dictionary, as models of `transformers` do."""
 
     def __init__(self):
         super().__init__()
-        self.body, self.head = (
-            nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU()),
-            nn.Linear(8, 10),
-        )
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU())
+        self.head = nn.Linear(8, 10)
 
     def forward(self, x, labels=None):
         hidden = self.body(x)
-        found = {"logits": self.head(hidden), "hidden_states": hidden}
+        output = {"logits": self.head(hidden), "hidden_states": hidden}
         if labels is not None:
-            found["loss"] = F.cross_entropy(found["logits"], labels)
-        return found
+            output["loss"] = F.cross_entropy(output["logits"], labels)
+        return output
