@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -62,7 +64,9 @@ def slices_by_inputs(devices: int) -> list[LayerSlices]:
     "divide", [slices_by_outputs, slices_by_inputs], ids=["outputs", "inputs"]
 )
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_costs_of_slices_sum_to_costs_of_model(divide, devices: int) -> None:
+def test_costs_of_slices_sum_to_costs_of_model(
+    divide: Callable[[int], list[LayerSlices]], devices: int
+) -> None:
     values = 0
     flops = 0.0
     finishing = Cost()

@@ -1,21 +1,19 @@
-"""Augmentation, arrays in files, feature noise by device, and data sets of Hugging Face."""
+"""Augmentation: random numbers by seed and epoch, copies for devices, and torchvision's transforms."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from testbed.common.errors import InputError
-from testbed.ml.data import large, load
 from testbed.ml.data.augment import Drawing, drawing
 from testbed.ml.data.dataset import Dataset, Images, pack, unpack
-from testbed.ml.preparation import load_data, samples_by_class, samples_of, shares_of
+from testbed.ml.preparation import load_data
 from testbed.ml.workload import AugmentPart, DataPart, LearningPart
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
@@ -28,9 +26,6 @@ LABELS = np.arange(20) % 4
 
 def make_dataset() -> Dataset:
     return Dataset("small", 4, PICTURES, LABELS, PICTURES[:4], LABELS[:4])
-
-
-# --------------------------------------------------------------------------------------------------------- augmentation
 
 
 def add_noise(picture: torch.Tensor) -> torch.Tensor:
@@ -161,92 +156,3 @@ def test_unsuitable_torchvision_transform_is_rejected() -> None:
         apply_transforms(1, 0, {"name": "Nonsense"})
     with pytest.raises(InputError, match="change their shape"):
         apply_transforms(1, 0, {"name": "CenterCrop", "size": 5})
-
-
-# ------------------------------------------------------------------------------------------------------ arrays in files
-
-
-def write_arrays(folder: Path) -> np.ndarray:
-    """Write 20 training and 4 test samples as .npy files and return the bytes of all images."""
-    images = (PICTURES * 255).astype(np.uint8)
-    for part, count in (("train", 20), ("test", 4)):
-        np.save(folder / f"{part}_images.npy", images[:count])
-        np.save(folder / f"{part}_labels.npy", LABELS[:count])
-    return images
-
-
-def test_arrays_of_folder_are_memory_mapped(tmp_path: Path) -> None:
-    images = write_arrays(tmp_path)
-    data = load(DataPart(path=str(tmp_path)))
-    assert isinstance(data.train_images, np.memmap)
-    # Bytes become floats from 0 to 1 in each batch, not in the whole array.
-    sample = images[[2]] / 255
-    assert np.allclose(data.batch(np.array([2]), 0), sample)
-    values = data.batch(np.array([2]), 0, slice(3, 9))
-    assert np.allclose(values, sample.reshape(1, -1)[:, 3:9])
-    assert np.allclose(unpack(pack(data)).tests([1]), images[[1]] / 255)
-
-
-def test_held_out_samples_of_large_arrays_are_memory_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_arrays(tmp_path)
-    (tmp_path / "test_images.npy").unlink()
-    (tmp_path / "test_labels.npy").unlink()
-    # Any array counts as large.
-    monkeypatch.setattr(large, "LARGE", 0)
-    data = load(DataPart(path=str(tmp_path)))
-    assert isinstance(data.train_images, np.memmap)
-    assert 0 < len(data.test_images) < 20
-    assert len(data.train_images) + len(data.test_images) == 20
-
-
-# -------------------------------------------------------------------------------------------------------- feature noise
-
-
-def test_feature_noise_grows_from_device_to_device() -> None:
-    variance, samples = 0.5, 400
-    data = {"name": "digits", "train": samples, "split": {"noise": variance}}
-    (trial,) = trials(
-        make_scenario(4, workload={"data": data}, method={"name": "federated"})
-    )
-    prepared = prepare(trial)
-    total = 0
-    for counts in samples_by_class(prepared).values():
-        total += sum(counts.values())
-    assert total == samples
-    dataset = load_data(prepared)
-    shares = shares_of(prepared)
-    measured = []
-    for name, share in shares.items():
-        noisy = samples_of(prepared, dataset, name).train_images
-        noise = noisy - dataset.train_images[share]
-        measured.append(float(noise.std() ** 2))
-    # Device i of n has noise of the variance i/n of the given one.
-    count = len(shares)
-    expected = [variance * number / count for number in range(1, count + 1)]
-    assert measured == pytest.approx(expected, rel=0.1)
-
-
-# --------------------------------------------------------------------------------------------------------- Hugging Face
-
-
-def test_hugging_face_data_set_is_read_from_disk(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="needs the extra `datasets`")
-    path = str(tmp_path / "set")
-    rows = {
-        "input_ids": [[1, 2], [3, 4, 5], [6]],
-        "attention_mask": [[1, 1], [1, 1, 1], [1]],
-        "label": [0, 1, 0],
-    }
-    part = datasets.Dataset.from_dict(rows)
-    datasets.DatasetDict(train=part, test=part).save_to_disk(path)
-    data = load(DataPart(path=path))
-    assert [field.name for field in data.fields] == ["input_ids", "attention_mask"]
-    # Both inputs are padded to the three values of the longest sample.
-    assert data.train_images.tolist()[0] == [1, 2, 0, 1, 1, 0]
-    assert data.train_labels.tolist() == [0, 1, 0]
-    one_input = load(DataPart(path=path, columns=["input_ids"], label="label"))
-    assert one_input.shape == (3,)
-    with pytest.raises(InputError, match="has no column nothing"):
-        load(DataPart(path=path, columns=["nothing"]))
