@@ -30,7 +30,7 @@ class Instructions(Options):
 
 
 class Scripted(Method):
-    """Runs the program that its options select."""
+    """Runs the program selected by the options."""
 
     name = "scripted"
     summary = "run a test program"
@@ -83,7 +83,7 @@ async def ping(device: Device, context: ProgramContext, options: Instructions) -
 async def stream(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Send ``count`` messages at once; b checks that each arrives once and in order."""
+    """Send ``count`` messages at once; b checks their number and order."""
     if device.name == "a":
         sends = []
         for number in range(options.count):
@@ -110,7 +110,7 @@ async def slow_reader(
 async def withdraw(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Cancel a message while its receiver is down, and send the next one."""
+    """Cancel a message while the receiver is down, and send the next one."""
     if device.name == "a":
         first = asyncio.create_task(
             asyncio.wait_for(device.send("b", Message("withdrawn")), 0.3)
@@ -128,7 +128,7 @@ async def withdraw(
 async def persist(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Send numbers to b through its failures; b logs each number that arrives."""
+    """Send numbers to b through failures of b, which logs each received number."""
     if device.name == "a":
         for number in range(options.count):
             await device.send("b", Message("number", {"number": number}))
@@ -196,7 +196,7 @@ async def compute(
 async def compute_last(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Compute once, so that the last events are those of a result."""
+    """Compute once and log a last event."""
     cost = Cost(0.02 * context.problem.device(device.name).speed)
     await device.compute(lambda: None, cost, Span("last"))
     device.record("log", text="computed")
@@ -209,7 +209,7 @@ async def fail(device: Device, context: ProgramContext, options: Instructions) -
 async def exit_process(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
-    """Call sys.exit, which would end the agent if the agent let it."""
+    """Call sys.exit, as a user's script may do; the agent must survive."""
     sys.exit("enough")
 
 

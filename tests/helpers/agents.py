@@ -34,7 +34,7 @@ _CAST_PORT = 20000 + os.getpid() % 2000 * 20
 
 
 class LoopbackDevice:
-    """An agent process that stands for one device."""
+    """An agent process in place of a device."""
 
     def __init__(
         self, name: str, index: int, environment: Mapping[str, str] | None = None
@@ -48,7 +48,7 @@ class LoopbackDevice:
         self.agent = Agent(f"http://{self.host}:8700", TOKEN, name)
 
     def boot(self) -> None:
-        """Start the process and wait until it answers."""
+        """Start the process and wait for the agent's first response."""
         environment = os.environ | {
             "TESTBED_RUN": "test-run",
             "TESTBED_DEVICE": self.name,
@@ -88,7 +88,7 @@ def make_deployment(
     memory: float = 1e9,
     **options: Any,
 ) -> bytes:
-    """Return the encoded deployment for a device that is to run a program of `agent_programs`."""
+    """Return the encoded deployment of one device for a program of `agent_programs`."""
     workload = {
         "model": {"name": "mlp"},
         "method": {"name": "scripted", "program": program, **options},

@@ -15,7 +15,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class Page:
-    """An open page that accepts commands of the DevTools protocol."""
+    """An open page, controlled by commands of the DevTools protocol."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read = os.fdopen(read, "rb")

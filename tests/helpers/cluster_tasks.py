@@ -57,7 +57,7 @@ def return_folder_path(
     run_folder: str,
     *_: object,
 ) -> dict[str, bytes]:
-    """Return a file that contains the path of the results folder."""
+    """Return a file with the path of the results folder."""
     return {"place": run_folder.encode()}
 
 

@@ -89,7 +89,7 @@ class DelayedReference:
         return self
 
     def update(self, gradients):
-        """Return the weights after a step of SGD with momentum, as torch.optim.SGD defines it."""
+        """Return the weights after a step of SGD with momentum, defined as in torch.optim.SGD."""
         optimizer = self.problem.workload.training.optimizer
         momentum, decay = optimizer.momentum or 0.0, optimizer.weight_decay or 0.0
         updated = {}
@@ -103,7 +103,7 @@ class DelayedReference:
         return updated
 
     def replay(self, outcome, last, vertical_sync=True, aggregation_interval=0):
-        """Train with the stretches of a run, without the stretches that were undone."""
+        """Train with all stretches of a run except the undone ones."""
         stretches = final_stretches(outcome)
         ends = [first for first, _, _ in stretches[1:]] + [last]
         for (first, window, partition), end in zip(stretches, ends, strict=True):

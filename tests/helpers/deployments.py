@@ -21,7 +21,7 @@ def deployment_bodies(prepared: Prepared) -> dict[str, bytes]:
 
 
 def read_deployment(body: bytes) -> tuple[Method, PlanningProblem, Plan]:
-    """Return the method, the planning problem and the plan that a device decodes."""
+    """Return the method, the planning problem and the plan decoded by a device."""
     decoded = deployment.read(body)
     method, problem = decoded.problem()
     return method, problem, decoded.plan.with_details(method.Details)

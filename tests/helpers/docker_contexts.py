@@ -10,7 +10,7 @@ from pathlib import Path
 def write_docker_context(
     folder: Path, name: str, url: str, *, is_current: bool = False
 ) -> None:
-    """Write a context in docker's format, and select it if ``is_current``."""
+    """Write a context in docker's format; ``is_current`` selects the context."""
     # Docker names the folder of a context by the hash of the context's name.
     digest = hashlib.sha256(name.encode()).hexdigest()
     context_folder = folder / "contexts" / "meta" / digest

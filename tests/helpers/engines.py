@@ -81,7 +81,7 @@ def run_checked(*command: str) -> str:
 
 
 def disconnect_host(number: int) -> None:
-    """Disconnect a host from the other hosts and the controller; its engine and containers keep running."""
+    """Disconnect a host from the other hosts and the controller, while its engine and containers keep running."""
     run_checked("ip", "link", "set", f"tb-h{number}-o", "down")
 
 
@@ -91,7 +91,7 @@ def reconnect_host(number: int) -> None:
 
 @contextlib.contextmanager
 def start_engines(folder: Path, count: int) -> Iterator[list[str]]:
-    """Start engines h1, h2, ... in a swarm that h1 manages, and yield the names of their docker contexts.
+    """Start engines h1, h2, ... in one swarm managed by h1, and yield the names of the docker contexts.
 
     The contexts are in ``folder / "docker"``, for ``DOCKER_CONFIG``. An ``ssh`` that reaches root on each host is in
     ``folder / "bin"``, for ``PATH``. A lock admits one caller at a time.
@@ -129,7 +129,7 @@ def _address(number: int) -> str:
 
 
 def _remove_leftovers(namespaces: list[str]) -> None:
-    """Remove the interfaces and namespaces that a killed process left behind."""
+    """Remove the interfaces and namespaces of an earlier, killed process."""
     commands = [f"ip link del {BRIDGE}"]
     commands += [f"ip link del {name}-o; ip netns del {name}" for name in namespaces]
     for command in commands:
@@ -154,7 +154,7 @@ def _write_ssh(ssh: Path, keys: Path) -> None:
 
 
 def _add_bridge(stack: contextlib.ExitStack) -> None:
-    """Add the bridge between hosts, and remove it with ``stack``."""
+    """Add the bridge between hosts, and schedule the removal in ``stack``."""
     run_checked("ip", "link", "add", BRIDGE, "type", "bridge")
     stack.callback(run_checked, "ip", "link", "del", BRIDGE)
     run_checked("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
@@ -225,7 +225,7 @@ def _wait_until_ready(place: Path) -> None:
 
 
 def _join_swarm(folders: list[Path]) -> None:
-    """Create a swarm at the first engine, and let the other engines join it."""
+    """Create a swarm of all engines with the first one as manager."""
     first, *others = (f"unix://{place}/sock" for place in folders)
     manager = _address(1)
     swarm = ("docker", "-H", first, "swarm")
@@ -244,7 +244,7 @@ def _create_context(config: Path, name: str, number: int, keys: Path) -> None:
 
 
 def _stop_engine(place: Path, engine: subprocess.Popen[bytes]) -> None:
-    """Stop an engine, and remove its containers, mounts and files."""
+    """Stop an engine, and remove all containers, mounts and files of the host."""
     docker = ["docker", "-H", f"unix://{place}/sock"]
     listing = subprocess.run([*docker, "ps", "-aq"], capture_output=True, text=True)
     containers = listing.stdout.split()

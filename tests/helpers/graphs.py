@@ -94,7 +94,7 @@ def yolov2(size: int = 608) -> Graph:
 
 @dataclass(frozen=True)
 class HalvingLayer(Layer):
-    """A layer that combines each ``by`` values into one; planners cannot split it."""
+    """An indivisible layer, which combines each ``by`` values into one."""
 
     by: int = 2
 

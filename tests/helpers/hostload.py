@@ -20,13 +20,13 @@ _shortest = float("inf")
 
 
 def load_by_others(seconds: float = 1.0) -> float:
-    """Return the share of busy processors while this process sleeps."""
+    """Return the share of busy processors while the test sleeps."""
     _, host = run_monitored(lambda: time.sleep(seconds))
     return float(host["host_load"])
 
 
 def wait_until_quiet(seconds: float) -> bool:
-    """Wait until the host is undisturbed; return False if that takes longer than ``seconds``."""
+    """Wait until the host is undisturbed; return False after ``seconds``."""
     deadline = time.monotonic() + seconds
     while describe_disturbance({}) is not None:
         if time.monotonic() > deadline:
@@ -35,7 +35,7 @@ def wait_until_quiet(seconds: float) -> bool:
 
 
 def describe_disturbance(host: dict[str, float]) -> str | None:
-    """Return why times measured on this host cannot be trusted, or None.
+    """Return why measured times cannot be trusted, or None.
 
     ``host`` is the summary of a `HostMonitor` during the measurement; the present load counts as well.
     """
@@ -49,7 +49,7 @@ def describe_disturbance(host: dict[str, float]) -> str | None:
 
 
 def _slowdown() -> float:
-    """Return the median duration of a fixed computation over its shortest median so far."""
+    """Return the median duration of a fixed computation over the shortest median so far."""
     global _shortest
     content = bytes(500_000)
     durations = []
@@ -66,7 +66,7 @@ def _slowdown() -> float:
 def run_monitored(
     work: Callable[[], object],
 ) -> tuple[AssertionError | None, dict[str, float]]:
-    """Call ``work``; return the assertion that failed, if any, and the summary of the host's load."""
+    """Call ``work``; return the failed assertion, if any, and the summary of the host's load."""
     monitor = HostMonitor()
     monitor.start()
     failure = None

@@ -20,7 +20,7 @@ LAYERS = Path("overlay2")
 
 
 def unshareable_reason(client: docker.DockerClient) -> str:
-    """Return why the layers of this engine cannot be shared, or an empty text."""
+    """Return why layers of an engine cannot be shared, or an empty text."""
     info = client.info()
     if info["Driver"] == "overlay2" and (Path(info["DockerRootDir"]) / STORE).is_dir():
         return ""
@@ -30,7 +30,7 @@ def unshareable_reason(client: docker.DockerClient) -> str:
 def share_images(
     client: docker.DockerClient, tags: Iterable[str], root: Path
 ) -> list[str]:
-    """Add images to the data root of an engine that has not started yet.
+    """Add images to the data root of an engine before its start.
 
     Returns shell commands to run before the engine, in its mount namespace.
     """
@@ -80,7 +80,7 @@ def _chain_ids(config: dict[str, Any]) -> list[str]:
 
 
 def _share_layer(source: Path, root: Path, layer: Path) -> list[str]:
-    """Create the folder of a layer with its short name, and return the commands that mount its content."""
+    """Create the folder and the short name of a layer, and return the commands for mounting the content."""
     (root / layer / "work").mkdir(parents=True)
     (root / layer / "diff").mkdir()
     for path in (source / layer).iterdir():

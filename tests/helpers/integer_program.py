@@ -20,7 +20,7 @@ _SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")
 
 @dataclass
 class _Program:
-    """A linear program: minimise costs x variables, where each variable lies between 0 and its upper bound."""
+    """A linear program: minimise costs x variables, where each variable lies between 0 and an upper bound."""
 
     costs: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -29,7 +29,7 @@ class _Program:
     """Factors by variable, with the lower and the upper bound of their weighted sum."""
 
     def variable(self, cost: float, upper: float, integral: bool) -> int:
-        """Add a variable and return its column."""
+        """Add a variable and return the number of the new column."""
         self.costs.append(cost)
         self.upper.append(upper)
         self.integral.append(integral)
@@ -123,7 +123,7 @@ def _add_reuse(
     workers: WorkerTotals,
     reuse: Reuse,
 ) -> None:
-    """Add the saving of a layer that follows a layer with LOP, equation (7)."""
+    """Add the saving of a layer after a layer with LOP, equation (7)."""
     for scheme in _SCHEMES:
         layer = graph.layers[index]
         alone = layer_communication(

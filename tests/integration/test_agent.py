@@ -54,7 +54,7 @@ def booted() -> Iterator[list[LoopbackDevice]]:
 
 @pytest.fixture
 def pair(booted: list[LoopbackDevice]) -> Iterator[list[LoopbackDevice]]:
-    """Two agents without a running program; a test may kill them."""
+    """Two agents without a running program, which a test may kill."""
     yield booted
     for device in booted:
         if device.process is None or device.process.poll() is not None:
@@ -71,7 +71,7 @@ def count_events(device: LoopbackDevice) -> int:
 def run(
     devices: list[LoopbackDevice], program: str, **options: Any
 ) -> dict[str, list[Event]]:
-    """Run a program of `agent_programs` on all devices to its end; return the events of each device."""
+    """Run a program of `agent_programs` on all devices, and return the events of each device."""
 
     def deploy(device: LoopbackDevice) -> None:
         device.agent.deploy(make_deployment(device, devices, program, **options))
@@ -91,7 +91,7 @@ def run(
 
 
 def start_and_wait(device: LoopbackDevice) -> None:
-    """Start the deployed program and return as soon as it can receive messages."""
+    """Start the deployed program and wait until messages can be received."""
     earlier = count_events(device)
     device.agent.start(time.monotonic())
     for event in device.agent.events(earlier):

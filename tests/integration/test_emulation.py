@@ -98,7 +98,7 @@ def events_of(outcome: Outcome, name: str) -> list[dict[str, Any]]:
 
 
 def owned_data_of(outcome: Outcome) -> dict[str, dict[str, Any]]:
-    """Return the fields that each device reported of its data."""
+    """Return the reported data of each device."""
     owned = {}
     for event in events_of(outcome, "owned_data"):
         keys = ("labels", "pixels", "tests", "samples")
@@ -112,7 +112,7 @@ def median_of(values: list[float]) -> float:
 
 
 def kill_at_stage(device: str, stage: str, scenario_name: str) -> Callable[[str], None]:
-    """Return a callback that kills a device's container as soon as a run reaches a stage."""
+    """Return a callback for killing a device's container as soon as a run reaches a stage."""
 
     def on_stage(text: str) -> None:
         if text == stage:

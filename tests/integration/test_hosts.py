@@ -156,7 +156,7 @@ def _check_host_by_ssh() -> None:
 
 
 def _check_refusals(hosts: list[str]) -> None:
-    """Check that each problem is reported with its host and leaves nothing behind."""
+    """Check the reports of problems, which name a host, and the clean-up."""
     far = reach("h2").client
     pool = IPAMPool(subnet="10.79.0.0/24")
     network = far.api.create_network(
@@ -227,7 +227,7 @@ def _check_restarted_device(lab: HostsLab) -> None:
 
 
 def _check_disconnected_host(lab: HostsLab) -> None:
-    """Check that a run logs the loss and the return of a host, and that its method handles both."""
+    """Check the log of a run, and its method, while a host is lost and returns."""
     times: dict[str, float] = {}
     logs: list[str] = []
 
@@ -257,7 +257,7 @@ def _check_disconnected_host(lab: HostsLab) -> None:
 
 
 def _check_removal_by_keepers(hosts: list[str]) -> None:
-    """Check that the keepers on the hosts remove a run after controller and reaper were killed."""
+    """Check the removal of a run by the hosts' keepers after a kill of controller and reaper."""
     command = [sys.executable, "-c", ABANDONED]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as controller:
         assert controller.stdout is not None

@@ -61,7 +61,7 @@ def trial(name: str, **network: str) -> Trial:
 
 @pytest.fixture(scope="module", autouse=True)
 def _isolate_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Separate the labs of these tests from other labs on this machine."""
+    """Separate the labs of the tests from other labs on the machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

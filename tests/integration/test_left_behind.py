@@ -43,7 +43,7 @@ TESTBED = Path(sys.executable).with_name("testbed")
 
 
 def tree(name: str) -> dict[str, Any]:
-    """Return the keys of a scenario with two devices that takes a minute if nothing interrupts it."""
+    """Return the keys of a scenario with two devices and a duration of one minute."""
     return {
         "name": name,
         "devices": {"source": {"speed": rings.SPEED}, "worker": {"speed": rings.SPEED}},
@@ -107,7 +107,7 @@ class RunProcess:
         return runstate.runs()[0]
 
     def wait_for_rounds(self, rounds: int = 2) -> None:
-        """Return as soon as the token has completed this number of rounds."""
+        """Wait until the token has completed ``rounds`` rounds."""
         wait_for(lambda: self.count_rounds() >= rounds, 90)
 
     def count_rounds(self) -> int:
@@ -125,7 +125,7 @@ class RunProcess:
         return [str(event.get("text")) for event in self.events()]
 
     def wait_for_end(self, seconds: float = 60.0) -> str:
-        """Wait until the process has ended, and return its output on one line."""
+        """Wait for the end of the process, and return the output on one line."""
         output, _ = self.process.communicate(timeout=seconds)
         assert "Traceback" not in output, output
         return " ".join(output.split())
@@ -136,7 +136,7 @@ class RunProcess:
     def check_interruption(
         self, client: docker.DockerClient, name: str, number: signal.Signals
     ) -> None:
-        """Send a signal, and check that the run keeps its results and leaves nothing else."""
+        """Send a signal, and check the results and the clean-up of the run."""
         os.kill(self.process.pid, number)
         self.wait_for_end()
         assert self.process.returncode == 130

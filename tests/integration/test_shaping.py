@@ -65,7 +65,7 @@ def shaping(request: pytest.FixtureRequest) -> Iterator[Shaping]:
 def one_way_delays(
     net: Network, source: str, destination: str, count: int, gap: float
 ) -> list[float]:
-    """Send datagrams, and return the one-way delays in seconds of those that arrived."""
+    """Send datagrams, and return the one-way delays of all arrivals in seconds."""
     pair = source, destination
     return measure_flows(net, [pair], count, gap)[pair].delays
 
@@ -85,13 +85,13 @@ def mesh(link: Link) -> dict[Pair, Link]:
 
 
 def assert_no_differences(shaping: Shaping) -> None:
-    """Check that the kernel has the requested configuration for all devices."""
+    """Compare the kernel's configuration of all devices with the requested one."""
     for device in shaping.show()["devices"].values():
         assert not device["differences"]
 
 
 def by_pair(measurements: Iterable[LinkMeasurement]) -> dict[Pair, LinkMeasurement]:
-    """Return measured links by pair, and check that all are within their tolerances."""
+    """Return measured links by pair; all must be within tolerance."""
     links = {(link.source, link.destination): link for link in measurements}
     assert [link.problem for link in links.values()] == [None] * len(links)
     return links

@@ -95,7 +95,7 @@ def set_options(*changes: str) -> list[str]:
 
 
 def start_slow_run(path: Path, out: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a run on slow devices, with its progress in ``out``.log."""
+    """Start a run on slow devices, with the progress in ``out``.log."""
     slow = set_options(
         "devices.worker.speed=20mflops", "workload.method.rejoin_timeout=60s"
     )
@@ -105,7 +105,7 @@ def start_slow_run(path: Path, out: Path, *arguments: str) -> subprocess.Popen[b
 
 
 def run_finished(*arguments: str | Path) -> CompletedCommand:
-    """Run a command and check that it succeeds."""
+    """Run a command and check the exit status."""
     completed = run_command(*arguments)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed
@@ -323,7 +323,7 @@ def received_casts(events: list[dict[str, Any]]) -> set[tuple[str, str, int]]:
 
 
 def count_late_casts(events: list[dict[str, Any]], slot: float) -> int:
-    """Return the number of casts that arrived in a later timeslot than that of their start."""
+    """Return the number of casts with an arrival in a later timeslot than their start."""
     starts = {}
     for event in events:
         if event["event"] == "cast":

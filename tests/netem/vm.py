@@ -107,7 +107,7 @@ _TIME = ["-smp", "1", "-icount", "shift=0,sleep=on"]
 
 
 def _make_spinner() -> bytes:
-    """Return an x86-64 program that spins at the lowest priority.
+    """Return an x86-64 program for spinning at the lowest priority.
 
     Emulating a thousand no-operations takes almost no time, so time in the guest passes faster than on the host.
     """
@@ -172,13 +172,13 @@ poweroff -f
 
 
 class VmUnavailable(Exception):  # noqa: N818 - a state of this machine
-    """This machine cannot boot the guest."""
+    """The machine cannot boot the guest."""
 
 
 def run(
     command: list[str], *, timeout: float, memory: str = "3G", echo: bool = True
 ) -> int:
-    """Run a command in the guest, in the folder of the checkout, and return its exit status.
+    """Run a command in the guest, in the folder of the checkout, and return the exit status.
 
     Raises `VmUnavailable` if this machine cannot boot the guest.
     """
@@ -233,7 +233,7 @@ def _is_small(path: Path) -> bool:
 
 
 def _paths_in_memory() -> list[Path]:
-    """Return the folders and files that are in the guest's memory."""
+    """Return the folders and files for the guest's memory."""
     python = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     checkout = ("testbed", "agent", "controller", "papers", "tests", "tools")
     tools = [sys.executable, *filter(None, map(_tool, TOOLS))]
@@ -324,7 +324,7 @@ def _create() -> tuple[Path, Path]:
 
 
 def _unpack(tree: Path) -> None:
-    """Download kernel and busybox and unpack both to ``tree``, which appears only when it is complete."""
+    """Download kernel and busybox and unpack both to ``tree``, all or nothing."""
     draft = tree.with_name("draft")
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -397,7 +397,7 @@ def _pack(tree: Path, release: str, initramfs: Path) -> None:
 
 
 def _install_host_packages() -> None:
-    """Install the programs that boot the guest. Raises `VmUnavailable` unless this is Debian and the user is root."""
+    """Install the programs for booting the guest. Raises `VmUnavailable` unless run by root on Debian."""
     missing = [package for tool, package in HOST_PACKAGES.items() if not _tool(tool)]
     if not missing:
         return
