@@ -167,6 +167,7 @@ def test_encoded_training_sends_less_and_learns_nearly_as_well(case):
     # Encoding is lossy: an equal loss would mean that nothing was encoded.
     assert last_encoded["loss"] != last_plain["loss"]
     assert last_encoded["accuracy"] >= last_plain["accuracy"] - 0.1
+    # Sizes of messages follow from shapes, so a timing-only run sends as many bytes.
     timing_only, _ = train(encoding_method, numerics="none")
     assert bytes_sent(timing_only, *kinds) == bytes_sent(encoded, *kinds)
     _, plain_prepared = train(method, steps=1)
@@ -273,6 +274,7 @@ def test_own_codec_of_updates_equals_builtin_codec_with_same_encoding(tmp_path):
 
 
 def test_unknown_class_and_class_without_file_are_rejected(tmp_path):
+    # The error suggests the classes that the file has.
     unknown = {"name": "Halves", "file": "own.py"}
     with pytest.raises(
         InputError, match=r"own.py defines no function 'Halves': .*Signs, Half"

@@ -120,7 +120,7 @@ async def complete_checkpoint(policy, supervisor):
     configuration = supervisor.mailbox.configuration
     for unit in (0, 1):
         state = {f"{unit}.w": torch.tensor(float(unit))}
-        message = UnitState(configuration, 4, unit, state)
+        message = UnitState(configuration, step=4, unit=unit, state=state)
         supervisor.mailbox.post("coordinator", message)
     assert policy.checkpoint.step == 4
 

@@ -43,8 +43,11 @@ def run_forwarding(coordinate, faults=()):
             )
             devices = [SimpleNamespace(name=name) for name in DEVICES]
             problem = SimpleNamespace(devices=devices)
+            timeouts = Timeouts(
+                stall_timeout=1, rejoin_timeout=2, standstill=3, startup=1
+            )
             supervisor = Supervisor(
-                mailbox, presence, problem, Timeouts(1, 2, 3, 1), lambda part: 0
+                mailbox, presence, problem, timeouts, lambda part: 0
             )
             supervisor.start([Assignment(device="stage", start=0, stop=1, memory=0)])
             await coordinate(supervisor)

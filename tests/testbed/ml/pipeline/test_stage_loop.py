@@ -68,10 +68,19 @@ class RecordingPolicy:
 
 def post_batch(mailbox, micro_batches):
     """Post the labels, and the first of four micro-batches, to the stages."""
-    mailbox.post("last", Labels(0, 0, LABELS))
+    mailbox.post("last", Labels(configuration=0, batch=0, tensor=LABELS))
     for micro in range(micro_batches):
         part = IMAGES[micro * 2 : (micro + 1) * 2]
-        mailbox.post("first", Activation(0, "train", 0, micro, 4, 8, part))
+        activation = Activation(
+            configuration=0,
+            work="train",
+            batch=0,
+            micro=micro,
+            micros=4,
+            samples=8,
+            tensor=part,
+        )
+        mailbox.post("first", activation)
 
 
 def train(actions_of, *, recompute=False, last=None):
@@ -82,7 +91,13 @@ def train(actions_of, *, recompute=False, last=None):
     def program(index):
         async def run(device):
             async with Mailbox(device, {}, SYNCHRONOUS_KINDS) as mailbox:
-                position = StagePosition(0, "first", STAGES, index, 1)
+                position = StagePosition(
+                    configuration=0,
+                    coordinator="first",
+                    stages=STAGES,
+                    index=index,
+                    steps=1,
+                )
                 stage = Stage(mailbox, PROBLEM, position)
                 policy = RecordingPolicy(stage, last=last, recompute=recompute)
                 policies[index] = policy

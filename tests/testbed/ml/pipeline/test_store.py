@@ -49,6 +49,14 @@ def run_with_store(coordinate, prepare=lambda mailbox: None):
     return stores[0].replicas
 
 
+def replica(step, unit):
+    return Replica(configuration=1, step=step, unit=unit, state=state_of(unit))
+
+
+FETCH = Fetch(configuration=1, made=1, step=8, units=[0, 1])
+REPLICATED = Replicated(configuration=1, step=8)
+
+
 async def send(mailbox, *messages):
     for message in messages:
         await mailbox.post("keeper", message)
@@ -58,9 +66,9 @@ def test_fetched_replicas_arrive_in_one_message_per_unit():
     async def coordinate(mailbox):
         await send(
             mailbox,
-            Replica(1, 8, 0, state_of(0)),
-            Replica(1, 8, 1, state_of(1)),
-            Fetch(1, 1, 8, [0, 1]),
+            replica(8, 0),
+            replica(8, 1),
+            FETCH,
         )
         for unit in (0, 1):
             fetched = await mailbox.take(FetchedUnit)
@@ -74,7 +82,7 @@ def test_fetched_replicas_arrive_in_one_message_per_unit():
 def test_request_for_missing_replica_is_not_answered():
     async def coordinate(mailbox):
         # Unit 1 is missing, so unit 0 is not sent either.
-        await send(mailbox, Replica(1, 8, 0, state_of(0)), Fetch(1, 1, 8, [0, 1]))
+        await send(mailbox, replica(8, 0), FETCH)
         deadline = mailbox.device.now() + 5
         assert await mailbox.take(FetchedUnit, deadline=deadline) is None
 
@@ -84,8 +92,8 @@ def test_request_for_missing_replica_is_not_answered():
 def test_keep_message_frees_older_points():
     async def coordinate(mailbox):
         for step in (4, 8, 12):
-            await send(mailbox, Replica(1, step, 0, state_of(0)))
-        await send(mailbox, Keep(1, [(1, 8)]))
+            await send(mailbox, replica(step, 0))
+        await send(mailbox, Keep(configuration=1, keep=[(1, 8)]))
 
     # Newer points stay, since their replication may be under way.
     assert run_with_store(coordinate).points() == [Point(1, 8), Point(1, 12)]
@@ -110,7 +118,7 @@ def test_older_points_are_freed_once_all_stages_have_replicated_point():
         points.branch(0)
         for unit in (0, 1):
             store.replicas.put(Point(1, 8), state_of(unit), [unit])
-        mailbox.post("coordinator", Replicated(1, 8))
+        mailbox.post("coordinator", REPLICATED)
         safe_points.append(points.safe)
         # The greeting makes the keeper report its replication too.
         await mailbox.post("keeper", Hello(0.0))
@@ -123,7 +131,7 @@ def test_older_points_are_freed_once_all_stages_have_replicated_point():
         def on_keep(message):
             keep_messages.append([tuple(point) for point in message.keep])
 
-        mailbox.on(Hello, lambda _: mailbox.post("coordinator", Replicated(1, 8)))
+        mailbox.on(Hello, lambda _: mailbox.post("coordinator", REPLICATED))
         mailbox.on(Keep, on_keep)
 
     run_with_store(coordinate, prepare)

@@ -21,8 +21,10 @@ def participant(duration: float):
 
             async def train(begin):
                 await device.sleep(duration)
-                mailbox.post("server", Begun(begin.configuration, 1.0, 0, 1))
-                mailbox.post("server", Update(begin.configuration, 1, None, {}))
+                begun = Begun(begin.configuration, incarnation=1.0, first=0, last=1)
+                mailbox.post("server", begun)
+                update = Update(begin.configuration, samples=1, loss=None, state={})
+                mailbox.post("server", update)
 
             def on_begin(begin):
                 mailbox.open(begin.configuration)
@@ -42,7 +44,7 @@ def test_device_beginning_after_end_of_round_is_not_served() -> None:
             served.append(begun.sender)
 
         def invite(name, configuration):
-            return Begin(configuration, 0, {})
+            return Begin(configuration, round=0, state={})
 
         async with Mailbox(device, LINKS, KINDS) as mailbox:
             rounds = Rounds(mailbox, RoundPolicy(min_updates=1, deadline=1.0), seed=1)

@@ -2,7 +2,7 @@
 
 import inspect
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -69,19 +69,24 @@ def test_1f1b_grid_matches_figure_4_of_pipedream() -> None:
     assert rows[3][:12] == last_stage
 
 
+def slots_by_action(slots: Iterable[Slot]) -> dict[tuple[int, str], Slot]:
+    """Return the slots by stage and printed action, such as (0, "F1")."""
+    return {(slot.stage, str(slot.action)): slot for slot in slots}
+
+
 def test_transfers_wait_for_their_link_and_add_its_delay() -> None:
     slots = simulate_schedule(
         actions_by_stage(SCHEDULES["gpipe"], 2, 2),
         lambda *_: 1.0,
         lambda stage, action: (3.0, 0.5),
     )
-    starts = {(slot.stage, str(slot.action)): slot.start for slot in slots}
+    slot_of = slots_by_action(slots)
     # F0 ends at 1 and occupies the link until 4; F1, ready at 2, follows until 7. Gradients have the other direction.
-    assert starts[1, "F0"] == 4.5
-    assert starts[1, "F1"] == 7.5
-    assert starts[1, "B1"] == 8.5
-    assert starts[0, "B1"] == 13.0
-    assert starts[0, "B0"] == 16.0
+    assert slot_of[1, "F0"].start == 4.5
+    assert slot_of[1, "F1"].start == 7.5
+    assert slot_of[1, "B1"].start == 8.5
+    assert slot_of[0, "B1"].start == 13.0
+    assert slot_of[0, "B0"].start == 16.0
 
 
 def message_arrivals(
@@ -148,10 +153,11 @@ def test_update_waits_only_for_previous_action_of_its_stage() -> None:
     rows = []
     for actions in actions_by_stage(SCHEDULES["gpipe"], 2, 1):
         rows.append([*actions, Action("update", 0)])
-    slots = simulate_schedule(rows, lambda *_: 1.0)
-    ends = {(slot.stage, str(slot.action)): slot.end for slot in slots}
+    slot_of = slots_by_action(simulate_schedule(rows, lambda *_: 1.0))
     # Stage 1 updates while stage 0 is still in its backward.
-    assert (ends[1, "U0"], ends[0, "B0"], ends[0, "U0"]) == (4.0, 4.0, 5.0)
+    assert slot_of[1, "U0"].end == 4.0
+    assert slot_of[0, "B0"].end == 4.0
+    assert slot_of[0, "U0"].end == 5.0
 
 
 def test_action_without_sender_is_reported_as_deadlock() -> None:
