@@ -78,7 +78,7 @@ def test_all_reduce_sends_equal_shares_around_ring() -> None:
     _, world = run_group(4, all_reduce_4000_values)
     sent: dict[tuple[str, str], int] = {}
     for event in world.events:
-        # Smaller messages are acknowledgements and those of wait_for_all.
+        # Smaller messages belong to wait_for_all.
         if event.event == "send" and event.fields["bytes"] > 1000:
             link = event.device, event.fields["peer"]
             sent[link] = sent.get(link, 0) + event.fields["bytes"]

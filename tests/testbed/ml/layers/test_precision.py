@@ -49,7 +49,7 @@ def test_outputs_are_close_to_float32(precision: Precision) -> None:
 
     exact = infer_with("f32")
     rounded = infer_with(precision)
-    # Messages between devices are float32.
+    # Messages and losses are float32 at each precision.
     assert rounded.dtype == torch.float32
     assert not torch.equal(rounded, exact)
     largest = float(exact.abs().max())

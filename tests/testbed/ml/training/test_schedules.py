@@ -172,7 +172,7 @@ def make_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def test_schedule_that_needs_length_is_rejected_for_unknown_length() -> None:
-    # An own program decides itself how long training lasts.
+    # A length of None: the number of training steps is unknown.
     part = SchedulePart(name="one-cycle", max_lr=0.5)
     message = "one-cycle: write 'total_steps', since how many steps there are"
     with pytest.raises(InputError, match=message):
