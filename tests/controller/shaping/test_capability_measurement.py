@@ -1,4 +1,4 @@
-"""The estimates of the measurement of link capacity, without a kernel that shapes links."""
+"""Estimates of the measurement of link capacity, without a kernel that shapes links."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from testbed_controller.shaping import capability
 
 
 class FakeShaping:
-    """A backend that measures nothing and reports given processor times."""
+    """A backend without links and with given processor times."""
 
     def __init__(self, *processor_seconds: float) -> None:
         self._processor_seconds = iter(processor_seconds)
@@ -26,13 +26,18 @@ class FakeShaping:
 
 
 @pytest.mark.parametrize(
-    ("busy", "packets", "cost"),
+    ("busy_seconds", "packets", "cost"),
     [(0.5, 1000, 0.0005), (0.0, 1000, None), (0.5, 0, None)],
+    ids=["measured", "no processor time", "no packets"],
 )
-def test_cost_of_a_packet_is_unknown_if_nothing_was_counted(
-    busy: float, packets: int, cost: float | None, monkeypatch: pytest.MonkeyPatch
+def test_packet_cost_is_unknown_without_packets_or_processor_time(
+    busy_seconds: float,
+    packets: int,
+    cost: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counters: Iterator[int] = iter([7, 7 + packets])
-    monkeypatch.setattr(capability, "_count_received", lambda _: next(counters))
-    shaping = FakeShaping(2.0, 2.0 + busy)
+    # Both counters are read before and after the traffic and start at a value other than zero.
+    packet_counts: Iterator[int] = iter([7, 7 + packets])
+    monkeypatch.setattr(capability, "_count_received", lambda _: next(packet_counts))
+    shaping = FakeShaping(2.0, 2.0 + busy_seconds)
     assert capability._packet_cost(shaping, 1) == cost  # type: ignore[arg-type]

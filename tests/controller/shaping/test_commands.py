@@ -1,4 +1,4 @@
-"""What is said to `tc` and read back from it, and what of a command that fails is told."""
+"""Commands for tc, the state that tc prints, and errors of failed commands."""
 
 from __future__ import annotations
 
@@ -10,80 +10,95 @@ from testbed_controller.shaping.plan import ACCESS_CLASS, CEILING, Access, burst
 from testbed_controller.shaping.tc import Tree
 
 TREE = Tree("eth0", 1)
-SHOWN = """\
+LEAF = 0x10
+LEAF_RATE = 5_000_000
+CLASSES = """\
 class htb 1:3 root rate 32Gbit ceil 32Gbit burst {top}b cburst {top}b
 class htb 1:10 parent 1:3 prio 0 quantum 1514 rate 1Kbit ceil {rate} burst 1b cburst {bucket}b
 """
 
 
-def shown(rate: str = "5Mbit", bucket: int | None = None) -> str:
-    return SHOWN.format(
-        top=burst(CEILING),
-        rate=rate,
-        bucket=burst(5_000_000) if bucket is None else bucket,
-    )
+def print_classes(rate: str = "5Mbit", bucket: int | None = None) -> str:
+    """Return the classes of a tree with one leaf, as tc prints them."""
+    leaf_bucket = burst(LEAF_RATE) if bucket is None else bucket
+    return CLASSES.format(top=burst(CEILING), rate=rate, bucket=leaf_bucket)
 
 
-def test_a_tree_is_written_with_its_shared_class_and_leaves_below_it() -> None:
+def test_tree_has_a_shared_class_with_leaves_below() -> None:
     root = TREE.root(Access(2_000_000, 50))
     assert root[0] == "qdisc replace dev eth0 root handle 1: htb default 1"
     assert "classid 1:3 htb rate 2000000bit ceil 2000000bit" in root[2]
-    leaf = TREE.leaf("add", 0x10, 5_000_000)
+    leaf = TREE.leaf("add", LEAF, LEAF_RATE)
     assert leaf.startswith("class add dev eth0 parent 1:3 classid 1:10 htb ")
-    assert f"ceil 5000000bit cburst {burst(5_000_000)}" in leaf
-    assert TREE.remove(0x10) == "class del dev eth0 classid 1:10"
+    assert f"ceil 5000000bit cburst {burst(LEAF_RATE)}" in leaf
+    assert TREE.remove(LEAF) == "class del dev eth0 classid 1:10"
+    # Without a limit of the access, the shared class has the ceiling of 32 Gbit/s.
     assert TREE.change_access(None).startswith(
         f"class change dev eth0 parent 1: classid 1:{ACCESS_CLASS:x} htb rate 32"
     )
 
 
 @pytest.mark.parametrize(
-    ("held", "problems"),
+    ("classes", "problems"),
     [
-        (shown(), []),
-        (shown("5005Kbit"), []),  # as near as tc prints
-        (shown("6Mbit"), ["class 1:10 has a rate of 6000000 bit/s instead of 5000000"]),
+        (print_classes(), []),
+        # tc prints four digits, so that a difference of 0.1 % may be due to rounding.
+        (print_classes("5005Kbit"), []),
         (
-            shown(bucket=99_999),
-            [f"class 1:10 has a bucket of 99999 bytes instead of {burst(5_000_000)}"],
+            print_classes("6Mbit"),
+            ["class 1:10 has a rate of 6000000 bit/s instead of 5000000"],
+        ),
+        (
+            print_classes(bucket=99_999),
+            [f"class 1:10 has a bucket of 99999 bytes instead of {burst(LEAF_RATE)}"],
         ),
         ("", ["class 1:3 is missing", "class 1:10 is missing"]),
     ],
+    ids=["equal", "rounded rate", "other rate", "other bucket", "no class"],
 )
-def test_kernel_state_is_compared_with_the_plan(held: str, problems: list[str]) -> None:
-    assert TREE.differences(held, None, [(0x10, 5_000_000)]) == problems
+def test_kernel_state_is_compared_with_the_plan(
+    classes: str, problems: list[str]
+) -> None:
+    assert TREE.differences(classes, None, [(LEAF, LEAF_RATE)]) == problems
 
 
 def test_one_batch_changes_and_reads_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[list[str], str, dict[str, str] | None]] = []
+    calls: list[tuple[list[str], str, dict[str, str] | None]] = []
 
-    def answer(
+    def record_command(
         arguments: list[str], text: str, environment: dict[str, str] | None
     ) -> str:
-        asked.append((arguments, text, environment))
+        calls.append((arguments, text, environment))
+        # tc prints classes as text even with -j, between the JSON lists of queues and filters.
         return 'class htb 1:3 root\n[{"kind": "htb"}]\n[{"pref": 1}]\n[]\nclass htb 2:3 root\n'
 
-    monkeypatch.setattr(tc, "command", answer)
-    found = tc.run_batch(
+    monkeypatch.setattr(tc, "command", record_command)
+    state = tc.run_batch(
         ["a change"],
         ["eth0", "ifb0"],
         [("eth0", "1:"), ("ifb0", "2:")],
         tables="/tables",
     )
-    assert found.classes == "class htb 1:3 root\nclass htb 2:3 root"
-    assert (found.qdiscs, found.filters) == ([{"kind": "htb"}], [[{"pref": 1}], []])
-    ((arguments, text, environment),) = asked
+    assert state.classes == "class htb 1:3 root\nclass htb 2:3 root"
+    assert state.qdiscs == [{"kind": "htb"}]
+    assert state.filters == [[{"pref": 1}], []]
+    ((arguments, text, environment),) = calls
     assert arguments == ["tc", "-j", "-batch", "-"]
     assert text.splitlines() == [
-        *("a change", "class show dev eth0", "class show dev ifb0", "qdisc show"),
-        *("filter show dev eth0 parent 1:", "filter show dev ifb0 parent 2:"),
+        "a change",
+        "class show dev eth0",
+        "class show dev ifb0",
+        "qdisc show",
+        "filter show dev eth0 parent 1:",
+        "filter show dev ifb0 parent 2:",
     ]
     assert environment is not None
     assert environment["TC_LIB_DIR"] == "/tables"
 
 
-def test_a_command_that_fails_is_named_with_its_line() -> None:
+def test_failed_command_is_reported_with_its_input_line() -> None:
     assert namespaces.command(["cat"], "text") == "text"
+    # `Command failed -:2` is tc's message for the second line of a batch on standard input.
     with pytest.raises(
         HostError, match=r"'sh -c .*' failed: Command failed -:2 \(the second\)"
     ):
@@ -91,6 +106,7 @@ def test_a_command_that_fails_is_named_with_its_line() -> None:
             ["sh", "-c", "echo 'Command failed -:2' >&2; exit 1"],
             "the first\nthe second\n",
         )
+    # The input has no line 9 to quote.
     with pytest.raises(HostError, match=r"failed: Command failed -:9$"):
         namespaces.command(
             ["sh", "-c", "echo 'Command failed -:9' >&2; exit 1"], "the first\n"
@@ -101,7 +117,8 @@ def test_a_command_that_fails_is_named_with_its_line() -> None:
         namespaces.command(["no-such-program"])
 
 
-def test_the_namespace_of_a_process_that_is_gone_is_none() -> None:
+def test_namespace_of_an_ended_process_is_refused() -> None:
+    # Linux assigns process ids up to 2^22, so that this process cannot exist.
     with pytest.raises(
         HostError, match="cannot open the network namespace of process 999999999"
     ):
@@ -109,9 +126,9 @@ def test_the_namespace_of_a_process_that_is_gone_is_none() -> None:
 
 
 def test_error_inside_a_namespace_reaches_the_caller() -> None:
-    def bad() -> None:
+    def fail() -> None:
         raise ValueError("inside")
 
     with pytest.raises(ValueError, match="inside"):
-        namespaces._in_thread(bad)
+        namespaces._in_thread(fail)
     assert namespaces._in_thread(lambda: 3) == 3

@@ -1,4 +1,4 @@
-"""Processes beside the shaper's server: what they are asked, what they answer, and that they end."""
+"""Helper processes of the shaper's server: requests, responses and termination."""
 
 from __future__ import annotations
 
@@ -23,25 +23,30 @@ from testbed_controller.shaping.helper import (
 from testbed_controller.shaping.plan import Access
 
 
-def answered(data: bytes, carry_out: Any, descriptors: int = 0) -> tuple[bool, bytes]:
-    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with near, far:
-        near.send(data) if data else near.shutdown(socket.SHUT_WR)
-        goes_on = serve_request(far, carry_out, descriptors)
-        return goes_on, near.recv(LARGEST_REQUEST) if goes_on else b""
+def send_request(data: bytes, execute: Any) -> tuple[bool, bytes]:
+    """Return whether the helper continues, and the response; empty data stands for a disconnected server."""
+    server_end, helper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with server_end, helper_end:
+        if data:
+            server_end.send(data)
+        else:
+            server_end.shutdown(socket.SHUT_WR)
+        continues = serve_request(helper_end, execute, 0)
+        response = server_end.recv(LARGEST_REQUEST) if continues else b""
+        return continues, response
 
 
-def test_a_request_is_answered_and_what_the_kernel_refuses_is_an_error() -> None:
-    def refused(_request: dict[str, Any], _received: list[int]) -> None:
+def test_error_of_the_kernel_is_sent_as_response() -> None:
+    def fail(_request: dict[str, Any], _received: list[int]) -> None:
         raise OSError(1, "not permitted")
 
-    assert answered(b'{"do": "it"}', lambda request, _: {"did": request["do"]}) == (
-        True,
-        b'{"did": "it"}',
-    )
-    assert answered(b"{}", lambda *_: None) == (True, b"{}")
-    assert answered(b"{}", refused) == (True, b'{"error": "[Errno 1] not permitted"}')
-    assert answered(b"", refused) == (False, b"")
+    def echo(request: dict[str, Any], _received: list[int]) -> dict[str, Any]:
+        return {"did": request["do"]}
+
+    assert send_request(b'{"do": "it"}', echo) == (True, b'{"did": "it"}')
+    assert send_request(b"{}", lambda *_: None) == (True, b"{}")
+    assert send_request(b"{}", fail) == (True, b'{"error": "[Errno 1] not permitted"}')
+    assert send_request(b"", fail) == (False, b"")
 
 
 def test_end_of_a_helper_process_is_reported_with_its_status() -> None:
@@ -49,16 +54,19 @@ def test_end_of_a_helper_process_is_reported_with_its_status() -> None:
         Helper("no.such.module", "thing")
 
 
-def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_helper_process_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("testbed_controller.shaping.helper._END_SECONDS", 0.1)
-    made = Helper("testbed_controller.shaping.engine", "delay line")
-    os.kill(made._process.pid, signal.SIGSTOP)
-    made.stop()
-    assert made._process.returncode == -signal.SIGKILL
+    helper = Helper("testbed_controller.shaping.engine", "delay line")
+    # A stopped process does not notice that its socket was closed.
+    os.kill(helper._process.pid, signal.SIGSTOP)
+    helper.stop()
+    assert helper._process.returncode == -signal.SIGKILL
 
 
-class Asked(DelayLine, Gate):
-    """Remembers what it would ask its process."""
+class RecordingHelper(DelayLine, Gate):
+    """A helper without a process, which records requests."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -70,19 +78,25 @@ class Asked(DelayLine, Gate):
         return {}
 
 
-def test_many_queues_are_set_in_several_requests_and_none_in_one() -> None:
-    line = Asked()
+def test_many_queues_are_set_in_several_requests() -> None:
+    helper = RecordingHelper()
     queues = [
         QueueImpairment(number, 10, Link(delay=0.01), "seed") for number in range(130)
     ]
-    line.set("a", queues, Access(1000, 5))
-    assert [len(each["impairments"]) for each in line.requests] == [64, 64, 2]
-    assert {each["downlink"] for each in line.requests} == {(1000, 5)}
-    assert [
-        one["queue"] for each in line.requests for one in each["impairments"]
-    ] == list(range(130))
-    line.requests.clear()
-    line.set("a", [], None)
-    assert line.requests == [
+    helper.set("a", queues, Access(1000, 5))
+    # At most 64 impairments fit into one request: 130 = 64 + 64 + 2.
+    sizes = [len(request["impairments"]) for request in helper.requests]
+    assert sizes == [64, 64, 2]
+    numbers: list[int] = []
+    for request in helper.requests:
+        assert request["downlink"] == (1000, 5)
+        numbers += [impairment["queue"] for impairment in request["impairments"]]
+    assert numbers == list(range(130))
+
+
+def test_absence_of_queues_is_set_in_one_request() -> None:
+    helper = RecordingHelper()
+    helper.set("a", [], None)
+    assert helper.requests == [
         {"do": "set", "device": "a", "impairments": [], "downlink": None}
     ]

@@ -1,10 +1,11 @@
-"""Channels that carry one transmission at a time, against times computed by hand, and which packets wait for them."""
+"""Channels that carry one transmission at a time, against hand-computed times, and the packets that use the gate."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,50 +23,55 @@ from testbed_controller.shaping.plan import Endpoint
 
 CELL = ("cell", 0)
 SECOND = 1000
-"""Bytes that take a second."""
+"""Bytes whose transmission takes a second."""
 RATE = SECOND * 8.0
-AT_ONCE = {"all": Route((CELL,), RATE, 100)}
+CELL_ROUTE = Route((CELL,), RATE, 100)
 
 
-def media(*stations: str, route: Route = AT_ONCE["all"]) -> Media[str]:
-    made: Media[str] = Media()
+def make_media(*stations: str, route: Route = CELL_ROUTE) -> Media[str]:
+    """Return channels of stations with one route, to the address "all"."""
+    media: Media[str] = Media()
     for station in stations:
-        made.set_routes(station, {"all": route}, 0.0)
-    return made
+        media.set_routes(station, {"all": route}, 0.0)
+    return media
 
 
-def ends(made: Media[str], until: float = math.inf) -> list[tuple[str, float]]:
-    return [(each.item, each.end) for each in made.finished(until)]
+def finish(media: Media[str], until: float = math.inf) -> list[tuple[str, float]]:
+    """Return the finished transmissions as pairs of item and end."""
+    return [
+        (transmission.item, transmission.end) for transmission in media.finished(until)
+    ]
 
 
-def test_transmissions_of_a_cell_follow_each_other_in_the_order_of_their_sending():
-    made = media("a", "b")
-    made.offer("a", "all", 0.0, SECOND, "first")
-    made.offer("b", "all", 0.1, 2 * SECOND, "second")
-    made.offer("a", "all", 0.2, SECOND, "third")
-    assert made.next_end == 1.0
-    assert made.finished(0.99) == []
-    assert ends(made, 1.0) == [("first", 1.0)]
-    assert ends(made) == [("second", 3.0), ("third", 4.0)]
-    made.offer("b", "all", 9.0, SECOND, "after silence")
-    assert ends(made) == [("after silence", 10.0)]
-    assert made.next_end == math.inf
+def test_transmissions_of_a_cell_follow_in_sending_order():
+    media = make_media("a", "b")
+    media.offer("a", "all", 0.0, SECOND, "first")
+    media.offer("b", "all", 0.1, 2 * SECOND, "second")
+    media.offer("a", "all", 0.2, SECOND, "third")
+    assert media.next_end == 1.0
+    assert media.finished(0.99) == []
+    assert finish(media, 1.0) == [("first", 1.0)]
+    assert finish(media) == [("second", 3.0), ("third", 4.0)]
+    media.offer("b", "all", 9.0, SECOND, "after silence")
+    assert finish(media) == [("after silence", 10.0)]
+    assert media.next_end == math.inf
 
 
-def test_channels_are_independent_and_a_gateway_needs_all_of_its_own():
-    made = media("a")
-    made.set_routes("b", {"all": Route(("other",), RATE, 100)}, 0.0)
-    made.set_routes(
+def test_gateway_waits_for_all_of_its_channels():
+    media = make_media("a")
+    media.set_routes("b", {"all": Route(("other",), RATE, 100)}, 0.0)
+    media.set_routes(
         "gate",
         {"all": Route((CELL, "other"), RATE, 100), "wire": Route((), RATE, 100)},
         0.0,
     )
-    made.offer("a", "all", 0.0, SECOND, "a")
-    made.offer("b", "all", 0.0, 3 * SECOND, "b")
-    made.offer("gate", "all", 0.0, SECOND, "gate")
-    made.offer("gate", "wire", 0.0, SECOND, "wire")
-    made.offer("a", "all", 0.0, SECOND, "a again")
-    assert ends(made) == [
+    media.offer("a", "all", 0.0, SECOND, "a")
+    media.offer("b", "all", 0.0, 3 * SECOND, "b")
+    media.offer("gate", "all", 0.0, SECOND, "gate")
+    media.offer("gate", "wire", 0.0, SECOND, "wire")
+    media.offer("a", "all", 0.0, SECOND, "a again")
+    # The gateway starts at 3 s with the end of b; a, which asked later than the gateway, starts afterwards.
+    assert finish(media) == [
         ("a", 1.0),
         ("wire", 1.0),
         ("b", 3.0),
@@ -75,41 +81,48 @@ def test_channels_are_independent_and_a_gateway_needs_all_of_its_own():
 
 
 def test_changed_rate_applies_to_later_transmissions():
-    made = media("a", "b")
-    made.offer("a", "all", 0.0, SECOND, "on air")
-    made.offer("a", "all", 0.0, SECOND, "waits")
-    made.set_routes("a", {"all": Route((CELL,), RATE / 4, 100)}, 0.5)
-    made.offer("b", "all", 0.6, SECOND, "b")
-    assert ends(made) == [("on air", 1.0), ("waits", 5.0), ("b", 6.0)]
+    media = make_media("a", "b")
+    media.offer("a", "all", 0.0, SECOND, "on air")
+    media.offer("a", "all", 0.0, SECOND, "waits")
+    # At a quarter of the rate, a second of bytes takes 4 s.
+    media.set_routes("a", {"all": Route((CELL,), RATE / 4, 100)}, 0.5)
+    media.offer("b", "all", 0.6, SECOND, "b")
+    assert finish(media) == [("on air", 1.0), ("waits", 5.0), ("b", 6.0)]
 
 
 def test_removed_station_frees_the_channel():
-    made = media("a", "b")
-    made.offer("a", "all", 0.0, SECOND, "on air")
-    made.offer("a", "all", 0.0, 5 * SECOND, "never")
-    made.offer("b", "all", 0.0, SECOND, "b")
-    assert made.waiting("a") == 2
-    made.forget("a", 0.5)
-    assert made.waiting("a") == 0
-    assert ends(made) == [("b", 2.0)]
+    media = make_media("a", "b")
+    media.offer("a", "all", 0.0, SECOND, "on air")
+    media.offer("a", "all", 0.0, 5 * SECOND, "never")
+    media.offer("b", "all", 0.0, SECOND, "b")
+    assert media.waiting("a") == 2
+    media.forget("a", 0.5)
+    assert media.waiting("a") == 0
+    # The transmission on air occupies the channel until its end at 1 s.
+    assert finish(media) == [("b", 2.0)]
 
 
 def test_packets_without_a_route_leave_at_once():
-    made = media("a")
-    made.offer("a", "all", 0.0, SECOND, "slow")
-    made.offer("a", "elsewhere", 0.5, SECOND, "free")
-    assert ends(made, 0.5) == [("free", 0.5)]
+    media = make_media("a")
+    media.offer("a", "all", 0.0, SECOND, "slow")
+    media.offer("a", "elsewhere", 0.5, SECOND, "free")
+    assert finish(media, 0.5) == [("free", 0.5)]
 
 
 def test_full_queue_refuses_packets_until_one_has_left():
-    made = media("a", "b", route=Route((CELL,), RATE, 2))
-    assert [
-        made.offer("a", "all", 0.0, SECOND, str(number)) for number in range(3)
-    ] == [True, True, False]
-    assert made.offer("b", "all", 0.0, SECOND, "b")
-    assert ends(made, 1.0) == [("0", 1.0)]
-    assert made.offer("a", "all", 1.0, SECOND, "3")
-    assert ends(made) == [("1", 2.0), ("b", 3.0), ("3", 4.0)]
+    media = make_media("a", "b", route=Route((CELL,), RATE, 2))
+    accepted = [
+        media.offer("a", "all", 0.0, SECOND, str(number)) for number in range(3)
+    ]
+    assert accepted == [True, True, False]
+    assert media.offer("b", "all", 0.0, SECOND, "b")
+    assert finish(media, 1.0) == [("0", 1.0)]
+    assert media.offer("a", "all", 1.0, SECOND, "3")
+    assert finish(media) == [("1", 2.0), ("b", 3.0), ("3", 4.0)]
+
+
+def round_ends(ends: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    return [(item, round(end, 9)) for item, end in ends]
 
 
 @given(
@@ -119,119 +132,110 @@ def test_full_queue_refuses_packets_until_one_has_left():
     )
 )
 def test_transmissions_never_overlap_and_the_channel_never_idles(sends):
-    made = media("a", "b", "c")
-    free, now, expected = 0.0, 0.0, []
+    media = make_media("a", "b", "c")
+    channel_free, now, expected = 0.0, 0.0, []
     for number, (station, gap, size) in enumerate(sends):
         now += gap
-        made.offer(station, "all", now, size, str(number))
-        free = max(free, now) + size * 8 / RATE
-        expected.append((str(number), free))
-        made.set_routes(
-            "c", {"all": Route((CELL,), RATE, 100)}, now
-        )  # that nothing changes must change nothing
-    assert [(item, round(end, 9)) for item, end in ends(made)] == [
-        (item, round(end, 9)) for item, end in expected
-    ]
+        media.offer(station, "all", now, size, str(number))
+        channel_free = max(channel_free, now) + size * 8 / RATE
+        expected.append((str(number), channel_free))
+        # Equal routes must not affect waiting packets.
+        media.set_routes("c", {"all": Route((CELL,), RATE, 100)}, now)
+    assert round_ends(finish(media)) == round_ends(expected)
 
 
-PEERS = {"a": "10.0.0.2", "b": "10.0.0.3", "c": "10.0.0.4"}
+ADDRESSES = {"a": "10.0.0.2", "b": "10.0.0.3", "c": "10.0.0.4"}
+BROADCAST = "10.0.0.255"
+ADDRESS_OF_B, ADDRESS_OF_C = ADDRESSES["b"], ADDRESSES["c"]
 
 
-def routes(
-    device: str,
-    broadcast: str | None,
-    peers: dict[str, str],
+def make_links(rate: float | None = None) -> dict[Pair, Link]:
+    return {pair: Link(rate=rate) for pair in permutations(ADDRESSES, 2)}
+
+
+def routes_of_a(
     links: dict[Pair, Link],
-    cells: Sequence[Cell],
+    cells: Sequence[Cell] = (),
+    broadcast: str | None = BROADCAST,
     uplink: float | None = None,
     downlinks: dict[str, float] | None = None,
 ) -> dict[str, Route]:
-    endpoints = {
-        name: Endpoint(name, 1, each, None, (downlinks or {}).get(name))
-        for name, each in peers.items()
-    }
-    return medium.routes_of(
-        replace(endpoints[device], uplink=uplink), broadcast, endpoints, links, cells
+    """Return the gated routes of device a, by destination address."""
+    endpoints = {}
+    for name, address in ADDRESSES.items():
+        downlink = (downlinks or {}).get(name)
+        endpoints[name] = Endpoint(name, 1, address, None, downlink)
+    source = replace(endpoints["a"], uplink=uplink)
+    return medium.routes_of(source, broadcast, endpoints, links, cells)
+
+
+def test_fast_links_without_cells_are_not_gated():
+    assert routes_of_a(make_links()) == {}
+    assert routes_of_a(make_links(2 * GATED_RATE)) == {}
+
+
+def test_slow_broadcasts_have_their_own_channel():
+    # 20 Mbit/s are below the limit of 25 for broadcasts, and above the limit of 5 for links.
+    routes = routes_of_a(make_links(20e6))
+    assert set(routes) == {BROADCAST}
+    assert routes[BROADCAST].channels == ("broadcasts of a",)
+    assert routes[BROADCAST].rate == 20e6
+
+
+def test_slow_link_has_its_own_channel():
+    links = make_links(20e6) | {("a", "c"): Link(rate=250e3)}
+    routes = routes_of_a(links, broadcast=None)
+    assert routes == {ADDRESS_OF_C: Route(("link a -> c",), 250e3, 300)}
+
+
+def rates(routes: dict[str, Route]) -> dict[str, float]:
+    return {address: route.rate for address, route in routes.items()}
+
+
+def test_slow_uplink_slows_the_links_of_its_device():
+    routes = routes_of_a(make_links(), broadcast=None, uplink=1e6)
+    assert rates(routes) == {ADDRESS_OF_B: 1e6, ADDRESS_OF_C: 1e6}
+    # Each link has a channel of its own, since the kernel shares the uplink among links.
+    assert len({route.channels for route in routes.values()}) == 2
+
+
+def test_slow_downlink_slows_the_links_to_its_device():
+    routes = routes_of_a(
+        make_links(2e6), broadcast=None, downlinks={"b": 64e3, "c": 50e6}
     )
+    assert rates(routes) == {ADDRESS_OF_B: 64e3, ADDRESS_OF_C: 2e6}
 
 
-BROADCAST = "10.0.0.255"
-
-
-def links(rate=None):
-    return {
-        (one, other): Link(rate=rate)
-        for one in PEERS
-        for other in PEERS
-        if one != other
-    }
-
-
-def test_without_cells_and_with_fast_links_nothing_waits():
-    assert routes("a", BROADCAST, PEERS, links(), ()) == {}
-    assert routes("a", BROADCAST, PEERS, links(2 * GATED_RATE), ()) == {}
-
-
-def test_slow_casts_have_a_channel_of_their_own():
-    found = routes("a", BROADCAST, PEERS, links(20e6), ())
-    assert set(found) == {BROADCAST}
-    assert found[BROADCAST].channels == ("broadcasts of a",)
-    assert found[BROADCAST].rate == 20e6
-
-
-def test_slow_links_wait_for_the_end_of_their_time_each_for_itself():
-    found = routes("a", None, PEERS, links(20e6) | {("a", "c"): Link(rate=250e3)}, ())
-    assert found == {PEERS["c"]: Route(("link a -> c",), 250e3, 300)}
-
-
-def test_a_slow_access_at_either_end_makes_a_link_slow():
-    by_uplink = routes("a", None, PEERS, links(), (), uplink=1e6)
-    assert {address: route.rate for address, route in by_uplink.items()} == {
-        PEERS["b"]: 1e6,
-        PEERS["c"]: 1e6,
-    }
-    assert len({route.channels for route in by_uplink.values()}) == 2, (
-        "the uplink itself shares among them"
-    )
-    by_downlink = routes("a", None, PEERS, links(2e6), (), None, {"b": 64e3, "c": 50e6})
-    assert {address: route.rate for address, route in by_downlink.items()} == {
-        PEERS["b"]: 64e3,
-        PEERS["c"]: 2e6,
-    }
-
-
-def test_casts_are_as_slow_as_the_slowest_link_and_the_access():
-    uneven = links(10e6) | {("a", "c"): Link(rate=2e6), ("b", "a"): Link(rate=1e3)}
-    assert routes("a", BROADCAST, PEERS, uneven, ())[BROADCAST].rate == 2e6
-    assert routes("a", BROADCAST, PEERS, uneven, (), uplink=5e5)[BROADCAST].rate == 5e5
+def test_broadcasts_have_the_rate_of_the_slowest_link_and_access():
+    # The link from b to a is not used by broadcasts of a.
+    links = make_links(10e6) | {("a", "c"): Link(rate=2e6), ("b", "a"): Link(rate=1e3)}
+    assert routes_of_a(links)[BROADCAST].rate == 2e6
+    assert routes_of_a(links, uplink=5e5)[BROADCAST].rate == 5e5
 
 
 def test_links_within_a_cell_share_the_channel_with_broadcasts():
-    found = routes("a", BROADCAST, PEERS, links(50e6), [Cell(("a", "b"), 30e6)])
-    assert set(found) == {PEERS["b"], BROADCAST}
-    assert {route.channels for route in found.values()} == {("cell of a, b",)}
-    assert {route.rate for route in found.values()} == {
-        30e6
-    }  # the casts too, though they are fast
+    # Links and broadcasts would be too fast for the gate without the cell.
+    routes = routes_of_a(make_links(50e6), [Cell(("a", "b"), 30e6)])
+    assert set(routes) == {ADDRESS_OF_B, BROADCAST}
+    for route in routes.values():
+        assert route.channels == ("cell of a, b",)
+        assert route.rate == 30e6
 
 
-def test_a_link_slower_than_its_cell_keeps_its_rate():
-    assert (
-        routes("a", None, PEERS, links(1e6), [Cell(("a", "b"), 30e6)])[PEERS["b"]].rate
-        == 1e6
-    )
+def test_link_slower_than_its_cell_keeps_its_rate():
+    routes = routes_of_a(make_links(1e6), [Cell(("a", "b"), 30e6)], broadcast=None)
+    assert routes[ADDRESS_OF_B].rate == 1e6
 
 
-def test_a_cast_in_several_cells_takes_all_of_them():
-    found = routes(
-        "a", BROADCAST, PEERS, links(), [Cell(("a", "b"), 2e6), Cell(("a", "c"), 1e6)]
-    )
-    assert found[BROADCAST].channels == ("cell of a, b", "cell of a, c")
-    assert found[BROADCAST].rate == 1e6
+def test_broadcast_in_several_cells_occupies_all_cells():
+    cells = [Cell(("a", "b"), 2e6), Cell(("a", "c"), 1e6)]
+    route = routes_of_a(make_links(), cells)[BROADCAST]
+    assert route.channels == ("cell of a, b", "cell of a, c")
+    assert route.rate == 1e6
 
 
-def test_rules_lead_exactly_these_addresses_into_the_queue():
-    gated = routes("a", BROADCAST, PEERS, links(20e6), ())
-    made = gate_rules("eth1", gated)
-    assert made.rules == (f"-d {BROADCAST}/32 -j NFQUEUE --queue-num {QUEUE}",)
-    assert ("OUTPUT", "-o", "eth1") in vars(made).values()
+def test_only_gated_addresses_have_a_rule_for_the_queue():
+    routes = routes_of_a(make_links(20e6))
+    chain = gate_rules("eth1", routes)
+    assert chain.rules == (f"-d {BROADCAST}/32 -j NFQUEUE --queue-num {QUEUE}",)
+    assert ("OUTPUT", "-o", "eth1") in vars(chain).values()

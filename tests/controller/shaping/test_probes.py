@@ -1,4 +1,4 @@
-"""Measurements of delay and loss, between sockets on the loopback."""
+"""The order of link measurements, and measurements of delay and loss between loopback sockets."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import contextlib
 import socket
 import time
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, permutations
 
 from testbed.network.link import Link
 from testbed_controller.shaping import probes
 from testbed_controller.shaping.plan import FRAME
-from testbed_controller.shaping.trains import Ends
+from testbed_controller.shaping.probes import _assign_turns, split_into_rounds
+from testbed_controller.shaping.trains import Ends, Site
 
 
 @dataclass
 class SlowSender:
-    """A socket on a host that takes two milliseconds for each packet."""
+    """Socket of a busy host: each packet takes two milliseconds."""
 
     socket: socket.socket
 
@@ -25,18 +26,21 @@ class SlowSender:
         self.socket.sendto(content, address)
 
 
-def test_a_host_that_falls_behind_sends_later_and_loses_nothing() -> None:
-    pairs = [(a, b) for a in "abcde" for b in "abcde" if a != b]
+def open_sockets(stack: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+    """Return a sender and a receiver of datagrams."""
+    sender = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    receiver = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    receiver.bind(("127.0.0.1", 0))
+    receiver.setblocking(False)
+    return sender, receiver
+
+
+def test_slow_host_sends_packets_later_and_loses_none() -> None:
+    pairs = list(permutations("abcde", 2))
     with contextlib.ExitStack() as stack:
         ends = {}
         for name in "abcde":
-            sender, receiver = (
-                socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)
-            )
-            receiver.bind(("127.0.0.1", 0))
-            receiver.setblocking(False)
-            stack.enter_context(sender)
-            stack.enter_context(receiver)
+            sender, receiver = open_sockets(stack)
             ends[name] = Ends(SlowSender(sender), receiver, FRAME)
         tallies = [probes._Tally(pair, Link(), Link(), packets=15) for pair in pairs]
         probes._measure_delays(tallies, ends, None, None)
@@ -45,29 +49,52 @@ def test_a_host_that_falls_behind_sends_later_and_loses_nothing() -> None:
 
 
 def test_packets_of_a_slow_link_keep_their_distance_after_a_stall() -> None:
-    sent: list[float] = []
+    send_times: list[float] = []
 
-    class Stalling(SlowSender):
+    class StallingSender(SlowSender):
         def sendto(self, content: bytes, address: tuple[str, int]) -> None:
-            sent.append(time.monotonic())
-            if len(sent) == 3:
+            send_times.append(time.monotonic())
+            if len(send_times) == 3:
                 time.sleep(0.3)
             self.socket.sendto(content, address)
 
     with contextlib.ExitStack() as stack:
-        sender, receiver = (
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)
-        )
-        receiver.bind(("127.0.0.1", 0))
-        receiver.setblocking(False)
-        stack.enter_context(sender)
-        stack.enter_context(receiver)
-        end = Ends(Stalling(sender), receiver, FRAME)
+        sender, receiver = open_sockets(stack)
+        end = Ends(StallingSender(sender), receiver, FRAME)
         link = Link(rate=16e3)
         tally = probes._Tally(("a", "b"), link, link, packets=6)
         probes._measure_delays([tally], {"a": end, "b": end}, None, None)
     assert len(tally.delays) == 6
-    assert (
-        min(later - earlier for earlier, later in pairwise(sent[1:]))
-        >= tally.gap * 0.95
-    )
+    # Packets in quick succession would wait for each other in the link's queue, and seem delayed.
+    distances = [later - earlier for earlier, later in pairwise(send_times[1:])]
+    assert min(distances) >= tally.gap * 0.95
+
+
+def test_rounds_share_no_device() -> None:
+    pairs = list(permutations("abcd", 2))
+    rounds = split_into_rounds(pairs)
+    measured_pairs = []
+    for pairs_of_round in rounds:
+        measured_pairs += pairs_of_round
+        devices = [*chain.from_iterable(pairs_of_round)]
+        assert len(devices) == len(set(devices))
+    assert sorted(measured_pairs) == sorted(pairs)
+
+
+def test_links_that_share_an_access_are_measured_in_turn() -> None:
+    sites = {
+        "a": Site(None, "a"),
+        "b": Site(None, "b", uplink=1e6, downlink=1e6),
+        "c": Site(None, "c", uplink=1e6, downlink=1e6),
+        "d": Site(None, "d"),
+    }
+    pairs = list(permutations(sites, 2))
+    turns, crowds = _assign_turns(pairs, sites, {})
+    # Neither a nor d has an access limit, so that their links share no rate.
+    assert ("a", "d") not in turns
+    for name in "bc":
+        outgoing = [turns[pair] for pair in pairs if pair[0] == name]
+        incoming = [turns[pair] for pair in pairs if pair[1] == name]
+        assert len(set(outgoing)) == len(outgoing) == 3
+        assert len(set(incoming)) == len(incoming) == 3
+    assert all(turns[pair] < crowds[pair] for pair in turns)

@@ -1,4 +1,4 @@
-"""The shaper over HTTP: who may ask, what is understood, and what an error becomes."""
+"""The shaper's HTTP server: authorisation, requests and error responses."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from testbed_controller.shaping.plan import Endpoint
 from testbed_controller.shaping.server import create_application
 
 
-class Remembering:
-    """What the server stands before, without a kernel."""
+class RecordingShaper:
+    """A fake shaper, which records calls and leaves the kernel alone."""
 
     seed = 1
 
     def __init__(self) -> None:
-        self.done: list[Any] = []
+        self.calls: list[Any] = []
 
     def attach(
         self, endpoints: list[Endpoint], links: Mapping[Pair, Link], cells: list[Cell]
     ) -> None:
-        self.done.append((endpoints, links, cells))
+        self.calls.append((endpoints, links, cells))
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         if ("a", "gone") in links:
             raise InputError("unknown device 'gone'")
         if ("a", "broken") in links:
+            # Escape sequences of error messages must not reach a terminal.
             raise HostError("the kernel\x1b refuses")
-        self.done.append(links)
+        self.calls.append(links)
 
     def release_ended(self) -> None:
-        self.done.append("released")
+        self.calls.append("released")
 
     def facts(self) -> dict[str, Any]:
         return {"backend": "none"}
@@ -51,74 +52,72 @@ class Remembering:
 
 
 @pytest.fixture
-def shaping() -> Remembering:
-    return Remembering()
+def shaper() -> RecordingShaper:
+    return RecordingShaper()
 
 
 @pytest.fixture
-def client(shaping: Remembering) -> FlaskClient:
-    renewed = shaping.done.append
-    made = create_application(
-        shaping, "secret", lambda: renewed("renewed")
-    ).test_client()  # type: ignore[arg-type]
-    made.environ_base["HTTP_AUTHORIZATION"] = "Bearer secret"
-    return made
+def client(shaper: RecordingShaper) -> FlaskClient:
+    application = create_application(
+        shaper,  # type: ignore[arg-type]
+        "secret",
+        lambda: shaper.calls.append("renewed"),
+    )
+    client = application.test_client()
+    client.environ_base["HTTP_AUTHORIZATION"] = "Bearer secret"
+    return client
 
 
-def link(destination: str) -> dict[str, Any]:
-    return {
-        "links": [
-            {"source": "a", "destination": destination, **Link(delay=0.01).to_json()}
-        ]
-    }
+def link_from_a(destination: str) -> dict[str, Any]:
+    """Return a request body with one link."""
+    link = {"source": "a", "destination": destination, **Link(delay=0.01).to_json()}
+    return {"links": [link]}
 
 
 def test_only_health_needs_no_token(client: FlaskClient) -> None:
     client.environ_base["HTTP_AUTHORIZATION"] = "Bearer wrong"
     assert client.get("/health").json == {"state": "ready"}
-    assert [
-        client.get(path).status_code
-        for path in ("/facts", "/show", "/load", "/statistics")
-    ] == [401] * 4
-    assert client.post("/set", json=link("b")).status_code == 401
+    for path in ("/facts", "/show", "/load", "/statistics"):
+        assert client.get(path).status_code == 401
+    assert client.post("/set", json=link_from_a("b")).status_code == 401
 
 
-def test_requests_call_the_shaper(client: FlaskClient, shaping: Remembering) -> None:
+def test_requests_call_the_shaper(client: FlaskClient, shaper: RecordingShaper) -> None:
     assert client.get("/facts").json == {"backend": "none"}
     assert client.get("/statistics?reset=1").json == {"reset": True}
     assert client.get("/statistics").json == {"reset": False}
     assert client.get("/load?reset=1").json == {}
     assert client.get("/load").json == {"host_load": 0.5}
-    assert client.post("/lease").json == client.post("/release").json == {}
-    endpoint = {"name": "a", "pid": 7, "address": "10.0.0.2"}
-    cell = {"devices": ["a", "b"], "rate": 5e6}
-    assert (
-        client.post(
-            "/attach",
-            json={"endpoints": [endpoint], **link("b"), "seed": 4, "cells": [cell]},
-        ).json
-        == {}
-    )
-    assert client.post("/set", json=link("b")).json == {}
-    assert shaping.seed == 4
+    assert client.post("/lease").json == {}
+    assert client.post("/release").json == {}
+    attachment = {
+        "endpoints": [{"name": "a", "pid": 7, "address": "10.0.0.2"}],
+        **link_from_a("b"),
+        "seed": 4,
+        "cells": [{"devices": ["a", "b"], "rate": 5e6}],
+    }
+    assert client.post("/attach", json=attachment).json == {}
+    assert client.post("/set", json=link_from_a("b")).json == {}
+    assert shaper.seed == 4
     links = {("a", "b"): Link(delay=0.01)}
     attached = [Endpoint("a", 7, "10.0.0.2")], links, [Cell(("a", "b"), 5e6)]
-    assert shaping.done == ["renewed", "released", attached, links]
+    assert shaper.calls == ["renewed", "released", attached, links]
 
 
 @pytest.mark.parametrize(
     ("body", "status", "error"),
     [
-        (link("gone"), 400, "unknown device 'gone'"),
-        (link("broken"), 500, "the kernel\\x1b refuses"),
+        (link_from_a("gone"), 400, "unknown device 'gone'"),
+        (link_from_a("broken"), 500, "the kernel\\x1b refuses"),
         ([], 400, "the body of a request must be a JSON object"),
         ({}, 400, "malformed request: KeyError('links')"),
         ({"links": 1}, 400, "malformed request: TypeError"),
     ],
+    ids=["unknown device", "kernel error", "list", "no links", "links of a wrong type"],
 )
 def test_invalid_requests_are_refused_with_status_and_reason(
     client: FlaskClient, body: Any, status: int, error: str
 ) -> None:
-    answer = client.post("/set", json=body)
-    assert answer.status_code == status
-    assert error in (answer.json or {})["error"]
+    response = client.post("/set", json=body)
+    assert response.status_code == status
+    assert error in (response.json or {})["error"]

@@ -1,4 +1,4 @@
-"""Rates, from the instants at which frames came."""
+"""Link rates computed from the arrival times of frames."""
 
 from __future__ import annotations
 
@@ -21,99 +21,104 @@ from testbed_controller.shaping.trains import (
 
 ENDS = {name: FarEnds(("127.0.0.1", 1)) for name in "ab"}
 PAIR = ("a", "b")
+LINK_RATE = 10e6
 
 
-def came(rate: float, late: bool = False, lost: int = 0, **link: float) -> Train:
-    """Return a train of which frames came at this rate, after a bucketful at once; the first ones metered are lost."""
-    train = make_train(PAIR, Link(rate=10e6, **link), ENDS, is_bound_by_downlink=late)
-    skipped = _burst_frames(10e6, train.frame)
-    train.stamps = {
-        number: 5.0 + max(0, number - skipped) * train.frame * 8 / rate
-        for number in range(train.frames)
-        if not skipped <= number < skipped + lost
-    }
+def received_train(
+    rate: float, is_bound_by_downlink: bool = False, lost: int = 0, **link: float
+) -> Train:
+    """Return a train that arrived at a rate; a bucket of frames arrived at once, and the next ``lost`` were lost."""
+    train = make_train(
+        PAIR,
+        Link(rate=LINK_RATE, **link),
+        ENDS,
+        is_bound_by_downlink=is_bound_by_downlink,
+    )
+    bucket = _burst_frames(LINK_RATE, train.frame)
+    frame_seconds = train.frame * 8 / rate
+    train.stamps = {}
+    for number in range(train.frames):
+        is_lost = bucket <= number < bucket + lost
+        if not is_lost:
+            train.stamps[number] = 5.0 + max(0, number - bucket) * frame_seconds
     return train
 
 
 @pytest.mark.parametrize("rate", [1e6, 10e6, 12e6])
 @pytest.mark.parametrize("lost", [0, 5])
-def test_the_rate_is_that_of_the_frames_after_the_bucket(
-    rate: float, lost: int
-) -> None:
-    assert came(rate, lost=lost).rate() == pytest.approx(rate)
-    assert came(rate, lost=lost, jitter=0.001, delay=0.005).rate() == pytest.approx(
-        rate
-    )
-    # Of a downlink nobody knows which frames came to it: all that came count.
-    assert came(rate, late=True, lost=0).rate() == pytest.approx(rate)
+def test_rate_is_measured_after_the_bucket(rate: float, lost: int) -> None:
+    assert received_train(rate, lost=lost).rate() == pytest.approx(rate)
+    jittery = received_train(rate, lost=lost, jitter=0.001, delay=0.005)
+    assert jittery.rate() == pytest.approx(rate)
+    # The frames that the bucket of a downlink passed at once are not known, so all arrivals count.
+    by_downlink = received_train(rate, is_bound_by_downlink=True)
+    assert by_downlink.rate() == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(
-    "noticed",
+    "recorded",
     [
-        lambda index, when: max(when, 0.048),
-        lambda index, when: 0.140 if when > 0.07 else when,
-        lambda index, when: when + 0.003 * (index % 7),
+        lambda index, arrival: max(arrival, 0.048),
+        lambda index, arrival: 0.140 if arrival > 0.07 else arrival,
+        lambda index, arrival: arrival + 0.003 * (index % 7),
     ],
     ids=[
         "sender still busy",
-        "reader kept from the processor at the end",
+        "reader without processor at the end",
         "reader late now and then",
     ],
 )
-def test_arrivals_that_are_noticed_late_do_not_change_the_rate_of_a_downlink(
-    noticed: Callable[[int, float], float],
+def test_late_recorded_arrivals_do_not_change_the_rate_of_a_downlink(
+    recorded: Callable[[int, float], float],
 ) -> None:
+    # 495 full frames of 50 Mbit/s take 0.12 s, the duration of a train.
     spacing = FRAME * 8 / 50e6
-    assert slope_below(
-        [noticed(index, index * spacing) for index in range(495)]
-    ) == pytest.approx(spacing, rel=0.002)
+    times = [recorded(index, index * spacing) for index in range(495)]
+    assert slope_below(times) == pytest.approx(spacing, rel=0.002)
 
 
 @pytest.mark.parametrize("rate", [8e3, 16e3, 27e3, 64e3, 128e3, 250e3, 1e6, 100e6])
-def test_frames_of_a_slow_link_go_one_by_one_and_take_seconds_that_are_bounded(
-    rate: float,
-) -> None:
+def test_slow_links_have_short_trains_of_single_frames(rate: float) -> None:
     train = make_train(PAIR, Link(rate=rate), ENDS, is_bound_by_downlink=False)
-    assert train.together == 1, (
-        "several in one piece leave at once and arrive at the rate of no link"
-    )
+    # Frames sent as one piece would leave at once and arrive at a rate above that of the link.
+    assert train.together == 1
     assert train.frames * train.frame_seconds < 5
 
 
-def test_too_few_frames_give_no_rate() -> None:
-    train = came(1e6)
+def test_too_few_frames_have_no_rate() -> None:
+    train = received_train(1e6)
     last = max(train.stamps)
+    # No frame, one frame, two frames at one instant, and only frames of the bucket.
     for stamps in ({}, {last: 1.0}, {last - 1: 2.0, last: 2.0}, {0: 1.0, 1: 2.0}):
         train.stamps = stamps
         assert train.rate() is None
 
 
-def test_frames_are_small_on_slow_links_and_never_too_few() -> None:
-    slow, fast = (
-        make_train(PAIR, Link(rate=rate), ENDS, is_bound_by_downlink=False)
-        for rate in (8e3, 1e9)
-    )
+def test_trains_of_slow_links_have_small_frames() -> None:
+    slow = make_train(PAIR, Link(rate=8e3), ENDS, is_bound_by_downlink=False)
+    fast = make_train(PAIR, Link(rate=1e9), ENDS, is_bound_by_downlink=False)
     assert slow.frame == SMALL_FRAME
     assert fast.frame == FRAME
     for train in (slow, fast):
-        # Half of what the bucket lets through at once: the rest of the train keeps the pace.
-        assert train.together * train.frame <= burst(train.link.rate or 0) / 2
-        assert train.frames >= 24 + _burst_frames(train.link.rate or 0, train.frame)
-    assert (
-        make_train(
-            PAIR, Link(rate=1e6, delay=0.5), ENDS, is_bound_by_downlink=False
-        ).seconds
-        > 0.7
-    )
+        link_rate = train.link.rate or 0
+        # A piece is at most half of the bucket, so that the train keeps its pace.
+        assert train.together * train.frame <= burst(link_rate) / 2
+        assert train.frames >= 24 + _burst_frames(link_rate, train.frame)
+
+
+def test_duration_of_a_train_includes_the_delay() -> None:
+    delayed = Link(rate=1e6, delay=0.5)
+    train = make_train(PAIR, delayed, ENDS, is_bound_by_downlink=False)
+    assert train.seconds > 0.7
 
 
 def test_listener_reports_readable_sockets() -> None:
-    receivers = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
-    with receivers[0] as one, receivers[1] as other:
-        for each in receivers:
-            each.bind(("127.0.0.1", 0))
-        with Listener(receivers) as listener:
+    sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with sender, receiver:
+        sender.bind(("127.0.0.1", 0))
+        receiver.bind(("127.0.0.1", 0))
+        with Listener([sender, receiver]) as listener:
             assert listener.ready(0.001) == []
-            one.sendto(b"x", other.getsockname())
-            assert listener.ready(2.0) == [other]
+            sender.sendto(b"x", receiver.getsockname())
+            assert listener.ready(2.0) == [receiver]
