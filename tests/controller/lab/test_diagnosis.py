@@ -12,6 +12,7 @@ from testbed_controller.lab import diagnosis, engine, images
 def test_failing_engine_is_not_reported_as_missing_kernel_modules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # runc fails before the container could load a module.
     def refuse(*_: Any, **__: Any) -> None:
         raise APIError("500", explanation="runc create failed: error setting rlimits")
 
@@ -54,6 +55,7 @@ def test_limits_without_kernel_support_are_recorded() -> None:
 def test_images_are_complete_without_their_base_images(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The base images are needed only to build these two.
     tags = images.image_tags()
     present = {tags.device, tags.shaper}
     for module in (diagnosis, images):

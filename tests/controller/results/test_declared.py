@@ -21,7 +21,7 @@ from tests.helpers import ROOT, recorded
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of a user-defined method; code beside its results is changed and writes a file when imported."""
+    """Return a run of a user-defined method; changed code beside the results writes a file when imported."""
     folder = tmp_path_factory.mktemp("results") / "mean"
     scenario = str(ROOT / "scenarios/examples/mean.yaml")
     arguments = ["run", scenario, "--runtime", "simulate", "--out", str(folder)]

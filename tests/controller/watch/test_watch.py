@@ -31,7 +31,7 @@ Strike = Callable[[Mapping[str, object]], str]
 
 
 class OriginClient(FlaskClient):
-    """A client that sends requests to the address of the page."""
+    """A client with the address of the page as base URL."""
 
     def open(self, *args: object, **keys: object) -> Any:
         return super().open(*args, **{"base_url": ORIGIN, **keys})
