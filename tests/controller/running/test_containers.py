@@ -1,4 +1,4 @@
-"""Faults on a lab, in front of an engine, a shaper and agents that only remember."""
+"""Faults in a running lab, with a fake engine, shaper and agents."""
 
 from __future__ import annotations
 
@@ -21,224 +21,211 @@ from testbed_controller.running.control import answer, flap
 from testbed_controller.running.machines import HALTED, DockerFaultTarget
 from tests.helpers.recording_lab import RecordingLab
 
+PACKETS_SECONDS = 2 * 8 * 1514 * 8 / 10e6
+"""Time of eight full frames in each direction, at the 10 Mbit/s of the lab's links."""
 
-def containers(lab: RecordingLab) -> DockerFaultTarget:
+
+def fault_target(lab: RecordingLab) -> DockerFaultTarget:
     return DockerFaultTarget(cast(Lab, lab))
 
 
-def do(
-    lab: RecordingLab, handle: str = "it", phase: FaultPhase = "strike", **given: Any
+def strike(
+    lab: RecordingLab, handle: str = "it", phase: FaultPhase = "strike", **part: Any
 ) -> StateDiff:
-    return apply_step(
-        FaultOperation(ActionPart.model_validate(given).action, handle, phase),
-        containers(lab),
-    )
+    """Apply an action, given as in a scenario."""
+    action = ActionPart.model_validate(part).action
+    return apply_step(FaultOperation(action, handle, phase), fault_target(lab))
 
 
-def take_back(lab: RecordingLab, handle: str = "it", **given: Any) -> StateDiff:
-    return do(lab, handle, "undo", **given)
+def undo(lab: RecordingLab, handle: str = "it", **part: Any) -> StateDiff:
+    return strike(lab, handle, "undo", **part)
 
 
-def in_force(lab: RecordingLab) -> list[str]:
-    return list(containers(lab).current.in_force)
+def active_handles(lab: RecordingLab) -> list[str]:
+    return list(fault_target(lab).current.in_force)
+
+
+def change_link(**properties: str) -> Change:
+    """Return a change of one property of the link from a to b, as in a link trace."""
+    ((name, value),) = properties.items()
+    part = LinkPart.model_validate(properties)
+    return Change(1.0, f"link a->b {name}", value, (("a", "b"),), part)
 
 
 def test_throttle_is_sent_to_the_agent_and_reverted(lab: RecordingLab) -> None:
-    part: dict[str, Any] = {"throttle": {"device": "b", "speed": "250mflops"}}
-    assert do(lab, **part) == StateDiff(speeds={"b": 0.25})
-    assert do(lab, handle="more", throttle={"device": "b", "slowdown": 2}).speeds == {
-        "b": 0.125
-    }
-    assert take_back(lab, handle="more", **part).speeds == {"b": 0.25}
-    assert do(lab, unthrottle="b").speeds == {"b": 1.0}
+    # 250 Mflop/s are a quarter of the device's 1 Gflop/s.
+    throttle: dict[str, Any] = {"throttle": {"device": "b", "speed": "250mflops"}}
+    assert strike(lab, **throttle) == StateDiff(speeds={"b": 0.25})
+    second = strike(lab, handle="more", throttle={"device": "b", "slowdown": 2})
+    assert second.speeds == {"b": 0.125}
+    assert undo(lab, handle="more", **throttle).speeds == {"b": 0.25}
+    assert strike(lab, unthrottle="b").speeds == {"b": 1.0}
     assert lab.agents["b"].factors == [0.25, 0.125, 0.25, 1.0]
     assert lab.agents["a"].factors == []
-    assert in_force(lab) == []
+    assert active_handles(lab) == []
 
 
 def test_booted_or_resumed_device_receives_the_active_faults(
     lab: RecordingLab,
 ) -> None:
-    do(lab, kill="b")
-    assert do(lab, throttle={"device": "b", "slowdown": 2}).speeds == {"b": 0.5}
+    strike(lab, kill="b")
+    throttle = {"device": "b", "slowdown": 2}
+    assert strike(lab, throttle=throttle).speeds == {"b": 0.5}
     assert lab.agents["b"].factors == []
-    do(lab, handle="worse", degrade={"device": "b", "delay": "50ms"})
-    do(lab, restart="b")
+    strike(lab, handle="worse", degrade={"device": "b", "delay": "50ms"})
+    strike(lab, restart="b")
     assert lab.agents["b"].factors == [0.5]
     assert lab.booted_with["a", "b"].delay == 0.05
-    do(lab, pause="b")
-    do(lab, unthrottle="b")
+    strike(lab, pause="b")
+    # A paused agent cannot receive its new speed.
+    strike(lab, unthrottle="b")
     assert lab.agents["b"].factors == [0.5, HALTED]
 
 
-def test_resumed_device_has_its_own_speed_again(
-    lab: RecordingLab,
-) -> None:
-    do(lab, throttle={"device": "b", "slowdown": 2})
-    do(lab, pause="b")
-    do(lab, unthrottle="b")
-    do(lab, resume="b")
+def test_resumed_device_has_its_own_speed_again(lab: RecordingLab) -> None:
+    strike(lab, throttle={"device": "b", "slowdown": 2})
+    strike(lab, pause="b")
+    strike(lab, unthrottle="b")
+    strike(lab, resume="b")
     assert lab.agents["b"].factors == [0.5, HALTED, 1.0]
 
 
-def test_a_flap_takes_links_down_and_up(lab: RecordingLab) -> None:
+def test_flap_takes_links_down_and_up(lab: RecordingLab) -> None:
     part: dict[str, Any] = {
         "flap": {"between": ["a", "b"], "down": "100ms", "up": "1s"}
     }
-    assert set(do(lab, **part).links) == {("a", "b"), ("b", "a")}
+    assert set(strike(lab, **part).links) == {("a", "b"), ("b", "a")}
     assert not lab.shaped["a", "b"].up
     assert lab.shaped["a", "c"].up
-    take_back(lab, **part)
+    undo(lab, **part)
     assert lab.shaped == lab.experiment.links
 
 
-def flapping(
+def flap_by_hand(
     lab: RecordingLab, seconds: float | None = None, **keys: Any
 ) -> Generator[tuple[int, float]]:
+    """Take the links between a and b down for 20 ms and up for 30 ms, in turns."""
     part = {"between": ["a", "b"], "down": "20ms", "up": "30ms", **keys}
-    asked = flap(lambda request: answer(request, containers(lab)), part, seconds)
-    return cast(Generator[tuple[int, float]], asked)
+    turns = flap(lambda request: answer(request, fault_target(lab)), part, seconds)
+    return cast(Generator[tuple[int, float]], turns)
 
 
 def test_flapping_ends_with_the_links_up(lab: RecordingLab) -> None:
-    up = [lab.shaped["a", "b"].up for _ in flapping(lab, times=2)]
+    up = [lab.shaped["a", "b"].up for _ in flap_by_hand(lab, times=2)]
     assert up == [False, True, False, True]
-    turns = list(flapping(lab, times=3))
+    turns = list(flap_by_hand(lab, times=3))
     assert [number for number, _ in turns] == [1, 1, 2, 2, 3, 3]
-    assert turns[-1][1] < 0.5
-    assert len(list(flapping(lab, 0.06))) == 4
+    _, lateness = turns[-1]
+    assert lateness < 0.5
+    # The second turn begins at 50 ms, within the duration of 60 ms, and ends with the links up.
+    assert len(list(flap_by_hand(lab, 0.06))) == 4
 
 
 def test_interrupted_flapping_leaves_the_links_up(lab: RecordingLab) -> None:
-    endless = flapping(lab)
-    assert next(endless)[0] == 1
+    turns = flap_by_hand(lab)
+    assert next(turns)[0] == 1
     assert not lab.shaped["a", "b"].up
-    endless.close()
+    turns.close()
     assert lab.shaped == lab.experiment.links
-    assert in_force(lab) == []
+    assert active_handles(lab) == []
 
 
 def test_faults_apply_on_top_of_a_trace(lab: RecordingLab) -> None:
-    do(lab, partition=[["a"], ["b", "c"]])
+    strike(lab, partition=[["a"], ["b", "c"]])
+    slow_device = ThrottlePart(device="c", slowdown=4)
     changes = [
-        Change(
-            1.0,
-            "link a->b rate",
-            "1mbit",
-            (("a", "b"),),
-            LinkPart.model_validate({"rate": "1mbit"}),
-        ),
-        Change(
-            1.0,
-            "link a->b delay",
-            "8ms",
-            (("a", "b"),),
-            LinkPart.model_validate({"delay": "8ms"}),
-        ),
-        Change(
-            1.0, "device c slowdown", "4", speed=ThrottlePart(device="c", slowdown=4)
-        ),
+        change_link(rate="1mbit"),
+        change_link(delay="8ms"),
+        Change(1.0, "device c slowdown", "4", speed=slow_device),
     ]
-    assert apply_step(Changes(changes), containers(lab)) == StateDiff(
+    assert apply_step(Changes(changes), fault_target(lab)) == StateDiff(
         links={("a", "b"): Link(1e6, 0.008, up=False)}, speeds={"c": 0.25}
     )
-    do(lab, handle="hot", throttle={"device": "c", "slowdown": 2})
+    strike(lab, handle="hot", throttle={"device": "c", "slowdown": 2})
+    # Slowdowns multiply: 4 of the trace, and 2 of the fault.
     assert lab.agents["c"].factors == [0.25, 0.125]
-    do(lab, heal="all")
+    # `heal` reverts faults of links only.
+    strike(lab, heal="all")
     assert lab.shaped["a", "b"] == Link(1e6, 0.008)
-    assert in_force(lab) == ["hot"], "healing is of links"
-    do(lab, unthrottle="c")
+    assert active_handles(lab) == ["hot"]
+    strike(lab, unthrottle="c")
     assert lab.agents["c"].factors[-1] == 0.25
 
 
 def test_receivers_get_their_broadcast_loss(lab: RecordingLab) -> None:
-    do(lab, degrade={"from": "a", "to": "b", "message_loss": "20%"})
+    strike(lab, degrade={"from": "a", "to": "b", "message_loss": "20%"})
     assert lab.agents["b"].losses == [{"a": 0.2}]
     assert lab.agents["c"].losses == []
 
 
 def test_both_ends_of_a_link_receive_its_round_trip_time(lab: RecordingLab) -> None:
-    few_packets = 2 * 8 * 1514 * 8 / 10e6
-    own = pytest.approx(0.01 + few_packets)
-    do(lab, degrade={"from": "a", "to": "b", "delay": "2s"})
-    slow = pytest.approx(2.005 + few_packets)
-    assert (lab.agents["a"].slowness, lab.agents["b"].slowness) == (
-        [{"b": slow}],
-        [{"a": slow}],
-    )
+    # Links of the scenario have a delay of 5 ms in each direction.
+    original = pytest.approx(2 * 0.005 + PACKETS_SECONDS)
+    degraded = pytest.approx(2.0 + 0.005 + PACKETS_SECONDS)
+    strike(lab, degrade={"from": "a", "to": "b", "delay": "2s"})
+    assert lab.agents["a"].slowness == [{"b": degraded}]
+    assert lab.agents["b"].slowness == [{"a": degraded}]
     assert lab.agents["c"].slowness == []
-    do(lab, heal="all")
-    assert (lab.agents["a"].slowness[1:], lab.agents["b"].slowness[1:]) == (
-        [{"b": own}],
-        [{"a": own}],
-    )
+    strike(lab, heal="all")
+    assert lab.agents["a"].slowness[1:] == [{"b": original}]
+    assert lab.agents["b"].slowness[1:] == [{"a": original}]
 
 
-def test_small_changes_of_time_outs_are_not_sent(
-    lab: RecordingLab,
-) -> None:
+def test_small_changes_of_time_outs_are_not_sent(lab: RecordingLab) -> None:
     for step in range(1, 11):
-        delay = f"{step * 100}ms"
-        change = Change(
-            1.0,
-            "link a->b delay",
-            delay,
-            (("a", "b"),),
-            LinkPart.model_validate({"delay": delay}),
-        )
-        apply_step(Changes([change]), containers(lab))
-    assert [seconds["b"] for seconds in lab.agents["a"].slowness] == pytest.approx(
-        [0.5244, 1.0244], abs=1e-3
-    )
+        change = change_link(delay=f"{step * 100}ms")
+        apply_step(Changes([change]), fault_target(lab))
+    # Only round trips beyond the next multiple of 0.5 s are sent: delays of 0.5 s and 1 s with 0.0244 s for the way
+    # back and the packets.
+    slowness = [seconds["b"] for seconds in lab.agents["a"].slowness]
+    assert slowness == pytest.approx([0.5244, 1.0244], abs=1e-3)
 
 
 def test_booted_device_uses_time_outs_of_the_current_links(
     lab: RecordingLab,
 ) -> None:
-    do(lab, kill="b")
-    do(lab, handle="slow", degrade={"device": "b", "delay": "1s"})
-    told = len(lab.agents["b"].slowness)
-    do(lab, restart="b")
-    assert set(lab.agents["b"].slowness[told]) == {"a", "c"}
+    strike(lab, kill="b")
+    strike(lab, handle="slow", degrade={"device": "b", "delay": "1s"})
+    count_before = len(lab.agents["b"].slowness)
+    strike(lab, restart="b")
+    assert set(lab.agents["b"].slowness[count_before]) == {"a", "c"}
 
 
 def test_obstruction_is_sent_to_receivers_as_broadcast_loss(
     lab: RecordingLab,
 ) -> None:
-    radio = Radio(
-        Propagation(0, -80, 2, 40, 8),
-        dict.fromkeys("ac", (0.0, 0.0)) | {"b": (0.0, 100.0)},
-        None,
-        1,
-    )
+    places = {"a": (0.0, 0.0), "b": (0.0, 100.0), "c": (0.0, 0.0)}
+    radio = Radio(Propagation(0, -80, 2, 40, 8), places, None, 1)
     lab.experiment = replace(lab.experiment, radio=radio)
-    do(lab, obstruct={"from": "a", "to": "b", "path_loss_exponent": 2.2})
+    strike(lab, obstruct={"from": "a", "to": "b", "path_loss_exponent": 2.2})
+    # A path loss of 40 + 22 * log10(100) = 84 dB is 4 dB too much; with a fading of 8 dB, Phi(4 / 8) of packets fail.
     assert lab.agents["b"].losses == [{"a": pytest.approx(0.69146, abs=1e-5)}]
-    assert in_force(lab) == ["it"]
-    do(lab, heal="all")
+    assert active_handles(lab) == ["it"]
+    strike(lab, heal="all")
     assert lab.agents["b"].losses[1:] == [{"a": 0.0}]
 
 
 def test_change_refused_by_the_shaper_is_not_stored(lab: RecordingLab) -> None:
     lab.refuses_links = True
     with pytest.raises(HostError):
-        do(lab, degrade={"device": "a", "loss": "5%"})
-    assert in_force(lab) == []
+        strike(lab, degrade={"device": "a", "loss": "5%"})
+    assert active_handles(lab) == []
 
 
 def test_handle_is_valid_once(lab: RecordingLab) -> None:
-    do(lab, throttle={"device": "b", "slowdown": 2})
+    strike(lab, throttle={"device": "b", "slowdown": 2})
     with pytest.raises(ValueError, match="'it' is in force already"):
-        do(lab, throttle={"device": "c", "slowdown": 2})
+        strike(lab, throttle={"device": "c", "slowdown": 2})
 
 
 def test_device_is_switched_according_to_its_actual_state(lab: RecordingLab) -> None:
-    assert do(lab, restart="b") == StateDiff()
-    lab.devices["b"].state = "exited"  # out of memory, or by the engine's own command
-    assert do(lab, kill="b") == StateDiff()
-    assert do(lab, pause="b") == StateDiff()
-    assert do(lab, restart="b") == StateDiff({"b": "up"})
-    assert take_back(lab, kill="b") == StateDiff()
+    assert strike(lab, restart="b") == StateDiff()
+    # The container exited without a fault, for example out of memory or by a command of the engine.
+    lab.devices["b"].state = "exited"
+    assert strike(lab, kill="b") == StateDiff()
+    assert strike(lab, pause="b") == StateDiff()
+    assert strike(lab, restart="b") == StateDiff({"b": "up"})
+    assert undo(lab, kill="b") == StateDiff()
     assert lab.actions == ["start b"]
 
 
@@ -249,11 +236,13 @@ def test_run_admits_restarted_devices_by_its_own_function(lab: RecordingLab) -> 
         FaultOperation(ActionPart(kill="b").action, "it", "undo"),
         DockerFaultTarget(cast(Lab, lab), admitted.append),
     )
-    assert (admitted, lab.actions, lab.booted_with) == (["b"], ["start b"], {})
+    assert admitted == ["b"]
+    assert lab.actions == ["start b"]
+    assert lab.booted_with == {}
 
 
-def test_every_action_in_force_is_read_as_it_was_written(lab: RecordingLab) -> None:
-    actions: list[dict[str, Any]] = [
+def test_stored_actions_equal_the_applied_actions(lab: RecordingLab) -> None:
+    parts: list[dict[str, Any]] = [
         {"partition": [["a"], ["b", "c"]]},
         {
             "degrade": {
@@ -266,12 +255,11 @@ def test_every_action_in_force_is_read_as_it_was_written(lab: RecordingLab) -> N
         {"flap": {"device": "c", "down": "1s", "up": "2s"}},
         {"throttle": {"device": "b", "slowdown": 3}},
     ]
-    for index, given in enumerate(actions):
-        do(lab, str(index), **given)
-    shown = containers(lab).current
-    assert list(shown.in_force.values()) == [
-        ActionPart.model_validate(given).action for given in actions
-    ]
-    for index, given in enumerate(actions):
-        take_back(lab, str(index), **given)
+    for index, part in enumerate(parts):
+        strike(lab, str(index), **part)
+    stored = fault_target(lab).current
+    applied = [ActionPart.model_validate(part).action for part in parts]
+    assert list(stored.in_force.values()) == applied
+    for index, part in enumerate(parts):
+        undo(lab, str(index), **part)
     assert lab.shaped == lab.experiment.links

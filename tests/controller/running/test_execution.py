@@ -1,4 +1,4 @@
-"""A run that goes on: jobs in turn, and what is explained of its end."""
+"""Execution of a run: the order of jobs, and the weights after the end."""
 
 from __future__ import annotations
 
@@ -15,44 +15,52 @@ from testbed_controller.lab.clients import AgentError, AgentGone
 from testbed_controller.running.execution import Execution, KeyedExecutor
 
 
-def test_jobs_about_one_thing_keep_their_order_however_long_they_take() -> None:
-    done: list[str] = []
+def test_jobs_of_one_key_keep_their_order() -> None:
+    finished: list[str] = []
 
     def job(name: str, seconds: float) -> None:
         time.sleep(seconds)
-        done.append(name)
+        finished.append(name)
 
     with ThreadPoolExecutor(4) as pool:
-        turns = KeyedExecutor(pool)
-        turns.submit("a", lambda: job("kill", 0.1))
-        turns.submit("a", lambda: job("restart", 0.0))
-        turns.submit("a", lambda: job("pause", 0.0))
-    assert done == ["kill", "restart", "pause"]
+        executor = KeyedExecutor(pool)
+        # The first job takes longest, although the pool could run all three at once.
+        executor.submit("a", lambda: job("kill", 0.1))
+        executor.submit("a", lambda: job("restart", 0.0))
+        executor.submit("a", lambda: job("pause", 0.0))
+    assert finished == ["kill", "restart", "pause"]
 
 
-def test_jobs_about_different_things_go_on_side_by_side() -> None:
-    meet = threading.Barrier(2, timeout=5)
+def test_jobs_of_different_keys_run_concurrently() -> None:
+    # The barrier breaks unless both jobs wait at the same time.
+    barrier = threading.Barrier(2, timeout=5)
+
+    def meet() -> None:
+        barrier.wait()
+
     with ThreadPoolExecutor(4) as pool:
-        turns = KeyedExecutor(pool)
-        turns.submit("a", lambda: meet.wait() and None)
-        turns.submit("b", lambda: meet.wait() and None)
-    assert not meet.broken
+        executor = KeyedExecutor(pool)
+        executor.submit("a", meet)
+        executor.submit("b", meet)
+    assert not barrier.broken
 
 
-def test_a_job_that_fails_holds_up_nothing() -> None:
-    done: list[str] = []
+def test_failed_job_does_not_block_the_next_one() -> None:
+    finished: list[str] = []
 
     def fail() -> None:
         raise ValueError
 
     with ThreadPoolExecutor(2) as pool:
-        turns = KeyedExecutor(pool)
-        turns.submit("a", fail)
-        turns.submit("a", lambda: done.append("next"))
-    assert done == ["next"]
+        executor = KeyedExecutor(pool)
+        executor.submit("a", fail)
+        executor.submit("a", lambda: finished.append("next"))
+    assert finished == ["next"]
 
 
 def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]]:
+    """Return the final weights and losses after a response of the coordinator."""
+
     def weights(_seconds: float) -> bytes:
         if isinstance(answer, TestbedError):
             raise answer
@@ -65,7 +73,7 @@ def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("answer", "expected"),
     [
         (b"weights", (b"weights", [])),
         (AgentError("this device's program exposes no weights"), (None, [])),
@@ -74,8 +82,9 @@ def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]
             (None, ["the weights: source went down as its program ended"]),
         ),
     ],
+    ids=["weights", "no weights", "coordinator down"],
 )
 def test_only_lost_weights_are_reported_as_missing(
-    answer: bytes | TestbedError, found: tuple[bytes | None, list[str]]
+    answer: bytes | TestbedError, expected: tuple[bytes | None, list[str]]
 ) -> None:
-    assert final_weights(answer) == found
+    assert final_weights(answer) == expected
