@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from testbed.ml.method import Options, PlanningProblem
 from testbed.ml.models import create
 from testbed.network.link import Link
 from testbed.plan import Plan
+from testbed.trace.events import Event
 from testbed.work import WorkloadPart
 from testbed_controller.lab.clients import Agent
 from tests.helpers.agent_programs import Scripted
@@ -118,3 +122,90 @@ def make_deployment(
 def replace_fields(body: bytes, **changes: Any) -> bytes:
     """Return an encoded deployment with some fields replaced."""
     return json.dumps(json.loads(body) | changes).encode()
+
+
+def count_events(device: LoopbackDevice) -> int:
+    """Return the number of events since the boot, after which a reader sees only new ones."""
+    return int(device.agent.metrics()["testbed_events_total"])
+
+
+def run_programs(
+    devices: list[LoopbackDevice], program: str, **options: Any
+) -> dict[str, list[Event]]:
+    """Run a program of `agent_programs` on all devices, and return the events of each device."""
+
+    def deploy(device: LoopbackDevice) -> None:
+        device.agent.deploy(make_deployment(device, devices, program, **options))
+
+    def read_events(device: LoopbackDevice) -> list[Event]:
+        return list(device.agent.events(earlier[device.name]))
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        list(pool.map(deploy, devices))
+        earlier = {device.name: count_events(device) for device in devices}
+        # All programs start at one instant, a little ahead of the requests.
+        origin = time.monotonic() + 0.05
+        for device in devices:
+            device.agent.start(origin)
+        events = pool.map(read_events, devices)
+        return dict(zip(earlier, events, strict=True))
+
+
+def start_and_wait(device: LoopbackDevice) -> None:
+    """Start the deployed program and wait until messages can be received."""
+    earlier = count_events(device)
+    device.agent.start(time.monotonic())
+    for event in device.agent.events(earlier):
+        if event.fields.get("state") == "started":
+            return
+
+
+def events_named(events: list[Event], name: str) -> list[Event]:
+    return [event for event in events if event.event == name]
+
+
+def field_of(events: list[Event], name: str, field: str) -> list[Any]:
+    """Return one field of all events with a name."""
+    return [event.fields[field] for event in events_named(events, name)]
+
+
+def ask(
+    device: LoopbackDevice,
+    method: str,
+    path: str,
+    port: int = 8700,
+    token: str = TOKEN,
+    **options: Any,
+) -> requests.Response:
+    headers = {"Authorization": f"Bearer {token}"} | options.pop("headers", {})
+    return requests.request(
+        method,
+        f"http://{device.host}:{port}{path}",
+        headers=headers,
+        timeout=10,
+        **options,
+    )
+
+
+def send_raw(device: LoopbackDevice, port: int, request: bytes) -> bytes:
+    """Send bytes and the end of the stream, and return the response."""
+    with socket.create_connection((device.host, port), timeout=10) as link:
+        # The agent may respond and close the connection before it has read all.
+        with contextlib.suppress(OSError):
+            link.sendall(request)
+            link.shutdown(socket.SHUT_WR)
+        response = b""
+        with contextlib.suppress(ConnectionResetError):
+            while received := link.recv(65536):
+                response += received
+    return response
+
+
+def request_head(method: str, path: str, *headers: str, token: str = TOKEN) -> bytes:
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: agent",
+        f"Authorization: Bearer {token}",
+        *headers,
+    ]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()

@@ -1,32 +1,22 @@
-"""The agent in processes on loopback addresses, without containers: requests, programs, messages and failures."""
+"""Programs of agents on loopback addresses, without containers: messages, computations and failures of peers."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import requests
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from testbed.ml.data.dataset import Dataset, pack
-from testbed.trace.events import Event
 from testbed.wire import arrays
 from testbed.wire.message import Message, encode
 from testbed.wire.token import data_token
@@ -34,90 +24,32 @@ from testbed_agent.pacing import LEAD_SECONDS
 from testbed_controller.lab.clients import AgentError, AgentGone
 from tests.helpers.agents import (
     RUN_TOKEN,
-    TOKEN,
     LoopbackDevice,
+    count_events,
+    events_named,
+    field_of,
     make_deployment,
     replace_fields,
+    request_head,
+    run_programs,
+    start_and_wait,
 )
 from tests.helpers.waiting import wait_for
 
-
-@pytest.fixture(scope="module")
-def booted() -> Iterator[list[LoopbackDevice]]:
-    devices = [LoopbackDevice("a", 0), LoopbackDevice("b", 1)]
-    for device in devices:
-        device.boot()
-    yield devices
-    for device in devices:
-        device.kill()
-
-
-@pytest.fixture
-def pair(booted: list[LoopbackDevice]) -> Iterator[list[LoopbackDevice]]:
-    """Two agents without a running program, which a test may kill."""
-    yield booted
-    for device in booted:
-        if device.process is None or device.process.poll() is not None:
-            device.boot()
-        elif device.agent.health()["state"] == "running":
-            device.agent.stop()
-
-
-def count_events(device: LoopbackDevice) -> int:
-    """Return the number of events since the boot, after which a reader sees only new ones."""
-    return int(device.agent.metrics()["testbed_events_total"])
-
-
-def run(
-    devices: list[LoopbackDevice], program: str, **options: Any
-) -> dict[str, list[Event]]:
-    """Run a program of `agent_programs` on all devices, and return the events of each device."""
-
-    def deploy(device: LoopbackDevice) -> None:
-        device.agent.deploy(make_deployment(device, devices, program, **options))
-
-    def read_events(device: LoopbackDevice) -> list[Event]:
-        return list(device.agent.events(earlier[device.name]))
-
-    with ThreadPoolExecutor(len(devices)) as pool:
-        list(pool.map(deploy, devices))
-        earlier = {device.name: count_events(device) for device in devices}
-        # All programs start at one instant, a little ahead of the requests.
-        origin = time.monotonic() + 0.05
-        for device in devices:
-            device.agent.start(origin)
-        events = pool.map(read_events, devices)
-        return dict(zip(earlier, events, strict=True))
-
-
-def start_and_wait(device: LoopbackDevice) -> None:
-    """Start the deployed program and wait until messages can be received."""
-    earlier = count_events(device)
-    device.agent.start(time.monotonic())
-    for event in device.agent.events(earlier):
-        if event.fields.get("state") == "started":
-            return
-
-
-def named(events: list[Event], name: str) -> list[Event]:
-    return [event for event in events if event.event == name]
-
-
-def field_of(events: list[Event], name: str, field: str) -> list[Any]:
-    """Return one field of all events with a name."""
-    return [event.fields[field] for event in named(events, name)]
+TO_A = data_token(RUN_TOKEN, "b", "a")
+"""The token of messages from b to a."""
 
 
 def test_programs_exchange_tensors(pair: list[LoopbackDevice]) -> None:
-    events = run(pair, "ping", count=5, size=1 << 20)
+    events = run_programs(pair, "ping", count=5, size=1 << 20)
     assert field_of(events["a"], "state", "state") == ["up", "started", "finished"]
     assert field_of(events["a"], "log", "number") == [0, 1, 2, 3, 4]
-    sends = named(events["a"], "send")
+    sends = events_named(events["a"], "send")
     assert len(sends) == 5
     for send in sends:
         assert send.fields["peer"] == "b"
         assert send.fields["bytes"] > 1 << 20
-    receives = named(events["b"], "receive")
+    receives = events_named(events["b"], "receive")
     assert [event.fields["message"] for event in receives] == ["ping"] * 5
 
 
@@ -125,10 +57,10 @@ def test_programs_exchange_tensors(pair: list[LoopbackDevice]) -> None:
 
 
 def test_many_messages_arrive_once_and_in_order(pair: list[LoopbackDevice]) -> None:
-    events = run(pair, "stream", count=500, size=2000)
-    assert named(events["b"], "log")[0].fields["text"] == "received in order"
-    assert len(named(events["b"], "receive")) == 500
-    sent = [event.fields for event in named(events["a"], "send")]
+    events = run_programs(pair, "stream", count=500, size=2000)
+    assert events_named(events["b"], "log")[0].fields["text"] == "received in order"
+    assert len(events_named(events["b"], "receive")) == 500
+    sent = [event.fields for event in events_named(events["a"], "send")]
     left = [fields["start"] + fields["queued"] for fields in sent]
     # The last message waits for all earlier ones.
     assert left[-1] > left[0]
@@ -139,9 +71,9 @@ def test_many_messages_arrive_once_and_in_order(pair: list[LoopbackDevice]) -> N
 def test_computation_is_paced_and_reports_deficit_of_slow_host(
     pair: list[LoopbackDevice],
 ) -> None:
-    events = run(pair[:1], "compute")["a"]
+    events = run_programs(pair[:1], "compute")["a"]
     works: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in named(events, "compute"):
+    for event in events_named(events, "compute"):
         works[event.fields["span"]].append(dict(event.fields))
     (quick,), (late,), queued = works["quick"], works["late"], works["queued"]
     # Charged for 5 ms at a speed of 1 GFLOP/s.
@@ -166,10 +98,12 @@ def test_computation_is_paced_and_reports_deficit_of_slow_host(
 
 
 def test_failed_program_reports_its_error(pair: list[LoopbackDevice]) -> None:
-    events = run(pair[:1], "fail")["a"]
+    events = run_programs(pair[:1], "fail")["a"]
     assert field_of(events, "state", "state").count("failed") == 1
     failure = next(
-        event for event in named(events, "state") if event.fields["state"] == "failed"
+        event
+        for event in events_named(events, "state")
+        if event.fields["state"] == "failed"
     )
     assert "RuntimeError: this program is broken" in failure.fields["error"]
     health = pair[0].agent.health()
@@ -227,7 +161,7 @@ def test_events_reach_reader_without_delay(pair: list[LoopbackDevice]) -> None:
 
 
 def test_events_can_be_read_again_from_any_number(pair: list[LoopbackDevice]) -> None:
-    run(pair[:1], "log_name")
+    run_programs(pair[:1], "log_name")
     agent = pair[0].agent
     everything = list(agent.events())
     assert list(agent.events(len(everything) - 2)) == everything[-2:]
@@ -275,12 +209,12 @@ def test_casts_reach_only_their_receivers(pair: list[LoopbackDevice]) -> None:
     third = LoopbackDevice("c", 2)
     third.boot()
     try:
-        events = run([*pair, third], "cast", count=3, size=20_000)
+        events = run_programs([*pair, third], "cast", count=3, size=20_000)
     finally:
         third.kill()
-    assert named(events["b"], "log")[0].fields["text"] == "received all casts"
-    assert named(events["c"], "log")[0].fields["text"] == "end"
-    casts = named(events["a"], "cast")
+    assert events_named(events["b"], "log")[0].fields["text"] == "received all casts"
+    assert events_named(events["c"], "log")[0].fields["text"] == "end"
+    casts = events_named(events["a"], "cast")
     assert [cast.fields["peers"] for cast in casts] == [["b"]] * 3
     assert all(cast.fields["bytes"] > 20_000 for cast in casts)
     assert field_of(events["b"], "receive", "peer") == ["a"] * 3
@@ -349,7 +283,7 @@ def test_full_inbox_delays_senders_without_loss() -> None:
         assert metrics["testbed_inbox_messages"] <= 10
         assert metrics["testbed_resident_bytes"] < 100e6, "torch has been imported"
         events = list(devices[1].agent.events())
-        assert named(events, "log")[-1].fields["text"] == "received in order"
+        assert events_named(events, "log")[-1].fields["text"] == "received in order"
     finally:
         for device in devices:
             device.kill()
@@ -380,22 +314,22 @@ def test_restarted_receiver_continues_with_current_message(
     second.agent.deploy(make_deployment(second, pair, "persist", count=20))
     second.agent.start(origin)
     events = list(second.agent.events())
-    after = [event.fields["number"] for event in named(events, "log")]
+    after = [event.fields["number"] for event in events_named(events, "log")]
     assert before == [0, 1, 2, 3, 4, 5]
     assert after[-1] == 19
     # Without a gap; only message 6, under way during the kill, may be lost.
     assert after == list(range(after[0], 20))
     assert after[0] <= 6 + 1
-    assert named(events, "state")[0].time > 0.2
+    assert events_named(events, "state")[0].time > 0.2
 
 
 def test_messages_of_restarted_sender_are_received(pair: list[LoopbackDevice]) -> None:
-    events = run(pair, "stream", count=50)
-    assert len(named(events["b"], "receive")) == 50
+    events = run_programs(pair, "stream", count=50)
+    assert len(events_named(events["b"], "receive")) == 50
     pair[0].kill()
     pair[0].boot()
-    events = run(pair, "stream", count=3)
-    assert len(named(events["b"], "receive")) == 3
+    events = run_programs(pair, "stream", count=3)
+    assert len(events_named(events["b"], "receive")) == 3
 
 
 def test_messages_to_paused_peer_arrive_after_it_resumes(
@@ -415,7 +349,7 @@ def test_messages_to_paused_peer_arrive_after_it_resumes(
     second.process.send_signal(signal.SIGCONT)
     numbers = [
         event.fields["number"]
-        for event in named(list(second.agent.events(after)), "log")
+        for event in events_named(list(second.agent.events(after)), "log")
     ]
     assert numbers == list(range(10))
 
@@ -434,7 +368,7 @@ def test_more_peers_than_threads_are_served_concurrently(
             body = encode(Message("hello", padding=10_000), f"p{number}", 1)
             token = data_token(RUN_TOKEN, f"p{number}", "b")
             length = f"Content-Length: {len(body)}"
-            request = head("POST", "/messages", length, token=token) + body
+            request = request_head("POST", "/messages", length, token=token) + body
             # Every second body stays incomplete, and every second connection stays open without a request.
             is_incomplete = number % 2 == 1
             link.sendall(request[:-1] if is_incomplete else request)
@@ -451,11 +385,13 @@ def test_more_peers_than_threads_are_served_concurrently(
 def test_stalled_connections_do_not_delay_peers(
     pair: list[LoopbackDevice], token: str | None
 ) -> None:
-    run(pair, "log_name")
+    run_programs(pair, "log_name")
     if token is None:
         token = TO_A
     # One byte of 100, so the agent waits for the others.
-    request = head("POST", "/messages", "Content-Length: 100", token=token) + b"x"
+    request = (
+        request_head("POST", "/messages", "Content-Length: 100", token=token) + b"x"
+    )
     if token == "":
         request = request[:40]
     with contextlib.ExitStack() as stack:
@@ -464,7 +400,9 @@ def test_stalled_connections_do_not_delay_peers(
             stack.enter_context(connection).sendall(request)
         time.sleep(0.2)
         start = time.monotonic()
-        assert len(named(run(pair, "ping", count=2)["a"], "receive")) == 2
+        assert (
+            len(events_named(run_programs(pair, "ping", count=2)["a"], "receive")) == 2
+        )
         assert time.monotonic() - start < 5
 
 
@@ -474,8 +412,8 @@ def test_program_above_disk_quota_fails(tmp_path: Path) -> None:
     )
     device.boot()
     try:
-        events = run([device], "fill_disk", size=2 << 20)["a"]
-        assert named(events, "state")[-1].fields["state"] == "failed"
+        events = run_programs([device], "fill_disk", size=2 << 20)["a"]
+        assert events_named(events, "state")[-1].fields["state"] == "failed"
         assert (
             f"{tmp_path} of a holds 2MiB, above its quota of 1MiB"
             in device.agent.health()["error"]
@@ -498,420 +436,8 @@ def test_message_too_large_for_receiver_fails_at_sender() -> None:
             )
         )
         device.agent.start(time.monotonic())
-        states = named(list(device.agent.events()), "state")
+        states = events_named(list(device.agent.events()), "state")
         error = states[-1].fields["error"]
         assert error.startswith("a message of 3 MB from a to b is too large")
     finally:
         device.kill()
-
-
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        (b"loss", "JSON such as"),
-        (b"[]", "must be an object with the keys"),
-        (
-            b'{"message_loss": {"a": 0.5}, "delay": 1}',
-            "must be an object with the keys",
-        ),
-        (b'{"message_loss": 0.5}', "must be a mapping from device to fraction"),
-        (b'{"message_loss": {"z": 0.5}}', "unknown peer 'z'"),
-        (b'{"message_loss": {"a": 1.5}}', "from 0 to 1"),
-        (b'{"message_loss": {"a": true}}', "from 0 to 1"),
-    ],
-)
-def test_invalid_link_settings_are_refused(
-    pair: list[LoopbackDevice], body: bytes, error: str
-) -> None:
-    pair[1].agent.deploy(make_deployment(pair[1], pair, "log_name"))
-    response = ask(pair[1], "PUT", "/links", data=body)
-    assert response.status_code == 400
-    assert error in response.json()["error"]
-    # Valid settings are still accepted.
-    pair[1].agent.set_links({"a": 0.5}, {})
-
-
-# Refused requests
-
-TO_A = data_token(RUN_TOKEN, "b", "a")
-"""The token of messages from b to a."""
-
-
-def ask(
-    device: LoopbackDevice,
-    method: str,
-    path: str,
-    port: int = 8700,
-    token: str = TOKEN,
-    **options: Any,
-) -> requests.Response:
-    headers = {"Authorization": f"Bearer {token}"} | options.pop("headers", {})
-    return requests.request(
-        method,
-        f"http://{device.host}:{port}{path}",
-        headers=headers,
-        timeout=10,
-        **options,
-    )
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        "",
-        "Bearer wrong",
-        f"Basic {TOKEN}",
-        TOKEN,
-        "Bearer  " + TOKEN,
-        "Bearer \xff",
-    ],
-)
-@pytest.mark.parametrize(
-    ("port", "method", "path"),
-    [
-        (8700, "GET", "/facts"),
-        (8700, "PUT", "/deployment"),
-        (8700, "GET", "/nowhere"),
-        (8700, "POST", "/messages"),
-    ],
-)
-def test_requests_without_valid_token_are_refused(
-    pair: list[LoopbackDevice], port: int, method: str, path: str, header: str
-) -> None:
-    response = ask(
-        pair[0],
-        method,
-        path,
-        port,
-        headers={"Authorization": header.encode("latin-1")},
-        data=b"x",
-    )
-    assert response.status_code == 401
-    assert "token" in response.json()["error"]
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/", 404),
-        ("GET", "/deployment", 405),
-        ("DELETE", "/health", 405),
-        ("POST", "/start/", 404),
-    ],
-)
-def test_unknown_paths_and_methods_are_refused(
-    pair: list[LoopbackDevice], method: str, path: str, status: int
-) -> None:
-    response = ask(pair[0], method, path)
-    assert (response.status_code, "error" in response.json()) == (status, True)
-
-
-def test_data_port_accepts_only_messages(pair: list[LoopbackDevice]) -> None:
-    assert ask(pair[0], "GET", "/messages", 8701).status_code == 405
-    assert ask(pair[0], "POST", "/other", 8701, data=b"").status_code == 404
-    assert ask(pair[0], "GET", "/health", 8701).status_code == 404
-
-
-@pytest.mark.parametrize(
-    ("body", "expected_error"),
-    [
-        (b"", "JSON"), (b"{", "JSON"), (b"[]", "version"), (b"\xff\xfe", "JSON"), (b"{}", "version"),
-        (b"[" * 100_000, "JSON"), (b'{"version": 1, "run": 3}', "run"),
-    ],
-)  # fmt: skip
-def test_malformed_deployments_are_refused(
-    pair: list[LoopbackDevice], body: bytes, expected_error: str
-) -> None:
-    response = ask(pair[0], "PUT", "/deployment", data=body)
-    assert response.status_code == 400
-    assert expected_error.lower() in response.json()["error"].lower()
-
-
-@pytest.mark.parametrize(
-    ("change", "expected_error"),
-    [
-        ({"run": "another"}, "this is device 'a' of run 'test-run'"),
-        ({"device": "b"}, "not 'b'"),
-        (
-            {"peers": {"b": {"address": "nowhere:x", "sent": "s", "received": "r"}}},
-            "must be an address",
-        ),
-        ({"peers": {"b": "10.0.0.3"}}, "peers.b"),
-        ({"more": 1}, "more"),
-        ({"plan": {}}, "plan"),
-        ({"version": 2}, "reads version 1 of the schema, not 2"),
-        ({"devices": {"elsewhere": 0}}, "device: unknown name 'a'"),
-        ({"links": []}, "'b' needs links in both directions"),
-        ({"links": [["a", "b", 7]]}, "a link refers to an unknown specification"),
-    ],
-)
-def test_inconsistent_deployments_are_refused(
-    pair: list[LoopbackDevice], change: dict[str, Any], expected_error: str
-) -> None:
-    response = ask(
-        pair[0],
-        "PUT",
-        "/deployment",
-        data=replace_fields(make_deployment(pair[0], pair, "log_name"), **change),
-    )
-    assert response.status_code == 400
-    assert expected_error in response.json()["error"]
-
-
-def test_deployment_with_invalid_workload_is_refused(
-    pair: list[LoopbackDevice],
-) -> None:
-    document = make_deployment(pair[0], pair, "log_name")
-    for key, value, expected_error in (
-        ("method", {"name": "no-such-method"}, "no-such-method"),
-        ("model", {"name": "no-such-model"}, "no-such-model"),
-        ("steps", 0, "steps"),
-        ("method", {"name": "scripted", "unknown": 1}, "unknown"),
-    ):
-        workload = json.loads(document)["workload"] | {key: value}
-        response = ask(
-            pair[0],
-            "PUT",
-            "/deployment",
-            data=replace_fields(document, workload=workload),
-        )
-        assert response.status_code == 400
-        assert expected_error in response.json()["error"]
-
-
-def test_requests_out_of_order_are_refused() -> None:
-    device = LoopbackDevice("a", 5)
-    device.boot()
-    try:
-        for method, path, body in (
-            ("POST", "/start", b'{"origin": 1}'), ("PUT", "/data", b"x"), ("PUT", "/shard", b"x"),
-            ("POST", "/stop", b""), ("GET", "/weights", None),
-        ):  # fmt: skip
-            response = ask(device, method, path, data=body)
-            assert (response.status_code, path) == (409, path)
-        early = encode(Message("early"), "b")
-        response = ask(device, "POST", "/messages", 8701, data=early)
-        assert response.status_code == 503
-        device.agent.deploy(make_deployment(device, [device], "log_forever"))
-        device.agent.start(time.monotonic())
-        for method, path, body in (
-            ("POST", "/start", b'{"origin": 1}'), ("PUT", "/data", b"x"), ("PUT", "/shard", b"x"),
-            ("PUT", "/deployment", b"x"),
-        ):  # fmt: skip
-            response = ask(device, method, path, data=body)
-            assert (response.status_code, path) == (409, path)
-            error = response.json()["error"]
-            assert "running" in error or "runs" in error
-        # A repeated stop has no effect.
-        device.agent.stop()
-        device.agent.stop()
-        device.agent.deploy(make_deployment(device, [device], "log_name"))
-        assert device.agent.health()["state"] == "ready"
-        for invalid in (
-            b"nothing",
-            b"[]",
-            b'{"origin": "1"}',
-            b'{"origin": true}',
-            b'{"origin": NaN}',
-            b'{"origin": 1e400}',
-        ):
-            assert ask(device, "POST", "/start", data=invalid).status_code == 400
-        for path in ("/data", "/shard"):
-            assert ask(device, "PUT", path, data=b"no tensors").status_code == 400
-        assert ask(device, "GET", "/events?after=-1").status_code == 400
-        assert ask(device, "GET", "/events?after=9999").status_code == 409
-        assert device.agent.health()["state"] == "ready"
-    finally:
-        device.kill()
-
-
-def raw(device: LoopbackDevice, port: int, request: bytes) -> bytes:
-    """Send bytes and the end of the stream, and return the response."""
-    with socket.create_connection((device.host, port), timeout=10) as link:
-        # The agent may respond and close the connection before it has read all.
-        with contextlib.suppress(OSError):
-            link.sendall(request)
-            link.shutdown(socket.SHUT_WR)
-        response = b""
-        with contextlib.suppress(ConnectionResetError):
-            while received := link.recv(65536):
-                response += received
-    return response
-
-
-def head(method: str, path: str, *headers: str, token: str = TOKEN) -> bytes:
-    lines = [
-        f"{method} {path} HTTP/1.1",
-        "Host: agent",
-        f"Authorization: Bearer {token}",
-        *headers,
-    ]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode()
-
-
-def test_oversized_bodies_are_refused_before_reading(
-    pair: list[LoopbackDevice],
-) -> None:
-    run(pair, "log_name")
-    resident = pair[0].agent.metrics()["testbed_resident_bytes"]
-    for port, method, path, size in (
-        (8700, "PUT", "/deployment", 49 << 20), (8700, "PUT", "/deployment", 10**15),
-        (8701, "POST", "/messages", 10**15), (8700, "POST", "/start", 5000), (8701, "POST", "/messages", 1 << 30),
-    ):  # fmt: skip
-        token = TO_A if port == 8701 else TOKEN
-        request = head(method, path, f"Content-Length: {size}", token=token)
-        response = raw(pair[0], port, request + b"x" * 1000)
-        assert b"413" in response.split(b"\r\n")[0], (path, response)
-        assert b"error" in response
-    # A request without a token is refused first, also before its body is read.
-    headers = b" HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000000\r\n\r\nxxx"
-    for port, line in ((8700, b"PUT /data"), (8701, b"POST /messages")):
-        response = raw(pair[0], port, line + headers)
-        assert b"401" in response.split(b"\r\n")[0]
-    # None of the announced gigabytes was allocated.
-    assert pair[0].agent.metrics()["testbed_resident_bytes"] < resident + 20e6
-
-
-def test_bodies_of_unknown_or_wrong_length_are_refused(
-    pair: list[LoopbackDevice],
-) -> None:
-    run(pair, "log_name")
-    for port, method, path, token in (
-        (8700, "PUT", "/deployment", TOKEN),
-        (8701, "POST", "/messages", TO_A),
-    ):
-        begin = partial(head, method, path, token=token)
-        chunks = b"5\r\nhello\r\n0\r\n\r\n"
-        chunked = raw(pair[0], port, begin("Transfer-Encoding: chunked") + chunks)
-        assert b"411" in chunked.split(b"\r\n")[0]
-        short = raw(pair[0], port, begin("Content-Length: 100") + b"only this")
-        assert b"400" in short.split(b"\r\n")[0]
-        assert b"after 9 of 100" in short
-        negative = raw(pair[0], port, begin("Content-Length: -5"))
-        assert b" 4" in negative.split(b"\r\n")[0]
-
-
-def test_messages_with_wrong_sender_token_or_content_are_refused(
-    pair: list[LoopbackDevice],
-) -> None:
-    # After a finished program, a device still accepts messages.
-    run(pair, "log_name")
-    post = partial(ask, pair[0], "POST", "/messages", 8701)
-    assert post(TO_A, data=encode(Message("hello"), "b", 2**62)).status_code == 204
-    stranger = post(TO_A, data=encode(Message("hello"), "mallory"))
-    assert stranger.status_code == 403
-    assert "'b' must not send as 'mallory'" in stranger.json()["error"]
-    for token in (TOKEN, RUN_TOKEN, data_token(RUN_TOKEN, "a", "b"), ""):
-        assert post(token, data=encode(Message("hello"), "b", 2**62)).status_code == 401
-    assert post(TO_A, data=b"garbage").status_code == 400
-    assert pair[0].agent.metrics()["testbed_inbox_bytes"] == 0
-
-
-def test_repeated_and_outdated_messages_are_dropped(pair: list[LoopbackDevice]) -> None:
-    after = count_events(pair[1])
-    pair[1].agent.deploy(make_deployment(pair[1], pair, "persist", count=1))
-    start_and_wait(pair[1])
-    # Accepted are only higher sequence numbers of the current incarnation, and higher incarnations.
-    for incarnation, sequence, number in (
-        (5, 0, 7),
-        (5, 0, 8),
-        (4, 9, 9),
-        (5, 1, 10),
-        (6, 0, 11),
-        (6, 0, 0),
-        (7, 0, 0),
-    ):
-        body = encode(Message("number", {"number": number}), "a", incarnation, sequence)
-        token = data_token(RUN_TOKEN, "a", "b")
-        response = ask(pair[1], "POST", "/messages", 8701, token, data=body)
-        assert response.status_code == 204
-    events = list(pair[1].agent.events(after))
-    assert field_of(events, "log", "number") == [7, 10, 11, 0]
-
-
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    port=st.sampled_from([8700, 8701]),
-    start=st.sampled_from([
-        b"", head("POST", "/messages", "Content-Length: 30"), head("PUT", "/deployment", "Content-Length: 30"),
-        head("PUT", "/data", "Content-Length: 30"), head("POST", "/start", "Content-Length: 30"),
-        b"GET /events?after=", b"PUT /deployment HTTP/1.1\r\n",
-    ]),
-    rest=st.binary(max_size=60),
-)  # fmt: skip
-def test_agent_survives_arbitrary_bytes(
-    pair: list[LoopbackDevice], port: int, start: bytes, rest: bytes
-) -> None:
-    response = raw(pair[0], port, start + rest)
-    # If this test runs first, no program has run yet, and messages are refused with 503.
-    refusals = (b"HTTP/1.1 4", b"HTTP/1.1 503")
-    assert response == b"" or response.startswith(refusals), response
-
-
-def test_agent_still_runs_programs_after_arbitrary_bytes(
-    pair: list[LoopbackDevice],
-) -> None:
-    assert len(named(run(pair, "ping", count=2)["a"], "send")) == 2
-
-
-# Costs
-
-
-def test_ten_thousand_messages_do_not_grow_memory(pair: list[LoopbackDevice]) -> None:
-    run(pair, "ping", count=500, size=1000)
-    before = [device.agent.metrics()["testbed_resident_bytes"] for device in pair]
-    events = run(pair, "ping", count=5000, size=1000)
-    assert len(named(events["b"], "receive")) == 5000
-    for device, resident in zip(pair, before, strict=True):
-        # Only compressed events stay in memory. The 10,000 messages of 1 kB would take 10 MB.
-        assert device.agent.metrics()["testbed_resident_bytes"] - resident < 3e6
-
-
-def test_idle_agent_has_not_imported_heavy_modules() -> None:
-    # Each module delays the boot of every device.
-    heavy = ["torch", "pydantic", "numpy", "requests", "flask", "email"]
-    heavy += ["importlib.metadata", "zipfile", "asyncio", "ssl", "hashlib", "ctypes"]
-    program = f"import sys, testbed_agent.__main__; print([name for name in {heavy} if name in sys.modules])"
-    output = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
-    ).stdout
-    assert output.strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected_error"),
-    [
-        ({"TESTBED_TOKEN": ""}, "set TESTBED_TOKEN"),
-        (
-            {"TESTBED_DATA_ADDRESS": "here"},
-            "TESTBED_DATA_ADDRESS: 'here' must be an address",
-        ),
-        (
-            {"TESTBED_INBOX_LIMIT": "1MB"},
-            "TESTBED_INBOX_LIMIT: must be a number of bytes",
-        ),
-    ],
-)
-def test_invalid_environment_ends_agent_with_message(
-    environment: dict[str, str], expected_error: str
-) -> None:
-    valid = {"TESTBED_RUN": "r", "TESTBED_DEVICE": "d", "TESTBED_TOKEN": "t"}
-    result = subprocess.run(
-        [sys.executable, "-m", "testbed_agent"],
-        env=os.environ | valid | environment,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 1
-    assert expected_error in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_absent_agent_raises_agent_gone() -> None:
-    with pytest.raises(AgentGone, match="GET /health: the agent does not respond"):
-        LoopbackDevice("nobody", 9).agent.health()
