@@ -1,3 +1,5 @@
+"""Estimates of a host's clock from exchanges of times."""
+
 from __future__ import annotations
 
 from random import Random
@@ -6,80 +8,90 @@ import pytest
 
 from testbed_controller.lab.clocks import HostClock, Sample
 
+PROCESSING_SECONDS = 1e-5
+"""Time of the host between the arrival of a request and its response."""
+MIN_DELAY = 1e-4
+QUEUEING_DELAY = 2e-3
+"""Mean of the random part of a delay."""
 
-class World:
-    """A clock that is off and drifts, at the end of a way whose two directions are delayed by chance."""
 
-    def __init__(
-        self, offset: float, drift: float, least: float = 1e-4, queueing: float = 2e-3
-    ) -> None:
-        self.offset, self.drift, self.least, self.queueing = (
-            offset,
-            drift,
-            least,
-            queueing,
-        )
+class RemoteClock:
+    """A clock with an offset and a drift, at the end of a path with random delays in both directions."""
+
+    def __init__(self, offset: float, drift: float) -> None:
+        self.offset = offset
+        self.drift = drift
         self.random = Random(7)
 
-    def shown(self, here: float) -> float:
+    def read(self, here: float) -> float:
+        """Return the remote time at an instant of the local clock."""
         return here + self.offset + self.drift * here
 
     def exchange(self, sent: float) -> Sample:
-        there = sent + self.least + self.random.expovariate(1 / self.queueing)
-        back = there + 1e-5 + self.least + self.random.expovariate(1 / self.queueing)
-        return Sample(sent, self.shown(there), self.shown(there + 1e-5), back)
+        arrived = sent + self._draw_delay()
+        returned = arrived + PROCESSING_SECONDS
+        back = returned + self._draw_delay()
+        return Sample(sent, self.read(arrived), self.read(returned), back)
+
+    def _draw_delay(self) -> float:
+        return MIN_DELAY + self.random.expovariate(1 / QUEUEING_DELAY)
 
 
-def clock(world: World, seconds: int) -> HostClock:
-    found = HostClock()
+def estimate_clock(remote: RemoteClock, seconds: int) -> HostClock:
+    """Return the estimate after 16 exchanges in quick succession and one in each following second."""
+    clock = HostClock()
     for number in range(16):
-        found.add(world.exchange(number / 100))
+        clock.add(remote.exchange(number / 100))
     for number in range(1, seconds):
-        found.add(world.exchange(float(number)))
-    return found
+        clock.add(remote.exchange(float(number)))
+    return clock
 
 
 @pytest.mark.parametrize("offset", [0.0, 10.0, -3600.0])
 def test_offset_is_within_the_reported_uncertainty(offset: float) -> None:
-    world = World(offset, 0.0)
-    found = clock(world, 2).offset
-    assert abs(found.there(1.0) - world.shown(1.0)) <= found.uncertainty
-    assert found.uncertainty < 1e-3
+    remote = RemoteClock(offset, drift=0.0)
+    estimate = estimate_clock(remote, 2).offset
+    assert abs(estimate.there(1.0) - remote.read(1.0)) <= estimate.uncertainty
+    assert estimate.uncertainty < 1e-3
 
 
-def test_the_exchange_with_the_least_round_trip_counts() -> None:
-    found = HostClock()
-    found.add(Sample(0.0, 10.3, 10.3, 0.3))  # all of the round trip on the way there
-    found.add(Sample(1.0, 11.001, 11.001, 1.002))
-    found.add(Sample(2.0, 12.0, 12.0, 2.3))
-    assert found.offset.seconds == pytest.approx(10.0)
-    assert found.offset.uncertainty == pytest.approx(0.001)
+def test_exchange_with_the_smallest_round_trip_determines_the_offset() -> None:
+    clock = HostClock()
+    # The whole round trip of 0.3 s is on the way to the host.
+    clock.add(Sample(0.0, 10.3, 10.3, 0.3))
+    # A round trip of 2 ms has an error of 1 ms at most.
+    clock.add(Sample(1.0, 11.001, 11.001, 1.002))
+    # The whole round trip of 0.3 s is on the way back.
+    clock.add(Sample(2.0, 12.0, 12.0, 2.3))
+    assert clock.offset.seconds == pytest.approx(10.0)
+    assert clock.offset.uncertainty == pytest.approx(0.001)
 
 
-def test_a_drift_of_50_ppm_is_followed_and_predicted() -> None:
-    world = World(10.0, 50e-6)
-    found = clock(world, 200).offset
-    assert found.drift == pytest.approx(50e-6, rel=0.1)
+def test_drift_of_50_ppm_is_estimated_and_extrapolated() -> None:
+    remote = RemoteClock(10.0, drift=50e-6)
+    estimate = estimate_clock(remote, 200).offset
+    assert estimate.drift == pytest.approx(50e-6, rel=0.1)
     for here in (0.0, 100.0, 200.0):
-        assert abs(found.there(here) - world.shown(here)) < 1e-3
+        assert abs(estimate.there(here) - remote.read(here)) < 1e-3
 
 
 def test_clock_conversion_is_invertible() -> None:
-    found = clock(World(10.0, 50e-6), 200).offset
-    assert found.here(found.there(123.456)) == pytest.approx(123.456, abs=1e-9)
+    estimate = estimate_clock(RemoteClock(10.0, drift=50e-6), 200).offset
+    there = estimate.there(123.456)
+    assert estimate.here(there) == pytest.approx(123.456, abs=1e-9)
 
 
-def test_without_an_exchange_the_clocks_are_taken_to_be_one() -> None:
+def test_clocks_are_equal_before_the_first_exchange() -> None:
     assert HostClock().offset.there(5.0) == 5.0
 
 
-def test_noise_is_not_taken_for_a_drift() -> None:
-    for seconds in (20, 60, 200):
-        assert clock(World(10.0, 0.0), seconds).offset.drift == 0.0
+@pytest.mark.parametrize("seconds", [20, 60, 200])
+def test_noise_is_not_estimated_as_drift(seconds: int) -> None:
+    remote = RemoteClock(10.0, drift=0.0)
+    assert estimate_clock(remote, seconds).offset.drift == 0.0
 
 
 def test_accurate_samples_have_more_weight() -> None:
-    world = World(10.0, 0.0)
-    found = clock(world, 60)
-    found.pin(30.0, 10.00001, 1e-4)
-    assert found.offset.there(60.0) - 60.0 == pytest.approx(10.00001, abs=1e-6)
+    clock = estimate_clock(RemoteClock(10.0, drift=0.0), 60)
+    clock.pin(30.0, 10.00001, 1e-4)
+    assert clock.offset.there(60.0) - 60.0 == pytest.approx(10.00001, abs=1e-6)

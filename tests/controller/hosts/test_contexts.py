@@ -1,3 +1,5 @@
+"""Docker contexts of hosts: connection errors with a remedy, and the swarm of several hosts."""
+
 from __future__ import annotations
 
 import os
@@ -19,8 +21,9 @@ from testbed_controller.lab.engineaddress import EngineAddress
 from tests.helpers.docker_contexts import write_docker_context
 
 
-def host(name: str, **changes: Any) -> Host:
-    found = Host(
+def make_host(name: str, **changes: Any) -> Host:
+    """Return a host of a swarm with the manager "a"."""
+    host = Host(
         name=name,
         client=None,  # type: ignore[arg-type]
         reached=EngineAddress(),
@@ -36,19 +39,20 @@ def host(name: str, **changes: Any) -> Host:
         version="20.10",
         kernel="6.1",
     )
-    return replace(found, **changes)
+    return replace(host, **changes)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def config_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Docker's configuration folder."""
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     return tmp_path
 
 
-def test_an_engine_that_does_not_answer_is_named_with_how_to_try_it(
-    folder: Path,
+def test_unresponsive_engine_is_reported_with_a_command_to_try(
+    config_folder: Path,
 ) -> None:
-    write_docker_context(folder, "a", "unix:///nowhere/sock")
+    write_docker_context(config_folder, "a", "unix:///nowhere/sock")
     with pytest.raises(
         HostError,
         match=r"a: no engine responds at unix:///nowhere/sock .*docker --context a info",
@@ -57,10 +61,11 @@ def test_an_engine_that_does_not_answer_is_named_with_how_to_try_it(
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
-def test_a_host_that_ssh_does_not_reach_is_named_with_how_to_try_it(
-    folder: Path,
+def test_unreachable_ssh_host_is_reported_with_a_command_to_try(
+    config_folder: Path,
 ) -> None:
-    write_docker_context(folder, "a", "ssh://me@127.0.0.1:9")
+    # No service uses port 9 (discard).
+    write_docker_context(config_folder, "a", "ssh://me@127.0.0.1:9")
     with pytest.raises(
         HostError,
         match=r"a: ssh cannot reach ssh://me@127.0.0.1:9 .*'ssh -p 9 me@127.0.0.1'",
@@ -68,11 +73,11 @@ def test_a_host_that_ssh_does_not_reach_is_named_with_how_to_try_it(
         reach("a")
 
 
-def test_an_ssh_that_is_not_installed_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_missing_ssh_is_reported_with_its_installation(
+    config_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_docker_context(folder, "a", "ssh://me@127.0.0.1:9")
-    monkeypatch.setenv("PATH", str(folder))
+    write_docker_context(config_folder, "a", "ssh://me@127.0.0.1:9")
+    monkeypatch.setenv("PATH", str(config_folder))
     with pytest.raises(
         HostError,
         match=r"a: ssh://me@127.0.0.1:9 needs ssh, which is not installed here: apt-get",
@@ -80,14 +85,14 @@ def test_an_ssh_that_is_not_installed_is_named(
         reach("a")
 
 
-def test_the_connection_ends_with_a_controller_that_is_killed(tmp_path: Path) -> None:
-    # In place of ssh, what makes the socket that it is asked for and runs the command that it is given.
-    stand_in = tmp_path / "ssh"
-    stand_in.write_text(
+def test_connection_ends_with_a_killed_controller(tmp_path: Path) -> None:
+    # Stands for ssh: creates the forwarded socket (-L SOCKET:TARGET) and runs the remote command as a child.
+    fake_ssh = tmp_path / "ssh"
+    fake_ssh.write_text(
         f"#!/bin/sh\necho $$ > {tmp_path}/pid\n"
         'while [ "$1" != -L ]; do shift; done\n: > "${2%%:*}"\nshift 3\nexec "$@"\n'
     )
-    stand_in.chmod(0o755)
+    fake_ssh.chmod(0o755)
     program = (
         "from testbed_controller.hosts.contexts import _forward_socket; import os, signal\n"
         "_forward_socket('a', 'ssh://host/run/docker.sock'); os.kill(os.getpid(), signal.SIGKILL)"
@@ -96,8 +101,10 @@ def test_the_connection_ends_with_a_controller_that_is_killed(tmp_path: Path) ->
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "TMPDIR": str(tmp_path),
     }
-    done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=30)
-    assert done.returncode == -signal.SIGKILL
+    controller = subprocess.run(
+        [sys.executable, "-c", program], env=environment, timeout=30
+    )
+    assert controller.returncode == -signal.SIGKILL
     connection = (tmp_path / "pid").read_text().strip()
     deadline = time.monotonic() + 20
     while is_running(connection):
@@ -106,18 +113,18 @@ def test_the_connection_ends_with_a_controller_that_is_killed(tmp_path: Path) ->
 
 
 def is_running(pid: str) -> bool:
-    """Return whether a process runs; one that has ended and waits for its parent does not."""
+    """Return whether a process exists and is no zombie."""
     try:
         stat = Path("/proc", pid, "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+    # The state follows the program's name, which is in parentheses and may contain spaces.
+    state = stat.rpartition(")")[2].split()[0]
+    return state != "Z"
 
 
-def test_an_engine_that_is_open_to_everybody_on_the_way_is_refused(
-    folder: Path,
-) -> None:
-    write_docker_context(folder, "a", "tcp://10.0.0.7:2375")
+def test_unprotected_engine_on_the_network_is_refused(config_folder: Path) -> None:
+    write_docker_context(config_folder, "a", "tcp://10.0.0.7:2375")
     with pytest.raises(
         InputError,
         match=r"tcp://10.0.0.7:2375 is unprotected .* certificates to the context, or use ssh://",
@@ -128,25 +135,31 @@ def test_an_engine_that_is_open_to_everybody_on_the_way_is_refused(
 def test_two_contexts_of_one_engine_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contexts, "reach", lambda name: host(name, engine="one"))
+    monkeypatch.setattr(contexts, "reach", lambda name: make_host(name, engine="one"))
     with pytest.raises(
         InputError, match="the contexts a and b lead to the same engine"
     ):
         reach_all(["a", "b"])
 
 
-def test_hosts_have_to_be_of_one_swarm_with_a_manager_among_them() -> None:
-    a, b = host("a"), host("b", address="10.0.0.2")
-    assert find_manager({"b": b, "a": a}) is a
+def test_manager_of_the_swarm_is_selected() -> None:
+    manager, worker = make_host("a"), make_host("b", address="10.0.0.2")
+    assert find_manager({"b": worker, "a": manager}) is manager
+
+
+def test_hosts_without_a_common_swarm_and_manager_are_refused() -> None:
+    manager, worker = make_host("a"), make_host("b", address="10.0.0.2")
+    outside = replace(worker, address="")
     with pytest.raises(HostError, match=r"b is not in a swarm: .*swarm init"):
-        find_manager({"a": a, "b": replace(b, address="")})
+        find_manager({"a": manager, "b": outside})
     with pytest.raises(
         HostError,
         match=r"no manager of the swarm among b: add the context of one of 10.0.0.1:2377",
     ):
-        find_manager({"b": b})
+        find_manager({"b": worker})
+    in_another_swarm = replace(worker, managers=("10.0.0.9:2377",))
     with pytest.raises(
         HostError,
         match=r"a and b are in two swarms: run 'docker --context b swarm leave'",
     ):
-        find_manager({"a": a, "b": replace(b, managers=("10.0.0.9:2377",))})
+        find_manager({"a": manager, "b": in_another_swarm})

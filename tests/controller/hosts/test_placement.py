@@ -1,7 +1,8 @@
-"""Which device runs on which host, and what the file of a lab says."""
+"""The placement of devices on hosts, and lab files."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,19 +17,20 @@ from testbed_controller.hosts.placement import Capacity, loads, place, read_lab
 from tests.helpers import ROOT
 
 GB = 2**30
-TWO = {"a": Capacity(2, 8 * GB), "b": Capacity(2, 8 * GB)}
+HOSTS = {"a": Capacity(2, 8 * GB), "b": Capacity(2, 8 * GB)}
+"""Two hosts with two cores each."""
 
 
 def device(name: str, speed: float = 1e9, memory: float = GB / 4) -> DeviceSpec:
     return DeviceSpec(name, speed, memory)
 
 
-def test_work_is_shared_by_the_cores_that_there_are() -> None:
+def test_devices_are_distributed_by_cores_of_hosts() -> None:
     devices = [device(f"d{number}") for number in range(6)]
     hosts = {"a": Capacity(4, 8 * GB), "b": Capacity(2, 8 * GB)}
     placed = place(devices, {}, hosts, {})
-    assert [sum(host == each for host in placed.values()) for each in hosts] == [4, 2]
-    assert list(placed) == [each.name for each in devices]
+    assert Counter(placed.values()) == {"a": 4, "b": 2}
+    assert list(placed) == [spec.name for spec in devices]
 
 
 def test_equally_loaded_hosts_are_chosen_by_link_rate() -> None:
@@ -41,48 +43,49 @@ def test_equally_loaded_hosts_are_chosen_by_link_rate() -> None:
         ("r", "q"): fast,
         ("p", "q"): slow,
     }
-    placed = place(devices, links, TWO, {})
+    placed = place(devices, links, HOSTS, {})
     assert placed["p"] == placed["s"] != placed["q"] == placed["r"]
 
 
-def test_inbox_keeps_and_counts_messages() -> None:
-    placed = place([device("p"), device("q"), device("r")], {}, TWO, {"r": "a"})
-    assert placed == {"p": "b", "q": "a", "r": "a"} or placed == {
-        "p": "b",
-        "q": "b",
-        "r": "a",
-    }
+def test_given_host_counts_in_the_load() -> None:
+    placed = place([device("p"), device("q"), device("r")], {}, HOSTS, {"r": "a"})
     assert placed["r"] == "a"
     assert placed["p"] == "b"
+    # With one device on each host, either host is right for the third one.
+    assert placed["q"] in HOSTS
+    assert set(placed) == {"p", "q", "r"}
 
 
 def test_devices_that_share_a_medium_stay_together() -> None:
     devices = [device(name) for name in "pqrs"]
-    placed = place(devices, {}, TWO, {}, [("p", "q", "r")])
+    placed = place(devices, {}, HOSTS, {}, [("p", "q", "r")])
     assert placed["p"] == placed["q"] == placed["r"] != placed["s"]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "error"),
     [
         ({"x": "a"}, "unknown device 'x'"),
         ({"p": "c"}, "unknown host 'c' of p; the hosts are a, b"),
         ({"p": "a", "q": "b"}, "p and q share a medium"),
     ],
+    ids=["device", "host", "divided medium"],
 )
-def test_invalid_placements_are_refused(given: dict[str, str], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        place([device("p"), device("q")], {}, TWO, given, [("p", "q")])
+def test_invalid_placements_are_refused(given: dict[str, str], error: str) -> None:
+    with pytest.raises(InputError, match=error):
+        place([device("p"), device("q")], {}, HOSTS, given, [("p", "q")])
 
 
-def test_too_little_memory_is_refused_with_the_numbers() -> None:
+def test_insufficient_memory_is_refused_with_the_sizes() -> None:
+    # An agent with torch takes 172 MB, whatever the limit of its device: 50 agents take 8.6 GB, and 28 take 4.8 GB.
     devices = [device(f"d{number}", memory=8 * GB) for number in range(50)]
+    host = {"a": HOSTS["a"]}
     with pytest.raises(
         InputError,
         match=r"a has 8.59 GB of memory, its 50 devices take at least 8.6 GB",
     ):
-        place(devices, {}, {"a": TWO["a"]}, {})
-    assert place(devices[:28], {}, {"a": TWO["a"]}, {})
+        place(devices, {}, host, {})
+    assert place(devices[:28], {}, host, {})
 
 
 def test_devices_move_to_a_host_with_enough_memory() -> None:
@@ -90,55 +93,53 @@ def test_devices_move_to_a_host_with_enough_memory() -> None:
     assert place([device("p", memory=4 * GB)], {}, hosts, {}) == {"p": "b"}
 
 
-def test_the_load_is_the_speed_asked_over_what_a_core_gives() -> None:
-    devices = {each.name: each for each in (device("p", 3e9), device("q", 1e9))}
-    found = loads({"p": "a", "q": "a"}, devices, {"a": Capacity(2, 8 * GB, speed=2e9)})
-    assert found["a"].cores == 2.0
+def test_load_is_the_total_speed_divided_by_the_speed_of_a_core() -> None:
+    devices = {"p": device("p", 3e9), "q": device("q", 1e9)}
+    hosts = {"a": Capacity(2, 8 * GB, speed=2e9)}
+    host_loads = loads({"p": "a", "q": "a"}, devices, hosts)
+    assert host_loads["a"].cores == (3e9 + 1e9) / 2e9
 
 
-PLACED = {"source": "a", "worker1": "a", "worker2": "b", "worker3": "b"}
+PLACEMENT = {"source": "a", "worker1": "a", "worker2": "b", "worker3": "b"}
 
 
-def lab(folder: Path, text: str) -> Path:
+def write_lab_file(folder: Path, text: str) -> Path:
     file = folder / "lab.yaml"
     file.write_text(text)
     return file
 
 
-def struck(folder: Path, text: str) -> list[dict[str, object]]:
+def device_faults(folder: Path, text: str) -> list[dict[str, object]]:
+    """Return the device faults of a scenario after adding the host faults of a lab file."""
     trial = trials(load(ROOT / "scenarios/quickstart.yaml"))[0]
-    changed = read_lab(lab(folder, f"hosts: [a, b]\nfaults:\n{text}")).add_faults(
-        trial, PLACED
-    )
+    lab_file = write_lab_file(folder, f"hosts: [a, b]\nfaults:\n{text}")
+    changed = read_lab(lab_file).add_faults(trial, PLACEMENT)
     assert changed.experiment.faults == changed.scenario.faults
     assert changed.scenario.faults[:1] == trial.scenario.faults
     prepare(changed)
-    found = changed.scenario.model_dump(mode="json", by_alias=True, exclude_none=True)[
-        "faults"
-    ]
-    return list(found[1:])
+    tree = changed.scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
+    # The first fault is the scenario's own.
+    return list(tree["faults"][1:])
 
 
-def test_hosts_and_places_are_those_of_the_file_and_then_those_given(
-    tmp_path: Path,
-) -> None:
-    file = lab(tmp_path, "hosts: [a, b]\nplace: {source: a, worker1: b}\n")
-    assert (read_lab(file).hosts, read_lab(file).place) == (
-        ("a", "b"),
-        {"source": "a", "worker1": "b"},
-    )
-    given = read_lab(file, ("a", "c"), {"worker1": "c"})
-    assert (given.hosts, given.place) == (("a", "c"), {"source": "a", "worker1": "c"})
+def test_arguments_override_hosts_and_places_of_the_lab_file(tmp_path: Path) -> None:
+    text = "hosts: [a, b]\nplace: {source: a, worker1: b}\n"
+    file = write_lab_file(tmp_path, text)
+    lab = read_lab(file)
+    assert lab.hosts == ("a", "b")
+    assert lab.place == {"source": "a", "worker1": "b"}
+    changed = read_lab(file, ("a", "c"), {"worker1": "c"})
+    assert changed.hosts == ("a", "c")
+    assert changed.place == {"source": "a", "worker1": "c"}
     assert not read_lab(None).hosts
 
 
-def test_a_host_is_killed_with_all_of_its_devices_and_boots_with_them(
-    tmp_path: Path,
-) -> None:
-    found = struck(
+def test_host_faults_kill_and_restart_all_devices_of_the_host(tmp_path: Path) -> None:
+    faults = device_faults(
         tmp_path, "- {kill_host: b, at: 5s}\n- {restart_host: b, after: 2s}\n"
     )
-    assert found == [
+    # `after` counts from the previous fault, so that the last device restarts with the one before.
+    assert faults == [
         {"kill": "worker2", "at": "5s"},
         {"kill": "worker3", "at": "5s"},
         {"restart": "worker2", "after": "2s"},
@@ -146,22 +147,23 @@ def test_a_host_is_killed_with_all_of_its_devices_and_boots_with_them(
     ]
 
 
-def test_hosts_are_cut_off_by_their_devices_for_a_while(tmp_path: Path) -> None:
-    moment = "when: {device: source, event: step, batch: 3}"
-    (found,) = struck(tmp_path, f"- {{partition_hosts: [b], {moment}, for: 3s}}\n")
-    assert found["partition"] == [["worker2", "worker3"]]
-    assert found["for"] == "3s"
+def test_partition_of_hosts_separates_their_devices(tmp_path: Path) -> None:
+    condition = "when: {device: source, event: step, batch: 3}"
+    (fault,) = device_faults(
+        tmp_path, f"- {{partition_hosts: [b], {condition}, for: 3s}}\n"
+    )
+    assert fault["partition"] == [["worker2", "worker3"]]
+    assert fault["for"] == "3s"
 
 
 def test_placement_of_another_type_in_a_lab_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "lab.yaml"
-    file.write_text("hosts: [a]\nplace: [worker1]\n")
+    file = write_lab_file(tmp_path, "hosts: [a]\nplace: [worker1]\n")
     with pytest.raises(InputError, match=r"lab\.yaml: place"):
         read_lab(file, (), {"worker1": "a"})
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "error"),
     [
         ("hosts: [a]\nnodes: 3\n", "nodes"),
         ("place: {worker1: b}\n", "need 'hosts'"),
@@ -175,16 +177,17 @@ def test_placement_of_another_type_in_a_lab_file_is_refused(tmp_path: Path) -> N
             "the first host fault cannot",
         ),
     ],
+    ids=["unknown key", "no hosts", "device fault", "two actions", "first after"],
 )
 def test_error_in_a_lab_file_names_the_file(
-    tmp_path: Path, text: str, says: str
+    tmp_path: Path, text: str, error: str
 ) -> None:
-    with pytest.raises(InputError, match=rf"lab\.yaml: .*{says}"):
-        read_lab(lab(tmp_path, text))
+    with pytest.raises(InputError, match=rf"lab\.yaml: .*{error}"):
+        read_lab(write_lab_file(tmp_path, text))
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("fault", "error"),
     [
         (
             "{kill_host: c, at: 1s}",
@@ -194,9 +197,10 @@ def test_error_in_a_lab_file_names_the_file(
         ("{kill_host: b, at: 9000s}", r"--lab: faults\.0: .*time_limit"),
         ("{restart_host: b, at: 1s}", "nothing to restart"),
     ],
+    ids=["unknown host", "no time", "after the time limit", "nothing to restart"],
 )
-def test_a_fault_of_hosts_is_checked_as_those_of_devices_are(
-    tmp_path: Path, fault: str, says: str
+def test_host_faults_are_validated_like_device_faults(
+    tmp_path: Path, fault: str, error: str
 ) -> None:
-    with pytest.raises(InputError, match=says):
-        struck(tmp_path, f"- {fault}\n")
+    with pytest.raises(InputError, match=error):
+        device_faults(tmp_path, f"- {fault}\n")

@@ -1,97 +1,116 @@
-"""The shapers of several hosts as one, and what is measured and imposed of links between them."""
+"""The combined shapers of several hosts: measured and emulated delays of links between hosts."""
 
 from __future__ import annotations
 
 import pytest
 
 from testbed.common.errors import InputError
-from testbed.network.link import Link
+from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
 from testbed_controller.hosts.shaper import (
     PathBlocked,
     Shapers,
+    Way,
     combine_halves,
     imposed_links,
     sample_links,
 )
 from testbed_controller.lab.runstate import RunState
 
+HOST = {"p": "a", "q": "a", "r": "b"}
+"""Host of each device."""
+LINK = Link(rate=50e6, delay=0.005)
+CLOCKS_OF_CONTEXTS = {"a": 0.0, "b": 10.003}
+"""Offsets of the hosts' clocks, as estimated from the controller; host b is exactly 10 s ahead."""
+
 
 def test_no_path_is_measured_without_links_between_hosts() -> None:
-    links = {
-        ("p", "q"): Link(rate=1e6, delay=0.01),
-        ("q", "p"): Link(rate=1e6, delay=0.01),
-    }
+    link = Link(rate=1e6, delay=0.01)
     state = RunState("run", "token", hosts={"a": ["p", "q"], "b": []})
-    assert Shapers({}, state, {}, links).measure_path_delays() == []
+    shapers = Shapers({}, state, {}, {("p", "q"): link, ("q", "p"): link})
+    assert shapers.measure_path_delays() == []
 
 
-HOST = {"p": "a", "q": "a", "r": "b"}
-LINK = Link(rate=50e6, delay=0.005)
-
-
-def half(
-    sent: int,
-    source: str,
-    destination: str,
-    delays: list[float],
+def half_report(
+    pair: Pair,
+    sent: int = 0,
+    delays: list[float] | None = None,
     rate: float | None = None,
     gate: float = 0.0,
-) -> dict:
-    found = {
+) -> dict[str, object]:
+    """Return the measurement of a link by one of the two hosts."""
+    source, destination = pair
+    return {
         "source": source,
         "destination": destination,
         "sent": sent,
-        "delays": delays,
+        "delays": delays or [],
         "rate": rate,
+        "asked": 50e6,
+        "gate": gate,
     }
-    return {**found, "asked": 50e6, "gate": gate}
 
 
-def measured(there: list[float], back: list[float]):
-    """Return what comes of packets p -> r and r -> p, whose delays are by the clocks of a and b."""
+def measure_both_directions(
+    forward: list[float], backward: list[float]
+) -> tuple[list[LinkMeasurement], dict[Way, tuple[float, float]]]:
+    """Combine the reports of 30 packets p -> r and 30 packets r -> p.
+
+    Delays are the receiver's clock minus the sender's clock.
+    """
+    there, back = ("p", "r"), ("r", "p")
     halves = {
-        "a": [half(30, "p", "r", []), half(0, "r", "p", back, 50e6)],
-        "b": [half(0, "p", "r", there, 49.8e6), half(30, "r", "p", [])],
+        "a": [
+            half_report(there, sent=30),
+            half_report(back, delays=backward, rate=50e6),
+        ],
+        "b": [
+            half_report(there, delays=forward, rate=49.8e6),
+            half_report(back, sent=30),
+        ],
     }
-    asked = {("p", "r"): LINK, ("r", "p"): LINK}
-    return combine_halves(asked, halves, HOST, {"a": 0.0, "b": 10.003})
+    links = {there: LINK, back: LINK}
+    return combine_halves(links, halves, HOST, CLOCKS_OF_CONTEXTS)
 
 
-def test_a_difference_of_clocks_is_not_a_delay() -> None:
-    found, moved = measured(
-        [10.0052] * 30, [-9.9948] * 30
-    )  # b's clock is 10 s ahead, not 10.003
-    assert [each.delay for each in found] == pytest.approx([0.0052, 0.0052])
-    assert [each.problem for each in found] == [None, None]
-    assert moved["a", "b"] == (pytest.approx(10.0), pytest.approx(0.0004))
+def test_difference_of_clocks_is_subtracted_from_delays() -> None:
+    # The true delay of both directions is 5.2 ms.
+    measurements, differences = measure_both_directions([10.0052] * 30, [-9.9948] * 30)
+    delays = [measurement.delay for measurement in measurements]
+    assert delays == pytest.approx([0.0052, 0.0052])
+    assert [measurement.problem for measurement in measurements] == [None, None]
+    assert differences["a", "b"] == (pytest.approx(10.0), pytest.approx(0.0004))
 
 
 def test_excessive_delay_in_one_direction_is_detected() -> None:
-    found, _ = measured([10.0072] * 30, [-9.9948] * 30)
-    assert all(each.problem and "delays by 6.2" in each.problem for each in found)
+    # Clocks and directions cannot be told apart: 7.2 and 5.2 ms are 6.2 ms in each direction.
+    measurements, _ = measure_both_directions([10.0072] * 30, [-9.9948] * 30)
+    for measurement in measurements:
+        assert "delays by 6.2" in (measurement.problem or "")
 
 
-def test_the_time_at_the_gate_of_the_sender_is_not_a_delay() -> None:
+def test_time_at_the_sender_gate_is_subtracted_from_delays() -> None:
+    pair = ("p", "r")
     halves = {
-        "a": [half(30, "p", "r", [], gate=0.02)],
-        "b": [half(0, "p", "r", [0.0252] * 30)],
+        "a": [half_report(pair, sent=30, gate=0.02)],
+        "b": [half_report(pair, delays=[0.0252] * 30)],
     }
-    [found], _ = combine_halves({("p", "r"): LINK}, halves, HOST, {"a": 0.0, "b": 0.0})
-    assert found.delay == pytest.approx(0.0052)
+    [measurement], _ = combine_halves({pair: LINK}, halves, HOST, {"a": 0.0, "b": 0.0})
+    assert measurement.delay == pytest.approx(0.0052)
 
 
 def test_packets_that_did_not_arrive_are_loss() -> None:
-    found, _ = measured([10.0052] * 20, [-9.9948] * 30)
-    assert found[0].loss == pytest.approx(1 / 3)
-    assert "loses 10 of 30" in (found[0].problem or "")
+    [forward, _], _ = measure_both_directions([10.0052] * 20, [-9.9948] * 30)
+    assert forward.loss == pytest.approx(1 / 3)
+    assert "loses 10 of 30" in (forward.problem or "")
 
 
 def test_one_way_packets_use_the_clocks_of_the_contexts() -> None:
-    found, moved = measured([10.008] * 30, [])
-    assert moved == {}
-    assert found[0].delay == pytest.approx(0.005)
-    assert "none of 30 packets arrived" in (found[1].problem or "")
+    [forward, backward], differences = measure_both_directions([10.008] * 30, [])
+    assert differences == {}
+    # 10.008 s minus the offset of 10.003 s.
+    assert forward.delay == pytest.approx(0.005)
+    assert "none of 30 packets arrived" in (backward.problem or "")
 
 
 @pytest.mark.parametrize(
@@ -117,24 +136,25 @@ def test_blocked_path_is_named_with_the_passing_sizes(
 
 def test_path_delay_is_subtracted_from_the_link() -> None:
     links = {("p", "r"): LINK, ("p", "q"): LINK, ("r", "p"): Link(up=False)}
-    found = imposed_links(links, HOST, {("a", "b"): 0.002, ("b", "a"): 0.002})
-    assert found["p", "r"].delay == pytest.approx(0.003)
-    assert found["p", "q"] == LINK
-    assert not found["r", "p"].up
+    path_delays = {("a", "b"): 0.002, ("b", "a"): 0.002}
+    emulated = imposed_links(links, HOST, path_delays)
+    assert emulated["p", "r"].delay == pytest.approx(0.005 - 0.002)
+    # Devices p and q are on the same host.
+    assert emulated["p", "q"] == LINK
+    assert not emulated["r", "p"].up
 
 
 def test_path_slightly_slower_than_the_link_is_tolerated() -> None:
-    assert (
-        imposed_links({("p", "r"): Link()}, HOST, {("a", "b"): 0.0002})["p", "r"].delay
-        == 0.0
-    )
+    # The tolerance of small delays is 0.3 ms.
+    emulated = imposed_links({("p", "r"): Link()}, HOST, {("a", "b"): 0.0002})
+    assert emulated["p", "r"].delay == 0.0
 
 
 def test_path_slower_than_the_link_is_refused_with_both_delays() -> None:
-    said = (
+    error = (
         r"p -> r needs a delay of 5 ms, but the path from a to b has 7.00 ms: .*--place"
     )
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=error):
         imposed_links({("p", "r"): LINK}, HOST, {("a", "b"): 0.007})
 
 
@@ -142,8 +162,10 @@ def test_each_path_is_measured_over_its_steadiest_and_fastest_link() -> None:
     links = {
         ("p", "r"): Link(rate=1e6),
         ("q", "r"): Link(rate=1e9),
+        # Jitter outweighs the rate.
         ("r", "p"): Link(rate=1e9, delay=0.01, jitter=0.005),
         ("r", "q"): Link(rate=1e6),
+        # Both ends are on the same host.
         ("p", "q"): Link(),
     }
     assert sorted(sample_links(links, HOST)) == [("q", "r"), ("r", "q")]
