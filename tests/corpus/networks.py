@@ -29,7 +29,7 @@ class Dense(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(1, 4, 3, padding=1)
         self.layers = nn.ModuleList(
-            nn.Conv2d(4 + 4 * place, 4, 3, padding=1) for place in range(3)
+            nn.Conv2d(4 + 4 * index, 4, 3, padding=1) for index in range(3)
         )
         self.fc = nn.Linear(16, 10)
 
@@ -102,6 +102,7 @@ class Shuffle(nn.Module):
         for branch in self.branches:
             passed, changed = x.chunk(2, dim=1)
             x = torch.cat((passed, branch(changed)), dim=1)
+            # Interleave the halves, as the paper shuffles channels.
             b, c, h, w = x.size()
             x = x.view(b, 2, c // 2, h, w).transpose(1, 2).contiguous().view(b, c, h, w)
         return self.fc(x.mean([2, 3]))
@@ -159,11 +160,12 @@ class Mixer(nn.Module):
 
     def forward(self, x):
         x = self.patches(x).flatten(2).transpose(1, 2)
-        for place, (tokens, channels) in enumerate(
+        # Each block has two normalisations.
+        for index, (tokens, channels) in enumerate(
             zip(self.tokens, self.channels, strict=True)
         ):
-            x = x + tokens(self.norms[2 * place](x).transpose(1, 2)).transpose(1, 2)
-            x = x + channels(self.norms[2 * place + 1](x))
+            x = x + tokens(self.norms[2 * index](x).transpose(1, 2)).transpose(1, 2)
+            x = x + channels(self.norms[2 * index + 1](x))
         return self.fc(x.mean(1))
 
 
@@ -275,6 +277,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         _, last = self.cells(self.embed(x))
+        # An LSTM returns its hidden state and its cell state.
         if isinstance(last, tuple):
             last = last[0]
         if self.cells.bidirectional:
@@ -312,6 +315,7 @@ class Crnn(nn.Module):
         self.fc = nn.Linear(16, 10)
 
     def forward(self, x):
+        # The width becomes the sequence, which comes first without batch_first.
         x = self.conv(x).flatten(1, 2).permute(2, 0, 1)
         x, _ = self.lstm(x)
         return self.fc(x[-1])
@@ -324,8 +328,8 @@ class Dilated(nn.Module):
         super().__init__()
         self.stem = nn.Conv1d(8, channels, 1)
         self.gates = nn.ModuleList(
-            nn.Conv1d(channels, 2 * channels, 2, dilation=2**place)
-            for place in range(depth)
+            nn.Conv1d(channels, 2 * channels, 2, dilation=2**index)
+            for index in range(depth)
         )
         self.skips = nn.ModuleList(
             nn.Conv1d(channels, channels, 1) for _ in range(depth)
@@ -335,8 +339,9 @@ class Dilated(nn.Module):
     def forward(self, x):
         x = self.stem(x.squeeze(1))
         total = 0
-        for place, (gate, skip) in enumerate(zip(self.gates, self.skips, strict=True)):
-            a, b = gate(F.pad(x, (2**place, 0))).chunk(2, 1)
+        for index, (gate, skip) in enumerate(zip(self.gates, self.skips, strict=True)):
+            # Padding on the left alone keeps the convolution causal.
+            a, b = gate(F.pad(x, (2**index, 0))).chunk(2, 1)
             y = skip(torch.tanh(a) * torch.sigmoid(b))
             x, total = x + y, total + y
         return self.fc(F.relu(total)[..., -1])
@@ -358,6 +363,7 @@ class Padded(nn.Module):
         h = self.encoder(
             self.embed(x) + self.position[:, : x.size(1)], src_key_padding_mask=padding
         )
+        # The mean over tokens that are no padding; a sample of padding alone must not divide by 0.
         weights = (~padding).unsqueeze(-1).float()
         return self.fc((h * weights).sum(1) / weights.sum(1).clamp(min=1))
 
@@ -435,6 +441,7 @@ class Convolved(nn.Module):
 
     def __init__(self):
         super().__init__()
+        # Each node is connected to itself and to both neighbours; rows sum to 1.
         edges = torch.eye(8) + torch.eye(8).roll(1, 0) + torch.eye(8).roll(-1, 0)
         self.register_buffer("edges", edges / edges.sum(1, keepdim=True))
         self.first = nn.Linear(8, 8)
@@ -507,6 +514,7 @@ class Sines(nn.Module):
 
     def forward(self, x):
         x = x.flatten(start_dim=1)
+        # Tracing must follow a slice of a ModuleList.
         for layer in self.layers[:-1]:
             x = torch.sin(3.0 * layer(x))
         return self.layers[-1](x)
@@ -528,6 +536,7 @@ class Wide(nn.Module):
             [embed(x[:, index]) for index, embed in enumerate(self.embeds)], dim=1
         )
         products = torch.bmm(embedded, embedded.transpose(1, 2))
+        # 7 embeddings have 21 pairs.
         rows, columns = torch.triu_indices(7, 7, offset=1)
         deep = self.deep(embedded.flatten(1))
         return self.fc(torch.cat([deep, products[:, rows, columns]], dim=1))
@@ -557,7 +566,7 @@ class Instance(nn.Module):
 
 
 class Inplace(nn.Module):
-    """Operations in place, and a part without gradient."""
+    """Operations in index, and a part without gradient."""
 
     def __init__(self):
         super().__init__()
@@ -567,6 +576,7 @@ class Inplace(nn.Module):
 
     def forward(self, x):
         x = self.first(x.flatten(1))
+        # The values before these operations must not be sent to another unit.
         x.mul_(0.5).add_(1.0)
         with torch.no_grad():
             size = x.abs().mean(dim=1, keepdim=True)

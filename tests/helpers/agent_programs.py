@@ -70,6 +70,7 @@ async def ping(device: Device, context: ProgramContext, options: Instructions) -
                 bounced=device.now() - start,
                 number=answer["number"],
             )
+            # The sender is the authenticated peer, not a field of the message.
             assert answer.sender == "b"
             if tensors:
                 assert torch.equal(answer.tensors["x"], tensors["x"] + 1)
@@ -102,6 +103,7 @@ async def slow_reader(
     device: Device, context: ProgramContext, options: Instructions
 ) -> None:
     """Run `stream` after b's inbox has had a second to fill up."""
+    # A full inbox must delay the sender.
     if device.name == "b":
         await device.sleep(1)
     await stream(device, context, options)
@@ -112,6 +114,7 @@ async def withdraw(
 ) -> None:
     """Cancel a message while the receiver is down, and send the next one."""
     if device.name == "a":
+        # The cancelled message must not block the one queued behind it.
         first = asyncio.create_task(
             asyncio.wait_for(device.send("b", Message("withdrawn")), 0.3)
         )

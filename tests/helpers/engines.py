@@ -28,7 +28,9 @@ BRIDGE = "tb-engines"
 NETWORK = "10.78.0"
 PORT = 2376
 START_TIMEOUT = 60.0
+# The names of bridge, namespaces and addresses are fixed, so only one process may have engines.
 LOCK = Path("/tmp/testbed-engines.lock")
+# The mount namespace gets its own /run, for sockets of the engine, and its own /sys, for the host's interfaces.
 _START = """\
 hostname {host}
 mount -t tmpfs tmpfs /run
@@ -214,6 +216,7 @@ def _start_engine(
 
 
 def _wait_until_ready(place: Path) -> None:
+    # Engine and ssh server start concurrently.
     deadline = time.monotonic() + START_TIMEOUT
     info = ["docker", "-H", f"unix://{place}/sock", "info"]
     while (

@@ -51,10 +51,12 @@ def message_sizes(outcome: Outcome, event_name: str, about: str) -> Sizes:
     sizes: dict[Flow, list[int]] = defaultdict(list)
     for event in outcome.events:
         fields = event.fields
+        # Other events may lack a message, so the name is compared first.
         if event.event != event_name or fields["message"] in BY_TIME:
             continue
         kind, size, device = fields["message"], fields["bytes"], event.device
         if event_name == "receive":
+            # A message that was received by a cast carries the number of the cast.
             is_cast = fields.get("cast") is not None
             if is_cast == (about == "casts"):
                 sizes[fields["peer"], device, kind].append(size)

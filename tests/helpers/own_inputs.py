@@ -52,6 +52,7 @@ def tokens():
     draws = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 30, (300, 7), generator=draws)
     lengths = torch.randint(4, 8, (300, 1), generator=draws)
+    # The first four tokens are never masked, and the first one determines the label.
     mask = (torch.arange(7) < lengths).long()
     ids, labels = ids * mask, ids[:, 0] % 3
     parts = []
@@ -66,6 +67,7 @@ def pairs():
     draws = torch.Generator().manual_seed(1)
     first = torch.randn(300, 6, generator=draws)
     second = torch.randn(300, 3, generator=draws)
+    # The label depends on both inputs, so a network that ignores one cannot learn it.
     labels = (first.sum(1) > second.sum(1)).long()
     return tuple(((first[part], second[part]), labels[part]) for part in PARTS)
 

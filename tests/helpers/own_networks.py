@@ -30,6 +30,7 @@ class Block(nn.Module):
         out = self.bn2(self.conv2(out))
         if self.down is not None:
             identity = self.down(x)
+        # In position, as torchvision writes it.
         out += identity
         return self.relu(out)
 
@@ -164,6 +165,7 @@ class Gpt(nn.Module):
         self.embed = nn.Linear(shape[2], dim)
         self.position = nn.Embedding(64, dim)
         self.blocks = nn.ModuleList(Attention(dim, 2) for _ in range(depth))
+        # A recurrent cell makes `forward` a loop, whose length depends on the input.
         self.cell = nn.GRUCell(dim, dim)
         self.head = nn.Linear(dim, classes)
 
@@ -177,8 +179,8 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         state = torch.zeros(x.shape[0], self.cell.hidden_size)
-        for place in range(x.size(1)):
-            state = self.cell(x[:, place], state)
+        for position in range(x.size(1)):
+            state = self.cell(x[:, position], state)
         return state if return_features else self.head(state)
 
 

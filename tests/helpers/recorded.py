@@ -31,6 +31,7 @@ SCENARIO: dict[str, Any] = {
         "steps": 5,
         "batch_size": 32,
     },
+    # The third step has batch 2, since batches count from 0.
     "faults": [
         {
             "kill": "b",
@@ -147,6 +148,7 @@ def make_events(faulty: bool = True) -> list[Event]:
             "fault",
             {"action": "kill", "target": "b", "phase": "strike", "intended": 2.3},
         ),
+        # Detected 0.68 s after the fault, and resumed 1 s after its detection.
         Event(3.0, "a", "recovery", {"phase": "detected", "step": 2, "missing": ["b"]}),
         Event(
             3.3,
@@ -168,6 +170,7 @@ def make_events(faulty: bool = True) -> list[Event]:
 
 
 def make_links() -> list[LinkMeasurement]:
+    # Both directions are within the tolerances of 8 Mbit/s and 10 ms.
     return [
         LinkMeasurement("a", "b", LINK, rate=7.9e6, delay=0.0101, loss=0.0, packets=50),
         LinkMeasurement("b", "a", LINK, rate=7.8e6, delay=0.0102, loss=0.0, packets=50),

@@ -28,6 +28,7 @@ class RecordingAgent:
         self.leaving = True
 
     def set_speed(self, factor: float) -> None:
+        # A paused container does not respond.
         if self.unreachable:
             raise AgentGone("paused")
         self.factors.append(factor)

@@ -15,6 +15,7 @@ def chain_replicas(partition: StagePartition) -> dict[str, set[int]]:
 
     Each stage's units are also at the next stage, and the last stage's at the coordinator.
     """
+    # The successor of the last stage is the coordinator.
     replicas = own_units(partition)
     for device in partition.devices:
         replicas[partition.successor(device)] |= set(partition.of(device))

@@ -48,6 +48,7 @@ def scenario_keys(
         work.pop("steps", None)
     work["method"] = {**WORKLOAD["method"], **method}
     devices = {"source": {"speed": speed}}
+    # Without workers, the source is the only device.
     if workers:
         devices["worker"] = {"speed": speed, "count": workers}
     tree = {

@@ -38,8 +38,10 @@ def make_scenario(
         **(workload or {}),
         "method": {"name": method, **(options or {})},
     }
+    # A single device trains on all samples, which the coordinator holds.
     if method == "single":
         work["data"] = {**work["data"], "split": "coordinator"}
+    # A workload has either epochs or steps.
     if "epochs" in work:
         del work["steps"]
     if isinstance(devices, int):
@@ -63,6 +65,7 @@ def prepare_scenario(spec: Scenario) -> Prepared:
     return prepare(trial)
 
 
+# Many tests use the same few data sets.
 data = cache(load)
 
 
