@@ -164,14 +164,14 @@ def _assert_equal_state(parts: Sequence[nn.Module], whole: nn.Module) -> None:
     expected = whole.state_dict()
     assert state.keys() <= expected.keys(), state.keys() - expected.keys()
     # A tied weight has several names, one of which suffices.
-    held = set()
+    present = set()
     for name, weight in whole.named_parameters(remove_duplicate=False):
         if name in state:
-            held.add(id(weight))
+            present.add(id(weight))
     missing = [
         name
         for name, weight in whole.named_parameters()
-        if weight.grad is not None and id(weight) not in held
+        if weight.grad is not None and id(weight) not in present
     ]
     assert not missing, f"no unit has {missing}"
     for name, value in state.items():
