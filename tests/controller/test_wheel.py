@@ -31,25 +31,25 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_python(
-    installed: Path, here: Path, *command: str
+    installed: Path, folder: Path, *command: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with the installed packages in a folder outside the checkout."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(installed),
-        "XDG_CACHE_HOME": str(here / "cache"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
     }
     return subprocess.run(
         [sys.executable, *command],
-        cwd=here,
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
     )
 
 
-def run_testbed(installed: Path, here: Path, arguments: Sequence[str]) -> None:
-    result = run_python(installed, here, "-c", MAIN, *arguments)
+def run_testbed(installed: Path, folder: Path, arguments: Sequence[str]) -> None:
+    result = run_python(installed, folder, "-c", MAIN, *arguments)
     assert result.returncode == 0, result.stderr
 
 
