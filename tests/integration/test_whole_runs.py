@@ -336,36 +336,38 @@ def count_late_casts(events: list[dict[str, Any]], slot: float) -> int:
     return late
 
 
+ALL_FAULTS: list[dict[str, Any]] = [
+    {
+        "pause": "worker1",
+        "when": {"device": "worker1", "begins": "forward", "batch": 8},
+        "for": "500ms",
+    },
+    {
+        "degrade": {
+            "between": ["source", "worker1"],
+            "rate": "5mbit",
+            "delay": "20ms",
+            "loss": "1%",
+        },
+        "at": "2s",
+    },
+    # Batches order these faults on hosts of any speed: the partition ends before the kill, the kill before heal.
+    {
+        "partition": [["worker2"]],
+        "when": {"device": "worker2", "begins": "forward", "batch": 14},
+        "for": "2s",
+    },
+    {
+        "kill": "worker2",
+        "when": {"device": "worker2", "begins": "backward", "batch": 25},
+        "for": "1s",
+    },
+    {"heal": "all", "after": "2s"},
+]
+
+
 def test_pipeline_survives_faults_of_all_kinds(tmp_path: Path) -> None:
-    faults = [
-        {
-            "pause": "worker1",
-            "when": {"device": "worker1", "begins": "forward", "batch": 8},
-            "for": "500ms",
-        },
-        {
-            "degrade": {
-                "between": ["source", "worker1"],
-                "rate": "5mbit",
-                "delay": "20ms",
-                "loss": "1%",
-            },
-            "at": "2s",
-        },
-        # Batches order these faults on hosts of any speed: the partition ends before the kill, the kill before heal.
-        {
-            "partition": [["worker2"]],
-            "when": {"device": "worker2", "begins": "forward", "batch": 14},
-            "for": "2s",
-        },
-        {
-            "kill": "worker2",
-            "when": {"device": "worker2", "begins": "backward", "batch": 25},
-            "for": "1s",
-        },
-        {"heal": "all", "after": "2s"},
-    ]
-    path = write_scenario(tmp_path, "run-faults", faults=faults)
+    path = write_scenario(tmp_path, "run-faults", faults=ALL_FAULTS)
     out = tmp_path / "out"
     run_finished("run", path, "--out", out, "--accept-links")
     operations = {
