@@ -113,7 +113,7 @@ def judge_evaluations(
 ) -> tuple[int | None, int]:
     """Return the last step of a stopped training and the step of the resulting weights.
 
-    The first step is None if training continues; the second one is -1 if the last weights are the result.
+    Without a stop the first value is absent (None); -1 as the second value means the last weights.
     """
     stopping = Stopping(training_config(**training))
     end = None
