@@ -1,10 +1,13 @@
+"""Sweeps on a Dask cluster: results, files of trials, lost workers and refused workers."""
+
 from __future__ import annotations
 
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from io import StringIO
@@ -23,15 +26,14 @@ from testbed_controller.api.executors import PlannedRun
 from tests.helpers import cluster_tasks
 from tests.helpers.runs import make_scenario
 
-# Workers of a `LocalCluster` are forked from one process that has imported what they need, not begun anew each time.
+# Workers are forked from one process with all imports done; by default each worker imports torch again.
 os.environ.setdefault("DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD", "forkserver")
 distributed = pytest.importorskip(
     "distributed", reason="the extra 'cluster' is not installed"
 )
 
-pytestmark = pytest.mark.timeout(
-    400
-)  # workers of a cluster each import torch, and some are killed
+# Some tests kill workers, and the cluster starts new ones.
+pytestmark = pytest.mark.timeout(400)
 
 MODEL = """
 from torch import nn
@@ -39,7 +41,7 @@ from torch import nn
 def own(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, {width}), nn.ReLU(), nn.Linear({width}, classes))
 """
-FILES_OF_POINTS = """
+SCENARIO_WITH_FILES = """
 name: files
 devices: {alone: {profile: slow.yaml}}
 workload:
@@ -56,141 +58,151 @@ sweep:
 SILENT = Console(file=StringIO())
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[distributed.Client]:
+@contextmanager
+def start_cluster(workers: int) -> Iterator[tuple[Any, Any]]:
+    """Start a local cluster with a client."""
     with (
         distributed.LocalCluster(
-            2, threads_per_worker=1, dashboard_address=None
-        ) as workers,
-        distributed.Client(workers) as found,
+            workers, threads_per_worker=1, dashboard_address=None
+        ) as local_cluster,
+        distributed.Client(local_cluster) as client,
     ):
-        yield found
+        yield local_cluster, client
 
 
-def planned(folder: Path) -> PlannedRun:
+@pytest.fixture(scope="module")
+def client() -> Iterator[distributed.Client]:
+    with start_cluster(2) as (_, client):
+        yield client
+
+
+def planned_run(folder: Path) -> PlannedRun:
     return PlannedRun(prepare(trials(make_scenario())[0]), folder)
 
 
-def kept(folder: Path) -> dict[str, object]:
-    """Return what a folder of results holds, but for times, commands, and pages that show them."""
-    found: dict[str, object] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.name == "manifest.json":
-            facts = json.loads(path.read_text())
-            found[str(path.relative_to(folder))] = facts | {
-                "date": 0,
-                "wall_seconds": 0,
-                "command": 0,
-            }
-        elif path.is_file() and path.suffix != ".html":
-            found[str(path.relative_to(folder))] = path.read_bytes()
-    return found
+@pytest.fixture
+def replace_task(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, object], None]:
+    """A function (task, argument), which replaces the simulation in workers by a task of `cluster_tasks`."""
 
-
-def test_a_sweep_leaves_the_files_that_it_leaves_here(client, tmp_path: Path) -> None:
-    here = api.sweep(make_scenario(), {"seed": [1, 2, 3]}, tmp_path / "here")
-    there = api.sweep(
-        make_scenario(), {"seed": [1, 2, 3]}, tmp_path / "there", cluster=client
-    )
-    assert [each.metrics for each in there] == [each.metrics for each in here]
-    assert kept(tmp_path / "there") == kept(tmp_path / "here")
-    page = next((tmp_path / "there").rglob("report.html")).read_text()
-    assert str(tmp_path / "there") in page
-
-
-def test_files_of_each_point_travel(client, tmp_path: Path) -> None:
-    for name in ("slow", "fast"):
-        speed = "1mflops" if name == "slow" else "1gflops"
-        (tmp_path / f"{name}.yaml").write_text(f"speed: {speed}\nmemory: 1GiB\n")
-        (tmp_path / f"{name}.py").write_text(
-            MODEL.format(width=16 if name == "slow" else 8)
+    def apply(task: Any, argument: object) -> None:
+        monkeypatch.setattr(cluster, "_simulate_files", task)
+        # The trial is the first argument of the task.
+        monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: (str(argument), {}))
+        # The tasks return no metrics.
+        monkeypatch.setattr(
+            "testbed_controller.api.executors.load_metrics",
+            lambda path: type("Run", (), {"path": path}),
         )
-    (tmp_path / "scenario.yaml").write_text(FILES_OF_POINTS)
-    given = api.load(tmp_path / "scenario.yaml")
-    here = api.sweep(given, out=tmp_path / "here")
-    there = api.sweep(given, out=tmp_path / "there", cluster=client)
-    assert [each.metrics for each in there] == [each.metrics for each in here]
-    assert here[0].metrics["duration"] > here[1].metrics["duration"]
+
+    return apply
 
 
-def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
-    client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def read_results(folder: Path) -> dict[str, object]:
+    """Return the files of a results folder, without times and commands, and without pages, which contain times."""
+    files: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.name == "manifest.json":
+            manifest = json.loads(path.read_text())
+            variable = dict.fromkeys(("date", "wall_seconds", "command"), 0)
+            files[name] = manifest | variable
+        elif path.is_file() and path.suffix != ".html":
+            files[name] = path.read_bytes()
+    return files
+
+
+def test_sweep_on_a_cluster_has_the_results_of_a_local_sweep(
+    client, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.kill_second_worker)
-    monkeypatch.setattr(
-        "testbed_controller.api.executors.load_metrics",
-        lambda place: type("Run", (), {"path": place}),
-    )
-    done: list[int] = []
-    before = client.run_on_scheduler(allowed_failures)
-    assert before >= cluster.MAX_DEATHS
-    counts = tmp_path / "deaths"
-    runs = {number: planned(tmp_path / f"run{number}") for number in range(3)}
-    monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: (str(counts), {}))
+    values = {"seed": [1, 2, 3]}
+    local = api.sweep(make_scenario(), values, tmp_path / "local")
+    remote = api.sweep(make_scenario(), values, tmp_path / "remote", cluster=client)
+    assert [run.metrics for run in remote] == [run.metrics for run in local]
+    assert read_results(tmp_path / "remote") == read_results(tmp_path / "local")
+    # The page names the final folder, not a folder of the worker.
+    page = next((tmp_path / "remote").rglob("report.html")).read_text()
+    assert str(tmp_path / "remote") in page
+
+
+def test_files_of_each_point_are_sent_to_workers(client, tmp_path: Path) -> None:
+    for name, speed, width in (("slow", "1mflops", 16), ("fast", "1gflops", 8)):
+        profile, model = tmp_path / f"{name}.yaml", tmp_path / f"{name}.py"
+        profile.write_text(f"speed: {speed}\nmemory: 1GiB\n")
+        model.write_text(MODEL.format(width=width))
+    (tmp_path / "scenario.yaml").write_text(SCENARIO_WITH_FILES)
+    scenario = api.load(tmp_path / "scenario.yaml")
+    local = api.sweep(scenario, out=tmp_path / "local")
+    remote = api.sweep(scenario, out=tmp_path / "remote", cluster=client)
+    assert [run.metrics for run in remote] == [run.metrics for run in local]
+    slow, fast = local
+    assert slow.metrics["duration"] > fast.metrics["duration"]
+
+
+def test_run_that_kills_three_workers_is_given_up(
+    client, tmp_path: Path, replace_task: Callable[[Any, object], None]
+) -> None:
+    deaths = tmp_path / "deaths"
+    replace_task(cluster_tasks.kill_second_worker, deaths)
+    limit_before = client.run_on_scheduler(read_allowed_failures)
+    assert limit_before >= cluster.MAX_DEATHS
+    runs = {number: planned_run(tmp_path / f"run{number}") for number in range(3)}
+    finished: list[int] = []
     with pytest.raises(
         TestbedError, match=r"1 of 3 runs were lost with their workers 3 times \(run1\)"
     ):
         cluster.Cluster(client).execute(
-            runs, SILENT, lambda number, _run: done.append(number)
+            runs, SILENT, lambda number, _run: finished.append(number)
         )
-    assert sorted(done) == [0, 2]
-    assert len(counts.read_text()) == cluster.MAX_DEATHS
-    assert client.run_on_scheduler(allowed_failures) == before, "others may use it"
+    assert sorted(finished) == [0, 2]
+    assert len(deaths.read_text()) == cluster.MAX_DEATHS
+    # Other users of the scheduler must have their own limit again.
+    assert client.run_on_scheduler(read_allowed_failures) == limit_before
 
 
-def test_only_those_are_given_up_that_were_under_way_as_workers_died(
-    client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.kill_workers_twice)
-    monkeypatch.setattr(
-        "testbed_controller.api.executors.load_metrics",
-        lambda place: type("Run", (), {"path": place}),
-    )
-    monkeypatch.setattr(
-        cluster, "_pack_trial", lambda _trial: (str(tmp_path / "deaths"), {})
-    )
-    done: list[int] = []
-    runs = {number: planned(tmp_path / f"run{number}") for number in range(8)}
-    cluster.Cluster(client).execute(
-        runs, SILENT, lambda number, _run: done.append(number)
-    )
-    assert sorted(done) == [*range(8)]
-
-
-def allowed_failures(dask_scheduler: Any) -> int:
+def read_allowed_failures(dask_scheduler: Any) -> int:
     failures: int = dask_scheduler.allowed_failures
     return failures
 
 
-def test_runs_whose_folders_have_the_same_name_are_told_apart(
-    client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_waiting_runs_are_not_blamed_for_dead_workers(
+    client, tmp_path: Path, replace_task: Callable[[Any, object], None]
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.return_folder_path)
-    monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: ("", {}))
-    monkeypatch.setattr(
-        "testbed_controller.api.executors.load_metrics",
-        lambda place: type("Run", (), {"path": place}),
+    # Two of eight runs kill their workers twice each. Dask counts the four deaths for waiting runs, too.
+    replace_task(cluster_tasks.kill_workers_twice, tmp_path / "deaths")
+    runs = {number: planned_run(tmp_path / f"run{number}") for number in range(8)}
+    finished: list[int] = []
+    cluster.Cluster(client).execute(
+        runs, SILENT, lambda number, _run: finished.append(number)
     )
+    assert sorted(finished) == list(range(8))
+
+
+def test_folders_of_equal_names_are_distinguished(
+    client, tmp_path: Path, replace_task: Callable[[Any, object], None]
+) -> None:
+    replace_task(cluster_tasks.return_folder_path, "")
     runs = {}
     for number, parent in enumerate("ab"):
         (tmp_path / parent).mkdir()
-        runs[number] = planned(tmp_path / parent / "run")
+        runs[number] = planned_run(tmp_path / parent / "run")
     cluster.Cluster(client).execute(runs, SILENT, lambda *_: None)
     for run in runs.values():
         assert (run.folder / "place").read_text() == str(run.folder)
 
 
-def test_a_process_has_the_version_that_it_imported(
+def test_version_of_a_process_is_computed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "installed.py").touch()
+    # A process runs the code that it imported, even if the files change later.
+    module = tmp_path / "installed.py"
+    module.touch()
     monkeypatch.syspath_prepend(tmp_path)
-    point = EntryPoint("own", "installed", "testbed.methods")
-    monkeypatch.setattr(cluster.plugins, "installed", lambda _group: {"own": point})
+    plugin = EntryPoint("own", "installed", "testbed.methods")
+    monkeypatch.setattr(cluster.plugins, "installed", lambda _group: {"own": plugin})
     cluster.version.cache_clear()
     try:
         imported = cluster.version()
-        (tmp_path / "installed.py").write_text("updated = True")
+        module.write_text("updated = True")
         assert cluster.version() == imported
         cluster.version.cache_clear()
         assert cluster.version() != imported
@@ -198,37 +210,32 @@ def test_a_process_has_the_version_that_it_imported(
         cluster.version.cache_clear()
 
 
-def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_loss_of_all_workers_is_reported(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replace_task: Callable[[Any, object], None],
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.touch_and_sleep)
-    monkeypatch.setattr(
-        cluster, "_pack_trial", lambda _trial: (str(tmp_path / "begun"), {})
-    )
+    started = tmp_path / "started"
+    replace_task(cluster_tasks.touch_and_sleep, started)
     monkeypatch.setattr(cluster, "WORKER_TIMEOUT", 1.0)
     monkeypatch.setattr("testbed_controller.api.executors.POLL_SECONDS", 0.2)
-    said = StringIO()
-    with (
-        distributed.LocalCluster(
-            1, threads_per_worker=1, dashboard_address=None
-        ) as workers,
-        distributed.Client(workers) as found,
-    ):
+    output = StringIO()
+    with start_cluster(1) as (workers, client):
 
-        def remove() -> None:
-            while not (tmp_path / "begun").exists():
+        def remove_worker() -> None:
+            while not started.exists():
                 time.sleep(0.1)
             workers.scale(0)
 
-        threading.Thread(target=remove).start()
+        threading.Thread(target=remove_worker).start()
         with pytest.raises(
             HostError,
             match="no worker for 1 s: start workers, then continue with --resume",
         ):
-            cluster.Cluster(found).execute(
-                {0: planned(tmp_path / "r")}, Console(file=said), lambda *_: None
+            cluster.Cluster(client).execute(
+                {0: planned_run(tmp_path / "r")}, Console(file=output), lambda *_: None
             )
-    assert "no worker is left" in said.getvalue()
+    assert "no worker is left" in output.getvalue()
 
 
 def test_workers_of_another_version_are_refused(
@@ -238,27 +245,29 @@ def test_workers_of_another_version_are_refused(
     with pytest.raises(
         HostError, match=r"worker .* has testbed .*, this machine 9.9-theirs"
     ):
-        cluster.Cluster(client).execute({0: planned(tmp_path)}, SILENT, lambda *_: None)
+        cluster.Cluster(client).execute(
+            {0: planned_run(tmp_path)}, SILENT, lambda *_: None
+        )
 
 
-def test_files_that_do_not_travel_are_refused(tmp_path: Path) -> None:
-    trial = planned(tmp_path).trial
+def test_relative_weights_file_is_refused(tmp_path: Path) -> None:
+    trial = planned_run(tmp_path).trial
     workload = trial.scenario.workload
     model = workload.model.model_copy(update={"weights": "w.safetensors"})
-    given = trial.scenario.model_copy(
-        update={"workload": workload.model_copy(update={"model": model})}
-    )
+    changed_workload = workload.model_copy(update={"model": model})
+    scenario = trial.scenario.model_copy(update={"workload": changed_workload})
     with pytest.raises(
         InputError,
         match=r"workload.model.weights: w.safetensors is not sent to workers",
     ):
-        cluster._pack_trial(replace(trial, scenario=given))
+        cluster._pack_trial(replace(trial, scenario=scenario))
 
 
-def test_where_no_scheduler_answers_it_says_how_to_start_one(
+def test_missing_scheduler_is_reported_with_a_command_to_start_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cluster, "CONNECT_TIMEOUT", 1)
+    # No service uses port 9 (discard).
     with (
         pytest.raises(
             HostError,

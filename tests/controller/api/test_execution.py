@@ -1,4 +1,4 @@
-"""Resources of a run are released whatever interrupts the run."""
+"""Release of a run's resources after an interruption."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from testbed_controller.api import execution
 from testbed_controller.watch import server
 
 
-class FakePage:
-    """A page server whose page cannot be opened."""
+class FakePageServer:
+    """A page server with an interruption while the page is opened."""
 
     address = "http://127.0.0.1:1"
     is_closed = False
 
     def __init__(self, *_: object) -> None:
-        pages.append(self)
+        page_servers.append(self)
 
     def show(self) -> None:
         raise KeyboardInterrupt
@@ -28,15 +28,16 @@ class FakePage:
         self.is_closed = True
 
 
-pages: list[FakePage] = []
+page_servers: list[FakePageServer] = []
 
 
 def test_page_server_is_closed_if_the_page_cannot_be_opened(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(server, "PageServer", FakePage)
+    monkeypatch.setattr(server, "PageServer", FakePageServer)
     console = Console(file=io.StringIO())
     page = execution._live_page(tmp_path, "simulate", console)
     with pytest.raises(KeyboardInterrupt), page:
         pass
-    assert [page.is_closed for page in pages] == [True]
+    [page_server] = page_servers
+    assert page_server.is_closed

@@ -1,4 +1,4 @@
-"""Executors of prepared runs, and what they report meanwhile."""
+"""Progress messages of the executors of prepared runs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.helpers import recorded
 def test_brackets_in_the_label_of_a_point_are_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    # Text in brackets is markup for rich, which would remove the text.
     finished = SimpleNamespace(outcome=SimpleNamespace(status="finished"))
     monkeypatch.setattr(executors, "run_recorded", lambda *_: finished)
     runs = {}
     for number in range(2):
-        trial = replace(
-            recorded.make_trial(), point={"label": f"FedAvg [paper {number}]"}
-        )
+        point = {"label": f"FedAvg [paper {number}]"}
+        trial = replace(recorded.make_trial(), point=point)
         prepared = cast(Any, SimpleNamespace(trial=trial))
         runs[number] = PlannedRun(prepared, tmp_path)
-    console = Console(file=io.StringIO(), width=80)
+    output = io.StringIO()
+    console = Console(file=output, width=80)
     InTurn("simulate").execute(runs, console, lambda *_: None)
-    assert isinstance(console.file, io.StringIO)
-    assert "FedAvg [paper 0]" in console.file.getvalue()
+    assert "FedAvg [paper 0]" in output.getvalue()

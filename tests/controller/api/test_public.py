@@ -6,7 +6,6 @@ import doctest
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,14 +14,26 @@ from testbed_controller import api
 from tests.helpers import ROOT
 
 ERRORS = {"InputError", "TestbedError"}
-WITH_EXAMPLE = sorted(set(testbed.__all__) - ERRORS)
-"""The errors have none: scenarios and programs do not make them."""
+NAMES_WITH_EXAMPLE = sorted(set(testbed.__all__) - ERRORS)
+"""Errors have no examples, since users do not create errors."""
 
 
 def examples_of(name: str) -> list[doctest.DocTest]:
-    thing = getattr(testbed, name)
+    documented = getattr(testbed, name)
     finder = doctest.DocTestFinder(recurse=False)
-    return [each for each in finder.find(thing, name, globs={}) if each.examples]
+    doctests = finder.find(documented, name, globs={})
+    return [test for test in doctests if test.examples]
+
+
+def run_python(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a new interpreter without earlier imports."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
 
 
 def test_testbed_has_the_names_of_the_interface() -> None:
@@ -32,70 +43,64 @@ def test_testbed_has_the_names_of_the_interface() -> None:
         _ = testbed.simulat  # type: ignore[attr-defined]
 
 
-def test_importing_testbed_imports_nothing_else() -> None:
-    program = "import sys; before = set(sys.modules); import testbed; print(*set(sys.modules) - before)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
+def test_importing_testbed_imports_no_other_package() -> None:
+    # Agents import the package, too, on devices without the controller.
+    outcome = run_python(
+        "import sys; before = set(sys.modules); import testbed; print(*set(sys.modules) - before)"
     )
-    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert outcome.returncode == 0, outcome.stderr
+    loaded = {name.partition(".")[0] for name in outcome.stdout.split()}
     assert "testbed" in loaded
     assert not loaded & {"testbed_controller", "torch", "numpy", "docker", "pydantic"}
 
 
-def test_the_interface_is_absent_where_the_controller_is_not_installed() -> None:
-    # None in `sys.modules` is a package that cannot be found, as on a device.
-    program = (
+def test_interface_is_absent_without_the_controller() -> None:
+    # With None in `sys.modules` an import fails, as on a device, where the controller is not installed.
+    outcome = run_python(
         "import sys; sys.modules['testbed_controller'] = None; import testbed\n"
         "assert not hasattr(testbed, 'run')\n"
         "testbed.run"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert "AttributeError: testbed.run needs the package testbed_controller" in (
-        done.stderr
-    )
+    error = "AttributeError: testbed.run needs the package testbed_controller"
+    assert error in outcome.stderr
 
 
-def test_a_missing_library_of_the_interface_is_named() -> None:
-    program = (
+def test_missing_library_of_the_interface_is_named() -> None:
+    outcome = run_python(
         "import sys; sys.modules['pydantic'] = None; import testbed\n"
         "hasattr(testbed, 'run')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert "ModuleNotFoundError: import of pydantic halted" in done.stderr
+    assert "ModuleNotFoundError: import of pydantic halted" in outcome.stderr
 
 
 def test_loading_a_scenario_imports_no_torch() -> None:
-    program = "import sys, testbed; testbed.load('quickstart'); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=True)
+    outcome = run_python(
+        "import sys, testbed; testbed.load('quickstart'); sys.exit('torch' in sys.modules)"
+    )
+    assert outcome.returncode == 0, outcome.stderr
 
 
 @pytest.mark.parametrize("name", testbed.__all__)
-def test_the_page_lists_every_public_name(name: str) -> None:
+def test_documentation_lists_every_public_name(name: str) -> None:
     assert f"`{name}" in (ROOT / "docs" / "python.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["Result", "Results", "Live", "Callback"])
-def test_the_page_lists_every_public_member_of_a_class(name: str) -> None:
+def test_documentation_lists_every_public_member_of_a_class(name: str) -> None:
     page = (ROOT / "docs" / "python.md").read_text()
-    members = [each for each in vars(getattr(testbed, name)) if each[0] != "_"]
+    public_class = getattr(testbed, name)
+    members = [member for member in vars(public_class) if member[0] != "_"]
     assert members
-    assert [each for each in members if f"`{each}" not in page] == []
+    assert [member for member in members if f"`{member}" not in page] == []
 
 
-@pytest.mark.parametrize("name", WITH_EXAMPLE)
-def test_the_example_of_a_public_name_works(
+@pytest.mark.parametrize("name", NAMES_WITH_EXAMPLE)
+def test_example_of_a_public_name_works(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Some examples write results into the current folder.
     monkeypatch.chdir(tmp_path)
-    examples: list[Any] = examples_of(name)
+    examples = examples_of(name)
     assert examples
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     for example in examples:

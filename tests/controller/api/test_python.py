@@ -1,4 +1,4 @@
-"""The testbed from Python, in a notebook too, and its tables in files."""
+"""Simulations, sweeps and exported tables through the Python interface, also in a notebook."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import csv
 import gc
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from testbed.common.errors import InputError
 from testbed.simulation.world import World
@@ -42,33 +43,35 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_a_run_has_figures_tables_and_plots(tmp_path: Path) -> None:
-    run = simulate(build(**SMALL), tmp_path / "one")
-    assert run.metrics["steps"] == 4
-    assert [row["step"] for row in run.rows("steps")] == [0, 1, 2, 3]
-    assert {row["event"] for row in run.rows("events")} >= {"compute", "step"}
-    assert set(run.plots) == {"Loss", "Time per step"}
-    assert "Accuracy" in str(run)
-    for act, message in (
-        (run.rows, "choose one of metrics, events"),
-        (run.plot, "choose one of Loss, Time per step"),
-    ):
-        with pytest.raises(InputError, match=message):
-            act("nothing")
+def test_result_has_metrics_tables_and_plots(tmp_path: Path) -> None:
+    result = simulate(build(**SMALL), tmp_path / "one")
+    assert result.metrics["steps"] == 4
+    assert [row["step"] for row in result.rows("steps")] == [0, 1, 2, 3]
+    assert {row["event"] for row in result.rows("events")} >= {"compute", "step"}
+    assert set(result.plots) == {"Loss", "Time per step"}
+    assert "Accuracy" in str(result)
+    with pytest.raises(InputError, match="choose one of metrics, events"):
+        result.rows("nothing")
+    with pytest.raises(InputError, match="choose one of Loss, Time per step"):
+        result.plot("nothing")
 
 
-@pytest.mark.parametrize("value", [Path("x.safetensors"), np.int64(7), np.array([1])])
-def test_changes_may_be_paths_and_numbers_of_numpy(value: object) -> None:
-    key = "description" if isinstance(value, Path) else "seed"
-    if isinstance(value, np.ndarray):
-        with pytest.raises(InputError, match="seed"):
-            load("quickstart", {key: value})
-        return
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("description", Path("x.safetensors")), ("seed", np.int64(7))],
+    ids=["path", "numpy integer"],
+)
+def test_changed_values_may_be_paths_and_numpy_numbers(key: str, value: object) -> None:
     changed = load("quickstart", {key: value})
     assert str(getattr(changed, key)) == str(value)
 
 
-def test_change_that_a_scenario_cannot_have_is_refused() -> None:
+def test_numpy_array_as_a_single_value_is_refused() -> None:
+    with pytest.raises(InputError, match="seed"):
+        load("quickstart", {"seed": np.array([1])})
+
+
+def test_value_of_an_unsupported_type_is_refused() -> None:
     with pytest.raises(
         InputError, match="seed: values of type object cannot be written"
     ):
@@ -89,127 +92,130 @@ def test_single_value_of_a_swept_key_is_refused(values: Any, tmp_path: Path) -> 
         sweep(build(**SMALL), {"seed": values}, tmp_path / "one")
 
 
-def test_values_of_a_sweep_may_be_those_of_numpy(tmp_path: Path) -> None:
+def test_values_of_a_sweep_may_be_a_numpy_array(tmp_path: Path) -> None:
     results = sweep(build(**SMALL), {"seed": np.arange(1, 3)}, tmp_path / "sweep")
     assert [row["seed"] for row in results.rows()] == [1, 2]
 
 
-def test_points_with_one_label_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_points_with_the_same_label_have_different_folders(tmp_path: Path) -> None:
     points = [{"label": "A", "seed": 1}, {"label": "A", "seed": 2}]
     results = sweep(build(**SMALL, points=points), out=tmp_path / "sweep")
     assert [result.path.name for result in results] == ["small,A", "small,A-2"]
     assert [result.run.trial.scenario.seed for result in results] == [1, 2]
 
 
-def test_it_runs_where_a_loop_runs_already(tmp_path: Path) -> None:
+def test_simulation_works_within_a_running_event_loop(tmp_path: Path) -> None:
+    # The cells of a notebook run within a loop.
     async def cell() -> float:
         return float(simulate(build(**SMALL), tmp_path / "one").metrics["accuracy"])
 
     assert 0 <= asyncio.run(cell()) <= 1
 
 
-def test_a_sweep_has_a_row_for_each_run(tmp_path: Path) -> None:
+def test_results_of_a_sweep_have_a_row_for_each_run(tmp_path: Path) -> None:
     values = {"workload.batch_size": [8, 16], "seed": [1, 2]}
-    runs = sweep(build(**SMALL), values, tmp_path / "zip", together=True)
-    assert [(row["workload.batch_size"], row["seed"]) for row in runs.rows()] == [
-        (8, 1),
-        (16, 2),
-    ]
-    again = open_results(tmp_path / "zip")
-    assert isinstance(again, Results)
-    assert again.rows() == runs.rows()
+    results = sweep(build(**SMALL), values, tmp_path / "zip", together=True)
+    points = [(row["workload.batch_size"], row["seed"]) for row in results.rows()]
+    assert points == [(8, 1), (16, 2)]
+    reopened = open_results(tmp_path / "zip")
+    assert isinstance(reopened, Results)
+    assert reopened.rows() == results.rows()
 
 
-def test_a_sweep_keeps_no_simulation_but_the_last(tmp_path: Path) -> None:
-    """Each is a circle of devices, tasks and events, which nothing but the garbage collector takes apart."""
+def count_worlds() -> int:
+    """Return the number of simulated worlds in memory."""
+    worlds = [item for item in gc.get_objects() if isinstance(item, World)]
+    return len(worlds)
+
+
+def test_sweep_frees_each_simulation_after_its_run(tmp_path: Path) -> None:
+    # Devices, tasks and events of a world refer to each other, so only a sweep that collects garbage frees the world.
     gc.collect()
-    before = sum(isinstance(each, World) for each in gc.get_objects())
+    count_before = count_worlds()
     gc.disable()
     try:
         sweep(build(**SMALL), {"seed": [1, 2, 3, 4]}, tmp_path / "seeds")
-        kept = sum(isinstance(each, World) for each in gc.get_objects()) - before
+        remaining = count_worlds() - count_before
     finally:
         gc.enable()
-    assert kept <= 2
+    assert remaining <= 2
 
 
-def test_several_runs_are_no_run_and_mistakes_are_said(tmp_path: Path) -> None:
+def test_simulation_of_several_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has 2 runs: use sweep"):
         simulate(build(**SMALL, repetitions=2), tmp_path / "two")
+
+
+def test_misspelt_key_is_refused_with_a_suggestion() -> None:
     with pytest.raises(InputError, match="unknown key 'sede': did you mean 'seed'"):
         build(**SMALL, sede=3)
 
 
-def test_an_edited_file_is_read_again(
+def test_changed_model_file_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    workload = {**SMALL["workload"], "model": {"file": "net.py", "name": "build"}}  # type: ignore[dict-item]
-    kept = []
+    workload = {**SMALL["workload"], "model": {"file": "net.py", "name": "build"}}
+    scenario_keys = {**SMALL, "workload": workload}
     for width in (4, 6):
         layers = f"nn.Flatten(), nn.Linear(64, {width}), nn.Linear({width}, 10)"
         Path("net.py").write_text(
             f"from torch import nn\ndef build():\n    return nn.Sequential({layers})\n"
         )
-        scenario = build(**{**SMALL, "workload": workload})
-        simulate(scenario, f"width{width}")
-        kept.append(
-            f"Linear(64, {width})" in Path(f"width{width}", "net.py").read_text()
-        )
-    assert kept == [True, True]
+        simulate(build(**scenario_keys), f"width{width}")
+        # The results contain a copy of the model's file.
+        assert f"Linear(64, {width})" in Path(f"width{width}", "net.py").read_text()
 
 
-def test_tables_in_files(tmp_path: Path) -> None:
-    devices = {"source": {"profile": "laptop"}, "worker": {"profile": "laptop"}}
+def export_results(folder: Path, option: str) -> Result:
+    return CliRunner().invoke(export, [str(folder), option], catch_exceptions=False)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_tables_are_exported_to_files(tmp_path: Path) -> None:
+    pipeline = {"method": {"name": "pipeline", "micro_batches": 1}}
     changes = {
-        "devices": devices,
+        "devices": {"source": {"profile": "laptop"}, "worker": {"profile": "laptop"}},
         "network": {"link": {"delay": "1ms", "rate": "10mbit"}},
+        "workload": SMALL["workload"] | pipeline,
     }
-    workload = SMALL["workload"] | {"method": {"name": "pipeline", "micro_batches": 1}}
-    simulate(build(**SMALL | changes | {"workload": workload}), tmp_path / "one")
-    done = CliRunner().invoke(
-        export, [str(tmp_path / "one"), "--csv"], catch_exceptions=False
-    )
-    assert done.exit_code == 0
-    with (tmp_path / "one" / "export" / "steps.csv").open() as file:
-        assert [row["step"] for row in csv.DictReader(file)] == ["0", "1", "2", "3"]
-    with (tmp_path / "one" / "export" / "links.csv").open() as file:
-        assert float(next(csv.DictReader(file))["requested.delay"]) > 0
-    with (tmp_path / "one" / "export" / "devices.csv").open() as file:
-        assert all(
-            isinstance(json.loads(row["units"]), list) for row in csv.DictReader(file)
-        )
-    assert (
-        "'" not in (tmp_path / "one" / "export" / "links.csv").read_text()
-    )  # no value as Python shows it
-    CliRunner().invoke(
-        export, [str(tmp_path / "one"), "--perfetto"], catch_exceptions=False
-    )
-    assert json.loads((tmp_path / "one" / "export" / "trace.json").read_text())[
-        "traceEvents"
-    ]
+    simulate(build(**SMALL | changes), tmp_path / "one")
+    assert export_results(tmp_path / "one", "--csv").exit_code == 0
+    exported = tmp_path / "one" / "export"
+    steps = read_csv(exported / "steps.csv")
+    assert [row["step"] for row in steps] == ["0", "1", "2", "3"]
+    [first_link, *_] = read_csv(exported / "links.csv")
+    assert float(first_link["requested.delay"]) > 0
+    for row in read_csv(exported / "devices.csv"):
+        assert isinstance(json.loads(row["units"]), list)
+    # Quotes would be those of Python's representation of a value.
+    assert "'" not in (exported / "links.csv").read_text()
+    export_results(tmp_path / "one", "--perfetto")
+    assert json.loads((exported / "trace.json").read_text())["traceEvents"]
 
 
-def test_frames(tmp_path: Path) -> None:
+def test_tables_are_available_as_data_frames(tmp_path: Path) -> None:
     pytest.importorskip("pandas")
-    run = simulate(build(**SMALL), tmp_path / "one")
-    assert run.frame("steps")["step"].tolist() == [0, 1, 2, 3]
+    result = simulate(build(**SMALL), tmp_path / "one")
+    assert result.frame("steps")["step"].tolist() == [0, 1, 2, 3]
     pytest.importorskip("pyarrow")
-    done = CliRunner().invoke(
-        export, [str(tmp_path / "one"), "--parquet"], catch_exceptions=False
-    )
-    assert "metrics.parquet" in done.output
+    outcome = export_results(tmp_path / "one", "--parquet")
+    assert "metrics.parquet" in outcome.output
 
 
-def test_without_pandas_frames_say_what_they_need(
+def test_data_frame_without_pandas_is_refused_with_its_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(InputError, match="needs pandas: pip install"):
         simulate(build(**SMALL), tmp_path / "one").frame("steps")
 
 
-def test_the_page_works(
+def test_examples_of_the_documentation_work(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -217,13 +223,14 @@ def test_the_page_works(
     (tmp_path / "scenarios").symlink_to(DOCS.parent / "scenarios")
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "python.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    short = blocks[0].replace(
+    first, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    # Three steps instead of an epoch save time.
+    shortened = first.replace(
         '"workload.epochs": 1', '"workload.epochs": None, "workload.steps": 3'
     )
-    assert short != blocks[0]
+    assert shortened != first
     names: dict[str, Any] = {}
-    for block in (short, *blocks[1:]):
+    for block in (shortened, *others):
         exec(compile(block, "python.md", "exec"), names)
     assert load("quickstart").name == "quickstart"
     assert len(names["results"]) == 2
@@ -233,19 +240,21 @@ def test_the_page_works(
     assert "epochs" in printed
 
 
-def test_the_notebook_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     cells = json.loads((DOCS / "python.ipynb").read_text())["cells"]
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     for cell in cells:
-        text = "".join(cell["source"])
         assert not cell.get("outputs")
-        if cell["cell_type"] == "code" and (".frame(" not in text or _has_pandas()):
-            exec(compile(text, cell["id"], "exec"), names)
-    assert len(names["runs"]) == 2  # type: ignore[arg-type]
+        text = "".join(cell["source"])
+        needs_pandas = ".frame(" in text
+        if cell["cell_type"] != "code" or (needs_pandas and not has_pandas()):
+            continue
+        exec(compile(text, cell["id"], "exec"), names)
+    assert len(names["runs"]) == 2
 
 
-def _has_pandas() -> bool:
+def has_pandas() -> bool:
     try:
         import pandas  # noqa: F401
     except ImportError:
@@ -253,10 +262,9 @@ def _has_pandas() -> bool:
     return True
 
 
-def test_users_programs_are_checked_against_its_types() -> None:
-    for package in (
-        "agent/testbed_agent",
-        "controller/testbed_controller",
-        "testbed",
-    ):  # without the marker mypy takes what it imports for untyped
-        assert (ROOT / package / "py.typed").exists()
+@pytest.mark.parametrize(
+    "package", ["agent/testbed_agent", "controller/testbed_controller", "testbed"]
+)
+def test_type_checkers_use_the_types_of_packages(package: str) -> None:
+    # Without the marker, mypy regards an imported package as untyped.
+    assert (ROOT / package / "py.typed").exists()

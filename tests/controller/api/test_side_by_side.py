@@ -1,4 +1,4 @@
-"""Runs that are simulated side by side, each in a process of its own."""
+"""Concurrent simulations, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,52 +12,53 @@ from pathlib import Path
 from testbed_controller.lab.paths import ROOT
 
 TESTBED = Path(sys.executable).parent / "testbed"
-LONG = ("--set", "workload.epochs=10000", "--set", "repetitions=3", "--jobs", "2")
+# Long enough to be killed meanwhile.
+LONG_RUNS = ("--set", "workload.epochs=10000", "--set", "repetitions=3", "--jobs", "2")
 
 
-def workers(group: int) -> list[int]:
-    """Return the processes of a session that simulate."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
+def simulating_processes(session: int) -> list[int]:
+    """Return the process ids of simulations in a session."""
+    pids = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            facts, line = status.read_text(), (status.parent / "cmdline").read_bytes()
+            text = stat.read_text()
+            command_line = (stat.parent / "cmdline").read_bytes()
         except OSError:
-            continue  # it is gone
-        fields = facts.rpartition(")")[2].split()
-        if int(fields[3]) == group and fields[0] != "Z" and b"spawn_main" in line:
-            found.append(int(status.parent.name))
-    return found
+            # The process has ended meanwhile.
+            continue
+        # Fields of proc(5) after the program's name: the state is the first one, and the session the fourth.
+        fields = text.rpartition(")")[2].split()
+        is_zombie = fields[0] == "Z"
+        is_simulation = b"spawn_main" in command_line
+        if int(fields[3]) == session and is_simulation and not is_zombie:
+            pids.append(int(stat.parent.name))
+    return pids
 
 
-def test_processes_that_simulate_end_with_the_command_even_if_it_is_killed(
-    tmp_path: Path,
-) -> None:
-    command = [
-        TESTBED,
-        "run",
-        "quickstart",
-        "--runtime",
-        "simulate",
-        *LONG,
-        "--out",
-        tmp_path / "out",
-    ]
-    running = subprocess.Popen(
-        command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL
+def test_simulations_end_with_a_killed_command(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["run", "quickstart", "--runtime", "simulate", *LONG_RUNS, "--out", out]
+    command = subprocess.Popen(
+        [TESTBED, *arguments],
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
     )
+    # A new session has the id of its first process.
+    session = command.pid
     try:
-        begun = time.monotonic() + 60
-        while len(list(tmp_path.glob("out/*/plan.json"))) < 2:
-            assert running.poll() is None
-            assert time.monotonic() < begun
+        start_deadline = time.monotonic() + 60
+        while len(list(out.glob("*/plan.json"))) < 2:
+            assert command.poll() is None
+            assert time.monotonic() < start_deadline
             time.sleep(0.1)
-        assert len(workers(running.pid)) == 2
-        running.kill()
-        running.wait()
-        over = time.monotonic() + 20
-        while workers(running.pid):
-            assert time.monotonic() < over
+        assert len(simulating_processes(session)) == 2
+        command.kill()
+        command.wait()
+        end_deadline = time.monotonic() + 20
+        while simulating_processes(session):
+            assert time.monotonic() < end_deadline
             time.sleep(0.1)
     finally:
-        for each in workers(running.pid):
-            os.kill(each, signal.SIGKILL)
+        for pid in simulating_processes(session):
+            os.kill(pid, signal.SIGKILL)
