@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 import testbed
-from testbed_generation.network import Cache, LayerShard, embed, score
-from testbed_generation.tokens import open_tokens
+from testbed_generation.tokens import open_tokenizer
+from testbed_generation.transformer import Cache, LayerShard, embed, score
 from testbed_generation.weights import (
     EMBEDDING,
     NORM,
     OUTPUT,
-    Gguf,
+    GgufFile,
     open_weights,
     read_layer,
 )
@@ -36,7 +36,7 @@ def torch_rate(file: Path, tokens: int, threads: int) -> float:
     """Return the tokens a second of a plain loop in this process, without the first token."""
     torch.set_num_threads(threads)
     source = open_weights(file)
-    assert isinstance(source, Gguf)
+    assert isinstance(source, GgufFile)
     architecture = source.architecture
     embedding = source.read(EMBEDDING)
     norm = source.read(NORM)
@@ -46,7 +46,7 @@ def torch_rate(file: Path, tokens: int, threads: int) -> float:
         weights = read_layer(source, architecture, number)
         layers.append(LayerShard(architecture, weights))
     caches = [Cache() for _ in layers]
-    following = open_tokens(file).encode(PROMPT)
+    following = open_tokenizer(file).encode(PROMPT)
     times = []
     with torch.inference_mode():
         for _ in range(tokens):

@@ -1,11 +1,11 @@
-"""Decoder-only transformers of the Llama family, as numbers: parameters, FLOPs, bytes of weights and of the KV cache.
+"""Sizes of decoder-only transformers of the Llama family: parameters, FLOPs, bytes of weights and of the KV cache.
 
-Planning works on these numbers alone and does not import torch. The network itself is in
-`testbed_generation.network`.
+Planning works on these numbers alone and does not import torch. `testbed_generation.transformer` has the layers in
+torch.
 
 A layer is: RMSNorm, attention with grouped queries and rotary positions, RMSNorm, and a SwiGLU feed-forward network
-or a mixture of such networks (experts). Before the first layer stands the token embedding, after the last one an
-RMSNorm and the output matrix.
+or a mixture of such networks (experts). The token embedding precedes the first layer; an RMSNorm and the output matrix
+follow the last layer.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Architecture:
 
     layers: int
     width: int
-    """Values of a token between layers (``hidden_size`` in Hugging Face's configuration)."""
+    """Activations of a token between layers (``hidden_size`` in Hugging Face's configuration)."""
     heads: int
     """Query heads of an attention layer."""
     kv_heads: int
     """Key and value heads, which groups of query heads share."""
     hidden: int
-    """Values between the products of a feed-forward network (``intermediate_size``), or of each expert."""
+    """Hidden activations of a feed-forward network (``intermediate_size``), or of each expert."""
     vocabulary: int
-    """Number of different tokens."""
+    """Number of tokens in the vocabulary."""
     context: int
     """Tokens of the longest sequence, prompt included."""
     rope_base: float = 10_000.0
@@ -61,7 +61,7 @@ class Architecture:
 
     @property
     def kv_values(self) -> int:
-        """Values of all key heads of a token together; the value heads have as many."""
+        """Values of all key heads of a token together, and also of all value heads."""
         return self.kv_heads * self.values_per_head
 
     @property
@@ -76,7 +76,7 @@ class Architecture:
 
     @property
     def router_values(self) -> int:
-        """Values of the matrix for scoring the experts of a token."""
+        """Values of the router's matrix, which scores the experts for a token."""
         return self.width * self.experts
 
     @property
@@ -87,18 +87,18 @@ class Architecture:
 
     @property
     def read_values(self) -> int:
-        """Values of a layer's matrices read for one decoded token: of a mixture only the chosen experts."""
+        """Values of a layer's matrices that are read for one decoded token; of a mixture, only the chosen experts."""
         experts = max(1, self.active_experts) * self.expert_values
         return self.attention_values + experts + self.router_values
 
     @property
     def embedding_values(self) -> int:
-        """Values of the token embedding; the output matrix has as many."""
+        """Values of the token embedding, and also of the output matrix."""
         return self.vocabulary * self.width
 
     @property
     def parameters(self) -> int:
-        """All values of the network; a tied output matrix counts once."""
+        """All values of the model; a tied output matrix counts once."""
         matrices = 1 if self.tied else 2
         # Two normalisations in each layer, and one before the output matrix.
         norms = (2 * self.layers + 1) * self.width
@@ -116,7 +116,7 @@ class Architecture:
         return stored_bytes(self.layer_values, storage) + norms
 
     def read_bytes(self, storage: Format) -> int:
-        """Return the bytes of a layer's weights read for one decoded token."""
+        """Return the bytes of a layer's weights that are read for one decoded token."""
         norms = stored_bytes(2 * self.width, "f32")
         return stored_bytes(self.read_values, storage) + norms
 

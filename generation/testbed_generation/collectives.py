@@ -1,9 +1,10 @@
 """All-reduce: every device gets the sum of the values of all devices.
 
-`Star` sends everything to one device and the sum back: two messages one after the other, but all on the links of
-one device. `Ring` sends parts round a ring (Patarasuk and Yuan, 2009): each link carries 2 (n - 1) / n of the values,
-in 2 (n - 1) messages one after the other. `Exchange` sends everything to everyone, as distributed-llama does from
-its version 0.7 on: n - 1 times the values from each device, in one message. All give bitwise equal sums on all devices.
+`StarAllReduce` sends all values to one device, which returns the sum: two consecutive messages, all on the links of one
+device. `RingAllReduce` sends parts round a ring (Patarasuk and Yuan, 2009): each link carries 2 (n - 1) / n of the
+values, in 2 (n - 1) consecutive messages. `ExchangeAllReduce` sends all values to all devices, as distributed-llama
+does from its version 0.7 on: each device sends n - 1 messages with all of its values. Sums are bitwise equal on all
+devices.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from testbed_generation.transport import Transport
 
 @dataclass(frozen=True)
 class Part(TypedMessage, kind="part", key=("sender", "operation", "step")):
-    """Values of an all-reduce on their way."""
+    """Values of an all-reduce, or a part of them."""
 
     operation: int
     """Number of the all-reduce; the same on all devices."""
     step: int
+    """Number of the message within the all-reduce."""
     values: torch.Tensor | None = None
     """None without numerics."""
 
@@ -50,27 +52,25 @@ class AllReduce(Protocol):
         """Return the sum of all devices' values; without numerics None, after messages of ``size`` bytes."""
 
 
-class Star:
-    """All-reduce over the first device: it receives all values, and sends the sum back."""
+class StarAllReduce:
+    """All-reduce at the first device, which receives the values of all devices and returns the sum."""
 
     def __init__(self, mailbox: Mailbox, names: Sequence[str]) -> None:
         """``names`` are all devices, in the same order on each."""
         self._mailbox = mailbox
-        self._centre, *self._others = names
+        self._root, *self._others = names
 
     async def all_reduce(
         self, operation: int, values: Tensor | None, size: int
     ) -> Tensor | None:
         """Return the sum of all devices' values."""
         padding = size if values is None else 0
-        if self._mailbox.device.name != self._centre:
-            self._mailbox.post(
-                self._centre, Part(operation, 0, values, padding=padding)
-            )
-            # Step 0 leads to the centre, step 1 back.
-            total = await self._mailbox.take(Part, (self._centre, operation, 1))
-            return total.values
-        # In the order of the devices, not of arrival: the sum of floats depends on the order, and texts must not.
+        if self._mailbox.device.name != self._root:
+            self._mailbox.post(self._root, Part(operation, 0, values, padding=padding))
+            # Step 0 is the message to the root, step 1 the answer.
+            answer = await self._mailbox.take(Part, (self._root, operation, 1))
+            return answer.values
+        # In the order of the devices, not of arrival: a sum of floats depends on the order, and texts must not.
         for name in self._others:
             part = await self._mailbox.take(Part, (name, operation, 0))
             if values is not None and part.values is not None:
@@ -80,51 +80,49 @@ class Star:
         return values
 
 
-class Ring:
-    """All-reduce round a ring: a pass for adding up parts of the values, and a pass for distributing the sums."""
+class RingAllReduce:
+    """All-reduce round a ring: one pass adds up parts of the values, a second pass distributes the sums."""
 
     def __init__(self, mailbox: Mailbox, names: Sequence[str]) -> None:
         """``names`` are all devices in the order of the ring."""
         self._mailbox = mailbox
         self._names = names
-        self._place = names.index(mailbox.device.name)
+        self._index = names.index(mailbox.device.name)
 
     async def all_reduce(
         self, operation: int, values: Tensor | None, size: int
     ) -> Tensor | None:
         """Return the sum of all devices' values."""
-        number = len(self._names)
-        following = self._names[(self._place + 1) % number]
-        # The first device has index -1 here: the last one, which closes the ring.
-        before = self._names[self._place - 1]
-        chunks = None if values is None else list(values.flatten().chunk(number))
+        device_count = len(self._names)
+        successor = self._names[(self._index + 1) % device_count]
+        # The predecessor of the first device, by index -1, is the last device.
+        predecessor = self._names[self._index - 1]
+        chunks = None if values is None else list(values.flatten().chunk(device_count))
         if chunks is not None:
-            # Fewer values than devices: empty chunks travel as well, so that all devices take the same steps.
-            chunks += [chunks[0][:0]] * (number - len(chunks))
-        for step in range(2 * (number - 1)):
-            # In the first half each device adds its own chunk to the received one; in the second it forwards the sums.
-            is_adding = step < number - 1
-            sent = (self._place - step) % number
-            taken = (sent - 1) % number
-            outgoing = None if chunks is None else chunks[sent]
-            padding = size // number if chunks is None else 0
-            # Sent before waiting: a ring whose devices all received first would wait for ever.
-            self._mailbox.post(
-                following, Part(operation, step, outgoing, padding=padding)
-            )
-            part = await self._mailbox.take(Part, (before, operation, step))
+            # With fewer values than devices some chunks are empty, so that all devices take the same steps.
+            chunks += [chunks[0][:0]] * (device_count - len(chunks))
+        for step in range(2 * (device_count - 1)):
+            # In the first pass a device adds its own chunk to the received one; in the second it forwards the sums.
+            is_adding = step < device_count - 1
+            sent_index = (self._index - step) % device_count
+            received_index = (sent_index - 1) % device_count
+            sent = None if chunks is None else chunks[sent_index]
+            padding = size // device_count if chunks is None else 0
+            # Sent before waiting: if all devices waited first, the ring would deadlock.
+            self._mailbox.post(successor, Part(operation, step, sent, padding=padding))
+            part = await self._mailbox.take(Part, (predecessor, operation, step))
             if chunks is None or part.values is None:
                 continue
             if is_adding:
-                chunks[taken] = chunks[taken] + part.values
+                chunks[received_index] = chunks[received_index] + part.values
             else:
-                chunks[taken] = part.values
+                chunks[received_index] = part.values
         if chunks is None or values is None:
             return None
         return torch.cat(chunks).view(values.shape)
 
 
-class Exchange:
+class ExchangeAllReduce:
     """All-reduce by sending all values to all devices."""
 
     def __init__(
@@ -139,20 +137,20 @@ class Exchange:
         self, operation: int, values: Tensor | None, size: int
     ) -> Tensor | None:
         """Return the sum of all devices' values."""
-        own = self._mailbox.device.name
-        others = [name for name in self._names if name != own]
+        local_name = self._mailbox.device.name
+        others = [name for name in self._names if name != local_name]
         padding = self._transport.size(size // VALUE_BYTES) if values is None else 0
         part = PackedPart(operation, self._transport.pack(values), padding=padding)
         for name in others:
             self._mailbox.post(name, part)
-        # Sums are equal on all devices only if each adds the same rounded values in the same order, its own as well.
-        parts = {own: self._transport.rounded(values)}
+        # Sums are equal only if all devices add the same rounded values, their own included, in the same order.
+        parts = {local_name: self._transport.round_trip(values)}
         for name in others:
             received = await self._mailbox.take(PackedPart, (name, operation))
             if values is not None:
                 shape = tuple(values.shape)
                 parts[name] = self._transport.unpack(received.tensors, shape)
-        # In the order of the devices, not of arrival, as in `Star`.
+        # In the order of the devices, not of arrival, as in `StarAllReduce`.
         total: Tensor | None = None
         for name in self._names:
             part_values = parts.get(name)
@@ -167,11 +165,11 @@ def make_all_reduce(
     names: Sequence[str],
     transport: Transport,
 ) -> AllReduce:
-    """Return the all-reduce of a name in scenarios; only an exchange packs values for transport."""
+    """Return the all-reduce with a name of scenarios; only an exchange packs values for transport."""
     match name:
         case "star":
-            return Star(mailbox, names)
+            return StarAllReduce(mailbox, names)
         case "ring":
-            return Ring(mailbox, names)
+            return RingAllReduce(mailbox, names)
         case "exchange":
-            return Exchange(mailbox, names, transport)
+            return ExchangeAllReduce(mailbox, names, transport)

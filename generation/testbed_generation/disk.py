@@ -7,76 +7,82 @@ from testbed_generation.ring import read_seconds
 
 
 class Disk:
-    """Reads windows of layers, the next one while other devices compute.
+    """A disk that reads windows of layers, the next window while other devices compute.
 
-    The time of a read is that of `testbed_generation.ring.read_seconds`.
+    A read takes `testbed_generation.ring.read_seconds`.
     """
 
     def __init__(
         self,
         device: Device,
-        rate: float,
+        disk_rate: float,
         memory: float,
         layer_bytes: float,
         *,
         prefetch: bool = True,
     ) -> None:
-        """``rate`` is in bytes a second; ``memory`` and ``layer_bytes`` are in bytes.
+        """``disk_rate`` is in bytes per second; ``memory`` and ``layer_bytes`` are in bytes.
 
-        Layers are read if all of them need more than ``memory``; without ``prefetch``, a window is read at its use.
+        Layers are read if all of them together need more than ``memory``. Without ``prefetch``, a window is read when
+        it is used.
         """
         self._prefetch = prefetch
         self._device = device
-        self._rate = rate
+        self._disk_rate = disk_rate
         self._memory = memory
         self._layer_bytes = layer_bytes
         self._windows: dict[int, int] = {}
         """Number of layers of each window, by its first layer."""
-        self._next: int | None = None
+        self._next_window: int | None = None
         """First layer of the window that is being read ahead; None without such a window."""
-        self._ready = 0.0
+        self._ready_time = 0.0
         """Time at which the window read ahead is in memory."""
 
-    def hold(self, first: int, layers: int) -> None:
-        """Add a window, and drop all windows with a layer in common."""
+    def add_window(self, start: int, layers: int) -> None:
+        """Add a window of ``layers`` layers that begins with layer ``start``, and drop all windows that overlap it."""
+        stop = start + layers
         # After a loss, new windows replace those of the former division.
-        for other, number in list(self._windows.items()):
-            if other < first + layers and first < other + number:
-                del self._windows[other]
+        for other_start, other_layers in list(self._windows.items()):
+            if other_start < stop and start < other_start + other_layers:
+                del self._windows[other_start]
         # The output matrix of a ring is a stage without layers, which stays in memory.
         if layers:
-            self._windows[first] = layers
+            self._windows[start] = layers
 
-    def drop(self, first: int) -> None:
-        """Drop the window with the first layer ``first``, if the device still has such a window."""
-        self._windows.pop(first, None)
-        if self._next == first:
-            self._next = None
+    def drop_window(self, first_layer: int) -> None:
+        """Drop the window that begins with a layer, if there is such a window."""
+        self._windows.pop(first_layer, None)
+        if self._next_window == first_layer:
+            self._next_window = None
 
-    async def fetch(self, first: int) -> None:
-        """Wait until the window with the first layer ``first`` is in memory."""
-        if first not in self._windows:
+    async def wait_for_window(self, first_layer: int) -> None:
+        """Wait until the window that begins with a layer is in memory."""
+        if first_layer not in self._windows:
             return
-        # Reads are charged as sleeps: the disk works beside the processor.
-        wait = self._seconds(first)
-        if self._next == first:
-            wait = self._ready - self._device.now()
-        self._next = None
+        # Reads are charged as sleeps, since the disk works beside the processor.
+        wait = self._read_seconds(first_layer)
+        if self._next_window == first_layer:
+            wait = self._ready_time - self._device.now()
+        self._next_window = None
         if wait > 0:
             await self._device.sleep(wait)
 
-    def read_ahead(self, first: int) -> None:
-        """Begin to read the following window, if memory has room for a whole window."""
-        if not self._prefetch or first not in self._windows:
+    def read_ahead(self, first_layer: int) -> None:
+        """Begin to read the window after that of ``first_layer``, if memory has room for the whole window."""
+        if not self._prefetch or first_layer not in self._windows:
             return
-        # A token passes the windows in the order of their layers, and the next token begins with the first one.
+        # A token passes the windows in the order of their layers, and the next token begins with the first window.
         order = sorted(self._windows)
-        following = order[(order.index(first) + 1) % len(order)]
-        if self._windows[following] * self._layer_bytes <= self._memory:
-            self._next = following
-            self._ready = self._device.now() + self._seconds(following)
+        next_window = order[(order.index(first_layer) + 1) % len(order)]
+        if self._windows[next_window] * self._layer_bytes <= self._memory:
+            self._next_window = next_window
+            self._ready_time = self._device.now() + self._read_seconds(next_window)
 
-    def _seconds(self, first: int) -> float:
-        held = sum(self._windows.values())
-        window = self._windows[first]
-        return read_seconds(window, held, self._layer_bytes, self._memory, self._rate)
+    def _read_seconds(self, first_layer: int) -> float:
+        return read_seconds(
+            self._windows[first_layer],
+            held_layers=sum(self._windows.values()),
+            layer_bytes=self._layer_bytes,
+            memory=self._memory,
+            disk_rate=self._disk_rate,
+        )

@@ -1,6 +1,7 @@
-"""Speculative decoding (Leviathan et al., 2023): a small model on the source proposes tokens that the stages verify.
+"""Speculative decoding (Leviathan et al., 2023): a small model on the coordinator proposes tokens for the stages.
 
-Proposed tokens are accepted up to the first one that the stages would not choose, so the text is that without a draft.
+Proposed tokens are accepted up to the first token that the stages would not choose, so the text is that without a
+draft.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import torch
 
 from testbed.device import Device, Span
 from testbed_generation.costs import CostModel
-from testbed_generation.network import Cache, LayerShard, embed, score
 from testbed_generation.requests import Request
 from testbed_generation.sampling import Sampling
-from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Source, read_layer
+from testbed_generation.transformer import Cache, LayerShard, embed, score
+from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, WeightSource, read_layer
 
 
 @dataclass
@@ -29,45 +30,45 @@ class _DraftProgress:
 
 
 class Draft:
-    """The draft model on the source."""
+    """The draft model on the coordinator."""
 
     def __init__(
         self,
         device: Device,
         model: CostModel,
-        tokens: int,
+        max_proposed: int,
         sampling: Sampling,
-        source: Source,
+        weight_source: WeightSource,
     ) -> None:
-        """``tokens`` is the maximum number of tokens proposed at once, ``sampling`` the rule of the stages.
+        """``max_proposed`` is the maximum number of tokens proposed at once, ``sampling`` the rule of the stages.
 
         With another rule, the same probabilities would give other tokens, which the stages reject.
         """
         architecture = model.architecture
         self._device = device
         self._model = model
-        self._tokens = tokens
+        self._max_proposed = max_proposed
         self._sampling = sampling
         self._layers = []
         for layer in range(architecture.layers):
-            weights = read_layer(source, architecture, layer)
+            weights = read_layer(weight_source, architecture, layer)
             self._layers.append(LayerShard(architecture, weights))
-        self._embedding = source.read(EMBEDDING)
-        self._norm = source.read(NORM)
-        self._output = source.read(EMBEDDING if architecture.tied else OUTPUT)
+        self._embedding = weight_source.read(EMBEDDING)
+        self._norm = weight_source.read(NORM)
+        self._output = weight_source.read(EMBEDDING if architecture.tied else OUTPUT)
         self._requests: dict[int, _DraftProgress] = {}
 
     async def propose_tokens(
         self, request: Request, known: Sequence[int], limit: int
     ) -> list[int]:
-        """Return the draft model's choice of the tokens after the known ones, at most ``limit``."""
-        empty = _DraftProgress([], [Cache() for _ in self._layers])
-        progress = self._requests.setdefault(request.number, empty)
+        """Return the draft model's proposal of the tokens after the known ones, at most ``limit``."""
+        new_progress = _DraftProgress([], [Cache() for _ in self._layers])
+        progress = self._requests.setdefault(request.number, new_progress)
         self._keep_common(progress, known)
-        # Known tokens that the draft model has not computed yet, the newest one at the least.
+        # Known tokens that the draft model has not computed yet: at least the newest one.
         new = list(known[len(progress.tokens) :])
         proposed: list[int] = []
-        while len(proposed) < min(self._tokens, limit):
+        while len(proposed) < min(self._max_proposed, limit):
             past = len(progress.tokens)
             layers = self._model.layers_cost(len(self._layers), len(new), past)
             cost = layers + self._model.output_cost(1)
@@ -76,7 +77,7 @@ class Draft:
             token = await self._device.compute(propose, cost, span)
             progress.tokens += new
             proposed.append(token)
-            # Each proposed token follows the one before it.
+            # The next proposal needs this token in the caches.
             new = [token]
         return proposed
 
@@ -85,11 +86,11 @@ class Draft:
         self._requests.pop(number, None)
 
     def _keep_common(self, progress: _DraftProgress, known: Sequence[int]) -> None:
-        """Drop rejected tokens, and the newest known one, from the caches."""
+        """Drop rejected tokens, and the newest known token, from the caches."""
         common = 0
-        # The newest known token has not been fed to the draft model, so its caches cannot have it.
-        for own, token in zip(progress.tokens, known[:-1], strict=False):
-            if own != token:
+        # The newest known token is computed again, since its logits decide the first proposal.
+        for cached, token in zip(progress.tokens, known[:-1], strict=False):
+            if cached != token:
                 break
             common += 1
         del progress.tokens[common:]
@@ -102,10 +103,11 @@ class Draft:
         """Return the token after the new ones, which are appended to the caches."""
         epsilon = self._model.architecture.epsilon
         with torch.inference_mode():
-            values = embed(torch.tensor(new), self._embedding)
+            activations = embed(torch.tensor(new), self._embedding)
             for layer, cache in zip(self._layers, progress.caches, strict=True):
-                values = layer.forward(values, cache)
-            logits = score(values[-1:], self._norm, self._output, epsilon)[0]
-        # The position of the chosen token in the text: stages draw by the same request and position.
+                activations = layer.forward(activations, cache)
+            last = activations[-1:]
+            logits = score(last, self._norm, self._output, epsilon)[0]
+        # Position of the chosen token in the text; the stages use the same random number for this position.
         position = len(progress.tokens) + len(new)
         return self._sampling.choose_token(logits, request, position)

@@ -1,4 +1,4 @@
-"""Storage formats of values: the number of bytes that weights or messages take in each format.
+"""Storage formats of values, and the number of bytes that weights or messages take in each format.
 
 ``q8_0`` and ``q4_0`` are block formats of ggml (``ggml-common.h``): a block of 32 values has one scale of 16 bits, and
 each value has 8 or 4 bits. ``q4_k_m`` mixes several block formats of ggml, so only its mean size is given here.
@@ -14,22 +14,22 @@ Format = Literal["f32", "f16", "q8_0", "q4_0", "q4_k_m"]
 """Name of a storage format; the `storage` of a scenario's model."""
 
 BLOCK = 32
-"""Values in a block of ``q8_0`` and ``q4_0``, which have one scale a block."""
+"""Values in a block of ``q8_0`` and ``q4_0``; a block has one scale."""
 
 _BLOCKS: dict[Format, tuple[int, int]] = {
     "f32": (1, 4),
     "f16": (1, 2),
     "q8_0": (BLOCK, 2 + BLOCK),
     "q4_0": (BLOCK, 2 + BLOCK // 2),
-    # ggml stores some matrices with 6 bits a value, and the others with 4. The mean is that of Llama-3-70B, 40 GiB by
-    # appendix A.7 of arXiv 2504.08791v2: 39 bytes for 64 values, or 4.875 bits a value.
+    # ggml stores some matrices with 6 bits per value, and the others with 4. The mean is that of Llama-3-70B: 40 GiB by
+    # appendix A.7 of arXiv 2504.08791v2, which are 39 bytes for 64 values, or 4.875 bits per value.
     "q4_k_m": (64, 39),
 }
-"""Format -> number of values in a block, and bytes of the block."""
+"""By format, the number of values in a block and the bytes of the block."""
 
 
 def stored_bytes(values: int, storage: Format) -> int:
-    """Return the bytes of ``values`` values in a format, such as a matrix, all layers or a message.
+    """Return the bytes of ``values`` values in a format.
 
     A partly filled last block takes a whole block.
 

@@ -1,8 +1,8 @@
 """Tensor parallelism by rows, as in distributed-llama of January 2024 (revision 8b16487, src/transformer-tasks.cpp).
 
-Every device holds some rows of every matrix of every layer. The source alone normalises, attends and keeps the KV
-caches. For each product of a layer it sends the inputs to all workers, multiplies with its own rows, and gathers the
-rows of the workers.
+Every device holds some rows of every matrix of every layer. The coordinator alone normalises, attends and keeps the KV
+caches. For each product of a layer it sends the inputs to the other devices (the workers), multiplies with its own
+rows, and gathers the workers' rows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed_messages import TypedMessage
 from testbed_generation.costs import CostModel
 from testbed_generation.messages import Forward
-from testbed_generation.network import Cache, attend_to, normalise
+from testbed_generation.transformer import Cache, attend_to, normalise
 from testbed_generation.transport import Transport
-from testbed_generation.weights import Source, full_name, layer_shapes
+from testbed_generation.weights import WeightSource, layer_shapes, weight_name
 
 PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -29,12 +29,12 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "hidden": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""The products of a layer in their order, with their matrices."""
+"""The products of a layer in the order of computation, with their matrices."""
 
 
 @dataclass(frozen=True)
 class Inputs(TypedMessage, kind="inputs"):
-    """From the source: inputs to multiply with the receiver's rows of a product."""
+    """From the coordinator: inputs to multiply with the receiver's rows of a product."""
 
     forward: int
     """Number of the forward pass."""
@@ -43,14 +43,14 @@ class Inputs(TypedMessage, kind="inputs"):
     """A key of `PRODUCTS`."""
     tokens: int = 1
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Values of all inputs, packed for transport; of the product ``down`` without those that the worker made itself."""
+    """Activations, packed for transport; for the product ``down`` without those that the worker has computed."""
 
 
 @dataclass(frozen=True)
 class Outputs(
     TypedMessage, kind="outputs", key=("sender", "forward", "layer", "product")
 ):
-    """To the source: the sender's rows of a product."""
+    """To the coordinator: the outputs of the sender's rows of a product."""
 
     forward: int
     layer: int
@@ -61,7 +61,7 @@ class Outputs(
 KINDS: tuple[type[TypedMessage], ...] = (Inputs, Outputs)
 
 
-class Rows:
+class MatrixRows:
     """A device's rows of all matrices."""
 
     def __init__(
@@ -70,11 +70,11 @@ class Rows:
         part: int,
         parts: int,
         transport: Transport,
-        source: Source | None,
+        weight_source: WeightSource | None,
     ) -> None:
-        """Hold part number ``part``, from 0, of ``parts`` equal parts.
+        """Read part number ``part``, counted from 0, of ``parts`` equal parts.
 
-        ``source`` has the weights; None without numerics.
+        ``weight_source`` is None without numerics.
         """
         self.model = model
         self.parts = parts
@@ -82,41 +82,49 @@ class Rows:
         self.transport = transport
         self._shapes = layer_shapes(model.architecture)
         self._weights: list[dict[str, Tensor]] = []
-        if source is None:
+        if weight_source is None:
             return
         for layer in range(model.architecture.layers):
-            own = {}
+            weights = {}
             for names in PRODUCTS.values():
                 for name in names:
-                    whole = source.read(full_name(layer, name))
-                    own[name] = whole.chunk(parts)[part].contiguous()
-            self._weights.append(own)
+                    matrix = weight_source.read(weight_name(layer, name))
+                    weights[name] = matrix.chunk(parts)[part].contiguous()
+            self._weights.append(weights)
 
     def output_widths(self, product: str) -> tuple[int, ...]:
-        """Return the number of values of a token that each device computes in a product, for each tensor."""
-        # Gate and up are multiplied with each other on the device, so one tensor remains of two.
+        """Return the number of activations of a token that each device computes in a product, for each tensor."""
+        # Gate and up are multiplied with each other on the device, which gives a single tensor.
         if product == "hidden":
             return (self.model.architecture.hidden // self.parts,)
-        return tuple(self._shapes[name][0] // self.parts for name in PRODUCTS[product])
+        widths = []
+        for name in PRODUCTS[product]:
+            rows, _ = self._shapes[name]
+            widths.append(rows // self.parts)
+        return tuple(widths)
 
     async def multiply(
-        self, mailbox: Mailbox, product: str, values: Tensor | None, inputs: Inputs
+        self, mailbox: Mailbox, activations: Tensor | None, inputs: Inputs
     ) -> tuple[Tensor, ...] | None:
-        """Return the device's rows of a product, (tokens, rows) for each tensor; None without numerics."""
+        """Return the outputs of the device's rows of a product, (tokens, rows) for each tensor.
 
-        def work() -> tuple[Tensor, ...] | None:
-            if values is None:
+        ``inputs`` names the forward pass, the layer and the product. The result is None without numerics.
+        """
+        product = inputs.product
+
+        def compute() -> tuple[Tensor, ...] | None:
+            if activations is None:
                 return None
             with torch.inference_mode():
-                made = []
+                outputs = []
                 for name in PRODUCTS[product]:
                     weight = self._weights[inputs.layer][name]
-                    made.append(functional.linear(values, weight))
+                    outputs.append(functional.linear(activations, weight))
                 if product == "hidden":
-                    # Gate and up are of the same rows, so the worker applies SwiGLU and sends half as much.
-                    gate, up = made
+                    # A worker has the same rows of gate and up, so it applies SwiGLU and sends half as much.
+                    gate, up = outputs
                     return (functional.silu(gate) * up,)
-                return tuple(made)
+                return tuple(outputs)
 
         size = 0
         for name in PRODUCTS[product]:
@@ -126,103 +134,119 @@ class Rows:
             size, inputs.tokens, integers=self.transport.storage == "q8_0"
         )
         span = Span(product, batch=inputs.forward, micro=inputs.layer)
-        return await mailbox.device.compute(work, cost, span)
+        return await mailbox.device.compute(compute, cost, span)
 
 
-async def serve_rows(mailbox: Mailbox, source: str, rows: Rows) -> None:
-    """Multiply the source's values with the worker's rows, until cancelled."""
+async def serve_products(mailbox: Mailbox, coordinator: str, rows: MatrixRows) -> None:
+    """Multiply activations that the coordinator sends with a worker's rows, until cancelled."""
     transport = rows.transport
-    own: Tensor | None = None
-    """The worker's last hidden values, (tokens, own hidden rows)."""
+    local_hidden: Tensor | None = None
+    """The worker's last hidden activations, (tokens, hidden rows of the worker)."""
     while True:
         inputs = await mailbox.take(Inputs)
-        values = transport.unpack(inputs.tensors, (inputs.tokens, -1))
-        # The source does not send a worker what the worker made itself; the published bytes confirm it.
-        if inputs.product == "down" and values is not None and own is not None:
-            place = rows.part * own.shape[1]
-            values = torch.cat((values[:, :place], own, values[:, place:]), dim=1)
-        made = await rows.multiply(mailbox, inputs.product, values, inputs)
-        # Rounded as on the wire: all devices multiply the values that the source has.
-        if inputs.product == "hidden" and made is not None:
-            own = transport.rounded(made[0])
+        activations = transport.unpack(inputs.tensors, (inputs.tokens, -1))
+        if inputs.product == "down":
+            # A worker receives only the others' hidden activations; the published numbers of bytes confirm this.
+            activations = _insert_part(activations, local_hidden, rows.part)
+        products = await rows.multiply(mailbox, activations, inputs)
+        # Rounded as on the wire, so that all devices multiply the same activations as the coordinator.
+        if inputs.product == "hidden" and products is not None:
+            local_hidden = transport.round_trip(products[0])
         tensors = {}
         padding = 0
-        if made is None:
+        if products is None:
             width = sum(rows.output_widths(inputs.product))
             padding = transport.size(inputs.tokens * width)
         else:
-            tensors = transport.pack(torch.cat(made, dim=1))
+            tensors = transport.pack(torch.cat(products, dim=1))
         outputs = Outputs(
             inputs.forward, inputs.layer, inputs.product, tensors, padding=padding
         )
-        mailbox.post(source, outputs)
+        mailbox.post(coordinator, outputs)
 
 
-class GatherSource:
-    """The source's part of all layers, with the interface of `testbed_generation.tensor_parallel.Computing`."""
+def _insert_part(
+    activations: Tensor | None, part: Tensor | None, index: int
+) -> Tensor | None:
+    """Return activations with part number ``index`` of their columns inserted; None without numerics."""
+    if activations is None or part is None:
+        return activations
+    start = index * part.shape[1]
+    return torch.cat((activations[:, :start], part, activations[:, start:]), dim=1)
+
+
+class RowCoordinator:
+    """The coordinator's part of all layers: a `testbed_generation.tensor_parallel.LocalPart`."""
 
     def __init__(
         self,
         mailbox: Mailbox,
         workers: Sequence[str],
-        rows: Rows,
-        source: Source | None,
+        rows: MatrixRows,
+        weight_source: WeightSource | None,
     ) -> None:
-        """``rows`` are the source's own, the first part of each matrix.
-
-        ``source`` has the weights; None without numerics.
-        """
+        """``rows`` are the coordinator's: the first part of each matrix. ``weight_source`` is None without numerics."""
         self._mailbox = mailbox
         self._workers = workers
         self._rows = rows
         self._norms: list[tuple[Tensor, Tensor]] = []
+        """Scales of both normalisations of each layer; empty without numerics."""
         self._caches: dict[int, list[Cache]] = {}
-        if source is not None:
+        if weight_source is not None:
             for layer in range(rows.model.architecture.layers):
-                # Workers multiply alone: the source normalises, attends and adds.
-                first = source.read(full_name(layer, "input_layernorm"))
-                second = source.read(full_name(layer, "post_attention_layernorm"))
-                self._norms.append((first, second))
+                # Workers only multiply; the coordinator normalises, attends and adds.
+                attention_name = weight_name(layer, "input_layernorm")
+                feed_forward_name = weight_name(layer, "post_attention_layernorm")
+                attention_scale = weight_source.read(attention_name)
+                feed_forward_scale = weight_source.read(feed_forward_name)
+                self._norms.append((attention_scale, feed_forward_scale))
 
     def release_request(self, request: int) -> None:
-        """Forget the caches of a request."""
+        """Drop the caches of a request."""
         self._caches.pop(request, None)
 
     async def compute_layers(self, forward: Forward) -> Tensor | None:
-        """Return the values of tokens after all layers, (tokens, width); None without numerics."""
+        """Return the activations after all layers, (tokens, width); None without numerics."""
         layers = self._rows.model.architecture.layers
-        empty = [Cache() for _ in range(layers)]
-        caches = self._caches.setdefault(forward.request, empty)
-        values = forward.values
+        new_caches = [Cache() for _ in range(layers)]
+        caches = self._caches.setdefault(forward.request, new_caches)
+        activations = forward.values
         for layer in range(layers):
-            values = await self._attention(forward, layer, values, caches[layer])
-            values = await self._feed_forward(forward, layer, values)
+            cache = caches[layer]
+            activations = await self._attention(forward, layer, activations, cache)
+            activations = await self._feed_forward(forward, layer, activations)
         self._record_transfer(forward)
-        return values
+        return activations
 
     async def _attention(
-        self, forward: Forward, layer: int, values: Tensor | None, cache: Cache
+        self, forward: Forward, layer: int, activations: Tensor | None, cache: Cache
     ) -> Tensor | None:
-        """Return the values after the first half of a layer."""
-        norm, _ = self._norms[layer] if self._norms else (None, None)
-        inputs = self._normalise_values(values, norm)
-        queries, keys, own = await self._gather_product(forward, layer, "qkv", inputs)
-        attended = await self._attend_all_heads(forward, queries, keys, own, cache)
+        """Return the activations after the first half of a layer."""
+        scale, _ = self._norms[layer] if self._norms else (None, None)
+        inputs = self._normalise(activations, scale)
+        queries, keys, values = await self._gather_product(
+            forward, layer, "qkv", inputs
+        )
+        attended = await self._attend_all_heads(forward, queries, keys, values, cache)
         (added,) = await self._gather_product(forward, layer, "output", attended)
-        return None if values is None or added is None else values + added
+        if activations is None or added is None:
+            return None
+        return activations + added
 
     async def _feed_forward(
-        self, forward: Forward, layer: int, values: Tensor | None
+        self, forward: Forward, layer: int, activations: Tensor | None
     ) -> Tensor | None:
-        """Return the values after the second half of a layer."""
-        _, norm = self._norms[layer] if self._norms else (None, None)
-        inputs = self._normalise_values(values, norm)
+        """Return the activations after the second half of a layer."""
+        _, scale = self._norms[layer] if self._norms else (None, None)
+        inputs = self._normalise(activations, scale)
         (hidden,) = await self._gather_product(forward, layer, "hidden", inputs)
         (added,) = await self._gather_product(forward, layer, "down", hidden)
-        return None if values is None or added is None else values + added
+        if activations is None or added is None:
+            return None
+        return activations + added
 
     def _record_transfer(self, forward: Forward) -> None:
-        """Record the bytes of all values of a forward, without headers, as distributed-llama's README has them."""
+        """Record the bytes of all activations of a forward pass without headers, as in distributed-llama's README."""
         sent = received = 0
         for product in PRODUCTS:
             sent += self._input_bytes(product, forward.tokens)
@@ -241,7 +265,7 @@ class GatherSource:
         first_matrix, *_ = PRODUCTS[product]
         _, columns = layer_shapes(self._rows.model.architecture)[first_matrix]
         if product == "down":
-            # A worker has its own part of the hidden values already.
+            # A worker has its part of the hidden activations already.
             columns -= columns // self._rows.parts
         return self._rows.transport.size(tokens * columns)
 
@@ -250,50 +274,74 @@ class GatherSource:
         width = sum(self._rows.output_widths(product))
         return self._rows.transport.size(tokens * width)
 
-    def _normalise_values(
-        self, values: Tensor | None, scale: Tensor | None
+    def _normalise(
+        self, activations: Tensor | None, scale: Tensor | None
     ) -> Tensor | None:
-        if values is None or scale is None:
+        if activations is None or scale is None:
             return None
-        return normalise(values, scale, self._rows.model.architecture.epsilon)
+        return normalise(activations, scale, self._rows.model.architecture.epsilon)
 
     async def _attend_all_heads(
         self,
         forward: Forward,
         queries: Tensor | None,
         keys: Tensor | None,
-        own: Tensor | None,
+        values: Tensor | None,
         cache: Cache,
     ) -> Tensor | None:
-        """Return the weighted values of all heads, (tokens, values of all heads); ``own`` are the tokens' values."""
+        """Return the attention output of all heads, (tokens, width of all heads); appends to the cache."""
         model = self._rows.model
 
-        def work() -> Tensor | None:
-            if queries is None or keys is None or own is None:
+        def attend() -> Tensor | None:
+            if queries is None or keys is None or values is None:
                 return None
             with torch.inference_mode():
-                return attend_to(model.architecture, queries, keys, own, cache)
+                return attend_to(model.architecture, queries, keys, values, cache)
 
         last_position = forward.position + forward.tokens - 1
         span = Span("attention", batch=forward.request, micro=last_position)
         cost = model.attention_cost(forward.tokens, forward.position)
-        return await self._mailbox.device.compute(work, cost, span)
+        return await self._mailbox.device.compute(attend, cost, span)
 
     async def _gather_product(
-        self, forward: Forward, layer: int, product: str, values: Tensor | None
+        self, forward: Forward, layer: int, product: str, activations: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return all rows of a product, (tokens, rows) for each tensor; None for each without numerics."""
+        """Return the outputs of all rows of a product, (tokens, rows) for each tensor; without numerics only None."""
         rows, transport = self._rows, self._rows.transport
-        # Rounded as on the wire, so that the source multiplies the same values as the workers.
-        values = transport.rounded(values)
+        # Rounded as on the wire, so that the coordinator multiplies the same activations as the workers.
+        activations = transport.round_trip(activations)
+        self._send_inputs(forward, layer, product, activations)
+        # The coordinator computes while the workers do.
+        local_inputs = Inputs(forward.number, layer, product, forward.tokens)
+        local_outputs = await rows.multiply(self._mailbox, activations, local_inputs)
+        widths = rows.output_widths(product)
+        parts = [] if local_outputs is None else [local_outputs]
+        # In the order of the devices, not of arrival: rows are concatenated in this order.
+        for name in self._workers:
+            key = (name, forward.number, layer, product)
+            message = await self._mailbox.take(Outputs, key)
+            shape = (forward.tokens, sum(widths))
+            outputs = transport.unpack(message.tensors, shape)
+            if outputs is not None:
+                parts.append(torch.split(outputs, list(widths), dim=1))
+        if not parts:
+            return (None,) * len(widths)
+        return tuple(torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
+
+    def _send_inputs(
+        self, forward: Forward, layer: int, product: str, activations: Tensor | None
+    ) -> None:
+        """Send the inputs of a product to all workers."""
+        rows, transport = self._rows, self._rows.transport
+        # Part 0 of each matrix is the coordinator's.
         for part, name in enumerate(self._workers, start=1):
-            sent = values
-            if product == "down" and values is not None:
-                # A worker has its own part of the hidden values already.
-                chunks = list(values.chunk(rows.parts, dim=1))
+            sent = activations
+            if product == "down" and activations is not None:
+                # A worker has its part of the hidden activations already.
+                chunks = list(activations.chunk(rows.parts, dim=1))
                 sent = torch.cat(chunks[:part] + chunks[part + 1 :], dim=1)
             padding = 0
-            if values is None:
+            if activations is None:
                 padding = self._input_bytes(product, forward.tokens)
             inputs = Inputs(
                 forward.number,
@@ -304,18 +352,3 @@ class GatherSource:
                 padding=padding,
             )
             self._mailbox.post(name, inputs)
-        # The source computes while the workers do.
-        task = Inputs(forward.number, layer, product, forward.tokens)
-        own = await rows.multiply(self._mailbox, product, values, task)
-        widths = rows.output_widths(product)
-        parts = [] if own is None else [own]
-        # In the order of the devices, not of arrival: rows are concatenated in this order.
-        for name in self._workers:
-            key = (name, forward.number, layer, product)
-            outputs = await self._mailbox.take(Outputs, key)
-            made = transport.unpack(outputs.tensors, (forward.tokens, sum(widths)))
-            if made is not None:
-                parts.append(torch.split(made, list(widths), dim=1))
-        if not parts:
-            return (None,) * len(widths)
-        return tuple(torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))

@@ -1,4 +1,9 @@
-"""Messages between the source of the requests and the devices that hold layers."""
+"""Messages between the coordinator, which serves the requests, and the devices that hold layers.
+
+Names of fields are sent with every message and count as bytes. Therefore some are shorter than the names in the
+programs: a range of layers is ``first`` and ``last``, where ``last`` is the layer after the last one; ``way`` is the
+path of a step, and ``values`` are activations.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from testbed.messaging.typed_messages import TypedMessage
 
 @dataclass(frozen=True)
 class Assign(TypedMessage, kind="assign"):
-    """From the source: load one more range of layers."""
+    """From the coordinator: load one more range of layers."""
 
     assignment: int
     """Number of the assignment; no two assignments of a run have the same number."""
@@ -20,50 +25,49 @@ class Assign(TypedMessage, kind="assign"):
     last: int
     """The layer after the last one."""
     final: bool
-    """Whether the output matrix belongs to the range, so that its device chooses tokens."""
+    """Whether the range includes the output matrix, so that its device chooses tokens."""
     replica: str | None = None
     """The device that receives copies of new entries of the KV caches."""
     oldest: int | None = None
-    """Lowest number of a valid assignment, if all layers are assigned anew: the device drops its older ones."""
+    """Lowest number of a valid assignment, if all layers are assigned anew: the device drops its older assignments."""
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The weights of the layers; empty: they are drawn from the seed, or were placed before the run."""
 
 
 @dataclass(frozen=True)
 class Assigned(TypedMessage, kind="assigned"):
-    """To the source: the layers are loaded."""
+    """To the coordinator: the layers are loaded."""
 
     assignment: int
     held: Mapping[str, int] = field(default_factory=dict)
-    """By request, the number of tokens in the KV caches already: those of which the device had copies."""
+    """By request, the number of tokens in the KV caches: the tokens of which the device had copies."""
 
 
 @dataclass(frozen=True)
 class Step(TypedMessage, kind="step"):
-    """To a stage: compute the next tokens of a request, and send the result along the way."""
+    """To a stage: compute the next tokens of a request, and send the result to the next stage of the path."""
 
     assignment: int
     request: int
     attempt: int
-    """Rises when the source sends tokens of a request once more; results of lower attempts are ignored."""
+    """Rises when the coordinator sends tokens of a request again; results of lower attempts are ignored."""
     position: int
     """Number of tokens of the request before this step, all of which are in the KV caches."""
     tokens: int
     """Number of tokens of this step."""
     way: Sequence[tuple[str, int]]
-    """The stages after this one, each as (device, assignment); after the last one the result goes to the source."""
+    """The stages after this one, each as (device, assignment); the last stage sends its result to the coordinator."""
     values: torch.Tensor | None = None
-    """Shape (tokens, width); None without numerics."""
+    """Activations of shape (tokens, width); None without numerics."""
     scored: int = 1
-    """Number of last tokens of the step that get logits, from which the following tokens are chosen: more than one if
-    the step verifies a draft."""
+    """Number of tokens at the end of the step after each of which a token is chosen; several if drafts are verified."""
 
 
 @dataclass(frozen=True)
 class Result(
     TypedMessage, kind="result", key=("request", "attempt", "computed", "assignment")
 ):
-    """To the source: the result of the last stage for a step."""
+    """To the coordinator: the result of the last stage for a step."""
 
     request: int
     attempt: int
@@ -71,14 +75,14 @@ class Result(
     """Number of tokens of the request after the step, including those of the step."""
     assignment: int
     chosen: Sequence[int] = ()
-    """The tokens after the last ones of the step, from a stage with the output matrix."""
+    """The token after each of the last ``scored`` tokens of the step, from the stage with the output matrix."""
     values: torch.Tensor | None = None
-    """Values of shape (tokens, width), from any other stage."""
+    """Activations of shape (tokens, width), from any other stage; None without numerics."""
 
 
 @dataclass(frozen=True)
 class Release(TypedMessage, kind="release"):
-    """From the source: forget the KV caches of a complete request."""
+    """From the coordinator: drop the KV caches of a complete request."""
 
     request: int
 
@@ -102,10 +106,10 @@ class Copy(TypedMessage, kind="copy"):
 
 @dataclass(frozen=True)
 class Ping(TypedMessage, kind="ping"):
-    """From the source: a request for a sign of life."""
+    """From the coordinator: a health check."""
 
     question: int
-    """Number of the round of pings; the answer has the same."""
+    """Number of the round of pings; the answer has the same number."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +118,12 @@ class Pong(TypedMessage, kind="pong"):
 
     question: int
     incarnation: float
-    """Start of the device's program, in seconds; a later start than before shows a restart, which loses all layers."""
+    """Start of the device's program, in seconds; it rises with a restart, which loses all layers."""
 
 
 @dataclass(frozen=True)
 class Forward(TypedMessage, kind="forward"):
-    """From the source to all devices, which hold parts of each layer: compute the next tokens of a request."""
+    """From the coordinator to all devices with a part of each layer: compute the next tokens of a request."""
 
     number: int
     """Number of the forward pass, the same on all devices."""
@@ -129,7 +133,7 @@ class Forward(TypedMessage, kind="forward"):
     tokens: int
     """Number of tokens of this pass."""
     values: torch.Tensor | None = None
-    """Shape (tokens, width); None without numerics."""
+    """Activations of shape (tokens, width); None without numerics."""
 
 
 KINDS: tuple[type[TypedMessage], ...] = (
@@ -144,5 +148,5 @@ KINDS: tuple[type[TypedMessage], ...] = (
 )
 """Messages of methods whose stages hold whole layers.
 
-`Forward` belongs to methods that divide each layer; their modules add messages of their own.
+Methods that divide each layer use `Forward`; their modules define further messages.
 """

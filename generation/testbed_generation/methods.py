@@ -1,6 +1,6 @@
-"""Methods of the workload ``generate``: ranges of layers in a row, and shards of every layer.
+"""Methods of the workload ``generate``: pipelines of ranges of layers, and shards of every layer.
 
-Planning needs no torch, so this module imports the programs of devices only when they run.
+Planning needs no torch. Therefore this module imports the modules of programs only when a program runs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from testbed.plan import Assignment, Plan
 from testbed_generation.disk import Disk
 from testbed_generation.formats import BLOCK
 from testbed_generation.metrics import GenerationDetails
-from testbed_generation.placement import Layers
+from testbed_generation.placement import LayerCounts
 from testbed_generation.planning import (
-    CHOICES,
-    cache_of,
-    first_devices,
+    PARTITION_RULES,
+    device_cache_bytes,
+    devices_without_spares,
     free_memory,
     layer_capacity,
+    make_placement_problem,
+    make_ring,
+    make_shards,
+    make_stage_assignments,
+    make_window_assignments,
     middle_position,
     pass_seconds,
-    ring_over,
-    row_assignments,
-    row_over,
-    shards_of,
-    window_assignments,
 )
 from testbed_generation.ring import (
     Ring,
@@ -45,42 +45,52 @@ from testbed_generation.ring import (
     halda,
     memory_windows,
 )
-from testbed_generation.sharding import Shard, check_rows
+from testbed_generation.sharding import Shard, check_row_division
 from testbed_generation.workload import GenerateContext, GenerateProblem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from testbed_generation.decoding import Decoder, Embedder
     from testbed_generation.messages import Assign
-    from testbed_generation.tensor_parallel import Computing
-    from testbed_generation.weights import Source
+    from testbed_generation.pipeline import Pipeline
+    from testbed_generation.stage import StageServer
+    from testbed_generation.tensor_parallel import LocalPart
+    from testbed_generation.weights import WeightSource
+
+WINDOW_RULES = {"halda": halda, "even": even_windows, "memory": memory_windows}
+"""Rules that assign windows, by their names in a scenario."""
 
 
 class StagesOptions(Options):
-    """Options of methods whose devices hold ranges of layers."""
+    """Division of layers into ranges, spare devices, and recovery from a lost stage."""
 
     partition: Literal["even", "memory", "latency", "throughput"] = Field(
         "latency",
         description="even: as many layers on each device; memory: in proportion to memory, as exo does; latency: the "
-        "devices, order and layers with the least time of a token; throughput: those with the most tokens a second "
-        "for many requests in flight. The last two may leave devices unused",
+        "devices, their order and layers with the shortest time per token; throughput: the devices, their order and "
+        "layers that generate most tokens per second with many requests in flight. latency and throughput may leave "
+        "devices unused",
     )
     spares: tuple[str, ...] = Field(
-        (), description="devices without layers, which take those of a lost stage"
+        (),
+        description="devices that hold no layers until they replace a lost stage",
     )
     recovery: Literal["restart", "replay", "replicate"] = Field(
         "restart",
-        description="what happens when a stage is lost. restart: layers are assigned anew, and requests in flight "
-        "begin at their prompts; replay: a replacement is sent again what the stage was sent (petals); replicate: each "
-        "stage copies its KV caches to the next one, which takes over",
+        description="recovery from a lost stage. restart: layers are assigned anew, and requests in flight start "
+        "again from their prompts; replay: the coordinator sends a replacement all inputs of the lost stage again "
+        "(petals); replicate: each stage copies its KV caches to the next stage, which replaces it",
     )
     heartbeat: Duration = Field(
         0.25,
         gt=0,
-        description="time between two questions whether the stages are there",
+        description="interval between health checks of the stages",
     )
     failure_timeout: Duration = Field(
-        0.5, gt=0, description="time without an answer after which a stage is lost"
+        0.5,
+        gt=0,
+        description="time without an answer after which a stage counts as lost",
     )
 
 
@@ -94,36 +104,35 @@ class StagesDetails(GenerationDetails):
 
 
 class Sequential(Method[StagesOptions, StagesDetails]):
-    """Each device holds a range of layers with their KV caches; values pass from one to the next."""
+    """A pipeline: each device holds a range of layers with KV caches, and forwards activations to the next device."""
 
     name = "sequential"
     summary = (
-        "generation: ranges of layers on devices in a row, several requests in flight"
+        "generation: a pipeline of ranges of layers, with several requests in flight"
     )
     tasks = ("generate",)
     Options = StagesOptions
     Details = StagesDetails
     supports = frozenset({"all_links"})
     span_names = frozenset({"embed", "draft", "prefill", "decode"})
-    through_source: ClassVar[bool] = False
-    """Whether each stage's values return to the source, which sends them to the next stage."""
+    relays_through_coordinator: ClassVar[bool] = False
+    """Whether each stage returns activations to the coordinator, which sends them to the next stage."""
 
     def plan(self, problem: GenerateProblem[StagesOptions]) -> Plan[StagesDetails]:
-        """Choose devices and layers; raises `InputError` where the network does not fit."""
-        if problem.options.recovery == "replay" and not self.through_source:
+        """Choose devices and divide the layers; raises `InputError` if the model does not fit into memory."""
+        if problem.options.recovery == "replay" and not self.relays_through_coordinator:
             raise InputError(
-                "replays what the source has sent to each stage, and here stages send to each other: use the method "
-                "'petals'",
+                "recovery by replay needs a coordinator that sends each stage its inputs, and here stages send to each "
+                "other: use the method 'petals'",
                 ("workload", "method", "recovery"),
             )
-        if self.through_source or problem.options.recovery == "replicate":
+        if self.relays_through_coordinator or problem.options.recovery == "replicate":
             refuse_draft(
                 problem, "use the method 'sequential' with 'recovery: restart'"
             )
         check_spares(problem, problem.options.spares)
-        assignments, details = self.divide(
-            problem, first_devices(problem, problem.options.spares)
-        )
+        names = devices_without_spares(problem, problem.options.spares)
+        assignments, details = self.divide(problem, names)
         return Plan(
             method=self.name,
             coordinator=problem.devices[0].name,
@@ -135,24 +144,25 @@ class Sequential(Method[StagesOptions, StagesDetails]):
     def divide(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
     ) -> tuple[tuple[Assignment, ...], StagesDetails]:
-        """Return the assignments and the predicted times of a plan over some devices."""
-        row = row_over(problem, names)
-        layers = CHOICES[problem.options.partition](row)
-        assignments = row_assignments(problem, layers)
+        """Return the assignments and the predicted times of a plan with the given devices."""
+        layer_counts = self.assign_layers(problem, names)
+        assignments = make_stage_assignments(problem, layer_counts)
+        placement_problem = make_placement_problem(problem, names)
         details = StagesDetails(
-            cache=cache_of(problem, assignments),
-            token_time=row.latency(layers),
-            bottleneck=row.bottleneck(layers),
+            cache=device_cache_bytes(problem, assignments),
+            token_time=placement_problem.latency(layer_counts),
+            bottleneck=placement_problem.bottleneck(layer_counts),
         )
         return assignments, details
 
-    def layers_over(
+    def assign_layers(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
-    ) -> Layers:
-        """Return the stages over some devices; raises `InputError` where the network does not fit."""
-        return CHOICES[problem.options.partition](row_over(problem, names))
+    ) -> LayerCounts:
+        """Return the stages on the given devices; raises `InputError` if the model does not fit into memory."""
+        divide_layers = PARTITION_RULES[problem.options.partition]
+        return divide_layers(make_placement_problem(problem, names))
 
-    def disk_of(
+    def make_disk(
         self, device: Device, problem: GenerateProblem[StagesOptions]
     ) -> Disk | None:
         """Return the disk of a device with layers beyond its memory; None if all layers stay in memory."""
@@ -161,7 +171,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
     def largest_messages(
         self, problem: GenerateProblem[StagesOptions], plan: Plan[StagesDetails]
     ) -> Iterator[PlannedMessage]:
-        """Return the values of the longest prompt between stages."""
+        """Return the activations of the longest prompt between consecutive stages."""
         # All tokens of a prompt pass the stages together, all later ones singly or with a few drafts.
         longest = max(len(request.prompt) for request in problem.requests)
         size = problem.model.message_bytes(longest)
@@ -173,92 +183,131 @@ class Sequential(Method[StagesOptions, StagesDetails]):
     async def program(
         self, device: Device, context: GenerateContext[StagesOptions, StagesDetails]
     ) -> None:
-        """Hold layers; on the source, serve the requests."""
+        """Hold layers; on the coordinator, serve the requests as well."""
         # Imported here, since only devices need torch.
+        from testbed_generation.decoding import Embedder, serve_requests
         from testbed_generation.messages import KINDS
         from testbed_generation.programs import (
-            draft_of,
-            embedding_of,
-            load_seconds,
-            sampling_of,
-            service_of,
-            weights_of,
+            make_service,
+            open_weight_source,
+            read_embedding,
         )
-        from testbed_generation.row import Row, RowOptions
-        from testbed_generation.source import (
-            AlongRow,
-            Drive,
-            Embedder,
-            StageCalls,
-            ThroughSource,
-            serve_requests,
-        )
-        from testbed_generation.stage import Holder
-        from testbed_generation.weights import Given
 
-        problem, coordinator = context.problem, context.plan.coordinator
-        options, model = problem.options, problem.model
-        source = weights_of(context)
+        problem = context.problem
+        weight_source = open_weight_source(context)
         async with Mailbox(device, problem.links, KINDS) as mailbox:
-            holder = Holder(
-                mailbox,
-                coordinator,
-                model,
-                sampling_of(problem),
-                # Layers that a device takes over come with their weights, unless these are drawn from the seed.
-                lambda assign: source if not assign.weights else Given(assign.weights),
-                lambda assign: load_seconds(problem, assign.last - assign.first),
-                self.disk_of(device, problem),
-            )
-            if device.name != coordinator:
-                # Until the end of the run, which cancels the programs of all devices but the coordinator's.
-                await holder.serve_steps()
-            # The source holds layers as well, and sends itself steps like any other stage.
-            mailbox.start(holder.serve_steps())
-            row = Row(
-                mailbox,
-                [device.name for device in problem.devices],
-                partial(self._layers_over_reachable, problem),
-                lambda name: layer_capacity(problem, problem.device(name)),
-                RowOptions(
-                    options.recovery, options.heartbeat, options.failure_timeout
-                ),
-                partial(_weights_to_send, context),
-            )
-            await row.assign_layers()
-            embedder = Embedder(mailbox, model, embedding_of(source))
-            calls = StageCalls(mailbox, model, options.heartbeat)
-            drive: Drive
-            if self.through_source:
-                drive = ThroughSource(calls, row, embedder)
-            else:
-                drive = AlongRow(
-                    device, calls, row, embedder, draft_of(device, context)
-                )
-            await serve_requests(device, drive, service_of(device, context))
+            server = self._make_server(mailbox, context, weight_source)
+            if device.name != context.plan.coordinator:
+                # Never returns: the end of the run cancels this program.
+                await server.serve_steps()
+                return
+            # The coordinator holds layers as well, and sends itself steps like any other stage.
+            mailbox.start(server.serve_steps())
+            pipeline = self._make_pipeline(mailbox, context)
+            await pipeline.assign_layers()
+            embedder = Embedder(mailbox, problem.model, read_embedding(weight_source))
+            decoder = self._make_decoder(mailbox, context, pipeline, embedder)
+            await serve_requests(device, decoder, make_service(device, context))
 
-    def _layers_over_reachable(
+    def _make_server(
+        self,
+        mailbox: Mailbox,
+        context: GenerateContext[StagesOptions, StagesDetails],
+        weight_source: WeightSource | None,
+    ) -> StageServer:
+        # Imported here, since only devices need torch.
+        from testbed_generation.programs import load_seconds, make_sampling
+        from testbed_generation.stage import StageServer
+        from testbed_generation.weights import ReceivedWeights
+
+        problem = context.problem
+
+        def weight_source_for(assign: Assign) -> WeightSource | None:
+            # The message has the weights of layers that a device takes over, unless they are drawn from the seed.
+            if assign.weights:
+                return ReceivedWeights(assign.weights)
+            return weight_source
+
+        def assignment_load_seconds(assign: Assign) -> float:
+            return load_seconds(problem, assign.last - assign.first)
+
+        return StageServer(
+            mailbox,
+            coordinator=context.plan.coordinator,
+            model=problem.model,
+            sampling=make_sampling(problem),
+            weight_source_for=weight_source_for,
+            load_seconds=assignment_load_seconds,
+            disk=self.make_disk(mailbox.device, problem),
+        )
+
+    def _make_pipeline(
+        self, mailbox: Mailbox, context: GenerateContext[StagesOptions, StagesDetails]
+    ) -> Pipeline:
+        # Imported here, since only devices need torch.
+        from testbed_generation.pipeline import Pipeline, PipelineOptions
+
+        problem, options = context.problem, context.problem.options
+
+        def device_capacity(name: str) -> int:
+            return layer_capacity(problem, problem.device(name))
+
+        return Pipeline(
+            mailbox,
+            devices=[device.name for device in problem.devices],
+            divide_layers=partial(self._assign_to_reachable, problem),
+            layer_capacity=device_capacity,
+            options=PipelineOptions(
+                options.recovery,
+                heartbeat=options.heartbeat,
+                failure_timeout=options.failure_timeout,
+            ),
+            weights_to_send=partial(_weights_to_send, context),
+        )
+
+    def _make_decoder(
+        self,
+        mailbox: Mailbox,
+        context: GenerateContext[StagesOptions, StagesDetails],
+        pipeline: Pipeline,
+        embedder: Embedder,
+    ) -> Decoder:
+        # Imported here, since only devices need torch.
+        from testbed_generation.decoding import (
+            ForwardingDecoder,
+            RelayingDecoder,
+            StageClient,
+        )
+        from testbed_generation.programs import make_draft
+
+        problem, device = context.problem, mailbox.device
+        client = StageClient(mailbox, problem.model, problem.options.heartbeat)
+        if self.relays_through_coordinator:
+            return RelayingDecoder(client, pipeline, embedder)
+        draft = make_draft(device, context)
+        return ForwardingDecoder(device, client, pipeline, embedder, draft)
+
+    def _assign_to_reachable(
         self, problem: GenerateProblem[StagesOptions], reachable: Collection[str]
-    ) -> Layers:
-        """Return the stages over the reachable devices, with as few spares as possible; raises `InputError`."""
-        options = problem.options
-        planned = first_devices(problem, options.spares)
+    ) -> LayerCounts:
+        """Return the stages on the reachable devices, with as few spares as possible; raises `InputError`."""
+        spares = problem.options.spares
+        planned = devices_without_spares(problem, spares)
         names = [name for name in planned if name in reachable]
-        spares = [name for name in options.spares if name in reachable]
-        # Spares take layers only where the others have no room, one after the other.
-        while True:
+        reachable_spares = [name for name in spares if name in reachable]
+        # Spares take layers only if the other devices have no room, one after the other.
+        for spare in reachable_spares:
             try:
-                return self.layers_over(problem, names)
+                return self.assign_layers(problem, names)
             except InputError:
-                if not spares:
-                    raise
-                names.append(spares.pop(0))
+                names.append(spare)
+        return self.assign_layers(problem, names)
 
 
 def _weights_to_send(
     context: GenerateContext[StagesOptions, StagesDetails], name: str, assign: Assign
 ) -> Mapping[str, Tensor]:
-    """Return the weights that the source sends to a device with an assignment; empty if the device has them."""
+    """Return the weights that the coordinator sends with an assignment; empty if the device has them."""
     if context.weights is None or name == context.plan.coordinator:
         return {}
     for planned in context.plan.assignments_of(name):
@@ -273,13 +322,13 @@ def _weights_to_send(
 
 
 class EdgeShard(Sequential):
-    """Zhang et al. (2024): devices are chosen, and layers assigned, for the least latency or the most throughput."""
+    """Zhang et al. (2024): devices are chosen, and layers assigned, for the lowest latency or highest throughput."""
 
     name = "edgeshard"
     summary = "generation: devices chosen and layers assigned for latency or throughput (Zhang et al., 2024)"
 
     def plan(self, problem: GenerateProblem[StagesOptions]) -> Plan[StagesDetails]:
-        """Choose devices and layers; raises `InputError` where the network does not fit."""
+        """Choose devices and divide the layers; raises `InputError` if the model does not fit into memory."""
         if problem.options.partition not in ("latency", "throughput"):
             raise InputError(
                 "EdgeShard optimizes latency or throughput: leave 'partition' out, or use the method 'sequential'",
@@ -289,49 +338,50 @@ class EdgeShard(Sequential):
 
 
 class PetalsOptions(StagesOptions):
-    """Options of `Petals`."""
+    """As `StagesOptions`, with other kinds of recovery."""
 
     recovery: Literal["replay", "restart"] = Field(
         "replay",
-        description="what happens when a stage is lost. replay: a replacement is sent again what the stage was sent; "
-        "restart: requests in flight begin at their prompts",
+        description="recovery from a lost stage. replay: the coordinator sends a replacement all inputs of the lost "
+        "stage again; restart: layers are assigned anew, and requests in flight start again from their prompts",
     )
 
 
 class Petals(Sequential):
     """Borzunov et al. (2023): the client keeps the inputs of each server, and replaces lost servers.
 
-    The client is our source, the servers are the other stages.
+    The client of the paper is the coordinator here, and its servers are the other stages.
     """
 
     name = "petals"
-    summary = "generation: the client keeps what it sent to each stage and replaces lost ones (Borzunov et al., 2023)"
+    summary = "generation: the coordinator keeps the inputs of stages and replaces lost stages (Borzunov et al., 2023)"
     Options = PetalsOptions
-    through_source = True
+    relays_through_coordinator = True
 
 
 class RingOptions(StagesOptions):
-    """Options of `PipedRing`."""
+    """Division of layers into rounds and windows, disks, and recovery from a lost device."""
 
     partition: Literal["halda", "even", "memory"] = Field(  # type: ignore[assignment]
         "halda",
-        description="halda: the windows with the least time of a token by the integer program of prima.cpp, which may "
-        "leave devices unused; even: equal windows; memory: windows in proportion to free memory, as exo does",
+        description="halda: the windows with the shortest time per token by Halda, the layer assignment algorithm of "
+        "prima.cpp, which may leave devices unused; even: equal windows; memory: windows in proportion to free memory, "
+        "as exo does",
     )
     recovery: Literal["restart", "replicate"] = Field(
         "restart",
-        description="what happens when a device is lost. restart: layers are assigned anew, and requests in flight "
-        "begin at their prompts; replicate: each device copies its KV caches to the next one, which takes over",
+        description="recovery from a lost device. restart: layers are assigned anew, and requests in flight start "
+        "again from their prompts; replicate: each device copies its KV caches to the next device, which replaces it",
     )
     rounds: int | None = Field(
         None,
         ge=1,
-        description="how often a token passes the ring; default: the divisor of the number of layers with the least "
-        "time of a token",
+        description="how many times a token goes round the ring; default: the divisor of the number of layers with "
+        "the shortest time per token",
     )
     disk: dict[str, ByteRate] = Field(
         {},
-        description="devices with their rates of reading layers that do not fit into their memory; all others hold "
+        description="rates at which devices read layers that do not fit into their memory; all other devices hold "
         "their layers in memory",
     )
     prefetch: bool = Field(
@@ -341,7 +391,7 @@ class RingOptions(StagesOptions):
 
 
 class PipedRing(Sequential):
-    """Li et al. (2025): layers are assigned round a ring several times, and may be read from disks.
+    """Li et al. (2025): a token goes round a ring of devices several times, and layers may be read from disks.
 
     `testbed_generation.ring` explains windows and rounds.
     """
@@ -355,66 +405,66 @@ class PipedRing(Sequential):
     ) -> tuple[tuple[Assignment, ...], StagesDetails]:
         """Return the windows of all rounds as assignments, and the predicted times."""
         check_known(problem, _ring_options(problem).disk, "disk")
-        ring = self._ring(problem, names)
-        windows = self._windows(problem, ring)
-        assignments = window_assignments(problem, windows.stages())
+        ring = self._make_ring(problem, names)
+        windows = self._assign_windows(problem, ring)
+        assignments = make_window_assignments(problem, windows.stages())
         details = StagesDetails(
-            cache=cache_of(problem, assignments),
+            cache=device_cache_bytes(problem, assignments),
             token_time=windows.token_seconds(ring),
             bottleneck=windows.busiest_seconds(ring),
         )
         return assignments, details
 
-    def layers_over(
+    def assign_layers(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
-    ) -> Layers:
-        """Return the stages of all rounds over some devices."""
-        return self._windows(problem, self._ring(problem, names)).stages()
+    ) -> LayerCounts:
+        """Return the stages of all rounds on the given devices."""
+        ring = self._make_ring(problem, names)
+        return self._assign_windows(problem, ring).stages()
 
-    def disk_of(
+    def make_disk(
         self, device: Device, problem: GenerateProblem[StagesOptions]
     ) -> Disk | None:
         """Return the disk of a device; None without a rate in the scenario."""
-        rate = _ring_options(problem).disk.get(device.name)
-        if rate is None:
+        options = _ring_options(problem)
+        disk_rate = options.disk.get(device.name)
+        if disk_rate is None:
             return None
         spec = problem.device(device.name)
-        # The head of the ring has the output matrix, since a token returns there after the last round.
+        # The head of the ring has the output matrix, since a token returns to the head after the last round.
         is_head = spec is problem.devices[0]
-        memory = free_memory(problem, spec, holds_output=is_head)
         return Disk(
             device,
-            rate,
-            memory,
-            problem.model.layer_memory(),
-            prefetch=_ring_options(problem).prefetch,
+            disk_rate,
+            memory=free_memory(problem, spec, holds_output=is_head),
+            layer_bytes=problem.model.layer_memory(),
+            prefetch=options.prefetch,
         )
 
-    def _ring(
+    def _make_ring(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
     ) -> Ring:
         options = _ring_options(problem)
-        return ring_over(problem, names, options.disk, prefetch=options.prefetch)
+        return make_ring(problem, names, options.disk, prefetch=options.prefetch)
 
-    def _windows(self, problem: GenerateProblem[StagesOptions], ring: Ring) -> Windows:
+    def _assign_windows(
+        self, problem: GenerateProblem[StagesOptions], ring: Ring
+    ) -> Windows:
         options = _ring_options(problem)
-        return best_windows(ring, WINDOWS[options.partition], options.rounds)
-
-
-WINDOWS = {"halda": halda, "even": even_windows, "memory": memory_windows}
-"""Rules that assign windows, by their names in a scenario."""
+        return best_windows(ring, WINDOW_RULES[options.partition], options.rounds)
 
 
 def _ring_options(problem: GenerateProblem[StagesOptions]) -> RingOptions:
+    # The problem of a method has options of its class `Options`; the base class only promises stages.
     assert isinstance(problem.options, RingOptions)
     return problem.options
 
 
 def refuse_draft(problem: GenerateProblem[Any], remedy: str) -> None:
-    """Raise `InputError` where the scenario has a draft model, which a method cannot use."""
+    """Raise `InputError` if the scenario has a draft model, for a method that cannot use one."""
     if problem.draft is not None:
         raise InputError(
-            f"tokens are generated one by one here: leave it out, or {remedy}",
+            f"this method generates one token at a time: leave 'draft' out, or {remedy}",
             ("workload", "draft"),
         )
 
@@ -433,12 +483,12 @@ def check_known(
 
 
 def check_spares(problem: GenerateProblem[Any], spares: Collection[str]) -> None:
-    """Raise `InputError` for an unknown spare, and where the source is a spare."""
+    """Raise `InputError` for an unknown spare, and if the coordinator is a spare."""
     check_known(problem, spares, "spares")
-    source = problem.devices[0].name
-    if source in spares:
+    coordinator = problem.devices[0].name
+    if coordinator in spares:
         raise InputError(
-            f"{source}, the first device, is the source of requests and holds layers: name other devices",
+            f"{coordinator}, the first device, is the coordinator, which always holds layers: name other devices",
             ("workload", "method", "spares"),
         )
 
@@ -448,41 +498,43 @@ def check_memory(device: DeviceSpec, memory: float) -> None:
     if memory > device.memory:
         raise InputError(
             f"{device.name} needs {memory / 1e9:.2f} GB for its part of the layers and has "
-            f"{device.memory / 1e9:.2f} GB: add devices, shorten the sequences, or store in fewer bits",
+            f"{device.memory / 1e9:.2f} GB: add devices, shorten the sequences, or store the weights in fewer bits",
             ("devices",),
         )
 
 
 class ShardsOptions(Options):
-    """Options of `TensorParallel`."""
+    """Parts of each layer by device, and the exchange of their results."""
 
     reduce: Literal["star", "ring", "exchange"] = Field(
         "star",
-        description="star: parts are added up on the source; ring: in pieces round a ring of all devices; exchange: "
-        "every device sends its part to every other one, as distributed-llama does from version 0.7 on",
+        description="star: the coordinator adds up the results of all devices; ring: results are added up in pieces "
+        "round a ring of all devices; exchange: every device sends its results to every other device, as "
+        "distributed-llama does from version 0.7 on",
     )
     shares: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(
         None,
-        description="how much of a layer each device holds; default: in proportion to its rate for decoding",
+        description="share of each layer that each device holds; default: in proportion to its decoding rate",
     )
     dataflow: Literal["all-reduce", "gather"] = Field(
         "all-reduce",
-        description="all-reduce: devices hold heads and hidden columns and add up their results twice a layer; gather: "
-        "devices hold rows of each matrix, and the source alone attends, sends all inputs and gathers all outputs, as "
-        "distributed-llama of January 2024 does",
+        description="all-reduce: devices hold heads and hidden columns, and add up their results twice per layer; "
+        "gather: devices hold rows of each matrix; the coordinator alone attends, sends all inputs and gathers all "
+        "outputs, as distributed-llama of January 2024 does",
     )
     transport: Literal["f32", "q8_0"] = Field(
         "f32",
-        description="values on the wire with gather or exchange. q8_0: 34 bytes for 32 values; with gather, layers "
-        "then multiply 8-bit integers, whose time is that of reading the weights",
+        description="format of activations on the wire with gather or exchange. q8_0: 34 bytes for 32 values; with "
+        "gather, layers then multiply 8-bit integers, which takes the time of reading the weights",
     )
     power_of_two: bool = Field(
-        False, description="refuse other numbers of devices, as distributed-llama does"
+        False,
+        description="refuse numbers of devices that are not powers of two, as distributed-llama does",
     )
 
 
 class TensorParallel(Method[ShardsOptions, GenerationDetails]):
-    """Every device holds some heads and hidden columns of every layer, and all add up their results twice a layer."""
+    """Every device holds some heads and hidden columns of every layer; all add up their results twice per layer."""
 
     name = "tensor-parallel"
     summary = "generation: heads and hidden columns of every layer on every device, with all-reduce"
@@ -505,85 +557,91 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
     def plan(self, problem: GenerateProblem[ShardsOptions]) -> Plan[GenerationDetails]:
         """Divide the layers; raises `InputError` for too many devices or too little memory."""
         refuse_draft(problem, "use the method 'sequential'")
-        options, number = problem.options, len(problem.devices)
-        # A power of two has one bit set; subtracting 1 clears this bit and sets all lower ones, so nothing is common.
-        if options.power_of_two and number & (number - 1):
+        options, device_count = problem.options, len(problem.devices)
+        # A power of two has one bit set. Subtracting 1 clears this bit and sets all lower ones, so both have no bit in
+        # common.
+        if options.power_of_two and device_count & (device_count - 1):
             raise InputError(
-                f"{number} devices are no power of two: use 1, 2, 4, 8, ... devices, or leave 'power_of_two' out",
+                f"{device_count} devices are not a power of two: use 1, 2, 4, 8, ... devices, or leave 'power_of_two' "
+                "out",
                 ("workload", "method", "power_of_two"),
             )
         if options.dataflow == "gather":
-            return self._plan_gather(problem)
+            return self._make_gather_plan(problem)
         if options.transport != "f32" and options.reduce != "exchange":
             raise InputError(
-                "sums travel in f32: leave 'transport' out, or use 'reduce: exchange' or 'dataflow: gather'",
+                "star and ring send activations in f32: leave 'transport' out, or use 'reduce: exchange' or "
+                "'dataflow: gather'",
                 ("workload", "method", "transport"),
             )
-        if options.shares is not None and len(options.shares) != number:
+        if options.shares is not None and len(options.shares) != device_count:
             raise InputError(
-                f"{len(options.shares)} shares for {number} devices: give one for each device",
+                f"{len(options.shares)} shares for {device_count} devices: give one for each device",
                 ("workload", "method", "shares"),
             )
         assignments = []
         cache = {}
-        shards = shards_of(problem, options.shares)
+        shards = make_shards(problem, options.shares)
         architecture = problem.model.architecture
         for device, shard in zip(problem.devices, shards, strict=True):
-            assignments.append(self._assign_shard(problem, device, shard))
+            assignments.append(self._make_shard_assignment(problem, device, shard))
             # A device keeps the caches of its own heads only.
             share = shard.heads / architecture.kv_heads
             cache[device.name] = (
                 share * architecture.layers * problem.model.layer_cache()
             )
-        return self._plan(problem, assignments, cache)
+        return self._make_plan(problem, assignments, cache)
 
-    def _assign_shard(
+    def _make_shard_assignment(
         self, problem: GenerateProblem[ShardsOptions], device: DeviceSpec, shard: Shard
     ) -> Assignment:
         """Return a device's heads and hidden columns of all layers as an assignment."""
         model, architecture = problem.model, problem.model.architecture
-        # The source alone embeds tokens and multiplies with the output matrix.
-        is_source = device is problem.devices[0]
+        # The coordinator alone embeds tokens and multiplies with the output matrix.
+        is_coordinator = device is problem.devices[0]
         share = shard.heads / architecture.kv_heads
         layers = model.layer_memory() * architecture.layers * share
-        ends = model.end_memory(first=is_source, last=is_source)
+        ends = model.end_memory(first=is_coordinator, last=is_coordinator)
         memory = layers + model.buffer_memory() + ends
-        part = f"heads {shard.first_head} to {shard.last_head - 1}"
+        part = f"heads {shard.head_start} to {shard.head_stop - 1}"
         parameters = architecture.layers * shard.parameters(architecture)
-        assignment = self._assign(problem, device, memory, part, parameters)
-        cost = partial(model.shard_layers, shard)
-        seconds = pass_seconds(problem, device, cost, is_last=is_source)
-        flops = model.shard_layers(shard, 1, middle_position(problem)).of().flops
+        assignment = self._make_assignment(problem, device, memory, part, parameters)
+        cost = partial(model.shard_cost, shard)
+        seconds = pass_seconds(problem, device, cost, is_last=is_coordinator)
+        flops = model.shard_cost(shard, 1, middle_position(problem)).of().flops
         return assignment.model_copy(update={"pass_seconds": seconds, "flops": flops})
 
-    def _plan_gather(
+    def _make_gather_plan(
         self, problem: GenerateProblem[ShardsOptions]
     ) -> Plan[GenerationDetails]:
-        """Give all devices equal rows of each matrix, and the source all caches."""
+        """Assign equal numbers of rows of each matrix to all devices, and all caches to the coordinator."""
         model, architecture = problem.model, problem.model.architecture
-        source, number = problem.devices[0], len(problem.devices)
+        coordinator, device_count = problem.devices[0], len(problem.devices)
         options = problem.options
         if options.shares is not None:
             raise InputError(
                 "with 'dataflow: gather' all devices hold equal parts: leave 'shares' out",
                 ("workload", "method", "shares"),
             )
-        # A block of Q8_0 cannot cross two devices.
-        check_rows(architecture, number, BLOCK if options.transport == "q8_0" else 1)
-        parameters = architecture.layers * architecture.layer_values // number
+        # The values of a block of Q8_0 must be on one device.
+        block = BLOCK if options.transport == "q8_0" else 1
+        check_row_division(architecture, device_count, block)
+        parameters = architecture.layers * architecture.layer_values // device_count
         weights = architecture.layers * architecture.layer_bytes(model.storage)
         caches = architecture.layers * model.layer_cache()
         assignments = []
-        for place, device in enumerate(problem.devices, start=1):
-            memory = weights / number + model.buffer_memory()
-            if device is source:
+        for part_number, device in enumerate(problem.devices, start=1):
+            memory = weights / device_count + model.buffer_memory()
+            if device is coordinator:
                 memory += caches + model.end_memory(first=True, last=True)
-            part = f"rows {place} of {number}"
-            assignment = self._assign(problem, device, memory, part, parameters)
+            part = f"rows {part_number} of {device_count}"
+            assignment = self._make_assignment(
+                problem, device, memory, part, parameters
+            )
             assignments.append(assignment)
-        return self._plan(problem, assignments, {source.name: caches})
+        return self._make_plan(problem, assignments, {coordinator.name: caches})
 
-    def _assign(
+    def _make_assignment(
         self,
         problem: GenerateProblem[ShardsOptions],
         device: DeviceSpec,
@@ -602,7 +660,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
             parameters=parameters,
         )
 
-    def _plan(
+    def _make_plan(
         self,
         problem: GenerateProblem[ShardsOptions],
         assignments: Sequence[Assignment],
@@ -618,7 +676,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
     async def program(
         self, device: Device, context: GenerateContext[ShardsOptions, GenerationDetails]
     ) -> None:
-        """Hold a shard; on the source, serve the requests."""
+        """Hold a part of every layer; on the coordinator, serve the requests as well."""
         if context.problem.options.dataflow == "gather":
             await self._gather_rows(device, context)
         else:
@@ -629,67 +687,97 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
     ) -> None:
         # Imported here, since only devices need torch.
         from testbed_generation import gather
-        from testbed_generation.programs import weights_of
+        from testbed_generation.programs import open_weight_source
         from testbed_generation.transport import Transport
 
-        problem = context.problem
-        names = [each.name for each in problem.devices]
-        source = weights_of(context)
+        problem, coordinator = context.problem, context.plan.coordinator
+        names = [spec.name for spec in problem.devices]
+        weight_source = open_weight_source(context)
         async with Mailbox(device, problem.links, gather.KINDS) as mailbox:
-            transport = Transport(problem.options.transport)
-            place = names.index(device.name)
-            rows = gather.Rows(problem.model, place, len(names), transport, source)
-            if device.name != context.plan.coordinator:
-                # Until the end of the run, which the coordinator's program ends.
-                await gather.serve_rows(mailbox, context.plan.coordinator, rows)
-            own = gather.GatherSource(mailbox, names[1:], rows, source)
-            # No device but the source is sent a whole forward: workers get the inputs of each product.
-            await self._serve_requests(context, mailbox, names[:1], own, source)
+            rows = gather.MatrixRows(
+                problem.model,
+                part=names.index(device.name),
+                parts=len(names),
+                transport=Transport(problem.options.transport),
+                weight_source=weight_source,
+            )
+            if device.name != coordinator:
+                # Never returns: the end of the run cancels this program.
+                await gather.serve_products(mailbox, coordinator, rows)
+                return
+            workers = names[1:]
+            local_part = gather.RowCoordinator(mailbox, workers, rows, weight_source)
+            # Workers receive the inputs of each product, and no message for a whole forward pass.
+            await self._serve_requests(
+                context,
+                mailbox,
+                receivers=(),
+                local_part=local_part,
+                weight_source=weight_source,
+            )
 
     async def _reduce_shards(
         self, device: Device, context: GenerateContext[ShardsOptions, GenerationDetails]
     ) -> None:
         # Imported here, since only devices need torch.
         from testbed_generation.collectives import make_all_reduce
-        from testbed_generation.programs import weights_of
-        from testbed_generation.tensor_parallel import KINDS, ShardHolder
+        from testbed_generation.programs import open_weight_source
+        from testbed_generation.tensor_parallel import KINDS, ShardServer
         from testbed_generation.transport import Transport
 
         problem, options = context.problem, context.problem.options
-        names = [each.name for each in problem.devices]
-        source = weights_of(context)
+        names = [spec.name for spec in problem.devices]
+        weight_source = open_weight_source(context)
         async with Mailbox(device, problem.links, KINDS) as mailbox:
             transport = Transport(options.transport)
-            reduce = make_all_reduce(options.reduce, mailbox, names, transport)
-            shard = shards_of(problem, options.shares)[names.index(device.name)]
-            holder = ShardHolder(mailbox, problem.model, shard, source, reduce)
+            shards = make_shards(problem, options.shares)
+            server = ShardServer(
+                mailbox,
+                model=problem.model,
+                shard=shards[names.index(device.name)],
+                weight_source=weight_source,
+                all_reduce=make_all_reduce(options.reduce, mailbox, names, transport),
+            )
             if device.name != context.plan.coordinator:
-                # Until the end of the run, which the coordinator's program ends.
-                await holder.serve_forwards()
-            await self._serve_requests(context, mailbox, names, holder, source)
+                # Never returns: the end of the run cancels this program.
+                await server.serve_forwards()
+                return
+            await self._serve_requests(
+                context,
+                mailbox,
+                receivers=names[1:],
+                local_part=server,
+                weight_source=weight_source,
+            )
 
     async def _serve_requests(
         self,
         context: GenerateContext[ShardsOptions, GenerationDetails],
         mailbox: Mailbox,
-        names: Sequence[str],
-        own: Computing,
-        source: Source | None,
+        *,
+        receivers: Sequence[str],
+        local_part: LocalPart,
+        weight_source: WeightSource | None,
     ) -> None:
-        """Serve the requests on the source; see `TensorParallelSource` for the arguments."""
+        """Serve the requests on the coordinator; ``receivers`` are the devices that receive each forward pass."""
         # Imported here, since only devices need torch.
+        from testbed_generation.decoding import Embedder, serve_requests
         from testbed_generation.programs import (
-            embedding_of,
-            sampling_of,
-            service_of,
+            make_sampling,
+            make_service,
+            read_embedding,
         )
-        from testbed_generation.source import Embedder, serve_requests
-        from testbed_generation.tensor_parallel import TensorParallelSource
+        from testbed_generation.tensor_parallel import TensorParallelDecoder
 
         problem = context.problem
-        embedder = Embedder(mailbox, problem.model, embedding_of(source))
-        sampling = sampling_of(problem)
-        drive = TensorParallelSource(
-            mailbox, problem.model, names, own, embedder, sampling, source
+        decoder = TensorParallelDecoder(
+            mailbox,
+            model=problem.model,
+            receivers=receivers,
+            local_part=local_part,
+            embedder=Embedder(mailbox, problem.model, read_embedding(weight_source)),
+            sampling=make_sampling(problem),
+            weight_source=weight_source,
         )
-        await serve_requests(mailbox.device, drive, service_of(mailbox.device, context))
+        service = make_service(mailbox.device, context)
+        await serve_requests(mailbox.device, decoder, service)

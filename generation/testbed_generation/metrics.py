@@ -1,7 +1,7 @@
 """Metrics of text generation.
 
-TTFT is the time from the arrival of a request to its first token, TPOT the time between two tokens of one request
-after that.
+TTFT (time to first token) is the time from the arrival of a request to its first token. TPOT (time per output token) is
+the time between two later tokens of the request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GenerationDetails(PlanDetails):
 
     model_config = ConfigDict(extra="forbid")
     cache: dict[str, float] = Field(default_factory=dict)
-    """Bytes for the KV caches of the longest sequences by device, of the plan before any loss."""
+    """Bytes for the KV caches of the longest sequences by device, in the plan before any loss."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class RequestTimes:
 
 
 def request_times(record: RunView) -> list[RequestTimes]:
-    """Return the times of all requests in the order of their numbers."""
+    """Return the times of all requests, ordered by number."""
     times: dict[int, RequestTimes] = {}
     for event in record.events:
         fields = event.fields
@@ -84,56 +84,56 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     ordered = sorted(values)
-    # A share of 1 would be one place beyond the last value.
-    place = min(len(ordered) - 1, int(share * len(ordered)))
-    return ordered[place]
+    # A share of 1 would give an index beyond the last value.
+    index = min(len(ordered) - 1, int(share * len(ordered)))
+    return ordered[index]
 
 
 def _median_ttft(record: RunView) -> float | None:
-    firsts = []
-    for each in request_times(record):
+    seconds = []
+    for request in request_times(record):
         # A run may end before a request has its first token.
-        if each.first_seconds is not None:
-            firsts.append(each.first_seconds)
-    return median(firsts) if firsts else None
+        if request.first_seconds is not None:
+            seconds.append(request.first_seconds)
+    return median(seconds) if seconds else None
 
 
 def _token_gaps(record: RunView) -> list[float]:
     gaps: list[float] = []
-    for each in request_times(record):
-        gaps += each.token_gaps
+    for request in request_times(record):
+        gaps += request.token_gaps
     return gaps
 
 
 def _median_tpot(record: RunView) -> float | None:
-    seconds = _token_gaps(record)
-    return median(seconds) if seconds else None
+    gaps = _token_gaps(record)
+    return median(gaps) if gaps else None
 
 
 def _count_tokens(record: RunView) -> int:
-    return sum(len(each.tokens) for each in request_times(record))
+    return sum(len(request.tokens) for request in request_times(record))
 
 
 def _total_rate(record: RunView) -> float | None:
-    """Return the tokens a second from the first arrival until the last token."""
-    times = [each for each in request_times(record) if each.tokens]
-    if not times:
+    """Return the tokens per second from the first arrival until the last token."""
+    requests = [request for request in request_times(record) if request.tokens]
+    if not requests:
         return None
-    begin = min(each.arrival for each in times)
-    end = max(each.tokens[-1] for each in times)
-    return _count_tokens(record) / (end - begin) if end > begin else None
+    start = min(request.arrival for request in requests)
+    end = max(request.tokens[-1] for request in requests)
+    return _count_tokens(record) / (end - start) if end > start else None
 
 
 def _median_request_rate(record: RunView) -> float | None:
-    """Return the tokens a second after the first token, so that the time of the prompt does not count."""
+    """Return the tokens per second after the first token, so that the time of the prompt does not count."""
     rates = []
-    for each in request_times(record):
-        if len(each.tokens) < 2:
+    for request in request_times(record):
+        if len(request.tokens) < 2:
             continue
-        seconds = each.tokens[-1] - each.tokens[0]
-        # Tokens accepted together from a draft have equal times.
+        seconds = request.tokens[-1] - request.tokens[0]
+        # Tokens that are accepted together from a draft have equal times.
         if seconds > 0:
-            rates.append((len(each.tokens) - 1) / seconds)
+            rates.append((len(request.tokens) - 1) / seconds)
     return median(rates) if rates else None
 
 
@@ -142,57 +142,59 @@ def _longest_pause(record: RunView) -> float | None:
 
 
 def _token_bytes(record: RunView) -> float | None:
-    number = _count_tokens(record)
-    if not number:
+    token_count = _count_tokens(record)
+    if not token_count:
         return None
     sent = 0.0
     for event in record.of("send"):
         sent += event.fields["bytes"]
-    return sent / number
+    return sent / token_count
 
 
 def _per_token(
-    seconds_of: Callable[[RunView, str], float],
+    device_seconds: Callable[[RunView, str], float],
 ) -> Callable[[RunView], dict[str, float]]:
-    """Return a metric for each device: the seconds of an activity divided by the number of tokens."""
+    """Return the function of a metric by device: the seconds of an activity divided by the number of tokens."""
 
     def compute(record: RunView) -> dict[str, float]:
-        number = _count_tokens(record)
-        if not number:
+        token_count = _count_tokens(record)
+        if not token_count:
             return {}
-        # All devices of the scenario: a spare has no piece of the plan, and may take over one.
-        names = [device.name for device in record.experiment.devices]
-        return {name: seconds_of(record, name) / number for name in names}
+        # All devices of the scenario: a spare has no assignment in the plan, and may replace a lost stage.
+        seconds = {}
+        for device in record.experiment.devices:
+            seconds[device.name] = device_seconds(record, device.name) / token_count
+        return seconds
 
     return compute
 
 
-def _seconds_of(event_name: str) -> Callable[[RunView, str], float]:
+def _event_seconds(event_name: str) -> Callable[[RunView, str], float]:
     """Return the function that adds up the durations of a device's events of one kind."""
 
-    def total(record: RunView, device: str) -> float:
+    def total_seconds(record: RunView, device: str) -> float:
         seconds = 0.0
         for event in record.of(event_name):
             if event.device == device:
                 seconds += event.fields["duration"]
         return seconds
 
-    return total
+    return total_seconds
 
 
 def _waiting_seconds(record: RunView, device: str) -> float:
-    """Return how long a device neither computes nor sends between the first arrival and the last token."""
-    arrivals = [event.time for event in record.of("arrival")]
-    tokens = [event.time for event in record.of("token")]
+    """Return the seconds from the first arrival to the last token in which a device neither computes nor sends."""
+    first_arrival = min(event.time for event in record.of("arrival"))
+    last_token = max(event.time for event in record.of("token"))
     waiting = 0.0
-    busy_until = min(arrivals)
+    busy_until = first_arrival
     busy = [*record.spans(device, "compute"), *record.spans(device, "send")]
     spans = [(float(start), float(end)) for start, end in busy]
-    # A device computes and sends at once, so a gap begins at the latest end so far.
+    # A device can compute and send at the same time, so a gap begins at the latest end so far.
     for start, end in sorted(spans):
-        waiting += max(0.0, min(start, max(tokens)) - busy_until)
+        waiting += max(0.0, min(start, last_token) - busy_until)
         busy_until = max(busy_until, end)
-    return waiting + max(0.0, max(tokens) - busy_until)
+    return waiting + max(0.0, last_token - busy_until)
 
 
 def _cache_bytes(record: RunView) -> dict[str, float]:
@@ -202,10 +204,10 @@ def _cache_bytes(record: RunView) -> dict[str, float]:
 
 
 def _last_transfer(field_name: str) -> Callable[[RunView], float | None]:
-    """Return the metric of the bytes transferred for the last token; None with other dataflows."""
+    """Return the function of the bytes transferred for the last token, which is None with other dataflows."""
 
     def compute(record: RunView) -> float | None:
-        # Earlier transfers contain that of the prompt, which has more tokens.
+        # The last transfer is that of a single token; the first is that of the prompt.
         transfers = list(record.of("transfer"))
         return float(transfers[-1].fields[field_name]) if transfers else None
 
@@ -223,23 +225,26 @@ def _accepted_share(record: RunView) -> float | None:
 def requests_list(record: RunView) -> list[dict[str, Any]]:
     """Return the requests with arrival, TTFT, TPOT and latency."""
     rows = []
-    for each in request_times(record):
+    for request in request_times(record):
+        gaps = request.token_gaps
+        tpot = median(gaps) if gaps else None
+        latency = None if request.end is None else request.end - request.arrival
         rows.append(
             {
-                "request": each.request,
-                "arrival": each.arrival,
-                "prompt": each.prompt,
-                "tokens": len(each.tokens),
-                "ttft": each.first_seconds,
-                "tpot": median(each.token_gaps) if each.token_gaps else None,
-                "latency": None if each.end is None else each.end - each.arrival,
+                "request": request.request,
+                "arrival": request.arrival,
+                "prompt": request.prompt,
+                "tokens": len(request.tokens),
+                "ttft": request.first_seconds,
+                "tpot": tpot,
+                "latency": latency,
             }
         )
     return rows
 
 
 def tokens_list(record: RunView) -> list[dict[str, Any]]:
-    """Return the number of tokens over time, from none at the first arrival on."""
+    """Return the number of tokens over time, beginning with 0 at the first arrival."""
     requests = request_times(record)
     times: list[float] = []
     for request in requests:
@@ -247,11 +252,11 @@ def tokens_list(record: RunView) -> list[dict[str, Any]]:
     if not times:
         return []
     first_arrival = min(request.arrival for request in requests)
-    # From 0 on, so that the axis of the chart is linear.
-    return [
-        {"time": time, "tokens": number}
-        for number, time in enumerate([first_arrival, *sorted(times)])
-    ]
+    # With a first value of 0 the axis of the chart is linear.
+    rows = []
+    for count, time in enumerate([first_arrival, *sorted(times)]):
+        rows.append({"time": time, "tokens": count})
+    return rows
 
 
 def texts_list(record: RunView) -> list[dict[str, Any]]:
@@ -291,7 +296,7 @@ GENERATION = MetricsSpec(
         Metric(
             "tpot_p99",
             "seconds",
-            "99th percentile of that time",
+            "99th percentile of the time between two tokens of a request",
             lambda record: _quantile(_token_gaps(record), 0.99),
         ),
         Metric(
@@ -304,7 +309,7 @@ GENERATION = MetricsSpec(
         Metric(
             "token_rate",
             "number",
-            "generated tokens a second, of all requests together",
+            "generated tokens per second of all requests together",
             _total_rate,
             brief=True,
             compared=True,
@@ -312,56 +317,56 @@ GENERATION = MetricsSpec(
         Metric(
             "request_token_rate",
             "number",
-            "median of the tokens a second of each request",
+            "tokens per second of a request after its first token, median",
             _median_request_rate,
         ),
         Metric(
             "token_bytes",
             "bytes",
-            "bytes that all devices send for a token",
+            "bytes that all devices send, per token",
             _token_bytes,
             compared=True,
         ),
         Metric(
             "sent_per_token",
             "bytes",
-            "values that the source sends for a decoded token, with gather",
+            "bytes of activations that the coordinator sends for a decoded token, with gather",
             _last_transfer("sent"),
         ),
         Metric(
             "draft_accepted",
             "share",
-            "share of the draft's tokens that the stages chose as well",
+            "share of the draft's tokens that the stages accepted",
             _accepted_share,
         ),
         Metric(
             "received_per_token",
             "bytes",
-            "values that it receives",
+            "bytes of activations that the coordinator receives for a decoded token, with gather",
             _last_transfer("received"),
         ),
         Metric(
             "compute_per_token.<device>",
             "seconds",
-            "time that a device computes for a token",
-            _per_token(_seconds_of("compute")),
+            "time in which a device computes, per token",
+            _per_token(_event_seconds("compute")),
         ),
         Metric(
             "send_per_token.<device>",
             "seconds",
-            "time that a device sends for a token",
-            _per_token(_seconds_of("send")),
+            "time in which a device sends, per token",
+            _per_token(_event_seconds("send")),
         ),
         Metric(
             "wait_per_token.<device>",
             "seconds",
-            "time that a device neither computes nor sends for a token",
+            "time in which a device neither computes nor sends, per token",
             _per_token(_waiting_seconds),
         ),
         Metric(
             "cache_bytes.<device>",
             "bytes",
-            "room that a device keeps for the KV caches of the longest sequences",
+            "memory that a device reserves for the KV caches of the longest sequences",
             _cache_bytes,
         ),
     ),
@@ -372,7 +377,7 @@ GENERATION = MetricsSpec(
     },
     events=(
         EventType(
-            "arrival", "a request arrived at the source", (), ("request", "tokens")
+            "arrival", "a request arrived at the coordinator", (), ("request", "tokens")
         ),
         EventType(
             "token",
@@ -382,13 +387,13 @@ GENERATION = MetricsSpec(
         ),
         EventType(
             "transfer",
-            "all values of a token were sent and gathered",
+            "all activations of a forward pass were sent and gathered",
             ("batch",),
             ("request", "sent", "received"),
         ),
         EventType(
             "draft",
-            "the stages have verified tokens of the draft model",
+            "the stages verified tokens of the draft model",
             ("batch",),
             ("request", "proposed", "accepted"),
         ),

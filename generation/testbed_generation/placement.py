@@ -1,16 +1,18 @@
-"""Assignment of ranges of layers to devices in a row, from the source on. Pure functions without torch.
+"""Assignment of ranges of layers to a chain of devices that begins at the coordinator. Pure functions without torch.
 
-The layers of a decoder are alike, so the time of a stage depends on the number of its layers and not on which ones it
-has. Therefore the choice of devices, of their order and of their numbers of layers can be solved exactly:
+The layers of a decoder are alike. Therefore the time of a stage depends on the number of its layers alone, and the
+choice of devices, of their order and of their numbers of layers can be solved exactly:
 
-- `least_latency` finds the row of devices with the least time of one token, as EdgeShard's first problem asks for
-  (Zhang et al., 2024): the source holds the first layer, any other device may stay unused, memory is limited, and the
-  token returns to the source.
-- `least_bottleneck` finds the row with the most tokens a second when many requests are in flight: EdgeShard's second
-  problem.
-- `even` and `by_memory` keep the given row; `by_memory` is exo's rule, which looks at memory alone.
+- `minimize_latency` finds the chain of devices with the shortest time per token: EdgeShard's first problem (Zhang et
+  al., 2024). The coordinator holds the first layer, any other device may stay unused, memory is limited, and the token
+  returns to the coordinator.
+- `minimize_bottleneck` finds the chain that generates most tokens per second when many requests are in flight:
+  EdgeShard's second problem.
+- `divide_evenly` and `divide_by_memory` keep the given devices and their order; `divide_by_memory` is exo's rule, which
+  considers memory alone.
 
-All functions take one `Row` and return layers by device; they raise `InputError` where the network does not fit.
+All functions take a `PlacementProblem` and return the number of layers of each device. They raise `InputError` if the
+model does not fit into the memory of the devices.
 """
 
 from __future__ import annotations
@@ -23,320 +25,366 @@ from itertools import pairwise
 from testbed.common.errors import InputError
 from testbed_generation.sharding import apportion
 
-Layers = tuple[tuple[str, int], ...]
-"""Devices in the order of the row, each with its number of layers."""
+LayerCounts = tuple[tuple[str, int], ...]
+"""Devices in the order in which a token visits them, each with its number of layers."""
 
 REMEDY = (
     "add memory or devices, shorten the sequences, or store the weights in fewer bits"
 )
-MOST_DEVICES = 16
-"""Maximum number of devices among which an exact choice is made; time and memory double with each one."""
+"""What a user can do if the model does not fit into memory."""
 
-Way = tuple[int, ...]
-"""Places of devices, in the order in which a token visits them."""
+MAX_DEVICES = 16
+"""Maximum number of devices among which an exact choice is made; time and memory double with each device."""
 
-WayEnd = tuple[int, int]
-"""A set of devices as bits, and the place of the last one visited. Ways with the same end are continued alike."""
+DevicePath = tuple[int, ...]
+"""Indices of devices, in the order in which a token visits them."""
+
+PathEnd = tuple[int, int]
+"""A set of devices as bits, and the index of the device visited last. Paths with equal ends can be extended alike."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """Inputs for choosing devices and layers."""
+class PlacementProblem:
+    """The inputs for choosing devices and dividing layers among them.
+
+    >>> problem = PlacementProblem(
+    ...     devices=("a", "b"),
+    ...     layers=4,
+    ...     layer_seconds={"a": 1, "b": 2},
+    ...     capacity={"a": 3, "b": 3},
+    ...     message_seconds=lambda sender, receiver: 0.5,
+    ... )
+    >>> problem.latency((("a", 3), ("b", 1)))
+    5.5
+    """
 
     devices: tuple[str, ...]
-    """The source first."""
+    """Names, the coordinator first."""
     layers: int
-    seconds: Mapping[str, float]
+    layer_seconds: Mapping[str, float]
     """Time of one layer on each device."""
     capacity: Mapping[str, int]
     """Number of layers that fit into the free memory of each device."""
-    send: Callable[[str, str], float]
-    """Seconds of a token's values from one device to another; infinite where there is no link."""
-    answer: Callable[[str, str], float] = lambda one, other: 0.0
-    """Seconds of the chosen token from the last device to the source."""
-    last_seconds: Mapping[str, float] | None = None
-    """Time of the output matrix on each device, where it is the last one of the row; None: no time."""
+    message_seconds: Callable[[str, str], float]
+    """Time of sending a token's activations from one device to another; infinite without a link."""
+    token_message_seconds: Callable[[str, str], float] = lambda sender, receiver: 0.0
+    """Time of sending the chosen token from the last device to the coordinator."""
+    output_matrix_seconds: Mapping[str, float] | None = None
+    """Time of the output matrix on each device, if that device is the last one; None: no time."""
 
     def output_seconds(self, device: str) -> float:
         """Return the seconds of the output matrix on a device."""
-        return 0.0 if self.last_seconds is None else self.last_seconds[device]
+        if self.output_matrix_seconds is None:
+            return 0.0
+        return self.output_matrix_seconds[device]
 
-    def latency(self, layers: Layers) -> float:
-        """Return the seconds of one token through a row and back to the source.
-
-        >>> row = Row(("a", "b"), 4, {"a": 1, "b": 2}, {"a": 3, "b": 3}, lambda one, other: 0.5)
-        >>> row.latency((("a", 3), ("b", 1)))
-        5.5
-        """
+    def latency(self, layer_counts: LayerCounts) -> float:
+        """Return the seconds of one token through all devices and back to the coordinator."""
         computing = 0.0
-        for name, count in layers:
-            computing += count * self.seconds[name]
-        last = layers[-1][0]
-        return computing + self._travel_seconds(layers) + self.output_seconds(last)
+        for name, count in layer_counts:
+            computing += count * self.layer_seconds[name]
+        last, _ = layer_counts[-1]
+        travel = self._travel_seconds(layer_counts)
+        return computing + travel + self.output_seconds(last)
 
-    def _travel_seconds(self, layers: Layers) -> float:
-        names = [name for name, _ in layers]
-        travel = 0.0
-        for one, other in pairwise(names):
-            travel += self.send(one, other)
+    def _travel_seconds(self, layer_counts: LayerCounts) -> float:
+        names = [name for name, _ in layer_counts]
+        seconds = 0.0
+        for sender, receiver in pairwise(names):
+            seconds += self.message_seconds(sender, receiver)
         if len(names) > 1:
-            travel += self.answer(names[-1], names[0])
-        return travel
+            seconds += self.token_message_seconds(names[-1], names[0])
+        return seconds
 
-    def bottleneck(self, layers: Layers) -> float:
-        """Return the seconds between two tokens when all stages and links of a row are always busy."""
-        names = [name for name, _ in layers]
-        busy = []
-        for name, count in layers:
-            busy.append(count * self.seconds[name])
-        busy[-1] += self.output_seconds(names[-1])
-        for one, other in pairwise(names):
-            busy.append(self.send(one, other))
+    def bottleneck(self, layer_counts: LayerCounts) -> float:
+        """Return the seconds between two tokens when all stages and links are always busy."""
+        names = [name for name, _ in layer_counts]
+        busy_seconds = []
+        for name, count in layer_counts:
+            busy_seconds.append(count * self.layer_seconds[name])
+        busy_seconds[-1] += self.output_seconds(names[-1])
+        for sender, receiver in pairwise(names):
+            busy_seconds.append(self.message_seconds(sender, receiver))
         if len(names) > 1:
-            busy.append(self.answer(names[-1], names[0]))
+            busy_seconds.append(self.token_message_seconds(names[-1], names[0]))
         # The slowest stage or link sets the pace of a pipeline that is always full.
-        return max(busy)
+        return max(busy_seconds)
 
 
-def even(row: Row) -> Layers:
+def divide_evenly(problem: PlacementProblem) -> LayerCounts:
     """Return about as many layers for each device, in the given order.
 
-    >>> row = Row(("a", "b"), 5, {"a": 1, "b": 1}, {"a": 9, "b": 9}, lambda one, other: 0)
-    >>> even(row)
+    >>> divide_evenly(
+    ...     PlacementProblem(("a", "b"), 5, {"a": 1, "b": 1}, {"a": 9, "b": 9}, lambda sender, receiver: 0)
+    ... )
     (('a', 3), ('b', 2))
     """
-    return _given_row(row, [1.0] * len(row.devices))
+    return _divide_by_shares(problem, [1.0] * len(problem.devices))
 
 
-def by_memory(row: Row) -> Layers:
+def divide_by_memory(problem: PlacementProblem) -> LayerCounts:
     """Return layers in proportion to the memory of the devices, in the given order.
 
-    >>> by_memory(Row(("a", "b"), 4, {"a": 1, "b": 2}, {"a": 9, "b": 3}, lambda one, other: 0.5))
+    >>> divide_by_memory(
+    ...     PlacementProblem(("a", "b"), 4, {"a": 1, "b": 2}, {"a": 9, "b": 3}, lambda sender, receiver: 0.5)
+    ... )
     (('a', 3), ('b', 1))
     """
-    # A device without room has a share as well, and is then named by the check of the capacities.
-    return _given_row(row, [max(row.capacity[name], 1e-9) for name in row.devices])
+    # A device without room has a share as well, so that the check of the capacities names this device.
+    shares = [max(problem.capacity[name], 1e-9) for name in problem.devices]
+    return _divide_by_shares(problem, shares)
 
 
-def _given_row(row: Row, shares: Sequence[float]) -> Layers:
-    counts = apportion(row.layers, shares, "layers")
-    layers = tuple(zip(row.devices, counts, strict=True))
-    for name, count in layers:
-        if count > row.capacity[name]:
+def _divide_by_shares(
+    problem: PlacementProblem, shares: Sequence[float]
+) -> LayerCounts:
+    counts = apportion(problem.layers, shares, "layers")
+    layer_counts = tuple(zip(problem.devices, counts, strict=True))
+    for name, count in layer_counts:
+        if count > problem.capacity[name]:
             raise InputError(
-                f"{name} has room for {row.capacity[name]} of {count} layers: {REMEDY}"
+                f"{name} has room for {problem.capacity[name]} of {count} layers: {REMEDY}"
             )
-    return layers
+    return layer_counts
 
 
-def least_latency(row: Row) -> Layers:
-    """Return the devices, their order and their layers with the least latency of one token.
+def minimize_latency(problem: PlacementProblem) -> LayerCounts:
+    """Return the devices, their order and their layers with the shortest time per token.
 
-    >>> row = Row(("a", "b"), 5, {"a": 1, "b": 1}, {"a": 3, "b": 9}, lambda one, other: 0.1)
-    >>> least_latency(row)
+    >>> minimize_latency(
+    ...     PlacementProblem(("a", "b"), 5, {"a": 1, "b": 1}, {"a": 3, "b": 9}, lambda sender, receiver: 0.1)
+    ... )
     (('a', 3), ('b', 2))
     """
-    best: Layers | None = None
+    best: LayerCounts | None = None
     best_seconds = math.inf
-    for names, travel in _shortest_rows(row):
-        filled = _fill_row(row, names)
-        if filled is None:
+    for names, travel in _shortest_chains(problem):
+        layer_counts = _fill_devices(problem, names)
+        if layer_counts is None:
             continue
         computing = 0.0
-        for name, count in filled:
-            computing += count * row.seconds[name]
+        for name, count in layer_counts:
+            computing += count * problem.layer_seconds[name]
         seconds = travel + computing
-        # Strictly less: of equal rows the first one stays, which has the fewest devices.
+        # Strictly less: the first of equally fast chains, which has the fewest devices, is kept.
         if seconds < best_seconds:
-            best, best_seconds = filled, seconds
+            best, best_seconds = layer_counts, seconds
     if best is None:
-        raise _does_not_fit(row)
+        raise _no_memory_error(problem)
     return best
 
 
-def least_bottleneck(row: Row) -> Layers:
-    """Return the devices, their order and their layers with the least time between tokens.
+def minimize_bottleneck(problem: PlacementProblem) -> LayerCounts:
+    """Return the devices, their order and their layers with the shortest time between tokens.
 
-    The bottleneck is one of finitely many times: those of 1 to all layers on some device, and those of links. The
-    least one that some row can keep is found by bisection.
+    The bottleneck is one of finitely many times: those of 1 to all layers on some device, and those of links. A
+    bisection finds the shortest of these times within which some chain can generate a token.
     """
-    times = sorted(_possible_bottlenecks(row))
-    best: Layers | None = None
+    times = sorted(_possible_bottlenecks(problem))
+    best: LayerCounts | None = None
     low, high = 0, len(times) - 1
     while low <= high:
         middle = (low + high) // 2
-        layers = _row_within(row, times[middle])
-        if layers is None:
+        layer_counts = _chain_within(problem, times[middle])
+        if layer_counts is None:
             low = middle + 1
         else:
-            best, high = layers, middle - 1
+            best, high = layer_counts, middle - 1
     if best is None:
-        raise _does_not_fit(row)
+        raise _no_memory_error(problem)
     return best
 
 
-def _does_not_fit(row: Row) -> InputError:
-    rooms = ", ".join(f"{name} {row.capacity[name]}" for name in row.devices)
+def _no_memory_error(problem: PlacementProblem) -> InputError:
+    capacities = []
+    for name in problem.devices:
+        capacities.append(f"{name} {problem.capacity[name]}")
     return InputError(
-        f"{row.layers} layers do not fit into the memory of the devices with links between them (room for layers: "
-        f"{rooms}): {REMEDY}"
+        f"{problem.layers} layers do not fit into the memory of the devices with links between them (room for layers: "
+        f"{', '.join(capacities)}): {REMEDY}"
     )
 
 
-def _check_number(row: Row) -> None:
-    if len(row.devices) > MOST_DEVICES:
+def _check_device_count(problem: PlacementProblem) -> None:
+    count = len(problem.devices)
+    if count > MAX_DEVICES:
         raise InputError(
-            f"{len(row.devices)} devices are too many to choose from: name at most {MOST_DEVICES}, or use partition: "
-            "even or memory"
+            f"{count} devices are too many to choose from: name at most {MAX_DEVICES}, or use partition: even or memory"
         )
 
 
-def _fill_row(row: Row, names: Sequence[str]) -> Layers | None:
-    """Return the layers of a row with the least computing time: one for each device, and the rest on the fastest."""
-    # Layers are alike, so time is linear in their numbers: after one for each device, the fastest get the rest.
-    left = row.layers - len(names)
-    if left < 0:
+def _fill_devices(
+    problem: PlacementProblem, names: Sequence[str]
+) -> LayerCounts | None:
+    """Return the numbers of layers with the shortest computing time; None if the layers do not fit."""
+    remaining = problem.layers - len(names)
+    if remaining < 0:
         return None
     for name in names:
-        if row.capacity[name] < 1:
+        if problem.capacity[name] < 1:
             return None
+    # Time is linear in the number of layers: after one layer for each device, the fastest devices get the others.
     counts = dict.fromkeys(names, 1)
-    for name in sorted(names, key=lambda name: row.seconds[name]):
-        more = min(left, row.capacity[name] - 1)
-        counts[name] += more
-        left -= more
-    return None if left else tuple(counts.items())
+    for name in sorted(names, key=lambda name: problem.layer_seconds[name]):
+        added = min(remaining, problem.capacity[name] - 1)
+        counts[name] += added
+        remaining -= added
+    return None if remaining else tuple(counts.items())
 
 
-def _extensions(members: int, number: int) -> Iterator[tuple[int, WayEnd]]:
-    """Yield each of ``number`` devices outside a set, and the end of a way that continues to that device."""
-    # The source, at place 0, begins every way and is never visited again.
-    for place in range(1, number):
-        bit = 1 << place
+def _extensions(members: int, device_count: int) -> Iterator[tuple[int, PathEnd]]:
+    """Yield each device outside the set ``members``, and the end of a path that continues to that device."""
+    # The coordinator, with index 0, begins every path and is never visited again.
+    for index in range(1, device_count):
+        bit = 1 << index
         if not members & bit:
-            yield place, (members | bit, place)
+            yield index, (members | bit, index)
 
 
-def _shortest_rows(row: Row) -> list[tuple[tuple[str, ...], float]]:
-    """Return the order with the least travel time, and this time in seconds, for each set of devices with the source.
-
-    The recurrence is that of Held and Karp (1962): the best way through a set that ends at a device extends the best
-    way through the set without that device.
-    """
-    _check_number(row)
-    source, number = row.devices[0], len(row.devices)
-    rows: list[tuple[tuple[str, ...], float]] = [
-        ((source,), row.output_seconds(source))
-    ]
-    ways: dict[WayEnd, tuple[float, Way]] = {(1, 0): (0.0, (0,))}
-    for size in range(2, number + 1):
-        longer: dict[WayEnd, tuple[float, Way]] = {}
-        for (members, last), (seconds, way) in ways.items():
-            for place, end in _extensions(members, number):
-                total = seconds + row.send(row.devices[last], row.devices[place])
-                least, _ = longer.get(end, (math.inf, ()))
-                if total < least:
-                    longer[end] = (total, (*way, place))
-        rows += _closed_rows(row, longer)
-        ways = longer
-        # A row with more devices than layers would leave one without a layer.
-        if size == row.layers:
-            break
-    return rows
-
-
-def _closed_rows(
-    row: Row, ways: Mapping[WayEnd, tuple[float, Way]]
+def _shortest_chains(
+    problem: PlacementProblem,
 ) -> list[tuple[tuple[str, ...], float]]:
-    """Return the best row of each set of devices.
+    """Return the order with the shortest travel time, in seconds, for each set of devices with the coordinator.
 
-    Its seconds include the way back to the source, and the output matrix on the last device.
+    The recurrence is that of Held and Karp (1962): the best path through a set that ends at a device extends the best
+    path through the set without that device.
     """
-    best: dict[int, tuple[float, Way]] = {}
-    for (members, last), (seconds, way) in ways.items():
-        name = row.devices[last]
-        total = seconds + row.answer(name, row.devices[0]) + row.output_seconds(name)
-        least, _ = best.get(members, (math.inf, ()))
-        if total < least:
-            best[members] = (total, way)
-    rows = []
-    for seconds, way in best.values():
-        names = tuple(row.devices[place] for place in way)
-        rows.append((names, seconds))
-    return rows
+    _check_device_count(problem)
+    coordinator, device_count = problem.devices[0], len(problem.devices)
+    alone = problem.output_seconds(coordinator)
+    chains: list[tuple[tuple[str, ...], float]] = [((coordinator,), alone)]
+    paths: dict[PathEnd, tuple[float, DevicePath]] = {(1, 0): (0.0, (0,))}
+    for size in range(2, device_count + 1):
+        extended: dict[PathEnd, tuple[float, DevicePath]] = {}
+        for (members, last), (seconds, path) in paths.items():
+            sender = problem.devices[last]
+            for index, end in _extensions(members, device_count):
+                total = seconds + problem.message_seconds(
+                    sender, problem.devices[index]
+                )
+                shortest, _ = extended.get(end, (math.inf, ()))
+                if total < shortest:
+                    extended[end] = (total, (*path, index))
+        chains += _close_paths(problem, extended)
+        paths = extended
+        # In a chain with more devices than layers, some device would have no layer.
+        if size == problem.layers:
+            break
+    return chains
 
 
-def _possible_bottlenecks(row: Row) -> set[float]:
-    """Return all times that can be the bottleneck of a row.
+def _close_paths(
+    problem: PlacementProblem, paths: Mapping[PathEnd, tuple[float, DevicePath]]
+) -> list[tuple[tuple[str, ...], float]]:
+    """Return the best chain of each set of devices.
+
+    Its seconds include the message to the coordinator, and the output matrix on the last device.
+    """
+    best: dict[int, tuple[float, DevicePath]] = {}
+    for (members, last), (seconds, path) in paths.items():
+        name = problem.devices[last]
+        returning = problem.token_message_seconds(name, problem.devices[0])
+        total = seconds + returning + problem.output_seconds(name)
+        shortest, _ = best.get(members, (math.inf, ()))
+        if total < shortest:
+            best[members] = (total, path)
+    chains = []
+    for seconds, path in best.values():
+        names = tuple(problem.devices[index] for index in path)
+        chains.append((names, seconds))
+    return chains
+
+
+def _possible_bottlenecks(problem: PlacementProblem) -> set[float]:
+    """Return all times that can be the bottleneck of a chain.
 
     They are those of 1 to all layers on a device, with and without the output matrix, and those of links.
     """
     times = set()
-    for name in row.devices:
-        for count in range(1, min(row.capacity[name], row.layers) + 1):
-            times.add(count * row.seconds[name])
-            times.add(count * row.seconds[name] + row.output_seconds(name))
-        for other in row.devices:
-            if other != name:
-                times.add(row.send(name, other))
-                times.add(row.answer(name, other))
+    for name in problem.devices:
+        for count in range(1, min(problem.capacity[name], problem.layers) + 1):
+            computing = count * problem.layer_seconds[name]
+            times.add(computing)
+            times.add(computing + problem.output_seconds(name))
+        for receiver in problem.devices:
+            if receiver != name:
+                times.add(problem.message_seconds(name, receiver))
+                times.add(problem.token_message_seconds(name, receiver))
     times.discard(math.inf)
     return times
 
 
-def _row_within(row: Row, limit: float) -> Layers | None:
-    """Return a row with stages and links of at most ``limit`` seconds a token each; None if no row suffices.
+def _chain_within(problem: PlacementProblem, limit: float) -> LayerCounts | None:
+    """Return a chain whose stages and links take at most ``limit`` seconds per token; None if no chain suffices.
 
-    Ways grow by one device at a time over links within the limit, and the first one with room for all layers is
-    chosen. Among ways with the same end any will do: they have the same devices, so the same room.
+    Paths grow by one device at a time over links within the limit, and the first path with room for all layers is
+    chosen. Among paths with the same end any will do: they have the same devices, and therefore the same room.
     """
-    _check_number(row)
-    number = len(row.devices)
-    # The limit is one of the sums compared with it, which may differ in the last bit when added in another order.
-    slack = limit * (1 + 1e-12)
-    inside, at_end = _layers_within(row, slack)
+    _check_device_count(problem)
+    device_count = len(problem.devices)
+    # The limit is one of the sums compared with it, which may differ in the last bit if added in another order.
+    limit *= 1 + 1e-12
+    inside, at_end = _capacities_within(problem, limit)
     if inside[0] < 1:
         return None
-    reached: dict[WayEnd, Way] = {(1, 0): (0,)}
-    while reached:
-        longer: dict[WayEnd, Way] = {}
-        for (members, last), way in reached.items():
-            most = [inside[place] for place in way]
-            most[-1] = at_end[last]
-            is_within = True
-            if len(way) > 1:
-                answer = row.answer(row.devices[last], row.devices[0])
-                is_within = answer <= slack
-            if is_within and most[-1] >= 1 and sum(most) >= row.layers >= len(way):
-                return _spread_layers(row, way, most)
-            for place, end in _extensions(members, number):
-                if inside[place] < 1:
+    paths: dict[PathEnd, DevicePath] = {(1, 0): (0,)}
+    while paths:
+        extended: dict[PathEnd, DevicePath] = {}
+        for (members, last), path in paths.items():
+            capacities = [inside[index] for index in path]
+            capacities[-1] = at_end[last]
+            if _is_sufficient(problem, path, capacities, limit):
+                return _spread_layers(problem, path, capacities)
+            for index, end in _extensions(members, device_count):
+                if inside[index] < 1:
                     continue
-                if row.send(row.devices[last], row.devices[place]) <= slack:
-                    longer.setdefault(end, (*way, place))
-        reached = longer
+                seconds = problem.message_seconds(
+                    problem.devices[last], problem.devices[index]
+                )
+                if seconds <= limit:
+                    extended.setdefault(end, (*path, index))
+        paths = extended
     return None
 
 
-def _layers_within(row: Row, limit: float) -> tuple[list[int], list[int]]:
-    """Return the number of layers that each device computes in ``limit`` seconds, inside a row and at its end."""
+def _is_sufficient(
+    problem: PlacementProblem,
+    path: DevicePath,
+    capacities: Sequence[int],
+    limit: float,
+) -> bool:
+    """Return whether the devices of a path can hold all layers, and return the token within the limit."""
+    if len(path) > 1:
+        last, coordinator = problem.devices[path[-1]], problem.devices[0]
+        if problem.token_message_seconds(last, coordinator) > limit:
+            return False
+    # Each device of the path needs at least one layer.
+    return capacities[-1] >= 1 and sum(capacities) >= problem.layers >= len(path)
+
+
+def _capacities_within(
+    problem: PlacementProblem, limit: float
+) -> tuple[list[int], list[int]]:
+    """Return how many layers each device computes in ``limit`` seconds, inside a chain and at its end."""
     inside = []
     at_end = []
-    for name in row.devices:
-        seconds, capacity = row.seconds[name], row.capacity[name]
+    for name in problem.devices:
+        seconds, capacity = problem.layer_seconds[name], problem.capacity[name]
         inside.append(min(capacity, int(limit / seconds)))
-        # The last device multiplies with the output matrix as well.
-        left = limit - row.output_seconds(name)
-        at_end.append(min(capacity, int(left / seconds)))
+        # The last device also multiplies with the output matrix.
+        remaining = limit - problem.output_seconds(name)
+        at_end.append(min(capacity, int(remaining / seconds)))
     return inside, at_end
 
 
-def _spread_layers(row: Row, way: Sequence[int], most: Sequence[int]) -> Layers:
-    """Return layers for the devices of a way, at most ``most`` for each: one each, then the rest from the front on."""
-    left = row.layers - len(way)
-    layers = []
-    for index, bound in zip(way, most, strict=True):
-        more = min(left, bound - 1)
-        layers.append((row.devices[index], 1 + more))
-        left -= more
-    return tuple(layers)
+def _spread_layers(
+    problem: PlacementProblem, path: DevicePath, capacities: Sequence[int]
+) -> LayerCounts:
+    """Return one layer for each device of a path, and the others for the first devices that have room for them."""
+    remaining = problem.layers - len(path)
+    layer_counts = []
+    for index, capacity in zip(path, capacities, strict=True):
+        added = min(remaining, capacity - 1)
+        layer_counts.append((problem.devices[index], 1 + added))
+        remaining -= added
+    return tuple(layer_counts)

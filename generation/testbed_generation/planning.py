@@ -1,4 +1,4 @@
-"""Inputs of the planners from a planning problem, and assignments from their results. Pure functions without torch."""
+"""Inputs of the planners, and assignments from the planners' results. Pure functions without torch."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from testbed.hardware import DeviceSpec
 from testbed.plan import Assignment
 from testbed.wire.message import size_around
 from testbed_generation import placement
-from testbed_generation.placement import Layers, Row
+from testbed_generation.placement import LayerCounts, PlacementProblem
 from testbed_generation.ring import Member, Ring
 from testbed_generation.sharding import Shard, divide_layer
 from testbed_generation.workload import GenerateProblem
 
 CHOSEN_BYTES = 64
 """Approximate bytes of a chosen token with the fields of its message."""
-CHOICES: dict[str, Callable[[Row], Layers]] = {
-    "even": placement.even,
-    "memory": placement.by_memory,
-    "latency": placement.least_latency,
-    "throughput": placement.least_bottleneck,
+
+PARTITION_RULES: dict[str, Callable[[PlacementProblem], LayerCounts]] = {
+    "even": placement.divide_evenly,
+    "memory": placement.divide_by_memory,
+    "latency": placement.minimize_latency,
+    "throughput": placement.minimize_bottleneck,
 }
-"""Partitions by their names in scenarios."""
+"""Rules that divide layers, by their names in scenarios."""
 
 
 def middle_position(problem: GenerateProblem[Any]) -> int:
-    """Return the tokens in the cache in the middle of a text of mean length, for which times are predicted."""
+    """Return the number of cached tokens in the middle of a text of mean length, for which times are predicted."""
     return mean_prompt(problem) + problem.workload.tokens // 2
 
 
 def mean_prompt(problem: GenerateProblem[Any]) -> int:
     """Return the mean length of the prompts in tokens, rounded."""
-    prompts = [len(request.prompt) for request in problem.requests] or [1]
-    return round(sum(prompts) / len(prompts))
+    lengths = [len(request.prompt) for request in problem.requests] or [1]
+    return round(sum(lengths) / len(lengths))
 
 
 def pass_seconds(
@@ -46,9 +47,9 @@ def pass_seconds(
     *,
     is_last: bool,
 ) -> dict[str, float]:
-    """Return a device's seconds of computing for a prompt of mean length, and for one token in the middle of a text.
+    """Return a device's computing time for a prompt of mean length, and for one token in the middle of a text.
 
-    ``cost`` is a function of the number of tokens and of the tokens in the cache before them. The last device also
+    ``cost`` is a function of the number of tokens and of the number of cached tokens before them. The last device also
     chooses a token. Reads from a disk are not included.
     """
     end = problem.model.output_cost(1) if is_last else Cost()
@@ -62,7 +63,8 @@ def pass_seconds(
 def layer_capacity(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
     """Return the number of layers for which a device has memory, beside embedding, output matrix and buffers.
 
-    Only the source holds the embedding. The output matrix is counted on every device, since any may be the last one.
+    Only the coordinator holds the embedding. The output matrix is counted on every device, since any device may be the
+    last one.
     """
     free = free_memory(problem, device, holds_output=True)
     return max(0, math.floor(free / problem.model.layer_memory()))
@@ -71,60 +73,62 @@ def layer_capacity(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
 def free_memory(
     problem: GenerateProblem[Any], device: DeviceSpec, *, holds_output: bool
 ) -> float:
-    """Return a device's bytes for layers, beside buffers and, on the source, embedding and draft model."""
+    """Return a device's bytes for layers, beside buffers and, on the coordinator, embedding and draft model."""
     model = problem.model
-    is_source = device.name == problem.devices[0].name
+    is_coordinator = device.name == problem.devices[0].name
     free = device.memory - model.buffer_memory()
-    free -= model.end_memory(first=is_source, last=holds_output)
-    if is_source and problem.draft is not None:
-        free -= problem.draft.whole_memory()
+    free -= model.end_memory(first=is_coordinator, last=holds_output)
+    if is_coordinator and problem.draft is not None:
+        free -= problem.draft.total_memory()
     return free
 
 
-def travel_seconds(
+def message_time(
     problem: GenerateProblem[Any], size: int
 ) -> Callable[[str, str], float]:
-    """Return a function of two devices: the seconds of sending ``size`` bytes; infinite without a link."""
+    """Return a function of sender and receiver: the seconds of sending ``size`` bytes; infinite without a link."""
 
-    def seconds(one: str, other: str) -> float:
-        link = problem.links.get((one, other))
+    def message_seconds(sender: str, receiver: str) -> float:
+        link = problem.links.get((sender, receiver))
         if link is None:
             return math.inf
         # Rates are those of Ethernet frames, so headers count.
         return link.transmission_time(size_around(size)) + link.delay
 
-    return seconds
+    return message_seconds
 
 
-def row_over(problem: GenerateProblem[Any], names: Sequence[str]) -> Row:
-    """Return the inputs for choosing layers over some devices; the source is the first device."""
+def make_placement_problem(
+    problem: GenerateProblem[Any], names: Sequence[str]
+) -> PlacementProblem:
+    """Return the inputs for choosing among devices and dividing layers; the coordinator is the first device."""
     model = problem.model
     # Reading the cache takes longer the longer the text is; the middle of the text gives the mean.
     position = middle_position(problem)
-    seconds = {}
+    layer_seconds = {}
     capacity = {}
-    last_seconds = {}
+    output_matrix_seconds = {}
     for name in names:
         device = problem.device(name)
-        seconds[name] = model.layer_seconds(device, position)
+        layer_seconds[name] = model.layer_seconds(device, position)
         capacity[name] = layer_capacity(problem, device)
-        last_seconds[name] = device.seconds(model.output_cost(1))
-    return Row(
+        output_matrix_seconds[name] = device.seconds(model.output_cost(1))
+    return PlacementProblem(
         devices=tuple(names),
         layers=model.architecture.layers,
-        seconds=seconds,
+        layer_seconds=layer_seconds,
         capacity=capacity,
-        send=travel_seconds(problem, model.message_bytes(1)),
-        # The last device chooses the token, and sends its number instead of values.
-        answer=travel_seconds(problem, CHOSEN_BYTES),
-        last_seconds=last_seconds,
+        message_seconds=message_time(problem, model.message_bytes(1)),
+        # The last device chooses the token, and sends its number instead of activations.
+        token_message_seconds=message_time(problem, CHOSEN_BYTES),
+        output_matrix_seconds=output_matrix_seconds,
     )
 
 
-def ring_over(
+def make_ring(
     problem: GenerateProblem[Any],
     names: Sequence[str],
-    disks: Mapping[str, float],
+    disk_rates: Mapping[str, float],
     *,
     prefetch: bool,
 ) -> Ring:
@@ -137,68 +141,74 @@ def ring_over(
         is_head = device.name == problem.devices[0].name
         member = Member(
             name,
-            model.layer_seconds(device, position),
-            free_memory(problem, device, holds_output=is_head),
-            disks.get(name),
+            layer_seconds=model.layer_seconds(device, position),
+            memory=free_memory(problem, device, holds_output=is_head),
+            disk_rate=disk_rates.get(name),
         )
         members.append(member)
+    head = problem.device(names[0])
     return Ring(
         tuple(members),
-        model.architecture.layers,
-        model.layer_memory(),
-        travel_seconds(problem, model.message_bytes(1)),
-        problem.device(names[0]).seconds(model.output_cost(1)),
-        prefetch,
+        layers=model.architecture.layers,
+        layer_bytes=model.layer_memory(),
+        message_seconds=message_time(problem, model.message_bytes(1)),
+        output_seconds=head.seconds(model.output_cost(1)),
+        prefetch=prefetch,
     )
 
 
-def first_devices(problem: GenerateProblem[Any], spares: Collection[str]) -> list[str]:
-    """Return the names of all devices but the spares, in the order of the scenario, the source first."""
+def devices_without_spares(
+    problem: GenerateProblem[Any], spares: Collection[str]
+) -> list[str]:
+    """Return the names of all devices except the spares, in the order of the scenario, the coordinator first."""
     return [device.name for device in problem.devices if device.name not in spares]
 
 
-def row_assignments(
-    problem: GenerateProblem[Any], layers: Layers
+def make_stage_assignments(
+    problem: GenerateProblem[Any], layer_counts: LayerCounts
 ) -> tuple[Assignment, ...]:
-    """Return the assignments of a row."""
-    model, assignments, first = problem.model, [], 0
-    for index, (name, count) in enumerate(layers):
-        is_first, is_last = index == 0, index == len(layers) - 1
+    """Return the assignments of stages that stay in memory, for consecutive ranges of layers."""
+    model = problem.model
+    assignments = []
+    start = 0
+    for index, (name, count) in enumerate(layer_counts):
+        is_first, is_last = index == 0, index == len(layer_counts) - 1
         ends = model.end_memory(first=is_first, last=is_last)
         memory = count * model.layer_memory() + ends + model.buffer_memory()
-        # The first stage is the source, which proposes the drafts.
+        # The first stage is on the coordinator, which holds the draft model.
         if is_first and problem.draft is not None:
-            memory += problem.draft.whole_memory()
+            memory += problem.draft.total_memory()
         parameters = count * model.architecture.layer_values
         flops = model.architecture.layer_flops(1, middle_position(problem)) * count
         cost = partial(model.layers_cost, count)
         device = problem.device(name)
         assignment = Assignment(
             device=name,
-            start=first,
-            stop=first + count,
+            start=start,
+            stop=start + count,
             memory=memory,
             parameters=parameters,
             flops=flops,
             pass_seconds=pass_seconds(problem, device, cost, is_last=is_last),
         )
         assignments.append(assignment)
-        first += count
+        start += count
     return tuple(assignments)
 
 
-def window_assignments(
-    problem: GenerateProblem[Any], layers: Layers
+def make_window_assignments(
+    problem: GenerateProblem[Any], layer_counts: LayerCounts
 ) -> tuple[Assignment, ...]:
-    """Return the assignments of a ring.
+    """Return the assignments of the windows of a ring.
 
-    Layers beyond a device's memory are on its disk, so they count only as far as the memory has room.
+    Layers beyond a device's memory are on its disk. Therefore the memory of an assignment is at most the device's free
+    memory.
     """
     model = problem.model
     assignments: list[Assignment] = []
     used: dict[str, float] = {}
-    first = 0
-    for index, (name, count) in enumerate(layers):
+    start = 0
+    for index, (name, count) in enumerate(layer_counts):
         device = problem.device(name)
         is_head = device.name == problem.devices[0].name
         memory = count * model.layer_memory()
@@ -210,8 +220,8 @@ def window_assignments(
         used[name] += memory
         assignment = Assignment(
             device=name,
-            start=first,
-            stop=first + count,
+            start=start,
+            stop=start + count,
             memory=memory,
             parameters=count * model.architecture.layer_values,
             flops=count * model.architecture.layer_flops(1, middle_position(problem)),
@@ -219,15 +229,15 @@ def window_assignments(
                 problem,
                 device,
                 partial(model.layers_cost, count),
-                is_last=index == len(layers) - 1,
+                is_last=index == len(layer_counts) - 1,
             ),
         )
         assignments.append(assignment)
-        first += count
+        start += count
     return tuple(assignments)
 
 
-def cache_of(
+def device_cache_bytes(
     problem: GenerateProblem[Any], assignments: Sequence[Assignment]
 ) -> dict[str, float]:
     """Return the bytes for KV caches by device, for assignments of whole layers."""
@@ -238,17 +248,17 @@ def cache_of(
     return cache
 
 
-def shards_of(
+def make_shards(
     problem: GenerateProblem[Any], shares: Sequence[float] | None
 ) -> tuple[Shard, ...]:
-    """Return the shard of each device: by the shares, else in proportion to how fast each decodes a layer."""
+    """Return the shard of each device, by the given shares or else in proportion to the devices' decoding rates."""
     if shares is None:
         position = middle_position(problem)
         rates = []
         for device in problem.devices:
             seconds = problem.model.layer_seconds(device, position)
-            # A device that takes no time has no finite rate; such devices get equal shares.
+            # The rate of a device that takes no time is infinite; such devices get equal shares.
             rates.append(1 / seconds if seconds > 0 else 1.0)
-        # All devices wait for the slowest after each half of a layer, so each should take the same time.
+        # All devices wait for the slowest one after each half of a layer, so each should take the same time.
         shares = rates
     return divide_layer(problem.model.architecture, shares)

@@ -1,4 +1,4 @@
-"""Weights, sampling and requests of a context, for the programs of all methods."""
+"""Constructors of the objects that the programs of all methods use, from the context of a device."""
 
 from __future__ import annotations
 
@@ -8,55 +8,63 @@ from typing import Any
 from torch import Tensor
 
 from testbed.device import Device
+from testbed_generation.decoding import Service
 from testbed_generation.draft import Draft
 from testbed_generation.sampling import Sampling
-from testbed_generation.source import Service
-from testbed_generation.tokens import TextDecoder, text_of
-from testbed_generation.weights import DRAFT, EMBEDDING, Given, Seeded, Source
+from testbed_generation.tokens import TextDecoder, decode_tokens
+from testbed_generation.weights import (
+    DRAFT,
+    EMBEDDING,
+    ReceivedWeights,
+    SeededWeights,
+    WeightSource,
+)
 from testbed_generation.workload import GenerateContext, GenerateProblem
 
 
-def weights_of(context: GenerateContext[Any, Any]) -> Source | None:
-    """Return the source of a device's weights, a file or the seed; None without numerics."""
+def open_weight_source(context: GenerateContext[Any, Any]) -> WeightSource | None:
+    """Return the source of a device's weights: received weights or the seed; None without numerics."""
     problem = context.problem
     if not problem.workload.is_computed:
         return None
     if context.weights is None:
-        return Seeded(problem.model.architecture, problem.seed)
+        return SeededWeights(problem.model.architecture, problem.seed)
     context.on_weights()
-    return Given(context.weights)
+    return ReceivedWeights(context.weights)
 
 
-def embedding_of(source: Source | None) -> Tensor | None:
+def read_embedding(weight_source: WeightSource | None) -> Tensor | None:
     """Return the token embedding; None without numerics."""
-    return None if source is None else source.read(EMBEDDING)
+    return None if weight_source is None else weight_source.read(EMBEDDING)
 
 
-def sampling_of(problem: GenerateProblem[Any]) -> Sampling:
+def make_sampling(problem: GenerateProblem[Any]) -> Sampling:
     """Return the rule by which tokens are chosen."""
     part = problem.workload.sampling
     return Sampling(part.temperature, part.top_p, problem.seed)
 
 
-def draft_of(device: Device, context: GenerateContext[Any, Any]) -> Draft | None:
-    """Return the draft model, on the source; None without one."""
+def make_draft(device: Device, context: GenerateContext[Any, Any]) -> Draft | None:
+    """Return the draft model for the coordinator; None if the scenario has no draft."""
     problem = context.problem
     if problem.draft is None or problem.workload.draft is None:
         return None
-    source: Source = Seeded(problem.draft.architecture, problem.seed)
+    weight_source: WeightSource = SeededWeights(
+        problem.draft.architecture, problem.seed
+    )
     if problem.workload.draft.weights is not None and context.weights is not None:
-        # The weights of both models are sent together; the names of the draft model's have a prefix.
-        own = {}
+        # The weights of both models are sent together; names of weights of the draft model have a prefix.
+        draft_weights = {}
         for name, weight in context.weights.items():
             if name.startswith(DRAFT):
-                own[name.removeprefix(DRAFT)] = weight
-        source = Given(own)
+                draft_weights[name.removeprefix(DRAFT)] = weight
+        weight_source = ReceivedWeights(draft_weights)
     return Draft(
         device,
         problem.draft,
-        problem.workload.draft.proposed,
-        sampling_of(problem),
-        source,
+        max_proposed=problem.workload.draft.proposed,
+        sampling=make_sampling(problem),
+        weight_source=weight_source,
     )
 
 
@@ -69,23 +77,24 @@ def load_seconds(problem: GenerateProblem[Any], layers: int) -> float:
     return layers * layer_bytes / rate
 
 
-def service_of(device: Device, context: GenerateContext[Any, Any]) -> Service:
-    """Return the work of the source; records the text of each complete request if tokens are computed."""
+def make_service(device: Device, context: GenerateContext[Any, Any]) -> Service:
+    """Return the coordinator's service, which records the text of each complete request if tokens are computed."""
     problem = context.problem
-
     is_computed = problem.workload.is_computed
 
     def record_text(number: int, tokens: Sequence[int]) -> None:
         if not is_computed:
             return
-        # The token that ends a text is no part of the text.
-        shown = tokens[:-1] if tokens[-1] == problem.end else tokens
-        device.record("text", request=number, text=text_of(shown, context.pieces))
+        # The end token is not a part of the text.
+        if tokens[-1] == problem.end:
+            tokens = tokens[:-1]
+        text = decode_tokens(tokens, context.pieces)
+        device.record("text", request=number, text=text)
 
     decoders: dict[int, TextDecoder] = {}
-    """By request, since a character may take several tokens, between which other requests get theirs."""
+    """By request: a character may take several tokens, and tokens of other requests may be decoded between them."""
 
-    def text_of_token(number: int, token: int) -> str:
+    def decode_token(number: int, token: int) -> str:
         if token == problem.end:
             return ""
         decoder = decoders.setdefault(number, TextDecoder(context.pieces))
@@ -93,8 +102,8 @@ def service_of(device: Device, context: GenerateContext[Any, Any]) -> Service:
 
     return Service(
         problem.requests,
-        problem.workload.concurrency,
+        concurrency=problem.workload.concurrency,
         end=problem.end,
-        complete=record_text,
-        text=text_of_token if is_computed else None,
+        on_complete=record_text,
+        token_text=decode_token if is_computed else None,
     )

@@ -10,7 +10,7 @@ from testbed.common.seeds import derive
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with its time of arrival at the source."""
+    """A prompt with its time of arrival at the coordinator."""
 
     number: int
     prompt: tuple[int, ...]
@@ -21,37 +21,38 @@ class Request:
     """Maximum number of tokens to generate."""
 
 
-def arrivals(
+def arrival_times(
     count: int, interval: float, *, poisson: bool, seed: int
 ) -> tuple[float, ...]:
-    """Return the arrival times of ``count`` requests, in seconds, beginning with 0.
+    """Return the arrival times of ``count`` requests in seconds; the first is 0.
 
-    Requests arrive every ``interval`` seconds, or at random with this mean interval; 0: all at once.
+    Requests arrive every ``interval`` seconds, or with ``poisson`` at random with this mean interval. With an interval
+    of 0 all requests arrive at once.
 
     Example:
-        >>> arrivals(3, 2.0, poisson=False, seed=0)
+        >>> arrival_times(3, 2.0, poisson=False, seed=0)
         (0.0, 2.0, 4.0)
     """
     if not poisson or interval == 0:
         return tuple(number * interval for number in range(count))
-    # A generator of its own: another option that draws numbers does not change the times.
-    draw = random.Random(derive(seed, "arrivals"))
+    # A separate generator, so that other options that draw random numbers do not change the times.
+    generator = random.Random(derive(seed, "arrivals"))
     # Times between the events of a Poisson process are exponentially distributed.
     times = [0.0]
     for _ in range(count - 1):
-        times.append(times[-1] + draw.expovariate(1 / interval))
+        times.append(times[-1] + generator.expovariate(1 / interval))
     return tuple(times[:count])
 
 
 def random_prompt(
     length: int, vocabulary: int, seed: int, number: int
 ) -> tuple[int, ...]:
-    """Return a prompt of ``length`` random tokens, always the same for a seed and number.
+    """Return a prompt of ``length`` random tokens, which depend on the seed and on the number of the prompt alone.
 
     >>> len(random_prompt(4, 512, seed=1, number=0))
     4
     """
-    draw = random.Random(derive(seed, "prompt", number))
-    # The 256 tokens of single bytes, which have a text without a tokenizer.
+    generator = random.Random(derive(seed, "prompt", number))
+    # The 256 tokens of single bytes have a text without a tokenizer.
     tokens = min(vocabulary, 256)
-    return tuple(draw.randrange(tokens) for _ in range(length))
+    return tuple(generator.randrange(tokens) for _ in range(length))

@@ -1,4 +1,4 @@
-"""The choice of the next token: the most probable one, or one drawn by temperature and nucleus."""
+"""Sampling of the next token: the most probable token, or a random token by temperature and nucleus."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from testbed.common.seeds import derive
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """The rule by which tokens are chosen from logits.
 
     >>> Sampling().choose_token(torch.tensor([0.5, 2.0, 1.0]), request=0, position=7)
     1
     """
 
     temperature: float = 0.0
-    """0 chooses the most probable token; otherwise logits are divided by it before the softmax."""
+    """0: the most probable token is chosen; otherwise logits are divided by the temperature before the softmax."""
     top_p: float = 1.0
-    """Tokens are drawn from the most probable ones that have this probability together (Holtzman et al., 2020)."""
+    """Tokens are drawn from the most probable tokens with this total probability (Holtzman et al., 2020)."""
     seed: int = 0
 
     def choose_token(self, logits: Tensor, request: int, position: int) -> int:
         """Return the token at a position of a request from logits of shape (vocabulary,).
 
-        The draw depends on seed, request and position alone, so a position that is computed again after a failure
-        gets the same token.
+        The random number depends on seed, request and position alone. Therefore a position that is computed again after
+        a failure gets the same token.
         """
         if self.temperature == 0:
             return int(logits.argmax())
         probabilities = torch.softmax(logits.double() / self.temperature, dim=-1)
         ordered, tokens = probabilities.sort(descending=True)
-        # The most probable token stays whatever top_p is: no probability comes before its own.
+        # The most probable token is always kept, since the sum of the probabilities before it is 0.
         before = ordered.cumsum(dim=-1) - ordered
         ordered = torch.where(before < self.top_p, ordered, 0.0)
         generator = torch.Generator().manual_seed(

@@ -1,4 +1,4 @@
-"""Shards of a layer over several devices: which heads and which hidden columns each one holds."""
+"""Shards of a layer: the heads and the hidden columns that each device holds."""
 
 from __future__ import annotations
 
@@ -13,31 +13,34 @@ from testbed_generation.architecture import Architecture
 class Shard:
     """A device's part of each layer: key-value heads with their query heads, and hidden columns."""
 
-    first_head: int
+    head_start: int
     """First key-value head."""
-    last_head: int
+    head_stop: int
     """The key-value head after the last one."""
-    first_column: int
-    last_column: int
+    column_start: int
+    """First hidden column."""
+    column_stop: int
+    """The hidden column after the last one."""
 
-    def rows(self, name: str, architecture: Architecture) -> tuple[int, slice]:
+    def weight_slice(self, name: str, architecture: Architecture) -> tuple[int, slice]:
         """Return the axis along which a weight is cut, and the shard's indices on this axis.
 
         Axis -1 means that every shard has the whole weight: a vector. ``name`` is the short name of a weight, such as
         ``self_attn.q_proj``.
 
         >>> from testbed_generation.architecture import preset
-        >>> Shard(0, 2, 0, 1000).rows("self_attn.k_proj", preset("llama-3-8b"))
+        >>> Shard(0, 2, 0, 1000).weight_slice("self_attn.k_proj", preset("llama-3-8b"))
         (0, slice(0, 256, None))
         """
         width = architecture.values_per_head
         # Query heads that share a key-value head stay together with it.
         group = architecture.heads // architecture.kv_heads * width
-        queries = slice(self.first_head * group, self.last_head * group)
-        keys = slice(self.first_head * width, self.last_head * width)
-        columns = slice(self.first_column, self.last_column)
-        # Matrices that make heads or hidden columns are cut by rows, and those that read them by columns. The products
-        # of all shards then add up to that of the layer, with one sum for each half (Shoeybi et al., 2019).
+        queries = slice(self.head_start * group, self.head_stop * group)
+        keys = slice(self.head_start * width, self.head_stop * width)
+        columns = slice(self.column_start, self.column_stop)
+        # Matrices whose outputs are heads or hidden columns are cut by rows, and matrices whose inputs they are by
+        # columns. The outputs of all shards then add up to the output of the layer, with one sum for each half of a
+        # layer (Shoeybi et al., 2019).
         cuts: Mapping[str, tuple[int, slice]] = {
             "self_attn.q_proj": (0, queries),
             "self_attn.k_proj": (0, keys),
@@ -66,12 +69,12 @@ class Shard:
     @property
     def heads(self) -> int:
         """Number of key-value heads of the shard."""
-        return self.last_head - self.first_head
+        return self.head_stop - self.head_start
 
     @property
     def columns(self) -> int:
         """Number of hidden columns of the shard."""
-        return self.last_column - self.first_column
+        return self.column_stop - self.column_start
 
 
 def divide_layer(
@@ -79,7 +82,7 @@ def divide_layer(
 ) -> tuple[Shard, ...]:
     """Divide a layer over devices in proportion to their shares; each gets at least one key-value head.
 
-    Raises `InputError` where there are more devices than key-value heads.
+    Raises `InputError` if there are more devices than key-value heads.
 
     >>> from testbed_generation.architecture import preset
     >>> [shard.heads for shard in divide_layer(preset("llama-3-8b"), (1, 1, 2))]
@@ -89,17 +92,17 @@ def divide_layer(
     columns = apportion(architecture.hidden, shares, "hidden columns")
     shards = []
     head = column = 0
-    for own_heads, own_columns in zip(heads, columns, strict=True):
-        shards.append(Shard(head, head + own_heads, column, column + own_columns))
-        head += own_heads
-        column += own_columns
+    for head_count, column_count in zip(heads, columns, strict=True):
+        next_head, next_column = head + head_count, column + column_count
+        shards.append(Shard(head, next_head, column, next_column))
+        head, column = next_head, next_column
     return tuple(shards)
 
 
-def apportion(total: int, shares: Sequence[float], what: str) -> tuple[int, ...]:
+def apportion(total: int, shares: Sequence[float], noun: str) -> tuple[int, ...]:
     """Divide a total into whole numbers of at least one each, as nearly in proportion to shares as possible.
 
-    ``what`` names the divided things in the `InputError` that is raised for more shares than things.
+    Raises `InputError` if there are more shares than things to divide; ``noun`` names the things in its message.
 
     Example:
         >>> apportion(8, (1.0, 1.0, 2.0), "heads")
@@ -107,7 +110,7 @@ def apportion(total: int, shares: Sequence[float], what: str) -> tuple[int, ...]
     """
     if len(shares) > total:
         raise InputError(
-            f"{total} {what} do not divide over {len(shares)} devices: use at most {total} devices"
+            f"{total} {noun} do not divide over {len(shares)} devices: use at most {total} devices"
         )
     exact = [max(1.0, total * share / sum(shares)) for share in shares]
     parts = [int(part) for part in exact]
@@ -115,20 +118,22 @@ def apportion(total: int, shares: Sequence[float], what: str) -> tuple[int, ...]
     def deficit(index: int) -> float:
         return exact[index] - parts[index]
 
-    # Rounding down leaves some; `max` gives equal deficits to the first device, so the result is always the same.
+    # Rounding down leaves a remainder. Of equal deficits `max` returns the first, so the result is deterministic.
     while sum(parts) < total:
-        parts[max(range(len(parts)), key=deficit)] += 1
-    # Parts that were raised to 1 may add up to more than the total: the others then give some back.
+        largest_deficit = max(range(len(parts)), key=deficit)
+        parts[largest_deficit] += 1
+    # Parts that were raised to 1 may add up to more than the total; then larger parts are reduced.
     while sum(parts) > total:
         reducible = [index for index, part in enumerate(parts) if part > 1]
-        parts[min(reducible, key=deficit)] -= 1
+        smallest_deficit = min(reducible, key=deficit)
+        parts[smallest_deficit] -= 1
     return tuple(parts)
 
 
-def check_rows(architecture: Architecture, devices: int, block: int) -> None:
-    """Raise `InputError` where the rows of a matrix do not divide over devices in blocks of ``block`` rows.
+def check_row_division(architecture: Architecture, devices: int, block: int) -> None:
+    """Raise `InputError` if the rows of a matrix do not divide over devices in blocks of ``block`` rows.
 
-    ``block`` is the number of values that are packed together for transport; 1 if each travels by itself.
+    ``block`` is the number of values that are packed together for transport; 1 if each value is packed by itself.
     """
     matrices = {
         "query": architecture.query_values,

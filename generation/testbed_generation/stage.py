@@ -1,9 +1,10 @@
-"""A device that holds layers: loads them, computes steps in the order of their arrival, and keeps KV caches."""
+"""The program of a device with layers: loads them, computes steps in the order of arrival, and keeps KV caches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,45 +23,48 @@ from testbed_generation.messages import (
     Result,
     Step,
 )
-from testbed_generation.network import Cache, LayerShard, score
 from testbed_generation.sampling import Sampling
-from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Source, read_layer
+from testbed_generation.transformer import Cache, LayerShard, score
+from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, WeightSource, read_layer
 
 
 @dataclass
-class Sequence:
+class SequenceState:
     """The KV caches of one request on one stage."""
 
     attempt: int
     """Attempt of the last step, see `testbed_generation.messages.Step`."""
     position: int = 0
-    """Number of tokens in the caches; also counted without numerics, where there are no caches."""
+    """Number of tokens in the caches; without numerics there are no caches, but tokens are counted as well."""
     caches: list[Cache] = field(default_factory=list)
 
 
 class LayerRange:
     """The layers of one assignment, with the KV caches of all requests.
 
-    Without weights no values are computed; positions in the caches are counted, since times depend on them.
+    Without weights no activations are computed; positions in the caches are counted, since times depend on them.
     """
 
-    def __init__(self, model: CostModel, assign: Assign, source: Source | None) -> None:
-        """``source`` has the weights; None without numerics."""
+    def __init__(
+        self, model: CostModel, assign: Assign, weight_source: WeightSource | None
+    ) -> None:
+        """``weight_source`` is None without numerics."""
         self.assign = assign
         self.model = model
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, SequenceState] = {}
         self._layers: list[LayerShard] = []
         self._output: Tensor | None = None
         self._norm: Tensor | None = None
-        if source is None:
+        if weight_source is None:
             return
         architecture = model.architecture
         for layer in range(assign.first, assign.last):
-            weights = read_layer(source, architecture, layer)
+            weights = read_layer(weight_source, architecture, layer)
             self._layers.append(LayerShard(architecture, weights))
         if assign.final:
-            self._output = source.read(EMBEDDING if architecture.tied else OUTPUT)
-            self._norm = source.read(NORM)
+            output = EMBEDDING if architecture.tied else OUTPUT
+            self._output = weight_source.read(output)
+            self._norm = weight_source.read(NORM)
 
     @property
     def layer_count(self) -> int:
@@ -70,14 +74,14 @@ class LayerRange:
     def accepts(self, step: Step) -> bool:
         """Return whether a step continues the caches; a newer attempt drops entries from its position on.
 
-        Refused are a step of an older attempt, one that was computed already, and one with a gap before it.
+        A step is rejected if its attempt is older, if it was computed already, or if earlier tokens are missing.
         """
-        empty = self._empty_sequence(step.attempt)
-        sequence = self.sequences.setdefault(step.request, empty)
+        new_sequence = self._make_sequence(step.attempt)
+        sequence = self.sequences.setdefault(step.request, new_sequence)
         if step.attempt < sequence.attempt or step.position > sequence.position:
             return False
         if step.attempt == sequence.attempt:
-            # A lower position is a repetition, a higher one follows a step that was lost.
+            # A lower position shows a repeated step, a higher position a lost step before this one.
             return step.position == sequence.position
         sequence.attempt = step.attempt
         sequence.position = step.position
@@ -85,32 +89,35 @@ class LayerRange:
             cache.truncate(step.position)
         return True
 
-    def _empty_sequence(self, attempt: int) -> Sequence:
-        return Sequence(attempt, caches=[Cache() for _ in self._layers])
+    def _make_sequence(self, attempt: int) -> SequenceState:
+        return SequenceState(attempt, caches=[Cache() for _ in self._layers])
 
     def step_cost(self, step: Step) -> Cost:
-        """Return the cost of a step; the output matrix is applied to its last ``scored`` tokens only."""
+        """Return the cost of a step; the output matrix is applied to the last ``scored`` tokens only."""
         cost = self.model.layers_cost(self.layer_count, step.tokens, step.position)
         if not self.assign.final:
             return cost
-        # Logits after the earlier tokens of a prompt are not needed.
+        # Logits after earlier tokens are not needed: the tokens that follow them are known.
         return cost + self.model.output_cost(step.scored)
 
     def compute_step(self, step: Step) -> Tensor | None:
-        """Return the values after the layers, (tokens, width), or from the final stage logits, (scored, vocabulary)."""
+        """Return activations of shape (tokens, width); from the final stage, logits of shape (scored, vocabulary).
+
+        None without numerics.
+        """
         sequence = self.sequences[step.request]
         sequence.position = step.position + step.tokens
         if step.values is None:
             return None
-        values = step.values
+        activations = step.values
         with torch.inference_mode():
             for layer, cache in zip(self._layers, sequence.caches, strict=True):
-                values = layer.forward(values, cache)
+                activations = layer.forward(activations, cache)
             if self._output is None or self._norm is None:
-                return values
-            last_values = values[-step.scored :]
+                return activations
+            scored = activations[-step.scored :]
             epsilon = self.model.architecture.epsilon
-            return score(last_values, self._norm, self._output, epsilon)
+            return score(scored, self._norm, self._output, epsilon)
 
     def added_entries(self, step: Step) -> tuple[Tensor, Tensor] | None:
         """Return the keys and values of a step's tokens, each of shape (layers, heads, tokens, values of a head).
@@ -123,6 +130,7 @@ class LayerRange:
         keys = []
         values = []
         for cache in caches:
+            # The step has been computed, so each cache has the entries of its tokens.
             assert cache.keys is not None
             assert cache.values is not None
             keys.append(cache.keys[:, step.position :])
@@ -130,13 +138,13 @@ class LayerRange:
         return torch.stack(keys), torch.stack(values)
 
     def adopt_copies(self, copies: list[Copy]) -> None:
-        """Fill the caches of a request from copies in the order of positions, up to the first gap."""
-        # Copies of a later attempt replace those of rejected drafts and of texts that began anew.
+        """Fill the caches of a request from copies in the order of positions, up to the first missing token."""
+        # Copies of a later attempt replace those of rejected drafts, and of texts that started again.
         for copy in sorted(copies, key=lambda copy: (copy.attempt, copy.position)):
-            empty = self._empty_sequence(copy.attempt)
-            sequence = self.sequences.setdefault(copy.request, empty)
+            new_sequence = self._make_sequence(copy.attempt)
+            sequence = self.sequences.setdefault(copy.request, new_sequence)
             if copy.position > sequence.position:
-                # The copy before this one is still on its way, or was lost with its sender.
+                # The copy before this one is still in transit, or was lost with its sender.
                 return
             sequence.attempt = copy.attempt
             sequence.position = copy.position + copy.tokens
@@ -149,42 +157,48 @@ class LayerRange:
                 cache.extend(keys, values)
 
 
-class Holder:
-    """The program of a device with layers: loads assigned layers, computes steps, keeps copies and answers pings."""
+class StageServer:
+    """Serves the stages of a device: loads assigned layers, computes steps, stores copies and answers pings."""
 
     def __init__(
         self,
         mailbox: Mailbox,
-        source: str,
+        coordinator: str,
         model: CostModel,
         sampling: Sampling,
-        weights: Callable[[Assign], Source | None],
+        weight_source_for: Callable[[Assign], WeightSource | None],
         load_seconds: Callable[[Assign], float],
         disk: Disk | None = None,
     ) -> None:
-        """``source`` is the device that assigns layers and receives results.
+        """Register the handlers of messages.
 
-        ``weights`` returns the weights for an assignment, None without numerics; ``load_seconds`` returns the time to
-        load its layers. Layers beyond the memory are read from the ``disk`` for each step.
+        Args:
+            mailbox: mailbox of the device.
+            coordinator: device that assigns layers and receives results.
+            model: costs of the model.
+            sampling: rule by which the final stage chooses tokens.
+            weight_source_for: function of an assignment that returns a source of its weights; None without numerics.
+            load_seconds: function of an assignment that returns the time to load its layers.
+            disk: disk from which layers beyond the memory are read for each step.
         """
         self.ranges: dict[int, LayerRange] = {}
         """Loaded layers by number of the assignment; several while one replaces another."""
         self._mailbox = mailbox
         self._device: Device = mailbox.device
-        self._source = source
+        self._coordinator = coordinator
         self._model = model
         self._sampling = sampling
-        self._weights = weights
+        self._weight_source_for = weight_source_for
         self._load_seconds = load_seconds
         self._disk = disk
         self._copies: dict[tuple[int, int], list[Copy]] = {}
         """Copies of another stage's caches, by first layer of the stage and request."""
         self._oldest = 0
         """Lowest number of a valid assignment."""
-        # After a restart the program starts later, by which the source notices that the layers are gone.
+        # After a restart the program starts later, which shows the coordinator that the layers are lost.
         self._incarnation = self._device.now()
         mailbox.on(Ping, self._answer_ping)
-        mailbox.on(Copy, self._keep_copy)
+        mailbox.on(Copy, self._store_copy)
         mailbox.on(Release, self._release_request)
         mailbox.on(Assign, self._start_loading)
 
@@ -192,22 +206,23 @@ class Holder:
         """Compute steps in the order of arrival, until cancelled."""
         while True:
             step = await self._mailbox.take(Step)
-            held = self.ranges.get(step.assignment)
-            # A device that has restarted does not know its assignments any more; the source notices by the next pong.
-            if held is not None and held.accepts(step):
-                await self._compute_step(held, step)
+            layer_range = self.ranges.get(step.assignment)
+            # After a restart the device has no layers, which the coordinator detects by the next pong.
+            if layer_range is not None and layer_range.accepts(step):
+                await self._compute_step(layer_range, step)
 
     def _answer_ping(self, ping: Ping) -> None:
         self._mailbox.post(ping.sender, Pong(ping.question, self._incarnation))
 
-    def _keep_copy(self, copy: Copy) -> None:
+    def _store_copy(self, copy: Copy) -> None:
         self._copies.setdefault((copy.first, copy.request), []).append(copy)
 
     def _release_request(self, release: Release) -> None:
-        for held in self.ranges.values():
-            held.sequences.pop(release.request, None)
+        for layer_range in self.ranges.values():
+            layer_range.sequences.pop(release.request, None)
         for key in list(self._copies):
-            if key[1] == release.request:
+            _, request = key
+            if request == release.request:
                 del self._copies[key]
 
     def _start_loading(self, assign: Assign) -> None:
@@ -222,107 +237,115 @@ class Holder:
         for number in void:
             dropped = self.ranges.pop(number)
             if self._disk is not None:
-                self._disk.drop(dropped.assign.first)
+                self._disk.drop_window(dropped.assign.first)
 
     async def _load_layers(self, assign: Assign) -> None:
         await self._device.sleep(self._load_seconds(assign))
         if assign.assignment < self._oldest:
-            # Void since another device was lost while this one loaded.
+            # The assignment became void when another device was lost during the loading.
             return
-        held = LayerRange(self._model, assign, self._weights(assign))
-        for (first, _), copies in self._copies.items():
-            if first == assign.first:
-                held.adopt_copies(copies)
-        self.ranges[assign.assignment] = held
+        weight_source = self._weight_source_for(assign)
+        layer_range = LayerRange(self._model, assign, weight_source)
+        for (first_layer, _), copies in self._copies.items():
+            if first_layer == assign.first:
+                layer_range.adopt_copies(copies)
+        self.ranges[assign.assignment] = layer_range
         if self._disk is not None:
-            self._disk.hold(assign.first, held.layer_count)
+            self._disk.add_window(assign.first, layer_range.layer_count)
         positions = {}
-        for request, sequence in held.sequences.items():
+        for request, sequence in layer_range.sequences.items():
             # Keys of JSON are strings.
             positions[str(request)] = sequence.position
-        self._mailbox.post(self._source, Assigned(assign.assignment, positions))
+        assigned = Assigned(assign.assignment, positions)
+        self._mailbox.post(self._coordinator, assigned)
 
-    async def _compute_step(self, held: LayerRange, step: Step) -> None:
-        """Compute a step, and send copies of its cache entries and its result."""
+    async def _compute_step(self, layer_range: LayerRange, step: Step) -> None:
+        """Compute a step, and send the result and copies of the new cache entries."""
         name = "prefill" if step.tokens > 1 else "decode"
         span = Span(name, batch=step.request, micro=step.position + step.tokens - 1)
         if self._disk is not None:
-            await self._disk.fetch(held.assign.first)
-        values = await self._device.compute(
-            lambda: held.compute_step(step), held.step_cost(step), span
+            await self._disk.wait_for_window(layer_range.assign.first)
+        output = await self._device.compute(
+            partial(layer_range.compute_step, step), layer_range.step_cost(step), span
         )
         if self._disk is not None:
-            self._disk.read_ahead(held.assign.first)
-        if held.assign.replica is not None:
-            # Before the values, so that copies of a token are under way when the source learns of the token.
-            self._send_copy(held, step, held.assign.replica)
+            self._disk.read_ahead(layer_range.assign.first)
+        if layer_range.assign.replica is not None:
+            # Before the activations, so that copies of a token are in transit when the coordinator receives the token.
+            self._send_copy(layer_range, step, layer_range.assign.replica)
         if step.way:
-            self._forward_values(step, values)
+            self._forward_activations(step, output)
         else:
-            self._send_result(held, step, values)
+            self._send_result(layer_range, step, output)
 
-    def _forward_values(self, step: Step, values: Tensor | None) -> None:
-        """Send values to the next stage on a step's way."""
-        (following, assignment), *way = step.way
-        later = replace(
+    def _forward_activations(self, step: Step, activations: Tensor | None) -> None:
+        """Send activations to the next stage on the path of a step."""
+        (next_device, assignment), *later_stages = step.way
+        next_step = replace(
             step,
             assignment=assignment,
-            way=way,
-            values=values,
-            padding=self._padding_for(values, step.tokens),
+            way=later_stages,
+            values=activations,
+            padding=self._padding_for(activations, step.tokens),
         )
-        self._mailbox.post(following, later)
+        self._mailbox.post(next_device, next_step)
 
-    def _send_result(self, held: LayerRange, step: Step, values: Tensor | None) -> None:
-        """Send the source the tokens chosen by the final stage, or the values of any other stage."""
+    def _send_result(
+        self, layer_range: LayerRange, step: Step, output: Tensor | None
+    ) -> None:
+        """Send the coordinator the tokens chosen by the final stage, or the activations of any other stage."""
         chosen: list[int] = []
+        activations: Tensor | None = None
         padding = 0
-        if held.assign.final:
-            chosen = self._choose_tokens(step, values)
-            # The source needs the chosen tokens only, and they take a few bytes.
-            values = None
+        if layer_range.assign.final:
+            # Chosen tokens take a few bytes, so the logits are not sent.
+            chosen = self._choose_tokens(step, output)
         else:
-            padding = self._padding_for(values, step.tokens)
+            activations = output
+            padding = self._padding_for(output, step.tokens)
         result = Result(
             step.request,
             step.attempt,
             computed=step.position + step.tokens,
             assignment=step.assignment,
             chosen=chosen,
-            values=values,
+            values=activations,
             padding=padding,
         )
-        self._mailbox.post(self._source, result)
+        self._mailbox.post(self._coordinator, result)
 
-    def _padding_for(self, values: Tensor | None, tokens: int) -> int:
-        """Return the bytes that stand for values without numerics, so that links take the same time."""
-        return 0 if values is not None else self._model.message_bytes(tokens)
+    def _padding_for(self, activations: Tensor | None, tokens: int) -> int:
+        """Return the bytes that replace activations without numerics, so that times on links are the same."""
+        return 0 if activations is not None else self._model.message_bytes(tokens)
 
     def _choose_tokens(self, step: Step, logits: Tensor | None) -> list[int]:
         """Return the token after each of the last ``scored`` tokens of a step; without numerics always token 0."""
         if logits is None:
             return [0] * step.scored
         chosen = []
-        # Position in the text of the first chosen token; draws depend on the position.
-        first = step.position + step.tokens - step.scored + 1
-        for place in range(step.scored):
-            position = first + place
-            token = self._sampling.choose_token(logits[place], step.request, position)
+        # Position in the text of the first chosen token, on which the random choice depends.
+        first_position = step.position + step.tokens - step.scored + 1
+        for index, token_logits in enumerate(logits):
+            position = first_position + index
+            token = self._sampling.choose_token(token_logits, step.request, position)
             chosen.append(token)
         return chosen
 
-    def _send_copy(self, held: LayerRange, step: Step, neighbour: str) -> None:
+    def _send_copy(self, layer_range: LayerRange, step: Step, replica: str) -> None:
         """Send the cache entries of a step to the device that would replace this one."""
-        added = held.added_entries(step)
-        keys, values = added if added is not None else (None, None)
+        keys: Tensor | None = None
+        values: Tensor | None = None
         padding = 0
-        if added is None:
+        entries = layer_range.added_entries(step)
+        if entries is not None:
+            keys, values = entries
+        else:
             model = self._model
             # Bytes of one token in the cache of one layer.
-            entry = model.architecture.cache_bytes(model.cache_value_bytes)
-            padding = entry * held.layer_count * step.tokens
+            entry_bytes = model.architecture.cache_bytes(model.cache_value_bytes)
+            padding = entry_bytes * layer_range.layer_count * step.tokens
         copy = Copy(
-            held.assign.first,
+            layer_range.assign.first,
             step.request,
             step.attempt,
             step.position,
@@ -331,4 +354,4 @@ class Holder:
             values,
             padding=padding,
         )
-        self._mailbox.post(neighbour, copy)
+        self._mailbox.post(replica, copy)

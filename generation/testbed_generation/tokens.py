@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes without a file, else the tokenizer of a checkpoint or of a GGUF file."""
+"""Tokenizers: single bytes without a file of weights, or the tokenizer of a checkpoint or of a GGUF file."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from testbed.common.errors import InputError
-from testbed_generation.weights import Gguf, open_weights
+from testbed_generation.weights import GgufFile, open_weights
 
 KEY = ("workload", "model", "weights")
+"""Key of the scenario that names the file, for errors."""
 UNKNOWN = "\ufffd".encode()
-"""Text of a token without text."""
+"""Text of a token that has none in its vocabulary."""
 
 
-class Tokens(Protocol):
-    """Converts text to tokens, and knows the text of each token."""
+class Tokenizer(Protocol):
+    """Converts text to tokens, and has the text of each token."""
 
     end: int | None
     """The token after which a text is complete; None for a vocabulary without such a token."""
     pieces: Sequence[bytes]
-    """Text of each token, in UTF-8; several tokens may form one letter."""
+    """Text of each token in UTF-8; several tokens may form one character."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -30,9 +31,9 @@ class Tokens(Protocol):
 class TextDecoder:
     """Decodes the tokens of a text one by one, as they are generated.
 
-    A character may take several tokens. Its text belongs to the last of them; the others have none.
+    A character may take several tokens. Then the last of these tokens gets the character, and the others no text.
 
-    >>> decoder = TextDecoder(Bytes().pieces)
+    >>> decoder = TextDecoder(ByteTokenizer().pieces)
     >>> [decoder.decode(token) for token in "é!".encode()]
     ['', 'é', '!']
     """
@@ -48,22 +49,22 @@ class TextDecoder:
         return self._decoder.decode(piece)
 
 
-def text_of(tokens: Sequence[int], pieces: Sequence[bytes]) -> str:
+def decode_tokens(tokens: Sequence[int], pieces: Sequence[bytes]) -> str:
     """Return the text of tokens; invalid UTF-8 and tokens without text become U+FFFD.
 
     Example:
-        >>> text_of([104, 105], Bytes().pieces)
+        >>> decode_tokens([104, 105], ByteTokenizer().pieces)
         'hi'
     """
-    known = b""
+    encoded = b""
     for token in tokens:
-        # The output matrix of a network may have more rows than its tokenizer has tokens.
-        known += pieces[token] if token < len(pieces) else UNKNOWN
-    # Decoded together: several tokens may form one character.
-    return known.decode(errors="replace")
+        # The output matrix of a model may have more rows than its tokenizer has tokens.
+        encoded += pieces[token] if token < len(pieces) else UNKNOWN
+    # Decoded together, since several tokens may form one character.
+    return encoded.decode(errors="replace")
 
 
-class Bytes:
+class ByteTokenizer:
     """One token for each byte of UTF-8."""
 
     end: int | None = None
@@ -74,7 +75,7 @@ class Bytes:
         return list(text.encode())
 
 
-class Vocabulary:
+class VocabularyTokenizer:
     """The tokens of a tokenizer of the package ``tokenizers``."""
 
     def __init__(self, tokenizer: Any, end: int | None) -> None:
@@ -92,14 +93,14 @@ class Vocabulary:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the bytes of a byte-level vocabulary by GPT-2's letters for them."""
+    """Return the byte that each letter of GPT-2's byte-level vocabulary represents."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     ]
     letters = {chr(value): value for value in printable}
-    # GPT-2 gives all other bytes, such as the space, the letters from U+0100 on, in the order of the bytes.
+    # GPT-2 represents all other bytes, such as the space, by the letters from U+0100 on, in the order of the bytes.
     letter = 256
     for value in range(256):
         if value not in printable:
@@ -112,7 +113,7 @@ _LETTERS = _byte_letters()
 
 
 def _token_bytes(token: str | None) -> bytes:
-    """Return the text of a token: letters represent bytes in byte-level vocabularies, else themselves."""
+    """Return the text of a token; in byte-level vocabularies a letter represents a byte, in others itself."""
     if token is None:
         return UNKNOWN
     # SentencePiece writes a byte without a letter as <0x0A>, and a space as ▁.
@@ -123,7 +124,7 @@ def _token_bytes(token: str | None) -> bytes:
     values = []
     for letter in token:
         if letter not in _LETTERS:
-            # A special token, or one of a vocabulary of characters.
+            # A special token, or a token of a vocabulary of characters.
             return token.encode()
         values.append(_LETTERS[letter])
     return bytes(values)
@@ -134,19 +135,20 @@ def _import_tokenizers(path: Path) -> Any:
         import tokenizers
     except ImportError:
         raise InputError(
-            f"{path}: its tokenizer needs a package: pip install tokenizers", KEY
+            f"{path}: install the package that runs its tokenizer: pip install tokenizers",
+            KEY,
         ) from None
     return tokenizers
 
 
-def open_tokens(path: Path | None) -> Tokens:
-    """Return the tokens of a weights file, or bytes without one; raises `InputError`."""
+def open_tokenizer(path: Path | None) -> Tokenizer:
+    """Return the tokenizer of a file of weights, or `ByteTokenizer` without a file; raises `InputError`."""
     if path is None:
-        return Bytes()
+        return ByteTokenizer()
     return _from_gguf(path) if path.suffix == ".gguf" else _from_checkpoint(path)
 
 
-def _from_checkpoint(path: Path) -> Tokens:
+def _from_checkpoint(path: Path) -> Tokenizer:
     file = (path if path.is_dir() else path.parent) / "tokenizer.json"
     if not file.is_file():
         raise InputError(
@@ -154,22 +156,22 @@ def _from_checkpoint(path: Path) -> Tokens:
             KEY,
         )
     tokenizer = _import_tokenizers(path).Tokenizer.from_file(str(file))
-    # A tokenizer.json does not say which token ends a text; chat models end with the first of these that they have.
+    # tokenizer.json does not name the token that ends a text; for chat models it is the first of these that exists.
     for text in ("</s>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>"):
         end = tokenizer.token_to_id(text)
         if end is not None:
-            return Vocabulary(tokenizer, end)
-    return Vocabulary(tokenizer, None)
+            return VocabularyTokenizer(tokenizer, end)
+    return VocabularyTokenizer(tokenizer, None)
 
 
-def _from_gguf(path: Path) -> Tokens:
+def _from_gguf(path: Path) -> Tokenizer:
     """Return the byte-pair tokenizer whose vocabulary and merges a GGUF file contains."""
     tokenizers = _import_tokenizers(path)
     file = open_weights(path)
-    assert isinstance(file, Gguf)
+    assert isinstance(file, GgufFile)
     if file.text("tokenizer.ggml.model") != "gpt2":
         raise InputError(
-            f"{path}: only byte-pair tokenizers are read: name a folder with tokenizer.json",
+            f"{path}: its tokenizer is not a byte-pair tokenizer: name a folder with tokenizer.json",
             KEY,
         )
     texts = file.strings("tokenizer.ggml.tokens")
@@ -184,8 +186,8 @@ def _from_gguf(path: Path) -> Tokens:
         add_prefix_space=False
     )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    # Marks such as <|im_start|> are single tokens, which merges of their letters would not give.
+    # Marks such as <|im_start|> are single tokens, which merges of letters would not produce.
     special = [text for text in texts if text.startswith("<|") and text.endswith("|>")]
     tokenizer.add_special_tokens(special)
     end = file.number("tokenizer.ggml.eos_token_id")
-    return Vocabulary(tokenizer, None if end is None else int(end))
+    return VocabularyTokenizer(tokenizer, None if end is None else int(end))

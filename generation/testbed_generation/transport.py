@@ -27,21 +27,21 @@ class Transport:
         return stored_bytes(values, self.storage)
 
     def pack(self, values: Tensor | None) -> dict[str, Tensor]:
-        """Return the tensors to send for values; none without numerics."""
+        """Return the tensors to send for some values; an empty dictionary without numerics."""
         if values is None:
             return {}
         if self.storage == "f32":
             return {"values": values.contiguous()}
         blocks = values.reshape(-1, BLOCK)
-        # The largest value of a block becomes 127, the largest number of 8 bits with a sign.
+        # The largest magnitude of a block becomes 127, the largest signed number of 8 bits.
         scales = blocks.abs().amax(dim=1, keepdim=True) / 127
-        # A block of zeros has the scale 0.
+        # A block of zeros has the scale 0, by which nothing can be divided.
         rounded = torch.where(scales > 0, blocks / scales, 0.0).round().to(torch.int8)
         # ggml stores the scale of a block in 16 bits.
         return {"values": rounded, "scales": scales.half()}
 
-    def rounded(self, values: Tensor | None) -> Tensor | None:
-        """Return values as receivers get them: rounded by the format."""
+    def round_trip(self, values: Tensor | None) -> Tensor | None:
+        """Return values as their receivers unpack them: rounded by the format."""
         if values is None:
             return None
         return self.unpack(self.pack(values), tuple(values.shape))
@@ -49,7 +49,7 @@ class Transport:
     def unpack(
         self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]
     ) -> Tensor | None:
-        """Return the values of tensors made by `pack`, in the given shape; None without tensors."""
+        """Return the values of tensors from `pack`, in the given shape; None without tensors."""
         if not tensors:
             return None
         values = tensors["values"]

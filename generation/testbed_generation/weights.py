@@ -1,4 +1,4 @@
-"""Weights of a network: drawn from a seed, or read from a safetensors or GGUF file in the Llama layout."""
+"""Weights of a model: drawn from a seed, or read from a safetensors or GGUF file in the Llama layout."""
 
 from __future__ import annotations
 
@@ -45,47 +45,47 @@ def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     }
 
 
-def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight of the network by its name in a checkpoint."""
-    every: dict[str, tuple[int, ...]] = {
+def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of the model by its name in a checkpoint."""
+    shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (architecture.vocabulary, architecture.width)
     }
     for layer in range(architecture.layers):
         for name, shape in layer_shapes(architecture).items():
-            every[full_name(layer, name)] = shape
-    every[NORM] = (architecture.width,)
+            shapes[weight_name(layer, name)] = shape
+    shapes[NORM] = (architecture.width,)
     if not architecture.tied:
-        every[OUTPUT] = (architecture.vocabulary, architecture.width)
-    return every
+        shapes[OUTPUT] = (architecture.vocabulary, architecture.width)
+    return shapes
 
 
-def full_name(layer: int, name: str) -> str:
+def weight_name(layer: int, name: str) -> str:
     """Return a weight's name in a checkpoint.
 
-    >>> full_name(3, "mlp.up_proj")
+    >>> weight_name(3, "mlp.up_proj")
     'model.layers.3.mlp.up_proj.weight'
     """
     return f"model.layers.{layer}.{name}.weight"
 
 
-class Source(Protocol):
-    """A source of weights: the seed, a file, or weights that a device was given."""
+class WeightSource(Protocol):
+    """A source of weights: the seed, a file, or weights that a device has received."""
 
     def read(self, name: str) -> Tensor:
         """Return a weight in float32 by its name in a checkpoint."""
 
 
-class Seeded:
-    """Weights drawn from a seed, each from a generator of its own, so that a device draws only those that it holds.
+class SeededWeights:
+    """Weights drawn from a seed, each by a generator of its own, so that a device draws only the weights that it holds.
 
-    Matrices are normal with variance 1 / inputs; the matrices that add to the sum between layers are smaller by
-    sqrt(2 * layers), as in GPT-2. Scales are one.
+    Matrices are normal with variance 1 / inputs; the matrices whose products are added to the residual stream are
+    smaller by sqrt(2 * layers), as in GPT-2. Scales are one.
     """
 
     def __init__(self, architecture: Architecture, seed: int) -> None:
         self._architecture = architecture
         self._seed = seed
-        self._shapes = shapes(architecture)
+        self._shapes = weight_shapes(architecture)
 
     def read(self, name: str) -> Tensor:
         """Return a weight, equal on every device and for every division."""
@@ -101,7 +101,7 @@ class Seeded:
         return torch.randn(shape, generator=generator) * deviation
 
 
-def _broken_file(path: Path, error: Exception) -> InputError:
+def _broken_file_error(path: Path, error: Exception) -> InputError:
     return InputError(
         f"{path}: no weights can be read ({error}): copy or download the file again",
         ("workload", "model", "weights"),
@@ -144,20 +144,20 @@ class Checkpoint:
         file = self._path
         if name in self._index:
             file = self._path / self._index[name]
-        # Only a folder with an index, which does not list this weight, is still a folder here.
+        # A folder here has an index, which does not list the weight.
         if file.is_dir():
-            raise _missing_weight(file, name)
+            raise _missing_weight_error(file, name)
         try:
             opened = safe_open(file, framework="pt")
         except SafetensorError as error:
-            raise _broken_file(file, error) from None
+            raise _broken_file_error(file, error) from None
         with opened as checkpoint:
-            if name not in checkpoint.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                raise _missing_weight(file, name)
+            if name not in checkpoint.keys():  # noqa: SIM118 - a safetensors file is not a mapping
+                raise _missing_weight_error(file, name)
             yield checkpoint
 
 
-def _missing_weight(file: Path, name: str) -> InputError:
+def _missing_weight_error(file: Path, name: str) -> InputError:
     text = f"{file}: has no weight {name}: name a file in the Llama layout"
     return InputError(text, ("workload", "model", "weights"))
 
@@ -176,7 +176,7 @@ _GGUF_NAMES = {
 """Names of a layer's weights in a GGUF file."""
 
 
-class Gguf:
+class GgufFile:
     """Weights of a GGUF file of a Llama model, converted to float32."""
 
     def __init__(self, path: Path) -> None:
@@ -197,7 +197,7 @@ class Gguf:
         try:
             self._reader = gguf.GGUFReader(path)
         except ValueError as error:
-            raise _broken_file(path, error) from None
+            raise _broken_file_error(path, error) from None
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def number(self, key: str) -> float | None:
@@ -217,7 +217,7 @@ class Gguf:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The network's shape according to the metadata."""
+        """The model's shape according to the metadata."""
 
         def number(key: str, default: float | None = None) -> float:
             value = self.number(f"llama.{key}")
@@ -247,70 +247,73 @@ class Gguf:
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight; the file has the axes in the opposite order."""
+        """Return the shape of a weight; a GGUF file lists the axes in reverse order."""
         return tuple(int(size) for size in reversed(self._tensor(name).shape))
 
     def _tensor(self, name: str) -> Any:
-        inner = _gguf_name(name)
-        if inner not in self._tensors:
+        gguf_name = _gguf_name(name)
+        if gguf_name not in self._tensors:
             raise InputError(
-                f"the GGUF file has no weight {inner}: name one of a model of the Llama family",
+                f"the GGUF file has no weight {gguf_name}: name a file of a model of the Llama family",
                 ("workload", "model", "weights"),
             )
-        return self._tensors[inner]
+        return self._tensors[gguf_name]
 
     def read(self, name: str) -> Tensor:
         """Return a weight in float32 by its name in Hugging Face's layout."""
-        tensor, inner = self._tensor(name), _gguf_name(name)
+        tensor = self._tensor(name)
         values = self._dequantise(tensor.data, tensor.tensor_type)
         weight = torch.tensor(values, dtype=torch.float32)
-        if inner.endswith(("attn_q.weight", "attn_k.weight")):
-            return _unpermute(weight, self.architecture, inner)
+        if name.endswith("q_proj.weight"):
+            return _unpermute(weight, self.architecture.heads)
+        if name.endswith("k_proj.weight"):
+            return _unpermute(weight, self.architecture.kv_heads)
         return weight
 
 
 def _gguf_name(name: str) -> str:
     """Return the name in a GGUF file of a weight with a name of Hugging Face's layout."""
-    outer = {
+    outer_names = {
         EMBEDDING: "token_embd.weight",
         NORM: "output_norm.weight",
         OUTPUT: "output.weight",
     }
-    if name in outer:
-        return outer[name]
+    if name in outer_names:
+        return outer_names[name]
     _, _, layer, short = name.removesuffix(".weight").split(".", 3)
     return f"blk.{layer}.{_GGUF_NAMES[short]}.weight"
 
 
-def _unpermute(weight: Tensor, architecture: Architecture, name: str) -> Tensor:
-    """Return a query or key matrix in Hugging Face's order of rows.
+def _unpermute(weight: Tensor, heads: int) -> Tensor:
+    """Return a query or key matrix with Hugging Face's order of rows.
 
-    A GGUF file pairs neighbouring rows of a head for the rotary positions, Hugging Face's layout rows i and i + half.
+    For the rotary positions, a GGUF file pairs neighbouring rows of a head, and Hugging Face's layout rows i and
+    i + half.
     """
-    heads = architecture.heads if "attn_q" in name else architecture.kv_heads
     half = weight.shape[0] // heads // 2
     pairs = weight.view(heads, half, 2, weight.shape[1])
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-def open_weights(path: Path) -> Checkpoint | Gguf:
+def open_weights(path: Path) -> Checkpoint | GgufFile:
     """Return the weights of a file or folder; raises `InputError`."""
     if path.suffix != ".gguf":
         return Checkpoint(path)
-    changed = path.stat().st_mtime if path.is_file() else 0.0
-    return _open_gguf(path, changed)
+    modified = path.stat().st_mtime if path.is_file() else 0.0
+    return _open_gguf(path, modified)
 
 
 @lru_cache(maxsize=1)
-def _open_gguf(path: Path, changed: float) -> Gguf:
-    """Open a file once for its shape, its tokens and its weights, and again after a change at the time ``changed``."""
-    return Gguf(path)
+def _open_gguf(path: Path, modified: float) -> GgufFile:
+    # The shape, the tokens and the weights are read from one opened file; the time of modification is a part of the
+    # cache's key, so that a changed file is opened again.
+    return GgufFile(path)
 
 
-def check_shapes(source: Checkpoint | Gguf, architecture: Architecture) -> None:
-    """Raise `InputError` for a weight that is missing or has another shape than the network's."""
-    for name, shape in shapes(architecture).items():
-        stored = source.shape(name)
+def check_shapes(file: Checkpoint | GgufFile, architecture: Architecture) -> None:
+    """Raise `InputError` for a weight that is missing, or has another shape than in the model."""
+    for name, shape in weight_shapes(architecture).items():
+        stored = file.shape(name)
         if stored != shape:
             sizes = " x ".join(map(str, stored))
             needed = " x ".join(map(str, shape))
@@ -321,22 +324,27 @@ def check_shapes(source: Checkpoint | Gguf, architecture: Architecture) -> None:
 
 
 def read_layer(
-    source: Source, architecture: Architecture, layer: int, shard: Shard | None = None
+    weight_source: WeightSource,
+    architecture: Architecture,
+    layer: int,
+    shard: Shard | None = None,
 ) -> dict[str, Tensor]:
     """Return the weights of a layer, or of a shard of the layer, by short name."""
     weights = {}
     for name in layer_shapes(architecture):
-        weight = source.read(full_name(layer, name))
+        weight = weight_source.read(weight_name(layer, name))
         if shard is not None:
-            axis, cut = shard.rows(name, architecture)
+            axis, indices = shard.weight_slice(name, architecture)
             # Axis -1 is that of a vector, which every shard has whole.
-            if axis >= 0:
-                weight = weight[cut] if axis == 0 else weight[:, cut]
+            if axis == 0:
+                weight = weight[indices]
+            elif axis == 1:
+                weight = weight[:, indices]
         weights[name] = weight.contiguous()
     return weights
 
 
-class Given:
+class ReceivedWeights:
     """Weights that a device has received."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
@@ -348,31 +356,39 @@ class Given:
         return self._weights[name].float()
 
 
-def read_all(source: Source, architecture: Architecture) -> dict[str, Tensor]:
-    """Return all weights of a network by their names."""
-    return {name: source.read(name).contiguous() for name in shapes(architecture)}
+def read_weights(
+    weight_source: WeightSource, architecture: Architecture
+) -> dict[str, Tensor]:
+    """Return all weights of a model by their names."""
+    weights = {}
+    for name in weight_shapes(architecture):
+        weights[name] = weight_source.read(name).contiguous()
+    return weights
 
 
-def names_of_layers(architecture: Architecture, first: int, last: int) -> list[str]:
-    """Return the names of the weights of layers; with the last layer, those of the output as well."""
+def layer_weight_names(architecture: Architecture, start: int, stop: int) -> list[str]:
+    """Return the names of the weights of layers ``start`` to ``stop`` - 1.
+
+    If they include the last layer, the weights of the output are included as well.
+    """
     names = []
-    for layer in range(first, last):
-        names += [full_name(layer, name) for name in layer_shapes(architecture)]
-    if last == architecture.layers:
+    for layer in range(start, stop):
+        names += [weight_name(layer, name) for name in layer_shapes(architecture)]
+    if stop == architecture.layers:
         # The stage with the last layer also chooses tokens.
         names += [NORM, EMBEDDING if architecture.tied else OUTPUT]
     return names
 
 
-def names_of_assignments(
+def assignment_weight_names(
     architecture: Architecture, assignments: Sequence[Assignment]
 ) -> list[str]:
-    """Return the names of the weights that the assignments of a device need."""
+    """Return the names of the weights that the assignments of a device need, each name once."""
     # A dictionary as an ordered set: two assignments may need the same weight.
     names: dict[str, None] = {}
     for assignment in assignments:
-        own = names_of_layers(architecture, assignment.start, assignment.stop)
-        names |= dict.fromkeys(own)
+        added = layer_weight_names(architecture, assignment.start, assignment.stop)
+        names |= dict.fromkeys(added)
     return list(names)
 
 
@@ -380,5 +396,5 @@ def assigned_weights(
     weights: Mapping[str, Tensor], architecture: Architecture, assign: Assign
 ) -> dict[str, Tensor]:
     """Return the weights that an assignment needs."""
-    names = names_of_layers(architecture, assign.first, assign.last)
+    names = layer_weight_names(architecture, assign.first, assign.last)
     return {name: weights[name] for name in names}

@@ -1,6 +1,6 @@
 """The workload ``generate``: its keys in a scenario, its planning problem, and the data and weights of devices.
 
-Modules that need torch are imported in functions: planning, and runs with ``numerics: none``, work without it.
+Modules that need torch are imported in functions, since planning and runs with ``numerics: none`` work without torch.
 """
 
 from __future__ import annotations
@@ -26,21 +26,28 @@ from testbed_generation.architecture import PRESETS, Architecture, preset
 from testbed_generation.costs import CostModel
 from testbed_generation.formats import Format
 from testbed_generation.metrics import GENERATION
-from testbed_generation.requests import Request, arrivals, random_prompt
+from testbed_generation.requests import Request, arrival_times, random_prompt
 
 if TYPE_CHECKING:
     import torch
 
     from testbed.scenario.schema import Scenario
-    from testbed_generation.tokens import Tokens
+    from testbed_generation.tokens import Tokenizer
 
 
-PROGRAM_MODULES = ("gather", "programs", "row", "source", "stage", "tensor_parallel")
-"""Modules that the programs of methods import, without their package."""
+PROGRAM_MODULES = (
+    "decoding",
+    "gather",
+    "pipeline",
+    "programs",
+    "stage",
+    "tensor_parallel",
+)
+"""Modules that the programs of methods import, by their names within the package."""
 
 
 class LanguageModelPart(ConfigModel):
-    """A decoder-only transformer of the Llama family: a preset, or its shape."""
+    """A decoder-only transformer of the Llama family, given by a preset or by its shape."""
 
     preset: str | None = Field(
         None, description=f"a published shape: {', '.join(PRESETS)}"
@@ -49,7 +56,7 @@ class LanguageModelPart(ConfigModel):
     width: int | None = Field(
         None,
         ge=2,
-        description="values of a token between layers; default: the preset's",
+        description="activations of a token between layers; default: the preset's",
     )
     heads: int | None = Field(
         None, ge=1, description="query heads; default: the preset's"
@@ -60,10 +67,10 @@ class LanguageModelPart(ConfigModel):
     hidden: int | None = Field(
         None,
         ge=1,
-        description="values within the feed-forward network; default: the preset's",
+        description="hidden activations of the feed-forward network; default: the preset's",
     )
     vocabulary: int | None = Field(
-        None, ge=256, description="tokens that there are; default: the preset's"
+        None, ge=256, description="number of tokens; default: the preset's"
     )
     context: int | None = Field(
         None, ge=1, description="tokens of the longest sequence; default: the preset's"
@@ -77,16 +84,16 @@ class LanguageModelPart(ConfigModel):
     )
     storage: Format = Field(
         "f32",
-        description="how weights are stored, which decides bytes and time, not the values",
+        description="format of stored weights; it determines bytes and times, and computed values do not depend on it",
     )
     weights: str | None = Field(
         None,
-        description="file to read them from, relative to the scenario file: .gguf, .safetensors, or a folder of a "
+        description="file with the weights, relative to the scenario file: .gguf, .safetensors, or a folder of a "
         "Hugging Face model with its tokenizer; default: random, drawn from the seed",
     )
 
     def architecture(self) -> Architecture:
-        """Return the network's shape; raises `InputError` for a key that is missing or numbers that do not fit."""
+        """Return the model's shape; raises `InputError` for a missing key, or for inconsistent numbers."""
         shape = {
             "layers": self.layers,
             "width": self.width,
@@ -99,26 +106,26 @@ class LanguageModelPart(ConfigModel):
             "tied": self.tied,
         }
         # Keys of the scenario replace those of the preset one by one.
-        given = {name: value for name, value in shape.items() if value is not None}
+        overrides = {name: value for name, value in shape.items() if value is not None}
         if self.preset is not None:
             base = asdict(preset(self.preset))
         else:
             # Without `kv_heads`, each query head has a key and a value head of its own.
-            base = {"kv_heads": given.get("heads"), "context": 2048}
+            base = {"kv_heads": overrides.get("heads"), "context": 2048}
             for name in ("layers", "width", "heads", "hidden", "vocabulary"):
-                if name not in given:
+                if name not in overrides:
                     raise InputError(
                         f"name a 'preset', or give '{name}'",
                         ("workload", "model", name),
                     )
-        architecture = Architecture(**{**base, **given})
+        architecture = Architecture(**{**base, **overrides})
         if architecture.heads % architecture.kv_heads:
             raise InputError(
                 f"{architecture.heads} heads do not divide over {architecture.kv_heads} key-value heads: give a number "
                 "that divides them",
                 ("workload", "model", "kv_heads"),
             )
-        # Rotary positions turn pairs of values of a head.
+        # Rotary positions rotate pairs of values of a head, so each head needs an even number of values.
         divisor = 2 * architecture.heads
         if not architecture.head_width and architecture.width % divisor:
             raise InputError(
@@ -130,50 +137,50 @@ class LanguageModelPart(ConfigModel):
 
 
 class DraftPart(LanguageModelPart):
-    """A small model at the source, which proposes tokens that the devices verify together."""
+    """A small model on the coordinator, which proposes tokens that the stages verify together."""
 
     proposed: int = Field(
-        4, ge=1, le=64, description="tokens that it proposes at once, at most"
+        4, ge=1, le=64, description="maximum number of tokens proposed at once"
     )
 
 
 class PromptsPart(ConfigModel):
-    """Texts of a file, one a line, or random tokens."""
+    """Prompts from the lines of a file, or of random tokens."""
 
     file: str | None = Field(
         None,
-        description="text file with a prompt a line, relative to the scenario file",
+        description="text file with one prompt per line, relative to the scenario file",
     )
     count: int = Field(
-        1, ge=1, le=100_000, description="without a file: number of prompts"
+        1, ge=1, le=100_000, description="number of prompts, without a file"
     )
     length: int = Field(
-        32, ge=1, description="without a file: random tokens of each prompt"
+        32, ge=1, description="number of random tokens of each prompt, without a file"
     )
 
 
 class ArrivalsPart(ConfigModel):
-    """When requests arrive at the source."""
+    """Times at which requests arrive at the coordinator."""
 
     every: Duration = Field(
-        0.0, ge=0, description="seconds between two requests; 0: all at once"
+        0.0, ge=0, description="interval between two requests; 0: all arrive at once"
     )
     poisson: bool = Field(
-        False, description="whether the times are random with that mean"
+        False, description="whether intervals are random, with `every` as their mean"
     )
 
 
 class SamplingPart(ConfigModel):
-    """How the next token is chosen."""
+    """Rule by which the next token is chosen."""
 
     temperature: float = Field(
-        0.0, ge=0, description="0: always the most probable token"
+        0.0, ge=0, description="0: the most probable token is always chosen"
     )
     top_p: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="draw from the most probable tokens of this probability together",
+        description="tokens are drawn from the most probable tokens with this total probability",
     )
 
 
@@ -187,21 +194,27 @@ class GeneratePart(WorkloadPart):
         description="a small model with the same tokens, for speculative decoding by the method sequential",
     )
     prompts: tuple[str, ...] | PromptsPart = Field(
-        PromptsPart(), description="texts, or where they come from"
+        PromptsPart(), description="texts, or the source of prompts"
     )
     tokens: int = Field(
-        32, ge=1, description="tokens to generate for each prompt, at most"
+        32, ge=1, description="maximum number of tokens to generate for each prompt"
     )
-    arrivals: ArrivalsPart = Field(ArrivalsPart(), description="when requests arrive")
-    concurrency: int = Field(1, ge=1, description="requests in flight at once")
-    sampling: SamplingPart = Field(SamplingPart(), description="how tokens are chosen")
+    arrivals: ArrivalsPart = Field(
+        ArrivalsPart(), description="arrival times of requests"
+    )
+    concurrency: int = Field(
+        1, ge=1, description="number of requests in flight at once"
+    )
+    sampling: SamplingPart = Field(
+        SamplingPart(), description="rule by which tokens are chosen"
+    )
     numerics: Literal["full", "none"] = Field(
-        "full", description="none: times and bytes alone, without torch"
+        "full", description="none: only times and bytes are computed, without torch"
     )
     load_rate: ByteRate | None = Field(
         None,
         gt=0,
-        description="bytes a second at which a device reads weights from its disk; default: no time",
+        description="rate at which a device reads weights from its disk; default: reading takes no time",
     )
 
     progress: ClassVar[str] = "request"
@@ -217,7 +230,7 @@ class GeneratePart(WorkloadPart):
             )
         if self.draft is not None and self.numerics == "none":
             raise ValueError(
-                "has a draft, whose tokens are accepted by their values: leave out 'numerics: none'"
+                "has a draft, whose tokens are compared with computed ones: leave out 'numerics: none'"
             )
         if (
             self.draft is not None
@@ -225,13 +238,13 @@ class GeneratePart(WorkloadPart):
             and self.model.weights is None
         ):
             raise ValueError(
-                "has weights for the draft alone: give 'model.weights' as well"
+                "has weights for the draft only: give 'model.weights' as well"
             )
         return self
 
     @property
     def is_computed(self) -> bool:
-        """Whether tokens are computed, not times alone."""
+        """Whether tokens are computed, and not only times."""
         return self.numerics == "full"
 
     @property
@@ -264,7 +277,7 @@ class GenerateProblem(PlanningProblem[ProblemOptions]):
     workload: GeneratePart
     model: CostModel = field(kw_only=True)
     draft: CostModel | None = None
-    """The draft model, which the source holds."""
+    """The draft model, which the coordinator holds."""
     requests: tuple[Request, ...] = ()
     """All requests, in the order of their arrival."""
     end: int | None = None
@@ -281,7 +294,7 @@ class GenerateContext(ProgramContext[ProblemOptions, DetailsType]):
     on_weights: Callable[[], None] = lambda: None
     """Callback for the first use of given weights."""
     pieces: Sequence[bytes] = ()
-    """The text of each token, on the source."""
+    """The text of each token, on the coordinator."""
 
 
 class Generate(Workload):
@@ -305,10 +318,10 @@ class Generate(Workload):
     def extend_problem(
         self, given: PlanningProblem, scenario: Scenario, method: Method
     ) -> GenerateProblem:
-        """Describe the network and read the prompts."""
+        """Return the planning problem with the model and the requests; raises `InputError`."""
         model, requests, end = self._describe_model(scenario)
         draft = _draft_model(_part_of(scenario), scenario, model)
-        return _pose_problem(given, model, requests, end, draft)
+        return _make_problem(given, model, requests, end, draft)
 
     def _describe_model(
         self, scenario: Scenario
@@ -319,11 +332,11 @@ class Generate(Workload):
         architecture = _read_architecture(part.model, weights)
         if architecture.experts and part.is_computed:
             raise InputError(
-                f"{part.model.preset} is a mixture of experts, of which only times are known: add numerics: none",
+                f"{part.model.preset} is a mixture of experts, which is supported for times only: add numerics: none",
                 ("workload", "numerics"),
             )
         prompts, end = _read_prompts(part, scenario, architecture, weights)
-        times = arrivals(
+        times = arrival_times(
             len(prompts),
             part.arrivals.every,
             poisson=part.arrivals.poisson,
@@ -345,8 +358,8 @@ class Generate(Workload):
         return model, tuple(requests), end
 
     def facts(self, problem: PlanningProblem) -> Mapping[str, Any]:
-        """Return the network and the requests as plain values, which travel to the devices as JSON."""
-        assert isinstance(problem, GenerateProblem)
+        """Return the model and the requests as plain values, which are sent to the devices as JSON."""
+        problem = _as_generate_problem(problem)
         return {
             "model": asdict(problem.model),
             "draft": None if problem.draft is None else asdict(problem.draft),
@@ -370,34 +383,34 @@ class Generate(Workload):
             # JSON has lists instead of tuples.
             prompt = tuple(values["prompt"])
             requests.append(Request(**{**values, "prompt": prompt}))
-        return _pose_problem(given, model, tuple(requests), facts["end"], draft)
+        return _make_problem(given, model, tuple(requests), facts["end"], draft)
 
     def load(self, prepared: Prepared) -> Loaded:
-        """Read the text of all tokens, and the weights of the file that the scenario names."""
-        part, problem = _part_of(prepared.scenario), prepared.problem
-        assert isinstance(problem, GenerateProblem)
+        """Read the text of all tokens, and all weights if the scenario names a file."""
+        part = _part_of(prepared.scenario)
+        problem = _as_generate_problem(prepared.problem)
         if part.model.weights is None:
-            return Loaded(tokens_of(None).pieces, None)
-        from testbed_generation.weights import DRAFT, open_weights, read_all
+            return Loaded(_open_tokenizer(None).pieces, None)
+        from testbed_generation.weights import DRAFT, open_weights, read_weights
 
         path = _file_path(prepared.scenario, part.model.weights)
         # Prompts of random tokens need no tokenizer, and a safetensors file may be without one.
         is_random = isinstance(part.prompts, PromptsPart) and part.prompts.file is None
-        tokens = tokens_of(None if is_random else path)
-        weights = read_all(open_weights(path), problem.model.architecture)
+        tokenizer = _open_tokenizer(None if is_random else path)
+        weights = read_weights(open_weights(path), problem.model.architecture)
         draft_path = None
         if part.draft is not None:
             draft_path = _optional_path(prepared.scenario, part.draft.weights)
         if draft_path is not None and problem.draft is not None:
             draft = open_weights(draft_path)
-            for name, weight in read_all(draft, problem.draft.architecture).items():
+            for name, weight in read_weights(draft, problem.draft.architecture).items():
                 weights[f"{DRAFT}{name}"] = weight
-        return Loaded(tokens.pieces, weights)
+        return Loaded(tokenizer.pieces, weights)
 
     def inputs(
         self, prepared: Prepared, data: Any, weights: Mapping[str, Any] | None
     ) -> Inputs:
-        """Return the weights by device: all on the source, elsewhere those of the device's assignments."""
+        """Return the weights of each device: on the coordinator all, elsewhere those of the device's assignments."""
         return GenerateInputs(prepared, data)
 
     def read_data(self, body: bytearray) -> Sequence[bytes]:
@@ -406,9 +419,9 @@ class Generate(Workload):
 
     def prepare_device(self, problem: PlanningProblem) -> dict[str, Any] | None:
         """Import the modules of all programs; return the processor and the kernels if tokens are computed."""
-        assert isinstance(problem, GenerateProblem)
-        # These imports, of torch above all, take seconds. After the start of the run, the source would count a device
-        # that still imports as lost.
+        problem = _as_generate_problem(problem)
+        # These imports, mainly that of torch, take seconds. During the run, the coordinator would count an importing
+        # device as lost.
         for module in PROGRAM_MODULES:
             import_module(f"testbed_generation.{module}")
         if not problem.workload.is_computed:
@@ -427,7 +440,7 @@ class Generate(Workload):
         on_weights: Callable[[], None],
     ) -> GenerateContext:
         """Return the context with the weights of the device."""
-        assert isinstance(problem, GenerateProblem)
+        problem = _as_generate_problem(problem)
         return GenerateContext(
             problem, plan, weights=weights, on_weights=on_weights, pieces=data or ()
         )
@@ -442,7 +455,7 @@ class Generate(Workload):
         self, problem: PlanningProblem
     ) -> AbstractContextManager[None]:
         """Restrict torch to one thread during a simulation."""
-        assert isinstance(problem, GenerateProblem)
+        problem = _as_generate_problem(problem)
         if not problem.workload.is_computed:
             return super().simulation_context(problem)
         from testbed.ml import kernels
@@ -457,28 +470,28 @@ class Loaded:
     pieces: Sequence[bytes]
     """The text of each token."""
     weights: Mapping[str, torch.Tensor] | None
-    """All weights of the network; None: devices draw them from the seed."""
+    """All weights of the model; None: devices draw them from the seed."""
 
 
 class GenerateInputs(Inputs):
-    """The weights of each device, and the text of tokens on the source."""
+    """The weights of each device, and the text of tokens for the coordinator."""
 
     def __init__(self, prepared: Prepared, loaded: Loaded) -> None:
         self.begins_with_weights = loaded.weights is not None
         self._plan = prepared.plan
         self._weights = loaded.weights
         self._pieces = loaded.pieces
-        assert isinstance(prepared.problem, GenerateProblem)
-        self._architecture = prepared.problem.model.architecture
+        problem = _as_generate_problem(prepared.problem)
+        self._architecture = problem.model.architecture
 
     def _weights_of(self, device: str) -> Mapping[str, torch.Tensor] | None:
-        # After a loss the source sends other devices the weights of their new layers, so it needs all.
+        # After a loss the coordinator sends other devices the weights of their new layers, so it needs all weights.
         if self._weights is None or device == self._plan.coordinator:
             return self._weights
-        from testbed_generation.weights import names_of_assignments
+        from testbed_generation.weights import assignment_weight_names
 
         assignments = self._plan.assignments_of(device)
-        names = names_of_assignments(self._architecture, assignments)
+        names = assignment_weight_names(self._architecture, assignments)
         return {name: self._weights[name] for name in names}
 
     def program_context(
@@ -490,30 +503,37 @@ class GenerateInputs(Inputs):
         shared: Any = None,
     ) -> GenerateContext:
         """Return the context of a device in the process of a simulation."""
-        assert isinstance(problem, GenerateProblem)
+        problem = _as_generate_problem(problem)
         pieces = self._pieces if device == self._plan.coordinator else ()
         return GenerateContext(
             problem, plan, shared, self._weights_of(device), on_weights, pieces
         )
 
     def data(self, device: str) -> bytes | None:
-        """Return the text of each token, for the source in a container."""
+        """Return the text of each token, for the coordinator in a container."""
         if device != self._plan.coordinator:
             return None
-        # JSON has no bytes: latin-1 turns each byte into one letter, and back.
+        # JSON has no bytes: latin-1 encodes each byte as one letter.
         return json.dumps([piece.decode("latin-1") for piece in self._pieces]).encode()
 
     def weights(self, device: str) -> bytes | None:
         """Return the weights that a device in a container receives, as a safetensors file."""
-        given = self._weights_of(device)
-        if given is None:
+        weights = self._weights_of(device)
+        if weights is None:
             return None
         import safetensors.torch
 
-        return bytes(safetensors.torch.save(dict(given)))
+        return bytes(safetensors.torch.save(dict(weights)))
+
+
+def _as_generate_problem(problem: PlanningProblem) -> GenerateProblem:
+    # The testbed passes problems that this workload has made, by the type of their base class.
+    assert isinstance(problem, GenerateProblem)
+    return problem
 
 
 def _part_of(scenario: Scenario) -> GeneratePart:
+    # The testbed calls this workload only for scenarios with its part.
     assert isinstance(scenario.workload, GeneratePart)
     return scenario.workload
 
@@ -527,20 +547,22 @@ def _optional_path(scenario: Scenario, name: str | None) -> Path | None:
     return None if name is None else _file_path(scenario, name)
 
 
-def _pose_problem(
-    given: PlanningProblem,
+def _make_problem(
+    base: PlanningProblem,
     model: CostModel,
     requests: tuple[Request, ...],
     end: int | None,
     draft: CostModel | None,
 ) -> GenerateProblem:
-    assert isinstance(given.workload, GeneratePart)
+    """Return the planning problem of the testbed with the model and the requests."""
+    # The testbed calls this workload only for scenarios with its part.
+    assert isinstance(base.workload, GeneratePart)
     return GenerateProblem(
-        given.devices,
-        given.links,
-        given.workload,
-        given.options,
-        given.seed,
+        base.devices,
+        base.links,
+        base.workload,
+        base.options,
+        base.seed,
         model=model,
         draft=draft,
         requests=requests,
@@ -549,14 +571,14 @@ def _pose_problem(
 
 
 def _read_architecture(part: LanguageModelPart, weights: Path | None) -> Architecture:
-    """Return the shape given by the scenario, or by a GGUF file; raises `InputError` for weights of another shape."""
+    """Return the shape given by the scenario or by a GGUF file; raises `InputError` for weights of another shape."""
     if weights is None:
         return part.architecture()
-    from testbed_generation.weights import Gguf, check_shapes, open_weights
+    from testbed_generation.weights import GgufFile, check_shapes, open_weights
 
     file = open_weights(weights)
-    # A GGUF file describes its network, a safetensors file has the weights alone.
-    if isinstance(file, Gguf) and part.preset is None and part.layers is None:
+    # A GGUF file describes its model; a safetensors file has weights only.
+    if isinstance(file, GgufFile) and part.preset is None and part.layers is None:
         return file.architecture
     architecture = part.architecture()
     check_shapes(file, architecture)
@@ -566,12 +588,12 @@ def _read_architecture(part: LanguageModelPart, weights: Path | None) -> Archite
 def _draft_model(
     part: GeneratePart, scenario: Scenario, model: CostModel
 ) -> CostModel | None:
-    """Return the draft model; raises `InputError` for one with other tokens."""
+    """Return the draft model; raises `InputError` if it has another vocabulary or too short a context."""
     if part.draft is None:
         return None
     weights = _optional_path(scenario, part.draft.weights)
     architecture = _read_architecture(part.draft, weights)
-    # Proposed tokens are compared with those of the model by their numbers.
+    # Proposed tokens are compared with the model's tokens by their numbers.
     if architecture.vocabulary != model.architecture.vocabulary:
         raise InputError(
             f"the draft has a vocabulary of {architecture.vocabulary} tokens, the model of "
@@ -605,12 +627,13 @@ def _read_prompts(
         return random_prompts, None
     texts: Sequence[str]
     if isinstance(prompts, PromptsPart):
+        # Prompts without a file were returned above.
         assert prompts.file is not None
         texts = _read_lines(_file_path(scenario, prompts.file))
     else:
         texts = prompts
-    tokens = tokens_of(weights)
-    encoded = [tokens.encode(text) for text in texts]
+    tokenizer = _open_tokenizer(weights)
+    encoded = [tokenizer.encode(text) for text in texts]
     for number, prompt in enumerate(encoded, start=1):
         if not prompt:
             raise InputError(
@@ -622,7 +645,7 @@ def _read_prompts(
             "the file has no prompt: write one on each line",
             ("workload", "prompts", "file"),
         )
-    return encoded, tokens.end
+    return encoded, tokenizer.end
 
 
 def _read_lines(file: Path) -> list[str]:
@@ -637,9 +660,9 @@ def _read_lines(file: Path) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
-def tokens_of(weights: Path | None) -> Tokens:
-    """Return the tokenizer of a file of weights; without one, single bytes. Raises `InputError`."""
+def _open_tokenizer(weights: Path | None) -> Tokenizer:
+    """Return the tokenizer of a file of weights, or single bytes without a file; raises `InputError`."""
     # Imported here, since the module imports torch.
-    from testbed_generation.tokens import open_tokens
+    from testbed_generation.tokens import open_tokenizer
 
-    return open_tokens(weights)
+    return open_tokenizer(weights)

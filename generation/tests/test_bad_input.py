@@ -1,4 +1,4 @@
-"""Mistakes in a scenario are one line with the key and the remedy."""
+"""Errors of scenarios are one line with the key and the remedy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import testbed
 from testbed.common.errors import InputError
 from testbed.prepare import prepare
-from testbed.scenario.expand import trials
+from testbed.scenario.expand import Trial, trials
 
-KEY = "workload.method"
-MISTAKES: list[tuple[dict[str, Any], str]] = [
+METHOD = "workload.method"
+ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"workload.tokens": 800}, "workload.tokens: .* context is 512: generate fewer"),
     ({"workload.model.kv_heads": 3}, "workload.model.kv_heads: 8 heads do not divide"),
     ({"workload.model.width": 66}, "workload.model.width: .* a multiple of 16"),
@@ -26,23 +26,23 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"workload.prompts": []}, "workload: has no prompt: give at least one text"),
     ({"workload.prompts": {"file": "no.txt"}}, "workload.prompts.file: .* name a text"),
     (
-        {KEY: {"name": "petals", "spares": ["pi9"]}},
+        {METHOD: {"name": "petals", "spares": ["pi9"]}},
         "workload.method.spares: unknown device 'pi9': did you mean",
     ),
     (
-        {KEY: {"name": "petals", "spares": ["pi1"]}},
+        {METHOD: {"name": "petals", "spares": ["pi1"]}},
         "workload.method.spares: pi1, the first device, .* name other devices",
     ),
     (
-        {KEY: {"name": "ring", "disk": {"pi9": "1GB/s"}}},
+        {METHOD: {"name": "ring", "disk": {"pi9": "1GB/s"}}},
         "workload.method.disk: unknown device 'pi9'",
     ),
     (
-        {KEY: {"name": "tensor-parallel", "shares": [1, 2]}},
+        {METHOD: {"name": "tensor-parallel", "shares": [1, 2]}},
         "workload.method.shares: 2 shares for 4 devices: give one for each",
     ),
     (
-        {KEY: {"name": "tensor-parallel"}, "devices.pi.count": 6},
+        {METHOD: {"name": "tensor-parallel"}, "devices.pi.count": 6},
         "4 key-value heads do not divide over 6 devices: use at most 4",
     ),
     (
@@ -52,24 +52,27 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), MISTAKES)
-def test_mistakes_are_refused_in_one_line(
+def load_trial(changes: dict[str, Any]) -> Trial:
+    [trial] = trials(testbed.load("generation/kill", changes))
+    return trial
+
+
+@pytest.mark.parametrize(("changes", "message"), ERRORS)
+def test_error_is_one_line_with_key_and_remedy(
     changes: dict[str, Any], message: str
 ) -> None:
+    # The fault and the expectations of the scenario belong to its own number of devices.
+    changes = {"faults": [], "expect": {}, **changes}
     with pytest.raises(InputError, match=message) as raised:
-        prepare(
-            trials(
-                testbed.load("generation/kill", {"faults": [], "expect": {}, **changes})
-            )[0]
-        )
+        prepare(load_trial(changes))
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["broken.safetensors", "broken.gguf"])
-def test_broken_files_of_weights_are_refused(tmp_path: Path, name: str) -> None:
+def test_broken_file_of_weights_is_refused(tmp_path: Path, name: str) -> None:
     if name.endswith("gguf"):
         pytest.importorskip("gguf")
     (tmp_path / name).write_bytes(b"no weights at all")
     changes = {"workload.model.weights": str(tmp_path / name)}
     with pytest.raises(InputError, match=r"no weights can be read .* download"):
-        prepare(trials(testbed.load("generation/kill", changes))[0])
+        prepare(load_trial(changes))

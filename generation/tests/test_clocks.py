@@ -1,4 +1,4 @@
-"""Each method in containers: the tokens and messages of the virtual clock."""
+"""Each method generates the same tokens, and sends the same messages, in containers and on the virtual clock."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def run_on_lab(lab: str, changes: Mapping[str, Any], out: Path) -> testbed.Resul
     for key, value in changes.items():
         sets += ["--set", f"{key}={json.dumps(value)}"]
     try:
-        done = run_command(
+        finished = run_command(
             "run", SCENARIO, "--on", lab, "--accept-links", "--out", out, *sets
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert finished.returncode == 0, finished.stdout + finished.stderr
     finally:
         for fault in changes.get("faults", ()):
             restarted = run_command("fault", "restart", fault["kill"], "--run", lab)
@@ -59,22 +59,23 @@ def run_on_lab(lab: str, changes: Mapping[str, Any], out: Path) -> testbed.Resul
 
 
 @pytest.mark.parametrize("label", points())
-def test_tokens_and_messages_are_those_of_the_virtual_clock(
+def test_tokens_and_messages_agree_with_virtual_clock(
     tmp_path: Path, label: str, request: pytest.FixtureRequest
 ) -> None:
     changes = points()[label]
+    # A lab has the devices with which it was created.
     if any(key.startswith("devices.") for key in changes):
         in_containers = run_point(changes, "emulate", tmp_path / "containers")
     else:
         lab = request.getfixturevalue("standing_lab")
         in_containers = run_on_lab(lab, changes, tmp_path / "containers")
     simulated = run_point(changes, "simulate", tmp_path / "simulated")
-    both = Comparison(label, simulated, in_containers)
-    containers = both.containers.run
-    assert containers.outcome.status == "finished", containers.outcome.error
-    assert both.has_same_tokens
-    if both.has_fault:
-        assert containers.metrics["recoveries"] == 1
+    comparison = Comparison(label, simulated, in_containers)
+    run = in_containers.run
+    assert run.outcome.status == "finished", run.outcome.error
+    assert comparison.has_same_tokens
+    if comparison.has_fault:
+        assert run.metrics["recoveries"] == 1
     else:
-        assert list(both.different_messages()) == []
-        assert lost_in_containers(containers.outcome, excluded=UNCOMPARED) == []
+        assert list(comparison.different_messages()) == []
+        assert lost_in_containers(run.outcome, excluded=UNCOMPARED) == []

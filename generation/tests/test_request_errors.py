@@ -1,4 +1,4 @@
-"""Requests that lose stages or fail: the text continues, or the error of the request reaches the user as it is."""
+"""Requests that lose stages continue; the error of a request that fails reaches the user unchanged."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 import testbed
 from testbed.common.errors import TestbedError
 from testbed.simulation.world import ProgramError
+from testbed_generation.decoding import Progress, Service, serve_requests
 from testbed_generation.requests import Request
-from testbed_generation.source import Progress, Service, serve_requests
 from tests.helpers.worlds import make_world
 
 
 def tokens_of(result: testbed.Result) -> dict[int, list[int]]:
+    """Return the tokens of each request by its number."""
     tokens: dict[int, list[int]] = {}
     for event in result.run.outcome.events:
         if event.event == "token":
@@ -24,10 +25,8 @@ def tokens_of(result: testbed.Result) -> dict[int, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("spares", [[], ["pi4"]])
-def test_petals_continues_after_all_layers_were_assigned_anew(
-    spares: list[str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("spares", [[], ["pi4"]], ids=["no-spare", "spare"])
+def test_petals_continues_after_restart(spares: list[str], tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "workload.prompts": ["Once upon a time", "The sea"],
         "workload.tokens": 12,
@@ -44,14 +43,16 @@ def test_petals_continues_after_all_layers_were_assigned_anew(
         ],
         "expect": {},
     }
-    lost = testbed.simulate(testbed.load("generation/kill", changes), tmp_path / "lost")
-    assert lost.run.outcome.status == "finished"
-    whole = testbed.load("generation/kill", {**changes, "faults": []})
-    assert tokens_of(lost) == tokens_of(testbed.simulate(whole, tmp_path / "whole"))
+    with_fault = testbed.load("generation/kill", changes)
+    without_fault = testbed.load("generation/kill", {**changes, "faults": []})
+    result = testbed.simulate(with_fault, tmp_path / "fault")
+    expected = testbed.simulate(without_fault, tmp_path / "no-fault")
+    assert result.run.outcome.status == "finished"
+    assert tokens_of(result) == tokens_of(expected)
 
 
-def test_error_of_a_request_is_not_wrapped_in_a_group() -> None:
-    class FailingDrive:
+def test_error_of_request_is_not_wrapped_in_group() -> None:
+    class FailingDecoder:
         async def next_tokens(self, progress: Progress) -> list[int]:
             await asyncio.sleep(0)
             raise TestbedError(f"no stage for request {progress.request.number}")
@@ -62,7 +63,7 @@ def test_error_of_a_request_is_not_wrapped_in_a_group() -> None:
     requests = [Request(number, (1, 2), 0.0, 3) for number in range(2)]
 
     async def program(device: Any) -> None:
-        await serve_requests(device, FailingDrive(), Service(requests, concurrency=2))
+        await serve_requests(device, FailingDecoder(), Service(requests, concurrency=2))
 
     with pytest.raises(ProgramError, match="the program of a failed") as raised:
         make_world({"a": program}).run()

@@ -1,4 +1,4 @@
-"""Rings of windows: Halda against brute force, texts of one process, and reads that overlap with others' work."""
+"""Rings of windows: Halda equals brute force, texts are those of one device, and reads overlap with computing."""
 
 from __future__ import annotations
 
@@ -28,136 +28,157 @@ from testbed_generation.ring import (
 )
 
 
+def no_time(sender: str, receiver: str) -> float:
+    """Return 0 seconds for a message."""
+    return 0.0
+
+
 def random_ring(seed: int) -> Ring:
-    draw = random.Random(seed)
-    names = "abcd"[: draw.randint(1, 4)]
-    links = {
-        pair: draw.choice((0.1, 1.0, 5.0, math.inf))
-        for pair in itertools.permutations(names, 2)
-    }
+    generator = random.Random(seed)
+    names = "abcd"[: generator.randint(1, 4)]
+    message_seconds = {}
+    for route in itertools.permutations(names, 2):
+        message_seconds[route] = generator.choice((0.1, 1.0, 5.0, math.inf))
     members = []
     for name in names:
-        disk = draw.choice((None, 0.5, 4.0))
-        members.append(
-            Member(name, draw.choice((0.2, 1.0, 3.0)), draw.uniform(0, 6), disk)
-        )
+        disk_rate = generator.choice((None, 0.5, 4.0))
+        layer_seconds = generator.choice((0.2, 1.0, 3.0))
+        memory = generator.uniform(0, 6)
+        members.append(Member(name, layer_seconds, memory, disk_rate))
     return Ring(
         tuple(members),
-        draw.choice((2, 4, 6, 8)),
-        draw.choice((0.5, 1.0)),
-        lambda one, other: links[one, other],
-        draw.choice((0.0, 1.0)),
+        layers=generator.choice((2, 4, 6, 8)),
+        layer_bytes=generator.choice((0.5, 1.0)),
+        message_seconds=lambda sender, receiver: message_seconds[sender, receiver],
+        output_seconds=generator.choice((0.0, 1.0)),
     )
 
 
-def every_windows(ring: Ring, rounds: int) -> list[Windows]:
+def all_windows(ring: Ring, rounds: int) -> list[Windows]:
     """Return all windows of all subsets of the ring that contain its head."""
-    total = ring.layers // rounds
+    per_round = ring.layers // rounds
     choices = []
-    sizes = itertools.product(range(total + 1), repeat=len(ring.members))
-    for counts in sizes:
-        if sum(counts) != total or not counts[0]:
+    for counts in itertools.product(range(per_round + 1), repeat=len(ring.members)):
+        if sum(counts) != per_round or counts[0] == 0:
             continue
-        windows = tuple(
-            (member.name, count)
-            for member, count in zip(ring.members, counts, strict=True)
-            if count
-        )
-        choices.append(Windows(rounds, windows))
+        layer_counts = []
+        for member, count in zip(ring.members, counts, strict=True):
+            if count:
+                layer_counts.append((member.name, count))
+        choices.append(Windows(rounds, tuple(layer_counts)))
     return choices
 
 
+def lowest_cost(ring: Ring, choices: list[Windows]) -> float:
+    return min(windows.halda_seconds(ring) for windows in choices)
+
+
 def test_halda_equals_brute_force_in_a_thousand_cases() -> None:
-    fitting = 0
+    possible = 0
     for seed in range(1000):
         ring = random_ring(seed)
         for rounds in (1, 2):
-            choices = every_windows(ring, rounds)
-            least = min(windows.halda_seconds(ring) for windows in choices)
-            if least == math.inf:
-                connected = replace(ring, send=lambda one, other: 0.0)
-                fits = min(each.halda_seconds(connected) for each in choices) < math.inf
+            choices = all_windows(ring, rounds)
+            lowest = lowest_cost(ring, choices)
+            if lowest == math.inf:
+                connected = replace(ring, message_seconds=no_time)
+                fits = lowest_cost(connected, choices) < math.inf
                 reason = "no link leads from" if fits else "do not fit"
                 with pytest.raises(InputError, match=reason):
                     halda(ring, rounds)
                 continue
-            fitting += 1
-            chosen = halda(ring, rounds)
-            assert sum(count for _, count in chosen.windows) * rounds == ring.layers
-            assert chosen.halda_seconds(ring) == pytest.approx(least), seed
-    assert fitting > 1000
+            possible += 1
+            windows = halda(ring, rounds)
+            per_round = sum(count for _, count in windows.layer_counts)
+            assert per_round * rounds == ring.layers
+            assert windows.halda_seconds(ring) == pytest.approx(lowest), seed
+    # Otherwise the random rings would hardly test the choice.
+    assert possible > 1000
 
 
-def test_80_layers_over_12_devices_take_less_than_a_second() -> None:
-    draw = random.Random(3)
-    members = tuple(
-        Member(f"device{number}", draw.uniform(0.005, 0.05), draw.uniform(4, 9), 20.0)
-        for number in range(12)
-    )
-    ring = Ring(members, 80, 1.0, lambda one, other: 0.01)
+def test_80_layers_on_12_devices_are_assigned_within_a_second() -> None:
+    generator = random.Random(3)
+    members = []
+    for number in range(12):
+        layer_seconds = generator.uniform(0.005, 0.05)
+        memory = generator.uniform(4, 9)
+        members.append(Member(f"device{number}", layer_seconds, memory, 20.0))
+    ring = Ring(tuple(members), 80, 1.0, lambda sender, receiver: 0.01)
     start = time.process_time()
     best_windows(ring, halda, None)
     assert time.process_time() - start < 1.0
 
 
 def test_more_rounds_hide_reads_from_a_disk() -> None:
-    slow = Member("slow", 0.01, 3.0, disk=50.0)
-    ring = Ring((Member("head", 0.1, 100.0), slow), 8, 1.0, lambda one, other: 0.0)
-    # In one round the window of 4 layers does not fit into 3 bytes, so its reading is seen; in two rounds it is hidden.
-    assert even_windows(ring, 1).token_seconds(ring) == pytest.approx(0.44 + 0.08)
-    assert even_windows(ring, 2).token_seconds(ring) == pytest.approx(0.44)
+    slow = Member("slow", 0.01, 3.0, disk_rate=50.0)
+    ring = Ring((Member("head", 0.1, 100.0), slow), 8, 1.0, no_time)
+    # 4 layers of 0.1 s and 4 layers of 0.01 s.
+    computing = 0.44
+    # In one round the window of 4 layers does not fit into 3 bytes, so it is read whole (4 bytes at 50 bytes/s) when it
+    # is used. In two rounds the read overlaps with the computing of the head.
+    assert even_windows(ring, 1).token_seconds(ring) == pytest.approx(computing + 0.08)
+    assert even_windows(ring, 2).token_seconds(ring) == pytest.approx(computing)
     assert best_windows(ring, even_windows, None).rounds == 2
 
 
-def test_without_prefetching_every_read_is_waited_for() -> None:
-    slow = Member("slow", 0.01, 3.0, disk=50.0)
+def test_reads_without_prefetching_add_to_token_time() -> None:
+    slow = Member("slow", 0.01, 3.0, disk_rate=50.0)
     members = (Member("head", 0.1, 100.0), slow)
-    ring = Ring(members, 8, 1.0, lambda one, other: 0.0, prefetch=False)
-    # Of 4 layers memory holds 3, so each of two rounds reads half a layer.
+    ring = Ring(members, 8, 1.0, no_time, prefetch=False)
+    # Memory has room for 3 of 4 layers, so each of two rounds reads half a layer, in 0.01 s.
     assert even_windows(ring, 2).token_seconds(ring) == pytest.approx(0.44 + 0.02)
 
 
-def test_windows_by_memory_fill_devices_without_a_disk_and_share_the_rest() -> None:
+def test_memory_windows_fill_device_without_disk_and_share_other_layers() -> None:
     members = (
-        Member("cpu", 1.0, 2.0, disk=9.0),
+        Member("cpu", 1.0, 2.0, disk_rate=9.0),
         Member("gpu", 1.0, 6.0),
-        Member("phone", 1.0, 2.0, disk=9.0),
+        Member("phone", 1.0, 2.0, disk_rate=9.0),
     )
-    ring = Ring(members, 20, 1.0, lambda one, other: 0.0)
-    # In proportion the GPU would get 12 layers.
-    assert memory_windows(ring, 1).windows == (("cpu", 7), ("gpu", 6), ("phone", 7))
-    without_disks = Ring(members[1:2], 20, 1.0, lambda one, other: 0.0)
+    ring = Ring(members, 20, 1.0, no_time)
+    # In proportion to memory the GPU would get 12 layers, of which 6 fit; the other devices share 14 layers.
+    assert memory_windows(ring, 1).layer_counts == (
+        ("cpu", 7),
+        ("gpu", 6),
+        ("phone", 7),
+    )
+    without_disks = Ring(members[1:2], 20, 1.0, no_time)
     with pytest.raises(InputError, match="gpu has no memory for 20 layers"):
         memory_windows(without_disks, 1)
 
 
-@pytest.mark.parametrize("assign", [halda, even_windows, memory_windows])
-def test_missing_link_of_a_ring_is_named(
-    assign: Callable[[Ring, int], Windows],
+@pytest.mark.parametrize("assign_windows", [halda, even_windows, memory_windows])
+def test_error_names_missing_link_of_ring(
+    assign_windows: Callable[[Ring, int], Windows],
 ) -> None:
-    links = {("a", "b"): 0.1}
+    message_seconds = {("a", "b"): 0.1}
     members = (Member("a", 1.0, 2.0), Member("b", 1.0, 2.0))
-    ring = Ring(members, 4, 1.0, lambda one, other: links.get((one, other), math.inf))
+    ring = Ring(
+        members,
+        layers=4,
+        layer_bytes=1.0,
+        message_seconds=lambda *route: message_seconds.get(route, math.inf),
+    )
     with pytest.raises(InputError, match="no link leads from b to a"):
-        assign(ring, 1)
+        assign_windows(ring, 1)
 
 
-def test_device_with_negative_free_memory_takes_no_layer_of_others() -> None:
+def test_device_with_negative_free_memory_gets_no_layers() -> None:
     members = (
         Member("head", 1.0, 6.0),
         Member("small", 1.0, -3.0),
         Member("large", 1.0, 9.0),
     )
-    ring = Ring(members, 8, 1.0, lambda one, other: 0.0)
-    windows = memory_windows(ring, 1).windows
-    assert [name for name, _ in windows] == ["head", "large"]
-    assert sum(window for _, window in windows) == 8
+    ring = Ring(members, 8, 1.0, no_time)
+    layer_counts = memory_windows(ring, 1).layer_counts
+    assert [name for name, _ in layer_counts] == ["head", "large"]
+    assert sum(count for _, count in layer_counts) == 8
 
 
 def test_head_without_memory_for_a_layer_is_refused() -> None:
     for memory in (-3.0, 0.5):
         members = (Member("head", 1.0, memory), Member("large", 1.0, 9.0))
-        ring = Ring(members, 8, 1.0, lambda one, other: 0.0)
+        ring = Ring(members, 8, 1.0, no_time)
         with pytest.raises(InputError, match="head has no memory for 1 layer:"):
             memory_windows(ring, 1)
 
@@ -187,7 +208,7 @@ SCENARIO: dict[str, Any] = {
 }
 
 
-def texts(**method: object) -> list[dict[str, object]]:
+def generate_texts(**method: object) -> list[dict[str, object]]:
     faults = method.pop("faults", [])
     work = {**SCENARIO["workload"], "method": method}
     scenario = testbed.build(**{**SCENARIO, "workload": work, "faults": faults})
@@ -198,46 +219,43 @@ RING = {"name": "ring", "partition": "even", "rounds": 2}
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_texts_are_those_of_one_device(rounds: int) -> None:
-    alone = texts(name="sequential", partition="even")
-    assert texts(**{**RING, "rounds": rounds}) == alone
+def test_texts_equal_those_of_sequential(rounds: int) -> None:
+    pipeline_texts = generate_texts(name="sequential", partition="even")
+    assert generate_texts(**{**RING, "rounds": rounds}) == pipeline_texts
 
 
 @pytest.mark.parametrize("recovery", ["restart", "replicate"])
 @pytest.mark.parametrize("token", [0, 3, 6])
-def test_texts_survive_the_death_of_a_device(recovery: str, token: int) -> None:
+def test_texts_do_not_change_if_device_dies(recovery: str, token: int) -> None:
     kill = {"kill": "c", "when": {"device": "a", "event": "token", "micro": token}}
-    assert texts(**RING, recovery=recovery, faults=[kill]) == texts(**RING)
+    assert generate_texts(**RING, recovery=recovery, faults=[kill]) == generate_texts(
+        **RING
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"partition": "memory"}])
-def test_times_with_a_disk_are_the_predicted_ones(options: dict[str, Any]) -> None:
+def test_token_time_with_disks_is_the_predicted_time(options: dict[str, Any]) -> None:
     device = {"profile": {"name": "small", "memory": "3.8GB", "speed": "100gflops"}}
-    run = testbed.simulate(
-        testbed.build(
-            **{
-                **SCENARIO,
-                "workload": {
-                    "task": "generate",
-                    "model": {"preset": "llama-3-8b", "storage": "q8_0"},
-                    "prompts": {"count": 1, "length": 4},
-                    "tokens": 6,
-                    "numerics": "none",
-                    "method": {
-                        "name": "ring",
-                        "rounds": 4,
-                        "disk": {"a": "5GB/s", "b": "5GB/s", "c": "5GB/s"},
-                        **options,
-                    },
-                },
-                "devices": {"a": device, "b": device, "c": device},
-            }
-        )
-    ).run
+    workload = {
+        "task": "generate",
+        "model": {"preset": "llama-3-8b", "storage": "q8_0"},
+        "prompts": {"count": 1, "length": 4},
+        "tokens": 6,
+        "numerics": "none",
+        "method": {
+            "name": "ring",
+            "rounds": 4,
+            "disk": {"a": "5GB/s", "b": "5GB/s", "c": "5GB/s"},
+            **options,
+        },
+    }
+    devices = {"a": device, "b": device, "c": device}
+    keys = {**SCENARIO, "workload": workload, "devices": devices}
+    run = testbed.simulate(testbed.build(**keys)).run
     assert run.metrics["tpot"] == pytest.approx(run.plan.details.token_time, rel=0.02)
 
 
-def test_dropped_windows_of_a_disk_are_not_read_any_more() -> None:
+def test_disk_does_not_count_dropped_windows() -> None:
     slept: list[float] = []
 
     class Clock:
@@ -249,20 +267,20 @@ def test_dropped_windows_of_a_disk_are_not_read_any_more() -> None:
 
     def read_window(*, after_restart: bool) -> float:
         device: Device = Clock()  # type: ignore[assignment]
-        disk = Disk(device, rate=1.0, memory=8.0, layer_bytes=1.0)
+        disk = Disk(device, disk_rate=1.0, memory=8.0, layer_bytes=1.0)
         if after_restart:
-            disk.hold(0, 4)
-            disk.hold(8, 4)
-            disk.drop(0)
-            disk.drop(8)
-        disk.hold(14, 6)
-        disk.hold(20, 6)
-        asyncio.run(disk.fetch(14))
+            disk.add_window(0, 4)
+            disk.add_window(8, 4)
+            disk.drop_window(0)
+            disk.drop_window(8)
+        disk.add_window(14, 6)
+        disk.add_window(20, 6)
+        asyncio.run(disk.wait_for_window(14))
         return slept.pop()
 
     assert read_window(after_restart=True) == read_window(after_restart=False)
 
 
-def test_rounds_that_do_not_divide_the_layers_are_refused() -> None:
+def test_rounds_that_do_not_divide_layers_are_refused() -> None:
     with pytest.raises(InputError, match="6 layers do not divide into 4 rounds"):
-        texts(**{**RING, "rounds": 4})
+        generate_texts(**{**RING, "rounds": 4})

@@ -1,4 +1,4 @@
-"""Runs with weights from a file, and what is said of input that cannot be used."""
+"""Runs with weights from a file or with a draft model, and error messages for wrong input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import testbed
 from testbed_controller.cli.main import testbed as cli
 from testbed_generation.architecture import preset
-from testbed_generation.weights import Seeded, read_all
+from testbed_generation.weights import SeededWeights, read_weights
 
 SCENARIO: dict[str, Any] = {
     "name": "files",
@@ -30,103 +30,110 @@ SCENARIO: dict[str, Any] = {
 
 
 TINY = "tinystories-260k"
+SEED = 7
+"""Seed of the weights in the file, and of runs without a file."""
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """Return a scenario file, with the weights of seed 7 beside it."""
+def scenario_file(tmp_path: Path) -> Path:
+    """Return a scenario file with a file of weights beside it."""
     architecture = preset(TINY)
-    safetensors.torch.save_file(
-        read_all(Seeded(architecture, 7), architecture), tmp_path / "model.safetensors"
-    )
-    scenario = tmp_path / "files.yaml"
-    scenario.write_text(json.dumps(SCENARIO))
-    return scenario
+    weights = read_weights(SeededWeights(architecture, SEED), architecture)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    path = tmp_path / "files.yaml"
+    path.write_text(json.dumps(SCENARIO))
+    return path
 
 
-def texts(file: Path, changes: dict[str, Any]) -> list[int]:
-    """Return the generated tokens of a simulated run."""
-    run = testbed.simulate(
-        testbed.load(file, changes), out=file.parent / f"results-{len(changes)}"
-    ).run
-    return [
-        event.fields["token"] for event in run.outcome.events if event.event == "token"
-    ]
+def generate(
+    scenario_file: Path, changes: dict[str, Any]
+) -> tuple[list[int], dict[str, Any]]:
+    """Return the generated tokens and the metrics of a simulated run."""
+    run = testbed.simulate(testbed.load(scenario_file, changes)).run
+    tokens = []
+    for event in run.outcome.events:
+        if event.event == "token":
+            tokens.append(event.fields["token"])
+    return tokens, run.metrics
 
 
 @pytest.mark.parametrize("method", ["sequential", "tensor-parallel", "petals"])
-def test_weights_of_a_file_give_the_texts_of_equal_weights_from_the_seed(
-    file: Path, method: str
+def test_weights_from_file_generate_texts_of_same_weights_from_seed(
+    scenario_file: Path, method: str
 ) -> None:
-    same = {"seed": 7, "workload.method": {"name": method}}
-    tokens = texts(file, same)
+    changes = {"seed": SEED, "workload.method": {"name": method}}
+    tokens, _ = generate(scenario_file, changes)
     assert len(tokens) == 6
-    assert (
-        texts(file, {"workload.model.weights": "model.safetensors", **same}) == tokens
-    )
+    file_changes = {"workload.model.weights": "model.safetensors", **changes}
+    file_tokens, _ = generate(scenario_file, file_changes)
+    assert file_tokens == tokens
 
 
 @pytest.mark.parametrize("recovery", ["restart", "replicate", "replay"])
-def test_a_device_that_replaces_another_gets_weights_of_the_file(
-    file: Path, recovery: str
+def test_replacement_of_lost_stage_receives_weights_from_file(
+    scenario_file: Path, recovery: str
 ) -> None:
     method = {
         "name": "petals" if recovery == "replay" else "sequential",
         "partition": "even",
         "recovery": recovery,
     }
-    same = {"seed": 7, "workload.method": method}
+    changes = {"seed": SEED, "workload.method": method}
+    expected, _ = generate(scenario_file, changes)
     kill = {"kill": "pi2", "when": {"device": "pi2", "begins": "decode", "micro": 10}}
-    given = {"workload.model.weights": "model.safetensors", "faults": [kill]}
-    assert texts(file, {**given, **same}) == texts(file, same)
-
-
-def generate(file: Path, changes: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    run = testbed.simulate(testbed.load(file, changes)).run
-    return [
-        event.fields["token"] for event in run.outcome.events if event.event == "token"
-    ], run.metrics
+    file_changes = {"workload.model.weights": "model.safetensors", "faults": [kill]}
+    tokens, _ = generate(scenario_file, {**file_changes, **changes})
+    assert tokens == expected
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
-@pytest.mark.parametrize("draft", [{}, {"layers": 3}, {"width": 32}])
-def test_a_draft_changes_no_text(
-    file: Path, temperature: float, draft: dict[str, Any]
+@pytest.mark.parametrize(
+    "draft",
+    [{}, {"layers": 3}, {"width": 32}],
+    ids=["same-model", "fewer-layers", "smaller-width"],
+)
+def test_draft_does_not_change_text(
+    scenario_file: Path, temperature: float, draft: dict[str, Any]
 ) -> None:
-    same = {"workload.tokens": 30, "workload.sampling.temperature": temperature}
-    tokens, _ = generate(file, same)
-    drafted, metrics = generate(
-        file, {**same, "workload.draft": {"preset": TINY, **draft}}
-    )
-    assert drafted == tokens
-    assert (metrics["draft_accepted"] == 1.0) == (draft == {})
+    changes = {"workload.tokens": 30, "workload.sampling.temperature": temperature}
+    expected, _ = generate(scenario_file, changes)
+    draft_changes = {**changes, "workload.draft": {"preset": TINY, **draft}}
+    tokens, metrics = generate(scenario_file, draft_changes)
+    assert tokens == expected
+    # Only a draft that equals the model proposes nothing but its tokens.
+    is_same_model = not draft
+    assert (metrics["draft_accepted"] == 1.0) == is_same_model
 
 
-def test_a_draft_that_is_right_saves_time(file: Path) -> None:
-    _, alone = generate(file, {"workload.tokens": 30})
-    _, drafted = generate(
-        file, {"workload.tokens": 30, "workload.draft": {"preset": TINY}}
-    )
-    assert drafted["duration"] < 0.4 * alone["duration"]
+def test_accepted_draft_saves_time(scenario_file: Path) -> None:
+    changes = {"workload.tokens": 30}
+    _, without_draft = generate(scenario_file, changes)
+    draft_changes = {**changes, "workload.draft": {"preset": TINY}}
+    _, with_draft = generate(scenario_file, draft_changes)
+    assert with_draft["duration"] < 0.4 * without_draft["duration"]
 
 
-def test_a_draft_survives_the_loss_of_a_stage(file: Path) -> None:
-    same = {"workload.tokens": 30, "workload.draft": {"preset": TINY, "layers": 3}}
+def test_text_with_draft_does_not_change_if_stage_is_lost(scenario_file: Path) -> None:
+    changes = {"workload.tokens": 30}
+    expected, _ = generate(scenario_file, changes)
     kill = {"kill": "pi2", "when": {"device": "pi1", "event": "token", "micro": 12}}
-    tokens, metrics = generate(file, {**same, "faults": [kill]})
-    assert tokens == generate(file, {"workload.tokens": 30})[0]
+    draft = {"preset": TINY, "layers": 3}
+    tokens, metrics = generate(
+        scenario_file, {**changes, "workload.draft": draft, "faults": [kill]}
+    )
+    assert tokens == expected
     assert metrics["recoveries"] == 1
     assert 0 < metrics["draft_accepted"] < 1
 
 
-PROBLEMS = {
+INVALID_INPUT = {
     "draft": (
         {"workload.draft": {"preset": "smollm2-135m"}},
         "workload.draft.vocabulary: the draft has a vocabulary of 49152 tokens, the model of 512",
     ),
     "draft of another method": (
         {"workload.draft": {"preset": TINY}, "workload.method": {"name": "petals"}},
-        "workload.draft: tokens are generated one by one here: leave it out",
+        "workload.draft: this method generates one token at a time: leave 'draft' out",
     ),
     "context": (
         {"workload.tokens": 600},
@@ -179,15 +186,15 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_bad_input_is_refused_in_a_line_with_key_and_remedy(
-    file: Path, problem: str
+@pytest.mark.parametrize("name", INVALID_INPUT)
+def test_invalid_input_is_refused_on_one_line_with_key_and_remedy(
+    scenario_file: Path, name: str
 ) -> None:
-    changes, text = PROBLEMS[problem]
+    changes, message = INVALID_INPUT[name]
     overrides = []
     for key, value in changes.items():
         overrides += ["--set", f"{key}={json.dumps(value)}"]
-    done = CliRunner().invoke(cli, ["validate", str(file), *overrides])
-    assert done.exit_code != 0
-    assert text in done.output
-    assert len(done.output.splitlines()) == 1
+    result = CliRunner().invoke(cli, ["validate", str(scenario_file), *overrides])
+    assert result.exit_code != 0
+    assert message in result.output
+    assert len(result.output.splitlines()) == 1

@@ -1,7 +1,7 @@
-"""The source of the requests: sends tokens through the stages and receives the next ones.
+"""Decoding on the coordinator: sends tokens through the stages and receives the next tokens.
 
-Tokens depend on the weights, the prompt and the seed alone. So a request that continues after the loss of a stage gets
-the same tokens as without it, and each token is recorded once.
+Tokens depend on the weights, the prompt and the seed alone. Therefore a request that continues after the loss of a
+stage gets the same tokens as without the loss, and each token is recorded once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from testbed.messaging.mailbox import Mailbox
 from testbed_generation.costs import CostModel
 from testbed_generation.draft import Draft
 from testbed_generation.messages import Result, Step
-from testbed_generation.network import embed
+from testbed_generation.pipeline import Pipeline, Stage
 from testbed_generation.requests import Request
-from testbed_generation.row import Row, Stage
+from testbed_generation.transformer import embed
 
 
 @dataclass
@@ -55,31 +55,31 @@ class Progress:
         return [*self.request.prompt, *self.tokens]
 
 
-class Drive(Protocol):
-    """A way of passing tokens through the layers of the network, and of repeating the pass after a loss."""
+class Decoder(Protocol):
+    """Computes the next tokens of a request over the devices, and repeats a computation after a loss."""
 
     async def next_tokens(self, progress: Progress) -> list[int]:
-        """Return the next tokens of a request, at least one; losses of stages delay them and change none."""
+        """Return the next tokens of a request, at least one; a loss of a stage delays tokens and changes none."""
 
     def forget_request(self, number: int) -> None:
-        """Forget a complete request."""
+        """Drop all state of a complete request."""
 
 
 class Embedder:
-    """The token embedding on the source: the first values of each token."""
+    """The token embedding on the coordinator: the activations before the first layer."""
 
     def __init__(
-        self, mailbox: Mailbox, model: CostModel, table: Tensor | None
+        self, mailbox: Mailbox, model: CostModel, embedding: Tensor | None
     ) -> None:
-        """``table`` is the token embedding; None: without numerics."""
+        """``embedding`` is the token embedding; None without numerics."""
         self._device = mailbox.device
         self._model = model
-        self._table = table
+        self._embedding = embedding
 
     async def embed_tokens(
         self, progress: Progress, position: int, drafts: Sequence[int] = ()
     ) -> Tensor | None:
-        """Return the values of a request's tokens from a position on, and of drafts: shape (tokens, width).
+        """Return the embedding of a request's tokens from a position on, and of drafts: shape (tokens, width).
 
         None without numerics.
         """
@@ -91,27 +91,30 @@ class Embedder:
         return await self._device.compute(lambda: self._look_up(tokens), cost, span)
 
     def _look_up(self, tokens: list[int]) -> Tensor | None:
-        if self._table is None:
+        if self._embedding is None:
             return None
-        return embed(torch.tensor(tokens), self._table)
+        return embed(torch.tensor(tokens), self._embedding)
 
 
-class StageCalls:
-    """Sends steps to stages and receives their results."""
+class StageClient:
+    """Sends steps to stages, and receives their results."""
 
     def __init__(self, mailbox: Mailbox, model: CostModel, heartbeat: float) -> None:
-        """Check every ``heartbeat`` seconds whether a result may still arrive."""
+        """``heartbeat`` is the interval in seconds between checks whether a result can still arrive."""
         self._mailbox = mailbox
         self._model = model
         self._heartbeat = heartbeat
 
-    async def call_stages(
+    async def compute_step(
         self, device: str, step: Step, is_current: Callable[[], bool]
     ) -> Result | None:
-        """Send a step, and return the last stage's result; None once ``is_current`` returns false."""
+        """Send a step to a device, and return the result of the step's last stage.
+
+        None as soon as ``is_current`` returns false.
+        """
         padding = 0
         if step.values is None:
-            # Without values, a message has as many bytes as they would take, so times on links are the same.
+            # Padding replaces the activations, so that times on links are those with numerics.
             padding = self._model.message_bytes(step.tokens)
         self._mailbox.post(device, replace(step, padding=padding))
         last_assignment = step.assignment
@@ -120,7 +123,7 @@ class StageCalls:
         computed = step.position + step.tokens
         # The fields that identify a `Result`; a late result of an earlier attempt does not match.
         key = (step.request, step.attempt, computed, last_assignment)
-        # A lost stage never answers, so each wait is short.
+        # A lost stage never answers, so each wait ends after one heartbeat.
         while is_current():
             deadline = self._mailbox.device.now() + self._heartbeat
             result = await self._mailbox.take(Result, key, deadline=deadline)
@@ -129,33 +132,33 @@ class StageCalls:
         return None
 
 
-class AlongRow:
-    """Drive of a row: each stage sends values to the next one, and the last stage sends the token to the source.
+class ForwardingDecoder:
+    """A decoder whose stages forward activations to the next stage; the last stage sends the token to the coordinator.
 
-    After a loss the source sends the tokens again from the first one on, or only the missing tokens if the new stages
-    had copies of the caches.
+    After a loss the coordinator sends all tokens again, or only the missing tokens if the new stages had copies of the
+    caches.
     """
 
     def __init__(
         self,
         device: Device,
-        calls: StageCalls,
-        row: Row,
+        client: StageClient,
+        pipeline: Pipeline,
         embedder: Embedder,
         draft: Draft | None = None,
     ) -> None:
         self._device = device
-        self._calls = calls
-        self._row = row
+        self._client = client
+        self._pipeline = pipeline
         self._embedder = embedder
         self._draft = draft
-        self._sent: dict[int, int] = {}
-        """The row's number of losses when a request was last sent, by number of the request."""
+        self._losses_when_sent: dict[int, int] = {}
+        """The pipeline's number of losses when a request was last sent, by number of the request."""
         self._rejections: dict[int, int] = {}
         """Number of steps with a rejected draft, by number of the request."""
 
     async def next_tokens(self, progress: Progress) -> list[int]:
-        """Return the next tokens of a request: one more than the stages accepted of the draft."""
+        """Return the next tokens of a request: the accepted drafts, and one more token."""
         drafts: list[int] = []
         if self._draft is not None and progress.tokens:
             # The stages choose one token beyond the accepted drafts, which needs no draft.
@@ -182,79 +185,84 @@ class AlongRow:
     ) -> list[int]:
         """Return the tokens chosen by the stages after the newest token of a request and after each draft."""
         while True:
-            await self._row.wait_until_whole()
-            number, losses = progress.request.number, self._row.losses
+            await self._pipeline.wait_until_ready()
+            number = progress.request.number
+            losses = self._pipeline.losses
             position = self._cached_tokens(progress, losses)
-            self._sent[number] = losses
-            values = await self._embedder.embed_tokens(progress, position, drafts)
-            if self._row.losses != losses:
-                # A stage was lost while the source computed: the way would lead to a device that is gone.
+            self._losses_when_sent[number] = losses
+            activations = await self._embedder.embed_tokens(progress, position, drafts)
+            if self._pipeline.losses != losses:
+                # A stage was lost while the coordinator computed: the path would lead to a lost device.
                 continue
-            way = [(stage.device, stage.assignment) for stage in self._row.stages]
-            (device, assignment), *later_stages = way
+            path = []
+            for stage in self._pipeline.stages:
+                path.append((stage.device, stage.assignment))
+            (device, assignment), *later_stages = path
             step = Step(
                 assignment,
                 request=number,
-                # Both numbers only rise, so a step still on its way never has a higher attempt than a later one.
+                # Both numbers only rise, so a step in transit never has a higher attempt than a later step.
                 attempt=losses + self._rejections.get(number, 0),
                 position=position,
                 tokens=len(progress.all_tokens) + len(drafts) - position,
                 way=later_stages,
-                values=values,
-                # One pass verifies all drafts: logits follow the newest known token and each draft.
+                values=activations,
+                # One pass verifies all drafts: it computes logits after the newest known token and after each draft.
                 scored=len(drafts) + 1,
             )
             is_current = partial(self._is_unchanged, losses)
-            result = await self._calls.call_stages(device, step, is_current)
+            result = await self._client.compute_step(device, step, is_current)
             if result is not None:
                 return list(result.chosen)
 
     def _is_unchanged(self, losses: int) -> bool:
-        """Return whether the row has had no further loss since ``losses`` losses."""
-        return self._row.losses == losses
+        """Return whether the pipeline has had no further loss since ``losses`` losses."""
+        return self._pipeline.losses == losses
 
     def _cached_tokens(self, progress: Progress, losses: int) -> int:
         """Return the number of tokens of a request that all stages have in their caches.
 
-        After a loss a new stage has the tokens of which it had copies, and none without copies.
+        After a loss a new stage has in its caches the tokens of which it had copies; without copies it has none.
         """
         number = progress.request.number
-        # The newest token was chosen by the last pass and has not been sent to any stage.
+        # The newest token was chosen by the last pass, and no stage has received it.
         newest = len(progress.all_tokens) - 1
-        losses_before = self._sent.get(number, losses)
+        losses_before = self._losses_when_sent.get(number, losses)
         if losses_before == losses:
             return newest if progress.tokens else 0
         cached = newest
-        for stage in self._row.stages:
-            # Stages that were there before the loss still have all tokens.
-            if stage.since > losses_before:
-                cached = min(cached, stage.held.get(str(number), 0))
+        for stage in self._pipeline.stages:
+            # Stages that existed before the loss still have all tokens.
+            if stage.loss_number > losses_before:
+                cached = min(cached, stage.cached_tokens.get(str(number), 0))
         return cached
 
     def forget_request(self, number: int) -> None:
-        """Forget a complete request, also on the stages."""
-        self._sent.pop(number, None)
+        """Drop all state of a complete request, also on the stages."""
+        self._losses_when_sent.pop(number, None)
         self._rejections.pop(number, None)
         if self._draft is not None:
             self._draft.forget_request(number)
-        self._row.release_request(number)
+        self._pipeline.release_request(number)
 
 
-class ThroughSource:
-    """Drive of a row: each stage returns values to the source, and the source keeps the inputs of each stage.
+class RelayingDecoder:
+    """A decoder whose stages return activations to the coordinator, which relays them and keeps each stage's inputs.
 
     A replacement receives all inputs of the lost stage at once, so a request continues with the same token (Petals;
-    Borzunov et al., 2023). If a loss divides the layers anew, the request begins at its prompt once more.
+    Borzunov et al., 2023). If the layers are divided anew after a loss, the request starts again from its prompt.
     """
 
-    def __init__(self, calls: StageCalls, row: Row, embedder: Embedder) -> None:
-        self._calls = calls
-        self._row = row
+    def __init__(
+        self, client: StageClient, pipeline: Pipeline, embedder: Embedder
+    ) -> None:
+        self._client = client
+        self._pipeline = pipeline
         self._embedder = embedder
         self._inputs: dict[tuple[int, int], list[Tensor | None]] = {}
         """Inputs of each stage, one entry for each pass, by request and first layer of the stage."""
-        self._holders: dict[tuple[int, int], int] = {}
-        """The assignment with these inputs in its KV caches, by request and first layer of the stage."""
+        self._assignments: dict[tuple[int, int], int] = {}
+        """The assignment that has computed these inputs, by request and first layer of the stage."""
         self._first_layers: dict[int, tuple[int, ...]] = {}
         """First layers of the stages that a request has passed, by number of the request."""
 
@@ -264,20 +272,20 @@ class ThroughSource:
         while True:
             has_passed = number in self._first_layers
             position = len(progress.all_tokens) - 1 if has_passed else 0
-            values = await self._embedder.embed_tokens(progress, position)
-            first_layers = self._row.first_layers
+            activations = await self._embedder.embed_tokens(progress, position)
+            first_layers = self._pipeline.first_layers
             if self._first_layers.setdefault(number, first_layers) == first_layers:
                 tokens = len(progress.all_tokens) - position
-                result = await self._pass_stages(number, values, position, tokens)
+                result = await self._pass_stages(number, activations, position, tokens)
                 if result is not None:
                     return list(result.chosen)
-            # The kept inputs belong to layers where no stage begins any more.
+            # The layers were divided anew: no stage begins at the layers of the kept inputs.
             self._forget_inputs(number)
 
     def forget_request(self, number: int) -> None:
-        """Forget the inputs of a complete request, also on the stages."""
+        """Drop the inputs of a complete request, and its caches on the stages."""
         self._forget_inputs(number)
-        self._row.release_request(number)
+        self._pipeline.release_request(number)
 
     def _forget_inputs(self, number: int) -> None:
         self._first_layers.pop(number, None)
@@ -285,97 +293,94 @@ class ThroughSource:
             request, _ = key
             if request == number:
                 del self._inputs[key]
-                # A stage that was not called has inputs and no holder.
-                self._holders.pop(key, None)
+                # A stage that was not called yet has inputs and no assignment.
+                self._assignments.pop(key, None)
 
     async def _pass_stages(
-        self, number: int, values: Tensor | None, position: int, tokens: int
+        self, number: int, activations: Tensor | None, position: int, tokens: int
     ) -> Result | None:
-        """Send the newest tokens of a request to one stage after the other; return the result of the last one.
+        """Send the newest tokens of a request to one stage after the other; return the result of the last stage.
 
         None if the layers were divided anew meanwhile.
         """
         result: Result | None = None
-        for first in self._first_layers[number]:
-            # Kept before the stage is called, so that a replacement is sent the newest tokens as well.
-            self._inputs.setdefault((number, first), []).append(values)
-            result = await self._call_stage(number, first, position, tokens)
+        for first_layer in self._first_layers[number]:
+            # Kept before the stage is called, so that a replacement receives the newest tokens as well.
+            self._inputs.setdefault((number, first_layer), []).append(activations)
+            result = await self._call_stage(number, first_layer, position, tokens)
             if result is None:
                 return None
-            values = result.values
+            activations = result.values
         return result
 
     async def _call_stage(
-        self, number: int, first: int, position: int, tokens: int
+        self, number: int, first_layer: int, position: int, tokens: int
     ) -> Result | None:
         """Return a stage's result for the newest tokens; a new stage computes all earlier tokens as well.
 
         None if the layers were divided anew.
         """
-        key = (number, first)
+        key = (number, first_layer)
         while True:
-            await self._row.wait_until_whole()
-            if self._row.first_layers != self._first_layers[number]:
+            await self._pipeline.wait_until_ready()
+            if self._pipeline.first_layers != self._first_layers[number]:
                 return None
-            stage = self._row.stage_at(first)
-            is_new = self._holders.get(key, stage.assignment) != stage.assignment
-            self._holders[key] = stage.assignment
+            stage = self._pipeline.stage_at(first_layer)
+            is_new = self._assignments.get(key, stage.assignment) != stage.assignment
+            self._assignments[key] = stage.assignment
             # A new stage has empty caches: it replays the text from its first token on.
             inputs = self._inputs[key] if is_new else self._inputs[key][-1:]
-            begin = 0 if is_new else position
+            start = 0 if is_new else position
             step = Step(
                 stage.assignment,
                 request=number,
-                attempt=self._row.losses,
-                position=begin,
-                tokens=position + tokens - begin,
-                # No further stages: each result returns to the source.
+                attempt=self._pipeline.losses,
+                position=start,
+                tokens=position + tokens - start,
+                # No further stages: each result returns to the coordinator.
                 way=[],
                 values=_join_inputs(inputs),
             )
-            is_current = partial(self._is_held, stage)
-            result = await self._calls.call_stages(stage.device, step, is_current)
+            is_current = partial(self._is_assigned, stage)
+            result = await self._client.compute_step(stage.device, step, is_current)
             if result is None:
                 continue
-            # A replay returns the values of all tokens; the following stages have the earlier ones in their caches.
-            return result if result.values is None else keep_last(result, tokens)
+            if result.values is None:
+                return result
+            # A replay returns the activations of all tokens. The later stages have the earlier tokens in their caches.
+            return replace(result, values=result.values[-tokens:])
 
-    def _is_held(self, stage: Stage) -> bool:
-        """Return whether a stage still has the same assignment."""
-        return stage.assignment in [each.assignment for each in self._row.stages]
+    def _is_assigned(self, stage: Stage) -> bool:
+        """Return whether the assignment of a stage is still in use."""
+        assignments = [current.assignment for current in self._pipeline.stages]
+        return stage.assignment in assignments
 
 
 def _join_inputs(inputs: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the inputs of several passes as one tensor, (tokens, width); None without numerics."""
-    parts = []
-    for part in inputs:
-        if part is not None:
-            parts.append(part)
-    return torch.cat(parts) if parts else None
-
-
-def keep_last(result: Result, tokens: int) -> Result:
-    """Return a result with the values of the last tokens only."""
-    assert result.values is not None
-    return replace(result, values=result.values[-tokens:])
+    """Return the inputs of several passes as one tensor of shape (tokens, width); None without numerics."""
+    tensors = []
+    for tensor in inputs:
+        if tensor is not None:
+            tensors.append(tensor)
+    return torch.cat(tensors) if tensors else None
 
 
 @dataclass(frozen=True)
 class Service:
-    """The work of a source."""
+    """The requests that a coordinator serves, and functions for the generated tokens."""
 
     requests: Sequence[Request]
     concurrency: int = 1
-    """Requests in flight at once, in the order of their arrival."""
+    """Number of requests in flight at once, in the order of their arrival."""
     end: int | None = None
     """The token after which a text is complete; None: each text has as many tokens as its request allows."""
-    complete: Callable[[int, Sequence[int]], None] = lambda number, tokens: None
+    on_complete: Callable[[int, Sequence[int]], None] = lambda number, tokens: None
     """Callback for each complete request: its number and its tokens."""
-    text: Callable[[int, int], str] | None = None
-    """Function of a request's number and its next token, which returns the token's text; None without numerics."""
+    token_text: Callable[[int, int], str] | None = None
+    """Function of a request's number and its next token that returns the token's text; None without numerics."""
 
 
-async def serve_requests(device: Device, drive: Drive, service: Service) -> None:
+async def serve_requests(device: Device, decoder: Decoder, service: Service) -> None:
     """Generate the texts of all requests; records ``arrival``, ``token`` and ``request``.
 
     Raises the error of the first request that fails.
@@ -387,32 +392,32 @@ async def serve_requests(device: Device, drive: Drive, service: Service) -> None
         await device.sleep(max(0.0, request.arrival - device.now()))
         device.record("arrival", request=request.number, tokens=len(request.prompt))
         async with slots:
-            await _generate_text(device, drive, service, request)
+            await _generate_text(device, decoder, service, request)
 
     try:
         async with asyncio.TaskGroup() as group:
             for request in service.requests:
                 group.create_task(serve_request(request))
     except BaseExceptionGroup as errors:
-        # A user reads the error of a request as it is, not as a part of a group; the others usually follow from it.
+        # The user gets the error of one request instead of a group of errors; the other errors usually follow from it.
         first = errors.exceptions[0]
         raise first from first.__cause__
 
 
 async def _generate_text(
-    device: Device, drive: Drive, service: Service, request: Request
+    device: Device, decoder: Decoder, service: Service, request: Request
 ) -> None:
     """Generate the text of one request, and record each token and the end."""
     progress = Progress(request)
     while not progress.is_complete(service.end):
-        for token in await drive.next_tokens(progress):
-            # Of several accepted tokens, those after the end of the text do not count.
+        for token in await decoder.next_tokens(progress):
+            # If several tokens were accepted, those after the end of the text do not count.
             if progress.is_complete(service.end):
                 break
             progress.tokens.append(token)
             _record_token(device, service, progress, token)
-    drive.forget_request(request.number)
-    service.complete(request.number, progress.tokens)
+    decoder.forget_request(request.number)
+    service.on_complete(request.number, progress.tokens)
     latency = device.now() - request.arrival
     device.record("request", request=request.number, latency=latency)
 
@@ -422,8 +427,8 @@ def _record_token(
 ) -> None:
     number = progress.request.number
     text = {}
-    if service.text is not None:
-        text["text"] = service.text(number, token)
+    if service.token_text is not None:
+        text["text"] = service.token_text(number, token)
     device.record(
         "token",
         request=number,

@@ -1,4 +1,4 @@
-"""The layers of a Llama-family network in torch, whole or as a shard of heads and hidden columns, with KV caches.
+"""The layers of a Llama-family model in torch, whole or as a shard of heads and hidden columns, with KV caches.
 
 Weights have the names and shapes of Hugging Face's Llama checkpoints: ``model.layers.3.mlp.up_proj.weight`` is
 ``mlp.up_proj`` of its layer. A shard of a layer holds some key-value heads with their query heads, and some columns
@@ -46,7 +46,7 @@ class Cache:
         return self.keys, self.values
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens from position ``length`` on."""
+        """Drop all tokens from position ``length`` on."""
         if self.keys is not None and self.values is not None:
             self.keys = self.keys[:, :length]
             self.values = self.values[:, :length]
@@ -84,9 +84,9 @@ def attend_to(
     values: Tensor,
     cache: Cache,
 ) -> Tensor:
-    """Return the weighted values for the queries of the next tokens; all shapes are (tokens, values of all heads).
+    """Return the attention output for the queries of the next tokens.
 
-    Rotates queries and keys, and appends keys and values to the cache.
+    Rotates queries and keys, and appends keys and values to the cache. All shapes are (tokens, width of all heads).
     """
 
     def split_heads(projected: Tensor) -> Tensor:
@@ -103,9 +103,9 @@ def attend_to(
     # A single token attends to all of the cache, so it needs no mask.
     mask = None
     if tokens > 1:
-        # A new token sees the cache, the new tokens before it, and itself: the diagonal begins after the cache.
+        # A new token attends to the cache, to earlier new tokens and to itself: the diagonal begins after the cache.
         mask = torch.ones(tokens, keys.shape[1], dtype=torch.bool).tril(diagonal=first)
-    # With `enable_gqa`, groups of query heads share a key and value head.
+    # `enable_gqa`: groups of query heads share a key and value head.
     attended = functional.scaled_dot_product_attention(
         rotated, keys, values, attn_mask=mask, enable_gqa=True
     )
@@ -119,37 +119,38 @@ class LayerShard:
     architecture: Architecture
     weights: Mapping[str, Tensor] = field(repr=False)
 
-    def attend(self, values: Tensor, cache: Cache) -> Tensor:
-        """Return the attention output of the heads for tokens of shape (tokens, width); appends to the cache."""
+    def attend(self, activations: Tensor, cache: Cache) -> Tensor:
+        """Return the attention output of the heads for activations (tokens, width); appends to the cache."""
         architecture = self.architecture
         scale = self.weights["input_layernorm"]
-        normal = normalise(values, scale, architecture.epsilon)
-        queries = functional.linear(normal, self.weights["self_attn.q_proj"])
-        keys = functional.linear(normal, self.weights["self_attn.k_proj"])
-        new_values = functional.linear(normal, self.weights["self_attn.v_proj"])
-        attended = attend_to(architecture, queries, keys, new_values, cache)
+        normalised = normalise(activations, scale, architecture.epsilon)
+        queries = functional.linear(normalised, self.weights["self_attn.q_proj"])
+        keys = functional.linear(normalised, self.weights["self_attn.k_proj"])
+        values = functional.linear(normalised, self.weights["self_attn.v_proj"])
+        attended = attend_to(architecture, queries, keys, values, cache)
         return functional.linear(attended, self.weights["self_attn.o_proj"])
 
-    def feed_forward(self, values: Tensor) -> Tensor:
-        """Return the output of the hidden columns for tokens of shape (tokens, width): SwiGLU (Shazeer, 2020)."""
+    def feed_forward(self, activations: Tensor) -> Tensor:
+        """Return the output of the hidden columns for activations (tokens, width): SwiGLU (Shazeer, 2020)."""
         scale = self.weights["post_attention_layernorm"]
-        normal = normalise(values, scale, self.architecture.epsilon)
-        gate = functional.silu(functional.linear(normal, self.weights["mlp.gate_proj"]))
-        up = functional.linear(normal, self.weights["mlp.up_proj"])
-        return functional.linear(gate * up, self.weights["mlp.down_proj"])
+        normalised = normalise(activations, scale, self.architecture.epsilon)
+        gate = functional.linear(normalised, self.weights["mlp.gate_proj"])
+        up = functional.linear(normalised, self.weights["mlp.up_proj"])
+        hidden = functional.silu(gate) * up
+        return functional.linear(hidden, self.weights["mlp.down_proj"])
 
-    def forward(self, values: Tensor, cache: Cache) -> Tensor:
-        """Return the output of a whole layer for tokens of shape (tokens, width)."""
-        # Both halves of a layer add to their inputs, so sums of shards may be added as well.
-        values = values + self.attend(values, cache)
-        return values + self.feed_forward(values)
+    def forward(self, activations: Tensor, cache: Cache) -> Tensor:
+        """Return the output of a whole layer for activations (tokens, width); appends to the cache."""
+        # Residual connections: both halves of a layer add to their inputs.
+        activations = activations + self.attend(activations, cache)
+        return activations + self.feed_forward(activations)
 
 
 def embed(tokens: Tensor, embedding: Tensor) -> Tensor:
-    """Return the values of tokens, shape (tokens, width)."""
+    """Return the embedding of tokens, shape (tokens, width)."""
     return functional.embedding(tokens, embedding)
 
 
-def score(values: Tensor, scale: Tensor, output: Tensor, epsilon: float) -> Tensor:
-    """Return the logits of the next token after each of the given ones, shape (tokens, vocabulary)."""
-    return functional.linear(normalise(values, scale, epsilon), output)
+def score(activations: Tensor, scale: Tensor, output: Tensor, epsilon: float) -> Tensor:
+    """Return the logits of the next token after each given token, shape (tokens, vocabulary)."""
+    return functional.linear(normalise(activations, scale, epsilon), output)
