@@ -1,10 +1,11 @@
-"""What a device hears of others' casts: whole messages, each once, lost as the links say."""
+"""Broadcasts received by a device: complete messages without duplicates, and losses as drawn from the links."""
 
 import socket
 import struct
 import time
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,189 +17,188 @@ from testbed.wire.message import Message
 from testbed_agent.casting import Addresses, Caster, ReceiveFilter, run_mark
 from testbed_agent.receiving import Arrival, Inbox
 
-
-def everything(message: Message, header: int, number: int) -> Message:
-    return message
-
-
+SEED = 3
+"""Seed of the draws of losses."""
+INBOX_LIMIT = 1 << 20
 FORMS = {name: CastForm(name, "abc") for name in "abc"}
+
+
+def receive_all(message: Message, header: int, number: int) -> Message:
+    return message
 
 
 def make_receiver(
     address: tuple[str, int], sources: dict[str, str], receive_filter: ReceiveFilter
 ) -> Caster:
     addresses = Addresses(address, None, "0.0.0.0", sources)
-    return Caster(FORMS["b"], addresses, "run", 1 << 20, receive_filter)
+    return Caster(FORMS["b"], addresses, "run", INBOX_LIMIT, receive_filter)
 
 
-def make_sender(address: tuple[str, int]) -> Caster:
-    addresses = Addresses(("0.0.0.0", 0), address, "127.0.0.1", {})
-    return Caster(FORMS["a"], addresses, "run", 1 << 20, everything)
+def make_sender(address: tuple[str, int], source: str = "127.0.0.1") -> Caster:
+    addresses = Addresses(("0.0.0.0", 0), address, source, {})
+    return Caster(FORMS["a"], addresses, "run", INBOX_LIMIT, receive_all)
+
+
+class Pair(NamedTuple):
+    """A sender "a" and the state of a receiver "b"."""
+
+    sender: Caster
+    arrivals: list[Arrival]
+    filtered: list[int]
+    """Numbers of the broadcasts for which the receiver has drawn a loss or reception."""
+    loss: dict[str, float]
+    """Loss by sender, which a test may change."""
+
+    def arrived_numbers(self) -> list[int]:
+        return [arrival.envelope.message["number"] for arrival in self.arrivals]
 
 
 @pytest.fixture
-def judged() -> list[int]:
-    """The numbers of the casts of which the receiver has decided whether it hears them."""
-    return []
-
-
-@pytest.fixture
-def pair(judged: list[int]):
-    """A sender, and what a receiver named "b" has heard; its luck can be set."""
+def pair() -> Iterator[Pair]:
+    address = ("127.0.0.1", find_free_port())
     arrivals: list[Arrival] = []
-    fraction = {"a": 0.0}
-    address = ("127.0.0.1", _free_port())
-    inbox = Inbox({"a": "token"}, 1 << 20, arrivals.append)
+    filtered: list[int] = []
+    loss = {"a": 0.0}
 
-    def hears(message: Message, header: int, number: int) -> Message | None:
-        found = (
-            message
-            if is_received(3, message.sender, "b", number, fraction["a"])
-            else None
-        )
-        judged.append(number)
-        return found
+    def draw_reception(message: Message, header: int, number: int) -> Message | None:
+        received = is_received(SEED, message.sender, "b", number, loss["a"])
+        filtered.append(number)
+        return message if received else None
 
     sources = {"a": "127.0.0.1", "c": "127.0.0.3"}
-    receiver = make_receiver(address, sources, hears)
-    receiver.start(inbox)
+    receiver = make_receiver(address, sources, draw_reception)
+    receiver.start(Inbox({"a": "token"}, INBOX_LIMIT, arrivals.append))
     sender = make_sender(address)
-    yield sender, arrivals, fraction
+    yield Pair(sender, arrivals, filtered, loss)
     sender.close()
     receiver.close()
 
 
-def _free_port() -> int:
+def find_free_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def wait_for(arrivals: Sized, count: int) -> None:
+def wait_for_count(items: Sized, count: int) -> None:
+    """Wait for a number of items; a missing one is reported by the assertions of the test."""
     deadline = time.monotonic() + 20
-    while len(arrivals) < count and time.monotonic() < deadline:
+    while len(items) < count and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
 def cast(
     sender: Caster, number: int, peers=("b",), padding: int = 0
 ) -> tuple[int, float]:
-    return sender.send(
-        FORMS["a"].encode(Message("m", {"number": number}, padding=padding), peers),
-        1,
-        number,
-    )
+    """Send a broadcast; return its size and the instant of its departure."""
+    message = Message("m", {"number": number}, padding=padding)
+    return sender.send(FORMS["a"].encode(message, peers), 1, number)
 
 
-def test_a_message_of_many_datagrams_arrives_whole_and_its_departure_is_noted(pair):
-    sender, arrivals, _ = pair
-    before = time.monotonic()
-    size, left = cast(sender, 0, padding=5 * CAST_CHUNK)
-    assert before <= left <= time.monotonic()
-    wait_for(arrivals, 1)
-    [arrival] = arrivals
+def test_broadcast_of_many_datagrams_arrives_completely(pair):
+    start = time.monotonic()
+    size, departure = cast(pair.sender, 0, padding=5 * CAST_CHUNK)
+    assert start <= departure <= time.monotonic()
+    wait_for_count(pair.arrivals, 1)
+    [arrival] = pair.arrivals
     assert arrival.size == size > 5 * CAST_CHUNK
     assert arrival.envelope.message.padding == 5 * CAST_CHUNK
 
 
-def test_a_large_cast_waits_in_the_kernel_until_the_receiver_reads(pair) -> None:
-    """A receiver whose thread gets no processor for a moment loses nothing of a burst.
-
-    The activations of 100 images of 28x28 in half precision need 109 datagrams; each occupies 2,304 bytes of the
-    kernel's memory, so a socket of the usual 208 KiB would drop 17 of them.
-    """
-    _, arrivals, _ = pair
-    address = ("127.0.0.1", _free_port())
-    late = make_receiver(address, {"a": "127.0.0.1"}, everything)
+def test_large_broadcast_waits_in_the_kernel_for_a_late_receiver() -> None:
+    # On a busy host, the receiving thread may get no processor during a burst. The activations of 100 images of 28x28
+    # in half precision need 109 datagrams, each of which occupies 2,304 bytes of the kernel's memory, so that a socket
+    # with the usual 208 KiB would drop 17 of them.
+    padding = 156_800
+    arrivals: list[Arrival] = []
+    address = ("127.0.0.1", find_free_port())
+    receiver = make_receiver(address, {"a": "127.0.0.1"}, receive_all)
     sender = make_sender(address)
     try:
-        cast(sender, 0, padding=156_800)
-        late.start(Inbox({"a": "token"}, 1 << 20, arrivals.append))
-        wait_for(arrivals, 1)
+        cast(sender, 0, padding=padding)
+        receiver.start(Inbox({"a": "token"}, INBOX_LIMIT, arrivals.append))
+        wait_for_count(arrivals, 1)
     finally:
         sender.close()
-        late.close()
+        receiver.close()
     [arrival] = arrivals
-    assert arrival.envelope.message.padding == 156_800
+    assert arrival.envelope.message.padding == padding
 
 
-def test_whole_casts_are_lost_by_the_same_draw_everywhere_and_live(pair, judged):
-    sender, arrivals, fraction = pair
-    fraction["a"] = 0.5
+def test_lost_broadcasts_follow_the_draws_and_the_current_loss(pair):
+    pair.loss["a"] = 0.5
     for number in range(100):
-        cast(sender, number)
-    wait_for(judged, 100)
-    fraction["a"] = 0.0
-    cast(sender, 100)
-    expected = [
-        number for number in range(100) if is_received(3, "a", "b", number, 0.5)
-    ] + [100]
-    wait_for(arrivals, len(expected))
-    assert [arrival.envelope.message["number"] for arrival in arrivals] == expected
+        cast(pair.sender, number)
+    # The loss changes only after the draws of all broadcasts.
+    wait_for_count(pair.filtered, 100)
+    pair.loss["a"] = 0.0
+    cast(pair.sender, 100)
+    expected = []
+    for number in range(100):
+        if is_received(SEED, "a", "b", number, 0.5):
+            expected.append(number)
+    expected.append(100)
+    wait_for_count(pair.arrivals, len(expected))
+    assert pair.arrived_numbers() == expected
+    # Within three standard deviations, sqrt(100) / 2 each, of 50 broadcasts and the last one.
     assert 35 < len(expected) < 66
 
 
-def test_casts_for_others_and_foreign_datagrams_are_not_heard(pair):
-    sender, arrivals, _ = pair
-    cast(sender, 0, peers=["c"])
+def test_broadcasts_for_others_and_foreign_datagrams_are_ignored(pair):
+    cast(pair.sender, 0, peers=["c"])
+    address = pair.sender._broadcast
+    assert address is not None
+    # Mark of the run, incarnation of the sender, number of the broadcast, and number and count of its chunks.
+    head = struct.Struct("<4sQIHH")
+    other_run = head.pack(bytes(4), 1, 1, 0, 1)
+    undecodable = head.pack(run_mark("run"), 1, 1, 0, 1) + b"\1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as foreign:
-        address = sender._broadcast
-        assert address is not None
-        prefix = struct.pack("<4sQIHH", run_mark("run"), 1, 1, 0, 1)
-        for junk in (
-            b"",
-            b"CAST",
-            bytes(200),
-            struct.pack("<4sQIHH", bytes(4), 1, 1, 0, 1),
-            prefix + b"\1",
-        ):
-            foreign.sendto(junk, address)
-    cast(sender, 1)
-    wait_for(arrivals, 1)
-    assert [arrival.envelope.message["number"] for arrival in arrivals] == [1]
+        for datagram in (b"", b"CAST", bytes(200), other_run, undecodable):
+            foreign.sendto(datagram, address)
+    cast(pair.sender, 1)
+    wait_for_count(pair.arrivals, 1)
+    assert pair.arrived_numbers() == [1]
 
 
 def test_broadcast_under_another_name_is_dropped(pair):
-    sender, arrivals, _ = pair
-    sender.send(FORMS["c"].encode(Message("m", {"number": 0}), ["b"]), 1, 0)
-    cast(sender, 1)
-    elsewhere = Addresses(("0.0.0.0", 0), sender._broadcast, "127.0.0.3", {})
-    other = Caster(FORMS["a"], elsewhere, "run", 1 << 20, everything)
-    cast(other, 2)
-    other.close()
-    cast(sender, 3)
-    wait_for(arrivals, 2)
-    assert [arrival.envelope.message["number"] for arrival in arrivals] == [1, 3]
+    # The name of another device, from the address of a.
+    other_name = FORMS["c"].encode(Message("m", {"number": 0}), ["b"])
+    pair.sender.send(other_name, 1, 0)
+    cast(pair.sender, 1)
+    # The name of a, from the address of another device.
+    impostor = make_sender(pair.sender._broadcast, source="127.0.0.3")
+    cast(impostor, 2)
+    impostor.close()
+    cast(pair.sender, 3)
+    wait_for_count(pair.arrivals, 2)
+    assert pair.arrived_numbers() == [1, 3]
 
 
-def test_too_large_or_unaddressed_broadcast_is_refused(pair):
-    sender, _, _ = pair
+def test_too_large_broadcast_is_refused(pair):
+    # The count of the chunks has 16 bits.
     with pytest.raises(ValueError, match="too large"):
-        sender.send(bytes(0x10000 * CAST_CHUNK), 1, 0)
-    lonely = Caster(
-        FORMS["a"],
-        Addresses(("127.0.0.1", 0), None, "0.0.0.0", {}),
-        "run",
-        1 << 20,
-        everything,
-    )
+        pair.sender.send(bytes(0x10000 * CAST_CHUNK), 1, 0)
+
+
+def test_sending_without_a_broadcast_address_is_refused():
+    addresses = Addresses(("127.0.0.1", 0), None, "0.0.0.0", {})
+    caster = Caster(FORMS["a"], addresses, "run", INBOX_LIMIT, receive_all)
     with pytest.raises(ValueError, match="no broadcast address"):
-        lonely.send(b"", 1, 0)
-    lonely.close()
+        caster.send(b"", 1, 0)
+    caster.close()
 
 
-def test_frames_are_lost_by_the_same_draws_as_on_the_virtual_clock():
+def test_frames_are_lost_by_the_draws_of_the_virtual_clock():
+    # An emulation draws from the decoded message, a simulation from the original one.
     message = Message("m", {}, {"x": torch.rand(40, 20)}, sender="a")
     header = len(FORMS["a"].header(message, ["b"]))
-    chance = partial(is_received, 3, "a", "b", 8, 0.3)
-    read = FORMS["b"].decode(FORMS["a"].encode(message, ["b"]))
-    assert read is not None
-    here, there = (
-        received_part(*read, 100, chance),
-        received_part(message, header, 100, chance),
-    )
-    assert here is not None
-    assert there is not None
-    assert torch.equal(here.missing["x"], there.missing["x"])
-    assert torch.equal(here.tensors["x"], there.tensors["x"])
-    assert 0.1 < here.missing["x"].float().mean() < 0.5
+    draw = partial(is_received, SEED, "a", "b", 8, 0.3)
+    decoded = FORMS["b"].decode(FORMS["a"].encode(message, ["b"]))
+    assert decoded is not None
+    emulated = received_part(*decoded, 100, draw)
+    simulated = received_part(message, header, 100, draw)
+    assert emulated is not None
+    assert simulated is not None
+    assert torch.equal(emulated.missing["x"], simulated.missing["x"])
+    assert torch.equal(emulated.tensors["x"], simulated.tensors["x"])
+    assert 0.1 < emulated.missing["x"].float().mean() < 0.5

@@ -1,4 +1,4 @@
-"""What a device tells Prometheus, and the board that shows it."""
+"""Metrics of a device for Prometheus, and the Grafana board of the documentation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from testbed_controller.lab import runstate
 from tests.helpers import ROOT
 
 
-def told(totals: Totals) -> str:
+def render(totals: Totals) -> str:
+    """Return the metrics of a device with some totals, in Prometheus' format."""
     device = SimpleNamespace(
         totals=totals,
         waiting=0,
@@ -35,54 +36,55 @@ def told(totals: Totals) -> str:
     return render_metrics(runner, 1 << 20).decode()  # type: ignore[arg-type]
 
 
-def learned() -> Totals:
+def count_events() -> Totals:
+    """Return the totals of three steps, an evaluation and a request."""
     totals = Totals()
-    for event, fields in (
-        ("step", {"step": 0, "loss": 2.0}),
-        ("step", {"step": 1, "loss": 1.5}),
-        ("evaluate", {"step": 1, "accuracy": 0.5, "loss": 1.25}),
-        ("request", {"request": 0, "latency": 0.1}),
-        ("step", {"step": 2, "loss": None}),
-    ):
-        totals.count_event(event, fields)
+    totals.count_event("step", {"step": 0, "loss": 2.0})
+    totals.count_event("step", {"step": 1, "loss": 1.5})
+    totals.count_event("evaluate", {"step": 1, "accuracy": 0.5, "loss": 1.25})
+    totals.count_event("request", {"request": 0, "latency": 0.1})
+    # A step without a loss leaves the metric at the last known loss.
+    totals.count_event("step", {"step": 2, "loss": None})
     return totals
 
 
-def test_metrics_include_loss_and_accuracy() -> None:
-    text = told(learned())
-    for line in (
+@pytest.mark.parametrize(
+    "line",
+    [
         "testbed_steps_total 3.0",
         "testbed_requests_total 1.0",
         "testbed_loss 1.5",
         "testbed_accuracy 0.5",
         "testbed_test_loss 1.25",
-    ):
-        assert line in text.splitlines()
-    assert "testbed_loss" not in told(Totals()), (
-        "a device that knows of none tells none"
-    )
+    ],
+)
+def test_metrics_include_totals_and_last_values(line: str) -> None:
+    assert line in render(count_events()).splitlines()
+
+
+def test_unknown_loss_is_not_exported() -> None:
+    assert "testbed_loss" not in render(Totals())
 
 
 def test_grafana_board_uses_existing_metrics() -> None:
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
-    asked = {
-        name
-        for panel in board["panels"]
-        for target in panel["targets"]
-        for name in re.findall(r"testbed_[a-z_]+", target["expr"])
-    }
-    there = set(re.findall(r"^(testbed_[a-z_]+)", told(learned()), re.MULTILINE))
-    assert len(asked) > 10
-    assert asked <= there
+    used: set[str] = set()
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            used.update(re.findall(r"testbed_[a-z_]+", target["expr"]))
+    exported = re.findall(r"^(testbed_[a-z_]+)", render(count_events()), re.MULTILINE)
+    assert len(used) > 10
+    assert used <= set(exported)
 
 
-def test_targets_hold_ports_and_token_for_their_owner_alone(
+def test_prometheus_targets_are_readable_by_the_owner_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     state = runstate.RunState("quickstart-1", "secret")
     runstate.write_targets(state, {"a": "http://127.0.0.1:4000/devices/a"})
     [path] = (tmp_path / "testbed").iterdir()
+    # The file contains the token.
     assert path.stat().st_mode & 0o777 == 0o600
     assert json.loads(path.read_text()) == [
         {
@@ -95,6 +97,7 @@ def test_targets_hold_ports_and_token_for_their_owner_alone(
             },
         }
     ]
+    # The file is not mistaken for the state of a run, and disappears with the run.
     assert runstate.runs() == []
     runstate.forget("quickstart-1")
     assert not path.exists()
@@ -118,8 +121,18 @@ def test_targets_hold_ports_and_token_for_their_owner_alone(
         ({"REQUEST_METHOD": "GET"}, False),
         ({}, False),
     ],
+    ids=[
+        "header",
+        "header without scheme",
+        "wrong header",
+        "query of a read",
+        "query of a write",
+        "no query",
+        "nothing",
+    ],
 )
-def test_a_request_bears_the_token_in_its_header_or_a_reading_one_in_its_query(
+def test_token_is_accepted_in_the_header_or_the_query_of_a_read(
     environ: Mapping[str, Any], allowed: bool
 ) -> None:
+    # Prometheus can send the token only in a query.
     assert authorised(environ, "secret") is allowed

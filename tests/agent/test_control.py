@@ -1,4 +1,4 @@
-"""The routes of the control network, by Flask's client."""
+"""Requests to an agent over the control network."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from testbed_agent.http import Refused
 from testbed_agent.starting import HealthFirst
 
 
-class Runner:
-    """A device that remembers its requests."""
+class FakeRunner:
+    """A device without a program, which records requests."""
 
     settings = SimpleNamespace(run="r", device="d", token="t")
     state, error, device, computing = "idle", None, None, None
@@ -26,7 +26,7 @@ class Runner:
     )
 
     def __init__(self) -> None:
-        self.done: list[Any] = []
+        self.calls: list[Any] = []
 
     def health(self) -> dict[str, Any]:
         return {"state": self.state}
@@ -36,12 +36,12 @@ class Runner:
             raise Refused(409, "deploy first")
 
     def put_data(self, body: bytearray) -> None:
-        self.done.append(bytes(body))
+        self.calls.append(bytes(body))
 
     put_shard = put_data
 
     def start(self, origin: float) -> None:
-        self.done.append(origin)
+        self.calls.append(origin)
 
     def stop(self) -> None:
         raise RuntimeError("no program")
@@ -50,24 +50,24 @@ class Runner:
         return b"part" if part else b"whole"
 
 
-def ask(
-    runner: Runner, method: str, path: str, body: bytes = b"", token: str = "t"
+def send_request(
+    runner: FakeRunner, method: str, path: str, body: bytes = b"", token: str = "t"
 ) -> tuple[int, bytes]:
+    """Return the status and the body of the response."""
     client = create_application(runner).test_client()  # type: ignore[arg-type]
-    answer = client.open(
+    response = client.open(
         path, method=method, data=body, headers={"Authorization": f"Bearer {token}"}
     )
-    return answer.status_code, answer.data
+    return response.status_code, response.data
 
 
-def test_changes_are_answered_with_the_state() -> None:
-    runner = Runner()
-    assert ask(runner, "PUT", "/data", b"12345") == (
-        200,
-        ask(runner, "GET", "/health")[1],
-    )
-    assert ask(runner, "POST", "/start", b'{"origin": 2.5}')[0] == 200
-    assert runner.done == [b"12345", 2.5]
+def test_response_to_a_change_is_the_state() -> None:
+    runner = FakeRunner()
+    _, health = send_request(runner, "GET", "/health")
+    assert send_request(runner, "PUT", "/data", b"12345") == (200, health)
+    status, _ = send_request(runner, "POST", "/start", b'{"origin": 2.5}')
+    assert status == 200
+    assert runner.calls == [b"12345", 2.5]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_changes_are_answered_with_the_state() -> None:
     ],
 )
 def test_reads_return_their_content(path: str, content: bytes) -> None:
-    assert ask(Runner(), "GET", path) == (200, content)
+    assert send_request(FakeRunner(), "GET", path) == (200, content)
 
 
 @pytest.mark.parametrize(
@@ -105,35 +105,48 @@ def test_reads_return_their_content(path: str, content: bytes) -> None:
         ),
         ("POST", "/stop", b"", 500, "POST /stop: RuntimeError('no program')"),
     ],
+    ids=[
+        "unknown path",
+        "unknown method",
+        "large body",
+        "wrong state",
+        "wrong type",
+        "wrong query",
+        "bug",
+    ],
 )
 def test_refusals_name_their_reason(
     method: str, path: str, body: bytes, status: int, error: str
 ) -> None:
-    answered, content = ask(Runner(), method, path, body)
-    assert answered == status
+    response_status, content = send_request(FakeRunner(), method, path, body)
+    assert response_status == status
     assert json.loads(content)["error"].startswith(error)
 
 
-def test_without_the_token_only_health_is_answered() -> None:
-    assert ask(Runner(), "GET", "/health", token="")[0] == 200
-    assert ask(Runner(), "GET", "/events", token="another")[0] == 401
+def test_only_health_is_available_without_the_token() -> None:
+    health_status, _ = send_request(FakeRunner(), "GET", "/health", token="")
+    events_status, _ = send_request(FakeRunner(), "GET", "/events", token="another")
+    assert (health_status, events_status) == (200, 401)
 
 
-def test_health_is_the_same_before_and_after_flask_is_imported() -> None:
-    client = Client(HealthFirst(Runner(), lambda: None))  # type: ignore[arg-type]
-    token = {"Authorization": "Bearer t"}
+def test_health_is_equal_before_and_after_the_import_of_flask() -> None:
+    # The first request with another path imports Flask, which takes too long for the start of many devices.
+    client = Client(HealthFirst(FakeRunner(), lambda: None))  # type: ignore[arg-type]
+    headers = {"Authorization": "Bearer t"}
     before = client.get("/health")
     assert client.get("/weights").status_code == 401
-    assert client.get("/weights", headers=token).data == b"whole"
+    assert client.get("/weights", headers=headers).data == b"whole"
     after = client.get("/health")
     assert before.json == after.json == {"state": "idle"}
     assert before.headers["Content-Type"] == after.headers["Content-Type"]
 
 
-def test_renewing_a_lease_reaches_it() -> None:
+def test_lease_request_renews_the_lease() -> None:
     renewals: list[str] = []
-    client = Client(HealthFirst(Runner(), lambda: renewals.append("renewed")))  # type: ignore[arg-type]
-    assert (
-        client.post("/lease", headers={"Authorization": "Bearer t"}).status_code == 200
+    application = HealthFirst(
+        FakeRunner(),  # type: ignore[arg-type]
+        lambda: renewals.append("renewed"),
     )
+    headers = {"Authorization": "Bearer t"}
+    assert Client(application).post("/lease", headers=headers).status_code == 200
     assert renewals == ["renewed"]

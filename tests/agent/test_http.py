@@ -15,61 +15,61 @@ from testbed.wire.serving import PatientServer
 from testbed_agent.http import Refused, read_body
 
 
-def _application() -> flask.Flask:
-    app = flask.Flask("bodies")
+def make_application() -> flask.Flask:
+    """Return an application that responds with the length of a body."""
+    application = flask.Flask("bodies")
 
-    @app.put("/")
-    def measure() -> dict[str, Any]:
-        return {
-            "length": len(
-                read_body(
-                    flask.request.environ, int(flask.request.environ["CONTENT_LENGTH"])
-                )
-            )
-        }
+    @application.put("/")
+    def measure_body() -> dict[str, Any]:
+        environ = flask.request.environ
+        body = read_body(environ, int(environ["CONTENT_LENGTH"]))
+        return {"length": len(body)}
 
-    @app.errorhandler(Refused)
+    @application.errorhandler(Refused)
     def refuse(error: Refused) -> Any:
         return {"error": str(error)}, error.status
 
-    return app
+    return application
 
 
-def _answered(link: socket.socket) -> bytes:
-    answer = b""
-    while not answer.endswith(b"}\n"):
-        answer += link.recv(1000)
-    return answer
+def receive_response(client: socket.socket) -> bytes:
+    # Flask ends a JSON object with a line feed.
+    response = b""
+    while not response.endswith(b"}\n"):
+        response += client.recv(1000)
+    return response
 
 
 @pytest.fixture
-def link() -> Iterator[socket.socket]:
-    server = PatientServer(("127.0.0.1", 0), _application(), 1)
+def client() -> Iterator[socket.socket]:
+    """A connection with 9 of 100 bytes of a body sent."""
+    server = PatientServer(("127.0.0.1", 0), make_application(), 1)
     threading.Thread(target=server.serve, daemon=True).start()
-    with socket.create_connection(server.address, timeout=10) as link:
-        link.sendall(
+    with socket.create_connection(server.address, timeout=10) as client:
+        client.sendall(
             b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nonly this"
         )
-        yield link
+        yield client
     server.stop()
 
 
-def test_slow_body_is_accepted(link: socket.socket) -> None:
+def test_slow_body_is_accepted(client: socket.socket) -> None:
     for _ in range(91):
-        link.sendall(b"x")
-    assert _answered(link).endswith(b'{"length":100}\n')
+        client.sendall(b"x")
+    assert receive_response(client).endswith(b'{"length":100}\n')
 
 
-def test_a_body_that_ends_too_early_is_refused(link: socket.socket) -> None:
-    link.shutdown(socket.SHUT_WR)
-    answer = _answered(link)
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b"after 9 of 100 bytes" in answer
+def test_incomplete_body_is_refused(client: socket.socket) -> None:
+    client.shutdown(socket.SHUT_WR)
+    response = receive_response(client)
+    assert response.startswith(b"HTTP/1.1 400 ")
+    assert b"after 9 of 100 bytes" in response
 
 
-def test_a_body_that_stalls_is_refused(
+def test_stalled_body_is_refused(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    # The server waits with the time-out as it is when the body stalls, so the fixture follows the change.
     monkeypatch.setattr(serving, "STALLED_AFTER", 0.2)
-    link = request.getfixturevalue("link")
-    assert _answered(link).startswith(b"HTTP/1.1 408 ")
+    client = request.getfixturevalue("client")
+    assert receive_response(client).startswith(b"HTTP/1.1 408 ")
