@@ -3,8 +3,8 @@
     python generation/clocks.py                  # all points of scenarios/clocks.yaml: 15 minutes
     python generation/clocks.py ring petals      # points whose label contains one of these words
 
-The table is that of generation/README.md. Tokens and bytes are equal on any host. Times can be compared only on a host
-with nothing else to do: the verdict says whether the emulation can be trusted.
+The table is that of generation/README.md. Tokens and bytes are equal on any host. Times can be compared only on an idle
+host: the verdict says whether the emulation can be trusted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import testbed
 SCENARIO = Path(__file__).with_name("scenarios") / "clocks.yaml"
 
 UNCOMPARED = ("ping", "pong", "release")
-"""Kinds of messages whose number depends on the duration of a run, or that may be in transit at its end."""
+"""Messages whose number depends on the duration of a run, or that may be in transit at the end of a run."""
 
 SLACK = 64
-"""Bytes by which a message may differ on both clocks.
+"""Bytes by which the size of a message may differ between both clocks.
 
-The simulator assumes the usual number of digits of sequence numbers, and safetensors begin at a multiple of 64 bytes.
+The simulator assumes the usual number of digits of sequence numbers, and tensors begin at a multiple of 64 bytes.
 """
 
 Route = tuple[str, str, str]
@@ -46,7 +46,7 @@ def points() -> dict[str, Mapping[str, Any]]:
 
 def run_point(changes: Mapping[str, Any], runtime: str, out: Path) -> testbed.Result:
     """Run one point of the scenario; ``runtime`` is ``simulate`` or ``emulate``."""
-    # Without `points` the scenario has one run: the changes are those of the point.
+    # Without `points` the scenario has a single run, with the changes of the point.
     scenario = testbed.load(SCENARIO, {**changes, "points": []})
     if runtime == "simulate":
         return testbed.simulate(scenario, out)
@@ -55,7 +55,7 @@ def run_point(changes: Mapping[str, Any], runtime: str, out: Path) -> testbed.Re
 
 
 def tokens_of(result: testbed.Result) -> dict[int, list[int]]:
-    """Return the tokens of each request by its number."""
+    """Return the tokens of each request, by number of the request."""
     tokens: dict[int, list[int]] = defaultdict(list)
     for event in result.run.outcome.events:
         if event.event == "token":
@@ -89,7 +89,7 @@ class Comparison:
 
     @property
     def has_fault(self) -> bool:
-        """Whether a device is lost: the messages in transit then depend on the instant of its death."""
+        """Whether a device is lost. Messages in transit then depend on the time of its death, which differs."""
         return bool(self.simulated.run.experiment.faults)
 
     def different_messages(self) -> Iterator[str]:
@@ -99,12 +99,12 @@ class Comparison:
         for route in sorted(simulated.keys() | containers.keys()):
             expected = simulated.get(route, [])
             measured = containers.get(route, [])
-            # The run ends with the last token, which some messages of the last step may not precede.
+            # The run ends with the last token. A message of the last step may arrive later, and then is not counted.
             if abs(len(expected) - len(measured)) > 1:
                 yield f"{route}: {len(expected)} and {len(measured)} messages"
-            for one, other in zip(expected, measured, strict=False):
-                if abs(one - other) > SLACK:
-                    yield f"{route}: {one} and {other} bytes"
+            for expected_size, size in zip(expected, measured, strict=False):
+                if abs(expected_size - size) > SLACK:
+                    yield f"{route}: {expected_size} and {size} bytes"
 
     def row(self) -> str:
         """Return the row of the table."""
@@ -135,7 +135,7 @@ class Comparison:
 
 
 def compare_clocks(label: str, changes: Mapping[str, Any], out: Path) -> Comparison:
-    """Run a point on both clocks, with its results below ``out``."""
+    """Run a point on both clocks, and store the results below ``out``."""
     folder = out / label.replace(" ", "-")
     return Comparison(
         label,

@@ -1,11 +1,11 @@
-"""Compare tokens a second of a model in four containers with those of torch in one process without the testbed.
+"""Compare the tokens per second of a model in four containers with torch in one process.
 
     python generation/overhead.py SmolLM2-135M-Instruct.Q4_1.gguf
 
 Links have no limits and devices are not paced, so only messages and processes can make containers slower than torch. A
 stage computes on one thread, and with one request in flight only one stage computes at a time: the first ratio is to
-torch on one thread. With four requests in flight all processors of the host are used. docs/generation.md says where the
-file is.
+torch on one thread. With four requests in flight all processors of the host are used. docs/generation.md links to the
+file.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ DEVICES = 4
 
 
 def torch_rate(file: Path, tokens: int, threads: int) -> float:
-    """Return the tokens a second of a plain loop in this process, without the first token."""
+    """Return the tokens per second of a plain loop in this process, without the first token."""
     torch.set_num_threads(threads)
-    source = open_weights(file)
-    assert isinstance(source, GgufFile)
-    architecture = source.architecture
-    embedding = source.read(EMBEDDING)
-    norm = source.read(NORM)
-    output = embedding if architecture.tied else source.read(OUTPUT)
+    weight_source = open_weights(file)
+    # The prompt needs the tokenizer of a GGUF file.
+    assert isinstance(weight_source, GgufFile)
+    architecture = weight_source.architecture
+    embedding = weight_source.read(EMBEDDING)
+    norm = weight_source.read(NORM)
+    output = embedding if architecture.tied else weight_source.read(OUTPUT)
     layers = []
     for number in range(architecture.layers):
-        weights = read_layer(source, architecture, number)
+        weights = read_layer(weight_source, architecture, number)
         layers.append(LayerShard(architecture, weights))
     caches = [Cache() for _ in layers]
-    following = open_tokenizer(file).encode(PROMPT)
+    inputs = open_tokenizer(file).encode(PROMPT)
     times = []
     with torch.inference_mode():
         for _ in range(tokens):
-            values = embed(torch.tensor(following), embedding)
+            activations = embed(torch.tensor(inputs), embedding)
             for layer, cache in zip(layers, caches, strict=True):
-                values = layer.forward(values, cache)
-            logits = score(values[-1:], norm, output, architecture.epsilon)
+                activations = layer.forward(activations, cache)
+            logits = score(activations[-1:], norm, output, architecture.epsilon)
             # The caches have the earlier tokens, so only the newest one is computed next.
-            following = [int(logits[0].argmax())]
+            inputs = [int(logits[0].argmax())]
             times.append(time.perf_counter())
     # The first token also waited for the prompt.
     return (tokens - 1) / (times[-1] - times[0])
 
 
 def testbed_rates(file: Path, tokens: int, requests: int) -> tuple[float, float]:
-    """Return the tokens a second of one request without its first token, median, and of all requests together."""
+    """Return the tokens per second of a request without its first token (median), and of all requests together."""
     scenario = testbed.build(
         name="overhead",
         workload={
@@ -73,7 +74,7 @@ def testbed_rates(file: Path, tokens: int, requests: int) -> tuple[float, float]
             "concurrency": requests,
             "method": {"name": "sequential", "partition": "even"},
         },
-        # With a slowdown of 1, computations take as long as the host needs; the speed is used by plans alone.
+        # With a slowdown of 1, computations take as long as the host needs; only plans use the speed.
         devices={
             "device": {
                 "count": DEVICES,

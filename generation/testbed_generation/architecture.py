@@ -152,6 +152,7 @@ class Architecture:
         return 2.0 * tokens * self.embedding_values
 
 
+# Numbers without a keyword are layers, width, heads, kv_heads, hidden, vocabulary and context.
 PRESETS: dict[str, Architecture] = {
     "tinystories-260k": Architecture(5, 64, 8, 4, 172, 512, 512, tied=True),
     "smollm2-135m": Architecture(

@@ -344,11 +344,11 @@ class RowCoordinator:
             if activations is None:
                 padding = self._input_bytes(product, forward.tokens)
             inputs = Inputs(
-                forward.number,
-                layer,
-                product,
-                forward.tokens,
-                transport.pack(sent),
+                forward=forward.number,
+                layer=layer,
+                product=product,
+                tokens=forward.tokens,
+                tensors=transport.pack(sent),
                 padding=padding,
             )
             self._mailbox.post(name, inputs)

@@ -256,7 +256,7 @@ class StageServer:
         for request, sequence in layer_range.sequences.items():
             # Keys of JSON are strings.
             positions[str(request)] = sequence.position
-        assigned = Assigned(assign.assignment, positions)
+        assigned = Assigned(assign.assignment, held=positions)
         self._mailbox.post(self._coordinator, assigned)
 
     async def _compute_step(self, layer_range: LayerRange, step: Step) -> None:
@@ -345,13 +345,13 @@ class StageServer:
             entry_bytes = model.architecture.cache_bytes(model.cache_value_bytes)
             padding = entry_bytes * layer_range.layer_count * step.tokens
         copy = Copy(
-            layer_range.assign.first,
-            step.request,
-            step.attempt,
-            step.position,
-            step.tokens,
-            keys,
-            values,
+            first=layer_range.assign.first,
+            request=step.request,
+            attempt=step.attempt,
+            position=step.position,
+            tokens=step.tokens,
+            keys=keys,
+            values=values,
             padding=padding,
         )
         self._mailbox.post(replica, copy)

@@ -173,7 +173,12 @@ class TensorParallelDecoder:
         request = progress.request.number
         padding = self._model.message_bytes(tokens) if embedded is None else 0
         forward = Forward(
-            self._next_number, request, position, tokens, embedded, padding=padding
+            number=self._next_number,
+            request=request,
+            position=position,
+            tokens=tokens,
+            values=embedded,
+            padding=padding,
         )
         self._next_number += 1
         for name in self._receivers:

@@ -168,17 +168,18 @@ def _from_gguf(path: Path) -> Tokenizer:
     """Return the byte-pair tokenizer whose vocabulary and merges a GGUF file contains."""
     tokenizers = _import_tokenizers(path)
     file = open_weights(path)
+    # `open_weights` chooses the class by the suffix, which is .gguf here.
     assert isinstance(file, GgufFile)
-    if file.text("tokenizer.ggml.model") != "gpt2":
+    if file.read_text("tokenizer.ggml.model") != "gpt2":
         raise InputError(
             f"{path}: its tokenizer is not a byte-pair tokenizer: name a folder with tokenizer.json",
             KEY,
         )
-    texts = file.strings("tokenizer.ggml.tokens")
+    texts = file.read_strings("tokenizer.ggml.tokens")
     vocabulary = {text: index for index, text in enumerate(texts)}
     # A merge is written as two tokens with a space between them.
     merges = []
-    for merge in file.strings("tokenizer.ggml.merges"):
+    for merge in file.read_strings("tokenizer.ggml.merges"):
         merges.append(tuple(merge.split(" ", 1)))
     model = tokenizers.models.BPE(vocab=vocabulary, merges=merges)
     tokenizer = tokenizers.Tokenizer(model)
@@ -189,5 +190,5 @@ def _from_gguf(path: Path) -> Tokenizer:
     # Marks such as <|im_start|> are single tokens, which merges of letters would not produce.
     special = [text for text in texts if text.startswith("<|") and text.endswith("|>")]
     tokenizer.add_special_tokens(special)
-    end = file.number("tokenizer.ggml.eos_token_id")
+    end = file.read_number("tokenizer.ggml.eos_token_id")
     return VocabularyTokenizer(tokenizer, None if end is None else int(end))

@@ -200,17 +200,17 @@ class GgufFile:
             raise _broken_file_error(path, error) from None
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
-    def number(self, key: str) -> float | None:
+    def read_number(self, key: str) -> float | None:
         """Return a number of the file's metadata, such as ``llama.block_count``; None for a missing key."""
         field = self._reader.get_field(key)
         return None if field is None else float(field.contents())
 
-    def strings(self, key: str) -> list[str]:
+    def read_strings(self, key: str) -> list[str]:
         """Return a list of strings of the file's metadata, such as ``tokenizer.ggml.tokens``."""
         field = self._reader.get_field(key)
         return [] if field is None else list(field.contents())
 
-    def text(self, key: str) -> str:
+    def read_text(self, key: str) -> str:
         """Return a text of the file's metadata; empty for a missing key."""
         field = self._reader.get_field(key)
         return "" if field is None else str(field.contents())
@@ -219,8 +219,8 @@ class GgufFile:
     def architecture(self) -> Architecture:
         """The model's shape according to the metadata."""
 
-        def number(key: str, default: float | None = None) -> float:
-            value = self.number(f"llama.{key}")
+        def required_number(key: str, default: float | None = None) -> float:
+            value = self.read_number(f"llama.{key}")
             if value is None:
                 value = default
             if value is None:
@@ -230,18 +230,18 @@ class GgufFile:
                 )
             return value
 
-        heads = int(number("attention.head_count"))
+        heads = int(required_number("attention.head_count"))
         return Architecture(
-            layers=int(number("block_count")),
-            width=int(number("embedding_length")),
+            layers=int(required_number("block_count")),
+            width=int(required_number("embedding_length")),
             heads=heads,
-            kv_heads=int(number("attention.head_count_kv", heads)),
-            hidden=int(number("feed_forward_length")),
-            vocabulary=len(self.strings("tokenizer.ggml.tokens")),
-            context=int(number("context_length")),
+            kv_heads=int(required_number("attention.head_count_kv", heads)),
+            hidden=int(required_number("feed_forward_length")),
+            vocabulary=len(self.read_strings("tokenizer.ggml.tokens")),
+            context=int(required_number("context_length")),
             # Files of the first Llama models lack these keys.
-            rope_base=number("rope.freq_base", 10_000.0),
-            epsilon=number("attention.layer_norm_rms_epsilon", 1e-5),
+            rope_base=required_number("rope.freq_base", 10_000.0),
+            epsilon=required_number("attention.layer_norm_rms_epsilon", 1e-5),
             # llama.cpp leaves the output matrix out of a file where it is the embedding.
             tied="output.weight" not in self._tensors,
         )
