@@ -90,7 +90,7 @@ def wait_for_count(items: Sized, count: int) -> None:
 def cast(
     sender: Caster, number: int, peers=("b",), padding: int = 0
 ) -> tuple[int, float]:
-    """Send a broadcast; return its size and the instant of its departure."""
+    """Send a broadcast; return the size and the instant of departure."""
     message = Message("m", {"number": number}, padding=padding)
     return sender.send(FORMS["a"].encode(message, peers), 1, number)
 

@@ -25,7 +25,7 @@ TOKEN = "a-token-of-the-tests"
 
 
 class Receiver:
-    """The data server of an agent, with a program that frees the inbox ``hold_seconds`` after each message."""
+    """The data server of an agent, and a program freeing the inbox ``hold_seconds`` after each message."""
 
     def __init__(
         self, limit: int = 1 << 26, hold_seconds: float = 0.0, port: int = 0

@@ -16,7 +16,7 @@ from testbed_agent.http import Refused, read_body
 
 
 def make_application() -> flask.Flask:
-    """Return an application that responds with the length of a body."""
+    """Return an application responding with the length of a body."""
     application = flask.Flask("bodies")
 
     @application.put("/")
