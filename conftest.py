@@ -107,7 +107,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the reasons of all skipped tests in one line, and count the tests of time for ``tests/run``."""
+    """Print the reasons of all skipped tests in one line, and count the timing tests for ``tests/run``."""
     counts_file = os.environ.get("TESTBED_TIMED_COUNTS")
     is_worker = hasattr(terminalreporter.config, "workerinput")
     if counts_file and not is_worker:
@@ -125,7 +125,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def count_timed_tests(reporter: pytest.TerminalReporter) -> tuple[int, int]:
-    """Return the number of tests of time, and the number of tests skipped as not measured."""
+    """Return the number of timing tests, and the number of tests skipped as not measured."""
     timed, not_measured = 0, 0
     for outcome in ("passed", "failed", "skipped"):
         for report in reporter.stats.get(outcome, ()):

@@ -199,7 +199,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
                 f"method '{method.name}' does not support graceful shutdown: use kill"
             )
         elif action.target == plan.coordinator:
-            text = f"'{plan.coordinator}' leads the run, which would end"
+            text = f"'{plan.coordinator}' is the coordinator of the run, which would then end"
         else:
             continue
         problems.append(Diagnostic(("faults", index, "retire"), text))

@@ -205,7 +205,7 @@ class SystemState:
         """Put an action in force; raise ValueError when the handle is in use."""
         if handle in self.in_force:
             raise ValueError(
-                f"'{handle}' is in force already: undo it first, or choose another handle"
+                f"'{handle}' is already active: undo it first, or choose another handle"
             )
         return replace(self, in_force={**self.in_force, handle: action})
 

@@ -258,7 +258,7 @@ def _trigger_problems(
             begun = f"it begins {', '.join(sorted(spans))}"
         yield (
             ("when", "begins"),
-            f"'{trigger.device}' never begins '{trigger.begins}': {begun}",
+            f"'{trigger.device}' has no computation '{trigger.begins}': {begun}",
         )
         return
     if trigger.event is not None:

@@ -304,7 +304,7 @@ def _path_problems(part: DataPart, *, is_single_file: bool) -> Iterator[Diagnost
     """Yield a problem if a catalogue set of a single file has no path, or any other set has one."""
     key: Key = ("workload", "data")
     if is_single_file and part.path is None:
-        text = f"{part.name} is your own image: give its file with `path`, or use the data set photos"
+        text = f"{part.name} needs the file of an image: name it with `path`, or use the data set photos"
         yield Diagnostic(key, text)
     elif not is_single_file and part.path is not None:
         text = f"{part.name} is not read from a single file: use the data set image, or remove `path`"

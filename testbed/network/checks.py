@@ -46,7 +46,7 @@ def problems(link: Link) -> list[Impossible]:
         seconds = getattr(link, name)
         # As a chain, since every comparison with NaN is false.
         if not 0 <= seconds < math.inf:
-            text = f"a {name} of {_in_milliseconds(seconds)} cannot be: use 0 or more"
+            text = f"a {name} of {_in_milliseconds(seconds)} is negative: use 0 or more"
             impossible.append(Impossible(name, text))
     if link.rate is not None:
         wrong = rate_problem(link.rate)
@@ -124,7 +124,7 @@ def _correlation_problems(name: str, value: float) -> list[Impossible]:
         return [
             Impossible(
                 name,
-                "100% would repeat the first packet's fate for ever: use at most 99%",
+                "100% would treat all packets like the first one: use at most 99%",
             )
         ]
     return _fraction_problems(name, value)
@@ -159,7 +159,7 @@ def _loss_problems(link: Link) -> Iterator[Impossible]:
             yield Impossible("loss_correlation", text)
         return
     if link.loss_correlation > 0:
-        text = "bursts have a memory of their own: give loss and loss_correlation, or bursts"
+        text = "cannot be combined with `bursts`, which are correlated by themselves: remove one of the two"
         yield Impossible("loss_correlation", text)
     wrong = _burst_problems(link.bursts)
     # The average helps to choose: it is what `loss` would have to be.

@@ -308,7 +308,7 @@ class NetworkPart(ConfigModel):
         # A public range would hide its owners from the host while a run is up.
         if any(others) or network.overlaps(_THIS_HOST):
             raise ValueError(
-                f"'{value}' belongs to others: write a private range such as 10.20.0.0/16"
+                f"'{value}' is not a private range: write one such as 10.20.0.0/16"
             )
         return str(network)
 

@@ -186,7 +186,7 @@ def _device_problems(scenario: Scenario) -> Iterator[Diagnostic]:
             text += "(which may be those of a GPU, by kind of layer); remove the key"
             yield Diagnostic((*key, "gpu"), text)
         if part.slowdown is not None and part.speed is None:
-            text = "the host's own speed is not known when plans are made: give the speed to reckon with as well"
+            text = "the host's speed is unknown to planners: also give the speed that plans assume"
             yield Diagnostic((*key, "slowdown"), text)
 
 
@@ -200,5 +200,5 @@ def _profile_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
     # Speeds are those of float32, and int8 is as fast unless the profile says otherwise.
     has_speed = part.speed is not None or part.precision in ("f32", "int8")
     if not has_speed and part.precision not in profile.precisions:
-        text = f"no speed in {part.precision} is known of {profile.name}: give `speed`, measured in that precision"
+        text = f"the profile {profile.name} has no speed in {part.precision}: give a `speed` measured in this precision"
         yield Diagnostic((*key, "precision"), text)

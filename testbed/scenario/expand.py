@@ -216,7 +216,7 @@ def _expand_machines(scenario: Scenario, names: list[str]) -> tuple[Machine, ...
         members = _named_devices(scenario, part.devices, names, key, problems)
         for machine in machines:
             for name in sorted({*machine.devices} & {*members}):
-                text = f"'{name}' is on another machine already: name each device once"
+                text = f"'{name}' is already placed on another machine: name each device once"
                 problems.append(Diagnostic((*key, "devices"), text))
         machines.append(Machine(tuple(members), part.cores))
     if problems:

@@ -122,7 +122,7 @@ def parse_trace(
             continue
         parsed.append(change)
         if change.time < latest:
-            text = f"runs backwards: {change.time:g}s is before the {latest:g}s of a line above: sort the lines by time"
+            text = f"is out of order: {change.time:g}s is before {latest:g}s of an earlier line; sort the lines by time"
             report(index, text)
         latest = max(latest, change.time)
         for text in _change_problems(change, speeds, links, unknown_device_text):
@@ -135,9 +135,7 @@ def parse_trace(
         for index, pair, link in traced_links(links, parsed, first):
             for _, text in checks.problems(link):
                 ends = f"from {pair[0]} to {pair[1]}"
-                report(
-                    index, f"makes a link {ends} with an impossible property: {text}"
-                )
+                report(index, f"makes a link {ends} invalid: {text}")
     return tuple(parsed), _limit_problems(problems)
 
 

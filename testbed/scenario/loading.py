@@ -89,7 +89,7 @@ def _trace_lines(file: Path, named: str) -> dict[int, str]:
     lines = _csv_lines(text)
     example = "lines such as 12.5,link a->b rate,10mbit"
     if not lines:
-        raise InputError(f"{file}: holds no entries: write {example}")
+        raise InputError(f"{file}: has no entries: write {example}")
     number, first = next(iter(lines.items()))
     # A file in a form of its own would give thousands of errors, one for each line.
     if first.count(",") < 2:

@@ -129,5 +129,5 @@ def _mean_reception_problems(
     if part.shadowing == 0 or devices < 2:
         yield Diagnostic(
             key,
-            "needs two devices at least and some shadowing: no power gives every mean without",
+            "requires at least two devices and shadowing: otherwise no transmit power gives an arbitrary mean",
         )

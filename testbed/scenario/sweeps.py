@@ -53,7 +53,7 @@ def check_points(scenario: Scenario) -> None:
         # The larger factor is the one to reduce.
         if scenario.repetitions > points:
             key = "repetitions"
-        text = f"there would be {runs:,} runs, more than {MAX_RUNS:,}: use fewer"
+        text = f"makes {runs:,} runs, more than {MAX_RUNS:,}: use fewer"
         raise scenario.source.error([Diagnostic((key,), text)])
 
 

@@ -134,7 +134,7 @@ def clock_differences(folder: Path) -> list[str]:
 
 
 def fresh_folder(folder: Path) -> Path:
-    """Return a new subfolder: tests of time are repeated in the same folder, and results need an empty one."""
+    """Return a new subfolder: timing tests are repeated in the same folder, and results need an empty one."""
     return Path(tempfile.mkdtemp(dir=folder))
 
 

@@ -175,19 +175,19 @@ def test_scenario_is_prepared_with_method_problem_and_plan(file):
             "link: {",
             "subnet: 127.0.0.0/16\n  link: {",
             9,
-            "network.subnet: '127.0.0.0/16' belongs to others",
+            "network.subnet: '127.0.0.0/16' is not a private range",
         ),
         (
             "link: {",
             "subnet: 8.8.8.0/24\n  link: {",
             9,
-            "network.subnet: '8.8.8.0/24' belongs to others",
+            "network.subnet: '8.8.8.0/24' is not a private range",
         ),
         (
             "link: {",
             "subnet: 0.0.0.0/24\n  link: {",
             9,
-            "network.subnet: '0.0.0.0/24' belongs to others",
+            "network.subnet: '0.0.0.0/24' is not a private range",
         ),
         (
             "link: {",
@@ -212,7 +212,7 @@ def test_scenario_is_prepared_with_method_problem_and_plan(file):
             "at: 3s",
             "when: {device: worker1, begins: backwards}",
             19,
-            "faults.0.when.begins: 'worker1' never begins 'backwards': it begins backward,",
+            "faults.0.when.begins: 'worker1' has no computation 'backwards': it begins backward,",
         ),
         (
             "at: 3s",

@@ -99,7 +99,7 @@ workload:
             ", path: one.png",
             "",
             13,
-            "workload.data: image-64x64 is your own image: give its file with `path`",
+            "workload.data: image-64x64 needs the file of an image: name it with `path`",
         ),
         (
             "image-64x64",

@@ -515,7 +515,11 @@ def test_the_same_seed_loses_and_rearranges_the_same():
             "worker1",
             "method 'edgepipe' does not support graceful shutdown: use kill",
         ),
-        ("versatile", "worker4", "'worker4' leads the run, which would end"),
+        (
+            "versatile",
+            "worker4",
+            "'worker4' is the coordinator of the run, which would then end",
+        ),
     ],
 )
 def test_devices_that_cannot_retire_are_refused(name, device, message):

@@ -72,7 +72,9 @@ class Program(Method[Options]):
     """
 
     name = "program"
-    summary = "your own programs, `workload.programs`, on our devices and links"
+    summary = (
+        "user programs, `workload.programs`, on the devices and links of the testbed"
+    )
     tasks = ("program",)
     needs_torch = False
     declared = MetricsSpec(

@@ -140,7 +140,7 @@ class ProgramWorkloadPart(WorkloadPart):
                 raise ValueError(f"programs end by themselves: remove '{key}'")
         if value.get("reproducible"):
             raise ValueError(
-                "'reproducible' does not reach own programs: remove it, and set variables in their 'environment'"
+                "'reproducible' has no effect on user programs: remove it, and set 'environment' of the programs"
             )
         return value
 
@@ -150,7 +150,7 @@ class ProgramWorkloadPart(WorkloadPart):
 
     def labels(self) -> Iterator[str]:
         """Yield the facts in the head of a report."""
-        yield "own programs: they run at the host's speed; only processors and memory are limited"
+        yield "user programs run at the host's speed; only their processors and memory are limited"
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def steps_per_epoch(samples: int, batch_size: int, *, drop_last: bool = True) ->
     4
     """
     if samples < 1 or batch_size < 1:
-        raise ValueError(f"no batches of {batch_size} in {samples} samples")
+        raise ValueError(f"{samples} samples do not fill a batch of {batch_size}")
     if drop_last:
         # A set smaller than the batch is one batch of all samples.
         return max(1, samples // batch_size)

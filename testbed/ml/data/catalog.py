@@ -101,7 +101,7 @@ def _required_files(source: DataSource, *folders: Path) -> list[Path]:
             paths.append(path)
     if missing:
         raise InputError(
-            f"{folders[0]}: {source.name} needs {', '.join(missing)} there (plain or .gz); "
+            f"{folders[0]}: {source.name} needs {', '.join(missing)} in this folder (plain or .gz); "
             f"`testbed setup data {source.name}` downloads what is missing"
         )
     return paths

@@ -41,9 +41,7 @@ def fetch(
     """
     source = describe(name)
     if not source.remotes:
-        raise InputError(
-            f"data set '{name}' needs no files: there is nothing to download"
-        )
+        raise InputError(f"data set '{name}' needs no files: no download is necessary")
     folder.mkdir(parents=True, exist_ok=True)
     for remote in source.remotes:
         if not _is_complete(remote, folder):

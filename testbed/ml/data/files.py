@@ -150,7 +150,7 @@ def read_cifar(paths: Sequence[Path], classes: int = 10) -> tuple[Bytes, Bytes]:
         content = _read_content(path)
         if not content or len(content) % _CIFAR_RECORD:
             raise InputError(
-                f"{path}: truncated: {len(content)} bytes are no whole records of {_CIFAR_RECORD}"
+                f"{path}: truncated: {len(content)} bytes are not a multiple of a record of {_CIFAR_RECORD}"
             )
         records = np.frombuffer(content, np.uint8).reshape(-1, _CIFAR_RECORD)
         targets = records[:, 0]

@@ -312,7 +312,7 @@ def _check_inputs(
 ) -> tuple[Arrays, Fields]:
     """Return several inputs as one row of numbers for each sample, with the labels and the fields."""
     if not inputs:
-        raise InputError(f"{what}: have no inputs: give at least one array", key)
+        raise InputError(f"{what}: contain no inputs: give at least one array", key)
     for name, values in inputs.items():
         _check_count(values, labels, f"{what}: input '{name}'", key)
     numbers = {}
@@ -484,7 +484,7 @@ def _read_part(part: Any, where: str) -> Samples:
         return inputs, _stack_samples(all_labels, filling=IGNORED)
     # The user's objects may raise any of these: the message names the function, and their text says the rest.
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        text = "samples and labels have to be arrays, each sample of one shape, or a data set of pairs of such"
+        text = "samples and labels must be arrays with samples of one shape, or a data set of such pairs"
         raise InputError(f"{where}: {text}: {error}", _FILE) from None
 
 
@@ -591,7 +591,7 @@ def _from_arrays(path: Path) -> _StoredSet:
         raise InputError(f"{path} holds {names}: it needs {_NEEDED}", _PATH)
     if bool(test_inputs) != (test_labels is not None):
         raise InputError(
-            f"{path} holds test samples or labels, and not both: it needs both or none",
+            f"{path} has test samples without labels, or labels without samples: give both or neither",
             _PATH,
         )
     test = None if test_labels is None else (test_inputs, test_labels)
@@ -641,7 +641,7 @@ def _from_hugging_face(part: DataPart, path: Path) -> _StoredSet:
     parts = saved if isinstance(saved, Mapping) else {"train": saved}
     if "train" not in parts:
         raise InputError(
-            f"{path} holds {', '.join(parts)}: one has to be named train", _PATH
+            f"{path} holds {', '.join(parts)}: one must be named train", _PATH
         )
     train = _read_columns(part, parts["train"], path)
     # Without a test part, the validation part is used for tests.
@@ -661,7 +661,7 @@ def _read_columns(part: DataPart, rows: Any, path: Path) -> Samples:
         labels = _stack_samples(rows[label], filling=IGNORED)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"{path}: samples have to be numbers: name their `columns`: {error}", _PATH
+            f"{path}: samples must be numbers: name their `columns`: {error}", _PATH
         ) from None
     return _only_or_all(inputs), labels
 
@@ -698,7 +698,9 @@ def _from_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of an .npz file by name."""
     if not zipfile.is_zipfile(path):
         # numpy would take the file for a pickle, and advise to load it as such.
-        raise InputError(f"{path} is no .npz file: write it by numpy.savez", _PATH)
+        raise InputError(
+            f"{path} is not an .npz file: write it with numpy.savez", _PATH
+        )
     with np.load(path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
 
@@ -744,7 +746,7 @@ def _read_arrays(path: Path) -> Mapping[str, npt.NDArray[Any]]:
         text = f"cannot be read: {error}"
         if "pickle" in str(error):
             # A pickle runs code of whoever wrote it.
-            text = "holds Python objects, and nothing is unpickled: write arrays of numbers"
+            text = "contains Python objects, which are not unpickled for safety: write arrays of numbers"
         raise InputError(f"{path}: {text}", _PATH) from None
     raise InputError(
         f"{path}: must be .npz, .safetensors, .csv or .parquet, or a folder with a folder of images for each class",
@@ -781,7 +783,7 @@ def _class_folders(folder: Path) -> list[str]:
             names.append(each.name)
     if not names:
         raise InputError(
-            f"{folder} holds no folders: put the images of each class into one, named by the class",
+            f"{folder} contains no folders: put the images of each class into a folder named after the class",
             _PATH,
         )
     # Sorted, since file systems differ in their order and classes are numbered by it.

@@ -68,7 +68,7 @@ def split(
     by_owner = {}
     for name, share in zip(owners, shares, strict=True):
         if not len(share):
-            raise InputError(f"leaves {name} without samples: {remedy}", _KEY)
+            raise InputError(f"gives {name} no samples: {remedy}", _KEY)
         by_owner[name] = np.sort(share)
     return by_owner
 
@@ -131,7 +131,7 @@ def _draw_shares(
             "requires a table, or samples with an input of this name: these data have no columns",
             (*_KEY, "column"),
         )
-    remedy = "the column has too few values: use fewer devices"
+    remedy = "the column has fewer values than there are devices: use fewer devices"
     return _split_by_column(groups, devices), remedy
 
 

@@ -127,7 +127,7 @@ def _input_columns(
             )
     if not chosen:
         raise InputError(
-            f"{path} has only the columns {names}: a sample needs at least one more",
+            f"{path} has only the columns {names}: a sample needs at least one column besides the label",
             _PATH,
         )
     return inputs
@@ -216,7 +216,7 @@ def _read_lines(path: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
         raise InputError(f"{path}: cannot be read as CSV: {error}", _PATH) from None
     if number == 1:
         raise InputError(
-            f"{path}: holds no rows: write the names of the columns, then a sample a line",
+            f"{path}: has no rows: write a line with the names of the columns, then one line per sample",
             _PATH,
         )
 

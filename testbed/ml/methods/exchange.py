@@ -139,7 +139,7 @@ class Exchange(Method[ExchangeOptions]):
         peer = problem.options.peer or names[1]
         if peer not in names[1:]:
             raise InputError(
-                f"there is no device '{peer}': {nearest(peer, names[1:])}",
+                f"unknown device '{peer}': {nearest(peer, names[1:])}",
                 ("method", "peer"),
             )
         return peer

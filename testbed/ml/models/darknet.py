@@ -124,7 +124,7 @@ def _read_header(path: Path, file: IO[bytes]) -> Header:
     if max(major, minor) >= _MOST:
         raise InputError(
             f"{path}: is not a Darknet weights file, which begins with a version such as 0.2.0; use the "
-            ".weights file of the network, or a safetensors file that a run left"
+            ".weights file of the network, or the weights.safetensors of a run"
         )
     # Version 0.2 widened the number of images to eight bytes; Darknet compares versions in this way.
     is_wide = 10 * major + minor >= 2
@@ -180,6 +180,6 @@ def _read_values(
     values = np.frombuffer(content, "<f4").astype(np.float32)
     if not np.isfinite(values).all():
         raise InputError(
-            f"{path}: damaged: layer {each.name} holds values that are no numbers; download it again"
+            f"{path}: damaged: layer {each.name} contains values that are not finite numbers; download it again"
         )
     return values

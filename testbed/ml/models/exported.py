@@ -69,7 +69,7 @@ class TensorOutput(nn.Module):
         output = single_tensor(self.network(*ordered, **named))
         if not isinstance(output, torch.Tensor):
             raise InputError(
-                f"forward returns {type(output).__name__}: it has to return one tensor"
+                f"forward returns {type(output).__name__}: it must return one tensor"
             )
         return output
 
@@ -344,7 +344,7 @@ class _Flat:
             return None
         if changed.op == "placeholder" or self._is_read_later(changed, node):
             raise InputError(
-                f"{_source_line(node)}changes a tensor in place that is read under another name: make a new one"
+                f"{_source_line(node)}changes a tensor in place that is read under another name: compute a new one"
             )
         _, name, overload = str(target).split(".")
         functional = getattr(getattr(torch.ops.aten, name.rstrip("_")), overload)
@@ -386,7 +386,7 @@ class _Flat:
             if not is_enabled:
                 return self._inline_graph(body.graph, values, is_nested=True)
         raise InputError(
-            f"{_source_line(node)}{name}: cannot be cut into units: leave it out"
+            f"{_source_line(node)}{name}: cannot be divided into units: remove it"
         )
 
     def _normalisation_path(self, node: fx.Node) -> str:

@@ -63,11 +63,9 @@ _PRODUCTS = (
     "aten::convolution",
 )
 """Operations that multiply samples by weights."""
-_UNLIKE = "does something else in evaluation than in training"
+_UNLIKE = "behaves differently in evaluation and in training"
 """Text by which `_trace_on_device` recognises the one error for which another attempt is useful."""
-_REMEDY = (
-    "write it without that, or put it into a module of its own and name that in `units`"
-)
+_REMEDY = "rewrite it without that, or move it into a separate module and name this module in `units`"
 """Advice for code that cannot be traced: a module named in `units` is one step, and is not traced."""
 
 
@@ -285,7 +283,7 @@ def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
             replaced = _arguments_by_mode(node, evaluation_nodes[place], mode)
         if replaced is None:
             where = source_line(node, maker)
-            text = f"{_UNLIKE}: write this as a module of its own that does so"
+            text = f"{_UNLIKE}: write this as a separate module"
             raise InputError(f"{where}: {text}", KEY)
         node.args, node.kwargs = replaced
     _measure_mode_nodes(tracer)
@@ -470,7 +468,7 @@ def single_tensor(result: Any) -> Any:
     if len(tensors) != 1:
         names = ", ".join(tensors)
         raise InputError(
-            f"forward returns {names}: it has to return one tensor, or one named 'logits'"
+            f"forward returns {names}: it must return one tensor, or one named 'logits'"
         )
     return next(iter(tensors.values()))
 
@@ -562,18 +560,18 @@ class _ValueProxy(fx.Proxy):
         sizes = {len(value) for value in self.tracer.values(self.node)}  # type: ignore[attr-defined]
         if len(sizes) > 1:
             raise InputError(
-                "the number of samples is not known here: take x.shape[0], not len(x)"
+                "the number of samples is not known here: use x.shape[0] instead of len(x)"
             )
         return int(sizes.pop())
 
     def __index__(self) -> int:
         raise InputError(
-            "the number of samples is not known here: make the network so that it takes any"
+            "the number of samples is not known here: build the network so that it accepts any number"
         )
 
     def __setitem__(self, key: object, value: object) -> None:
         raise InputError(
-            "changes a tensor in place: make a new one, as torch.where and torch.cat do"
+            "changes a tensor in place: compute a new one, as torch.where and torch.cat do"
         )
 
 
@@ -839,7 +837,7 @@ class _Tracer(fx.Tracer):
         """Reject unknown values; known values are never proxies."""
         is_tensor = isinstance(self.values(obj.node)[0], torch.Tensor)
         unknown = "values of a tensor" if is_tensor else "the number of samples"
-        raise InputError(f"branches on {unknown}: {_REMEDY}")
+        raise InputError(f"branches depending on {unknown}: {_REMEDY}")
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
         """Trace a step; return the proxy, or the value of a step independent of the samples."""
@@ -960,4 +958,4 @@ def _refuse_method(method: str) -> None:
         raise InputError(f".{method}() reads values of a tensor: {_REMEDY}")
     # Methods such as `add_` change the tensor; `__getitem__` and the like do not.
     if method.endswith("_") and not method.endswith("__"):
-        raise InputError(f".{method}() changes a tensor in place: make a new one")
+        raise InputError(f".{method}() changes a tensor in place: compute a new one")

@@ -251,8 +251,8 @@ def _make_steps(maker: Maker, traced: Traced) -> _Steps:
         if nodes:
             where = source_line(nodes[-1], maker)
         is_group = isinstance(result, tuple | list | dict)
-        given = "several values" if is_group else "what is made of no sample"
-        text = f"forward returns {given}: it has to return one tensor, one value for each class"
+        given = "several values" if is_group else "a tensor that depends on no sample"
+        text = f"forward returns {given}: it must return one tensor, one value for each class"
         raise InputError(f"{where}: {text}", KEY)
     return _Steps(traced, nodes, samples, maker)
 
@@ -461,9 +461,9 @@ def _reason_against_cut(steps: _Steps, begin: int, cut: int) -> str | None:
     made = [node for node in crossing if node in unit]
     # A unit is a module with one result.
     if len(made) != 1:
-        return f"the unit before it makes {len(made)} tensors that are read later, and one can leave a unit"
+        return f"the unit before it computes {len(made)} tensors that are read later, and a unit can have one output"
     if not all(steps.can_cross(node) for node in crossing):
-        return "what crosses there is no tensor of float32 values with the samples along its first axis"
+        return "the tensor that crosses there must be float32 with the samples along its first axis"
     # A copy in each unit would see its own calls alone, and neither would have the statistics of both.
     before = set[str]().union(*steps.statistics[:cut])
     after = set[str]().union(*steps.statistics[cut:])

@@ -60,7 +60,7 @@ def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise InputError(
-                f"{path}: {name} holds values that are no numbers: the training that wrote them has diverged"
+                f"{path}: {name} contains values that are not finite numbers: the training that wrote the file diverged"
             )
     return tensors
 
@@ -107,7 +107,7 @@ def _load_tensors(path: Path, *, values: bool = True) -> dict[str, torch.Tensor]
         return _read_header(path)
     except (ValueError, OSError, BufferError) as error:
         raise InputError(
-            f"{path}: not a safetensors file ({error}); a run leaves one as weights.safetensors"
+            f"{path}: not a safetensors file ({error}); a run writes one as weights.safetensors"
         ) from None
 
 
@@ -136,7 +136,7 @@ def _load_pickle(path: Path) -> object:
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
         # torch's messages have many lines of advice for programmers.
         reason, _, _ = str(error).strip().partition("\n")
-        text = "holds more than tensors, or is damaged: save the `state_dict()` of the network alone"
+        text = "contains other objects than tensors, or is damaged: save only the `state_dict()` of the network"
         raise InputError(f"{path}: {text} ({reason[:200]})") from None
 
 
@@ -147,7 +147,7 @@ def _unwrap_checkpoint(path: Path, content: object) -> dict[str, torch.Tensor]:
             content = content[key]
     if not _is_state(content):
         raise InputError(
-            f"{path}: holds no `state_dict`: save that of the network, by torch.save(net.state_dict(), ...)"
+            f"{path}: contains no `state_dict`: write it with torch.save(net.state_dict(), ...)"
         )
     return {str(name): tensor for name, tensor in content.items()}
 
@@ -167,8 +167,8 @@ def _match_names(path: Path, tensors: State, model: Model) -> dict[str, torch.Te
     wanted = _state_shapes(lambda: model.build(0, len(model.units), seed=0))
     names, known = _names_in_file(wanted, tensors, model)
     tensors = _without_prefixes(tensors, known)
-    other = f"{path}: not the weights of {model.name} as the scenario has it"
-    remedy = "use those of this model with its options, for as many classes"
+    other = f"{path}: not the weights of {model.name} with the options of the scenario"
+    remedy = "use weights of this model with the same options and number of classes"
     # A file of the network without adapters suffices.
     adapters = {name for name in names.values() if is_adapter(name)}
     missing = _without_counters(names.values()) - tensors.keys() - adapters

@@ -579,8 +579,8 @@ def momentum_advice(
     # The sum of 1 + m + m^2 + ... for the momentum m: the batches over which momentum repeats an update.
     repeats = f"{1 / (1 - momentum):.0f}"
     return (
-        f"momentum {momentum:g} carries each update on for {repeats} batches, and gradients are up to {staleness} old "
-        "when they arrive: training may not learn; leave momentum out, or take a learning_rate "
+        f"with momentum {momentum:g} an update affects {repeats} batches, but gradients are up to {staleness} batches "
+        "old when they arrive: training may not converge; remove momentum, or use a learning_rate "
         f"{repeats} times smaller",
     )
 

@@ -176,20 +176,20 @@ CONSENSUS = MetricsSpec(
         Metric(
             "least_device_accuracy",
             "share",
-            "of the device whose weights are worst at the end",
+            "of the device with the worst weights at the end",
             _least_accuracy,
         ),
     ),
     events=(
         EventType(
             "consensus",
-            "the devices' own weights were scored",
+            "at which the devices' own weights were evaluated",
             ("batch",),
             ("step", "accuracies", "distance"),
         ),
         EventType(
             "missed",
-            "weights of devices did not come in time to be scored",
+            "weights of devices arrived too late for an evaluation",
             fields=("round", "devices"),
         ),
     ),

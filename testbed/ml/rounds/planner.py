@@ -138,12 +138,12 @@ class Participants:
             self._check_links()
         if workload.epochs is not None and options.local_steps is not None:
             raise InputError(
-                "goes with a workload in `steps`, not in `epochs`",
+                "requires a workload with `steps`, not `epochs`",
                 ("method", "local_steps"),
             )
         if workload.epochs is None and options.local_epochs is not None:
             raise InputError(
-                "goes with a workload in `epochs`, not in `steps`",
+                "requires a workload with `epochs`, not `steps`",
                 ("method", "local_epochs"),
             )
 

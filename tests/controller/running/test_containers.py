@@ -214,7 +214,7 @@ def test_change_refused_by_the_shaper_is_not_stored(lab: RecordingLab) -> None:
 
 def test_handle_is_valid_once(lab: RecordingLab) -> None:
     strike(lab, throttle={"device": "b", "slowdown": 2})
-    with pytest.raises(ValueError, match="'it' is in force already"):
+    with pytest.raises(ValueError, match="'it' is already active"):
         strike(lab, throttle={"device": "c", "slowdown": 2})
 
 

@@ -148,7 +148,7 @@ def test_sweep_accepts_trace_file_and_empty_trace(tmp_path):
         ),
         (
             "2,link a->b rate,1mbit\n1,link a->b rate,2mbit\n",
-            "/changes.csv:2: trace.1: runs backwards: 1s is before the 2s of a line above: sort the lines by time",
+            "/changes.csv:2: trace.1: is out of order: 1s is before 2s of an earlier line; sort the lines by time",
         ),
         (
             "1,link a->c rate,1mbit\n",
@@ -161,18 +161,18 @@ def test_sweep_accepts_trace_file_and_empty_trace(tmp_path):
         ),
         (
             "1,link a->b rate,1kbit\n",
-            "trace.0: makes a link from a to b with an impossible property: 1000bit is below the lowest rate",
+            "trace.0: makes a link from a to b invalid: 1000bit is below the lowest rate",
         ),
         (
             "1,link a<->b jitter,3ms\n\n2,link b->a delay,2ms\n",
-            "/changes.csv:3: trace.1: makes a link from b to a with an impossible property: a jitter of 3ms",
+            "/changes.csv:3: trace.1: makes a link from b to a invalid: a jitter of 3ms",
         ),
         (
             "1,device a speed,1flops\n",
             "less than a millionth of the device's own speed: use at least 1kflops",
         ),
         ("1,device a slowdown,1e7\n", "must be at most 1e+06"),
-        ("time,what,value\n", "/changes.csv: holds no entries"),
+        ("time,what,value\n", "/changes.csv: has no entries"),
         # The first ten of several errors are reported, and the others counted.
         ("1,2,3,4\n" * 50, "/changes.csv:10: trace.9: has 4 values"),
         ("1,2,3,4\n" * 50, "; and 40 more like these"),

@@ -69,7 +69,7 @@ def error_text(**keys) -> str:
         (
             Link(loss_correlation=0.5, bursts=BURSTS),
             "loss_correlation",
-            "bursts have a memory of their own",
+            "cannot be combined with `bursts`",
         ),
         # 0.01 / 0.31 of the packets.
         (
@@ -311,7 +311,7 @@ def test_device_has_access_rates_and_slowdown():
         ({"uplink": "1kbit"}, "devices.a.uplink: 1000bit is below"),
         (
             {"slowdown": 4},
-            "devices.a.slowdown: the host's own speed is not known",
+            "devices.a.slowdown: the host's speed is unknown to planners",
         ),
         (
             {"slowdown": 0.5, "speed": "1gflops"},

@@ -173,13 +173,13 @@ def test_links_without_radio_lose_no_messages():
         (
             {"radio": {**RADIO, "mean_reception": "80%"}},
             {"a": {}},
-            "mean_reception: needs two devices at least and some",
+            "mean_reception: requires at least two devices and shadowing",
         ),
         (
             # Without shadowing a ratio is 0 or 1, so that no power reaches a mean in between.
             {"radio": {**RADIO, "mean_reception": "80%", "shadowing": 0}},
             {"a": {"count": 2}},
-            "mean_reception: needs two devices at least and some shadowing",
+            "mean_reception: requires at least two devices and shadowing",
         ),
         (
             {"radio": {**RADIO, "mean_reception": "80%", "transmit_power": 3}},
@@ -200,7 +200,7 @@ def test_links_without_radio_lose_no_messages():
                 }
             },
             {"a": {"count": 2}},
-            "mean_reception: needs two devices at least",
+            "mean_reception: requires at least two devices",
         ),
         (
             {"radio": {**RADIO, "preset": "lora"}},

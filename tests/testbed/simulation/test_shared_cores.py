@@ -123,7 +123,7 @@ def test_planning_problem_uses_speed_with_all_devices_of_machine_busy():
         ),
         pytest.param(
             [{"devices": ["one", "two"], "cores": 1}, {"cores": 2}],
-            "'one' is on another machine already",
+            "'one' is already placed on another machine",
             id="device-on-two-machines",
         ),
     ],

@@ -263,7 +263,7 @@ def test_truncated_cifar_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "data_batch_3.bin"
     path.write_bytes(path.read_bytes()[:-5])
     # Two records of 3073 bytes, less five.
-    message = r"data_batch_3.bin: truncated: 6141 bytes are no whole records of 3073"
+    message = r"data_batch_3.bin: truncated: 6141 bytes are not a multiple of a record of 3073"
     with pytest.raises(InputError, match=message):
         load(data_part("cifar10"), tmp_path)
 
@@ -279,9 +279,7 @@ def test_cifar_label_beyond_classes_is_rejected(tmp_path: Path) -> None:
 def test_missing_file_is_named_with_download_command(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     (tmp_path / f"{TRAIN_LABELS}.gz").unlink()
-    message = (
-        f"mnist needs {TRAIN_LABELS} there .* `testbed setup data mnist` downloads"
-    )
+    message = f"mnist needs {TRAIN_LABELS} in this folder .* `testbed setup data mnist` downloads"
     with pytest.raises(InputError, match=message):
         load(data_part("mnist"), tmp_path)
 
@@ -289,7 +287,7 @@ def test_missing_file_is_named_with_download_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cifar10", r"needs data_batch_1.bin, .*test_batch.bin there"),
+        ("cifar10", r"needs data_batch_1.bin, .*test_batch.bin in this folder"),
         ("emnist", "emnist needs emnist-balanced-train-images-idx3-ubyte"),
     ],
 )

@@ -64,8 +64,8 @@ def test_function_result_is_accepted(
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("ragged", "each sample of one shape"),
-        ("half", "have to be arrays"),
+        ("ragged", "samples of one shape"),
+        ("half", "must be arrays"),
         ("wrong", r"wrong returned int: return \(train, test\)"),
         ("leaves", "mine.py:11: SystemExit: 3"),
         ("broken", "mine.py:13: ZeroDivisionError"),

@@ -161,7 +161,7 @@ def test_fetch_reports_all_failed_addresses(
 
 @pytest.mark.parametrize("name", ["digits", "synthetic-1x8x8"])
 def test_fetch_of_data_without_files_is_rejected(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match="nothing to download"):
+    with pytest.raises(InputError, match="no download is necessary"):
         fetch(name, tmp_path)
 
 

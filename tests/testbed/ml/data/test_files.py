@@ -156,7 +156,7 @@ def test_cifar_record_holds_label_and_planes_of_three_colours(tmp_path: Path) ->
 def test_malformed_cifar_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="one: label 9, but there are 9 classes"):
         read_cifar(write_cifar_pair(tmp_path), 9)
-    message = "truncated: 3072 bytes are no whole records of 3073"
+    message = "truncated: 3072 bytes are not a multiple of a record of 3073"
     with pytest.raises(InputError, match=message):
         read_cifar([write_file(tmp_path / "cut", bytes(3072))])
     with pytest.raises(InputError, match="truncated: 0 bytes"):

@@ -80,7 +80,7 @@ def test_python_objects_are_never_unpickled(tmp_path: Path) -> None:
     # Unpickling can run any code of the file's author.
     objects = np.array([{}, {}], dtype=object)
     np.savez(tmp_path / "mine.npz", train_images=objects, train_labels=LABELS[:2])
-    message = r"mine.npz: holds Python objects, and nothing is unpickled"
+    message = r"mine.npz: contains Python objects, which are not unpickled"
     with pytest.raises(InputError, match=message):
         load_file(tmp_path / "mine.npz")
 

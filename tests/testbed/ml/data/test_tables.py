@@ -145,7 +145,7 @@ def test_blanks_and_byte_order_mark_of_column_names_are_ignored(
             {},
             r"sales.csv:3: has 3 cells, the first line 4",
         ),
-        ([], {}, "holds no rows"),
+        ([], {}, "has no rows"),
     ],
     ids=["unknown-label", "unknown-column", "empty-cell", "missing-cell", "no-rows"],
 )
@@ -175,7 +175,9 @@ def test_table_without_label_lists_its_columns(tmp_path: Path) -> None:
 
 
 def test_table_with_labels_only_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="a sample needs at least one more"):
+    with pytest.raises(
+        InputError, match="a sample needs at least one column besides the label"
+    ):
         read_text(tmp_path, "price\n1\n")
 
 
@@ -313,7 +315,7 @@ def test_split_by_column_gives_each_device_one_shop(tmp_path: Path) -> None:
 
 def test_split_by_column_with_too_few_values_is_rejected(tmp_path: Path) -> None:
     data = load_sales(write_sales(tmp_path), split={"column": "shop"})
-    with pytest.raises(InputError, match="too few values"):
+    with pytest.raises(InputError, match="fewer values than there are devices"):
         split(data.train_labels, 2, list("wxyz"), BY_SHOP, 1, data.groups)
     with pytest.raises(InputError, match="these data have no columns"):
         split(data.train_labels, 2, list("xy"), BY_SHOP, 1)

@@ -142,7 +142,7 @@ def test_profile_has_speeds_of_precisions() -> None:
 
 def test_profile_without_speed_of_precision_is_rejected() -> None:
     devices = {"source": {"profile": "laptop", "precision": "bf16"}}
-    message = "no speed in bf16 is known of laptop: give `speed`"
+    message = "the profile laptop has no speed in bf16: give a `speed`"
     with pytest.raises(InputError, match=message):
         trials(make_scenario(0, devices=devices))
 

@@ -269,11 +269,11 @@ def test_dropout_function_with_training_argument_follows_mode(tmp_path: Path) ->
     [
         (
             "        if x.sum() > 0:\n            x = -x\n        return self.fc(x)",
-            "net.py:9: branches on values",
+            "net.py:9: branches depending on values",
         ),
         (
             "        if x.shape[0] > 2:\n            x = -x\n        return self.fc(x)",
-            "net.py:9: branches on the number",
+            "net.py:9: branches depending on the number",
         ),
         (
             "        return self.fc(x.flatten(1)) * x.mean().item()",
@@ -289,12 +289,12 @@ def test_dropout_function_with_training_argument_follows_mode(tmp_path: Path) ->
         ),
         (
             "        x = self.fc(x.flatten(1))\n        return x * 2 if self.training else x",
-            "net.py:10: does something else in evaluation",
+            "net.py:10: behaves differently in evaluation",
         ),
         ("        return self.fc(x)", "net.py:9: RuntimeError: [^\n]*$"),
         (
             "        return self.fc(x.flatten(1)), x",
-            "net.py:9: forward returns several values: it has to return one tensor",
+            "net.py:9: forward returns several values: it must return one tensor",
         ),
         (
             "        return torch.softmax(self.fc(x.flatten(1)), 1)[:, :4]",
@@ -343,7 +343,7 @@ def test_untraceable_module_can_be_a_unit(tmp_path: Path) -> None:
         "        return x\n"
         "def build():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Halved(), nn.Linear(64, 10))\n",
     )
-    message = r"net.py:6: branches on values of a tensor: .* name that in `units`"
+    message = r"net.py:6: branches depending on values of a tensor: .* name this module in `units`"
     with pytest.raises(InputError, match=message):
         create_network("build", file)
     model = create_network("build", file, units=["2", "3"])

@@ -157,7 +157,7 @@ def test_file_in_other_format_is_rejected(
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
-    [("kernel", np.nan, "no numbers"), ("variance", -1, "negative")],
+    [("kernel", np.nan, "not finite numbers"), ("variance", -1, "negative")],
 )
 def test_damaged_values_are_rejected(
     tmp_path: Path,
@@ -194,7 +194,7 @@ def test_darknet_file_is_rejected_for_other_network(tmp_path: Path) -> None:
         ({"0.0.bias": torch.zeros(4, dtype=torch.float64)}, "torch.float64"),
         (
             {"0.0.bias": torch.full((4,), torch.nan)},
-            "no numbers: the training that wrote them has diverged",
+            "not finite numbers: the training that wrote the file diverged",
         ),
     ],
     ids=["missing", "unknown", "shape", "type", "not-a-number"],
