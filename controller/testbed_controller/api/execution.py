@@ -16,7 +16,7 @@ from testbed.prepare import Prepared, count_batches
 from testbed.simulation.world import drop_finished
 from testbed_controller.results.run import Run
 from testbed_controller.running.inputs import InitialWeights
-from testbed_controller.running.live import SHOWN, LiveProgress
+from testbed_controller.running.live import SHOWN_EVENTS, LiveProgress
 from testbed_controller.watch.feed import INTERVAL
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _follow_run(
 
             live.stage("simulating")
             # Events become objects only if shown; the recorder takes them as lines of text, which is much faster.
-            shown = {*FOLLOWED, *SHOWN}
+            shown = {*FOLLOWED, *SHOWN_EVENTS}
             lines = recorder.lines if recorder.keeps_events else None
             return simulate(prepared, data, show, weights, names=shown, on_lines=lines)
         from testbed_controller.running.emulation import emulate

@@ -6,7 +6,8 @@ responses are one line of JSON each; a request has the token of the run and one 
 
     strike   an action, in the syntax of a scenario; ``handle`` optionally names the action
     undo     the handle of an active action
-    set      link properties: ``pairs``, a ``part`` of a scenario, and ``direct`` fields of `Link`
+    set      link properties: ``pairs`` of devices, ``part`` with keys as in a scenario, and ``direct``, fields of
+             `Link` without a key in scenarios
     show     no value; returns the active actions and the state of every device
 """
 
@@ -51,87 +52,101 @@ from testbed_controller.running.machines import DockerFaultTarget
 
 Request = Mapping[str, Any]
 Answer = dict[str, Any]
-Record = Callable[[RecordedStep, StateDiff], None]
-"""Callback with an executed step and its changes."""
+StepRecorder = Callable[[RecordedStep, StateDiff], None]
+"""A function that records an executed step and the resulting changes."""
 
-LONGEST = 1 << 20
+REQUEST_BYTES = 1 << 20
 """Maximum size of a request, in bytes."""
 
 
 # Requests
 
 
-def answer(
+def answer_request(
     request: Request,
-    containers: DockerFaultTarget,
-    record: Record = lambda _step, _changed: None,
+    fault_target: DockerFaultTarget,
+    record: StepRecorder = lambda _step, _changed: None,
 ) -> Answer:
-    """Execute a request on these containers; return ``text``, a summary, and further keys by request.
+    """Execute a request on the devices of a lab.
 
-    Raises InputError for a request that would be invalid in a scenario, and TestbedError if the execution fails.
+    The response to ``strike`` and ``undo`` has the ``handle`` of the action and a summary, ``text``; the response to
+    ``set`` has the changed ``links``. Raises InputError for a request that would be invalid in a scenario, and
+    TestbedError if the execution fails.
     Example::
 
-        answer({"strike": {"kill": "worker1"}}, containers)
+        answer_request({"strike": {"kill": "worker1"}}, fault_target)
     """
     if "show" in request:
         actions = {}
-        for handle, action in _active_actions(containers).items():
+        for handle, action in _active_actions(fault_target).items():
             actions[handle] = f"{action.name} {action.target}"
-        return {"in_force": actions, "devices": dict(containers.states())}
+        return {"in_force": actions, "devices": dict(fault_target.states())}
     if "set" in request:
         step_links = LinkSettings.parse_request(
-            request["set"], containers.experiment.links
+            request["set"], fault_target.experiment.links
         )
-        record(step_links, apply_step(step_links, containers))
-        state = containers.current
+        record(step_links, apply_step(step_links, fault_target))
+        state = fault_target.current
         links = {pair: state.link(pair) for pair in step_links.pairs}
         return {"links": links_to_json(links)}
     if "undo" in request:
         handle = request["undo"]
-        active = _active_actions(containers)
+        active = _active_actions(fault_target)
         if handle not in active:
             raise InputError(
                 f"no active fault '{handle}'; active: {', '.join(active) or 'none'}"
             )
         step = FaultOperation(active[handle], handle, "undo")
     else:
-        step = _parse_strike(request, containers)
-    changed = apply_step(step, containers)
-    if changed.devices or not step.switches:  # restarting a running device is no fault
+        step = _parse_strike(request, fault_target)
+    changed = apply_step(step, fault_target)
+    # A command may ask for the state that a device already has, such as a restart of a running device. Then there is
+    # no fault to record.
+    has_no_effect = step.switches and not changed.devices
+    if not has_no_effect:
         record(step, changed)
-    return {"handle": step.handle, "text": _summarise(step, changed, containers)}
+    return {"handle": step.handle, "text": _summarise(step, changed, fault_target)}
 
 
-def _active_actions(containers: DockerFaultTarget) -> dict[str, FaultAction[Any]]:
+def _active_actions(fault_target: DockerFaultTarget) -> dict[str, FaultAction[Any]]:
     """Return the revertible actions by handle."""
-    actions = dict(containers.current.in_force)
-    # Devices that are down or paused are looked up, not remembered: whatever did that, a restart undoes it.
-    for device, state in containers.states().items():
-        if state in _CAUSES:
-            action = _CAUSES[state](device)
+    actions = dict(fault_target.current.in_force)
+    # The engine knows which devices are down or paused. A device may also have died by itself, and a restart undoes
+    # this as it undoes a kill.
+    for device, state in fault_target.states().items():
+        if state in _ACTION_BY_STATE:
+            action = _ACTION_BY_STATE[state](device)
             actions[_state_handle(action)] = action
     return actions
 
 
-_CAUSES: Mapping[DeviceState, type[StateAction]] = {"down": Kill, "paused": Pause}
+_ACTION_BY_STATE: Mapping[DeviceState, type[StateAction]] = {
+    "down": Kill,
+    "paused": Pause,
+}
+"""The action that leads to a state, for devices in this state."""
 
 
 def _state_handle(action: FaultAction[Any]) -> str:
-    """Return the handle of a state change, such as ``pause:worker1``; a device has one state at a time."""
+    """Return the handle of a state change, such as ``pause:worker1``.
+
+    The handle needs no random part, since a device has one state at a time.
+    """
     return f"{action.name}:{action.target}"
 
 
-def _parse_strike(request: Request, containers: DockerFaultTarget) -> FaultOperation:
+def _parse_strike(request: Request, fault_target: DockerFaultTarget) -> FaultOperation:
     """Validate an action and assign a handle."""
     action = parse(ActionPart, request.get("strike", {})).action
-    run = containers.experiment
+    run = fault_target.experiment
     devices = [device.name for device in run.devices]
     for _, name in action.named():
         if name not in devices:
             raise InputError(
-                f"unknown device '{name}'; {containers.run_id} has {', '.join(devices)}"
+                f"unknown device '{name}'; {fault_target.run_id} has {', '.join(devices)}"
             )
     context = FaultContext(run.devices, run.links, radio=run.radio)
+    # The first problem is enough, since a request has a single action.
     for _, text in action.problems(context):
         raise InputError(text)
     if isinstance(action, StateAction):
@@ -145,13 +160,13 @@ def new_handle(action: str) -> str:
 
 
 def _summarise(
-    step: FaultOperation, changed: StateDiff, containers: DockerFaultTarget
+    step: FaultOperation, changed: StateDiff, fault_target: DockerFaultTarget
 ) -> str:
     action = step.action
     if action.switches:
         if changed.devices:
             return f"{action.name}: {action.target}"
-        state = containers.states()[action.target]
+        state = fault_target.states()[action.target]
         return f"{action.name}: {action.target} is {state}, nothing to do"
     texts = []
     if changed.links or not changed.speeds:
@@ -166,19 +181,19 @@ def _summarise(
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """New link properties in place of the scenario's; active faults still apply on top."""
+    """New link properties, which replace those of the scenario; active faults modify the new properties."""
 
     pairs: Sequence[Pair]
     part: LinkPart
     direct: Mapping[str, Any]
-    """Fields of `Link` without an equivalent in a scenario."""
+    """Fields of `Link` without a key in scenarios."""
     switches: bool = False
 
     @staticmethod
     def parse_request(
         request: Mapping[str, Any], links: Iterable[Pair]
     ) -> LinkSettings:
-        """Parse the ``set`` value of a request about some of these links; raises `InputError`."""
+        """Parse the ``set`` value of a request; raises InputError if no link of ``links`` matches."""
         part = parse(LinkPart, request["part"])
         if part.preset is not None and part.preset not in PRESETS:
             raise InputError(
@@ -187,7 +202,7 @@ class LinkSettings:
         pairs = []
         for ends in request["pairs"]:
             pairs += choose_links(links, *ends)
-        # Other fields of a link are keys of the part; the socket must not set them unchecked.
+        # All other fields of a link are keys of the part, which is checked; a request must not bypass the check.
         direct = {}
         for key in ("rate", "up"):
             if key in request["direct"]:
@@ -239,16 +254,17 @@ def choose_links(
 
 
 def connect(run_id: str) -> Callable[[Request], Answer]:
-    """Return a function for requests about a lab: to the active run, or else executed in the own process.
+    """Return a function that sends a request to the active run of a lab and returns the response.
 
-    Raises InputError for an unknown lab.
+    In a lab without a run, the function executes requests in this process. Raises InputError for an unknown lab.
     """
+    # Without an active run, the socket is missing, or refuses connections because a killed run left it behind.
     with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-        _connect(run_id).close()
+        _open_connection(run_id).close()
         token = runstate.read(run_id).token
         return lambda request: _send_request(run_id, {**request, "token": token})
-    containers = DockerFaultTarget(open_lab(run_id))
-    return lambda request: answer(request, containers)
+    fault_target = DockerFaultTarget(open_lab(run_id))
+    return lambda request: answer_request(request, fault_target)
 
 
 def strike(run_id: str, action: Mapping[str, object]) -> str:
@@ -277,7 +293,7 @@ def flap(
         for phase, when in action.turns(0.0, duration):
             time.sleep(max(0.0, start + when - time.monotonic()))
             if phase == "strike":
-                # Before the request: after an interruption in between, the links may be down.
+                # Set before the request, since an interruption during the request may leave the links down.
                 may_be_down = True
                 ask({"strike": request, "handle": handle})
                 interruptions += 1
@@ -306,9 +322,9 @@ def serve_requests(run_id: str, respond: Callable[[Request], Answer]) -> Iterato
         def handle(self) -> None:
             response: Answer
             try:
-                request = json.loads(self.rfile.readline(LONGEST))
+                request = json.loads(self.rfile.readline(REQUEST_BYTES))
                 sent = str(request.pop("token", "")).encode()
-                # In constant time, which reveals nothing about the token.
+                # A comparison in constant time, because its duration must not reveal the token.
                 if not hmac.compare_digest(sent, token.encode()):
                     raise InputError("the token of the run is missing or wrong")
                 response = respond(request)
@@ -320,7 +336,9 @@ def serve_requests(run_id: str, respond: Callable[[Request], Answer]) -> Iterato
                 self.wfile.write(json.dumps(response).encode() + b"\n")
 
     socket_file = runstate.path_of(run_id).with_suffix(".sock")
-    socket_file.unlink(missing_ok=True)  # left by a killed run on this lab
+    socket_file.unlink(
+        missing_ok=True
+    )  # a killed run on this lab leaves its socket behind
     with _short_path(run_id) as path:
         server = socketserver.ThreadingUnixStreamServer(path, Handler)
     # A request that hangs must not keep the run from ending.
@@ -337,7 +355,7 @@ def serve_requests(run_id: str, respond: Callable[[Request], Answer]) -> Iterato
 
 @contextlib.contextmanager
 def _short_path(run_id: str) -> Iterator[str]:
-    """Yield a short path of a run's socket: the kernel accepts at most 107 characters."""
+    """Yield a short path of a run's socket, because the kernel accepts at most 107 characters."""
     path = runstate.path_of(run_id).with_suffix(".sock")
     folder = os.open(path.parent, os.O_PATH)
     try:
@@ -346,7 +364,7 @@ def _short_path(run_id: str) -> Iterator[str]:
         os.close(folder)
 
 
-def _connect(run_id: str) -> socket.socket:
+def _open_connection(run_id: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
         with _short_path(run_id) as path:
@@ -359,7 +377,10 @@ def _connect(run_id: str) -> socket.socket:
 
 def _send_request(run_id: str, request: Request) -> Answer:
     try:
-        with _connect(run_id) as connection, connection.makefile("rwb") as stream:
+        with (
+            _open_connection(run_id) as connection,
+            connection.makefile("rwb") as stream,
+        ):
             stream.write(json.dumps(request).encode() + b"\n")
             stream.flush()
             response: Answer = json.loads(stream.readline())

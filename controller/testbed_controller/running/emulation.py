@@ -41,14 +41,14 @@ def emulate(
     """Create the lab, verify its links, run the method with the scenario's faults, and remove the lab.
 
     The first four arguments are those of `testbed.simulation.simulate`. ``links`` names the link backend. ``keep``
-    leaves the lab running afterwards. ``standing`` is a running lab to use, and to leave running. ``where`` selects
-    hosts with several engines. Raises HostError if the lab cannot be created, `LinksError` if a link exceeds its
+    leaves the lab running afterwards. ``standing`` is a running lab, which the run uses and leaves running. ``where``
+    selects several hosts. Raises HostError if the lab cannot be created, `LinksError` if a link exceeds its
     tolerance without ``accept_links``, and InputError if a link exceeds the measured capacity of this host.
     """
     where = where or LabPart()
     check_name(links)
     began = time.monotonic()
-    # The capacity is that of this host alone.
+    # The measured capacity applies to this host alone.
     if not accept_links and standing is None and not where.hosts:
         capability.check(prepared.experiment, links)
 
@@ -69,7 +69,8 @@ def emulate(
             stack.callback(_remove_lab, lab, stage)
         return lab
 
-    # Entered first and left last: the log has the removal, and the containers exist while their logs are saved.
+    # The stack calls its functions in reverse order: it saves the logs of the containers, removes the containers, and
+    # closes the controller's log, which therefore contains the removal.
     with ExitStack() as stack:
         if results is not None:
             stack.enter_context(controller_log(results))
@@ -98,7 +99,7 @@ def emulate(
 def _note_host(
     outcome: Outcome, lab: AnyLab, facts: Mapping[str, Any], before: Mapping[str, Any]
 ) -> None:
-    """Add facts about the hosts, and link statistics since the start of the run."""
+    """Add facts about the hosts, and link statistics since the reading ``before``, to the outcome."""
     outcome.host |= facts
     with suppress(HostError):
         outcome.fidelity |= statistics_since(before, lab.shaper.statistics())

@@ -2,8 +2,9 @@
 
 The desired state of links, speeds and devices follows from the scenario, its faults and traces, and manual commands;
 `DockerFaultTarget` applies and stores it. The observed state comes from the engine (`lab.changes`) and the agents. A
-running device whose program does not report events gets its links and its program, whoever started the device. An ended
-device is left to the method's recovery. The run fails without the shaper, or without a coordinator that may return.
+running device whose program does not report events gets its links and its program, whoever started the device. The
+method's recovery deals with a device that ended. The run fails if the shaper ends, or if a fault stops the coordinator
+and no later fault restarts it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def _unique_processors(
 class KeyedExecutor:
     """An executor for jobs with keys: equal keys run in order, others concurrently.
 
-    A waiting job occupies a worker of the pool; the job before has already begun, so no deadlock can occur.
+    A waiting job occupies a worker of the pool. No deadlock can occur, since the pool begins jobs in the order of
+    submission: the earlier job, for which this job waits, has already begun.
 
     >>> with ThreadPoolExecutor() as pool:
     ...     executor = KeyedExecutor(pool)
@@ -126,7 +128,7 @@ class Execution:
         self._news: queue.SimpleQueue[Event | Callable[[], End | None]] = (
             queue.SimpleQueue()
         )
-        """Events, and functions that handle other news and may end the run."""
+        """Input of the loop in `_follow`: events, and functions that handle any other news and may end the run."""
         self._events = EventLog()
         self._script = FaultScript(prepared.scenario.faults)
         self._trace = TraceScript(prepared.experiment.changes)
@@ -137,51 +139,54 @@ class Execution:
         """Start of the workload on this machine's monotonic clock; `Agent` converts it to the clock of a device's
         host."""
         self._reports: dict[str, tuple[int, threading.Thread]] = {}
-        """For each device whose program reports events: its process, and the thread that receives the events."""
+        """For each device whose program reports events: the process ID of its container, and the thread that receives
+        the events."""
         self._computing: dict[str, dict[str, Any] | None] = {}
         """Processor and kernels of each device."""
         self._pool = ThreadPoolExecutor(max(WORKERS, len(lab.devices)), "run")
         self._admission = {name: threading.Lock() for name in lab.devices}
-        self._over = threading.Event()
-        self._away = ""
-        """Description of the engine's last absence; empty without one."""
+        self._run_ended = threading.Event()
+        self._engine_absence = ""
+        """The latest absence of the engine, as a suffix of messages; empty if the engine was never absent."""
 
     def run(self, on_stage: Callable[[str], None]) -> Outcome:
         """Deploy the programs, start them, apply faults, and follow the run until the coordinator finishes."""
-        # One thread for trace changes keeps the order of two values for the same link.
-        with self._pool as pool, ThreadPoolExecutor(1, "trace") as replayer:
+        # A single thread applies trace changes, since two changes of one link must keep their order.
+        with self._pool as pool, ThreadPoolExecutor(1, "trace") as trace_pool:
             deployed = self._deploy_all()
             on_stage("running")
             self._lab.shaper.host_load(reset=True)
-            controller = time.process_time()
+            processor_seconds_before = time.process_time()
             self._record_initial_state()
             # The run begins with the first values of a trace.
-            first = self._trace.due(0.0)
-            self._record_result(first, 0.0, 0.0, apply_step(first, self._containers))
+            initial = self._trace.due(0.0)
+            changed = apply_step(initial, self._containers)
+            self._record_result(initial, began=0.0, actual=0.0, changed=changed)
             self._start_all(deployed)
-            # Only now: a device that the engine reports as running must have its program already.
-            changes = self._lab.changes(self._note_return)
+            # Container changes are followed only after all programs have started, because the loop starts a program on
+            # each device that the engine reports as running and that has none.
+            container_changes = self._lab.changes(self._record_engine_absence)
             threading.Thread(
                 target=self._follow_containers,
-                args=(changes,),
+                args=(container_changes,),
                 name="changes",
                 daemon=True,
             ).start()
             try:
                 with control.serve_requests(self._lab.run_id, self._answer_command):
                     status, error = self._follow(
-                        KeyedExecutor(pool), KeyedExecutor(replayer)
+                        KeyedExecutor(pool), KeyedExecutor(trace_pool)
                     )
             except KeyboardInterrupt:
                 status, error = "interrupted", "stopped by the user"
             finally:
-                self._over.set()
-                changes.close()
+                self._run_ended.set()
+                container_changes.close()
         status, error = ended(
             status, error, self._events, weights_given=self._inputs.begins_with_weights
         )
         fidelity: dict[str, Any] = {
-            "controller_seconds": time.process_time() - controller
+            "controller_seconds": time.process_time() - processor_seconds_before
         }
         with suppress(HostError):  # the end of the shaper may have ended the run
             fidelity |= self._lab.shaper.host_load()
@@ -189,11 +194,11 @@ class Execution:
         weights = None
         lost: list[str] = []
         parts: dict[str, bytes] = {}
-        # Before the programs are stopped, which expose the weights.
+        # Weights are fetched before the programs are stopped, since the programs expose them.
         if is_computed and status == "finished":
-            weights, lost = self._final_weights(WORK_SECONDS)
+            weights, lost = self._fetch_final_weights(WORK_SECONDS)
         elif is_computed and status in UNGATHERED:
-            weights, _ = self._final_weights(UNGATHERED_SECONDS)
+            weights, _ = self._fetch_final_weights(UNGATHERED_SECONDS)
             parts = self._gather_parts()
         if lost:
             fidelity["lost"] = lost
@@ -212,10 +217,10 @@ class Execution:
     # Programs
 
     def _deploy_all(self) -> dict[str, int]:
-        """Deploy all programs; return the number of events before the run by device, without devices that are down."""
+        """Deploy all programs; return the result of `_deploy` for each device that is not down."""
 
         def deploy(name: str) -> int | None:
-            return self._unless_down(name, partial(self._deploy, name))
+            return self._call_unless_down(name, partial(self._deploy, name))
 
         deployed = {}
         counts = self._pool.map(deploy, self._lab.devices)
@@ -230,15 +235,17 @@ class Execution:
         self._origin = time.monotonic() + ahead
 
         def start(name: str) -> None:
-            self._unless_down(name, partial(self._start_program, name, deployed[name]))
+            self._call_unless_down(
+                name, partial(self._start_program, name, deployed[name])
+            )
 
         list(self._pool.map(start, deployed))
 
-    def _unless_down(self, name: str, act: Callable[[], T]) -> T | None:
-        """Return the result of a function on a device; None for a device that is down.
+    def _call_unless_down(self, name: str, act: Callable[[], T]) -> T | None:
+        """Return the result of a function that needs a device; None if the device is down.
 
-        Raises `TestbedError` if the device is the coordinator or has run out of memory. Other losses are left to the
-        method.
+        Raises `TestbedError` if the device is the coordinator or has run out of memory. The run starts without any
+        other device that is down, and the method recovers from its loss.
         """
         try:
             return act()
@@ -258,9 +265,9 @@ class Execution:
         """Deploy the program; return the number of events recorded by the device in earlier runs."""
         agent = self._lab.agent(name)
         answer = agent.deploy(self._deployments.of(name))
-        after = int(answer["events"])
+        earlier_events = int(answer["events"])
         self._computing[name] = answer.get("computing")
-        # After the deployment, which has the scenario's links: changes since then must not be lost.
+        # The deployment has the links of the scenario, so later changes of the links must be sent after it.
         self._containers.inform(name)
         data = self._inputs.data(name)
         if data is not None:
@@ -269,15 +276,15 @@ class Execution:
         if weights is not None:
             agent.put_shard(weights)
         _LOG.info("deployed %s", name)
-        return after
+        return earlier_events
 
-    def _start_program(self, name: str, after: int) -> None:
+    def _start_program(self, name: str, earlier_events: int) -> None:
         pid = self._lab.devices[name].pid
         self._lab.agent(name).start(self._origin)
         _LOG.info("started the program of %s", name)
         listener = threading.Thread(
             target=self._follow_device,
-            args=(name, pid, after),
+            args=(name, pid, earlier_events),
             name=f"events-{name}",
             daemon=True,
         )
@@ -286,7 +293,8 @@ class Execution:
 
     def _admit(self, name: str) -> None:
         """Shape the links of a started device and start its program, unless the program is already running."""
-        # A lock for each device: a restart by a fault and the engine's report about this start come from two threads.
+        # A lock for each device, because two threads may admit it at the same time: one applies a fault that restarts
+        # the device, the other handles the engine's report about this start.
         with self._admission[name]:
             device = self._lab.devices[name]
             if device.state == "running" and not self._is_reporting(device):
@@ -296,26 +304,27 @@ class Execution:
     def _is_reporting(self, device: DeviceContainer) -> bool:
         if device.name not in self._reports:
             return False
-        # A restarted device has another process, whose program reports nothing yet.
+        # A restarted device has another process ID, and its program does not report events yet.
         pid, _ = self._reports[device.name]
         return pid == device.pid
 
     def _follow_device(self, name: str, pid: int, seen: int) -> None:
-        """Forward a device's events from number ``seen`` on, until the program ends or the device restarts."""
+        """Forward a device's events, except the first ``seen``, until the program ends or the device restarts."""
         problem = ""
-        while not self._over.is_set() and self._lab.devices[name].pid in (0, pid):
+        # The process ID of a stopped container is 0.
+        while not self._run_ended.is_set() and self._lab.devices[name].pid in (0, pid):
             try:
                 for event in self._lab.agent(name).events(seen):
                     seen += 1
                     self._news.put(event)
                 return
             except TestbedError as error:
-                # Killed, paused or removed: a device's state, not an error of the run.
+                # The device is killed, paused or removed, which is not an error of the run.
                 if str(error) != problem:
                     problem = str(error)
                     text = "the events of %s are interrupted after %d: %s"
                     _LOG.info(text, name, seen, problem)
-            self._over.wait(0.1)
+            self._run_ended.wait(0.1)
 
     def _follow_containers(self, containers: Iterable[DeviceContainer]) -> None:
         """Forward the container changes reported by the engine."""
@@ -327,11 +336,13 @@ class Execution:
             end: End = ("failed", str(error))
             self._news.put(lambda: end)
 
-    def _note_return(self, seconds: float) -> None:
-        """Record an interruption of the engine's events in seconds."""
+    def _record_engine_absence(self, seconds: float) -> None:
+        """Record that the engine reported no container changes for some seconds."""
         _LOG.info("the engine gave no events for %.1f s", seconds)
-        self._away = f" while the container engine was away for {seconds:.1f} s"
-        self._log_message(self._away.removeprefix(" while "))
+        self._engine_absence = (
+            f" while the container engine was away for {seconds:.1f} s"
+        )
+        self._log_message(self._engine_absence.removeprefix(" while "))
 
     def _answer_command(self, request: control.Request) -> control.Answer:
         """Execute a manual command and record the events."""
@@ -341,7 +352,7 @@ class Execution:
             for event, fields in step_events(step, changed, self._speeds):
                 self._news.put(Event(now, TESTBED, event, fields))
 
-        return control.answer(request, self._containers, record)
+        return control.answer_request(request, self._containers, record)
 
     # The loop
 
@@ -353,8 +364,13 @@ class Execution:
         now = max(0.0, self._now()) if self._origin else 0.0
         self._news.put(Event(now, TESTBED, "log", {"text": text}))
 
-    def _follow(self, strikers: KeyedExecutor, replayer: KeyedExecutor) -> End:
-        """Process events, deadlines and faults in order; return the end of the run."""
+    def _follow(
+        self, fault_executor: KeyedExecutor, trace_executor: KeyedExecutor
+    ) -> End:
+        """Process events, faults and trace changes until the run ends; return its status and error.
+
+        Faults and trace changes take time, so other threads apply them and put the results into ``_news``.
+        """
         limit = self._prepared.scenario.time_limit
         while True:
             deadline = self._next_deadline(limit)
@@ -366,17 +382,17 @@ class Execution:
                         news.time, news.device, news.event, news.fields
                     )
                     self._log(news)
-                    end = self._end_of(news)
+                    end = self._end_from_event(news)
                 else:
                     end = news()
                 if end is not None:
                     return end
             for operation in operations + self._script.due(self._now()):
                 apply = partial(self._apply_step, operation)
-                strikers.submit(operation.action.target, apply)
+                fault_executor.submit(operation.action.target, apply)
             changes = self._trace.due(self._now())
             if changes:
-                replayer.submit("trace", partial(self._apply_step, changes))
+                trace_executor.submit("trace", partial(self._apply_step, changes))
             if self._now() >= limit:
                 text = f"not finished after {limit:g} s{self._describe_missing()}"
                 return "timed out", text
@@ -390,45 +406,46 @@ class Execution:
         return deadline
 
     def _react_to_container(self, container: DeviceContainer) -> None:
-        """React to a container whose state differs from the desired one."""
+        """Look up why a container ended, or admit a device that was started."""
         _LOG.info("the container of %s is %s", container.name, container.state)
-        # In the pool: both ask the engine or wait for a device, and the loop must go on with events and faults.
+        # Both functions wait for the engine or for a device. They run in the pool, because the loop must continue to
+        # process events and faults.
         if container.state in ("exited", "dead", "gone", "lost"):
-            self._pool.submit(self._explain_end, container.name)
+            self._pool.submit(self._look_up_ending, container.name)
         elif self._needs_admission(container):
-            self._pool.submit(self._admit_unasked, container.name)
+            self._pool.submit(self._admit_or_log, container.name)
 
     def _needs_admission(self, container: DeviceContainer) -> bool:
         is_device = container.name != SHAPER
         is_running = container.state == "running"
         return is_device and is_running and not self._is_reporting(container)
 
-    def _explain_end(self, name: str) -> None:
+    def _look_up_ending(self, name: str) -> None:
         try:
             ending = self._lab.ending(name)
         except Exception as error:  # noqa: BLE001 - the engine may stop too; the end of the container is certain
             ending = Ending(f"ended; the container engine gives no reason: {error}")
         if ending is not None:  # otherwise the container was restarted in the meantime
-            self._news.put(partial(self._note_end, name, ending))
+            self._news.put(partial(self._handle_container_end, name, ending))
 
-    def _admit_unasked(self, name: str) -> None:
-        """Admit a device started from another terminal or by the engine."""
+    def _admit_or_log(self, name: str) -> None:
+        """Admit a device that another terminal or the engine has started; log an error."""
         try:
             self._admit(name)
         except Exception as error:  # noqa: BLE001 - the device may have ended, or the engine may be stopping
             _LOG.info("%s cannot join", name, exc_info=True)
             self._log_message(f"{name} started but cannot join: {error}")
 
-    def _note_end(self, name: str, ending: Ending) -> End | None:
+    def _handle_container_end(self, name: str, ending: Ending) -> End | None:
         """Record the end of a container, or return the end of the run."""
         if name == SHAPER:
-            text = f"the shaper, which emulates the links, {ending.text}{self._away}"
+            text = f"the shaper, which emulates the links, {ending.text}{self._engine_absence}"
             return "failed", text
         if ending.starved:
             return "failed", f"{name} {ending.text}"
         if name == self._coordinator and self._lab.devices[name].state == "lost":
             return "failed", f"{name}, which coordinates the run, {ending.text}"
-        # A requested end has its own event already, that of the fault or the command.
+        # An end that a fault or a command requested already has an event.
         if not ending.asked:
             fields = {"text": f"{name} {ending.text}"}
             self._log(Event(max(0.0, self._now()), TESTBED, "log", fields))
@@ -445,7 +462,7 @@ class Execution:
             return f"; {without_coordinator(self._coordinator)}"
         return f"; down: {', '.join(down)}" if down else ""
 
-    def _end_of(self, event: Event) -> End | None:
+    def _end_from_event(self, event: Event) -> End | None:
         if event.event != "state":
             return None
         state = event.fields["state"]
@@ -497,7 +514,8 @@ class Execution:
             if event == "fault":
                 fields = fields | began_field
             self._log(Event(actual, TESTBED, event, fields))
-        # A user who kills the coordinator may restart the device; after a scenario's fault, nothing will.
+        # Only for faults of the scenario: after a manual kill, which `_answer_command` records, the user may restart
+        # the coordinator.
         is_down = changed.devices.get(self._coordinator) == "down"
         if is_down and not self._script.may_start(self._coordinator):
             return "failed", without_coordinator(self._coordinator)
@@ -521,11 +539,11 @@ class Execution:
 
     # The end
 
-    def _final_weights(self, seconds: float) -> tuple[bytes | None, list[str]]:
-        """Return the weights exposed by the coordinator, if any, and a list of losses."""
+    def _fetch_final_weights(self, seconds: float) -> tuple[bytes | None, list[str]]:
+        """Return the weights that the coordinator exposes, if any, and a list of lost results."""
         try:
-            left = self._lab.agent(self._coordinator).weights(seconds)
-            return self._inputs.complete(left), []
+            exposed = self._lab.agent(self._coordinator).weights(seconds)
+            return self._inputs.complete(exposed), []
         except AgentGone:
             return None, [
                 f"the weights: {self._coordinator} went down as its program ended"
@@ -537,7 +555,7 @@ class Execution:
         """Return the exposed part of the model from each responding device."""
 
         def ask(name: str) -> bytes | None:
-            with suppress(TestbedError):  # killed, or without exposed weights
+            with suppress(TestbedError):  # the device is down, or exposes no weights
                 return self._lab.agent(name).weights(UNGATHERED_SECONDS, part=True)
             return None
 
@@ -553,7 +571,7 @@ class Execution:
         """Stop all running programs and collect their last events."""
 
         def stop(name: str) -> None:
-            with suppress(TestbedError):  # killed or paused
+            with suppress(TestbedError):  # the device is killed or paused
                 self._lab.agent(name).stop()
 
         with ThreadPoolExecutor(len(self._lab.devices), "stop") as pool:

@@ -15,20 +15,20 @@ from testbed.trace.outcome import LinkMeasurement
 from testbed_controller.shaping.hostload import HostMonitor
 from testbed_controller.shaping.tolerance import RATE_LOWEST
 
-BUSY = 0.8
+BUSY_SHARE = 0.8
 """Average share of busy processors above which load explains links outside their tolerance."""
-_MARGIN = 0.95
-"""Recommended share of the measured rate, since measurements of one host vary."""
-_PAUSE = 1.0
+_ADVISED_SHARE = 0.95
+"""Share of the measured rate that a message advises; less than 1, since repeated measurements of a host differ."""
+_PAUSE_SECONDS = 1.0
 """Pause between two measurements of links outside their tolerance, in seconds."""
 
 
 def statistics_since(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the shaper's statistics between two readings: dropped packets, bytes, processor time in seconds.
+    """Return the increase of the shaper's counters between two readings, and its other values from the second.
 
-    The difference excludes the measurement of the links before the run.
+    The counters are dropped packets, sent bytes, and processor time in seconds.
 
     >>> statistics_since({"sent": {"worker1": 1000}}, {"sent": {"worker1": 5000}})["sent"]
     {'worker1': 4000}
@@ -86,18 +86,18 @@ def verify_links(
     until = time.monotonic() + retry_seconds
     monitor = HostMonitor()
     monitor.start()
-    refused_before = neighbours_refused()
+    refused_before = count_neighbour_refusals()
     try:
         latest = _measure_by_pair(probe, pairs)
         failed = _pairs_outside(latest.values())
         while failed and not accept and time.monotonic() < until:
-            time.sleep(_PAUSE)
+            time.sleep(_PAUSE_SECONDS)
             latest |= _measure_by_pair(probe, failed)
             failed = _pairs_outside(latest.values())
     finally:
         host = monitor.stop()
     if failed and not accept:
-        host["neighbours_refused"] = neighbours_refused() - refused_before
+        host["neighbours_refused"] = count_neighbour_refusals() - refused_before
         raise LinksError(list(latest.values()), host)
     return list(latest.values())
 
@@ -115,28 +115,32 @@ def _pairs_outside(measurements: Iterable[LinkMeasurement]) -> list[Pair]:
     return [(link.source, link.destination) for link in measurements if link.problem]
 
 
-def nearest_rate(carried: float) -> float:
-    """Return a safe rate below the measured rate ``carried``, rounded down to two digits (bit/s).
+def advise_rate(measured: float) -> float:
+    """Return a rate that this host can carry, somewhat below the measured rate; both in bit/s.
+
+    The result is rounded down to two significant digits.
 
     Example::
 
-        >>> nearest_rate(1e9)
+        >>> advise_rate(1e9)
         950000000.0
     """
-    advised = carried * _MARGIN
+    advised = measured * _ADVISED_SHARE
     # The place of the second digit, such as 10 mbit for 950 mbit.
     unit: float = 10.0 ** (math.floor(math.log10(advised)) - 1)
     return math.floor(advised / unit) * unit
 
 
-def neighbours_refused(statistics: Path = Path("/proc/net/stat/arp_cache")) -> int:
-    """Return how often the kernel's neighbour table was full since boot; 0 without kernel statistics."""
+def count_neighbour_refusals(
+    statistics: Path = Path("/proc/net/stat/arp_cache"),
+) -> int:
+    """Return how often the kernel's neighbour table was full since boot; 0 if the kernel has no statistics."""
     try:
         header, *processors = statistics.read_text().splitlines()
     except FileNotFoundError:
         return 0
     column = header.split().index("table_fulls")
-    # A line for each processor, with hexadecimal numbers.
+    # Each processor has one line of hexadecimal numbers.
     return sum(int(line.split()[column], 16) for line in processors)
 
 
@@ -159,18 +163,18 @@ def _find_causes(
         causes.append(
             f"the hypervisor took {stolen:.0%} of the processor time for other machines: try again later"
         )
-    if load is not None and load >= BUSY:
+    if load is not None and load >= BUSY_SHARE:
         causes.append(
             f"the processors of this host were {load:.0%} busy: use a less loaded host"
         )
-    worst = _beyond_the_host(measurements)
+    worst = _find_link_beyond_host(measurements)
     if worst is not None:
         assert worst.rate
         asked = format_rate(worst.expected.rate or 0)
-        carried = format_rate(nearest_rate(worst.rate))
+        advised = format_rate(advise_rate(worst.rate))
         causes.append(
             f"the rate of {worst.source} -> {worst.destination}, {asked}, exceeds the measured capacity of "
-            f"this host: use at most {carried}"
+            f"this host: use at most {advised}"
         )
     if causes:
         return causes
@@ -180,25 +184,27 @@ def _find_causes(
     return [text]
 
 
-def _beyond_the_host(measurements: Sequence[LinkMeasurement]) -> LinkMeasurement | None:
-    """Return the link with the largest rate deficit, unless the host reached an equal rate on another link."""
+def _find_link_beyond_host(
+    measurements: Sequence[LinkMeasurement],
+) -> LinkMeasurement | None:
+    """Return the link with the smallest share of its requested rate, among rates that no link on this host reached."""
     highest = 0.0
     for link in measurements:
         if link.rate and not link.problem:
             highest = max(highest, link.rate)
     candidates = []
     for link in measurements:
-        # A rate up to the highest reached one cannot exceed this host's capacity.
-        if _is_slow(link) and (link.expected.rate or 0) > highest:
+        # This host has the capacity for all rates up to the highest that a link reached.
+        if _has_low_rate(link) and (link.expected.rate or 0) > highest:
             candidates.append(link)
-    return min(candidates, key=_carried_share, default=None)
+    return min(candidates, key=_reached_share, default=None)
 
 
-def _carried_share(link: LinkMeasurement) -> float:
+def _reached_share(link: LinkMeasurement) -> float:
     return (link.rate or 0) / (link.expected.rate or 1)
 
 
-def _is_slow(link: LinkMeasurement) -> bool:
+def _has_low_rate(link: LinkMeasurement) -> bool:
     expected = link.expected.rate
     if not link.problem or not expected or not link.rate:
         return False

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class InitialWeights:
-    """The initial weights of a scenario's runs, read or trained once for all runs with equal ones."""
+    """The initial weights of runs; successive runs with equal initial weights read or train them once."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._last: tuple[Path, Model, Weights] | None = None
+        self._cached: tuple[Path, Model, Weights] | None = None
 
     def weights_for(self, prepared: Prepared) -> Weights | None:
         """Return initial weights with the keys of `Model.build`; None for weights drawn from the seed.
@@ -41,26 +41,28 @@ class InitialWeights:
         file = weights_file(prepared.scenario)
         model = prepared.problem.model
         assert file is not None
-        # Runs of a sweep often share their weights, whose training takes long.
-        if self._last is None or self._last[:2] != (file, model):
+        # The runs of a sweep often have the same initial weights, and training these takes long.
+        if self._cached is None or self._cached[:2] != (file, model):
             from testbed.ml.models.weights import read
 
-            first = pretraining_of(prepared)
-            weights = read(file, model) if first is None else self._train(first, file)
-            self._last = (file, model, weights)
-        return self._last[2]
+            pretraining = pretraining_of(prepared)
+            if pretraining is not None:
+                self._cached = (file, model, self._train(pretraining, file))
+            else:
+                self._cached = (file, model, read(file, model))
+        return self._cached[2]
 
-    def _train(self, first: Prepared, file: Path) -> Weights:
+    def _train(self, pretraining: Prepared, file: Path) -> Weights:
         from testbed.simulation import simulate
 
-        scenario = first.scenario
+        scenario = pretraining.scenario
         # The scenario may itself begin with weights from another one.
-        begun = InitialWeights(self._console).weights_for(first)
-        steps = count_batches(scenario, first.plan)
+        inherited_weights = InitialWeights(self._console).weights_for(pretraining)
+        steps = count_batches(scenario, pretraining.plan)
         with LiveProgress(self._console, scenario.name, steps, "steps") as live:
             live.stage("training the initial weights")
-            data = first.workload.load(first)
-            outcome = simulate(first, data, live.event, begun)
+            data = pretraining.workload.load(pretraining)
+            outcome = simulate(pretraining, data, live.event, inherited_weights)
         if outcome.status != "finished" or outcome.weights is None:
             raise TestbedError(
                 f"{file}, which trains the initial weights, {outcome.status}: {outcome.error}"

@@ -19,12 +19,21 @@ from rich.text import Text
 
 from testbed.trace.events import Event
 
-SHOWN = ("step", "request", "evaluate", "failed", "fault", "recovery", "state", "log")
-"""Event types that `LiveProgress` shows; its callers pass it no others."""
+SHOWN_EVENTS = (
+    "step",
+    "request",
+    "evaluate",
+    "failed",
+    "fault",
+    "recovery",
+    "state",
+    "log",
+)
+"""Event types that `LiveProgress.event` accepts."""
 SPEED_WINDOW = 20
 """The displayed speed is the average over this number of steps."""
 REPORT_SHARE = 0.1
-"""Share of the run after which a line is printed where no bar is drawn."""
+"""Share of a run between two printed lines, if the output is not a terminal and has no bar."""
 ERROR_STYLE = "bold red"
 
 
@@ -83,17 +92,18 @@ class LiveProgress:
             elif event.event == "evaluate":
                 self._accuracy = event.fields.get("accuracy")
             else:
-                self._print_event(event)
+                self._print_line(event)
 
-    def _print_event(self, event: Event) -> None:
+    def _print_line(self, event: Event) -> None:
         message = _describe_event(event)
         if message is not None:
             text, style = message
             self._console.print(Text(f"{event.time:8.2f} s  {text}", style=style))
 
     def _advance(self, event: Event) -> None:
-        # A restored checkpoint repeats steps: the bar shows the furthest step, the speed counts all of them.
-        # An event `step` has its number, from 0, in the field `step`, and `request` likewise.
+        # An event `step` has its number, from 0, in the field `step`, and an event `request` in the field `request`.
+        # Steps are repeated after a checkpoint is restored: the bar shows the highest number, and the speed includes
+        # repeated steps.
         number = int(event.fields.get(event.event, self._done))
         self._done = max(self._done, number + 1)
         self._loss = event.fields.get("loss", self._loss)
@@ -101,7 +111,7 @@ class LiveProgress:
         self._bar.update(self._task, completed=self._done)
         if not self._total or self._console.is_terminal:
             return
-        # In a file or a pipe, a line for each tenth of the run takes the place of the bar.
+        # A file or a pipe gets a line for each tenth of the run instead of the bar.
         share = self._done / self._total
         if share >= self._next_report:
             self._next_report = share + REPORT_SHARE
@@ -140,7 +150,7 @@ def _describe_event(event: Event) -> tuple[str, str] | None:
             return f"fault {verb}: {fields.get('action')} {target}", ERROR_STYLE
         case "recovery":
             text = f"recovery {fields.get('phase')}"
-            # Methods without training steps, such as those of generation, record no step.
+            # Methods without training steps, such as methods for generation, record recoveries without a step.
             if "step" in fields:
                 text += f" at step {fields['step']}"
             missing = ", ".join(fields.get("missing", ()))

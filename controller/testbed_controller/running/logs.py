@@ -17,10 +17,10 @@ from testbed.common.logs import PACKAGES, LineFormatter
 from testbed_controller.hosts.lab import AnyLab
 
 CONTROLLER_LOG = "controller.log"
-FOLDER = "logs"
+LOGS_FOLDER = "logs"
 """Subfolder of the container logs, so that no device name can collide with controller.log."""
-LARGEST_LOG = 1 << 20
-"""Maximum size of a saved container log, in bytes; the beginning is cut."""
+LOG_BYTES = 1 << 20
+"""Maximum size of a saved container log, in bytes; of a longer log, the end is saved."""
 WORKERS = 8
 """Number of logs read concurrently."""
 
@@ -38,7 +38,7 @@ class _RunLog(logging.FileHandler):
 def controller_log(results: Path) -> Iterator[None]:
     """Write the controller's log into a run's results folder, with the traceback of a fatal error.
 
-    The loggers keep their levels: ``info`` for the command line, the caller's for the Python API.
+    The levels of the loggers stay unchanged: the command line sets ``info``, and users of the Python API choose theirs.
     """
     handler = _RunLog(results / CONTROLLER_LOG, encoding="utf-8")
     handler.setFormatter(LineFormatter())
@@ -58,7 +58,7 @@ def controller_log(results: Path) -> Iterator[None]:
 
 def save_container_logs(lab: AnyLab, results: Path) -> None:
     """Write the end of each container's log into a run's results folder; unreadable logs are skipped."""
-    folder = results / FOLDER
+    folder = results / LOGS_FOLDER
     folder.mkdir(exist_ok=True)
 
     def save(name: str, pieces: Iterable[bytes]) -> None:
@@ -73,15 +73,15 @@ def save_container_logs(lab: AnyLab, results: Path) -> None:
 
 
 def _last_bytes(pieces: Iterable[bytes]) -> bytes:
-    """Return the last bytes of an iterable, from the start of a line if the beginning is cut."""
-    kept = bytearray()
+    """Return at most the last `LOG_BYTES` bytes, which begin at the start of a line."""
+    tail = bytearray()
     cut = False
     for piece in pieces:
-        kept += piece
-        if len(kept) > LARGEST_LOG:
-            del kept[:-LARGEST_LOG]
+        tail += piece
+        if len(tail) > LOG_BYTES:
+            del tail[:-LOG_BYTES]
             cut = True
     if cut:
         # The first line may be incomplete.
-        del kept[: kept.find(b"\n") + 1]
-    return bytes(kept)
+        del tail[: tail.find(b"\n") + 1]
+    return bytes(tail)

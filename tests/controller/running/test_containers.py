@@ -17,7 +17,7 @@ from testbed.network.link import Link
 from testbed.network.parts import LinkPart
 from testbed.network.radio import Propagation, Radio
 from testbed_controller.lab.lab import Lab
-from testbed_controller.running.control import answer, flap
+from testbed_controller.running.control import answer_request, flap
 from testbed_controller.running.machines import HALTED, DockerFaultTarget
 from tests.helpers.recording_lab import RecordingLab
 
@@ -106,7 +106,9 @@ def flap_by_hand(
 ) -> Generator[tuple[int, float]]:
     """Take the links between a and b down for 20 ms and up for 30 ms, in turns."""
     part = {"between": ["a", "b"], "down": "20ms", "up": "30ms", **keys}
-    turns = flap(lambda request: answer(request, fault_target(lab)), part, seconds)
+    turns = flap(
+        lambda request: answer_request(request, fault_target(lab)), part, seconds
+    )
     return cast(Generator[tuple[int, float]], turns)
 
 

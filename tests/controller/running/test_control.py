@@ -30,7 +30,7 @@ class FakeRun:
         self.events: list[tuple[str, dict[str, Any]]] = []
 
     def respond(self, request: control.Request) -> control.Answer:
-        return control.answer(request, self.fault_target, self.record)
+        return control.answer_request(request, self.fault_target, self.record)
 
     def record(self, step: RecordedStep, changed: StateDiff) -> None:
         speeds = dict.fromkeys("abc", 1e9)
@@ -145,7 +145,10 @@ def test_failed_command_is_reported_and_the_run_continues(
 def test_unauthorised_or_malformed_request_is_refused(
     run: FakeRun, line: bytes
 ) -> None:
-    with control._connect(RUN) as connection, connection.makefile("rwb") as stream:
+    with (
+        control._open_connection(RUN) as connection,
+        connection.makefile("rwb") as stream,
+    ):
         stream.write(line + b"\n")
         stream.flush()
         # The server must not wait for more of a malformed request.

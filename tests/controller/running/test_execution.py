@@ -69,7 +69,7 @@ def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]
     lab = SimpleNamespace(agent=lambda _name: SimpleNamespace(weights=weights))
     inputs = SimpleNamespace(complete=lambda weights: weights)
     execution = SimpleNamespace(_lab=lab, _coordinator="source", _inputs=inputs)
-    return Execution._final_weights(cast(Execution, execution), 1.0)
+    return Execution._fetch_final_weights(cast(Execution, execution), 1.0)
 
 
 @pytest.mark.parametrize(

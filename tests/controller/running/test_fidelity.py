@@ -14,8 +14,8 @@ from testbed_controller.report.tables import draw_section
 from testbed_controller.report.terminal import measurements_table
 from testbed_controller.running.fidelity import (
     LinksError,
-    nearest_rate,
-    neighbours_refused,
+    advise_rate,
+    count_neighbour_refusals,
     verify_links,
 )
 
@@ -148,8 +148,8 @@ def test_refused_neighbours_are_summed_over_processors(tmp_path: Path) -> None:
     statistics.write_text(
         "entries  allocs table_fulls\n00000011 0000006f 0000000a\n00000011 00000072 00000002\n"
     )
-    assert neighbours_refused(statistics) == 12
-    assert neighbours_refused(tmp_path / "elsewhere") == 0
+    assert count_neighbour_refusals(statistics) == 12
+    assert count_neighbour_refusals(tmp_path / "elsewhere") == 0
 
 
 def test_time_stolen_by_a_hypervisor_is_named_as_the_cause() -> None:
@@ -205,4 +205,4 @@ def test_recommended_rate_is_within_the_capacity(
     carried: float, advised: float
 ) -> None:
     # 95 % of the carried rate, rounded down to two digits.
-    assert nearest_rate(carried) == pytest.approx(advised)
+    assert advise_rate(carried) == pytest.approx(advised)

@@ -48,7 +48,7 @@ def test_large_log_keeps_its_last_complete_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The last 20 bytes also contain the end of the second line.
-    monkeypatch.setattr(logs, "LARGEST_LOG", 20)
+    monkeypatch.setattr(logs, "LOG_BYTES", 20)
     chunks = [b"first line\nsecond ", b"line\nthird line\n"]
     logs.save_container_logs(fake_lab({"source": iter(chunks)}), tmp_path)
     assert (tmp_path / "logs" / "source.log").read_bytes() == b"third line\n"
