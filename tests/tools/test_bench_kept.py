@@ -1,4 +1,4 @@
-"""Measurements of the bench, stored by revision."""
+"""Storage of measurements by revision, and their comparison."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ def test_newest_measurement_of_an_abbreviated_revision_is_read(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "results/bench.json"
-    kept.store_measurements(
-        [Measurement("start-up", 9.0, "s"), Measurement("rate", 50.0, "1/s")], file
-    )
-    kept.store_measurements([Measurement("start-up", 8.0, "s")], file)
-    measurements = kept.measurements_of_revision((revision() or "unknown")[:7], file)
+    first = [Measurement("start-up", 9.0, "s"), Measurement("rate", 50.0, "1/s")]
+    second = [Measurement("start-up", 8.0, "s")]
+    kept.store_measurements(first, file)
+    kept.store_measurements(second, file)
+    # Outside of a repository, the revision is "unknown".
+    abbreviated = (revision() or "unknown")[:7]
+    measurements = kept.measurements_of_revision(abbreviated, file)
     assert measurements == {"start-up": 8.0, "rate": 50.0}
     with pytest.raises(click.UsageError, match="0 revisions 'nothing'"):
         kept.measurements_of_revision("nothing", file)
@@ -38,16 +40,11 @@ def test_newest_measurement_of_an_abbreviated_revision_is_read(
 def test_value_more_than_a_tenth_worse_is_marked(
     value: float, at_most: bool, expected: tuple[str, bool]
 ) -> None:
-    assert (
-        kept.compare_measurement(
-            Measurement("x", value, "", at_most=at_most), {"x": 8.0}
-        )
-        == expected
-    )
+    # Ratios to 8.0. A lower value is better with `at_most`, and a higher one otherwise.
+    measurement = Measurement("x", value, "", at_most=at_most)
+    assert kept.compare_measurement(measurement, {"x": 8.0}) == expected
 
 
 def test_measurement_without_a_counterpart_has_no_ratio() -> None:
-    assert kept.compare_measurement(Measurement("new", 1.0, "s"), {"x": 8.0}) == (
-        "",
-        False,
-    )
+    measurement = Measurement("new", 1.0, "s")
+    assert kept.compare_measurement(measurement, {"x": 8.0}) == ("", False)

@@ -1,4 +1,4 @@
-"""Installation of the Python environment: accepted interpreters and builds of torch."""
+"""Installation of the Python environment: supported interpreters and builds of torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from tests.helpers import ROOT
 
 
 @pytest.mark.parametrize(
-    ("question", "answer"),
+    ("failing_check", "error"),
     [
         ("version_info[:2]", "is not Python 3.11 to 3.14"),
         ("releaselevel", "release candidate"),
     ],
+    ids=["version", "release candidate"],
 )
 def test_unsupported_python_is_refused_before_anything_is_installed(
-    question: str, answer: str, tmp_path: Path
+    failing_check: str, error: str, tmp_path: Path
 ) -> None:
+    # A fake interpreter, for which one of the checks (python -c CHECK) fails.
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\ncase "$2" in *"{question}"*) exit 1;; esac\n')
+    python.write_text(f'#!/bin/sh\ncase "$2" in *"{failing_check}"*) exit 1;; esac\n')
     python.chmod(0o755)
     paths = [python, tmp_path / "venv", tmp_path / "stamp"]
     outcome = subprocess.run(
@@ -33,7 +35,7 @@ def test_unsupported_python_is_refused_before_anything_is_installed(
         timeout=60,
     )
     assert outcome.returncode == 3
-    assert answer in outcome.stderr
+    assert error in outcome.stderr
     assert not (tmp_path / "venv").exists()
 
 
@@ -43,24 +45,27 @@ def test_unsupported_python_is_refused_before_anything_is_installed(
         ("", ["torch==2.13.0+cpu", "-r requirements.lock"]),
         ("cuda", ["-r requirements.lock"]),
     ],
+    ids=["default", "cuda"],
 )
 def test_cpu_build_of_torch_is_installed_unless_cuda_is_requested(
     build: str, installs: list[str], tmp_path: Path
 ) -> None:
+    # The interpreter of the environment is fake, and records its calls. The path has a space, as paths of users may.
     python = tmp_path / "an environment" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\necho "$@" >>"{tmp_path}/calls"\n')
     python.chmod(0o755)
     paths = [sys.executable, tmp_path / "an environment", tmp_path / "stamp"]
     environment = {**os.environ, "TESTBED_TORCH": build}
-    done = subprocess.run(
+    outcome = subprocess.run(
         [ROOT / "images" / "environment", *paths], cwd=ROOT, env=environment, timeout=60
     )
-    assert done.returncode == 0
-    calls = [
-        line
-        for line in (tmp_path / "calls").read_text().splitlines()
-        if " install " in line
-    ]
-    assert [line for line in calls if line.endswith(tuple(installs))] == calls[:-1]
-    assert len(calls) == len(installs) + 1
+    assert outcome.returncode == 0
+    calls = (tmp_path / "calls").read_text().splitlines()
+    install_calls = [call for call in calls if " install " in call]
+    # The last call installs the packages of this repository.
+    *library_calls, _ = install_calls
+    assert len(library_calls) == len(installs)
+    for call in library_calls:
+        assert call.endswith(tuple(installs))
+    assert not install_calls[-1].endswith(tuple(installs))

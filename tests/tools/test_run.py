@@ -1,4 +1,4 @@
-"""The parts of ``tests/run``: no test is left out of all of them."""
+"""The parts of ``tests/run``, which together run every test."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import re
 from tests.helpers import ROOT
 
 
-def test_every_file_with_containers_is_in_the_part_for_containers() -> None:
+def test_part_for_containers_includes_every_test_with_containers() -> None:
     script = (ROOT / "tests" / "run").read_text()
-    [part] = re.findall(r'^part (.*) -m "not timed"', script, re.MULTILINE)
+    # The paths of the only part that does not exclude tests with containers.
+    [paths] = re.findall(r'^part (.*) -m "not timed"', script, re.MULTILINE)
     assert '-m "not containers"' in script
     for folder in ("tests", "papers", "generation"):
         for file in (ROOT / folder).rglob("test_*.py"):
             if re.search(r"\bmark\.containers\b", file.read_text()):
                 name = file.relative_to(ROOT).as_posix()
-                assert name.startswith(tuple(part.split())), name
+                assert name.startswith(tuple(paths.split())), name

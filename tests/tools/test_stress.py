@@ -1,4 +1,4 @@
-"""A short, seeded part of each attack, and the selection of seeds and evidence by the command."""
+"""A few seeds of each attack, and the command's selection of seeds and evidence."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from tools.stress.check import (
     simulate_trial,
 )
 from tools.stress.containers import compare_with_virtual
-from tools.stress.generate import OPTIONS, random_method, random_scenario
+from tools.stress.generate import OPTIONS, Tree, random_method, random_scenario
 from tools.stress.listeners import listeners
 from tools.stress.reduce import reduce_scenario
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_scenarios_violate_nothing(seed: int) -> None:
-    violations = attack_simulation(seed).violations
-    assert [each for each in violations if not each.startswith("refused")] == []
+def test_random_scenarios_have_no_violations(seed: int) -> None:
+    # A random scenario may be invalid, and is then refused.
+    for violation in attack_simulation(seed).violations:
+        assert violation.startswith("refused")
 
 
 @pytest.mark.parametrize("method", OPTIONS)
-def test_methods_accept_every_value_that_random_scenarios_choose(method: str) -> None:
+def test_methods_accept_the_options_of_random_scenarios(method: str) -> None:
     for name, values in OPTIONS[method].items():
         for value in values:
             if value is not None:
@@ -57,9 +58,11 @@ def test_reduced_scenario_has_the_violation_and_no_needless_part() -> None:
         {"kill": "source", "at": "1s", "for": "1s"},
         {"pause": "source", "at": "2s", "for": "1s"},
     ]
-    smaller = reduce_scenario(
-        tree, lambda each: any("pause" in fault for fault in each["faults"])
-    )
+
+    def has_violation(candidate: Tree) -> bool:
+        return any("pause" in fault for fault in candidate["faults"])
+
+    smaller = reduce_scenario(tree, has_violation)
     assert smaller["faults"] == [{"pause": "source", "at": "2s", "for": "1s"}]
     assert set(smaller["workload"]["method"]) == {"name"}
     assert smaller["network"] == {"link": {}}
@@ -86,55 +89,48 @@ def test_loss_that_differs_between_the_clocks_is_a_violation() -> None:
     prepared = prepare_pipeline()
     outcome = simulate_trial(prepared)
     assert list(compare_with_virtual(prepared, outcome, outcome)) == []
-    events = [
-        Event(each.time, each.device, "step", {**each.fields, "loss": 9.0})
-        if each.event == "step"
-        else each
-        for each in outcome.events
-    ]
-    (violation,) = compare_with_virtual(
-        prepared, replace(outcome, events=events), outcome
-    )
+    events = []
+    for event in outcome.events:
+        fields = dict(event.fields)
+        if event.event == "step":
+            fields["loss"] = 9.0
+        events.append(Event(event.time, event.device, event.event, fields))
+    changed = replace(outcome, events=events)
+    (violation,) = compare_with_virtual(prepared, changed, outcome)
     assert violation.startswith("clocks: step 0 has loss 9.0")
 
 
 def test_missing_step_is_a_violation() -> None:
     prepared = prepare_pipeline()
-    outcome = simulate_trial(prepared)
-    assert [
-        *check_end(prepared, outcome),
-        *check_steps(prepared, outcome),
-        *check_repetition(outcome, simulate_trial(prepared)),
-    ] == []
-    lacking = replace(
-        outcome,
-        events=[each for each in outcome.events if each.fields.get("step") != 2],
-    )
-    assert list(check_steps(prepared, lacking)) == [
+    outcome, repetition = simulate_trial(prepared), simulate_trial(prepared)
+    assert list(check_end(prepared, outcome)) == []
+    assert list(check_steps(prepared, outcome)) == []
+    assert list(check_repetition(outcome, repetition)) == []
+    events = [event for event in outcome.events if event.fields.get("step") != 2]
+    incomplete = replace(outcome, events=events)
+    assert list(check_steps(prepared, incomplete)) == [
         "steps: 3 of 4 are recorded: [0, 1, 3]"
     ]
-    assert any(
-        each.startswith("repetition")
-        for each in check_repetition(lacking, simulate_trial(prepared))
-    )
+    violations = check_repetition(incomplete, repetition)
+    assert any(violation.startswith("repetition") for violation in violations)
 
 
 @pytest.mark.parametrize("seed", range(1000, 1040))
 def test_damaged_files_are_rejected_with_a_short_message(seed: int) -> None:
-    assert [
-        each
-        for each in files.attack(*files.damaged_file(seed))
-        if not each.startswith("time")
-    ] == []
+    # The duration depends on the load of this host, so slow attacks do not count.
+    for violation in files.attack(*files.damaged_file(seed)):
+        assert violation.startswith("time")
 
 
-class Command:
-    """The command with attacks that report violations by seed, and with a folder of its own."""
+class FakeCommand:
+    """The command with a temporary folder, and with fake attacks, which report given violations."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.seeds: list[int] = []
+        """Seeds of the attacks so far."""
         self.violations: dict[int, list[str]] = {}
+        """Violations by seed."""
         self.order: Sequence[int] | None = None
         """Seeds that finish, in this order, before the command is interrupted; None for all seeds."""
         self._monkeypatch = monkeypatch
@@ -164,13 +160,14 @@ class Command:
 
 
 @pytest.fixture
-def stress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    return Command(tmp_path, monkeypatch)
+def stress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommand:
+    return FakeCommand(tmp_path, monkeypatch)
 
 
-def test_interrupted_attack_continues_with_the_lowest_seed_not_tried(
-    stress: Command,
+def test_interrupted_attack_continues_with_the_lowest_unfinished_seed(
+    stress: FakeCommand,
 ) -> None:
+    # Processes finish seeds in any order. Without seed 5, the next attack begins with 5 and repeats 6, 7 and 8.
     assert stress.interrupt(0, 1, 2) == "3"
     assert stress.interrupt(3, 4) == "5"
     assert stress.interrupt(8, 6, 7) == "5"
@@ -178,9 +175,10 @@ def test_interrupted_attack_continues_with_the_lowest_seed_not_tried(
 
 
 def test_count_is_the_number_of_attacks_with_the_selected_method(
-    stress: Command,
+    stress: FakeCommand,
 ) -> None:
     assert stress.run("--count", "3", "--only", "gpipe") == 0
+    # Seeds of other methods are skipped, and do not count.
     assert [random_method(seed) for seed in stress.seeds] == ["gpipe"] * 3
     assert not (stress.folder / "next-simulation").exists()
 
@@ -194,7 +192,7 @@ def test_count_is_the_number_of_attacks_with_the_selected_method(
     ],
 )
 def test_options_without_effect_are_refused(
-    stress: Command, arguments: list[str]
+    stress: FakeCommand, arguments: list[str]
 ) -> None:
     with pytest.raises(SystemExit):
         stress.run(*arguments)
@@ -202,9 +200,10 @@ def test_options_without_effect_are_refused(
 
 
 def test_evidence_is_written_once_for_each_kind_of_violation(
-    stress: Command, monkeypatch: pytest.MonkeyPatch
+    stress: FakeCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stress.violations = {1: ["steps: 1 of 2", "steps: twice", "refused: x", "hang: y"]}
+    # A refusal is no violation.
     reduced: list[str] = []
 
     def reduce_kind(seed: int, kind: str) -> dict[str, int]:
@@ -218,14 +217,14 @@ def test_evidence_is_written_once_for_each_kind_of_violation(
     assert {"simulation-1-steps.yaml", "simulation-1-hang.yaml"} <= written
 
 
-def test_report_only_writes_no_evidence(stress: Command) -> None:
+def test_report_only_writes_no_evidence(stress: FakeCommand) -> None:
     stress.violations = {1: ["steps: 1 of 2"]}
     assert stress.run("--first", "0", "--count", "2", "--report-only") == 1
     assert list(stress.folder.iterdir()) == []
 
 
 def kill_process(seed: int) -> Report:
-    """Attack that seed 2 does not survive."""
+    """Attack with a seed, and kill the process for seed 2, as the kernel does if memory is short."""
     if seed == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return Report(seed, "examples", [])
@@ -236,20 +235,23 @@ def test_killed_process_is_a_violation_with_its_seed(
 ) -> None:
     reports = list(command.run_attacks(kill_process, iter(range(5)), 2, math.inf))
     assert sorted(report.seed for report in reports) == list(range(5))
-    violations = {each.seed: each.violations for each in reports if each.violations}
-    assert violations == {
-        2: ["killed: the process of the attack ended without a report"]
-    }
+    with_violations = [report for report in reports if report.violations]
+    [killed] = with_violations
+    assert killed.seed == 2
+    assert killed.violations == [
+        "killed: the process of the attack ended without a report"
+    ]
     assert "a process was killed during seeds" in capsys.readouterr().out
 
 
 def test_scenario_of_a_killed_process_is_not_reduced(
-    stress: Command, monkeypatch: pytest.MonkeyPatch
+    stress: FakeCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stress.violations = {1: ["killed: the process of the attack ended"]}
 
+    # A reduction repeats the attack, which would kill this process.
     def reduce_kind(seed: int, kind: str) -> dict[str, int]:
-        pytest.fail("would kill this process")
+        pytest.fail("the scenario is attacked again")
 
     monkeypatch.setattr(command, "smallest_scenario", reduce_kind)
     assert stress.run("--count", "2") == 1
@@ -263,10 +265,8 @@ def test_random_messages_are_accepted_or_rejected(
 ) -> None:
     monkeypatch.setattr(messages, "MESSAGES", 300)
     try:
-        assert [
-            each
-            for each in messages.attack(seed, listeners)
-            if not each.startswith("time")
-        ] == []
+        for violation in messages.attack(seed, listeners):
+            assert violation.startswith("time")
     finally:
+        # The attack switches the log off.
         logging.disable(logging.NOTSET)
