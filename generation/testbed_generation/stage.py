@@ -33,7 +33,7 @@ class SequenceState:
     """The KV caches of one request on one stage."""
 
     attempt: int
-    """Attempt of the last step, see `testbed_generation.messages.Step`."""
+    """Attempt of the last step; attempts rise when the coordinator sends tokens of a request again."""
     position: int = 0
     """Number of tokens in the caches; without numerics there are no caches, but tokens are counted as well."""
     caches: list[Cache] = field(default_factory=list)

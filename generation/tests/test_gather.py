@@ -100,6 +100,7 @@ def test_bytes_without_numerics_equal_those_with_numerics() -> None:
 
 
 def test_rows_that_do_not_divide_over_devices_are_refused() -> None:
+    # 32 query rows, 16 key rows, 32 output rows and 48 hidden rows divide over 4 devices.
     check_row_division(TINY, devices=4, block=1)
     with pytest.raises(InputError, match=r"32 query rows .* 2 devices in blocks of 32"):
         check_row_division(TINY, devices=2, block=32)
@@ -120,6 +121,7 @@ def test_times_and_bytes_agree_with_distributed_llama(devices: int) -> None:
     scenario = testbed.load("generation/distributed-llama", changes)
     metrics = testbed.simulate(scenario).run.metrics
     milliseconds, kilobytes = PUBLISHED[devices]
+    # pi1 is the coordinator, whose times are published.
     computing = 1000 * metrics["compute_per_token"]["pi1"]
     assert computing == pytest.approx(milliseconds, rel=0.05)
     transferred = metrics["sent_per_token"] + metrics["received_per_token"]

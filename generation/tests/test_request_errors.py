@@ -54,6 +54,7 @@ def test_petals_continues_after_restart(spares: list[str], tmp_path: Path) -> No
 def test_error_of_request_is_not_wrapped_in_group() -> None:
     class FailingDecoder:
         async def next_tokens(self, progress: Progress) -> list[int]:
+            # Both requests have started when the first one fails.
             await asyncio.sleep(0)
             raise TestbedError(f"no stage for request {progress.request.number}")
 

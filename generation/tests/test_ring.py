@@ -265,7 +265,7 @@ def test_disk_does_not_count_dropped_windows() -> None:
         async def sleep(self, seconds: float) -> None:
             slept.append(seconds)
 
-    def read_window(*, after_restart: bool) -> float:
+    def wait_seconds(*, after_restart: bool) -> float:
         device: Device = Clock()  # type: ignore[assignment]
         disk = Disk(device, disk_rate=1.0, memory=8.0, layer_bytes=1.0)
         if after_restart:
@@ -273,12 +273,13 @@ def test_disk_does_not_count_dropped_windows() -> None:
             disk.add_window(8, 4)
             disk.drop_window(0)
             disk.drop_window(8)
+        # Two windows of 6 bytes exceed the memory of 8 bytes; dropped windows would exceed it further.
         disk.add_window(14, 6)
         disk.add_window(20, 6)
         asyncio.run(disk.wait_for_window(14))
         return slept.pop()
 
-    assert read_window(after_restart=True) == read_window(after_restart=False)
+    assert wait_seconds(after_restart=True) == wait_seconds(after_restart=False)
 
 
 def test_rounds_that_do_not_divide_layers_are_refused() -> None:

@@ -25,6 +25,7 @@ SCENARIO: dict[str, Any] = {
 
 
 def test_device_that_starts_seconds_late_keeps_its_layers() -> None:
+    # Longer than the failure timeout of 0.5 s, and shorter than the 10 s until all stages must hold their layers.
     late = {"pause": "pi3", "at": "0s", "for": "4s"}
     run = testbed.simulate(testbed.build(**SCENARIO, faults=[late])).run
     assert run.metrics["recoveries"] == 0
@@ -38,6 +39,7 @@ def test_device_that_starts_seconds_late_keeps_its_layers() -> None:
 def test_device_that_never_answers_is_excluded() -> None:
     dead = {"kill": "pi3", "at": "0s"}
     run = testbed.simulate(testbed.build(**SCENARIO, faults=[dead])).run
+    # All tokens are generated, on the other two devices.
     assert run.metrics["tokens"] == 4
 
 
@@ -55,6 +57,7 @@ for method in METHODS:
     Generate().prepare_device(prepare(trials(scenario)[0]).problem)
     before = set(sys.modules)
     testbed.simulate(scenario)
+    # A device that imports a large module during the run does not answer pings meanwhile, and counts as lost.
     for name in set(sys.modules) - before:
         if name == "torch" or name.startswith("testbed_generation"):
             print(name)
@@ -98,5 +101,6 @@ def test_events_do_not_depend_on_order_of_sets() -> None:
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
         )
         outputs.append(run.stdout)
+    # Pings are sent to several devices at once, so their order is the most likely to change.
     assert "ping" in outputs[0]
     assert outputs[0] == outputs[1]

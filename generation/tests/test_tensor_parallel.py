@@ -142,6 +142,7 @@ def test_ring_sends_more_messages_than_star() -> None:
     for make_all_reduce in (StarAllReduce, RingAllReduce):
         world, _ = serve("abcd", make_all_reduce, FOUR_HEADS, numerics=False)
         message_counts[make_all_reduce] = len(sent_sizes(world, "part"))
+    # For each sum the coordinator sends 2 (n - 1) messages in a ring, and n - 1 messages as the root of a star.
     assert message_counts[RingAllReduce] > message_counts[StarAllReduce]
 
 
@@ -171,5 +172,6 @@ def test_exchange_in_q8_0_sends_bytes_of_distributed_llama(
 
 
 def test_exchange_in_q8_0_generates_all_tokens() -> None:
+    # Rounding to 8 bits may change the tokens, but not their number.
     _, texts = serve("ab", make_q8_exchange)
     assert count_tokens(texts) == expected_lengths()

@@ -80,6 +80,7 @@ def test_replacement_of_lost_stage_receives_weights_from_file(
     }
     changes = {"seed": SEED, "workload.method": method}
     expected, _ = generate(scenario_file, changes)
+    # During the third pass after that of the prompt of 8 tokens, which ends with the token at position 10.
     kill = {"kill": "pi2", "when": {"device": "pi2", "begins": "decode", "micro": 10}}
     file_changes = {"workload.model.weights": "model.safetensors", "faults": [kill]}
     tokens, _ = generate(scenario_file, {**file_changes, **changes})
@@ -110,6 +111,8 @@ def test_accepted_draft_saves_time(scenario_file: Path) -> None:
     _, without_draft = generate(scenario_file, changes)
     draft_changes = {**changes, "workload.draft": {"preset": TINY}}
     _, with_draft = generate(scenario_file, draft_changes)
+    # A pass of the stages generates 5 tokens instead of one: 4 accepted drafts, and one more token. The draft model
+    # equals the model here, but computes on one device without messages.
     assert with_draft["duration"] < 0.4 * without_draft["duration"]
 
 
