@@ -19,12 +19,12 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 
 FOLDER = Path(__file__).resolve().parent
 WIDTH = 7.16
-"""Inches: two columns of an IEEE paper."""
+"""Width of a plot in inches: that of two columns of an IEEE paper."""
 STYLE = {
     "font.size": 8,
     "lines.markersize": 3,
     "lines.linewidth": 1.2,
-    # Text stays text, and names of elements are the same in each call, so that files differ only where data do.
+    # With text as text and constant names of elements, files differ only if their data differ.
     "svg.fonttype": "none",
     "svg.hashsalt": "generation",
 }
@@ -40,17 +40,17 @@ def read_points(results: Path) -> list[Point]:
 
 
 def values_of(points: Iterable[Point], key: str) -> list[str]:
-    """Return the distinct values of a key in their order."""
+    """Return the distinct values of a key, in the order of the points."""
     return list(dict.fromkeys(point[key] for point in points))
 
 
 def milliseconds(text: str) -> float:
-    """Return the number of a delay such as ``0.2ms``."""
+    """Return the milliseconds of a delay such as ``0.2ms``."""
     return float(text.removesuffix("ms"))
 
 
 def draw_delay(points: list[Point]) -> Figure:
-    """Return the time per token over the delay of links: a panel for each loss, a line for each method and number."""
+    """Draw the time per token over the delay of links: a panel for each loss, a line for each method and number."""
     losses = values_of(points, "network.link.loss")
     figure = Figure(figsize=(WIDTH, 2.8), layout="constrained")
     panels = figure.subplots(1, len(losses), sharey=True, squeeze=False)[0]
@@ -64,27 +64,40 @@ def draw_delay(points: list[Point]) -> Figure:
     return figure
 
 
+def times_by_delay(
+    points: list[Point], method: str, count: str
+) -> tuple[list[float], list[float]]:
+    """Return the delays of links in ms, and the seconds per token, of one method and number of devices."""
+    delays = []
+    seconds = []
+    for point in points:
+        line = (point["workload.method"], point["devices.pi.count"])
+        if line != (method, count):
+            continue
+        delays.append(milliseconds(point["network.link.delay"]))
+        # The mean over the text, since a median hides the few tokens that wait for a lost packet.
+        seconds.append(1 / float(point["request_token_rate"]))
+    return delays, seconds
+
+
 def draw_loss(axes: Axes, points: list[Point]) -> None:
     """Draw the lines of one panel."""
     for method in values_of(points, "workload.method"):
-        for place, count in enumerate(values_of(points, "devices.pi.count")):
-            if count == "1" and method != "layers":
-                # One device alone computes the same with both methods.
-                continue
-            delays = []
-            seconds = []
-            for point in points:
-                line = (point["workload.method"], point["devices.pi.count"])
-                if line != (method, count):
-                    continue
-                delays.append(milliseconds(point["network.link.delay"]))
-                # The mean over the text: a median hides the few tokens that wait for a lost packet.
-                seconds.append(1 / float(point["request_token_rate"]))
-            style = {"color": f"C{place}", "linestyle": DASHES[method], "marker": "o"}
-            label = f"{method}, {count} boards"
-            if count == "1":
+        for index, count in enumerate(values_of(points, "devices.pi.count")):
+            # One device alone computes the same with both methods.
+            if count != "1":
+                style = {
+                    "color": f"C{index}",
+                    "linestyle": DASHES[method],
+                    "marker": "o",
+                }
+                label = f"{method}, {count} boards"
+            elif method == "layers":
                 style = {"color": "grey", "linestyle": ":"}
                 label = "one board"
+            else:
+                continue
+            delays, seconds = times_by_delay(points, method, count)
             axes.plot(delays, seconds, label=label, **style)
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -97,7 +110,7 @@ def draw_loss(axes: Axes, points: list[Point]) -> None:
 
 
 def draw_recovery(points: list[Point]) -> Figure:
-    """Return the longest pause between two tokens over the token at which a device dies, by recovery."""
+    """Draw the longest pause between two tokens over the token at which a device dies, by recovery."""
     figure = Figure(figsize=(WIDTH / 2, 2.4), layout="constrained")
     axes = figure.subplots()
     for recovery in values_of(points, "workload.method"):

@@ -88,7 +88,7 @@ class SeededWeights:
         self._shapes = weight_shapes(architecture)
 
     def read(self, name: str) -> Tensor:
-        """Return a weight, equal on every device and for every division."""
+        """Return a weight, which is the same on every device and for every division of the model."""
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape)
