@@ -277,7 +277,7 @@ def rewrite_links(page: str, text: str, known: Mapping[str, str], site: Path) ->
 def make_navigation() -> Navigation:
     """Return the navigation for mkdocs."""
     methods = [{name: _method_page(name)} for name in METHODS]
-    papers = [{"Published and reproduced figures": PAPERS_PAGE}]
+    papers = [{"Results of the papers": PAPERS_PAGE}]
     for folder, title in PAPERS.items():
         papers.append({title: _paper_page(folder)})
     commands = [{name: _command_page(name)} for name in COMMANDS]
