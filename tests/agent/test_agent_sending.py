@@ -333,7 +333,7 @@ def test_unreachable_peer_is_logged_once(
     assert later == ["b: connected"]
 
 
-def test_message_does_not_leave_before_its_earliest_instant(
+def test_message_does_not_leave_before_earliest_instant(
     receiver: Receiver,
 ) -> None:
     async def main() -> None:

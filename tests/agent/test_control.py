@@ -78,7 +78,7 @@ def test_response_to_a_change_is_the_state() -> None:
         ("/weights?part", b"part"),
     ],
 )
-def test_reads_return_their_content(path: str, content: bytes) -> None:
+def test_reads_return_content(path: str, content: bytes) -> None:
     assert send_request(FakeRunner(), "GET", path) == (200, content)
 
 
@@ -115,7 +115,7 @@ def test_reads_return_their_content(path: str, content: bytes) -> None:
         "bug",
     ],
 )
-def test_refusals_name_their_reason(
+def test_refusals_name_reason(
     method: str, path: str, body: bytes, status: int, error: str
 ) -> None:
     response_status, content = send_request(FakeRunner(), method, path, body)

@@ -71,7 +71,7 @@ def test_reader_of_dropped_lines_is_refused() -> None:
     assert len(read_lines(log, oldest)) == log.count - oldest
 
 
-def test_slow_reader_is_refused_after_its_next_line_was_dropped() -> None:
+def test_slow_reader_of_dropped_line_is_refused() -> None:
     log = filled_log(20_000, limit=20_000)
     oldest = log.count - log._sealed_lines - len(log._recent)
     slow_reader = log.follow(oldest)

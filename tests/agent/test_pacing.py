@@ -116,7 +116,7 @@ def run_queued(works: Sequence[tuple[Callable[[], Any], float]]) -> list[WorkTim
     return recorder.times
 
 
-def test_work_takes_its_charged_time(clock: Clock) -> None:
+def test_work_takes_charged_time(clock: Clock) -> None:
     (times,) = run_queued([(lambda: clock.sleep(0.1), 0.5)])
     assert times == WorkTimes(
         start=START,
@@ -168,7 +168,7 @@ def test_results_are_handed_over_ahead_of_time(clock: Clock) -> None:
     assert times.start + times.duration == pytest.approx(due)
 
 
-def test_work_is_charged_from_its_triggering_event(clock: Clock) -> None:
+def test_work_is_charged_from_triggering_event(clock: Clock) -> None:
     processors, recorder = Processors(), Recorder(expected=2)
     begin_instants: list[float] = []
 
@@ -242,7 +242,7 @@ def test_withdrawn_work_is_skipped(clock: Clock) -> None:
     processors.close()
 
 
-def test_speed_applies_from_the_instant_of_its_change(clock: Clock) -> None:
+def test_speed_applies_from_instant_of_change(clock: Clock) -> None:
     pace = Pace()
     pace.set(0.5)
     clock.now = 101.0

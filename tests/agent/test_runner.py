@@ -127,7 +127,7 @@ def test_each_deployment_runs_once(runner: Runner) -> None:
         assert reason.endswith("this device is finished")
 
 
-def test_end_of_a_program_is_its_last_event(runner: Runner) -> None:
+def test_end_of_program_is_last_event(runner: Runner) -> None:
     deploy_and_start(runner, "compute_last")
     wait_for_end(runner)
     lines = b"".join(runner.log.follow(0)).split(b"\n")
@@ -179,7 +179,7 @@ def test_deployment_is_refused_until_the_program_is_stopped(runner: Runner) -> N
     assert runner.state == "stopped"
 
 
-def test_program_can_be_stopped_before_its_start(runner: Runner) -> None:
+def test_program_can_be_stopped_before_start(runner: Runner) -> None:
     deploy(runner, "log_name")
     runner.start(time.monotonic() + 30)
     runner.stop()

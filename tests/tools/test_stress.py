@@ -230,7 +230,7 @@ def kill_process(seed: int) -> Report:
     return Report(seed, "examples", [])
 
 
-def test_killed_process_is_a_violation_with_its_seed(
+def test_killed_process_is_a_violation_with_seed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     reports = list(command.run_attacks(kill_process, iter(range(5)), 2, math.inf))

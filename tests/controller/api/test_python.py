@@ -128,7 +128,7 @@ def count_worlds() -> int:
     return len(worlds)
 
 
-def test_sweep_frees_each_simulation_after_its_run(tmp_path: Path) -> None:
+def test_sweep_frees_each_simulation_after_run(tmp_path: Path) -> None:
     # Devices, tasks and events of a world refer to each other, so only a sweep that collects garbage frees the world.
     gc.collect()
     count_before = count_worlds()
@@ -207,7 +207,7 @@ def test_tables_are_available_as_data_frames(tmp_path: Path) -> None:
     assert "metrics.parquet" in outcome.output
 
 
-def test_data_frame_without_pandas_is_refused_with_its_installation(
+def test_data_frame_without_pandas_is_refused_with_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)

@@ -73,7 +73,7 @@ def test_unreachable_ssh_host_is_reported_with_a_command_to_try(
         reach("a")
 
 
-def test_missing_ssh_is_reported_with_its_installation(
+def test_missing_ssh_is_reported_with_installation(
     config_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_docker_context(config_folder, "a", "ssh://me@127.0.0.1:9")
@@ -113,7 +113,7 @@ def test_connection_ends_with_a_killed_controller(tmp_path: Path) -> None:
 
 
 def is_running(pid: str) -> bool:
-    """Return whether a process exists and is no zombie."""
+    """Return whether a process exists, zombies excluded."""
     try:
         stat = Path("/proc", pid, "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

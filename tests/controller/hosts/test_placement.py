@@ -147,7 +147,7 @@ def test_host_faults_kill_and_restart_all_devices_of_the_host(tmp_path: Path) ->
     ]
 
 
-def test_partition_of_hosts_separates_their_devices(tmp_path: Path) -> None:
+def test_partition_of_hosts_separates_devices(tmp_path: Path) -> None:
     condition = "when: {device: source, event: step, batch: 3}"
     (fault,) = device_faults(
         tmp_path, f"- {{partition_hosts: [b], {condition}, for: 3s}}\n"

@@ -158,7 +158,7 @@ def test_path_slower_than_the_link_is_refused_with_both_delays() -> None:
         imposed_links({("p", "r"): LINK}, HOST, {("a", "b"): 0.007})
 
 
-def test_each_path_is_measured_over_its_steadiest_and_fastest_link() -> None:
+def test_path_is_measured_over_steadiest_and_fastest_link() -> None:
     links = {
         ("p", "r"): Link(rate=1e6),
         ("q", "r"): Link(rate=1e9),

@@ -82,7 +82,7 @@ def test_booted_or_resumed_device_receives_the_active_faults(
     assert lab.agents["b"].factors == [0.5, HALTED]
 
 
-def test_resumed_device_has_its_own_speed_again(lab: RecordingLab) -> None:
+def test_resumed_device_has_original_speed(lab: RecordingLab) -> None:
     strike(lab, throttle={"device": "b", "slowdown": 2})
     strike(lab, pause="b")
     strike(lab, unthrottle="b")
@@ -154,13 +154,13 @@ def test_faults_apply_on_top_of_a_trace(lab: RecordingLab) -> None:
     assert lab.agents["c"].factors[-1] == 0.25
 
 
-def test_receivers_get_their_broadcast_loss(lab: RecordingLab) -> None:
+def test_receivers_get_broadcast_loss(lab: RecordingLab) -> None:
     strike(lab, degrade={"from": "a", "to": "b", "message_loss": "20%"})
     assert lab.agents["b"].losses == [{"a": 0.2}]
     assert lab.agents["c"].losses == []
 
 
-def test_both_ends_of_a_link_receive_its_round_trip_time(lab: RecordingLab) -> None:
+def test_both_ends_of_link_receive_round_trip_time(lab: RecordingLab) -> None:
     # Links of the scenario have a delay of 5 ms in each direction.
     original = pytest.approx(2 * 0.005 + PACKETS_SECONDS)
     degraded = pytest.approx(2.0 + 0.005 + PACKETS_SECONDS)
@@ -220,7 +220,7 @@ def test_handle_is_valid_once(lab: RecordingLab) -> None:
         strike(lab, throttle={"device": "c", "slowdown": 2})
 
 
-def test_device_is_switched_according_to_its_actual_state(lab: RecordingLab) -> None:
+def test_device_is_switched_according_to_actual_state(lab: RecordingLab) -> None:
     assert strike(lab, restart="b") == StateDiff()
     # The container exited without a fault, for example out of memory or by a command of the engine.
     lab.devices["b"].state = "exited"
@@ -231,7 +231,7 @@ def test_device_is_switched_according_to_its_actual_state(lab: RecordingLab) -> 
     assert lab.actions == ["start b"]
 
 
-def test_run_admits_restarted_devices_by_its_own_function(lab: RecordingLab) -> None:
+def test_restarted_device_is_admitted_by_given_function(lab: RecordingLab) -> None:
     admitted: list[str] = []
     lab.devices["b"].state = "exited"
     apply_step(
@@ -244,7 +244,7 @@ def test_run_admits_restarted_devices_by_its_own_function(lab: RecordingLab) -> 
 
 
 def test_stored_actions_equal_the_applied_actions(lab: RecordingLab) -> None:
-    parts: list[dict[str, Any]] = [
+    actions: list[dict[str, Any]] = [
         {"partition": [["a"], ["b", "c"]]},
         {
             "degrade": {
@@ -257,11 +257,11 @@ def test_stored_actions_equal_the_applied_actions(lab: RecordingLab) -> None:
         {"flap": {"device": "c", "down": "1s", "up": "2s"}},
         {"throttle": {"device": "b", "slowdown": 3}},
     ]
-    for index, part in enumerate(parts):
+    for index, part in enumerate(actions):
         strike(lab, str(index), **part)
     stored = fault_target(lab).current
-    applied = [ActionPart.model_validate(part).action for part in parts]
+    applied = [ActionPart.model_validate(part).action for part in actions]
     assert list(stored.in_force.values()) == applied
-    for index, part in enumerate(parts):
+    for index, part in enumerate(actions):
         undo(lab, str(index), **part)
     assert lab.shaped == lab.experiment.links

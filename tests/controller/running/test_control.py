@@ -157,7 +157,7 @@ def test_unauthorised_or_malformed_request_is_refused(
     assert "devices" in control.connect(RUN)({"show": None})
 
 
-def test_lab_is_changed_directly_after_the_end_of_its_run(
+def test_lab_is_changed_directly_after_end_of_run(
     lab: RecordingLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run_state()

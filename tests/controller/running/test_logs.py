@@ -44,7 +44,7 @@ def test_missing_container_does_not_prevent_the_other_logs(
     assert files == {"source.log": b"one\ntwo\n", "shaper.log": b""}
 
 
-def test_large_log_keeps_its_last_complete_lines(
+def test_large_log_keeps_last_complete_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The last 20 bytes also contain the end of the second line.
@@ -76,13 +76,13 @@ def fake_host(*containers: str) -> Any:
     )
 
 
-def test_each_reachable_host_has_a_log_of_its_shaper() -> None:
-    parts = {
+def test_each_reachable_host_has_shaper_log() -> None:
+    hosts = {
         "node1": fake_host("source", "shaper"),
         "node2": fake_host("worker1", "shaper"),
         "node3": fake_host("worker2", "shaper"),
     }
-    lab: Any = SimpleNamespace(parts=parts, lost={"node3"})
+    lab: Any = SimpleNamespace(parts=hosts, lost={"node3"})
     assert set(HostsLab.container_logs(lab)) == {
         "source",
         "worker1",

@@ -96,7 +96,7 @@ def test_one_batch_changes_and_reads_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert environment["TC_LIB_DIR"] == "/tables"
 
 
-def test_failed_command_is_reported_with_its_input_line() -> None:
+def test_failed_command_is_reported_with_input_line() -> None:
     assert namespaces.command(["cat"], "text") == "text"
     # `Command failed -:2` is tc's message for the second line of a batch on standard input.
     with pytest.raises(

@@ -23,7 +23,7 @@ assert subprocess.run([sys.executable, "-c", child], capture_output=True, text=T
 """
 
 
-def test_only_denied_calls_fail_in_the_process_and_its_children() -> None:
+def test_only_denied_calls_fail_in_process_and_children() -> None:
     outcome = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60
     )

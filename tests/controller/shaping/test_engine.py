@@ -63,7 +63,7 @@ def server() -> Iterator[LoopServer]:
     loop_server.stop()
 
 
-def test_packets_leave_in_order_after_their_delay(server: LoopServer) -> None:
+def test_packets_leave_in_order_after_delay(server: LoopServer) -> None:
     device = Device(server, Link(delay=0.02))
     start = device.put_packets(1, 2, 3)
     verdicts = device.kernel.wait_for_verdicts(1)
@@ -123,7 +123,7 @@ def test_corrupted_packet_differs_in_one_payload_bit(server: LoopServer) -> None
     assert content[ip_header] == PACKET[ip_header]
 
 
-def test_downlink_passes_packets_at_its_rate_and_drops_the_overflow(
+def test_downlink_passes_packets_at_rate_and_drops_overflow(
     server: LoopServer,
 ) -> None:
     delay, rate, queue_limit = 0.001, 1e6, 2

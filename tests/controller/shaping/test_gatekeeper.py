@@ -37,7 +37,7 @@ def open_queue(server: LoopServer, device: str, **routes: object) -> FakeQueue:
     return queue
 
 
-def test_packets_leave_at_the_end_of_their_transmission(server: LoopServer) -> None:
+def test_packets_leave_at_end_of_transmission(server: LoopServer) -> None:
     queue = open_queue(server, "a")
     start = time.monotonic()
     for number in range(3):

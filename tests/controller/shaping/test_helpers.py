@@ -24,7 +24,7 @@ from testbed_controller.shaping.plan import Access
 
 
 def send_request(data: bytes, execute: Any) -> tuple[bool, bytes]:
-    """Return whether the helper continues, and the response; empty data stands for a disconnected server."""
+    """Return whether the helper continues, and the response; no data represents a disconnected server."""
     server_end, helper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with server_end, helper_end:
         if data:
@@ -49,7 +49,7 @@ def test_error_of_the_kernel_is_sent_as_response() -> None:
     assert send_request(b"", fail) == (False, b"")
 
 
-def test_end_of_a_helper_process_is_reported_with_its_status() -> None:
+def test_end_of_helper_process_is_reported_with_status() -> None:
     with pytest.raises(HostError, match="the thing has ended with status 1"):
         Helper("no.such.module", "thing")
 

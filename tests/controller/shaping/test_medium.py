@@ -57,7 +57,7 @@ def test_transmissions_of_a_cell_follow_in_sending_order():
     assert media.next_end == math.inf
 
 
-def test_gateway_waits_for_all_of_its_channels():
+def test_gateway_waits_for_all_channels():
     media = make_media("a")
     media.set_routes("b", {"all": Route(("other",), RATE, 100)}, 0.0)
     media.set_routes(
@@ -174,7 +174,7 @@ def test_fast_links_without_cells_are_not_gated():
     assert routes_of_a(make_links(2 * GATED_RATE)) == {}
 
 
-def test_slow_broadcasts_have_their_own_channel():
+def test_slow_broadcasts_have_separate_channel():
     # 20 Mbit/s are below the limit of 25 for broadcasts, and above the limit of 5 for links.
     routes = routes_of_a(make_links(20e6))
     assert set(routes) == {BROADCAST}
@@ -182,7 +182,7 @@ def test_slow_broadcasts_have_their_own_channel():
     assert routes[BROADCAST].rate == 20e6
 
 
-def test_slow_link_has_its_own_channel():
+def test_slow_link_has_separate_channel():
     links = make_links(20e6) | {("a", "c"): Link(rate=250e3)}
     routes = routes_of_a(links, broadcast=None)
     assert routes == {ADDRESS_OF_C: Route(("link a -> c",), 250e3, 300)}
@@ -192,14 +192,14 @@ def rates(routes: dict[str, Route]) -> dict[str, float]:
     return {address: route.rate for address, route in routes.items()}
 
 
-def test_slow_uplink_slows_the_links_of_its_device():
+def test_slow_uplink_slows_all_links_from_device():
     routes = routes_of_a(make_links(), broadcast=None, uplink=1e6)
     assert rates(routes) == {ADDRESS_OF_B: 1e6, ADDRESS_OF_C: 1e6}
     # Each link has a channel of its own, since the kernel shares the uplink among links.
     assert len({route.channels for route in routes.values()}) == 2
 
 
-def test_slow_downlink_slows_the_links_to_its_device():
+def test_slow_downlink_slows_all_links_to_device():
     routes = routes_of_a(
         make_links(2e6), broadcast=None, downlinks={"b": 64e3, "c": 50e6}
     )
@@ -222,7 +222,7 @@ def test_links_within_a_cell_share_the_channel_with_broadcasts():
         assert route.rate == 30e6
 
 
-def test_link_slower_than_its_cell_keeps_its_rate():
+def test_link_slower_than_cell_keeps_rate():
     routes = routes_of_a(make_links(1e6), [Cell(("a", "b"), 30e6)], broadcast=None)
     assert routes[ADDRESS_OF_B].rate == 1e6
 

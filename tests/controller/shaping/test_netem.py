@@ -62,7 +62,7 @@ def test_netem_arguments(link: Link, arguments: str) -> None:
     assert netem.netem_arguments(line) == f"netem limit {line.limit} {arguments}"
 
 
-def test_link_that_duplicates_has_its_own_ifb() -> None:
+def test_duplicating_link_has_separate_ifb() -> None:
     plain = plan_incoming(Link(delay=0.02))
     duplicating = plan_incoming(Link(delay=0.02, duplicate=0.1))
     assert netem.ifbs_of(plain) == {"testbed-ifb"}
@@ -105,7 +105,7 @@ def test_changed_delay_replaces_one_leaf() -> None:
     ]
 
 
-def test_link_that_is_down_loses_every_packet() -> None:
+def test_down_link_loses_every_packet() -> None:
     slow = plan_incoming(Link(delay=0.02))
     assert netem.change(slow, plan_incoming(Link(up=False))) == [
         f"{LEAF} netem limit 1000 loss random 100% corrupt 0%"
@@ -123,7 +123,7 @@ def test_link_without_impairments_has_no_filters() -> None:
     )
 
 
-def test_each_link_waits_for_the_downlink_in_its_own_queue() -> None:
+def test_links_wait_for_downlink_in_separate_queues() -> None:
     free = plan_incoming(Link(delay=0.02))
     limited = plan_incoming(Link(delay=0.02), downlink=8e6)
     shared = "class change dev testbed-ifb parent 2: classid 2:3 htb"

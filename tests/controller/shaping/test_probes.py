@@ -48,7 +48,7 @@ def test_slow_host_sends_packets_later_and_loses_none() -> None:
     assert [len(tally.delays) for tally in tallies] == [15] * 20
 
 
-def test_packets_of_a_slow_link_keep_their_distance_after_a_stall() -> None:
+def test_packets_of_slow_link_keep_distance_after_stall() -> None:
     send_times: list[float] = []
 
     class StallingSender(SlowSender):

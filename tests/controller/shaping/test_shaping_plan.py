@@ -75,7 +75,7 @@ def test_changed_rate_affects_one_class() -> None:
     assert sender.change(old, old) == []
 
 
-def test_changed_peer_address_affects_only_its_filter() -> None:
+def test_changed_peer_address_affects_only_filter() -> None:
     links = {("a", "b"): Link(rate=1e6)}
     new_peers = PEERS | {"b": (2, "198.18.0.9")}
     old = plan_interface(ENDPOINT_OF_A, "eth1", None, PEERS, links)
@@ -93,7 +93,7 @@ def test_only_impaired_links_pass_through_a_queue() -> None:
     )
 
 
-def test_packets_of_a_link_that_is_down_are_dropped() -> None:
+def test_packets_of_down_link_are_dropped() -> None:
     # The sender applies the rate of the link from c, so that the receiver needs no rule.
     links = {("b", "a"): Link(up=False, delay=0.02), ("c", "a"): Link(rate=1e6)}
     chain = receiving_chain(plan_interface(ENDPOINT_OF_A, "eth1", None, PEERS, links))
@@ -106,7 +106,7 @@ def test_packets_without_a_link_are_dropped() -> None:
     assert chain.lines == ["-A TESTBED -s 198.18.0.4/32 -j DROP"]
 
 
-def test_downlink_queues_packets_of_every_link_that_is_up() -> None:
+def test_downlink_queues_packets_of_every_up_link() -> None:
     limited = Endpoint("a", 1, "198.18.0.2", downlink=5e6)
     links = {("b", "a"): Link(), ("c", "a"): Link(up=False)}
     plan = plan_interface(limited, "eth1", None, PEERS, links)

@@ -51,7 +51,7 @@ def test_deviations_beyond_the_tolerances_are_named() -> None:
     assert "none of 30" in describe(link, rate=None, delay=None, sent=30, lost=30)
 
 
-def test_packets_over_a_link_that_is_down_are_a_deviation() -> None:
+def test_packets_over_down_link_are_a_deviation() -> None:
     down = Link(up=False)
     assert describe(down, rate=None, delay=None, sent=30, lost=30) == ""
     assert "is down, yet 1 of 30" in describe(
