@@ -122,21 +122,23 @@ class CostModel:
         """Return the bytes of the weights of one layer and of the caches of all sequences at full length."""
         return self.architecture.layer_bytes(self.storage) + self.layer_cache()
 
-    def end_memory(self, *, first: bool, last: bool) -> float:
+    def end_memory(self, *, has_embedding: bool, has_output: bool) -> float:
         """Return the bytes of the embedding, on the first stage, and of the output matrix, on the last stage.
 
         A tied matrix counts once on a device that has both.
         """
-        embedding = self.architecture.embedding_bytes(self.storage) if first else 0
-        output = self.architecture.output_bytes(self.storage) if last else 0
-        if self.architecture.tied and first and last:
+        embedding = (
+            self.architecture.embedding_bytes(self.storage) if has_embedding else 0
+        )
+        output = self.architecture.output_bytes(self.storage) if has_output else 0
+        if self.architecture.tied and has_embedding and has_output:
             return output
         return embedding + output
 
     def total_memory(self) -> float:
         """Return the bytes of the whole model on one device."""
         layers = self.architecture.layers * self.layer_memory()
-        return layers + self.end_memory(first=True, last=True)
+        return layers + self.end_memory(has_embedding=True, has_output=True)
 
     def buffer_memory(self) -> float:
         """Return the bytes of activations while the longest prompt passes a layer."""

@@ -601,7 +601,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
         is_coordinator = device is problem.devices[0]
         share = shard.heads / architecture.kv_heads
         layers = model.layer_memory() * architecture.layers * share
-        ends = model.end_memory(first=is_coordinator, last=is_coordinator)
+        ends = model.end_memory(has_embedding=is_coordinator, has_output=is_coordinator)
         memory = layers + model.buffer_memory() + ends
         part = f"heads {shard.head_start} to {shard.head_stop - 1}"
         parameters = architecture.layers * shard.parameters(architecture)
@@ -633,7 +633,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
         for part_number, device in enumerate(problem.devices, start=1):
             memory = weights / device_count + model.buffer_memory()
             if device is coordinator:
-                memory += caches + model.end_memory(first=True, last=True)
+                memory += caches + model.end_memory(has_embedding=True, has_output=True)
             part = f"rows {part_number} of {device_count}"
             assignment = self._make_assignment(
                 problem, device, memory, part, parameters

@@ -77,7 +77,7 @@ def free_memory(
     model = problem.model
     is_coordinator = device.name == problem.devices[0].name
     free = device.memory - model.buffer_memory()
-    free -= model.end_memory(first=is_coordinator, last=holds_output)
+    free -= model.end_memory(has_embedding=is_coordinator, has_output=holds_output)
     if is_coordinator and problem.draft is not None:
         free -= problem.draft.total_memory()
     return free
@@ -173,7 +173,7 @@ def make_stage_assignments(
     start = 0
     for index, (name, count) in enumerate(layer_counts):
         is_first, is_last = index == 0, index == len(layer_counts) - 1
-        ends = model.end_memory(first=is_first, last=is_last)
+        ends = model.end_memory(has_embedding=is_first, has_output=is_last)
         memory = count * model.layer_memory() + ends + model.buffer_memory()
         # The first stage is on the coordinator, which holds the draft model.
         if is_first and problem.draft is not None:
