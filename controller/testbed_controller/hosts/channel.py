@@ -1,7 +1,9 @@
-"""The controller's connection to one host: a keeper process, started over the engine connection of the docker context.
+"""The controller's connection to one host, carried by the engine connection of the docker context.
 
-The channel offers a port on this machine's loopback for each container of the host. Exchanges of time stamps over the
-channel synchronise the host's clock.
+Each host of a run has a keeper, a container that removes the run from the host if the controller falls silent. In the
+keeper, the controller executes a relay, which forwards connections into the containers of the host. The channel offers
+a port on this machine's loopback for each container. Exchanges of time stamps with the relay synchronise the host's
+clock.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ FIRST_EXCHANGES = 32
 """Number of time exchanges before a host's clock counts as measured."""
 LOST_SECONDS = 4.0
 """Silence after which a host counts as lost, in seconds."""
-# The connection of an exec is taken over for raw data after the response, hence "Connection: Upgrade".
-_START = """\
+# "Connection: Upgrade" asks the engine to carry the input and output of the exec over the connection of the request.
+_START_REQUEST = """\
 POST /exec/{}/start HTTP/1.1\r
 Host: engine\r
 Connection: Upgrade\r
@@ -41,15 +43,15 @@ Content-Type: application/json\r
 Content-Length: 2\r
 \r
 {{}}"""
-_OUTPUT = 1
-"""Number of the standard output stream in the engine's frames."""
+_STANDARD_OUTPUT = 1
+"""Number of the standard output in the frames of the engine."""
 # The engine sends the output of an exec in frames: number of the stream, three empty bytes, and the length.
-_HEAD = struct.Struct(">BxxxL")
+_FRAME_HEAD = struct.Struct(">BxxxL")
 
-_Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+_StreamPair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _connect(engine: EngineAddress) -> _Ends:
+async def _connect(engine: EngineAddress) -> _StreamPair:
     """Connect to an engine; raises OSError if the engine does not respond."""
     parts = urlsplit(engine.url)
     if parts.scheme == "unix":
@@ -76,11 +78,11 @@ class Channel(MeasuredClock):
     """A connection to the containers of a host, and a measured clock; ended by `close`."""
 
     def __init__(self, host: Host, keeper: str) -> None:
-        """Connect to the running container named ``keeper``; raises HostError if the keeper does not respond."""
+        """Start a relay in the running container ``keeper``; raises HostError if the keeper does not respond."""
         super().__init__()
-        self._heard = time.monotonic()
-        """Monotonic instant of the last frame with times of the host, in seconds."""
-        self._over = threading.Event()
+        self._last_answer = time.monotonic()
+        """Monotonic instant of the latest frame with times of the host, in seconds."""
+        self._closed = threading.Event()
         self._ports: dict[int, str] = {}
         """Local URL for the control port of each process in a container, by process ID."""
         self._lock = threading.Lock()
@@ -89,33 +91,34 @@ class Channel(MeasuredClock):
             target=self._loop.run_forever, name=f"{host.name}-channel", daemon=True
         ).start()
         try:
-            started = host.client.api.exec_create(keeper, RELAY, stdin=True)["Id"]
-            # Not by docker-py, whose hijacked connections block and have no asyncio streams.
-            starting = self._start_relay(host.reached, started)
-            asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+            exec_id = host.client.api.exec_create(keeper, RELAY, stdin=True)["Id"]
+            # docker-py cannot start the exec, since its connections block and have no asyncio streams.
+            asyncio.run_coroutine_threadsafe(
+                self._start_relay(host.address_from_here, exec_id), self._loop
+            ).result()
         except (APIError, OSError, EOFError) as error:
             raise HostError(f"{host.name}: cannot reach the keeper: {error}") from error
         deadline = time.monotonic() + 4 * LOST_SECONDS
         while len(self.clock) < FIRST_EXCHANGES:
-            if time.monotonic() > deadline or self._over.is_set():
+            if time.monotonic() > deadline or self._closed.is_set():
                 advice = f"see 'docker --context {host.name} logs {keeper}'"
                 raise HostError(f"{host.name}: the keeper does not respond: {advice}")
             time.sleep(0.01)
 
-    async def _start_relay(self, engine: EngineAddress, started: str) -> None:
-        """Start the relay, and use its connection."""
+    async def _start_relay(self, engine: EngineAddress, exec_id: str) -> None:
+        """Start the relay, and begin to handle its output and to exchange times."""
         reader, self._writer = await _connect(engine)
-        self._writer.write(_START.format(started).encode())
+        self._writer.write(_START_REQUEST.format(exec_id).encode())
         answer = await reader.readuntil(b"\r\n\r\n")
         # 101 Switching Protocols: from here on, the connection carries the input and output of the relay.
         if not answer.startswith(b"HTTP/1.1 101"):
             raise ConnectionError(answer.decode(errors="replace").splitlines()[0])
         self._streams = Streams(self._writer.write, self._note_times)
-        arriving = asyncio.StreamReader(limit=1 << 30)
+        relay_output = asyncio.StreamReader(limit=1 << 30)
         # Stored, since event loops hold only weak references to tasks.
-        self._works = [
-            asyncio.ensure_future(self._streams.handle_frames(arriving)),
-            asyncio.ensure_future(self._read_output(reader, arriving)),
+        self._tasks = [
+            asyncio.ensure_future(self._streams.handle_frames(relay_output)),
+            asyncio.ensure_future(self._read_output(reader, relay_output)),
             asyncio.ensure_future(self._exchange_times()),
         ]
 
@@ -124,10 +127,10 @@ class Channel(MeasuredClock):
     def url(self, _name: str, inspection: Mapping[str, Any]) -> str:
         """Return the URL of an inspected container's control port; empty for a stopped container."""
         pid = int(inspection["State"]["Pid"])
-        if not pid or self._over.is_set():
+        if not pid or self._closed.is_set():
             return ""
         with self._lock:
-            # A port for each process: a restarted container gets another one, as its clients expect.
+            # Each process has its own port, because clients recognise a restarted container by its new URL.
             if pid not in self._ports:
                 listening = asyncio.run_coroutine_threadsafe(
                     self._listen_for(pid), self._loop
@@ -145,16 +148,16 @@ class Channel(MeasuredClock):
         return int(server.sockets[0].getsockname()[1])
 
     @property
-    def silent(self) -> float:
+    def silent_seconds(self) -> float:
         """Seconds since the last sign of life of the host."""
-        return time.monotonic() - self._heard
+        return time.monotonic() - self._last_answer
 
     async def _exchange_times(self) -> None:
-        # Frames sent before the relay starts are delayed, so their times are useless.
+        # The first frame waits until the relay has started, so others follow only after its answer.
         self._send_time()
         while not len(self.clock):
             await asyncio.sleep(0.004)
-        while not self._over.is_set():
+        while not self._closed.is_set():
             is_starting = len(self.clock) < FIRST_EXCHANGES
             await asyncio.sleep(0.004 if is_starting else EXCHANGE_SECONDS)
             self._send_time()
@@ -163,44 +166,48 @@ class Channel(MeasuredClock):
         self._streams.send(CLOCK, 0, TIMES.pack(time.monotonic(), 0.0, 0.0))
 
     def _note_times(self, times: bytes) -> None:
-        self._heard = time.monotonic()
+        self._last_answer = time.monotonic()
         sent, arrived, returned = TIMES.unpack(times)
-        self.clock.add(Sample(sent, arrived, returned, self._heard))
+        self.clock.add(Sample(sent, arrived, returned, self._last_answer))
 
-    def rate(self, count: int) -> float:
-        """Measure the rate to the host in bit/s, with ``count`` bytes that the relay discards."""
-        measuring = self._measure_rate(count)
+    def measure_rate(self, byte_count: int) -> float:
+        """Measure the rate to the host in bit/s, with a number of bytes that the relay discards."""
+        measuring = self._send_and_measure(byte_count)
         return asyncio.run_coroutine_threadsafe(measuring, self._loop).result()
 
-    async def _measure_rate(self, count: int) -> float:
-        began = time.monotonic()
-        for _ in range(count // PIECE):
+    async def _send_and_measure(self, byte_count: int) -> float:
+        start = time.monotonic()
+        for _ in range(byte_count // PIECE):
             self._streams.send(DATA, 0, bytes(PIECE))
             await self._writer.drain()
-        # Frames arrive in order, so the answer to this one means that all data has arrived.
-        asked = time.monotonic()
+        # Frames arrive in order, so the answer to a time frame that follows the data shows that all data has arrived.
+        data_sent = time.monotonic()
         self._send_time()
-        while self.clock.last.sent < asked and self.silent < 4 * LOST_SECONDS:
+        while (
+            self.clock.last.sent < data_sent and self.silent_seconds < 4 * LOST_SECONDS
+        ):
             await asyncio.sleep(0.001)
-        return count * 8 / (self.clock.last.back - began)
+        return byte_count * 8 / (self.clock.last.back - start)
 
     async def _read_output(
-        self, reader: asyncio.StreamReader, arriving: asyncio.StreamReader
+        self, reader: asyncio.StreamReader, relay_output: asyncio.StreamReader
     ) -> None:
         """Extract the relay's output from the engine's frames."""
         with suppress(OSError, EOFError):
             while True:
-                number, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+                number, length = _FRAME_HEAD.unpack(
+                    await reader.readexactly(_FRAME_HEAD.size)
+                )
                 content = await reader.readexactly(length)
-                if number == _OUTPUT:
-                    arriving.feed_data(content)
+                if number == _STANDARD_OUTPUT:
+                    relay_output.feed_data(content)
                 else:
-                    # Errors of the relay, such as a traceback.
+                    # The relay writes errors, such as a traceback, to its standard error.
                     print(content.decode(errors="replace"), end="", flush=True)
-        self._over.set()
-        arriving.feed_eof()
+        self._closed.set()
+        relay_output.feed_eof()
 
     def close(self) -> None:
         """Close all connections."""
-        self._over.set()
+        self._closed.set()
         self._loop.call_soon_threadsafe(self._writer.close)

@@ -20,8 +20,8 @@ from testbed.common.errors import HostError, InputError
 from testbed_controller.lab.engine import ANSWER_SECONDS, connect_to
 from testbed_controller.lab.engineaddress import SOCKET, EngineAddress, find_context
 
-OLDEST = 19
-"""Oldest supported engine version; older ones are untested in a common network."""
+OLDEST_VERSION = 19
+"""Oldest supported engine version; a common network of older engines is untested."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,18 @@ class Host:
     name: str
     """Name of the docker context."""
     client: docker.DockerClient
-    reached: EngineAddress
+    address_from_here: EngineAddress
     """Address of the engine from here."""
     socket: str
     """Socket of the engine on its own host."""
-    engine: str
-    """Node ID in the swarm; otherwise the engine's own ID."""
+    engine_id: str
+    """Node ID in the swarm; outside a swarm, the ID of the engine."""
     node: str
     """Node name in the swarm, which is the host name."""
     address: str
     """Address in the swarm; empty outside a swarm."""
-    manages: bool
+    is_manager: bool
     """Whether the host is a manager of the swarm."""
-    swarm: str
-    """ID of the swarm, known to managers only."""
     managers: tuple[str, ...]
     """Addresses of the swarm's managers known to the node."""
     cores: int
@@ -61,13 +59,14 @@ def reach(name: str) -> Host:
     """
     engine = find_context(name)
     url = engine.url
-    where = SOCKET
+    engine_socket = SOCKET
     if urlsplit(url).scheme == "unix":
-        where = urlsplit(url).path
+        engine_socket = urlsplit(url).path
     elif engine.is_ssh:
         engine = replace(engine, url=f"unix://{_forward_socket(name, url)}")
     elif not engine.certificates and not engine.is_local:
-        # Whoever reaches an engine is root on its host, and messages to the engine have the run's tokens.
+        # An unprotected connection is refused: it gives everybody root access to the host, and requests to the engine
+        # contain the run's tokens.
         raise InputError(
             f"{name}: {url} is unprotected on the network: add certificates to the context, or use ssh://"
         )
@@ -79,18 +78,17 @@ def reach(name: str) -> Host:
             f"{name}: no engine responds at {url} ({error}): try 'docker --context {name} info'"
         ) from None
     swarm = info["Swarm"]
-    # The engine answers null outside a swarm.
+    # Outside a swarm, the engine responds with null.
     peers = swarm.get("RemoteManagers") or ()
     return Host(
         name=name,
         client=client,
-        reached=engine,
-        socket=where,
-        engine=str(swarm.get("NodeID") or info["ID"]),
+        address_from_here=engine,
+        socket=engine_socket,
+        engine_id=str(swarm.get("NodeID") or info["ID"]),
         node=str(info["Name"]),
         address=str(swarm.get("NodeAddr", "")),
-        manages=bool(swarm.get("ControlAvailable", False)),
-        swarm=str((swarm.get("Cluster") or {}).get("ID", "")),
+        is_manager=bool(swarm.get("ControlAvailable", False)),
         managers=tuple(sorted(peer["Addr"] for peer in peers)),
         cores=int(info["NCPU"]),
         memory=int(info["MemTotal"]),
@@ -106,10 +104,10 @@ def reach_all(names: Sequence[str]) -> dict[str, Host]:
     """
     with ThreadPoolExecutor(len(names)) as pool:
         hosts = dict(zip(names, pool.map(reach, names), strict=True))
-    # On one engine, the shapers and keepers of both hosts would have the same names.
+    # Two contexts of one engine are refused, since the shapers and keepers of both would have the same names.
     engines: dict[str, str] = {}
     for name, host in hosts.items():
-        other = engines.setdefault(host.engine, name)
+        other = engines.setdefault(host.engine_id, name)
         if other != name:
             raise InputError(
                 f"--hosts: the contexts {other} and {name} lead to the same engine: remove one of them"
@@ -121,7 +119,7 @@ def find_manager(hosts: Mapping[str, Host]) -> Host:
     """Return a host that manages the swarm; raises HostError if the hosts are not in one swarm."""
     for host in hosts.values():
         _check_member(host)
-    managers = [host for host in hosts.values() if host.manages]
+    managers = [host for host in hosts.values() if host.is_manager]
     if not managers:
         known = ", ".join(next(iter(hosts.values())).managers)
         raise HostError(
@@ -129,7 +127,7 @@ def find_manager(hosts: Mapping[str, Host]) -> Host:
         )
     first = managers[0]
     for host in hosts.values():
-        # Workers do not know the ID of their swarm, but its managers.
+        # Workers know the managers of their swarm, but not its ID, so the managers are compared.
         if host.managers != first.managers:
             raise HostError(
                 f"{first.name} and {host.name} are in two swarms: run 'docker --context {host.name} swarm leave', "
@@ -144,18 +142,18 @@ def _check_member(host: Host) -> None:
             f"{host.name} is not in a swarm: run 'docker --context HOST swarm init' on one host and "
             "'swarm join' on the others"
         )
-    if int(host.version.split(".")[0]) < OLDEST:
+    if int(host.version.split(".")[0]) < OLDEST_VERSION:
         raise HostError(
-            f"{host.name} has Docker {host.version}: install version {OLDEST} or later there"
+            f"{host.name} has Docker {host.version}: install version {OLDEST_VERSION} or later there"
         )
 
 
 def _forward_socket(name: str, url: str) -> Path:
     """Return a local socket that leads to a remote engine over a single ssh connection.
 
-    Forwarded sockets are not ssh sessions, of which sshd allows ten per connection. The only session runs `cat`, which
-    ends, together with the connection, when this process ends or is killed. Raises HostError if ssh is missing or
-    fails.
+    The default limit of sshd, ten sessions per connection, does not count connections to a forwarded socket. The only
+    session runs `cat`, which ends when this process ends or is killed, and the connection ends with it. Raises
+    HostError if ssh is missing or fails.
     """
     if shutil.which("ssh") is None:
         raise HostError(
@@ -163,8 +161,8 @@ def _forward_socket(name: str, url: str) -> Path:
         )
     folder = Path(tempfile.mkdtemp(prefix="testbed-ssh-"))
     path = folder / "engine"
-    target = _ssh_target(url)
-    # A context such as ssh://user@node1/run/user/1000/docker.sock names another socket of the host.
+    target = _ssh_arguments(url)
+    # A context such as ssh://user@node1/run/user/1000/docker.sock names a socket other than the default.
     forward = f"{path}:{urlsplit(url).path or SOCKET}"
     process = subprocess.Popen(
         ["ssh", "-T", *_SSH_OPTIONS, "-L", forward, *target, "cat"],
@@ -203,7 +201,7 @@ _SSH_OPTIONS = (
 )
 
 
-def _ssh_target(url: str) -> list[str]:
+def _ssh_arguments(url: str) -> list[str]:
     """Return the arguments of ssh for the host of a URL, such as ``ssh://user@node1:2222``."""
     parts = urlsplit(url)
     port = ["-p", str(parts.port)] if parts.port else []

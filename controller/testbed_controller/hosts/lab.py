@@ -80,18 +80,18 @@ class HostsLab(RunLab):
         hosts: Mapping[str, Host],
         subnet: IPv4Network,
     ) -> None:
-        """``hosts`` are the hosts in the run's state, each with a running keeper."""
+        """``hosts`` are all hosts of ``state``; a keeper must be running on each."""
         super().__init__(state, trial, subnet)
         self._hosts = hosts
         self.lost: set[str] = set()
-        """Silent hosts, whose devices count as down; maintained by `_Changes`."""
+        """Hosts that no longer respond; `_Changes` updates the set, and devices on these hosts count as down."""
         self._channels: dict[str, Channel] = {}
         self.parts: dict[str, Lab] = {}
         """The part of the lab on each host."""
         keeper = container_name(state.run, KEEPER)
         try:
             for name, host in hosts.items():
-                # The channel leads to the host's containers, and converts the times of the host's clock.
+                # The channel provides connections to the containers of the host, and converts times of its clock.
                 channel = Channel(host, keeper)
                 self._channels[name] = channel
                 self.parts[name] = Lab(
@@ -131,34 +131,35 @@ class HostsLab(RunLab):
         reached = reach_all(hosts)
         manager = find_manager(reached)
         placed = place_devices(capacities(reached), experiment, given, placement)
-        builder = _building_engine(reached, say)
+        builder = _choose_build_engine(reached, say)
         images = ensure_images(builder, say)
         devices = device_images(
             builder, trial.scenario.workload, experiment, images, say
         )
         tags = [images.shaper, *devices.values()]
         copy_images(builder, reached.values(), tags, say)
-        # Hosts without a device have an entry, too: they have a keeper and a shaper.
+        # Hosts without a device also have an entry, because each host has a keeper and a shaper.
         by_host: dict[str, list[str]] = {name: [] for name in reached}
         for device, host in placed.items():
             by_host[host].append(device)
         state = new_state(trial, None, results, keep=keep, hosts=by_host)
         reaper = Reaper(state.run, "testbed_controller.hosts.removal")
         remove = partial(remove_everywhere, state.run, reached.values())
-        with reaper.guarding(remove, keep=keep), ExitStack() as made:
-            # Before anything is created, so that `testbed down` finds the run if this process is killed.
+        with reaper.guarding(remove, keep=keep), ExitStack() as cleanup_after_error:
+            # The state is written before anything is created, so that `testbed down` finds the run if this process is
+            # killed.
             runstate.write(state)
             say("creating the network")
-            within = trial.scenario.network.subnet
+            allowed_range = trial.scenario.network.subnet
             subnet = make_overlay(
-                manager, reached.values(), state.run, within, len(placed)
+                manager, reached.values(), state.run, allowed_range, len(placed)
             )
-            # Keepers before devices: the controller reaches a host's containers only through its keeper.
+            # Keepers start before devices, since the controller reaches the containers of a host through its keeper.
             with ThreadPoolExecutor(len(reached)) as pool:
                 start = partial(make_keeper, state=state, image=images.shaper)
                 list(pool.map(start, reached.values()))
             lab = cls(state, trial, reached, subnet)
-            made.callback(lab._close_channels)
+            cleanup_after_error.callback(lab._close_channels)
             say(f"starting {len(placed)} devices, and a shaper on each host")
             populate = partial(
                 Lab.populate,
@@ -167,11 +168,11 @@ class HostsLab(RunLab):
                 links=links,
                 say=lambda _text: None,
             )
-            lab._run_on_all(populate)
+            lab._call_on_all(populate)
             say("measuring the paths between the hosts")
             lab._subtract_path_delays()
-            # The channels stay open: only an error before closes them.
-            made.pop_all()
+            # The lab needs its channels, which only an error before this line closes.
+            cleanup_after_error.pop_all()
         if not keep:
             lab._reaper = reaper
             for name, part in lab.parts.items():
@@ -196,7 +197,7 @@ class HostsLab(RunLab):
     def broadcast(self) -> str | None:
         """The broadcast address of the data network; None for devices on several hosts."""
         with_devices = [devices for devices in self._state.hosts.values() if devices]
-        # A VXLAN does not carry broadcasts between hosts.
+        # The overlay network (a VXLAN) does not carry broadcasts between hosts.
         if len(with_devices) > 1:
             return None
         return str(self.subnet.broadcast_address)
@@ -221,17 +222,17 @@ class HostsLab(RunLab):
 
     def refresh(self) -> None:
         """Update the state of every container."""
-        self._run_on_all(lambda part: part.refresh())
+        self._call_on_all(lambda part: part.refresh())
 
     def states(self) -> dict[str, str]:
         """Return the engine's state of each device's container; ``lost`` on a lost host."""
         states = {name: device.state for name, device in self.devices.items()}
-        self._run_on_all(lambda part: states.update(part.states()))
+        self._call_on_all(lambda part: states.update(part.states()))
         return states
 
     def facts(self) -> dict[str, Any]:
         """Return the properties for a run's manifest: those of the first host, and of each host by name."""
-        part_facts = self._run_on_all(lambda part: part.facts())
+        part_facts = self._call_on_all(lambda part: part.facts())
         host_facts = dict(zip(self.parts, part_facts, strict=True))
         for name, channel in self._channels.items():
             host_facts[name] |= {
@@ -239,7 +240,7 @@ class HostsLab(RunLab):
                 "node": self._hosts[name].node,
                 "clock": channel.clock.facts(),
             }
-        # At the top as for a lab on one engine, so that readers of manifests need not distinguish both.
+        # Readers of manifests expect the keys of a lab on one engine, so the facts of the first host are there.
         first = next(iter(host_facts.values()))
         return {**first, "hosts": host_facts}
 
@@ -255,7 +256,7 @@ class HostsLab(RunLab):
 
     def agent(self, name: str) -> Agent:
         """Return the client of a device's agent."""
-        return self._part(name).agent(name)
+        return self._lab_with(name).agent(name)
 
     def changes(self, on_return: Callable[[float], None]) -> _Changes:
         """Return an iterator over the container changes on all hosts."""
@@ -263,36 +264,36 @@ class HostsLab(RunLab):
 
     def kill(self, name: str) -> None:
         """Kill the device's container."""
-        self._part(name).kill(name)
+        self._lab_with(name).kill(name)
 
     def start(self, name: str) -> None:
         """Start the device again."""
-        self._part(name).start(name)
+        self._lab_with(name).start(name)
 
     def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
         """Shape the links of a started device and wait until its agent is healthy."""
         if links is not None:
-            links = self.shaper.imposed(links)
-        self._part(name).admit(name, links)
+            links = self.shaper.emulated_links(links)
+        self._lab_with(name).admit(name, links)
 
     def pause(self, name: str) -> None:
         """Freeze all processes of the device."""
-        self._part(name).pause(name)
+        self._lab_with(name).pause(name)
 
     def resume(self, name: str) -> None:
         """Continue a paused device."""
-        self._part(name).resume(name)
+        self._lab_with(name).resume(name)
 
     def ending(self, name: str, wait_seconds: float = 0.0) -> Ending | None:
-        """Return the cause of a container's end; None for a running one.
+        """Return the cause of a container's end; None for a running container.
 
-        For the name of the shaper, the end of the first of the hosts' shapers that has ended.
+        If ``name`` is `SHAPER`, return the cause for the first shaper that has ended on any host.
         """
         if name == SHAPER:
             return self._shaper_ending()
         host = self._host_of(name)
         if host in self.lost:
-            return Ending(self.silence(host))
+            return Ending(self.describe_silence(host))
         return self.parts[host].ending(name, wait_seconds)
 
     def _shaper_ending(self) -> Ending | None:
@@ -308,10 +309,10 @@ class HostsLab(RunLab):
         """Remove the run from all hosts; see `Lab.down`. Lost hosts are cleaned up in the background."""
         for part in self.parts.values():
             part.over.set()
-        # A host that answers again by now is cleaned up with the others.
+        # A lost host may respond again by now; then it is cleaned up with the others.
         lost = set()
         for name in self.lost:
-            if self._channels[name].silent > LOST_SECONDS:
+            if self._channels[name].silent_seconds > LOST_SECONDS:
                 lost.add(name)
         self._close_channels()
         hosts = self._hosts.values()
@@ -326,22 +327,24 @@ class HostsLab(RunLab):
         deadline = time.monotonic() + GOSSIP_SECONDS
         while True:
             try:
-                ways = self.shaper.measure_path_delays()
+                path_delays = self.shaper.measure_path_delays()
                 break
             except PathBlocked as error:
-                # The overlay network carries packets only after the hosts have learned about the containers.
+                # The overlay network carries packets only after the hosts have learned about the containers. The next
+                # measurement follows at once, since each takes some time.
                 if time.monotonic() <= deadline:
                     continue
                 if error.passes_small:
                     raise HostError(_explain_small_mtu(*error.ends)) from None
                 raise HostError(self._explain_blocked_path(*error.ends)) from None
-        self._state = replace(self._state, ways=ways)
+        self._state = replace(self._state, ways=path_delays)
         runstate.write(self._state)
-        # The cached client was made with the former state, without the delays of the paths.
+        # The cached shaper was created from the former state, which has no delays of paths. The next access creates
+        # another one.
         del self.shaper
         crossing = {}
         for pair, link in self.experiment.links.items():
-            if self.shaper.crosses(pair):
+            if self.shaper.connects_hosts(pair):
                 crossing[pair] = link
         self.shaper.set(crossing)
 
@@ -354,7 +357,7 @@ class HostsLab(RunLab):
         ends = [self._hosts[source], self._hosts[destination]]
         # Port 7946 announces containers, 4789 carries their packets (VXLAN).
         ports = "TCP and UDP 7946, and UDP 4789"
-        # Hosts that are each other's peers have found each other, so the first port is open.
+        # Peers of the network have found each other over port 7946, so this port is open.
         if all(end.address in peers for end in ends):
             ports = "UDP 4789"
         names = " and ".join(f"{end.name} ({end.address})" for end in ends)
@@ -367,10 +370,10 @@ class HostsLab(RunLab):
         for channel in self._channels.values():
             channel.close()
 
-    def _part(self, device: str) -> Lab:
+    def _lab_with(self, device: str) -> Lab:
         host = self._host_of(device)
         if host in self.lost:
-            raise HostError(f"{device} {self.silence(host)}")
+            raise HostError(f"{device} {self.describe_silence(host)}")
         return self.parts[host]
 
     def _host_of(self, device: str) -> str:
@@ -380,15 +383,15 @@ class HostsLab(RunLab):
         known = ", ".join(spec.name for spec in self.experiment.devices)
         raise InputError(f"unknown device '{device}'; {self.run_id} has {known}")
 
-    def silence(self, host: str) -> str:
-        """Return a description of a container on a lost host."""
-        silent = self._channels[host].silent
+    def describe_silence(self, host: str) -> str:
+        """Return the end of a message about a container on a lost host."""
+        silent = self._channels[host].silent_seconds
         return f"is on the host {host}, which has been silent for {silent:.1f} s: the host is lost or disconnected"
 
-    def _run_on_all(self, act: Callable[[Lab], T]) -> list[T]:
-        """Call a function for each part on a present host concurrently; return the results in host order.
+    def _call_on_all(self, act: Callable[[Lab], T]) -> list[T]:
+        """Call a function for the part on each host, except lost hosts, concurrently; return the results in host order.
 
-        Raises HostError with the name of a failed host.
+        A HostError of the function is raised again with the name of the host.
         """
 
         def attempt(host: str) -> T:
@@ -402,9 +405,11 @@ class HostsLab(RunLab):
             return list(pool.map(attempt, present))
 
 
-def _building_engine(reached: Mapping[str, Host], say: Progress) -> docker.DockerClient:
+def _choose_build_engine(
+    reached: Mapping[str, Host], say: Progress
+) -> docker.DockerClient:
     """Return the engine that builds the images: this machine's, or the first host's."""
-    # A remote chosen engine may be reachable only by ssh, which plain clients do not support.
+    # If the chosen engine is remote, only ssh may lead to it, which plain clients do not support.
     engine = chosen_engine()
     if engine.is_local:
         return ensure_engine(say, engine)
@@ -440,7 +445,11 @@ def place_devices(
     given: Mapping[str, str],
     placement: str,
 ) -> dict[str, str]:
-    """Return the host of each device; the devices of a radio cell share a host, whose gate queues their packets."""
+    """Return the host of each device.
+
+    The devices of a radio cell share a host, because the gate, which decides which of them transmits, is a process of
+    one host.
+    """
     cells = [cell.devices for cell in experiment.cells]
     return place(experiment.devices, experiment.links, hosts, given, cells, placement)
 
@@ -460,7 +469,8 @@ def add_host_faults(original: Sequence[Trial], where: LabPart) -> list[Trial]:
 class _Changes:
     """An iterator over container changes on several hosts, and over the loss of hosts.
 
-    A silent host is lost, together with its devices; when it responds again, it continues in its current state.
+    A host that is silent for `LOST_SECONDS` is lost, and its devices are lost with it. When the host responds again,
+    its devices are reported in their current states.
     """
 
     def __init__(self, lab: HostsLab, on_return: Callable[[float], None]) -> None:
@@ -495,24 +505,25 @@ class _Changes:
                 if host not in self._lab.lost:
                     self._queue.put(container)
         except Exception as error:  # noqa: BLE001 - raised by the iteration
-            # The engine of a lost host does not respond either, which is no further news.
+            # The engine of a lost host cannot respond, and the loss has been reported already.
             if host not in self._lab.lost:
                 self._queue.put(error)
 
     def _watch_hosts(self) -> None:
-        longest: dict[str, float] = {}
+        last_silence: dict[str, float] = {}
         while not self._over.wait(0.5):
             for host, channel in self._lab._channels.items():
-                silent = channel.silent
+                silent = channel.silent_seconds
                 if silent > LOST_SECONDS:
-                    longest[host] = silent
+                    last_silence[host] = silent
                     if host not in self._lab.lost:
                         self._lose(host, silent)
                 elif host in self._lab.lost:
-                    self._readmit(host, longest[host])
+                    self._readmit(host, last_silence[host])
 
     def _lose(self, host: str, silent: float) -> None:
-        # First: the engine's own events of these containers must not contradict the loss.
+        # Added before the update, because `_follow` ignores the engine's changes of containers on lost hosts: these
+        # changes must not contradict the loss.
         self._lab.lost.add(host)
         _LOG.info("the host %s is lost: silent for %.1f s", host, silent)
         self._update(host, partial(replace, state="lost", control_url=""))
@@ -526,7 +537,10 @@ class _Changes:
             self._queue.put(part.devices[name])
 
     def _readmit(self, host: str, silent: float) -> None:
-        """Readmit a host, unless its keeper has removed the run there: without a shaper the host stays lost."""
+        """Report the devices of a host again, unless its keeper has removed the run there.
+
+        On a host with a removed run, the shaper has ended, and the host stays lost.
+        """
         part = self._lab.parts[host]
         with suppress(HostError, DockerException, requests.RequestException):
             if part.ending(SHAPER) is None:
@@ -572,7 +586,7 @@ def engine_of(run_id: str, device: str) -> docker.DockerClient:
     hosts = runstate.hosts_of(run_id)
     if not hosts:
         return connect_to_run(run_id)
-    # A name without a device, such as the shaper's, leads to the first host.
+    # For a container that is not a device, such as the shaper, the first host is chosen.
     chosen = next(iter(hosts))
     for host, devices in hosts.items():
         if device in devices:

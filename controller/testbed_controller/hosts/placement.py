@@ -24,12 +24,12 @@ from testbed_controller.lab.memory import RESERVED, device_memory
 
 CORE_SPEED = 2e9
 """Assumed speed of a core in FLOP/s; it compares devices with hosts of unknown speed."""
-ACTIONS = {
+DEVICE_ACTIONS = {
     "kill_host": "kill",
     "restart_host": "restart",
     "partition_hosts": "partition",
 }
-"""Faults of hosts, with the corresponding fault of their devices."""
+"""For each fault of a host, the corresponding fault of its devices."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def place(
                 f"place: {' and '.join(group)} share a medium and must be on the same host"
             )
     _check_memory(chosen, specs, hosts)
-    # In the order of the scenario, and without other names that a placement may have added.
+    # The result has the order of the scenario, and no other names that a placement may have added.
     return {name: chosen[name] for name in names}
 
 
@@ -150,8 +150,8 @@ def by_load(
 ) -> dict[str, str]:
     """Place each device on the host with the least load per core.
 
-    Ties are broken by the rate of links within the host. Devices placed by the user come first, then the fastest; the
-    devices of a group count as one.
+    Hosts with equal loads are compared by the total rate of the device's links to other hosts, and the smallest wins.
+    Devices with a host in ``given`` are placed first, then the fastest. The devices of a group are placed as one.
 
     >>> devices = [DeviceSpec("fast", 4e9, memory=1e9), DeviceSpec("slow", 1e9, memory=1e9)]
     >>> hosts = {"node1": Capacity(4, 16e9), "node2": Capacity(4, 16e9)}
@@ -166,7 +166,7 @@ def by_load(
     # `sorted` is stable: equally fast devices keep the order of the scenario.
     order = sorted(specs, key=lambda name: (name not in given, -specs[name].speed))
     for name in order:
-        # Placed together with another device of its group.
+        # The device was placed with another one of its group.
         if name in placed:
             continue
         group = groups.get(name, (name,))
@@ -190,17 +190,18 @@ def _cost(
     hosts: Mapping[str, Capacity],
 ) -> tuple[float, float, float]:
     """Return the cost of a host for a group, to be minimised: lacking memory, load, rate of links between hosts."""
+    # The placement if the group were on this host.
     after = {**placed, **dict.fromkeys(group, host)}
     load = loads(after, specs, hosts)[host]
     lacking = max(0.0, load.memory + RESERVED - hosts[host].memory)
     leaving = 0.0
     for (a, b), link in links.items():
-        # One end in the group: links within the group stay on its host.
+        # Exactly one end is in the group, since links within the group cannot lead to another host.
         touches_group = (a in group) != (b in group)
-        # Devices without a place yet count as being on the same host.
+        # Devices that are not placed yet count as being on this host.
         if touches_group and after.get(a, host) != after.get(b, host):
             leaving += link.rate or MAX_RATE
-    # Rounded, so that hardly different loads leave the choice to the links.
+    # The load is rounded, so that the links decide between hosts with nearly equal loads.
     return lacking, round(load.cores / hosts[host].cores, 2), leaving
 
 
@@ -217,11 +218,11 @@ def loads(
     """
     by_host = {}
     for host, capacity in hosts.items():
-        here = tuple(name for name, where in placed.items() if where == host)
-        own_specs = [specs[name] for name in here]
-        speed = sum(device.speed * device.processors for device in own_specs)
-        memory = sum(map(device_memory, own_specs))
-        by_host[host] = Load(here, speed / capacity.speed, memory)
+        names = tuple(name for name, place in placed.items() if place == host)
+        host_specs = [specs[name] for name in names]
+        speed = sum(device.speed * device.processors for device in host_specs)
+        memory = sum(map(device_memory, host_specs))
+        by_host[host] = Load(names, speed / capacity.speed, memory)
     return by_host
 
 
@@ -249,7 +250,10 @@ def describe_placement(
     by_host = loads(placed, {device.name: device for device in devices}, hosts)
     rows = []
     for host, load in by_host.items():
-        leaving = [pair for pair in links if placed[pair[0]] == host != placed[pair[1]]]
+        leaving = []
+        for source, destination in links:
+            if placed[source] == host and placed[destination] != host:
+                leaving.append((source, destination))
         rows.append(
             {
                 "host": host,
@@ -291,12 +295,12 @@ class HostFaultPart(ConfigModel):
     def _one_action(self) -> Self:
         if len(self._set_actions()) != 1:
             raise ValueError(
-                "a host fault must have exactly one of " + ", ".join(ACTIONS)
+                "a host fault must have exactly one of " + ", ".join(DEVICE_ACTIONS)
             )
         return self
 
     def _set_actions(self) -> list[str]:
-        return [name for name in ACTIONS if getattr(self, name) is not None]
+        return [name for name in DEVICE_ACTIONS if getattr(self, name) is not None]
 
     def to_device_faults(self, placed: Mapping[str, str]) -> list[FaultPart]:
         """Return the corresponding faults of the devices ``placed`` on the hosts.
@@ -307,14 +311,15 @@ class HostFaultPart(ConfigModel):
         hosts = _as_tuple(getattr(self, action))
         groups = [_devices_on(host, placed, action) for host in hosts]
         moment = self.model_dump(
-            mode="json", by_alias=True, exclude_none=True, exclude={*ACTIONS}
+            mode="json", by_alias=True, exclude_none=True, exclude={*DEVICE_ACTIONS}
         )
         if action == "partition_hosts":
             return [parse(FaultPart, {"partition": groups, **moment})]
         faults = []
         for device in groups[0]:
-            faults.append(parse(FaultPart, {ACTIONS[action]: device, **moment}))
-            # All devices of a host fail together with the first.
+            faults.append(parse(FaultPart, {DEVICE_ACTIONS[action]: device, **moment}))
+            # ``after`` counts from the previous fault, which is that of the first device for all others: they fail at
+            # the same time.
             if "after" in moment:
                 moment["after"] = 0
         return faults
@@ -349,7 +354,7 @@ class LabPart(ConfigModel):
         `HostFaultPart.to_device_faults` does.
         """
         faults = [*trial.scenario.faults]
-        # Errors about these faults name the lab file, not a line of the scenario.
+        # Errors about these faults must name the lab file instead of a line of the scenario.
         places: dict[Key, str] = {}
         for number, fault in enumerate(self.faults):
             location = f"--lab: faults.{number}"
@@ -380,7 +385,7 @@ def read_lab(
     if hosts:
         keys["hosts"] = [*hosts]
     in_file = keys.get("place") or {}
-    # Another type is refused by the schema.
+    # If the file has another type than a mapping, `parse` refuses it.
     if place and isinstance(in_file, Mapping):
         keys["place"] = {**in_file, **place}
     try:

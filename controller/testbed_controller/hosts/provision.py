@@ -1,6 +1,7 @@
-"""Provision of hosts for a run: images, a keeper as the access point, and a common network.
+"""Provision of hosts for a run: images, a keeper, and a common network.
 
-Images are built on one engine and copied to the others over their contexts if missing. There is no control network.
+Images are built on one engine and copied over the docker contexts to all hosts that lack them. The keeper of a host is
+the container through which the controller reaches all others there, so the run needs no control network.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from testbed_controller.lab.runstate import RunState
 
 KEEPER = "keeper"
 LEASE_SECONDS = 15.0
-"""Lifetime of a run's containers on a host without contact to the controller, in seconds."""
+"""Time without contact to the controller after which a host's keeper removes the run there, in seconds."""
 MTU = 1450
 """Maximum packet size in a VXLAN over Ethernet, in bytes."""
-_MEMORY = 256 << 20
+_KEEPER_MEMORY = 256 << 20
 """Memory limit of the keeper in bytes."""
-_SAID = 200 << 20
+_REPORT_BYTES = 200 << 20
 """Amount of copied data between two progress reports, in bytes."""
 
 
@@ -64,16 +65,16 @@ def copy_images(
 def _copy_to_host(
     source: docker.DockerClient, host: Host, tags: list[str], say: Say
 ) -> None:
-    lacking = [tag for tag in tags if not image_exists(host.client, tag)]
-    if not lacking:
+    missing_tags = [tag for tag in tags if not image_exists(host.client, tag)]
+    if not missing_tags:
         return
-    # At most, since layers that images share are counted in the size of each.
-    size = sum(int(source.images.get(tag).attrs["Size"]) for tag in lacking)
-    say(f"{host.name}: copying {', '.join(lacking)} ({format_size(size)} at most)")
+    # An upper bound, since the size of each image includes the layers that it shares with others.
+    size = sum(int(source.images.get(tag).attrs["Size"]) for tag in missing_tags)
+    say(f"{host.name}: copying {', '.join(missing_tags)} ({format_size(size)} at most)")
     try:
-        # One archive for all images transfers shared layers only once; docker-py saves single images.
+        # A single archive transfers shared layers only once. docker-py saves single images only.
         url = f"{source.api.base_url}/v{source.api.api_version}/images/get"
-        names = {"names": lacking}
+        names = {"names": missing_tags}
         with source.api.get(url, params=names, stream=True, timeout=600) as response:
             response.raise_for_status()
             archive = _report_progress(response.iter_content(1 << 20), host.name, say)
@@ -87,12 +88,12 @@ def _copy_to_host(
 
 
 def _report_progress(pieces: Iterable[bytes], host: str, say: Say) -> Iterator[bytes]:
-    """Yield pieces and report their total size."""
+    """Yield all pieces unchanged, and report their total size every `_REPORT_BYTES` bytes."""
     total = 0
     reported = 0
     for piece in pieces:
         total += len(piece)
-        if total - reported >= _SAID:
+        if total - reported >= _REPORT_BYTES:
             reported = total
             say(f"{host}: copied {format_size(total)}")
         yield piece
@@ -109,12 +110,13 @@ def make_overlay(
     routed = host_routes(within)
     host_subnets = {host.name: subnets(host.client) for host in hosts}
     taken = [*routed, *chain.from_iterable(host_subnets.values())]
-    complaint = describe_obstacles(within, routed, host_subnets)
-    # Internal: no route leads out of the network. Attachable: by default, an overlay accepts only swarm services.
+    obstacles = describe_obstacles(within, routed, host_subnets)
+    # An internal network has no route to the outside. Containers can join only an attachable overlay network, since by
+    # default an overlay accepts swarm services alone.
     settings = {"driver": "overlay", "internal": True, "attachable": True}
     pools = _halved_pools(free_subnets(within, 2 * devices + 4, taken))
     title = f"{manager.name}: the overlay network"
-    make_network(manager.client, run, "data", pools, title, complaint, **settings)
+    make_network(manager.client, run, "data", pools, title, obstacles, **settings)
     return subnet_of(manager.client, run, "data")
 
 
@@ -133,13 +135,15 @@ def make_keeper(host: Host, state: RunState, image: str) -> str:
         image,
         {ROLE: KEEPER},
         lease,
-        # The keeper ends after it has removed the run; on a host without contact, nobody else would remove the keeper.
+        # The keeper ends after it has removed the run. On a host without contact to the controller, only the engine can
+        # then remove the keeper.
         auto_remove=True,
-        # For entering the containers' network namespaces, and for real-time scheduling.
+        # These capabilities allow entering the containers' network namespaces, and real-time scheduling.
         cap_add=["SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"],
         log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": "1m"}),
-        mem_limit=_MEMORY,
-        # No network: the keeper's connection is carried by the engine's exec, its requests by this socket.
+        mem_limit=_KEEPER_MEMORY,
+        # The keeper needs no network: an exec of the engine carries its connection to the controller, and the mounted
+        # socket its requests to the engine.
         mounts=[Mount(ENGINE, host.socket, type="bind")],
         network_mode="none",
         pid_mode="host",

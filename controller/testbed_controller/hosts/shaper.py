@@ -26,48 +26,50 @@ from testbed_controller.lab.clients import Shaper
 from testbed_controller.lab.runstate import RunState
 from testbed_controller.shaping import tolerance
 
-Way = tuple[str, str]
-"""A path: (source host, destination host)."""
+HostPath = tuple[str, str]
+"""The path through the real network from one host to another: (source host, destination host)."""
 T = TypeVar("T")
 _ATTEMPTS = 3
-"""Number of measurements of a set of links across hosts before the last result stands."""
+"""Maximum number of measurements of links between hosts; links within their tolerance are not repeated."""
 _AHEAD_SECONDS = 0.3
-"""Time until a measurement begins, in seconds; by then every host has its request."""
+"""Time from the requests to the start of a measurement, in seconds; by then every host has received its request."""
 _MIN_UNCERTAINTY = 5e-5
-"""Uncertainty of a clock in seconds, even if the round trip shows none."""
+"""Smallest uncertainty of a clock in seconds, for measured round trips of zero."""
 
 
 def combine_halves(
-    asked: Mapping[Pair, Link],
+    requested: Mapping[Pair, Link],
     halves: Mapping[str, Iterable[Mapping[str, Any]]],
     host: Mapping[str, str],
     offsets: Mapping[str, float],
-) -> tuple[list[LinkMeasurement], dict[Way, tuple[float, float]]]:
+) -> tuple[list[LinkMeasurement], dict[HostPath, tuple[float, float]]]:
     """Combine the measurements of links between hosts; also return the result of `_clock_differences`.
 
-    ``halves`` are the results of `testbed_controller.shaping.probes.measure_half` by host, ``host`` is the host of each
-    device, and ``offsets`` are the offsets of the hosts' clocks from ours in seconds.
+    The sender's host and the receiver's host each measure one half of a link. ``halves`` are the results of
+    `testbed_controller.shaping.probes.measure_half` by host, ``host`` is the host of each device, and ``offsets`` are
+    the offsets of the hosts' clocks from the controller's clock in seconds.
     """
     sent_by, received_by = _reports_by_end(halves, host)
     raw: dict[Pair, list[float]] = {}
-    for pair in asked:
-        # Only the sender's host knows the time at the gate, and only the receiver's host the arrivals.
+    for pair in requested:
+        # The sender's host measures the time that a packet waits in the gate before it leaves (see the
+        # glossary), and the receiver's host measures the arrivals.
         gate = sent_by[pair]["gate"]
         raw[pair] = [delay - gate for delay in received_by[pair]["delays"]]
     medians = {}
-    for pair, link in asked.items():
+    for pair, link in requested.items():
         if raw[pair]:
             medians[pair] = (link, statistics.median(raw[pair]))
     differences = _clock_differences(medians, host)
     measured = []
-    for pair, link in asked.items():
+    for pair, link in requested.items():
         source_host, destination_host = host[pair[0]], host[pair[1]]
-        # Less accurate, but known without packets in both directions.
+        # The offsets over the docker contexts are less accurate, but they need no packets in both directions.
         by_contexts = offsets[destination_host] - offsets[source_host]
         difference, _ = differences.get(
             (source_host, destination_host), (by_contexts, 0.0)
         )
-        # A time stamp of each host: the difference of their clocks is part of every raw delay.
+        # A raw delay is the difference of two time stamps, one of each host, so it includes the clock difference.
         delays = [delay - difference for delay in raw[pair]]
         measured.append(
             _make_measurement(pair, link, delays, sent_by[pair], received_by[pair])
@@ -121,22 +123,22 @@ def _make_measurement(
 
 def _clock_differences(
     raw: Mapping[Pair, tuple[Link, float]], host: Mapping[str, str]
-) -> dict[Way, tuple[float, float]]:
+) -> dict[HostPath, tuple[float, float]]:
     """Return the clock difference between two hosts, and the round trip beyond the requested delays, in seconds.
 
-    A delay above the request in one direction and below in the other results from the clocks. Packets of the data
-    network reveal the difference more accurately than the connections of the docker contexts. Only pairs of hosts with
-    packets in both directions are included.
+    If delays are longer than requested in one direction and shorter in the other, then the clocks differ. Packets of
+    the data network show the difference more accurately than the connections of the docker contexts. Only pairs of
+    hosts with packets in both directions are included.
     """
-    beyond: dict[Way, list[float]] = defaultdict(list)
+    beyond: dict[HostPath, list[float]] = defaultdict(list)
     for (source, destination), (link, delay) in raw.items():
         beyond[host[source], host[destination]].append(delay - median_delay(link))
-    excess = {way: statistics.median(delays) for way, delays in beyond.items()}
+    excess = {path: statistics.median(delays) for path, delays in beyond.items()}
     differences = {}
     for (a, b), there in excess.items():
         back = excess.get((b, a))
         if back is not None:
-            # As in NTP: the clocks add to one direction what they take from the other.
+            # As in NTP: a clock difference lengthens one direction and shortens the other by the same time.
             differences[a, b] = ((there - back) / 2, max(0.0, there + back))
     return differences
 
@@ -148,61 +150,71 @@ def sample_links(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pa
     >>> sample_links({("a", "b"): Link(rate=1e6), ("a", "c"): Link(rate=1e9)}, host)
     [('a', 'c')]
     """
-    best: dict[Way, tuple[tuple[float, float, float], Pair]] = {}
+    ranked: dict[HostPath, list[tuple[tuple[float, float, float], Pair]]] = defaultdict(
+        list
+    )
     for pair, link in links.items():
-        way = host[pair[0]], host[pair[1]]
-        if way[0] == way[1] or not link.up:
+        path = host[pair[0]], host[pair[1]]
+        if path[0] == path[1] or not link.up:
             continue
-        # The lowest rank is the best: jitter first, since a random delay hides that of the path.
+        # The lowest rank is the best. The jitter comes first, since random delays hide the delay of the path.
         rank = (link.jitter, link.loss, -(link.rate or MAX_RATE))
-        best[way] = min(best.get(way, (rank, pair)), (rank, pair))
-    return [pair for _, pair in best.values()]
+        ranked[path].append((rank, pair))
+    return [min(candidates)[1] for candidates in ranked.values()]
 
 
 def path_delays(
     measured: Iterable[LinkMeasurement], host: Mapping[str, str]
-) -> dict[Way, float]:
-    """Return the delay of each path in seconds beyond the request, given measurements of unmodified links."""
+) -> dict[HostPath, float]:
+    """Return the delay of each path in seconds: the measured delay minus the requested delay of a link on it.
+
+    During the measurement, the full requested delay must have been emulated.
+    """
     delays = {}
     for measurement in measured:
         if measurement.delay is not None:
-            way = (host[measurement.source], host[measurement.destination])
+            path = (host[measurement.source], host[measurement.destination])
             excess = measurement.delay - median_delay(measurement.requested)
-            # An error of the measurement may be larger than the delay of a short path.
-            delays[way] = max(0.0, excess)
+            # On a short path, the error of the measurement may exceed the delay, and the difference may be negative.
+            delays[path] = max(0.0, excess)
     return delays
 
 
-def imposed_links(
-    links: Mapping[Pair, Link], host: Mapping[str, str], delays: Mapping[Way, float]
+def links_to_emulate(
+    links: Mapping[Pair, Link],
+    host: Mapping[str, str],
+    delays: Mapping[HostPath, float],
 ) -> dict[Pair, Link]:
     """Return the links to emulate: the requested links minus the delays of their paths.
 
     Raises InputError for a link with a shorter delay than its path.
 
     >>> host = {"a": "node1", "b": "node2"}
-    >>> imposed_links({("a", "b"): Link(delay=0.01)}, host, {("node1", "node2"): 0.002})["a", "b"].delay
+    >>> links_to_emulate({("a", "b"): Link(delay=0.01)}, host, {("node1", "node2"): 0.002})["a", "b"].delay
     0.008
     """
-    imposed = {}
+    to_emulate = {}
     for pair, link in links.items():
-        way = host[pair[0]], host[pair[1]]
-        path_delay = delays.get(way, 0.0)
-        # A delay can be added to a path, and none taken away.
+        path = host[pair[0]], host[pair[1]]
+        path_delay = delays.get(path, 0.0)
+        # Emulation can only add to the delay of a path.
         if link.up and path_delay > link.delay + tolerance.delay_tolerance(link.delay):
             raise InputError(
                 f"the link {pair[0]} -> {pair[1]} needs a delay of {link.delay * 1e3:g} ms, but the path from "
-                f"{way[0]} to {way[1]} has {path_delay * 1e3:.2f} ms: put both on one host with --place, or give "
+                f"{path[0]} to {path[1]} has {path_delay * 1e3:.2f} ms: put both on one host with --place, or give "
                 "the link a longer delay"
             )
-        imposed[pair] = link
+        to_emulate[pair] = link
         if path_delay:
-            imposed[pair] = replace(link, delay=max(0.0, link.delay - path_delay))
-    return imposed
+            to_emulate[pair] = replace(link, delay=max(0.0, link.delay - path_delay))
+    return to_emulate
 
 
 class PathBlocked(HostError):  # noqa: N818 - a state of the path
-    """The data network carries no packets from one host to another, or no full frames (``passes_small``)."""
+    """The data network carries no packets from one host to another.
+
+    With ``passes_small``, small packets pass and full frames do not.
+    """
 
     def __init__(
         self, source: str, destination: str, *, passes_small: bool = False
@@ -223,61 +235,65 @@ class Shapers:
         links: Mapping[Pair, Link],
         lost: Collection[str] = (),
     ) -> None:
-        """``links`` are the links of the scenario; ``lost`` hosts are skipped."""
+        """``parts`` are the shapers by host, ``links`` the links of the scenario; ``lost`` hosts are not called."""
         self._lost = lost
         self._parts = parts
-        self._host: dict[str, str] = {}
+        self._host_by_device: dict[str, str] = {}
         for host, names in state.hosts.items():
-            self._host |= dict.fromkeys(names, host)
-        self._ways = {(a, b): delay for a, b, delay in state.ways}
+            self._host_by_device |= dict.fromkeys(names, host)
+        self._delay_by_path = {(a, b): delay for a, b, delay in state.ways}
         self._channels = channels
-        self._asked = dict(links)
+        self._requested = dict(links)
 
-    def crosses(self, pair: Pair) -> bool:
-        """Return whether a link leads from one host to another."""
-        return self._host[pair[0]] != self._host[pair[1]]
+    def connects_hosts(self, pair: Pair) -> bool:
+        """Return whether the ends of a link are on different hosts."""
+        return self._host_by_device[pair[0]] != self._host_by_device[pair[1]]
 
-    def imposed(self, links: Mapping[Pair, Link]) -> dict[Pair, Link]:
-        """Return the links to emulate for the requested links; see `imposed_links`."""
-        return imposed_links(links, self._host, self._ways)
+    def emulated_links(self, links: Mapping[Pair, Link]) -> dict[Pair, Link]:
+        """Return the links to emulate for the requested links; see `links_to_emulate`."""
+        return links_to_emulate(links, self._host_by_device, self._delay_by_path)
 
     def measure_path_delays(self) -> list[tuple[str, str, float]]:
         """Measure the delays of the paths between hosts, while links are emulated as requested.
 
         Raises `PathBlocked` if no packets or no full frames arrive over a path.
         """
-        measurements = self._probe_between_hosts(sample_links(self._asked, self._host))
-        limited: list[Way] = []
+        measurements = self._probe_between_hosts(
+            sample_links(self._requested, self._host_by_device)
+        )
+        limited: list[HostPath] = []
         rates = []
         for measurement in measurements:
-            way = (
-                self._host[measurement.source],
-                self._host[measurement.destination],
+            path = (
+                self._host_by_device[measurement.source],
+                self._host_by_device[measurement.destination],
             )
             if measurement.delay is None:
                 if expected_loss(measurement.requested) < 1:
-                    raise PathBlocked(*way)
+                    raise PathBlocked(*path)
             elif measurement.requested.rate:
-                limited.append(way)
+                limited.append(path)
                 rates.append(measurement.rate)
-        # Only one link of each kind has a rate measurement, which needs full frames.
+        # A measured rate shows that full frames pass. Of links with equal properties, only one has a rate measurement,
+        # so a single measured rate suffices.
         if limited and not any(rates):
             raise PathBlocked(*limited[0], passes_small=True)
-        delays = path_delays(measurements, self._host)
-        return [(*way, delay) for way, delay in delays.items()]
+        delays = path_delays(measurements, self._host_by_device)
+        return [(*path, delay) for path, delay in delays.items()]
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         """Change these links while running; other links are unaffected."""
-        imposed = self.imposed(links)
-        self._asked |= links
+        emulated = self.emulated_links(links)
+        self._requested |= links
 
         def set_part(host: str, shaper: Shaper) -> None:
-            own = {}
-            for pair, link in imposed.items():
-                # Both ends: the sender's host shapes the rate, the receiver's the delay and loss.
-                if self._is_at(pair, host):
-                    own[pair] = link
-            shaper.set(own)
+            host_links = {}
+            for pair, link in emulated.items():
+                # The hosts of both ends need the link: the sender's host shapes the rate, the receiver's host the delay
+                # and the loss.
+                if self._has_end_on(pair, host):
+                    host_links[pair] = link
+            shaper.set(host_links)
 
         self._call_all(set_part)
 
@@ -287,13 +303,13 @@ class Shapers:
         across = []
         within: dict[str, list[Pair]] = defaultdict(list)
         for pair in wanted:
-            if self.crosses(pair):
+            if self.connects_hosts(pair):
                 across.append(pair)
             else:
-                within[self._host[pair[0]]].append(pair)
+                within[self._host_by_device[pair[0]]].append(pair)
         measured = self._probe_between_hosts(across) if across else []
-        for host, own in within.items():
-            measured += self._parts[host].probe(own)
+        for host, host_links in within.items():
+            measured += self._parts[host].probe(host_links)
         by_pair = {}
         for measurement in measured:
             by_pair[measurement.source, measurement.destination] = measurement
@@ -302,28 +318,27 @@ class Shapers:
     def _probe_between_hosts(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
         """Measure links between hosts; repeat for links outside their tolerance."""
         latest: dict[Pair, LinkMeasurement] = {}
-        again = list(pairs)
+        remaining = list(pairs)
         for _ in range(_ATTEMPTS):
-            if not again:
+            if not remaining:
                 break
-            for measurement in self._measure_once(again):
+            for measurement in self._measure_once(remaining):
                 latest[measurement.source, measurement.destination] = measurement
-            again = [pair for pair in again if latest[pair].problem]
+            remaining = [pair for pair in remaining if latest[pair].problem]
         return [latest[pair] for pair in pairs]
 
     def _measure_once(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
-        asked = {pair: self._asked[pair] for pair in pairs}
+        requested = {pair: self._requested[pair] for pair in pairs}
         run = secrets.token_hex(8)
         shapers = {}
         for name in sorted(set(chain.from_iterable(pairs))):
-            host = self._host[name]
+            host = self._host_by_device[name]
             shapers[host] = self._parts[host]
         with ThreadPoolExecutor(len(shapers)) as pool:
             ports: dict[str, int] = {}
             open_ends = methodcaller("open_ends", run, pairs)
             for opened in pool.map(open_ends, shapers.values()):
                 ports |= opened
-            # An instant ahead, by which every host has received its request.
             begin = time.monotonic() + _AHEAD_SECONDS
             offsets = {}
             for host in shapers:
@@ -334,7 +349,9 @@ class Shapers:
                 return shapers[host].probe_half(run, pairs, ports, there)
 
             halves = dict(zip(shapers, pool.map(measure_at, shapers), strict=True))
-        measurements, differences = combine_halves(asked, halves, self._host, offsets)
+        measurements, differences = combine_halves(
+            requested, halves, self._host_by_device, offsets
+        )
         self._align_clocks(begin, offsets, differences)
         return measurements
 
@@ -342,20 +359,22 @@ class Shapers:
         self,
         at: float,
         offsets: Mapping[str, float],
-        differences: Mapping[Way, tuple[float, float]],
+        differences: Mapping[HostPath, tuple[float, float]],
     ) -> None:
-        """Set the clocks from packets between hosts, which are more accurate than the contexts' connections.
+        """Set the clocks of the hosts by packets between them, which are more accurate than the contexts' connections.
 
-        This aligns the hosts' clocks with each other; a common error of all hosts affects no event.
+        The clocks are aligned with the clock of the first host. An error of that clock is common to all hosts, so it
+        does not change the order of events.
         """
         first = next(iter(offsets))
         for host in offsets:
             if (first, host) not in differences:
                 continue
             difference, round_trip = differences[first, host]
-            # The paths' own delays, now part of the requested ones, may also be asymmetric.
-            there = self._ways.get((first, host), 0.0)
-            back = self._ways.get((host, first), 0.0)
+            # The round trip excludes the requested delays, which now include the delays of the paths. Those delays may
+            # be asymmetric too, so they count as uncertainty.
+            there = self._delay_by_path.get((first, host), 0.0)
+            back = self._delay_by_path.get((host, first), 0.0)
             round_trip += there + back
             uncertainty = round_trip + _MIN_UNCERTAINTY
             offset = offsets[first] + difference
@@ -392,11 +411,11 @@ class Shapers:
     def statistics(self, *, reset: bool = False) -> dict[str, Any]:
         """Return queue drops and sent bytes by device, and the maximum of values per host.
 
-        Also ``hosts``, the devices of each host; ``ways``, the delays of paths in seconds; and ``clocks``, the
-        uncertainty of each clock in seconds.
+        Further keys are ``hosts``, the devices of each host; ``ways``, the delays of the paths in seconds; and
+        ``clocks``, the uncertainty of each clock in seconds.
         """
         hosts: dict[str, list[str]] = {}
-        for name, host in self._host.items():
+        for name, host in self._host_by_device.items():
             hosts.setdefault(host, []).append(name)
         reports = self._call_all(lambda _host, shaper: shaper.statistics(reset=reset))
         clocks = {}
@@ -406,15 +425,15 @@ class Shapers:
             **merge_statistics(reports),
             "processor_seconds": sum(report["processor_seconds"] for report in reports),
             "hosts": hosts,
-            "ways": [[*way, delay] for way, delay in self._ways.items()],
+            "ways": [[*path, delay] for path, delay in self._delay_by_path.items()],
             "clocks": clocks,
         }
 
-    def _is_at(self, pair: Pair, host: str) -> bool:
-        return host in (self._host[pair[0]], self._host[pair[1]])
+    def _has_end_on(self, pair: Pair, host: str) -> bool:
+        return host in (self._host_by_device[pair[0]], self._host_by_device[pair[1]])
 
     def _call_all(self, act: Callable[[str, Shaper], T]) -> list[T]:
-        """Call a function with the name and the shaper of each host, all at once; lost hosts are left out."""
+        """Call a function with the name and the shaper of each host concurrently, except lost hosts."""
         present = {}
         for host, shaper in self._parts.items():
             if host not in self._lost:
@@ -424,7 +443,7 @@ class Shapers:
 
 
 def merge_statistics(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the statistics of several shapers: the largest number, and the first text, of each key.
+    """Merge the statistics of several shapers; each key gets its largest number, or its first text.
 
     >>> merge_statistics([{"host_load": 0.5, "backend": "netem"}, {"host_load": 0.9, "backend": "netem"}])
     {'host_load': 0.9, 'backend': 'netem'}

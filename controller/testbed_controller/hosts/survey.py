@@ -19,8 +19,8 @@ from testbed_controller.lab.runstate import RunState, new_id
 _KINDS = ("device", "shaper")
 _RATE_BYTES = 32 << 20
 """Amount of data for the measurement of a rate, in bytes."""
-BRINGS = "which the first run copies"
-"""End of the texts about missing images, which prevent no run."""
+COPIED_BY_FIRST_RUN = "which the first run copies"
+"""End of the texts about missing images; these do not prevent a run."""
 
 
 @dataclass(frozen=True)
@@ -49,30 +49,32 @@ class HostReport:
 
 
 def survey(wanted: Sequence[str]) -> list[HostReport]:
-    """Return a report about each of these docker contexts, or about all by default."""
-    asked = list(wanted) or context_names()
-    with ThreadPoolExecutor(len(asked)) as pool:
-        reached = list(pool.map(_try_reach, asked))
+    """Return a report about each of these docker contexts; without arguments, about all contexts."""
+    contexts = list(wanted) or context_names()
+    with ThreadPoolExecutor(len(contexts)) as pool:
+        reached = list(pool.map(_try_reach, contexts))
         # Two contexts may lead to one engine.
         first_by_engine: dict[str, str] = {}
-        duplicate_of = dict.fromkeys(asked, "")
+        duplicate_of = dict.fromkeys(contexts, "")
         for host in reached:
             if isinstance(host, Host):
-                first = first_by_engine.setdefault(host.engine, host.name)
+                first = first_by_engine.setdefault(host.engine_id, host.name)
                 if first != host.name:
                     duplicate_of[host.name] = first
-        duplicates = [duplicate_of[name] for name in asked]
-        return list(pool.map(_make_report, asked, reached, duplicates))
+        duplicates = [duplicate_of[name] for name in contexts]
+        return list(pool.map(_make_report, contexts, reached, duplicates))
 
 
 def check_hosts(wanted: Sequence[str]) -> Iterator[HostCheck]:
     """Yield a check for each of these docker contexts."""
     for report in survey(wanted):
         name = f"host {report.context}"
-        # The first run copies missing images.
-        lacking = [text for text in report.missing if not text.endswith(BRINGS)]
-        if lacking:
-            yield HostCheck(name, "missing", "; ".join(lacking), needed=True)
+        # A missing image does not prevent a run, since the first run copies it.
+        obstacles = [
+            text for text in report.missing if not text.endswith(COPIED_BY_FIRST_RUN)
+        ]
+        if obstacles:
+            yield HostCheck(name, "missing", "; ".join(obstacles), needed=True)
         else:
             place = report.address or report.node
             detail = f"Docker {report.engine}, {report.cores} cores, {place}"
@@ -97,16 +99,17 @@ def _make_report(name: str, host: Host | str, duplicate_of: str) -> HostReport:
     try:
         find_manager({name: host})
     except TestbedError as error:
-        # A worker alone has no manager beside it, which is no fault of the host.
+        # `find_manager` also fails for a worker of a swarm, because the manager is not among the hosts; that does not
+        # prevent a run.
         if not host.address:
             missing.append(str(error))
     for kind in _KINDS:
         if image_exists(host.client, tags.by_kind[kind]):
             present.append(kind)
         else:
-            missing.append(f"the image of the {kind}, {BRINGS}")
+            missing.append(f"the image of the {kind}, {COPIED_BY_FIRST_RUN}")
     facts: dict[str, float] = {}
-    # The keeper, which measures, runs in the shaper's image.
+    # Only with the shaper's image, in which the keeper of the measurement runs.
     if "shaper" in present:
         try:
             facts = _measure_host(host, tags.shaper)
@@ -119,7 +122,7 @@ def _make_report(name: str, host: Host | str, duplicate_of: str) -> HostReport:
         cores=host.cores,
         memory=host.memory,
         engine=host.version,
-        manager=host.manages,
+        manager=host.is_manager,
         images=tuple(present),
         offset=facts.get("offset"),
         uncertainty=facts.get("uncertainty"),
@@ -131,12 +134,12 @@ def _make_report(name: str, host: Host | str, duplicate_of: str) -> HostReport:
 
 def _measure_host(host: Host, image: str) -> dict[str, float]:
     """Return clock, round trip and rate over a context's connection, using a temporary keeper."""
-    # With a lease, the keeper removes itself if this process is killed.
+    # A keeper with a lease ends by itself if this process is killed.
     state = RunState(new_id("hosts"), "", lease=1.0)
     try:
         channel = Channel(host, make_keeper(host, state, image))
         try:
-            return {**channel.clock.facts(), "rate": channel.rate(_RATE_BYTES)}
+            return {**channel.clock.facts(), "rate": channel.measure_rate(_RATE_BYTES)}
         finally:
             channel.close()
     finally:

@@ -26,13 +26,12 @@ def make_host(name: str, **changes: Any) -> Host:
     host = Host(
         name=name,
         client=None,  # type: ignore[arg-type]
-        reached=EngineAddress(),
+        address_from_here=EngineAddress(),
         socket="/var/run/docker.sock",
-        engine=f"id-{name}",
+        engine_id=f"id-{name}",
         node=name,
         address="10.0.0.1",
-        manages=name == "a",
-        swarm="",
+        is_manager=name == "a",
         managers=("10.0.0.1:2377",),
         cores=2,
         memory=8 << 30,
@@ -135,7 +134,9 @@ def test_unprotected_engine_on_the_network_is_refused(config_folder: Path) -> No
 def test_two_contexts_of_one_engine_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contexts, "reach", lambda name: make_host(name, engine="one"))
+    monkeypatch.setattr(
+        contexts, "reach", lambda name: make_host(name, engine_id="one")
+    )
     with pytest.raises(
         InputError, match="the contexts a and b lead to the same engine"
     ):

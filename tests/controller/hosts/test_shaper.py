@@ -8,11 +8,11 @@ from testbed.common.errors import InputError
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
 from testbed_controller.hosts.shaper import (
+    HostPath,
     PathBlocked,
     Shapers,
-    Way,
     combine_halves,
-    imposed_links,
+    links_to_emulate,
     sample_links,
 )
 from testbed_controller.lab.runstate import RunState
@@ -53,7 +53,7 @@ def half_report(
 
 def measure_both_directions(
     forward: list[float], backward: list[float]
-) -> tuple[list[LinkMeasurement], dict[Way, tuple[float, float]]]:
+) -> tuple[list[LinkMeasurement], dict[HostPath, tuple[float, float]]]:
     """Combine the reports of 30 packets p -> r and 30 packets r -> p.
 
     Delays are the receiver's clock minus the sender's clock.
@@ -137,7 +137,7 @@ def test_blocked_path_is_named_with_the_passing_sizes(
 def test_path_delay_is_subtracted_from_the_link() -> None:
     links = {("p", "r"): LINK, ("p", "q"): LINK, ("r", "p"): Link(up=False)}
     path_delays = {("a", "b"): 0.002, ("b", "a"): 0.002}
-    emulated = imposed_links(links, HOST, path_delays)
+    emulated = links_to_emulate(links, HOST, path_delays)
     assert emulated["p", "r"].delay == pytest.approx(0.005 - 0.002)
     # Devices p and q are on the same host.
     assert emulated["p", "q"] == LINK
@@ -146,7 +146,7 @@ def test_path_delay_is_subtracted_from_the_link() -> None:
 
 def test_path_slightly_slower_than_the_link_is_tolerated() -> None:
     # The tolerance of small delays is 0.3 ms.
-    emulated = imposed_links({("p", "r"): Link()}, HOST, {("a", "b"): 0.0002})
+    emulated = links_to_emulate({("p", "r"): Link()}, HOST, {("a", "b"): 0.0002})
     assert emulated["p", "r"].delay == 0.0
 
 
@@ -155,7 +155,7 @@ def test_path_slower_than_the_link_is_refused_with_both_delays() -> None:
         r"p -> r needs a delay of 5 ms, but the path from a to b has 7.00 ms: .*--place"
     )
     with pytest.raises(InputError, match=error):
-        imposed_links({("p", "r"): LINK}, HOST, {("a", "b"): 0.007})
+        links_to_emulate({("p", "r"): LINK}, HOST, {("a", "b"): 0.007})
 
 
 def test_path_is_measured_over_steadiest_and_fastest_link() -> None:
