@@ -30,8 +30,9 @@ def test_image_with_missing_package_fails_to_build() -> None:
     client = connect()
     base = images.ensure_images(client, print).base
     tag = f"testbed/runtime:test-{secrets.token_hex(4)}"
+    # The last stage of the recipe; the first one begins with "FROM ${BASE} AS stage".
     recipe = images.recipe("runtime").partition(b"FROM ${BASE}\n")[2]
-    # Without COPY, the packages of the earlier stage are missing.
+    # Without COPY, the packages of the first stage are missing.
     lines = [
         line for line in recipe.decode().splitlines() if not line.startswith("COPY")
     ]
@@ -63,7 +64,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> docker.Docker
     return connect(engine)
 
 
-def test_build_ignores_absent_credential_helpers_and_proxies(
+def test_build_without_network_ignores_proxies_and_missing_helpers(
     configured: docker.DockerClient,
 ) -> None:
     base = images.ensure_images(configured, print).base
@@ -95,13 +96,14 @@ def test_proxies_of_docker_configuration_do_not_reach_devices(
     assert "proxy" not in " ".join(environment).lower()
 
 
-def test_recent_stage_survives_image_removal_by_another_checkout() -> None:
+def test_recent_stage_survives_removal_of_images() -> None:
     client = connect()
     base = images.ensure_images(client, print).base
     tag = f"testbed/stage:test-{secrets.token_hex(4)}"
-    recipe = b"ARG BASE\nFROM ${BASE}\nARG STAGE\nLABEL testbed.image=stage testbed.stage=${STAGE}\n"
+    recipe = b"ARG BASE\nFROM ${BASE}\n"
     images.build(client, tag, recipe, {}, {"BASE": base}, {"testbed.image": "stage"})
     try:
+        # The stage is neither kept nor spared: its age alone protects it, since a build of another checkout may use it.
         images.remove_images(client, keep=images.find_tags(client), spare=images.SPARE)
         assert images.image_exists(client, tag)
     finally:

@@ -13,7 +13,7 @@ from testbed.ml.methods.pipeline import Pipeline
 from testbed.prepare import count_batches, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from tests.testbed.small_scenario import VALID, error_lines, prepare_text
+from tests.testbed.preparation_scenario import VALID, error_lines, prepare_text
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from testbed.common.errors import InputError
 from testbed.ml.data import catalog
 from testbed.ml.preparation import data_folder, load_data, pretraining_of
-from tests.testbed.small_scenario import (
+from tests.testbed.preparation_scenario import (
     VALID,
-    VALID_DEVICES,
+    VALID_HEAD,
     error_lines,
     prepare_text,
 )
@@ -79,7 +79,7 @@ def test_images_of_wrong_size_are_refused_before_run(file):
 
 
 INFERENCE = (
-    VALID_DEVICES
+    VALID_HEAD
     + """\
 workload:
   task: infer

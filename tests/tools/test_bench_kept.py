@@ -12,7 +12,7 @@ from tools.bench import kept
 from tools.bench.measurement import Measurement
 
 
-def test_newest_measurement_of_an_abbreviated_revision_is_read(
+def test_later_measurements_replace_those_of_same_name(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "results/bench.json"
@@ -24,6 +24,11 @@ def test_newest_measurement_of_an_abbreviated_revision_is_read(
     abbreviated = (revision() or "unknown")[:7]
     measurements = kept.measurements_of_revision(abbreviated, file)
     assert measurements == {"start-up": 8.0, "rate": 50.0}
+
+
+def test_unknown_revision_is_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "results/bench.json"
+    kept.store_measurements([Measurement("start-up", 9.0, "s")], file)
     with pytest.raises(click.UsageError, match="0 revisions 'nothing'"):
         kept.measurements_of_revision("nothing", file)
 

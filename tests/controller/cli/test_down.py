@@ -62,7 +62,7 @@ def run_down(*arguments: str) -> Result:
     return CliRunner().invoke(down, arguments)
 
 
-def test_all_removes_own_and_abandoned_runs_and_names_others(
+def test_all_removes_own_and_abandoned_runs_and_lists_others(
     removed: list[str],
 ) -> None:
     result = run_down("--all")
@@ -79,7 +79,7 @@ def test_everyone_names_and_removes_runs_of_others(removed: list[str]) -> None:
     )
 
 
-def test_run_of_another_user_is_removed_only_by_full_name(
+def test_pattern_does_not_remove_run_of_another_user_but_full_name_does(
     removed: list[str],
 ) -> None:
     # A pattern may match more runs than its user expects.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load
-from tests.testbed.scenario.small_scenario import VALID
+from tests.testbed.scenario.loading_scenario import VALID
 
 
 def assert_loads_or_is_rejected(path: str) -> None:

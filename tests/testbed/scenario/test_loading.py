@@ -7,7 +7,7 @@ import pytest
 from testbed.scenario.finding import scenarios_in
 from testbed.scenario.loading import load, validate
 from testbed.scenario.schema import Source
-from tests.testbed.scenario.small_scenario import VALID, error_lines
+from tests.testbed.scenario.loading_scenario import VALID, error_lines
 
 
 def test_scenario_is_loaded_with_units_converted(write_scenario):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.testbed.scenario.small_scenario import VALID, error_lines, single_error
+from tests.testbed.scenario.loading_scenario import VALID, error_lines, single_error
 
 INVALID = [
     # Old text, new text, line number and beginning of the error.

@@ -6,7 +6,7 @@ import pytest
 
 from testbed.scenario.finding import SHIPPED
 from testbed.scenario.loading import load
-from tests.testbed.scenario.small_scenario import VALID, error_lines
+from tests.testbed.scenario.loading_scenario import VALID, error_lines
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A small valid scenario, of which tests change single words, and its preparation."""
+"""A scenario that tests of preparation change, and its preparation; `loading_scenario` has one for tests of loading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
-VALID_DEVICES = """\
+VALID_HEAD = """\
 name: small
 devices:
   source: {profile: laptop}
@@ -23,7 +23,7 @@ network:
   link: {rate: 50mbit, delay: 5ms}
 """
 VALID = (
-    VALID_DEVICES
+    VALID_HEAD
     + """\
 workload:
   task: train
@@ -44,12 +44,14 @@ time_limit: 60s
 
 
 def prepare_text(file: Path, text: str = VALID) -> Prepared:
+    """Write a scenario to a file and prepare its only run."""
     file.write_text(text)
     (trial,) = trials(load(file))
     return prepare(trial)
 
 
 def error_lines(file: Path, text: str) -> list[str]:
+    """Return the lines of the error with which preparation rejects a scenario."""
     with pytest.raises(InputError) as error:
         prepare_text(file, text)
     return str(error.value).split("\n")

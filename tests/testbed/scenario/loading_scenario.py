@@ -1,4 +1,4 @@
-"""A valid scenario that tests change, and the errors with which scenarios are rejected."""
+"""A valid scenario that tests of loading change, and the errors with which loading rejects scenarios."""
 
 from __future__ import annotations
 
