@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -234,9 +235,9 @@ def test_killed_process_is_a_violation_with_seed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     reports = list(command.run_attacks(kill_process, iter(range(5)), 2, math.inf))
-    assert sorted(report.seed for report in reports) == list(range(5))
-    with_violations = [report for report in reports if report.violations]
-    [killed] = with_violations
+    reports.sort(key=attrgetter("seed"))
+    assert list(map(attrgetter("seed"), reports)) == list(range(5))
+    [killed] = [report for report in reports if report.violations]
     assert killed.seed == 2
     assert killed.violations == [
         "killed: the process of the attack ended without a report"

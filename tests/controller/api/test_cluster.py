@@ -111,13 +111,17 @@ def read_results(folder: Path) -> dict[str, object]:
     return files
 
 
+def metrics_of(results: api.Results) -> list[dict[str, Any]]:
+    return [dict(result.metrics) for result in results]
+
+
 def test_sweep_on_a_cluster_has_the_results_of_a_local_sweep(
     client, tmp_path: Path
 ) -> None:
     values = {"seed": [1, 2, 3]}
     local = api.sweep(make_scenario(), values, tmp_path / "local")
     remote = api.sweep(make_scenario(), values, tmp_path / "remote", cluster=client)
-    assert [run.metrics for run in remote] == [run.metrics for run in local]
+    assert metrics_of(remote) == metrics_of(local)
     assert read_results(tmp_path / "remote") == read_results(tmp_path / "local")
     # The page names the final folder, not a folder of the worker.
     page = next((tmp_path / "remote").rglob("report.html")).read_text()
@@ -133,7 +137,7 @@ def test_files_of_each_point_are_sent_to_workers(client, tmp_path: Path) -> None
     scenario = api.load(tmp_path / "scenario.yaml")
     local = api.sweep(scenario, out=tmp_path / "local")
     remote = api.sweep(scenario, out=tmp_path / "remote", cluster=client)
-    assert [run.metrics for run in remote] == [run.metrics for run in local]
+    assert metrics_of(remote) == metrics_of(local)
     slow, fast = local
     assert slow.metrics["duration"] > fast.metrics["duration"]
 

@@ -8,6 +8,7 @@ import gc
 import json
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,15 @@ SMALL: dict[str, Any] = {
 }
 
 
+def column(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    return [row[name] for row in rows]
+
+
 def test_result_has_metrics_tables_and_plots(tmp_path: Path) -> None:
     result = simulate(build(**SMALL), tmp_path / "one")
     assert result.metrics["steps"] == 4
-    assert [row["step"] for row in result.rows("steps")] == [0, 1, 2, 3]
-    assert {row["event"] for row in result.rows("events")} >= {"compute", "step"}
+    assert column(result.rows("steps"), "step") == [0, 1, 2, 3]
+    assert set(column(result.rows("events"), "event")) >= {"compute", "step"}
     assert set(result.plots) == {"Loss", "Time per step"}
     assert "Accuracy" in str(result)
     with pytest.raises(InputError, match="choose one of metrics, events"):
@@ -94,14 +99,16 @@ def test_single_value_of_a_swept_key_is_refused(values: Any, tmp_path: Path) -> 
 
 def test_values_of_a_sweep_may_be_a_numpy_array(tmp_path: Path) -> None:
     results = sweep(build(**SMALL), {"seed": np.arange(1, 3)}, tmp_path / "sweep")
-    assert [row["seed"] for row in results.rows()] == [1, 2]
+    assert column(results.rows(), "seed") == [1, 2]
 
 
 def test_points_with_the_same_label_have_different_folders(tmp_path: Path) -> None:
     points = [{"label": "A", "seed": 1}, {"label": "A", "seed": 2}]
     results = sweep(build(**SMALL, points=points), out=tmp_path / "sweep")
-    assert [result.path.name for result in results] == ["small,A", "small,A-2"]
-    assert [result.run.trial.scenario.seed for result in results] == [1, 2]
+    first, second = results
+    assert (first.path.name, second.path.name) == ("small,A", "small,A-2")
+    assert first.run.trial.scenario.seed == 1
+    assert second.run.trial.scenario.seed == 2
 
 
 def test_simulation_works_within_a_running_event_loop(tmp_path: Path) -> None:
@@ -115,8 +122,8 @@ def test_simulation_works_within_a_running_event_loop(tmp_path: Path) -> None:
 def test_results_of_a_sweep_have_a_row_for_each_run(tmp_path: Path) -> None:
     values = {"workload.batch_size": [8, 16], "seed": [1, 2]}
     results = sweep(build(**SMALL), values, tmp_path / "zip", together=True)
-    points = [(row["workload.batch_size"], row["seed"]) for row in results.rows()]
-    assert points == [(8, 1), (16, 2)]
+    assert column(results.rows(), "workload.batch_size") == [8, 16]
+    assert column(results.rows(), "seed") == [1, 2]
     reopened = open_results(tmp_path / "zip")
     assert isinstance(reopened, Results)
     assert reopened.rows() == results.rows()
@@ -187,7 +194,7 @@ def test_tables_are_exported_to_files(tmp_path: Path) -> None:
     assert export_results(tmp_path / "one", "--csv").exit_code == 0
     exported = tmp_path / "one" / "export"
     steps = read_csv(exported / "steps.csv")
-    assert [row["step"] for row in steps] == ["0", "1", "2", "3"]
+    assert column(steps, "step") == ["0", "1", "2", "3"]
     [first_link, *_] = read_csv(exported / "links.csv")
     assert float(first_link["requested.delay"]) > 0
     for row in read_csv(exported / "devices.csv"):

@@ -134,6 +134,7 @@ def test_unprotected_engine_on_the_network_is_refused(config_folder: Path) -> No
 def test_two_contexts_of_one_engine_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Both contexts would place their devices on one host, as if there were two.
     monkeypatch.setattr(
         contexts, "reach", lambda name: make_host(name, engine_id="one")
     )

@@ -97,6 +97,7 @@ def test_flap_takes_links_down_and_up(lab: RecordingLab) -> None:
     assert set(strike(lab, **part).links) == {("a", "b"), ("b", "a")}
     assert not lab.shaped["a", "b"].up
     assert lab.shaped["a", "c"].up
+    # The end of a flap reverts the last interruption.
     undo(lab, **part)
     assert lab.shaped == lab.experiment.links
 
@@ -189,6 +190,7 @@ def test_booted_device_uses_time_outs_of_the_current_links(
     strike(lab, kill="b")
     strike(lab, handle="slow", degrade={"device": "b", "delay": "1s"})
     count_before = len(lab.agents["b"].slowness)
+    # A device that is down receives no time-outs, so its start sends those of all its links.
     strike(lab, restart="b")
     assert set(lab.agents["b"].slowness[count_before]) == {"a", "c"}
 
@@ -208,6 +210,7 @@ def test_obstruction_is_sent_to_receivers_as_broadcast_loss(
 
 
 def test_change_refused_by_the_shaper_is_not_stored(lab: RecordingLab) -> None:
+    # A stored change would be sent to devices that boot later.
     lab.refuses_links = True
     with pytest.raises(HostError):
         strike(lab, degrade={"device": "a", "loss": "5%"})
@@ -232,6 +235,7 @@ def test_device_is_switched_according_to_actual_state(lab: RecordingLab) -> None
 
 
 def test_restarted_device_is_admitted_by_given_function(lab: RecordingLab) -> None:
+    # Without this function, the target itself would shape the links of the device (`booted_with`).
     admitted: list[str] = []
     lab.devices["b"].state = "exited"
     apply_step(

@@ -98,6 +98,7 @@ def test_undo_reverts_kills_and_pauses(run: FakeRun, lab: RecordingLab) -> None:
 
 
 def test_restart_of_an_active_device_is_not_recorded(run: FakeRun) -> None:
+    # The command changes nothing, so it is no fault.
     live().strike(restart="b")
     assert run.events == []
 
@@ -170,7 +171,7 @@ def test_lab_is_changed_directly_after_end_of_run(
         ask({"strike": {"restart": "b"}})
     assert control.strike(RUN, {"restart": "b"}) == "restart: b"
     assert lab.actions == ["kill b", "start b"]
-    # The ended run records nothing of the restart.
+    # The restart was no command of the run, whose events were final.
     assert [fields["action"] for _, fields in ended_run.events] == ["kill"]
 
 

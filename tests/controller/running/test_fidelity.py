@@ -128,6 +128,7 @@ def test_rate_reached_by_another_link_does_not_exceed_the_capacity() -> None:
 
 
 def test_overflow_of_the_neighbour_table_is_named() -> None:
+    # A kernel with a full table drops packets to new neighbours without an error.
     lost = LinkMeasurement(
         "a",
         "c",
@@ -204,5 +205,5 @@ def test_table_lists_failed_links_first() -> None:
 def test_recommended_rate_is_within_the_capacity(
     carried: float, advised: float
 ) -> None:
-    # 95 % of the carried rate, rounded down to two digits.
+    # 95 % of the carried rate, rounded down to two digits: 2.31 Gbit/s * 0.95 = 2.1945, hence 2.1 Gbit/s.
     assert advise_rate(carried) == pytest.approx(advised)

@@ -59,6 +59,7 @@ def test_controller_log_contains_the_traceback_of_a_fatal_error(
 ) -> None:
     caplog.set_level(logging.INFO, "testbed_controller")
     logger = logging.getLogger("testbed_controller")
+    # A handler that remains would add messages of later runs to the log of this run.
     handlers_before = list(logger.handlers)
     with pytest.raises(InputError), logs.controller_log(tmp_path):
         fail_with_a_log_message()
@@ -77,6 +78,7 @@ def fake_host(*containers: str) -> Any:
 
 
 def test_each_reachable_host_has_shaper_log() -> None:
+    # The container of the shaper has the same name on each host; node3 does not respond.
     hosts = {
         "node1": fake_host("source", "shaper"),
         "node2": fake_host("worker1", "shaper"),
