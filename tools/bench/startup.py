@@ -15,7 +15,7 @@ from testbed_controller.lab.containers import device_settings, inspect, make_con
 from testbed_controller.lab.engine import connect
 from testbed_controller.lab.health import is_healthy
 from testbed_controller.lab.images import ensure_images
-from testbed_controller.lab.lab import WORKERS, Lab
+from testbed_controller.lab.lab import CREATION_WORKERS, Lab
 from testbed_controller.lab.removal import remove_run
 from testbed_controller.lab.runstate import RunState
 from testbed_controller.shaping.namespaces import Namespace
@@ -84,7 +84,7 @@ def time_bare_containers(devices: int) -> float:
 
     try:
         # As many at once as the testbed starts.
-        with ThreadPoolExecutor(WORKERS) as pool:
+        with ThreadPoolExecutor(CREATION_WORKERS) as pool:
             waiting = list(pool.map(launch, specs))
         while waiting:
             waiting = [each for each in waiting if not is_ready(each)]

@@ -44,7 +44,7 @@ from testbed_agent.receiving import Arrival, DataServer, Inbox
 from testbed_agent.runner import Runner
 from testbed_agent.settings import Settings
 from testbed_controller.api import build
-from testbed_controller.lab.clients import attachment
+from testbed_controller.lab.clients import make_attachment
 from testbed_controller.results.recorder import Recorder
 from testbed_controller.shaping import plan as planning
 from testbed_controller.shaping import sender, server
@@ -182,7 +182,7 @@ def _shaper_requests() -> list[Request]:
     for name, where in ADDRESSES.items():
         address, _, _ = where.partition(":")
         endpoints.append(Endpoint(name, 1, address, network="10.0.0.0/24"))
-    whole = attachment(endpoints, links, 1, [Cell(("source", "worker"), 1e6)])
+    whole = make_attachment(endpoints, links, 1, [Cell(("source", "worker"), 1e6)])
     return [
         Request("POST", "/attach", BEARER, whole),
         Request("POST", "/set", BEARER, {"links": whole["links"]}),

@@ -99,7 +99,7 @@ class HostsLab(RunLab):
                     state,
                     trial,
                     subnet,
-                    here=state.hosts[name],
+                    device_names=state.hosts[name],
                     url=channel.url,
                     clock=channel,
                 )

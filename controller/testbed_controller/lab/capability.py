@@ -31,7 +31,7 @@ def measure(client: docker.DockerClient, backend: str) -> Capability:
     """Measure a link backend for some seconds and store the result; raises HostError if the measurement fails."""
     image = find_tags(client).shaper
     try:
-        output = in_shaper(
+        output = run_in_shaper_image(
             client,
             image,
             ["python3", "-m", "testbed_controller.shaping.capability", backend],
@@ -44,7 +44,7 @@ def measure(client: docker.DockerClient, backend: str) -> Capability:
     return measured
 
 
-def in_shaper(
+def run_in_shaper_image(
     client: docker.DockerClient, image: str, command: list[str], backends: Iterable[str]
 ) -> bytes:
     """Return the output of a command in a container with the shaper's rights, these backends and no network.
@@ -65,7 +65,7 @@ def in_shaper(
             network_mode="none",
             read_only=True,
             tmpfs={"/tmp": "size=16m", "/run": "size=16m"},
-            # The proxies of the user's Docker configuration often have a password.
+            # The proxy URLs in the user's Docker configuration often contain a password.
             use_config_proxy=False,
         )
     except ContainerError as error:
@@ -85,13 +85,13 @@ def store(measured: Capability) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = _load()
     content[measured.backend] = asdict(measured)
-    # Written beside and renamed, since another command may read at the same time.
+    # Another command may read the file at the same time, so a draft is written and renamed.
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps({**content, "host": _host_identity()}))
     draft.replace(path)
 
 
-def known() -> list[Capability]:
+def load_measurements() -> list[Capability]:
     """Return the measurements of the host with the current kernel, possibly none."""
     measurements = []
     for name, fields in _load().items():
@@ -102,18 +102,18 @@ def known() -> list[Capability]:
     return measurements
 
 
-def check(experiment: Experiment, backend: str) -> None:
+def check_rates(experiment: Experiment, backend: str) -> None:
     """Refuse rates above the host's measured capacity; ``auto`` allows the fastest backend.
 
     Raises InputError with the link and the highest possible rate.
     """
     measurements = []
-    for measured in known():
+    for measured in load_measurements():
         if backend in ("auto", measured.backend):
             measurements.append(measured)
     if not measurements:
         return
-    # A link without a rate is as fast as the host, and needs no capacity.
+    # A link without a rate is as fast as the host allows, so it cannot exceed the capacity.
     fastest = max(
         experiment.links,
         key=lambda pair: experiment.links[pair].rate or 0.0,
@@ -125,7 +125,7 @@ def check(experiment: Experiment, backend: str) -> None:
     if requested is None:
         return
     capacity = max(measured.rate or 0.0 for measured in measurements)
-    # Rates below the lowest tested one were not measured, so nothing is known against them.
+    # Rates below the lowest tested rate were not measured, so they are not refused.
     if requested <= capacity or requested < min(RATES):
         return
     advice = f"use at most {format_rate(capacity)}"
@@ -144,7 +144,7 @@ def _storage_path() -> Path:
 
 
 def _host_identity() -> list[object]:
-    """Return host name, kernel and number of processors: any change makes measurements void."""
+    """Return host name, kernel and number of processors; measurements are invalid after a change of any of them."""
     return [os.uname().nodename, os.uname().release, os.cpu_count()]
 
 

@@ -28,7 +28,7 @@ WORK_SECONDS = 600.0
 """Time-out of requests for which the agent imports torch or reads a data set, on a busy host."""
 
 LARGE_BODY = 1 << 20
-"""Bytes of a body from which on it is sent for as long as its answer may take."""
+"""Size in bytes above which sending a body may take as long as the answer to it."""
 
 
 class Client:
@@ -41,7 +41,7 @@ class Client:
 
     def request(self, method: str, path: str, **options: Any) -> requests.Response:
         """Send a request; raises the errors of `requests` if the container does not respond."""
-        # `requests` does not promise that threads may share a session.
+        # Each thread has a session, since sessions of `requests` are not documented as thread-safe.
         session: requests.Session | None = getattr(self._local, "session", None)
         if session is None:
             session = requests.Session()
@@ -53,7 +53,7 @@ class Client:
         return response
 
 
-def refusal(response: requests.Response) -> str:
+def describe_refusal(response: requests.Response) -> str:
     """Return the reason of a refused request."""
     try:
         return f"{response.json()['error']} ({response.status_code})"
@@ -61,7 +61,7 @@ def refusal(response: requests.Response) -> str:
         return f"{response.status_code} {response.reason}"
 
 
-def attachment(
+def make_attachment(
     endpoints: Iterable[Endpoint],
     links: Mapping[Pair, Link],
     seed: int,
@@ -77,7 +77,10 @@ def attachment(
 
 
 class Shaper:
-    """A client of the shaper of one run. Every method raises HostError if a rule could not be applied."""
+    """A client of the shaper of one run.
+
+    Every method raises HostError if the shaper does not respond or refuses, and InputError for an invalid request.
+    """
 
     def __init__(self, url: str, token: str) -> None:
         self._url = url
@@ -93,9 +96,9 @@ class Shaper:
                 f"the shaper at {self._url} does not respond: {error}; 'testbed ps' shows whether the lab is up"
             ) from error
         if answer.status_code == HTTPStatus.BAD_REQUEST:
-            raise InputError(f"shaper: {refusal(answer)}")
+            raise InputError(f"shaper: {describe_refusal(answer)}")
         if not answer.ok:
-            raise HostError(f"shaper: {refusal(answer)}")
+            raise HostError(f"shaper: {describe_refusal(answer)}")
         document: dict[str, Any] = answer.json()
         return document
 
@@ -114,10 +117,10 @@ class Shaper:
 
         Devices attached before are updated. Attached devices without a link cannot communicate.
         """
-        self._request("POST", "/attach", attachment(endpoints, links, seed, cells))
+        self._request("POST", "/attach", make_attachment(endpoints, links, seed, cells))
 
     def release(self) -> None:
-        """Return after no process responds any more for ended devices."""
+        """Release the network namespaces of ended devices; afterwards, no kernel answers for these devices."""
         self._request("POST", "/release", timeout=5.0)
 
     def set(self, links: Mapping[Pair, Link]) -> None:
@@ -132,15 +135,15 @@ class Shaper:
 
     def open_ends(self, run: str, pairs: Iterable[Pair]) -> dict[str, int]:
         """Open sockets for `probe_half`; return the port of each present device. ``run`` is 8 bytes in hex."""
-        asked = {"run": run, "pairs": [*pairs]}
-        return dict(self._request("POST", "/ends", asked)["ports"])
+        body = {"run": run, "pairs": [*pairs]}
+        return dict(self._request("POST", "/ends", body)["ports"])
 
     def probe_half(
         self, run: str, pairs: Iterable[Pair], ports: Mapping[str, int], begin: float
     ) -> list[dict[str, Any]]:
         """Measure one end of links between hosts; see `measure_half` of the shaper's probes."""
-        asked = {"run": run, "pairs": [*pairs], "ports": dict(ports), "begin": begin}
-        return list(self._request("POST", "/half", asked, timeout=600)["measurements"])
+        body = {"run": run, "pairs": [*pairs], "ports": dict(ports), "begin": begin}
+        return list(self._request("POST", "/half", body, timeout=600)["measurements"])
 
     def host_load(self, *, reset: bool = False) -> dict[str, Any]:
         """Return the processor load of the shaper's machine since the last ``reset``; see `HostMonitor`."""
@@ -209,7 +212,10 @@ class Agent:
         self._request("PUT", "/shard", seconds=WORK_SECONDS, data=body)
 
     def start(self, origin: float) -> None:
-        """Run the program from ``origin`` on, an instant of the controller's monotonic clock, or now if past."""
+        """Run the program from ``origin`` on, an instant of the controller's monotonic clock.
+
+        The program starts at once if this instant has passed.
+        """
         there = self._clock.there(origin)
         self._origin = (origin, there)
         self._request("POST", "/start", json={"origin": there})
@@ -227,7 +233,7 @@ class Agent:
         self._request("POST", "/lease", seconds=CONNECT_SECONDS)
 
     def set_speed(self, factor: float) -> None:
-        """Set the share of the device's own speed, also for the current task."""
+        """Set the device's speed as a multiple of its speed in the scenario, also for the current task."""
         self._request("PUT", "/speed", seconds=CONNECT_SECONDS, json={"factor": factor})
 
     def set_links(
@@ -249,7 +255,7 @@ class Agent:
         were dropped or do not exist yet.
         """
         rest = b""
-        # Without a time-out: a paused device sends nothing, not even heartbeats.
+        # The stream has no time-out, since a paused device sends nothing, not even heartbeats.
         response = self._request(
             "GET", f"/events?after={after}", seconds=None, stream=True
         )
@@ -306,8 +312,8 @@ class Agent:
         seconds: float | None = ANSWER_SECONDS,
         **options: Any,
     ) -> requests.Response:
-        # The time-out of connecting also bounds how long the whole body is sent, and weights of a language model take
-        # longer than that to a device on a busy or remote host.
+        # In `requests`, the time-out of connecting also limits the time for sending the body. The weights of a language
+        # model take longer to reach a device on a busy or remote host, so a large body gets the time-out of the answer.
         connect: float | None = CONNECT_SECONDS
         if len(options.get("data") or b"") > LARGE_BODY:
             connect = seconds
@@ -323,11 +329,13 @@ class Agent:
             raise AgentGone(
                 f"{self._name}: {method} {path}: the agent does not respond: {error}"
             ) from error
-        # From the shaper, if no agent is listening.
+        # The shaper, which forwards requests, responds with this status if no agent is listening.
         if response.status_code == HTTPStatus.BAD_GATEWAY:
             raise AgentGone(
                 f"{self._name}: {method} {path}: the agent does not respond"
             )
         if response.status_code >= 400:
-            raise AgentError(f"{self._name}: {method} {path}: {refusal(response)}")
+            raise AgentError(
+                f"{self._name}: {method} {path}: {describe_refusal(response)}"
+            )
         return response

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from testbed.common.errors import TestbedError
 from testbed.common.lazy import np
 
-KEPT = 256
-"""Number of samples in use; they cover some minutes."""
+SAMPLES = 256
+"""Number of latest exchanges in an estimate; they cover some minutes."""
 SEGMENT = 16
-"""Segment length: of so many samples, only the one with the smallest round trip counts."""
-SIGNIFICANCE = 5.0
+"""Number of successive exchanges of which only the one with the smallest round trip is used."""
+MIN_DRIFT_SIGNIFICANCE = 5.0
 """Smallest accepted drift, in standard deviations of its error."""
 EXCHANGE_SECONDS = 1.0
 """Interval of time exchanges, in seconds."""
@@ -43,11 +43,13 @@ class Sample(NamedTuple):
     """One exchange of times between two clocks; all values in seconds."""
 
     sent: float
-    """Controller's clock, like `back`."""
+    """Instant of sending, on the controller's clock."""
     arrived: float
-    """Host's clock, like `returned`."""
+    """Instant of arrival at the host, on the host's clock."""
     returned: float
+    """Instant of the host's answer, on the host's clock."""
     back: float
+    """Instant of the answer's arrival, on the controller's clock."""
 
     @property
     def round_trip(self) -> float:
@@ -61,7 +63,7 @@ class Sample(NamedTuple):
 
     @property
     def middle(self) -> float:
-        """The instant of the offset on the controller's clock."""
+        """The instant to which the offset applies, on the controller's clock."""
         return (self.sent + self.back) / 2
 
 
@@ -80,7 +82,7 @@ class Offset:
     drift: float = 0.0
     """Change of the offset in seconds per second."""
     uncertainty: float = 0.0
-    """Maximum error in seconds: half the smallest round trip, which one direction may have taken alone."""
+    """Maximum error in seconds: half the smallest round trip, reached if one direction takes the whole round trip."""
 
     def there(self, here: float) -> float:
         """Convert an instant of the controller's clock to the host's clock."""
@@ -105,7 +107,7 @@ class HostClock:
     """
 
     def __init__(self) -> None:
-        self._samples: deque[Sample] = deque(maxlen=KEPT)
+        self._samples: deque[Sample] = deque(maxlen=SAMPLES)
         self._pinned: list[Sample] = []
 
     def add(self, sample: Sample) -> None:
@@ -137,7 +139,10 @@ class HostClock:
         }
 
     def pin(self, at: float, offset: float, round_trip: float) -> None:
-        """Add a trusted measurement: the offset at an instant ``at`` of the controller's clock."""
+        """Add a measurement that stays in use: the offset at an instant ``at`` of the controller's clock.
+
+        The weight of the measurement follows from ``round_trip``, as for an exchange.
+        """
         half = round_trip / 2
         self._pinned.append(Sample(at - half, at + offset, at + offset, at + half))
 
@@ -150,27 +155,29 @@ class HostClock:
         """
         samples = list(self._samples)  # another thread adds samples
         # The sample with the smallest round trip of a segment has the smallest error.
-        best = list(self._pinned)
-        for first in range(0, len(samples), SEGMENT):
-            segment = samples[first : first + SEGMENT]
-            best.append(min(segment, key=_round_trip_of))
-        if not best:
+        candidates = list(self._pinned)
+        for start in range(0, len(samples), SEGMENT):
+            segment = samples[start : start + SEGMENT]
+            candidates.append(min(segment, key=_round_trip_of))
+        if not candidates:
             return Offset()
-        chosen = min(best, key=_round_trip_of)
-        middles = np.array([sample.middle for sample in best])
-        offsets = np.array([sample.offset for sample in best])
-        trips = np.array([sample.round_trip for sample in best])
+        best_sample = min(candidates, key=_round_trip_of)
+        middles = np.array([sample.middle for sample in candidates])
+        offsets = np.array([sample.offset for sample in candidates])
+        trips = np.array([sample.round_trip for sample in candidates])
         # The inverse variance of each offset, with a quarter of its round trip as the standard deviation of its error.
         weights = (4 / np.maximum(trips, 1e-6)) ** 2
         at = float(np.average(middles, weights=weights))
         mean = float(np.average(offsets, weights=weights))
         spread = float(weights @ (middles - at) ** 2)
-        # A single instant has no spread, and no slope either.
+        # If all samples have one instant, the spread is zero, and 1.0 avoids a division by zero: the slope is zero.
         slope = float(weights @ ((middles - at) * (offsets - mean))) / (spread or 1.0)
         # With these weights, the variance of the slope is 1 / spread.
-        if slope**2 * spread > SIGNIFICANCE**2:
-            return Offset(at, mean, slope, chosen.round_trip / 2)
-        return Offset(chosen.middle, chosen.offset, 0.0, chosen.round_trip / 2)
+        if slope**2 * spread > MIN_DRIFT_SIGNIFICANCE**2:
+            return Offset(at, mean, slope, best_sample.round_trip / 2)
+        return Offset(
+            best_sample.middle, best_sample.offset, 0.0, best_sample.round_trip / 2
+        )
 
 
 class MeasuredClock(Clock):
@@ -179,14 +186,14 @@ class MeasuredClock(Clock):
     def __init__(self) -> None:
         self.clock = HostClock()
         """The current estimate."""
-        self._origins: dict[float, float] = {}
+        self._there_by_here: dict[float, float] = {}
 
     def there(self, here: float) -> float:
         """Convert an instant of the controller's clock; equal instants always give equal results.
 
-        The origin of a run is such an instant, and a device uses it as the key of its files on disk.
+        Equal results matter for the origin of a run: a device uses the converted origin as the key of its files.
         """
-        return self._origins.setdefault(here, self.clock.offset.there(here))
+        return self._there_by_here.setdefault(here, self.clock.offset.there(here))
 
     def here(self, there: float) -> float:
         """Convert an instant of the host's clock to the controller's clock."""
@@ -210,7 +217,7 @@ class EngineClock(MeasuredClock):
         return abs(estimate.seconds) > estimate.uncertainty + _SAME_CLOCK
 
     def follow(self, stop: threading.Event) -> None:
-        """Exchange times until the event is set: two clocks drift apart by milliseconds per minute."""
+        """Exchange times until the event is set, because two clocks drift apart by milliseconds per minute."""
         while not stop.wait(EXCHANGE_SECONDS):
             with suppress(TestbedError):  # the shaper may be busy or stopping
                 self._exchange_times()
@@ -218,5 +225,6 @@ class EngineClock(MeasuredClock):
     def _exchange_times(self) -> None:
         sent = time.monotonic()
         remote = self._ask()
-        # One reading stands for arrival and return: the time in between counts as transmission.
+        # The answer has a single reading, which is used for arrival and return, so the host's processing time counts as
+        # transmission time.
         self.clock.add(Sample(sent, remote, remote, time.monotonic()))

@@ -10,7 +10,7 @@ from testbed.common import yamltext
 from testbed.network.checks import SHAPER
 from testbed.scenario.schema import Trial
 from testbed.wire.ports import CONTROL_PORT
-from testbed_controller.lab.clients import attachment
+from testbed_controller.lab.clients import make_attachment
 from testbed_controller.lab.containers import device_settings, shaper_settings
 from testbed_controller.lab.networks import (
     CONTROL_OPTIONS,
@@ -25,7 +25,9 @@ from testbed_controller.shaping.plan import Endpoint
 HOST_PORT = 8710
 """Port of the host that leads to the shaper and, through the shaper, to the devices."""
 IMAGE_VARIABLE = "${{TESTBED_{}_IMAGE:?run 'testbed setup images --env > .env' first}}"
-"""Reference to the image of a ``DEVICE`` or the ``SHAPER``, for `str.format`; compose prints the hint without one."""
+"""Reference to the image of a ``DEVICE`` or the ``SHAPER``, for `str.format`.
+
+Compose prints the text after the question mark if the variable has no value."""
 TOKEN_VARIABLE = "${TESTBED_TOKEN:?}"
 """Reference to the token of all containers of the project."""
 
@@ -35,7 +37,8 @@ def _log_driver(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _anonymous_volumes(mounts: Iterable[Mapping[str, Any]]) -> list[str]:
-    # Mounts have no name. Their labels are those of a run, which would have the volumes removed as leftovers of a run.
+    # The mounts have no names. Their labels are left out, because 'testbed down' would remove volumes with the label of
+    # a run.
     return [mount["Target"] for mount in mounts]
 
 
@@ -43,7 +46,7 @@ def _tmpfs(mounts: Mapping[str, str]) -> list[str]:
     return [f"{path}:{options}" for path, options in mounts.items()]
 
 
-_HOST_SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+_COMPOSE_SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "CapAdd": ("cap_add", list),
     "CapDrop": ("cap_drop", list),
     # The only request of a device is for all GPUs of the host.
@@ -65,7 +68,7 @@ _HOST_SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 _SET_BY_PROJECT = ("NetworkMode", "PortBindings")
 """Settings without a conversion: `compose_project` gives each service its network and ports."""
 
-_HEAD = """\
+_FILE_HEAD = """\
 # Made by 'testbed export compose': the devices, links and hardening of the scenario {name}, without the controller.
 #   testbed setup images --env > .env     # builds the images; their tags, and a new random token
 #   docker compose up -d && ./shape # containers, then their links; ./shape again after a device has restarted
@@ -73,7 +76,7 @@ _HEAD = """\
 
 # links.json has a text such as "pid of source" in place of each process ID. For each device, the script adds an edit of
 # sed that replaces this text, quotes included, by the number; `edits` then begins with a semicolon, which is removed.
-_SHAPE = """\
+_SHAPE_SCRIPT = """\
 #!/bin/sh
 # Give the running devices the links of links.json. Run this again after a device has restarted.
 set -eu
@@ -116,7 +119,7 @@ def compose_project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
                 network=str(subnet),
             )
         )
-    # The shaper itself chooses a backend that its kernel supports.
+    # With AUTO, the shaper chooses a backend that its kernel supports.
     shaper = shaper_settings(state, IMAGE_VARIABLE.format("SHAPER"), AUTO)
     services[SHAPER] = {
         **compose_service(shaper),
@@ -124,15 +127,17 @@ def compose_project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
         "ports": [f"127.0.0.1:{HOST_PORT}:{CONTROL_PORT}"],
     }
     networks = {"control": {"driver_opts": dict(CONTROL_OPTIONS)}}
-    body = attachment(endpoints, experiment.links, experiment.seed, experiment.cells)
-    # Process IDs are known only while the containers run: the script `shape` puts them in.
+    body = make_attachment(
+        endpoints, experiment.links, experiment.seed, experiment.cells
+    )
+    # Process IDs are known only while the containers run, so the script `shape` inserts them.
     for endpoint in body["endpoints"]:
         endpoint["pid"] = f"pid of {endpoint['name']}"
     project = yamltext.written({"services": services, "networks": networks}, width=140)
     return {
-        "docker-compose.yml": _HEAD.format(name=name) + project,
+        "docker-compose.yml": _FILE_HEAD.format(name=name) + project,
         "links.json": json.dumps(body, indent=1) + "\n",
-        "shape": _SHAPE.format(devices=" ".join(addresses), port=HOST_PORT),
+        "shape": _SHAPE_SCRIPT.format(devices=" ".join(addresses), port=HOST_PORT),
     }
 
 
@@ -150,12 +155,12 @@ def compose_service(settings: Mapping[str, Any]) -> dict[str, Any]:
         **converted["environment"],
         "TESTBED_TOKEN": TOKEN_VARIABLE,
     }
-    # Containers with the label of runs would be removed as leftovers of a run.
+    # The label of runs is left out, because 'testbed down' would remove containers with it.
     labels = dict(settings["labels"])
     labels.pop(RUN, None)
     converted["labels"] = labels
     for key, value in settings["host_config"].items():
         if key not in _SET_BY_PROJECT:
-            word, convert = _HOST_SETTINGS[key]
-            converted[word] = convert(value)
+            compose_key, convert = _COMPOSE_SETTINGS[key]
+            converted[compose_key] = convert(value)
     return converted

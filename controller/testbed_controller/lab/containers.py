@@ -31,7 +31,7 @@ SHAPER_MEMORY = 2 << 30
 """Memory limit of the shaper in bytes; its packet queues take most of it."""
 
 _SYSCTLS = {
-    # Otherwise TCP restarts slowly after an idle period between two batches, which is no property of the link.
+    # Without slow start after idle periods, since such a period between two batches must not reduce the rate of a link.
     "net.ipv4.tcp_slow_start_after_idle": "0",
     # Minimum, default and maximum of a window in bytes. At 1 Gbit/s over 100 ms each way, 25 MB are in flight: they fit
     # into 64 MiB, but the default maximum of 6 MB would limit the rate instead of the link.
@@ -39,11 +39,11 @@ _SYSCTLS = {
     "net.ipv4.tcp_wmem": "4096 16384 67108864",
 }
 
-_TMP = "size=64m,mode=1777"
+_TMP_OPTIONS = "size=64m,mode=1777"
 """Options of the file system of ``/tmp``, which is in memory: 64 MiB at most, writable by every user."""
-_DEVICE_TASKS = 256
+_MAX_DEVICE_TASKS = 256
 """Maximum number of processes and threads of a device."""
-_SHAPER_TASKS = 1024
+_MAX_SHAPER_TASKS = 1024
 """Maximum number of processes and threads of the shaper."""
 
 _LOGS = LogConfig(
@@ -87,11 +87,11 @@ class ListedContainer:
 
 
 def running_labs(client: docker.DockerClient) -> dict[str, list[ListedContainer]]:
-    """Return the containers of every run on the engine by run, those of all users and in any state.
+    """Return the containers on the engine by run, including runs of other users and containers in any state.
 
-    A lab without a run counts as a run: it has a run ID, too.
+    A lab without an active run also has a run ID, and is included.
     """
-    # Runs whose containers are gone may have networks or volumes left.
+    # A run without containers may still have networks or volumes, and is listed without containers.
     labs: dict[str, list[ListedContainer]] = {}
     for run in sorted(labelled_runs(client)):
         labs[run] = []
@@ -111,11 +111,11 @@ def running_labs(client: docker.DockerClient) -> dict[str, list[ListedContainer]
     for run, containers in labs.items():
         containers.sort(key=lambda container: container.name)
         if run in urls:
-            _note_urls(containers, urls[run])
+            _set_control_urls(containers, urls[run])
     return labs
 
 
-def _note_urls(containers: list[ListedContainer], shaper: str) -> None:
+def _set_control_urls(containers: list[ListedContainer], shaper: str) -> None:
     for container in containers:
         if container.state != "running":
             continue
@@ -164,7 +164,7 @@ def published_url(inspection: Mapping[str, Any]) -> str:
     >>> published_url({"NetworkSettings": {"Ports": {"8700/tcp": [{"HostPort": "32768"}]}}})
     'http://127.0.0.1:32768'
     """
-    # The engine answers null for a stopped container, and for a port that is not published.
+    # The engine responds with null for a stopped container, and for a port that is not published.
     ports = inspection["NetworkSettings"]["Ports"] or {}
     bindings = ports.get(f"{CONTROL_PORT}/tcp")
     if not bindings:
@@ -204,7 +204,7 @@ def device_settings(
     environment = {
         "TESTBED_DEVICE": spec.name,
         "TESTBED_TOKEN": state.token_of(spec.name),
-        # Numeric libraries would otherwise start a thread for each processor of the host.
+        # A single thread, because numeric libraries would start one for each processor of the host.
         "OMP_NUM_THREADS": "1",
     }
     # The device's disk is a volume, which survives a restart of the container. The removal finds volumes by label.
@@ -218,12 +218,12 @@ def device_settings(
         image,
         labels,
         environment,
-        tmpfs={"/tmp": _TMP},
+        tmpfs={"/tmp": _TMP_OPTIONS},
         mounts=[disk],
         mem_limit=memory,
         # Equal to the memory: no swap, which a device does not have.
         memswap_limit=memory,
-        pids_limit=_DEVICE_TASKS,
+        pids_limit=_MAX_DEVICE_TASKS,
         nano_cpus=None if spec.cpus is None else int(spec.cpus * 1e9),
         sysctls=_SYSCTLS,
         device_requests=gpus,
@@ -267,10 +267,10 @@ def shaper_settings(state: RunState, image: str, backend: str) -> dict[str, Any]
         image,
         {ROLE: SHAPER},
         environment,
-        tmpfs={"/tmp": _TMP, "/run": "size=16m,mode=755"},
+        tmpfs={"/tmp": _TMP_OPTIONS, "/run": "size=16m,mode=755"},
         mem_limit=SHAPER_MEMORY,
         memswap_limit=SHAPER_MEMORY,
-        pids_limit=_SHAPER_TASKS,
+        pids_limit=_MAX_SHAPER_TASKS,
         cap_add=SHAPER_CAPABILITIES,
         # The namespaces of devices are opened by process IDs of the host.
         pid_mode="host",

@@ -32,10 +32,10 @@ from testbed_controller.lab.containers import (
 )
 from testbed_controller.lab.engine import (
     connect,
+    describe_refusal_within,
     facts,
     lab_problem,
     may_start,
-    refusal_within,
 )
 from testbed_controller.lab.engineaddress import EngineAddress, chosen_engine
 from testbed_controller.lab.health import Health
@@ -54,12 +54,12 @@ from testbed_controller.shaping.capability import DEVICE_RATE
 
 CheckStatus = Literal["ok", "missing", "unknown"]
 
-_REGISTRY_PATIENCE = 5.0
+_REGISTRY_SECONDS = 5.0
 """Time for a registry to answer, in seconds."""
-_ROOM = 6 * 10**9
-"""Free disk space for images in bytes: they take half of it, and all of it while they are built."""
-_ROOM_WITH_CUDA = 16 * 10**9
-"""The same for images with CUDA's libraries."""
+_IMAGE_SPACE = 6 * 10**9
+"""Disk space needed for images in bytes: building them takes all of it, and the images take half of it."""
+_IMAGE_SPACE_WITH_CUDA = 16 * 10**9
+"""Disk space needed for images with CUDA's libraries, in bytes."""
 _SHAPER_LEASE = 120.0
 """Lease of the test shaper in seconds."""
 _TRY_LINKS = (
@@ -78,7 +78,7 @@ class HostCheck:
     detail: str
     help: str = ""
     needed: bool = False
-    """Whether containers require it (`--runtime simulate` needs none of the checks)."""
+    """Whether containers require the check to succeed; `--runtime simulate` requires none."""
 
 
 def examine(*, measure: bool = False) -> Iterator[HostCheck]:
@@ -102,7 +102,7 @@ def examine(*, measure: bool = False) -> Iterator[HostCheck]:
     image = find_tags(client).shaper
     checks = list(_check_links(client, image)) if is_usable else []
     yield from checks
-    # A shaper cannot work where the links have failed already.
+    # The shaper is not started after a failed check of the links, since it cannot work either.
     have_failed = any(check.needed for check in checks)
     if is_usable and image_exists(client, image) and not have_failed:
         yield _check_shaper(client, image)
@@ -157,25 +157,25 @@ def _measure_capacity(client: docker.DockerClient, backend: str) -> HostCheck:
     return HostCheck(name, "ok", detail)
 
 
-def _judge(
-    name: str, lacking: str, success: str, remedy: str, *, needed: bool = False
+def _make_check(
+    name: str, missing: str, success: str, remedy: str, *, needed: bool = False
 ) -> HostCheck:
-    """Return a failed check with a remedy if something is ``lacking``, otherwise a successful one."""
-    if lacking:
-        return HostCheck(name, "missing", lacking, remedy, needed)
+    """Return a failed check with a remedy if ``missing`` names a problem, otherwise a successful check."""
+    if missing:
+        return HostCheck(name, "missing", missing, remedy, needed)
     return HostCheck(name, "ok", success, needed=needed)
 
 
 def _check_python() -> HostCheck:
-    lacking = []
+    missing = []
     for name in ("torch", "docker", "flask", "safetensors"):
         if importlib.util.find_spec(name) is None:
-            lacking.append(name)
+            missing.append(name)
     version = platform.python_version()
-    without = f"{version} without {', '.join(lacking)}" if lacking else ""
+    without = f"{version} without {', '.join(missing)}" if missing else ""
     success = f"{version} in {sys.prefix}"
     remedy = "install them with pip, or in a checkout with 'make environment'"
-    return _judge("python", without, success, remedy, needed=bool(lacking))
+    return _make_check("python", without, success, remedy, needed=bool(missing))
 
 
 def _check_engine(
@@ -188,14 +188,14 @@ def _check_engine(
     if engine.chosen:
         description += f" at {engine.title}"
     reason, remedy = lab_problem(client, engine) or ("", "")
-    yield _judge("engine", reason, description, remedy, needed=True)
+    yield _make_check("engine", reason, description, remedy, needed=True)
     yield HostCheck("kernel", "ok", f"{known['kernel']}, {known['architecture']}")
     yield _check_cgroup(known)
     copies = ""
     if known["storage"] == "vfs":
         copies = "vfs copies every image for each container"
     remedy = "configure the engine with the storage driver overlay2"
-    yield _judge("storage", copies, known["storage"], remedy)
+    yield _make_check("storage", copies, known["storage"], remedy)
     yield _check_images(client)
     yield _check_registry(client)
 
@@ -207,26 +207,26 @@ def _check_cgroup(known: Mapping[str, Any]) -> HostCheck:
         without = f"{cgroup} without limits on {', '.join(known['unlimited'])}"
     remedy = "boot with cgroup_enable=memory, or use cgroup v2; otherwise device limits are ignored"
     success = f"{cgroup} with limits on memory and processes"
-    return _judge("cgroup", without, success, remedy)
+    return _make_check("cgroup", without, success, remedy)
 
 
 def _check_images(client: docker.DockerClient) -> HostCheck:
     wanted = find_tags(client)
-    # A run needs only these two: the images that they are built on may have been pruned.
+    # A run needs only these two images. The images on which they were built may be missing.
     needed = {"device": wanted.device, "shaper": wanted.shaper}
-    lacking = []
+    missing = []
     for kind, tag in needed.items():
         if not image_exists(client, tag):
-            lacking.append(kind)
-    unbuilt = f"not built yet: {', '.join(lacking)}" if lacking else ""
+            missing.append(kind)
+    unbuilt = f"not built yet: {', '.join(missing)}" if missing else ""
     success = f"{wanted.device}, {wanted.shaper}"
     remedy = "run 'testbed setup images'; otherwise the first run builds them"
-    return _judge("images", unbuilt, success, remedy)
+    return _make_check("images", unbuilt, success, remedy)
 
 
 def _check_registry(client: docker.DockerClient) -> HostCheck:
     ask = partial(client.images.get_registry_data, REGISTRY_BASE)
-    if not refusal_within(_REGISTRY_PATIENCE, ask):
+    if not describe_refusal_within(_REGISTRY_SECONDS, ask):
         return HostCheck("registry", "ok", f"has {REGISTRY_BASE}")
     if shutil.which("mmdebstrap"):
         detail = "none reachable; mmdebstrap makes the base image"
@@ -255,17 +255,17 @@ def _check_links(client: docker.DockerClient, image: str) -> Iterator[HostCheck]
             yield HostCheck(f"links: {name}", "missing", error.text, remedy)
     try:
         program = ["python3", "-c", _TRY_LINKS]
-        printed = capability.in_shaper(client, image, program, backends)
+        printed = capability.run_in_shaper_image(client, image, program, backends)
         problems: dict[str, str] = json.loads(printed)
     except (HostError, APIError) as error:
         reason = getattr(error, "explanation", None) or error
         text = f"the test container failed: {reason}"
         yield HostCheck("links", "missing", text, "see the engine's log", needed=True)
         return
-    yield from _judge_backends(problems)
+    yield from _check_backends(problems)
 
 
-def _judge_backends(problems: Mapping[str, str]) -> Iterator[HostCheck]:
+def _check_backends(problems: Mapping[str, str]) -> Iterator[HostCheck]:
     """Yield a check of each backend and of the gate, and a failed one if no backend works."""
     is_usable = False
     for name, problem in problems.items():
@@ -307,28 +307,28 @@ def _check_shaper(client: docker.DockerClient, image: str) -> HostCheck:
 def _check_host(client: docker.DockerClient | None) -> Iterator[HostCheck]:
     machine = facts(client) if client else {}
     cores = machine.get("cores") or os.cpu_count() or 1
-    few = "1" if cores < 2 else ""
+    too_few = "1" if cores < 2 else ""
     remedy = "use at least two: the shaper must not wait for the devices"
-    yield _judge("processors", few, str(cores), remedy)
-    # The engine's memory, if there is an engine: in a virtual machine, it has less than this machine.
+    yield _make_check("processors", too_few, str(cores), remedy)
+    # The memory of the engine counts, if one responds: an engine in a virtual machine has less than this machine.
     own_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = machine.get("memory") or own_memory
     yield HostCheck("memory", "ok", f"{memory / 2**30:.1f} GiB")
     folder = image_folder(client.info()) if client else Path("/var/lib")
-    # The folder of an engine in a virtual machine does not exist here.
+    # The folder of an engine in a virtual machine does not exist on this machine.
     if folder.is_dir():
         yield _check_disk(folder)
     has_qemu = shutil.which("qemu-system-x86_64") is not None
     unbootable = "" if has_qemu else "needed only by netem tests"
     success = "tests can boot a kernel with sch_netem"
-    yield _judge("qemu", unbootable, success, "apt-get install qemu-system-x86")
+    yield _make_check("qemu", unbootable, success, "apt-get install qemu-system-x86")
 
 
 def _check_disk(folder: Path) -> HostCheck:
     free = shutil.disk_usage(folder).free
-    room = _ROOM
+    needed_space = _IMAGE_SPACE
     if os.environ.get("TESTBED_TORCH") == "cuda":
-        room = _ROOM_WITH_CUDA
-    status: CheckStatus = "ok" if free > room else "missing"
+        needed_space = _IMAGE_SPACE_WITH_CUDA
+    status: CheckStatus = "ok" if free > needed_space else "missing"
     detail = f"{free / 1e9:.0f} GB free for images"
-    return HostCheck("disk", status, detail, f"free {room / 1e9:.0f} GB")
+    return HostCheck("disk", status, detail, f"free {needed_space / 1e9:.0f} GB")

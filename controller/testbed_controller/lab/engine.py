@@ -28,19 +28,19 @@ from testbed_controller.lab.paths import RECIPES, state_folder
 
 Say = Callable[[str], None]
 
-_POOL = 64
+_POOL_SIZE = 64
 """Maximum number of connections kept open to an engine, since containers are started concurrently."""
-_TIMEOUT = 120
+_REQUEST_SECONDS = 120
 """Time-out of a request to an engine in seconds: an engine that starts many containers answers late."""
 ANSWER_SECONDS = 8
 """Time-out of the first response of a remote engine, in seconds."""
-_START_PATIENCE = 60.0
+_START_SECONDS = 60.0
 """Time for a starting engine to respond, in seconds."""
 PATIENCE = 60.0
 """Time, in seconds, during which an engine that has responded before may be silent."""
-_PAUSE = 0.25
+_RETRY_SECONDS = 0.25
 """Pause between two attempts to reach an engine, in seconds."""
-SIMULATE = "'--runtime simulate' needs no engine"
+SIMULATE_ADVICE = "'--runtime simulate' needs no engine"
 
 
 def connect(engine: EngineAddress | None = None) -> docker.DockerClient:
@@ -52,7 +52,9 @@ def connect(engine: EngineAddress | None = None) -> docker.DockerClient:
     if engine.is_ssh:
         raise HostError(f"{engine.title} is reached by ssh: {_hosts_advice(engine)}")
     try:
-        return connect_to(engine, _TIMEOUT if engine.is_local else ANSWER_SECONDS)
+        return connect_to(
+            engine, _REQUEST_SECONDS if engine.is_local else ANSWER_SECONDS
+        )
     except (DockerException, OSError) as error:
         raise HostError(_explain_missing_engine(engine, error)) from error
 
@@ -63,8 +65,8 @@ def connect_to(engine: EngineAddress, timeout: int) -> docker.DockerClient:
     Raises the errors of docker-py if no engine responds.
     """
     tls: Any = certificates_of(engine) or False
-    if timeout < _TIMEOUT:
-        # A client has one time-out for all requests, so another one sends the first.
+    if timeout < _REQUEST_SECONDS:
+        # A client has one time-out for all requests. For the first request, a separate client has a shorter one.
         first = docker.DockerClient(
             base_url=engine.url, tls=tls, timeout=timeout, version="auto"
         )
@@ -72,9 +74,9 @@ def connect_to(engine: EngineAddress, timeout: int) -> docker.DockerClient:
     client = docker.DockerClient(
         base_url=engine.url,
         tls=tls,
-        timeout=_TIMEOUT,
+        timeout=_REQUEST_SECONDS,
         version="auto",
-        max_pool_size=_POOL,
+        max_pool_size=_POOL_SIZE,
     )
     _retry_requests(client)
     # Use no credentials: all images are public, and a build would query every credential helper of the user.
@@ -135,13 +137,13 @@ def certificates_of(engine: EngineAddress) -> TLSConfig | None:
 
 
 def _retry_requests(client: docker.DockerClient) -> None:
-    # Below docker-py, so that all its functions repeat their requests.
+    # The adapters are replaced, because all functions of docker-py send their requests through them.
     for prefix, adapter in list(client.api.adapters.items()):
-        client.api.mount(prefix, _Patient(adapter))
+        client.api.mount(prefix, _RetryingAdapter(adapter))
 
 
-class _Patient(BaseAdapter):
-    """A transport adapter with repeated requests while the engine is silent, for example during a restart.
+class _RetryingAdapter(BaseAdapter):
+    """A transport adapter that repeats requests while the engine is silent, for example during a restart.
 
     Raises HostError after `PATIENCE` seconds. A repeated request may already have been executed, so callers choose
     names themselves and treat a name conflict as success.
@@ -161,7 +163,7 @@ class _Patient(BaseAdapter):
                 return self._inner.send(request, *arguments, **options)
             except requests.ReadTimeout as error:
                 raise HostError(
-                    f"the container engine took more than {_TIMEOUT} s for a request"
+                    f"the container engine took more than {_REQUEST_SECONDS} s for a request"
                 ) from error
             except requests.ConnectionError as error:
                 # A streamed body is partly consumed, and cannot be sent again.
@@ -171,7 +173,7 @@ class _Patient(BaseAdapter):
                     raise HostError(
                         f"the container engine has not answered for {PATIENCE:.0f} s ({reason})"
                     ) from error
-            time.sleep(_PAUSE)
+            time.sleep(_RETRY_SECONDS)
 
     def close(self) -> None:
         """Close all connections."""
@@ -225,10 +227,10 @@ _REFUSED_OPTIONS = {
 
 
 def refuse_unusable(client: docker.DockerClient, engine: EngineAddress) -> None:
-    """Raise HostError for an engine without the requirements of a lab."""
+    """Raise HostError for an engine that cannot host a lab, with the reason and the remedy."""
     problem = lab_problem(client, engine)
     if problem is not None:
-        raise HostError("; ".join([*problem, SIMULATE]))
+        raise HostError("; ".join([*problem, SIMULATE_ADVICE]))
 
 
 _LIMITS = {"memory": "MemoryLimit", "processes": "PidsLimit"}
@@ -261,7 +263,7 @@ def facts(client: docker.DockerClient) -> dict[str, Any]:
     }
 
 
-def refusal_within(seconds: float, ask: Callable[[], object]) -> str:
+def describe_refusal_within(seconds: float, ask: Callable[[], object]) -> str:
     """Return the reason why an engine refuses an operation, or an empty text on success.
 
     The engine waits minutes for a registry that drops packets; this function returns after ``seconds``.
@@ -276,7 +278,7 @@ def refusal_within(seconds: float, ask: Callable[[], object]) -> str:
             reason = getattr(error, "explanation", None) or error
             answers.append(_last_line(str(reason)))
 
-    # A daemon thread: the request that is given up must not keep the command from ending.
+    # A daemon thread, because an unanswered request must not keep the process running.
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -290,15 +292,15 @@ def install_packages(packages: list[str], say: Say, why: str) -> None:
     """
     say(f"{why}: apt-get install {' '.join(packages)}")
     command = ["sh", str(RECIPES / "install"), why, *packages]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    if done.returncode:
-        raise HostError(_last_line(done.stdout))
+    if result.returncode:
+        raise HostError(_last_line(result.stdout))
 
 
 def may_start(engine: EngineAddress) -> bool:
@@ -317,26 +319,26 @@ def _explain_missing_engine(engine: EngineAddress, error: BaseException) -> str:
     """Return the reason why no engine responds, and the remedy."""
     if engine.chosen:
         reason = f"no Docker engine responds at {engine.title} ({_shorten_error(str(error))})"
-        return f"{reason}: start it, or {engine.switch_back}; {SIMULATE}"
+        return f"{reason}: start it, or {engine.switch_back}; {SIMULATE_ADVICE}"
     if "Permission denied" in str(error):
         return (
             "the Docker engine refuses this user: add the user to the group 'docker' (sudo usermod -aG docker "
-            f"{os.environ.get('USER', '$USER')}) and log in again, or run as root; {SIMULATE}"
+            f"{os.environ.get('USER', '$USER')}) and log in again, or run as root; {SIMULATE_ADVICE}"
         )
     if shutil.which("dockerd") is None:
         remedy = "run 'testbed setup images' once as root, or 'sudo apt-get install docker.io'"
-        return f"no Docker engine is installed: {remedy}; {SIMULATE}"
+        return f"no Docker engine is installed: {remedy}; {SIMULATE_ADVICE}"
     remedy = "start it with 'sudo systemctl start docker', or run once as root"
-    return f"the Docker engine does not respond: {remedy}; {SIMULATE}"
+    return f"the Docker engine does not respond: {remedy}; {SIMULATE_ADVICE}"
 
 
 def _shorten_error(text: str) -> str:
     """Return a short form of a refused connection's error."""
-    known = {
+    short_texts = {
         "FileNotFoundError": "the socket does not exist",
         "Connection refused": "connection refused",
     }
-    for long, short in known.items():
+    for long, short in short_texts.items():
         if long in text:
             return short
     return _last_line(text)
@@ -369,7 +371,7 @@ def _start_engine(say: Say) -> docker.DockerClient:
 def _wait_for_engine(
     process: subprocess.Popen[bytes] | None, log: str
 ) -> docker.DockerClient:
-    deadline = time.monotonic() + _START_PATIENCE
+    deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
             return connect(EngineAddress())
@@ -380,13 +382,13 @@ def _wait_for_engine(
                 ) from None
             if time.monotonic() > deadline:
                 raise HostError(
-                    f"the Docker engine did not respond within {_START_PATIENCE:.0f} s: see {log}"
+                    f"the Docker engine did not respond within {_START_SECONDS:.0f} s: see {log}"
                 ) from None
         time.sleep(0.1)
 
 
 def _mount_cgroups() -> None:
-    """Mount the control groups if no init system has done so."""
+    """Mount the control groups if no init system has result so."""
     for line in Path("/proc/mounts").read_text().splitlines():
         if line.split()[2].startswith("cgroup"):
             return
@@ -398,9 +400,9 @@ def _mount_cgroups() -> None:
 
 
 def _path_with_working_iptables() -> str:
-    """Return PATH with the legacy iptables first if the kernel lacks nf_tables, the default of Debian.
+    """Return PATH, beginning with a folder of the legacy iptables if the kernel lacks nf_tables.
 
-    The system's own choice of iptables stays unchanged.
+    Debian's iptables uses nf_tables by default. The folder has links, so the choice of the system stays unchanged.
     """
     path = _path_with_system_folders()
     if not _needs_legacy_iptables(path):
@@ -435,11 +437,11 @@ def _needs_legacy_iptables(path: str) -> bool:
 
 
 def _iptables_works(iptables: str) -> bool:
-    # The version alone proves nothing: the kernel's tables are reached only by a request.
-    done = subprocess.run(
+    # A request is needed, because `iptables --version` succeeds without access to the tables of the kernel.
+    result = subprocess.run(
         [iptables, "-t", "nat", "-S"], capture_output=True, stdin=subprocess.DEVNULL
     )
-    return done.returncode == 0
+    return result.returncode == 0
 
 
 def _last_error(log: Path) -> str:
@@ -450,7 +452,7 @@ def _last_error(log: Path) -> str:
         if not line.strip():
             continue
         last = line
-        # Lines without a level are those of a crash.
+        # The engine's own messages have a level. Lines without a level belong to a crash.
         if "level=" not in line or "level=error" in line or "level=fatal" in line:
             last_serious = line
     return last_serious or last

@@ -32,7 +32,7 @@ from docker.errors import APIError, BuildError, ImageNotFound
 from docker.models.images import Image
 
 from testbed.common.errors import HostError
-from testbed_controller.lab.engine import Say, install_packages, refusal_within
+from testbed_controller.lab.engine import Say, describe_refusal_within, install_packages
 from testbed_controller.lab.paths import BUILD, RECIPES, package_folder
 from testbed_controller.lab.wheels import (
     PYTHON,
@@ -387,7 +387,7 @@ def _make_base(client: docker.DockerClient, tag: str, say: Say) -> None:
 def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
     """Build the base from the official Python image; return the reason of a failure, or an empty string."""
     pull = partial(client.images.pull, REGISTRY_BASE)
-    failure = refusal_within(PULL_TIMEOUT, pull)
+    failure = describe_refusal_within(PULL_TIMEOUT, pull)
     if failure:
         return failure
     say(f"building {tag} on {REGISTRY_BASE}")

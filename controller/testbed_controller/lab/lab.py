@@ -59,16 +59,16 @@ from testbed_controller.lab.reaper import Reaper
 from testbed_controller.lab.removal import DEVICE, RUN, remove_run
 from testbed_controller.shaping.plan import Endpoint
 
-WORKERS = max(4, 2 * (os.cpu_count() or 1))
-"""Number of containers created concurrently; more would only queue inside the engine."""
+CREATION_WORKERS = max(4, 2 * (os.cpu_count() or 1))
+"""Number of containers created concurrently; the engine would queue further requests."""
 MINIMAL_MEMORY = 32 * 2**20
-"""Minimum memory of an agent in bytes (an idle one needs about 25 MB, one with torch about 200 MB more)."""
+"""Minimum memory of a device in bytes: an idle agent needs about 25 MB. With torch, it needs about 200 MB more."""
 
 LEASE_SECONDS = 1800.0
 """Lifetime of a container without its controller, in seconds; long enough for a busy host."""
 RENEWAL_SECONDS = 60.0
 """Interval in which leases are renewed, in seconds."""
-PAUSE = 0.2
+RECONNECT_SECONDS = 0.2
 """Pause before reconnecting to the engine's event stream, in seconds."""
 
 Progress = Callable[[str], None]
@@ -104,12 +104,12 @@ class RunLab:
         wanted_images = _program_images(wanted)
         # A workload without programs runs on any lab.
         has_images = not wanted_images or wanted_images == _program_images(present)
-        serves = {
+        is_equal_by_key = {
             "devices": present.devices == wanted.devices,
             "network": has_network,
             "workload.programs": has_images,
         }
-        for key, is_equal in serves.items():
+        for key, is_equal in is_equal_by_key.items():
             if not is_equal:
                 raise InputError(
                     f"{key}: differs from the lab {self.run_id}, whose workload alone can change: "
@@ -123,7 +123,7 @@ class RunLab:
 
     def _take_down(self, remove: Callable[[], object]) -> bool:
         """Remove the run; return False if the reaper has to continue after an interruption or failure."""
-        # A reaper removes once: a second call must not wait for a process that was dismissed.
+        # A reaper removes a run once, so a second call must not use the reaper again: its process has ended.
         reaper = self._reaper
         self._reaper = None
         if reaper is not None:
@@ -158,24 +158,26 @@ class Lab(RunLab):
         trial: Trial,
         subnet: IPv4Network,
         *,
-        here: Collection[str] | None = None,
+        device_names: Collection[str] | None = None,
         url: ControlUrl | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """``here`` names the devices on this engine if others are on further engines.
+        """``device_names`` names the devices on this engine; None means all devices of the run.
 
         ``url`` returns the control URL of a container; ``clock`` is the clock of a remote engine's host.
         """
         super().__init__(state, trial, subnet)
         self._client = client
-        self._url = url or self._through_shaper
+        self._url = url or self._find_control_url
         self._clock = clock
         names = [device.name for device in trial.experiment.devices]
-        # Addresses of all devices: those on other engines are peers of the ones here.
+        # Includes devices on other engines, since these are peers of the devices on this engine.
         self._addresses: dict[str, str] = {}
         for name, address in device_addresses(subnet, names).items():
             self._addresses[name] = str(address)
-        self._here = [name for name in names if here is None or name in here]
+        self._local_names = [
+            name for name in names if device_names is None or name in device_names
+        ]
         self.devices: dict[str, DeviceContainer] = {}
         self._shaper_url = ""
         self._agents: dict[str, Agent] = {}
@@ -183,7 +185,7 @@ class Lab(RunLab):
         """Set when the lab is removed."""
         memory = {device.name: device.memory for device in trial.experiment.devices}
         self.health = Health(client, state.run, memory)
-        self.health.is_here = clock is None
+        self.health.shares_kernel = clock is None
         self.ending = self.health.ending
         """Function that returns the cause of a container's end; see `Health.ending`."""
 
@@ -249,7 +251,8 @@ class Lab(RunLab):
         )
         lab = cls(client, state, trial, subnet)
         lab.refresh()
-        # Without a shaper, no program can be started or followed, so no clock is needed.
+        # Without a shaper, the clocks cannot be compared. Then no program can be started or followed, so no clock is
+        # needed.
         with contextlib.suppress(HostError):
             lab._compare_clocks()
         return lab
@@ -261,7 +264,7 @@ class Lab(RunLab):
         clock = EngineClock(lambda: float(self.shaper.facts()["monotonic"]))
         if clock.is_other:
             self._clock = clock
-            self.health.is_here = False
+            self.health.shares_kernel = False
             follow = partial(clock.follow, self.over)
             threading.Thread(target=follow, name="clock", daemon=True).start()
 
@@ -272,9 +275,9 @@ class Lab(RunLab):
 
     def refresh(self) -> None:
         """Update the state of every container; a missing one is ``gone``."""
-        # The shaper first: the URLs of the devices are below the shaper's.
+        # The shaper comes first, since the URLs of the devices begin with the shaper's.
         self._shaper_url = self.inspect(SHAPER).control_url
-        for name in self._here:
+        for name in self._local_names:
             self.devices[name] = inspect(
                 self._client, self.run_id, name, self._addresses[name], self._url
             )
@@ -304,7 +307,7 @@ class Lab(RunLab):
 
     def container_logs(self) -> dict[str, Iterator[bytes]]:
         """Return the output of each container by device name or ``shaper``; read during iteration."""
-        names = [*self._here, SHAPER]
+        names = [*self._local_names, SHAPER]
         return {name: container_logs(self._client, self.run_id, name) for name in names}
 
     # Clients
@@ -336,12 +339,13 @@ class Lab(RunLab):
     def kill(self, name: str) -> None:
         """Kill the device's container, as a power cut would; no effect on a device that is down."""
         device = self._device(name)
-        with _tolerate(409, 404):  # not running, or removed
+        with _ignore_errors(409, 404):  # 409: not running; 404: removed
             self._client.api.kill(device.id, "SIGKILL")
-        with _tolerate(404):
+        with _ignore_errors(404):
             self._client.api.wait(device.id, timeout=30)
-        # The shaper holds the namespace open: until released, the kernel of a dead device still answers its peers.
-        with contextlib.suppress(HostError):  # without a shaper, no links exist either
+        # The shaper keeps the network namespace of the dead device open, and the kernel answers its peers until the
+        # shaper releases the namespace. Without a shaper, there are no links over which it could answer.
+        with contextlib.suppress(HostError):
             self.shaper.release()
         self.inspect(name)
 
@@ -361,16 +365,17 @@ class Lab(RunLab):
     def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
         """Shape the links of a started device and wait until its agent is healthy.
 
-        The links have their current properties, including active faults; ``links`` changes them before.
+        The links have their current properties, including active faults; ``links`` replaces the properties of some
+        links before.
         """
         device = self.inspect(self._device(name).name)
-        # Links before health: a device must not send or receive over an interface without impairments. A restarted
-        # container has a new network namespace, in which nothing is shaped.
+        # Links are shaped before the agent is healthy, because the device must not send or receive over an interface
+        # without impairments. A restarted container has a new network namespace, in which nothing is shaped.
         self._shape_links([device], links or {})
         self.health.wait_for({name: device.control_url})
-        self._note_targets()
+        self._write_metrics_targets()
 
-    def _note_targets(self) -> None:
+    def _write_metrics_targets(self) -> None:
         """Store the metrics URLs of the devices, whose ports change with every start."""
         urls = {}
         for name, device in self.devices.items():
@@ -392,8 +397,9 @@ class Lab(RunLab):
                 device.name, device.pid, device.address, *access, subnet
             )
             endpoints.append(endpoint)
-        # Devices on other hosts too: plans need their addresses and access limits.
-        elsewhere = self._addresses.keys() - set(self._here)
+        # Devices on other hosts are attached without a process (0), because the shaper's plan needs their addresses and
+        # access limits.
+        elsewhere = self._addresses.keys() - set(self._local_names)
         for name in sorted(elsewhere):
             spec = specs[name]
             access = (spec.uplink, spec.downlink)
@@ -405,14 +411,14 @@ class Lab(RunLab):
     def pause(self, name: str) -> None:
         """Freeze all processes of the device; its kernel still receives packets."""
         device = self._device(name)
-        with _tolerate(409):  # paused already
+        with _ignore_errors(409):  # paused already
             self._client.api.pause(device.id)
         self.inspect(name)
 
     def resume(self, name: str) -> None:
         """Continue a paused device."""
         device = self._device(name)
-        with _tolerate(409, 500):  # 500: 'is not paused' in older engines
+        with _ignore_errors(409, 500):  # 500: 'is not paused' in older engines
             self._client.api.unpause(device.id)
         self.inspect(name)
 
@@ -457,7 +463,7 @@ class Lab(RunLab):
             self.devices[name] = container
         return container
 
-    def _through_shaper(self, name: str, inspection: Mapping[str, Any]) -> str:
+    def _find_control_url(self, name: str, inspection: Mapping[str, Any]) -> str:
         if name == SHAPER:
             return published_url(inspection)
         return device_url(self._shaper_url, name) if inspection["State"]["Pid"] else ""
@@ -468,18 +474,18 @@ class Lab(RunLab):
         """Create and start all containers, shape the links, and wait until all devices are healthy."""
         settings = {SHAPER: shaper_settings(self._state, shaper_image, links)}
         for spec in self.experiment.devices:
-            if spec.name in self._here:
+            if spec.name in self._local_names:
                 settings[spec.name] = device_settings(
                     self._state, images[spec.name], spec, self._addresses
                 )
         say(f"starting {len(settings) - 1} devices and the shaper")
-        pool = ThreadPoolExecutor(WORKERS, "lab")
+        pool = ThreadPoolExecutor(CREATION_WORKERS, "lab")
         try:
             creations = []
             for name, container_settings in settings.items():
                 create = partial(make_container, self._client, self.run_id)
                 creations.append(pool.submit(create, name, container_settings))
-            # The shaper, which is first, starts while the engine creates the devices.
+            # The first creation is that of the shaper, which starts while the engine creates the devices.
             creations[0].result()
             self._shaper_url = self.inspect(SHAPER).control_url
             self.health.wait_for(
@@ -488,7 +494,7 @@ class Lab(RunLab):
             self._compare_clocks()
             for creation in creations:
                 creation.result()
-            for device in pool.map(self.inspect, self._here):
+            for device in pool.map(self.inspect, self._local_names):
                 self.devices[device.name] = device
         finally:
             # Wait for active requests, so that no container appears after the cleanup.
@@ -497,13 +503,14 @@ class Lab(RunLab):
         try:
             self._shape_links(self.devices.values(), self.experiment.links)
         except HostError:
-            for name in self.devices:  # an ended device explains the error better
+            # If a device has ended, the cause of its end explains the error better.
+            for name in self.devices:
                 self.health.check_alive(name)
             raise
         say("waiting for the devices")
         urls = {name: device.control_url for name, device in self.devices.items()}
         self.health.wait_for(urls)
-        self._note_targets()
+        self._write_metrics_targets()
 
 
 def _check_machine(client: docker.DockerClient, trial: Trial, say: Progress) -> None:
@@ -567,12 +574,12 @@ def check_devices(experiment: Experiment) -> None:
 
 
 @contextlib.contextmanager
-def _tolerate(*codes: int) -> Iterator[None]:
-    """Ignore these error codes, which mean that the state is reached already."""
+def _ignore_errors(*codes: int) -> Iterator[None]:
+    """Ignore errors of the engine with these codes; they mean that the container is in the requested state already."""
     try:
         yield
     except APIError as error:
-        # Podman has no code of its own for this case, only a text.
+        # Podman reports this case by a text instead of a specific code.
         is_podman_refusal = "container state improper" in str(error.explanation)
         if error.status_code not in codes and not is_podman_refusal:
             raise HostError(f"the engine refused: {error.explanation}") from error
@@ -581,8 +588,8 @@ def _tolerate(*codes: int) -> Iterator[None]:
 class ContainerChanges:
     """An iterator over the state changes of a run's containers, whoever causes them.
 
-    An event of the engine only triggers a query of the container's current state. Therefore no change is lost while the
-    engine is away: all containers are queried again when it returns.
+    An event of the engine only triggers a query of the container's current state. All containers are queried again when
+    an engine responds that was silent, so no change is lost.
     """
 
     def __init__(self, lab: Lab, on_return: Callable[[float], None]) -> None:
@@ -608,22 +615,23 @@ class ContainerChanges:
             "event": ["start", "die", "pause", "unpause", "destroy", "died", "remove"],
             "label": f"{RUN}={lab.run_id}",
         }
-        left = None
+        absent_since = None
         while not self._over.is_set():
             with contextlib.suppress(requests.RequestException, HTTPError, OSError):
                 self._stream = lab._client.events(decode=True, filters=filters)
-                if left is not None:
-                    self._on_return(time.monotonic() - left)
-                    left = None
+                if absent_since is not None:
+                    self._on_return(time.monotonic() - absent_since)
+                    absent_since = None
                 for name in names.values():
                     yield from self._query(name)
                 for event in self._stream:
                     container = event["Actor"]["Attributes"]["name"]
                     if container in names:
                         yield from self._query(names[container])
-            # The stream has ended, or the engine refuses a new one: the absence counts from the first time.
-            left = left or time.monotonic()
-            self._over.wait(PAUSE)
+            # The stream has ended, or the engine refuses another one. The absence begins at the first failure.
+            if absent_since is None:
+                absent_since = time.monotonic()
+            self._over.wait(RECONNECT_SECONDS)
 
     def close(self) -> None:
         """End the iteration."""
@@ -634,7 +642,7 @@ class ContainerChanges:
 
     def _query(self, name: str) -> Iterator[DeviceContainer]:
         container = self._lab.inspect(name)
-        # The process too: a container may restart between two queries, with equal states.
+        # The process ID is compared too, since a container may restart between two queries that find equal states.
         current = (container.state, container.pid)
         if self._last.get(name) != current and not self._over.is_set():
             self._last[name] = current

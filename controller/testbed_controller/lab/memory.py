@@ -22,7 +22,7 @@ def device_memory(device: DeviceSpec, *, torch: bool = True) -> float:
     >>> device_memory(DeviceSpec("worker1", 1e9, memory=4e9), torch=True)
     172000000.0
     """
-    # A container cannot exceed its limit, also one below the memory of an agent.
+    # If the limit of a container is below the memory of an agent, then the container takes at most its limit.
     return min(device.memory, TORCH_AGENT if torch else AGENT)
 
 

@@ -19,11 +19,11 @@ from testbed_controller.lab.removal import RUN
 
 DEFAULT_RANGE = "198.18.0.0/15"
 """Range reserved for benchmarks of networks (RFC 2544), hence free of users' networks."""
-_NAMED = 3
+_MAX_OBSTACLES = 3
 """Maximum number of obstacles in a message."""
-_TAKEN = ("overlap", "conflict", "already used")
+_TAKEN_TEXTS = ("overlap", "conflict", "already used")
 """Parts of engine errors about occupied subnets; the last is Podman's."""
-_ALLOTTED_WITHIN = 10.0
+_SUBNET_SECONDS = 10.0
 """Time for a swarm to assign a subnet to an overlay network, in seconds."""
 CONTROL_OPTIONS = {"com.docker.network.bridge.enable_ip_masquerade": "false"}
 """Options of the control network, which must not lead beyond this host."""
@@ -40,12 +40,12 @@ def free_subnets(
     >>> next(free_subnets("198.18.0.0/16", 5, taken))
     IPv4Network('198.18.1.0/24')
     """
-    whole = IPv4Network(within)
-    if not has_room(whole, devices):
+    allowed_range = IPv4Network(within)
+    if not has_room(allowed_range, devices):
         raise InputError(no_room(within, devices), ("network", key))
-    prefix = max(prefix_for(devices), whole.prefixlen)
-    obstacles = [network for network in used if network.overlaps(whole)]
-    for subnet in whole.subnets(new_prefix=prefix):
+    prefix = max(prefix_for(devices), allowed_range.prefixlen)
+    obstacles = [network for network in used if network.overlaps(allowed_range)]
+    for subnet in allowed_range.subnets(new_prefix=prefix):
         if not any(subnet.overlaps(obstacle) for obstacle in obstacles):
             yield subnet
 
@@ -53,9 +53,10 @@ def free_subnets(
 def device_addresses(
     subnet: IPv4Network, names: Sequence[str]
 ) -> dict[str, IPv4Address]:
-    """Return the address of each device, in the order of the scenario, from the third of the subnet on.
+    """Return the address of each device, in the order of the scenario.
 
-    Raises `HostError` if the subnet is too small.
+    The first device has the third address of the subnet; the first two are not assigned to devices. Raises
+    `HostError` if the subnet is too small.
 
     >>> device_addresses(IPv4Network("198.18.0.0/29"), ["source", "worker1"])["worker1"]
     IPv4Address('198.18.0.3')
@@ -69,16 +70,16 @@ def device_addresses(
 def host_routes(within: str) -> list[IPv4Network]:
     """Return the networks within a range with a route on the machine, in any routing table.
 
-    A wider route is no obstacle, because the route of a new network within the range is more specific: VPNs take all
-    addresses by a default route or its two halves. All tables count, since a policy rule (``ip rule``) may precede the
-    main table. Returns nothing without Linux's routing tables.
+    A route to a wider network is not returned, such as those of a VPN for all addresses: the route of a network within
+    the range is more specific and takes precedence. All routing tables are read, since a policy rule (``ip rule``) may
+    give any of them precedence over the main table. Returns no networks on other systems than Linux.
     """
     if sys.platform != "linux":
         return []
     # Imported here: other commands start faster without pyroute2.
     from pyroute2 import IPRoute
 
-    whole = IPv4Network(within)
+    allowed_range = IPv4Network(within)
     with IPRoute() as kernel:
         routes = kernel.get_routes(family=AF_INET)
     networks = set()
@@ -86,7 +87,9 @@ def host_routes(within: str) -> list[IPv4Network]:
         network = IPv4Network(
             (route.get("dst") or "0.0.0.0", route["dst_len"]), strict=False
         )
-        if network.prefixlen >= whole.prefixlen and network.overlaps(whole):
+        if network.prefixlen >= allowed_range.prefixlen and network.overlaps(
+            allowed_range
+        ):
             networks.add(network)
     return sorted(networks)
 
@@ -123,13 +126,13 @@ def make_control_network(
     pools: list[IPAMPool | None] = []
     for subnet in free_subnets(chosen, 1, taken, "control_subnet"):
         pools.append(IPAMPool(subnet=str(subnet)))
-    # A range that the user names is kept to.
+    # The engine may choose a subnet only if the user has not named a range.
     if within is None:
         pools.append(None)
-    complaint = describe_obstacles(chosen, routed, {"the engine": engine_subnets})
+    no_pool_text = describe_obstacles(chosen, routed, {"the engine": engine_subnets})
     settings = {"driver": "bridge", "options": CONTROL_OPTIONS}
     title = "the control network"
-    make_network(client, run, "control", pools, title, complaint, **settings)
+    make_network(client, run, "control", pools, title, no_pool_text, **settings)
 
 
 def describe_obstacles(
@@ -142,14 +145,18 @@ def describe_obstacles(
     >>> describe_obstacles("10.0.0.0/8", [IPv4Network("10.1.0.0/16")], {})
     '10.0.0.0/8 is taken by a route of this machine to 10.1.0.0/16'
     """
-    whole = IPv4Network(within)
+    allowed_range = IPv4Network(within)
     obstacles = [f"a route of this machine to {network}" for network in routed]
     for engine, networks in engine_networks.items():
         for network in networks:
-            if network.overlaps(whole):
+            if network.overlaps(allowed_range):
                 obstacles.append(f"the network {network} of {engine}")
-    more = f" and {len(obstacles) - _NAMED} more" if len(obstacles) > _NAMED else ""
-    return f"{within} is taken by {', '.join(obstacles[:_NAMED])}{more}"
+    more = (
+        f" and {len(obstacles) - _MAX_OBSTACLES} more"
+        if len(obstacles) > _MAX_OBSTACLES
+        else ""
+    )
+    return f"{within} is taken by {', '.join(obstacles[:_MAX_OBSTACLES])}{more}"
 
 
 def make_network(
@@ -158,15 +165,15 @@ def make_network(
     kind: str,
     pools: Iterable[IPAMPool | None],
     title: str,
-    complaint: str,
+    no_pool_text: str,
     **settings: Any,
 ) -> None:
     """Create a network of a run in the first free pool; None leaves the choice to the engine.
 
-    Raises HostError if the engine refuses, or with ``complaint`` if no pool is available.
+    Raises HostError if the engine refuses, or with ``no_pool_text`` if no pool is available.
     """
     name = network_name(run, kind)
-    complaints = [complaint]
+    reasons = [no_pool_text]
     for pool in pools:
         ipam = None if pool is None else IPAMConfig(pool_configs=[pool])
         # Older engines allow several networks of one name, so a repeated request would create a second one.
@@ -179,16 +186,16 @@ def make_network(
             if "already exists" in refusal:  # created by an earlier try of the request
                 return
             if pool is None:
-                complaints.append(f"the engine's own address pools: {refusal}")
+                reasons.append(f"the engine's own address pools: {refusal}")
                 break
-            complaints = [refusal]
-            if not any(word in refusal for word in _TAKEN):
+            reasons = [refusal]
+            if not any(word in refusal for word in _TAKEN_TEXTS):
                 break
-            continue  # occupied by another run in the meantime
+            continue  # another run has occupied the subnet in the meantime
         return
     key = "subnet" if kind == "data" else "control_subnet"
     raise HostError(
-        f"cannot create {title} ({'; '.join(complaints)}): choose a free range with network.{key}"
+        f"cannot create {title} ({'; '.join(reasons)}): choose a free range with network.{key}"
     )
 
 
@@ -197,7 +204,7 @@ def subnet_of(client: docker.DockerClient, run: str, kind: str) -> IPv4Network:
 
     A swarm assigns the subnet of an overlay network with a delay; raises HostError after a time-out.
     """
-    deadline = time.monotonic() + _ALLOTTED_WITHIN
+    deadline = time.monotonic() + _SUBNET_SECONDS
     while True:
         pools = client.api.inspect_network(network_name(run, kind))["IPAM"]["Config"]
         if pools:

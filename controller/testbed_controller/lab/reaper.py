@@ -21,14 +21,16 @@ from contextlib import contextmanager, suppress
 from testbed_controller.lab.paths import ROOT, lock_run, state_folder, unlock_run
 
 _DISMISSED = b"dismissed"
-_PAUSE = 2.0
+_RETRY_PAUSE = 2.0
 """Pause between two attempts to remove a run while its engine does not respond, in seconds."""
 _PATIENCE = 24 * 3600.0
 """Time for which a reaper retries while the engine does not respond, in seconds."""
 
 
-_UNSURE: list[Reaper] = []
-"""Reapers that check again after the end of this process."""
+_CONTINUING: list[Reaper] = []
+"""Reapers that remove the run again after this process has ended.
+
+The list keeps them alive, because the pipe of a deleted reaper would be closed too early."""
 
 
 class Reaper:
@@ -52,35 +54,39 @@ class Reaper:
                 start_new_session=True,  # protects from the terminal's Ctrl-C and hang-up
             )
 
-    def remove(self, remove: Callable[[], object], *, sure: bool = True) -> bool:
+    def remove(
+        self, remove: Callable[[], object], *, no_requests_active: bool = True
+    ) -> bool:
         """Remove the run; return False after a failure or an interruption, when the reaper continues alone.
 
-        Unless it is ``sure`` that no request is still creating parts of the run, the reaper checks again after this
-        process.
+        Without ``no_requests_active``, other threads may still create parts of the run. Then the reaper removes the
+        run again after this process has ended.
         """
         from testbed.common.errors import TestbedError
 
         try:
             remove()
-            done = True
+            was_removed = True
         except (TestbedError, KeyboardInterrupt):
-            done = False
-        if not sure:
-            _UNSURE.append(self)  # active requests end with this process
-        elif done:
+            was_removed = False
+        if not no_requests_active:
+            _CONTINUING.append(self)  # the end of this process ends active requests
+        elif was_removed:
             self.dismiss()
         else:
             self._close_pipe()
-        return done and sure
+        return was_removed and no_requests_active
 
     @contextmanager
     def guarding(self, remove: Callable[[], object], *, keep: bool) -> Iterator[None]:
-        """Remove the run after a failed or interrupted creation; with ``keep``, dismiss the reaper after a success."""
+        """Remove the run if the block fails or is interrupted; with ``keep``, dismiss the reaper after the block."""
         try:
             yield
         except BaseException as error:
             # After an interruption, requests of other threads may still be on their way to the engine.
-            self.remove(remove, sure=not isinstance(error, KeyboardInterrupt))
+            self.remove(
+                remove, no_requests_active=not isinstance(error, KeyboardInterrupt)
+            )
             raise
         if keep:
             self.dismiss()
@@ -104,7 +110,7 @@ class Reaper:
 
 def main(run: str, remove: Callable[[str], object]) -> None:
     """Wait until the controller's end of the pipe closes, and remove the run unless dismissed."""
-    # Whatever ends the controller's process group must not end its reaper as well.
+    # Signals that end the controller and all its processes must not end the reaper.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() == _DISMISSED:
@@ -118,7 +124,7 @@ def main(run: str, remove: Callable[[str], object]) -> None:
             print(f"{run}: {error}", flush=True)
             if time.monotonic() > until:
                 raise
-            time.sleep(_PAUSE)
+            time.sleep(_RETRY_PAUSE)
     text = f"{run}: the controller has ended; removed {removed} containers and networks"
     print(text, flush=True)
 

@@ -20,11 +20,11 @@ DEVICE = "testbed.device"
 ADDRESS = "testbed.address"
 ROLE = "testbed.role"
 
-_PATIENCE = 30.0
+_RETRY_SECONDS = 30.0
 """Time, in seconds, for an engine to remove objects that it refused to remove at first."""
-_BEING_MADE = 300.0
+_CREATION_SECONDS = 300.0
 """Time, in seconds, during which a run without a running container counts as being created."""
-_SETTLE = 0.4
+_SETTLE_SECONDS = 0.4
 """Time, in seconds, after which a request of a killed client has taken effect in the engine."""
 _WORKERS = 8
 """Number of containers removed concurrently."""
@@ -34,7 +34,7 @@ def labelled_runs(client: docker.DockerClient) -> set[str]:
     """Return the ID of every run with anything left on the engine."""
     containers = client.api.containers(all=True, filters={"label": RUN})
     networks = client.api.networks(filters={"label": RUN})
-    # Without any volume, the engine answers null instead of an empty list.
+    # The engine responds with null instead of an empty list of volumes.
     volumes = client.api.volumes(filters={"label": RUN})["Volumes"] or []
     return {_run_of(entry) for entry in [*containers, *networks, *volumes]}
 
@@ -63,14 +63,14 @@ def abandoned_runs(client: docker.DockerClient) -> set[str]:
     for volume in client.api.volumes(filters=label)["Volumes"] or []:
         created = datetime.fromisoformat(volume["CreatedAt"])
         parts.append((_run_of(volume), created.timestamp()))
-    known = set()
+    runs = set()
     recent = set()
     for run, created_at in parts:
-        known.add(run)
+        runs.add(run)
         # A run in creation has networks before it has containers.
-        if created_at > time.time() - _BEING_MADE:
+        if created_at > time.time() - _CREATION_SECONDS:
             recent.add(run)
-    return known - alive - recent
+    return runs - alive - recent
 
 
 def remove_run(client: docker.DockerClient, run: str, *, recheck: bool = True) -> int:
@@ -96,13 +96,13 @@ def remove_from(
     Without ``networks``, the swarm's networks stay, since they can be removed only after an absent host returns.
     """
     count = 0
-    deadline = time.monotonic() + _PATIENCE
-    quiet = False
+    deadline = time.monotonic() + _RETRY_SECONDS
+    was_empty = False
     label = {"label": f"{RUN}={run}"}
     while True:
         remaining = 0
         problems: list[str] = []
-        for list_ids, remove in _phases(client, label, networks=networks):
+        for list_ids, remove in _list_phases(client, label, networks=networks):
             ids = list_ids()
             remaining += len(ids)
             problems += _remove_all(ids, remove)
@@ -113,14 +113,14 @@ def remove_from(
                 raise HostError(f"{text}: see 'docker ps -a' and the engine's log")
             time.sleep(0.1)
         if not remaining:
-            # Twice without anything left: a request that was under way at the first time has taken effect since.
-            if quiet or not recheck:
+            # The engine is queried a second time, because a request of a killed client may take effect after the first.
+            if was_empty or not recheck:
                 return count
-            time.sleep(_SETTLE)
-        quiet = not remaining
+            time.sleep(_SETTLE_SECONDS)
+        was_empty = not remaining
 
 
-def _phases(
+def _list_phases(
     client: docker.DockerClient, label: dict[str, str], *, networks: bool
 ) -> list[tuple[Callable[[], list[str]], Callable[[str], Any]]]:
     """Return functions for listing and removing labelled objects, in the required order.
@@ -135,13 +135,13 @@ def _phases(
 
     def list_networks() -> list[str]:
         local: list[str] = []
-        of_swarm: list[str] = []
+        swarm_networks: list[str] = []
         for network in api.networks(filters=label):
-            kind = of_swarm if network["Scope"] == "swarm" else local
+            kind = swarm_networks if network["Scope"] == "swarm" else local
             kind.append(str(network["Id"]))
         # Only a swarm's managers can remove its networks, after the last container has left.
-        if of_swarm and networks and _is_manager(client):
-            return local + of_swarm
+        if swarm_networks and networks and _is_manager(client):
+            return local + swarm_networks
         return local
 
     def list_volumes() -> list[str]:
@@ -149,7 +149,7 @@ def _phases(
         volumes = api.volumes(filters=label)["Volumes"] or []
         return [str(volume["Name"]) for volume in volumes]
 
-    # Running containers too, and their anonymous volumes: the disks of devices.
+    # ``force`` removes running containers too, and ``v`` their anonymous volumes, which are the disks of devices.
     return [
         (list_containers, partial(api.remove_container, force=True, v=True)),
         (list_networks, api.remove_network),
@@ -170,8 +170,8 @@ def _remove_all(ids: Iterable[str], remove: Callable[[str], Any]) -> list[str]:
         except NotFound:
             return None
         except APIError as error:
-            # 409: its removal is under way. Networks: 'has active endpoints' until the last container has left.
-            # 400: a container of another host is still on the network.
+            # A later attempt may succeed after these codes. 400: a container of another host is still on the network.
+            # 403: the network has endpoints until the last container has left. 409: the removal is under way.
             if error.status_code not in (400, 403, 409, 500):
                 raise
             return str(error.explanation or error)

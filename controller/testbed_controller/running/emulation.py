@@ -50,7 +50,7 @@ def emulate(
     began = time.monotonic()
     # The measured capacity applies to this host alone.
     if not accept_links and standing is None and not where.hosts:
-        capability.check(prepared.experiment, links)
+        capability.check_rates(prepared.experiment, links)
 
     def stage(text: str) -> None:
         _LOG.info("%s", text)

@@ -252,7 +252,7 @@ class Execution:
         except AgentGone as error:
             _LOG.info("%s does not respond before the start: %s", name, error)
             ending = self._lab.ending(name, DEATH_SECONDS)
-            if ending is not None and ending.starved:
+            if ending is not None and ending.out_of_memory:
                 raise TestbedError(f"{name} {ending.text}") from error
             if name == self._coordinator:
                 raise TestbedError(
@@ -441,12 +441,12 @@ class Execution:
         if name == SHAPER:
             text = f"the shaper, which emulates the links, {ending.text}{self._engine_absence}"
             return "failed", text
-        if ending.starved:
+        if ending.out_of_memory:
             return "failed", f"{name} {ending.text}"
         if name == self._coordinator and self._lab.devices[name].state == "lost":
             return "failed", f"{name}, which coordinates the run, {ending.text}"
         # An end that a fault or a command requested already has an event.
-        if not ending.asked:
+        if not ending.requested:
             fields = {"text": f"{name} {ending.text}"}
             self._log(Event(max(0.0, self._now()), TESTBED, "log", fields))
         return None

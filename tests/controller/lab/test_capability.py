@@ -43,27 +43,27 @@ def experiment_with(rate: str | None) -> Experiment:
 
 
 def test_host_without_measurement_accepts_any_rate() -> None:
-    capability.check(experiment_with("100gbit"), "auto")
+    capability.check_rates(experiment_with("100gbit"), "auto")
 
 
 def test_rate_above_measurement_is_refused_with_maximum() -> None:
     capability.store(MEASURED)
-    assert capability.known() == [MEASURED]
+    assert capability.load_measurements() == [MEASURED]
     for rate in ("2gbit", None):
-        capability.check(experiment_with(rate), "auto")
+        capability.check_rates(experiment_with(rate), "auto")
     with pytest.raises(InputError, match=r"a -> b needs 5gbit, .* use at most 2gbit"):
-        capability.check(experiment_with("5gbit"), "auto")
+        capability.check_rates(experiment_with("5gbit"), "auto")
     # This backend has not been measured.
-    capability.check(experiment_with("5gbit"), "netem")
+    capability.check_rates(experiment_with("5gbit"), "netem")
 
 
 def test_each_backend_has_own_measurement() -> None:
     capability.store(MEASURED)
     capability.store(Capability("netem", 10e9, 1e-4, 1e-4, 10e-6, 200))
     # With "auto", the faster of both.
-    capability.check(experiment_with("5gbit"), "auto")
+    capability.check_rates(experiment_with("5gbit"), "auto")
     with pytest.raises(InputError):
-        capability.check(experiment_with("5gbit"), "userspace")
+        capability.check_rates(experiment_with("5gbit"), "userspace")
 
 
 def test_measurements_on_another_kernel_are_ignored(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_measurements_on_another_kernel_are_ignored(tmp_path: Path) -> None:
     stored = json.loads(file.read_text())
     # Name, kernel and number of processors.
     file.write_text(json.dumps({**stored, "host": ["here", "2.6.32", 1]}))
-    assert capability.known() == []
+    assert capability.load_measurements() == []
     file.write_text("nonsense")
-    assert capability.known() == []
+    assert capability.load_measurements() == []
 
 
 def test_backend_without_rate_within_tolerance_refuses_all_tested_rates() -> None:
@@ -82,10 +82,10 @@ def test_backend_without_rate_within_tolerance_refuses_all_tested_rates() -> Non
     capability.store(Capability("userspace", None, None, None, None, None))
     for rate in ("10gbit", "10mbit"):
         with pytest.raises(InputError, match="use less than 10mbit"):
-            capability.check(experiment_with(rate), "userspace")
+            capability.check_rates(experiment_with(rate), "userspace")
     for rate in ("1mbit", None):
-        capability.check(experiment_with(rate), "userspace")
-    capability.check(experiment_with("10gbit"), "netem")
+        capability.check_rates(experiment_with(rate), "userspace")
+    capability.check_rates(experiment_with("10gbit"), "netem")
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,6 @@ def test_measurement_of_another_version_is_ignored(
     file = stored_file(tmp_path)
     stored = json.loads(file.read_text())
     file.write_text(json.dumps({**stored, "netem": entry}))
-    assert capability.known() == [MEASURED]
+    assert capability.load_measurements() == [MEASURED]
     file.write_text(json.dumps([stored]))
-    assert capability.known() == []
+    assert capability.load_measurements() == []

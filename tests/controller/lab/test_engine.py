@@ -204,23 +204,23 @@ def make_request(body: Any = None) -> requests.PreparedRequest:
 def test_requests_are_repeated_until_engine_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine, "_PAUSE", 0.01)
+    monkeypatch.setattr(engine, "_RETRY_SECONDS", 0.01)
     adapter = FlakyAdapter(5)
-    engine._Patient(adapter).send(make_request(b"{}"))
+    engine._RetryingAdapter(adapter).send(make_request(b"{}"))
     # Five refusals and one answer.
     assert adapter.remaining_refusals == -1
 
 
 def test_request_to_absent_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_PAUSE", 0.01)
+    monkeypatch.setattr(engine, "_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(engine, "PATIENCE", 0.1)
     # 0.1 s are printed as 0.
     message = r"has not answered for 0 s \(connection refused\)"
     with pytest.raises(HostError, match=message):
-        engine._Patient(FlakyAdapter(10**6)).send(make_request())
-    silent = engine._Patient(FlakyAdapter(1, requests.ReadTimeout))
+        engine._RetryingAdapter(FlakyAdapter(10**6)).send(make_request())
+    silent = engine._RetryingAdapter(FlakyAdapter(1, requests.ReadTimeout))
     with pytest.raises(HostError, match="took more than 120 s"):
         silent.send(make_request())
     # A stream cannot be sent again, as the first attempt has read from it.
     with pytest.raises(HostError):
-        engine._Patient(FlakyAdapter(1)).send(make_request(iter([b"x"])))
+        engine._RetryingAdapter(FlakyAdapter(1)).send(make_request(iter([b"x"])))
