@@ -40,12 +40,12 @@ class Applier:
         refused = f"; refused: {self._refused}" if self._refused else ""
         _LOG.info("links are shaped by %s%s", self._backend.name, refused)
         self._gate: Gate | None = None
-        self._no_gate = ""
-        """Reason why a gate is impossible; empty if it is possible."""
+        self._gate_problem = ""
+        """Reason why the gate could not be started; empty otherwise."""
 
     def facts(self) -> dict[str, Any]:
         """Return the backend, and the scheduling priorities of backend and gate."""
-        gate = self._no_gate or "not needed"
+        gate = self._gate_problem or "not needed"
         if self._gate is not None:
             gate = self._gate.priority
         return {
@@ -63,7 +63,7 @@ class Applier:
 
         Without a gate, HTB paces broadcasts and slow links; only a radio cell requires a gate.
         """
-        if self._gate is not None or self._no_gate:
+        if self._gate is not None or self._gate_problem:
             return self._gate is not None
         try:
             self._gate = Gate(queueing_iptables())
@@ -71,7 +71,7 @@ class Applier:
             if required:
                 text = f"a radio cell needs netfilter queues, which this kernel lacks: {error}"
                 raise HostError(text) from error
-            self._no_gate = str(error)
+            self._gate_problem = str(error)
         return self._gate is not None
 
     def problem(self, attached: Attached, plan: InterfacePlan) -> str:
@@ -86,7 +86,7 @@ class Applier:
             return
         name = attached.endpoint.name
         old = attached.plan
-        # After a failure the state is unknown, and the next plan is applied from scratch.
+        # A failure leaves an unknown state, and then the next plan must be applied from scratch.
         attached.plan = None
         problems = attached.namespace.run(
             lambda: self._apply_inside(attached, old, plan, routes)
@@ -108,15 +108,15 @@ class Applier:
         name = attached.endpoint.name
         interface = plan.interface
         if self._gate is not None and (routes or attached.routes):
-            before = attached.routes
-            # As the plan: after a failure, the gate is set up from scratch.
+            routes_before = attached.routes
+            # After a failure, the gate must be set up from scratch, too.
             attached.routes = None
-            self._gate.apply(name, interface, before, routes)
+            self._gate.apply(name, interface, routes_before, routes)
             attached.routes = routes
         if old is None:
             forbid_offloads(interface)
             route_by_default(interface)
-            # After the default route, since each route of the interface names the algorithm.
+            # Set after the default route exists, since each route of the interface names the algorithm.
             set_congestion_control(interface, CONGESTION_CONTROL)
         if attached.endpoint.network is not None:
             unknown = linked_addresses(plan) - attached.neighbours
@@ -125,7 +125,7 @@ class Applier:
             attached.neighbours |= unknown
         if old is None or old.segments != plan.segments:
             bound_segments(interface, plan.segments)
-        # The backend creates the devices and queues that its tc commands then lead packets into.
+        # The backend first creates the devices and queues to which its tc commands direct packets.
         self._backend.apply(name, old, plan)
         lines = sender.build(plan) if old is None else sender.change(old, plan)
         lines += self._backend.lines(old, plan)
@@ -140,8 +140,8 @@ class Applier:
     ) -> list[str]:
         """Execute ``tc`` commands, then compare the kernel's state with the plan."""
         classes, filters = self._backend.reads(plan)
-        # Changes and read-back in one process: starting tc takes longer than most batches.
-        shown = tc.run_batch(
+        # A single process changes and reads the state, since starting tc takes longer than most batches.
+        readings = tc.run_batch(
             lines,
             [plan.interface, *classes],
             [(plan.interface, "1:"), *filters],
@@ -154,9 +154,9 @@ class Applier:
                 f"TCP may send {segments} packets at once instead of {plan.segments}"
             )
         problems += sender.differences(
-            plan, shown.classes, shown.qdiscs, shown.filters[0]
+            plan, readings.classes, readings.qdiscs, readings.filters[0]
         )
-        problems += self._backend.differences(plan, shown)
+        problems += self._backend.differences(plan, readings)
         if self._gate and attached.routes:
             problems += self._gate.differences(plan.interface, attached.routes)
         return problems
@@ -196,7 +196,7 @@ class Applier:
         interface = attached.interface.name
         text = command(["tc", "-s", "-j", "qdisc", "show", "dev", interface])
         for entry in json.loads(text):
-            # The leaves drop; the root counts the bytes of all leaves together.
+            # Packets are dropped by the leaves of the queue tree, and the root counts the bytes of all leaves.
             if entry.get("kind") == "pfifo":
                 counts["sender_drops"] += entry.get("drops", 0)
             if entry.get("root"):
@@ -226,12 +226,12 @@ class Applier:
 def _add_gate(statistics: dict[str, Any], gate: Mapping[str, Any]) -> None:
     """Add the statistics of the gate to the backend's."""
     statistics["gate"] = gate
-    # A packet passes gate and delay line one after the other; the verdict judges the worse of both.
+    # A packet passes the gate and then a delay line. The verdict of a run uses the larger lateness of both.
     lateness = statistics.get("lateness", {})
-    worst = {}
+    maxima = {}
     for key, value in gate["lateness"].items():
-        worst[key] = max(value, lateness.get(key, 0.0))
-    statistics["lateness"] = worst
+        maxima[key] = max(value, lateness.get(key, 0.0))
+    statistics["lateness"] = maxima
     statistics["processor_seconds"] += gate["processor_seconds"]
     for name, dropped in gate["dropped"].items():
         if name in statistics["queues"]:

@@ -1,4 +1,5 @@
-"""The process of the delay line: it holds queued packets until they are due, and loses, alters and repeats some.
+"""The process of the delay line: it holds arriving packets until their delay has passed, and drops, alters and
+duplicates some of them.
 
 The process owns one netfilter socket for each device and answers the server's requests on a local socket (`helper.py`
 has the server's end). `impairments.py` decides about packets; this module executes the decisions in time.
@@ -25,33 +26,35 @@ from testbed_controller.shaping import nfqueue
 from testbed_controller.shaping.helper import LatenessHistogram, serve_request
 from testbed_controller.shaping.medium import Bottleneck
 
-_MOST_READ = 64
+_READ_BATCH = 64
 """Maximum number of packets read from one device before due packets are released."""
-_PATIENCE = 2e-3
-"""Maximum time to let arrivals gather, in seconds; the kernel has recorded the arrival of each."""
-_EARLY = 60e-6
-"""Maximum earliness of a packet released with another one, in seconds: one wake-up serves several."""
+_MAX_GATHER_SECONDS = 2e-3
+"""Maximum pause between two reads, in seconds, in which packets gather; the kernel records the arrival of each."""
+_EARLY_SECONDS = 60e-6
+"""Maximum time by which a packet may be released too early, in seconds, so that one wake-up releases several."""
 _IP_HEADER = 20
 """Bytes of an IPv4 header without options."""
 _LOOPBACK_FRAME = bytes(12) + b"\x08\x00"
 _SO_TIMESTAMPNS = 35
 """Constant of asm-generic/socket.h, which Python's `socket` lacks."""
 
-_Entry = tuple[float, bytearray | bytes, int, bytes | None]
-"""Due instant; identity of the packet in a verdict, with a suffix for a second copy; bytes on the wire if needed;
-content if it differs from the kernel's."""
-_COPY = b"+"
+_HeldPacket = tuple[float, bytearray | bytes, int, bytes | None]
+"""A packet that is held.
+
+The values are the instant at which it is due; its identity in a verdict, with `_COPY_SUFFIX` appended for the second
+copy; the bytes on the wire if the downlink charges them, else 0; and the content if it differs from the kernel's."""
+_COPY_SUFFIX = b"+"
 
 
 class _DelayQueue:
-    """The packets in transit over one link: a line."""
+    """A line: the packets in transit over one link, with the impairments of the link."""
 
     def __init__(self, queue: int, link: Link, seed: str) -> None:
         self.queue = queue
         self.accept = nfqueue.make_verdict_prefix(queue, nfqueue.ACCEPT)
         self.accept_all = nfqueue.make_verdict_prefix(queue, nfqueue.ACCEPT, batch=True)
         self.drop = nfqueue.make_verdict_prefix(queue, nfqueue.DROP)
-        self.heap: list[_Entry] = []
+        self.heap: list[_HeldPacket] = []
         self.latest = 0.0
         self.ordered = True
         """Whether all packets leave in order, once and unaltered."""
@@ -66,9 +69,9 @@ class _DelayQueue:
     def alter(self, link: Link, seed: str) -> None:
         """Change the link for future packets; packets in transit keep their due time."""
         self.constant = link.delay
-        # Each impairment draws from a sequence of its own, so that switching one on leaves the others' draws alone.
+        # Each impairment has its own random sequence, so that enabling one does not change the draws of the others.
         self.delay = impairments.delay_process(link, f"{seed} delay")
-        self.lost = impairments.loss_process(link, f"{seed} loss")
+        self.draw_loss = impairments.loss_process(link, f"{seed} loss")
         self.duplicates = impairments.bernoulli_process(
             link.duplicate, f"{seed} duplicate"
         )
@@ -79,17 +82,17 @@ class _DelayQueue:
 class _Port:
     """A device: the netfilter socket of its namespace, a line per sender, and a downlink if its rate is limited."""
 
-    def __init__(self, opened: socket.socket, injector: socket.socket) -> None:
-        opened.setblocking(False)
+    def __init__(self, netfilter: socket.socket, injector: socket.socket) -> None:
+        netfilter.setblocking(False)
         injector.setblocking(False)
-        self.socket = opened
+        self.socket = netfilter
         self.injector = injector
         """A packet socket on the namespace's loopback, which delivers duplicates and altered copies."""
         self.lines: dict[int, _DelayQueue] = {}
         self.downlink: (
             Bottleneck[tuple[_DelayQueue, bytearray | bytes, bytes | None]] | None
         ) = None
-        """Never removed, since packets may wait in it; without a rate, all packets pass."""
+        """The limited rate; never removed, since packets may wait in it. Without a rate, all packets pass."""
         self.downlink_next_check = math.inf
         self.verdicts: list[bytes | bytearray] = []
         self.overflows = 0
@@ -106,48 +109,54 @@ class Loop:
         self._ports: dict[str, _Port] = {}
         self._by_descriptor: dict[int, _Port] = {}
         self._due: list[tuple[float, int, _Port, _DelayQueue | None]] = []
-        """Instants to check a line, or (None) a port's downlink; void if that has another instant by now."""
-        self._ties = 0
+        """Heap of (instant, entry number, port, line) of checks; without a line, the port's downlink is checked.
+
+        An entry is ignored if the next check of its line or downlink has another instant by now."""
+        self._entry_count = 0
+        """Number of entries so far; a unique number in each entry, because ports and lines cannot be compared."""
         # Room for a packet of 64 KiB with its attributes.
         self._buffer = bytearray(1 << 17)
         self._arrivals = nfqueue.TimestampReader()
         self._lateness = LatenessHistogram()
-        self._patience = 0.0
-        # Any socket with time stamps makes the kernel record every packet's arrival, so that the wait for this
-        # process does not delay a packet.
+        self._gather_seconds = 0.0
+        # While any socket with time stamps is open, the kernel records the arrival of every packet. Delays count from
+        # there, so the time until this process reads a packet does not add to them.
         self._stamps = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._stamps.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
 
     def run(self) -> None:
         """Run until the server disconnects."""
-        look_again = 0.0
+        read_from = 0.0
         while True:
-            self._wait(look_again)
+            self._wait(read_from)
             self._release_due()
-            if time.monotonic() < look_again:
+            if time.monotonic() < read_from:
                 continue
-            emptied = True
+            were_all_read = True
             for descriptor, _ in self._epoll.poll(0):
                 if descriptor == self._control.fileno():
                     if not serve_request(self._control, self._execute_request, 2):
                         return
                 elif descriptor in self._by_descriptor:
-                    emptied &= self._read(self._by_descriptor[descriptor])
+                    were_all_read &= self._read(self._by_descriptor[descriptor])
                     self._release_due()
-            look_again = time.monotonic() + self._patience if emptied else 0.0
+            # Further packets may gather only if no packet is left to read.
+            read_from = 0.0
+            if were_all_read:
+                read_from = time.monotonic() + self._gather_seconds
 
-    def _wait(self, look_again: float) -> None:
-        """Wait until a packet is due; arrivals end the wait only from the monotonic instant ``look_again`` on."""
+    def _wait(self, read_from: float) -> None:
+        """Wait until a packet is due; arrivals end the wait only from the monotonic instant ``read_from`` on."""
         now = time.monotonic()
         due = self._due[0][0] if self._due else math.inf
-        if now < look_again:
-            time.sleep(max(0.0, min(due, look_again) - now))
+        if now < read_from:
+            time.sleep(max(0.0, min(due, read_from) - now))
             return
         # select has a resolution of microseconds, epoll only of milliseconds.
         timeout = None if due == math.inf else max(0.0, due - now)
         select.select([self._epoll.fileno()], [], [], timeout)
 
-    # Packets in
+    # Arriving packets
 
     def _read(self, port: _Port) -> bool:
         """Read the arrived packets of a device; return whether all were read."""
@@ -156,12 +165,12 @@ class Loop:
         receive = port.socket.recv_into
         now = time.monotonic()
         wall = time.time() - now
-        emptied = False
-        for _ in range(_MOST_READ):
+        were_all_read = False
+        for _ in range(_READ_BATCH):
             try:
                 length = receive(buffer)
             except BlockingIOError:
-                emptied = True
+                were_all_read = True
                 break
             except OSError:
                 port.overflows += 1  # ENOBUFS: the kernel has dropped packets that it could not announce
@@ -172,7 +181,7 @@ class Loop:
             elif kind == nfqueue.NLMSG_ERROR:
                 port.refused += 1
         self._send_verdicts(port)
-        return emptied
+        return were_all_read
 
     def _handle_packet(
         self, port: _Port, buffer: bytearray, length: int, now: float, wall: float
@@ -181,13 +190,13 @@ class Loop:
         identity = nfqueue.packet_identity(buffer)
         stamp = self._arrivals.read(buffer, length)
         arrived = now
-        # An adjustment of the clock between the two readings would spoil the difference.
+        # The kernel's time stamp is ignored if it differs by too much, because the wall clock was adjusted meanwhile.
         if stamp is not None and -1.0 < stamp - wall - now < 1e-3:
             arrived = stamp - wall
         if line.duplicates or line.corrupts or port.downlink:
             packet = nfqueue.packet_content(buffer, length)
             self._arrive_with_content(port, line, identity, packet, arrived)
-        elif line.lost is not None and line.lost():
+        elif line.draw_loss is not None and line.draw_loss():
             line.dropped += 1
             port.verdicts += (line.drop, identity)
         else:
@@ -201,10 +210,12 @@ class Loop:
         packet: bytes,
         arrived: float,
     ) -> None:
-        # Both copies meet loss, corruption and delay for themselves (docs/fidelity.md).
-        is_doubled = line.duplicates is not None and bool(packet) and line.duplicates()
+        # Loss, corruption and delay are drawn for each copy separately (docs/fidelity.md).
+        is_duplicated = (
+            line.duplicates is not None and bool(packet) and line.duplicates()
+        )
         self._arrive_once(port, line, identity, packet, arrived, is_copy=False)
-        if is_doubled:
+        if is_duplicated:
             line.duplicated += 1
             self._arrive_once(port, line, identity, packet, arrived, is_copy=True)
 
@@ -218,9 +229,12 @@ class Loop:
         *,
         is_copy: bool,
     ) -> None:
-        """Lose, corrupt or hold a packet, or its second copy, which the kernel does not know."""
+        """Drop, corrupt or hold a packet or its second copy.
+
+        Only the first copy needs a verdict if it is dropped, since the kernel does not know the second.
+        """
         content = packet if is_copy else None
-        is_lost = line.lost is not None and line.lost()
+        is_lost = line.draw_loss is not None and line.draw_loss()
         corrupts = line.corrupts if packet else None
         if not is_lost and corrupts is not None and corrupts():
             line.corrupted += 1
@@ -229,7 +243,7 @@ class Loop:
         if not is_lost:
             # The total length of the IP header, bytes 2 and 3.
             size = ETHERNET_HEADER + (packet[2] << 8 | packet[3]) if packet else 0
-            held_identity = identity + _COPY if is_copy else identity
+            held_identity = identity + _COPY_SUFFIX if is_copy else identity
             self._hold_packet(port, line, arrived, (held_identity, size, content))
         elif not is_copy:
             line.dropped += 1
@@ -244,7 +258,8 @@ class Loop:
     ) -> None:
         """Store a packet, or a copy, until the end of the delay."""
         due = arrived + (line.constant if line.delay is None else line.delay())
-        # One batched verdict releases all packets up to an identity, which needs their order of arrival.
+        # A batched verdict releases all packets up to an identity, so packets must leave unaltered and in the order of
+        # arrival.
         if due < line.latest or entry[2] is not None:
             line.ordered = False
         if due > line.latest:
@@ -252,21 +267,23 @@ class Loop:
         heapq.heappush(line.heap, (due, *entry))
         if due < line.next_check:
             line.next_check = due
-            self._note_check(port, line, due)
+            self._schedule_check(port, line, due)
 
-    def _note_check(self, port: _Port, line: _DelayQueue | None, when: float) -> None:
-        """Note when to check a line or a downlink; an older note about the same one becomes void."""
-        self._ties += 1
-        heapq.heappush(self._due, (when, self._ties, port, line))
+    def _schedule_check(
+        self, port: _Port, line: _DelayQueue | None, when: float
+    ) -> None:
+        """Schedule the next check of a line or a downlink, which replaces its earlier one."""
+        self._entry_count += 1
+        heapq.heappush(self._due, (when, self._entry_count, port, line))
 
-    # Packets out
+    # Leaving packets
 
     def _release_due(self) -> None:
         """Release all due packets."""
-        touched: set[_Port] = set()
+        served_ports: set[_Port] = set()
         while self._due:
             now = time.monotonic()
-            until = now + _EARLY
+            until = now + _EARLY_SECONDS
             due, _, port, line = self._due[0]
             if due > until:
                 break
@@ -276,23 +293,23 @@ class Loop:
                     port.downlink_next_check = math.inf
                     count = self._serve_downlink(port, until)
                     self._lateness.add(max(0.0, now - due), count)
-                    touched.add(port)
+                    served_ports.add(port)
                 continue
             if due != line.next_check:
                 continue
             count = self._pop_due(port, line, until)
             self._lateness.add(max(0.0, now - due), count)
             line.passed += count
-            touched.add(port)
+            served_ports.add(port)
             if port.downlink is not None:
                 self._serve_downlink(port, until)
             if line.heap:
                 line.next_check = line.heap[0][0]
-                self._note_check(port, line, line.next_check)
+                self._schedule_check(port, line, line.next_check)
             else:
                 line.next_check = math.inf
                 line.ordered = True
-        for port in touched:
+        for port in served_ports:
             self._send_verdicts(port)
 
     def _pop_due(self, port: _Port, line: _DelayQueue, until: float) -> int:
@@ -327,7 +344,7 @@ class Loop:
         due = port.downlink.due
         if due < port.downlink_next_check:
             port.downlink_next_check = due
-            self._note_check(port, None, due)
+            self._schedule_check(port, None, due)
         return count
 
     def _deliver_packet(
@@ -340,7 +357,7 @@ class Loop:
         if content is None:
             port.verdicts += (line.accept, identity)
         elif len(identity) == nfqueue.IDENTITY_SIZE:
-            # Earlier packets first: a verdict with content goes to the kernel by itself.
+            # A verdict with content is sent separately, so the verdicts of earlier packets must be sent before.
             self._send_verdicts(port)
             verdict = nfqueue.make_altered_verdict(line.queue, identity, content)
             self._send_messages(port, verdict)
@@ -353,7 +370,7 @@ class Loop:
     def _send_verdicts(self, port: _Port) -> None:
         """Send the kernel the decisions about a device's packets."""
         while port.verdicts:
-            # 128 verdicts of two parts, which the socket's buffer always has room for.
+            # Each verdict has two parts, so a batch has 128 verdicts, for which the socket's buffer always has room.
             batch = port.verdicts[:256]
             port.verdicts = port.verdicts[256:]
             self._send_messages(port, b"".join(batch))
@@ -372,10 +389,10 @@ class Loop:
     ) -> dict[str, Any] | None:
         match request["do"]:
             case "open":
-                opened = [
+                sockets = [
                     socket.socket(fileno=descriptor) for descriptor in descriptors
                 ]
-                self._open_port(request["device"], *opened)
+                self._open_port(request["device"], *sockets)
             case "close":
                 self._close_port(request["device"])
             case "set":
@@ -387,13 +404,13 @@ class Loop:
         return None
 
     def _open_port(
-        self, device: str, opened: socket.socket, injector: socket.socket
+        self, device: str, netfilter: socket.socket, injector: socket.socket
     ) -> None:
         self._close_port(device)
-        port = _Port(opened, injector)
+        port = _Port(netfilter, injector)
         self._ports[device] = port
-        self._by_descriptor[opened.fileno()] = port
-        self._epoll.register(opened.fileno(), select.EPOLLIN)
+        self._by_descriptor[netfilter.fileno()] = port
+        self._epoll.register(netfilter.fileno(), select.EPOLLIN)
 
     def _close_port(self, device: str) -> None:
         port = self._ports.pop(device, None)
@@ -414,15 +431,15 @@ class Loop:
             port.downlink = Bottleneck(rate, limit)
         for impairment in request["impairments"]:
             self._configure_queue(port, impairment)
-        self._set_patience()
+        self._set_gather_seconds()
         if port.downlink is not None:
-            # A higher rate may have made waiting packets due.
+            # At a higher rate, waiting packets may be due already.
             self._serve_downlink(port, time.monotonic())
             self._send_verdicts(port)
 
     def _configure_queue(self, port: _Port, impairment: Mapping[str, Any]) -> None:
         def arrived(length: int) -> None:
-            # Packets of other queues arrive between the request to the kernel and its answer, on the same socket.
+            # The kernel's answer arrives on the socket of the packets, and packets of other queues may precede it.
             now = time.monotonic()
             self._handle_packet(port, self._buffer, length, now, time.time() - now)
 
@@ -446,13 +463,15 @@ class Loop:
         limits = partial(nfqueue.make_configure_message, queue, limit, content)
         nfqueue.configure_socket(port.socket, limits, self._buffer, arrived)
 
-    def _set_patience(self) -> None:
-        # Waiting a quarter of the shortest delay leaves time to release every packet when due.
+    def _set_gather_seconds(self) -> None:
+        # Packets gather for at most a quarter of the shortest delay, so each is read before it is due.
         shortest = math.inf
         for port in self._ports.values():
             for line in port.lines.values():
                 shortest = min(shortest, line.constant)
-        self._patience = min(_PATIENCE, shortest / 4) if shortest < math.inf else 0.0
+        self._gather_seconds = (
+            min(_MAX_GATHER_SECONDS, shortest / 4) if shortest < math.inf else 0.0
+        )
 
     def _get_statistics(self) -> dict[str, Any]:
         devices = {}

@@ -28,7 +28,7 @@ from testbed_controller.shaping.medium import QUEUE, Route, gate_rules
 from testbed_controller.shaping.namespaces import command
 from testbed_controller.shaping.plan import Access
 
-LARGEST_REQUEST = 1 << 20
+MAX_REQUEST_BYTES = 1 << 20
 """Maximum size of a request or response, in bytes."""
 _END_SECONDS = 5.0
 """Time for the helper to end before it is killed, in seconds."""
@@ -40,13 +40,13 @@ _CAPABILITY_VERSION = 0x20080522
 """linux/capability.h"""
 _CAP_NET_ADMIN = 12
 """Constant of linux/capability.h."""
-_AT_ONCE = 64
+_BATCH_SIZE = 64
 """Maximum number of impairments in one request, of about 600 bytes each."""
 
 
 def prioritise() -> str:
     """Ask the kernel for immediate wake-ups of the process; return the granted priority."""
-    # Timers with a slack of 1 ns instead of 50 us.
+    # The slack of timers is 1 ns instead of the default of 50 us.
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
@@ -63,17 +63,17 @@ def give_up_capabilities() -> None:
     Raises OSError if the kernel refuses.
     """
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
-    kept = 1 << _CAP_NET_ADMIN
+    capabilities = 1 << _CAP_NET_ADMIN
     # Effective, permitted and inheritable sets, for the lower 32 capabilities and then for the upper ones.
-    wanted = struct.pack("6I", kept, kept, 0, 0, 0, 0)
-    if ctypes.CDLL(None, use_errno=True).capset(header, wanted) != 0:
+    capability_sets = struct.pack("6I", capabilities, capabilities, 0, 0, 0, 0)
+    if ctypes.CDLL(None, use_errno=True).capset(header, capability_sets) != 0:
         raise OSError(ctypes.get_errno(), "cannot drop capabilities")
 
 
 def run(loop: Callable[[socket.socket], Any], descriptor: int) -> None:
     """Run a loop on an inherited control socket."""
     control = socket.socket(fileno=descriptor)
-    # Before the capabilities are given up: a real-time priority needs CAP_SYS_NICE.
+    # The priority is set before the capabilities are given up, since a real-time priority needs CAP_SYS_NICE.
     control.send(json.dumps({"priority": prioritise()}).encode())
     give_up_capabilities()
     # A collection of garbage would delay packets by milliseconds; the loops create no cycles.
@@ -91,7 +91,7 @@ def serve_request(
     ``descriptors`` is the maximum number of file descriptors. Returns False if the server has disconnected. An OSError
     becomes the response's ``error``.
     """
-    data, received, _, _ = socket.recv_fds(control, LARGEST_REQUEST, descriptors)
+    data, received, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, descriptors)
     if not data:
         return False
     try:
@@ -111,14 +111,14 @@ class Helper:
 
     def __init__(self, module: str, title: str) -> None:
         self._title = title
-        # Sequenced packets: a request is received whole, together with its file descriptors.
+        # Sequenced packets, because each request must be received as a whole, together with its file descriptors.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 2 * LARGEST_REQUEST)
+            end.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 2 * MAX_REQUEST_BYTES)
         self._control = ours
         self._control.settimeout(10)
         self._lock = threading.Lock()
-        # A new interpreter rather than a fork: the server has threads, whose locks a fork would copy as they are.
+        # A new interpreter instead of a fork, because a fork would copy locks that other threads of the server hold.
         code = f"from {module} import Loop; from {__name__} import run; run(Loop, {theirs.fileno()})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -131,7 +131,7 @@ class Helper:
 
     def _receive_answer(self) -> dict[str, Any]:
         try:
-            data = self._control.recv(LARGEST_REQUEST)
+            data = self._control.recv(MAX_REQUEST_BYTES)
         except OSError as error:
             raise HostError(f"the {self._title} does not respond: {error}") from error
         if not data:
@@ -211,11 +211,11 @@ class LatenessHistogram:
 
     def percentile(self, fraction: float) -> float:
         """Return the lateness of a fraction of packets in seconds; in the last bin, the maximum."""
-        wanted = fraction * sum(self._counts)
-        seen = 0
+        threshold = fraction * sum(self._counts)
+        cumulated = 0
         for index, count in enumerate(self._counts[: self.BINS]):
-            seen += count
-            if seen >= wanted and seen:
+            cumulated += count
+            if cumulated >= threshold and cumulated:
                 return min((index + 1) * self.BIN, self._worst)
         return self._worst
 
@@ -270,9 +270,9 @@ class DelayLine(Helper):
             "device": device,
             "downlink": None if downlink is None else (downlink.rate, downlink.limit),
         }
-        # At least one request, for the downlink.
-        for first in range(0, max(1, len(impairments)), _AT_ONCE):
-            batch = impairments[first : first + _AT_ONCE]
+        # Without impairments, one request is sent nevertheless, for the downlink.
+        for first in range(0, max(1, len(impairments)), _BATCH_SIZE):
+            batch = impairments[first : first + _BATCH_SIZE]
             fields = [asdict(impairment) for impairment in batch]
             self.ask({**request, "impairments": fields})
 
@@ -301,7 +301,7 @@ class Gate(Helper):
         if old is None:
             with nfqueue.open_socket() as netfilter:
                 self.ask({"do": "open", "device": device}, [netfilter.fileno()])
-        # The gate must know the routes before a rule leads packets here.
+        # The gate must know the routes before a rule directs packets to it.
         routes = {address: asdict(route) for address, route in new.items()}
         self.ask({"do": "set", "device": device, "routes": routes})
         before = None if old is None else gate_rules(interface, old)

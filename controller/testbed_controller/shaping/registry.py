@@ -68,7 +68,7 @@ class Attached:
 def hardware_address(address: str) -> str:
     """Return the hardware address derived from a device's IPv4 address.
 
-    A device that restarts gets the same one, so the permanent entries of its peers stay true.
+    A device that restarts gets the same address, so the permanent neighbour entries of its peers stay valid.
 
     >>> hardware_address("10.0.0.2")
     '02:42:0a:00:00:02'
@@ -111,19 +111,21 @@ class Registry:
 
     def add(self, endpoints: Iterable[Endpoint], pool: ThreadPoolExecutor) -> None:
         """Register new and restarted devices; a registered device keeps number and state."""
-        # First, since new devices may have the addresses of ended ones.
+        # Ended devices are released first, since new devices may have their addresses.
         self.release_ended()
-        here = []
+        local_endpoints = []
         for endpoint in endpoints:
             self.numbers.setdefault(endpoint.name, len(self.numbers) + 1)
             if endpoint.pid:
-                here.append(endpoint)
+                local_endpoints.append(endpoint)
             else:
                 self.elsewhere[endpoint.name] = endpoint
-        if self.bridge is None and any(endpoint.network for endpoint in here):
+        if self.bridge is None and any(
+            endpoint.network for endpoint in local_endpoints
+        ):
             self.bridge = Namespace.scratch()
             self.bridge.run(partial(make_bridge, _BRIDGE))
-        for attached in pool.map(self._attach_device, here):
+        for attached in pool.map(self._attach_device, local_endpoints):
             name = attached.endpoint.name
             previous = self.devices.get(name)
             if previous and previous.namespace.identity == attached.namespace.identity:
@@ -150,16 +152,16 @@ class Registry:
                 interface = self._plug_device(
                     port, namespace, endpoint.address, network
                 )
-            # The number of a process may be reused, a descriptor means this process for good.
+            # A process ID may be reused, whereas a descriptor always refers to this process.
             process = os.pidfd_open(endpoint.pid)
-            # The namespace is kept: only an error before closes it.
+            # The device needs the namespace, which only an error before this line closes.
             stack.pop_all()
         return Attached(endpoint, namespace, interface, process, port)
 
     def _plug_device(
         self, port: str, namespace: Namespace, address: str, network: IPv4Network
     ) -> Interface:
-        """Create a device's interface with a fixed hardware address, which other devices have been given."""
+        """Create a device's interface with the hardware address that the neighbour entries of other devices contain."""
         assert self.bridge is not None
         hardware = hardware_address(address)
         self.bridge.run(
@@ -172,7 +174,8 @@ class Registry:
         _LOG.info("%s has ended: its links are released", name)
         attached = self.devices.pop(name)
         if attached.port and self.bridge is not None:
-            with contextlib.suppress(HostError):  # deleted together with its other end
+            # The kernel may have deleted the port together with its other end.
+            with contextlib.suppress(HostError):
                 self.bridge.run(partial(delete_interface, attached.port))
         self._on_removal(name)
         attached.close()
@@ -185,7 +188,7 @@ class Registry:
 
     def await_end(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the end of a device; return whether one has ended."""
-        # A copy: the wait holds no lock, and requests may attach devices meanwhile.
+        # The wait holds no lock, and requests may attach devices meanwhile, so a copy is used.
         devices = list(self.devices.values())
         return _any_ended([attached.process for attached in devices], seconds)
 

@@ -13,7 +13,7 @@ import pytest
 from testbed.common.errors import HostError
 from testbed.network.link import Link
 from testbed_controller.shaping.helper import (
-    LARGEST_REQUEST,
+    MAX_REQUEST_BYTES,
     DelayLine,
     Gate,
     Helper,
@@ -32,7 +32,7 @@ def send_request(data: bytes, execute: Any) -> tuple[bool, bytes]:
         else:
             server_end.shutdown(socket.SHUT_WR)
         continues = serve_request(helper_end, execute, 0)
-        response = server_end.recv(LARGEST_REQUEST) if continues else b""
+        response = server_end.recv(MAX_REQUEST_BYTES) if continues else b""
         return continues, response
 
 
