@@ -1,4 +1,4 @@
-"""Neurons and filters of a convolutional network on their way from device to device, with all that they have learnt."""
+"""Handover of neurons between devices, with their weights and momentum."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ from tests.helpers.simulated_programs import LINK, simulate_programs
 CNN = {"model": {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}}
 
 
-def rows(devices):
-    """Return by layer and neuron who holds it, and its tensors with momentum; one that two devices hold is refused."""
-    found = {}
+def rows_by_neuron(devices):
+    """Return the holder and the tensors of each neuron, and reject a neuron with two holders."""
+    holders = {}
     for device, neurons in devices.items():
         for layer, shard in neurons.shards.items():
             for at, neuron in enumerate(shard.part.rows):
-                assert (layer, neuron) not in found
-                found[layer, neuron] = (
-                    device,
-                    {name: tensor[at] for name, tensor in shard.state().items()},
-                )
-    return found
+                assert (layer, neuron) not in holders
+                tensors = {name: tensor[at] for name, tensor in shard.state().items()}
+                holders[layer, neuron] = (device, tensors)
+    return holders
 
 
-def learn(neurons, inputs):
-    """Take a step, so that no weight is the first one and each has momentum."""
+def train_once(neurons, inputs):
+    """Take one training step to change the initial weights and give each weight momentum."""
     for layer, shard in neurons.shards.items():
         draws = torch.Generator().manual_seed(layer)
         values = shard.forward(0, torch.rand(2, inputs[layer - 1], generator=draws))
@@ -48,77 +46,71 @@ def learn(neurons, inputs):
         shard.update()
 
 
-async def arrange(mailbox, handover, now, devices):
-    """Tell an arrangement to all, and give what is on its way ten seconds."""
-    layers = [
-        {name: list(held) for name, held in layer.items()} for layer in now.layers
-    ]
+async def apply_assignment(mailbox, handover, assignment, devices):
+    """Send an assignment to all devices and wait ten seconds for messages in transit."""
+    layers = []
+    for layer in assignment.layers:
+        layers.append({name: list(neurons) for name, neurons in layer.items()})
     for name in devices:
         if name != mailbox.device.name:
-            mailbox.post(name, Arrange(now.version, layers))
-    handover.apply(now)
+            mailbox.post(name, Arrange(assignment.version, layers))
+    handover.apply(assignment)
     for _ in range(100):
         await mailbox.device.sleep(0.1)
         handover.apply_messages()
 
 
 @pytest.mark.parametrize("allocation", ["horizontal", "hybrid"])
-def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
+def test_neurons_keep_weights_and_momentum_when_moved(allocation):
     workload = {
         **CNN,
         "training": {"optimizer": {"learning_rate": 0.1, "momentum": 0.9}},
     }
-    problem, _ = problem_of(
-        make_scenario(
-            5, workload=workload, method={"name": "versatile", "allocation": allocation}
-        )
-    )
+    method = {"name": "versatile", "allocation": allocation}
+    problem, _ = problem_of(make_scenario(5, workload=workload, method=method))
     first = initial_assignment(problem, plan(problem).details)
-    inputs = [
-        size * values
-        for size, values in zip(first.sizes, values_per_neuron(problem), strict=True)
-    ]
-    victim, lead = first.members(0)[:2]
-    gone = remove_device(first, victim, {}, seed=1)
-    back = add_device(gone, victim, seed=1)
-    after = rearrange_group(
-        back, 0, {name: 0.1 if name == lead else 1.0 for name in first.devices}, seed=1
-    )
-    devices, seen = {}, []
+    sizes = zip(first.sizes, values_per_neuron(problem), strict=True)
+    inputs = [neurons * values for neurons, values in sizes]
+    victim, coordinator = first.members(0)[:2]
+    without_victim = remove_device(first, victim, {}, seed=1)
+    with_victim = add_device(without_victim, victim, seed=1)
+    # The low credibility of the coordinator moves most of its neurons to the other devices of its group.
+    credibility = dict.fromkeys(first.devices, 1.0) | {coordinator: 0.1}
+    rearranged = rearrange_group(with_victim, 0, credibility, seed=1)
+    devices, snapshots = {}, []
 
     async def program(device):
         async with Mailbox(
             device, dict.fromkeys(problem.links, LINK), KINDS
         ) as mailbox:
-            own = devices[device.name] = Neurons(device, problem)
-            handover = Handover(mailbox, own, first, lambda layer: None)
+            neurons = devices[device.name] = Neurons(device, problem)
+            handover = Handover(mailbox, neurons, first, lambda layer: None)
             handover.apply(first)
-            learn(own, inputs)
-            while device.name != lead:
+            train_once(neurons, inputs)
+            while device.name != coordinator:
                 await mailbox.changed()
                 handover.apply_messages()
-            for now in (first, gone, back, after):
-                await arrange(mailbox, handover, now, devices)
-                seen.append((now, rows(devices)))
+            for assignment in (first, without_victim, with_victim, rearranged):
+                await apply_assignment(mailbox, handover, assignment, devices)
+                snapshots.append((assignment, rows_by_neuron(devices)))
 
-    simulate_programs(dict.fromkeys((lead, *first.devices), program))
-    _, before = seen[0]
+    simulate_programs(dict.fromkeys((coordinator, *first.devices), program))
+    _, before = snapshots[0]
     assert len(before) == sum(first.sizes[1:])
-    for now, found in seen:
-        assert found.keys() == before.keys()
-        for (layer, neuron), (holder, tensors) in found.items():
-            assert neuron in now.neurons_of(holder, layer)
+    for assignment, rows in snapshots:
+        assert rows.keys() == before.keys()
+        for (layer, neuron), (holder, tensors) in rows.items():
+            assert neuron in assignment.neurons_of(holder, layer)
             _, expected = before[layer, neuron]
             assert tensors.keys() == expected.keys()
-            assert all(
-                torch.equal(tensor, expected[name]) for name, tensor in tensors.items()
-            )
+            for name, tensor in tensors.items():
+                assert torch.equal(tensor, expected[name])
 
 
-def test_neurons_passed_on_wait_for_the_assignment_that_moved_them():
+def test_forwarded_neurons_carry_current_assignment_version():
     posted = []
 
-    class Recording:
+    class RecordingMailbox:
         device = SimpleNamespace(name="b", record=lambda *event, **fields: None)
 
         def on(self, kind, handler):
@@ -134,7 +126,7 @@ def test_neurons_passed_on_wait_for_the_assignment_that_moved_them():
         version=5,
     )
     handover = Handover(
-        Recording(), SimpleNamespace(shards={}), assignment, lambda layer: None
+        RecordingMailbox(), SimpleNamespace(shards={}), assignment, lambda layer: None
     )
     handover.apply(assignment)
     handover._moved_messages.append(Moved(4, 1, [1], {}))
@@ -142,8 +134,8 @@ def test_neurons_passed_on_wait_for_the_assignment_that_moved_them():
     assert posted == [("c", 5, [1])], "with version 4, c would return them to b"
 
 
-def test_assignments_that_arrive_together_are_all_known_and_the_newest_is_applied():
-    class Silent:
+def test_newest_of_several_assignments_is_applied():
+    class SilentMailbox:
         device = SimpleNamespace(name="b", record=lambda *event, **fields: None)
 
         def on(self, kind, handler):
@@ -152,7 +144,7 @@ def test_assignments_that_arrive_together_are_all_known_and_the_newest_is_applie
     planned = NeuronAssignment(
         groups=(range(2),), sizes=(1, 2), layers=({"c": [0]}, {"c": [0, 1]})
     )
-    mailbox = Silent()
+    mailbox = SilentMailbox()
     handover = Handover(
         mailbox, SimpleNamespace(shards={}), planned, lambda layer: None
     )
@@ -164,8 +156,8 @@ def test_assignments_that_arrive_together_are_all_known_and_the_newest_is_applie
     assert list(handover.by_version[1].neurons_of("d", 1)) == [0, 1]
 
 
-def test_delivered_messages_are_not_kept():
-    class Delivered:
+def test_delivered_messages_are_discarded():
+    class DeliveringMailbox:
         device = SimpleNamespace(name="b", record=lambda *event, **fields: None)
 
         def on(self, kind, handler):
@@ -179,7 +171,7 @@ def test_delivered_messages_are_not_kept():
         groups=(range(2),), sizes=(1, 2), layers=layers, version=5
     )
     handover = Handover(
-        Delivered(), SimpleNamespace(shards={}), assignment, lambda layer: None
+        DeliveringMailbox(), SimpleNamespace(shards={}), assignment, lambda layer: None
     )
     handover.apply(assignment)
     for _ in range(3):

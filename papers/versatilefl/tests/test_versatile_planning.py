@@ -1,7 +1,8 @@
-"""VersatileFL's pure parts beside the examples that its paper works out."""
+"""Credibility, rearrangement and stages of VersatileFL against the examples of its paper."""
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -39,7 +40,8 @@ RUNTIME = [
     [0.6, 0.0, 1.0, 0.3],
     [0.0, 0.0, 0.2, 0.1],
 ]
-# Of the paper's Table I (c), but for device 4 with itself: it does not follow from (b), and is 1 as all others.
+# Table I (c) of the paper, except for device 4 with itself: its printed value
+# does not follow from (b), so it is 1 here.
 AFTER = [
     [1.0, 0.09, 0.48, 0.14],
     [0.06, 1.0, 0.09, 0.10],
@@ -48,29 +50,30 @@ AFTER = [
 ]
 
 
-def table(rows):
-    return {
-        (str(a), str(b)): value
-        for a, row in enumerate(rows, 1)
-        for b, value in enumerate(row, 1)
-        if a != b
-    }
+def pairs_of(rows):
+    """Return the values of a table by pairs of different devices, numbered from 1."""
+    values = {}
+    for sender, row in enumerate(rows, start=1):
+        for receiver, value in enumerate(row, start=1):
+            if sender != receiver:
+                values[str(sender), str(receiver)] = value
+    return values
 
 
-def test_the_credibility_of_table_1_follows_from_the_two_before_it():
-    before, runtime = table(INITIAL), table(RUNTIME)
-    found = {
+def test_updated_credibility_matches_table_1():
+    before, runtime = pairs_of(INITIAL), pairs_of(RUNTIME)
+    credibility = {
         pair: update_credibility(runtime[pair], before[pair], alpha=0.9)
         for pair in before
     }
-    assert found == pytest.approx(table(AFTER))
-    assert mean_credibility(found, "2") == pytest.approx(0.087, abs=5e-4)
+    assert credibility == pytest.approx(pairs_of(AFTER))
+    assert mean_credibility(credibility, "2") == pytest.approx(0.087, abs=5e-4)
     assert [name for name in "1234" if is_silent(runtime, name)] == ["2"]
     assert mean_credibility({}, "1") == 0
 
 
-def records_of(alpha, initial=()):
-    """Return a function that notes casts in one window of device e after the other, and what each window leaves."""
+def make_records(alpha, initial=()):
+    """Return the records of device e and a function from the casts of one window to the rates of reception."""
     records = ReceptionRecords("e", dict(initial), alpha, steps=1, record_delay=1)
     arrangement = partition_neurons([5, 5], "abcde", "horizontal")
     records.close_window(0, arrangement)
@@ -79,16 +82,16 @@ def records_of(alpha, initial=()):
         for sender, received in casts:
             records.note_cast(sender, received=received)
         records.close_window(number, arrangement)
-        found = records.newest["e"]
-        assert found[0] == number - 1
-        return found[1]
+        newest = records.newest["e"]
+        assert newest[0] == number - 1
+        return newest[1]
 
     return records, window
 
 
-def test_a_cast_missing_in_its_slot_counts_as_lost():
-    records, window = records_of(alpha=1)
-    found = window(
+def test_cast_missing_in_slot_counts_as_lost():
+    records, window = make_records(alpha=1)
+    rates = window(
         1,
         ("a", True),
         ("a", False),
@@ -98,8 +101,8 @@ def test_a_cast_missing_in_its_slot_counts_as_lost():
         ("c", False),
         ("e", True),
     )
-    assert found == {"a": (0.75, 0.75), "b": (1, 1), "c": (0, 0), "d": (0, 0)}
-    # One that dies in mid-window: it was heard, but no more at the end.
+    assert rates == {"a": (0.75, 0.75), "b": (1, 1), "c": (0, 0), "d": (0, 0)}
+    # Device a fails in the middle of the window: its casts were received at the start only.
     assert window(2, *(("a", step < 3 * SERIES) for step in range(4 * SERIES)))[
         "a"
     ] == (0, 0.75)
@@ -108,8 +111,8 @@ def test_a_cast_missing_in_its_slot_counts_as_lost():
     assert not records.is_cut_off
 
 
-def test_a_silent_device_loses_credibility_window_by_window():
-    _, window = records_of(ALPHA, {("a", "e"): 0.5})
+def test_silent_device_loses_credibility_each_window():
+    _, window = make_records(ALPHA, {("a", "e"): 0.5})
     assert window(1, ("b", True), ("b", False)) == {
         "a": (0, 0.05),
         "b": (0.5, 0.45),
@@ -120,62 +123,50 @@ def test_a_silent_device_loses_credibility_window_by_window():
 
 
 @pytest.mark.parametrize(
-    ("rates", "goes_on"),
+    ("rates", "expected"),
     [([0.75, 1, 0.5], True), ([0.75, 0.25, 0.5], False), ([], True)],
 )
-def test_a_batch_goes_on_while_every_success_rate_is_at_least_the_threshold(
-    rates, goes_on
-):
-    assert is_valid(rates, 0.5) is goes_on
+def test_batch_is_valid_if_all_success_rates_reach_threshold(rates, expected):
+    assert is_valid(rates, 0.5) is expected
 
 
-def test_the_rates_of_a_layer_are_means_over_received_notes():
+def test_merged_rates_are_means_over_received_rates():
     assert merge_rates([(1.0, 0.5), (0.5, 0.25)], 2) == (0.75, 0.375)
     assert merge_rates([], 2) == (0.0, 0.0)
 
 
-def test_ten_neurons_are_shared_in_proportion_to_credibility():
+def test_neurons_are_shared_in_proportion_to_credibility():
     assert share_neurons([0.15, 0.6], 10) == [2, 8]
     before = partition_neurons([10], ["a", "b"], "horizontal")
-    after = rearrange_group(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
-    assert [
-        len(after.neurons_of(name, 0)) - len(before.neurons_of(name, 0))
-        for name in "ab"
-    ] == [
-        -3,
-        3,
-    ]
+    credibility = {"a": 0.15, "b": 0.6}
+    after = rearrange_group(before, 0, credibility, seed=1)
+    # Both devices had 5 neurons of the layer.
+    assert [len(after.neurons_of(name, 0)) for name in "ab"] == [2, 8]
     (move,) = list_moves(before, after)
     assert (move.giver, move.taker, len(move.neurons)) == ("a", "b", 3)
     assert set(move.neurons) < set(before.neurons_of("a", 0))
-    # Which of them is drawn from the seed.
-    assert after == rearrange_group(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
-    assert (
-        len(
-            {
-                rearrange_group(before, 0, {"a": 0.15, "b": 0.6}, seed).neurons_of(
-                    "a", 0
-                )
-                for seed in range(20)
-            }
-        )
-        > 5
-    )
+    # The seed determines which neurons move.
+    assert after == rearrange_group(before, 0, credibility, seed=1)
+    choices = set()
+    for seed in range(20):
+        rearranged = rearrange_group(before, 0, credibility, seed)
+        choices.add(rearranged.neurons_of("a", 0))
+    assert len(choices) > 5
 
 
 @pytest.mark.parametrize(
-    ("weights", "total", "found"),
+    ("weights", "total", "shares"),
     [([1, 1, 1], 10, [4, 3, 3]), ([0, 0], 4, [2, 2]), ([5], 3, [3])],
 )
-def test_shares_add_up(weights, total, found):
-    assert share_neurons(weights, total) == found
+def test_shares_sum_to_number_of_neurons(weights, total, shares):
+    assert share_neurons(weights, total) == shares
 
 
 def devices(count):
     return [f"d{number}" for number in range(count)]
 
 
-def test_a_device_that_joins_takes_an_even_share_in_the_group_with_the_fewest():
+def test_joining_device_takes_even_share_of_smallest_group():
     before = partition_neurons([12, 12, 12, 12], devices(4), "hybrid")
     without = remove_device(before, "d3", {"d2": 0.8}, seed=1)
     assert without.members(1) == ("d2",)
@@ -185,7 +176,7 @@ def test_a_device_that_joins_takes_an_even_share_in_the_group_with_the_fewest():
     assert [
         len(after.neurons_of(name, layer)) for name in ("d2", "new") for layer in (2, 3)
     ] == [6] * 4
-    # The other group is as it was.
+    # The other group is unchanged.
     assert after.layers[:2] == before.layers[:2]
     third = add_device(after, "third", seed=1)
     assert [len(third.neurons_of(name, 0)) for name in ("d0", "d1", "third")] == [
@@ -199,7 +190,7 @@ def test_a_device_that_joins_takes_an_even_share_in_the_group_with_the_fewest():
         add_device(partition_neurons([2, 9], devices(2), "horizontal"), "new", seed=1)
 
 
-def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retires_travel():
+def test_neurons_of_failed_device_are_reset_and_of_retired_device_move():
     before = partition_neurons([8, 8], devices(2), "horizontal")
     after = remove_device(before, "d1", {"d0": 1.0}, seed=3)
     assert {
@@ -208,14 +199,14 @@ def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retire
     assert {(move.giver, move.taker) for move in list_moves(before, after)} == {
         ("d1", "d0")
     }
-    nobody = remove_device(after, "d0", {}, seed=3)
-    assert nobody.members(0) == ()
-    again = add_device(nobody, "d1", seed=3)
-    assert again.neurons_of("d1", 1) == range(8)
-    assert [move.giver for move in list_moves(nobody, again)] == [None, None]
+    empty = remove_device(after, "d0", {}, seed=3)
+    assert empty.members(0) == ()
+    refilled = add_device(empty, "d1", seed=3)
+    assert refilled.neurons_of("d1", 1) == range(8)
+    assert [move.giver for move in list_moves(empty, refilled)] == [None, None]
 
 
-def test_a_newcomer_keeps_its_neurons_when_another_device_fails():
+def test_new_device_keeps_neurons_when_another_device_fails():
     before = add_device(
         partition_neurons([12], devices(2), "horizontal"), "new", seed=1
     )
@@ -223,9 +214,9 @@ def test_a_newcomer_keeps_its_neurons_when_another_device_fails():
     assert [len(after.neurons_of(name, 0)) for name in ("d0", "new")] == [6, 6]
 
 
-def carried_out(held, found, now):
-    """Move neurons as devices do; what the last device of a group takes along is nobody's."""
-    for move in found:
+def apply_moves(held, moves, assignment):
+    """Apply moves to the neurons of each device and drop neurons of removed devices."""
+    for move in moves:
         if move.giver is not None:
             assert set(move.neurons) <= held[move.giver, move.layer]
             held[move.giver, move.layer] -= set(move.neurons)
@@ -233,19 +224,30 @@ def carried_out(held, found, now):
         assert not taken & set(move.neurons)
         taken |= set(move.neurons)
     return {
-        place: neurons for place, neurons in held.items() if place[0] in now.devices
+        place: neurons
+        for place, neurons in held.items()
+        if place[0] in assignment.devices
     }
 
 
+def assert_neurons_match(assignment, layer, size, held):
+    """Assert a single holder for each neuron of a layer, unless the group is empty."""
+    holders = assignment.layers[layer]
+    neurons = []
+    for name, assigned in holders.items():
+        neurons.extend(assigned)
+        assert held.get((name, layer), set()) == set(assignment.neurons_of(name, layer))
+    assert sorted(neurons) == (list(range(size)) if holders else [])
+
+
 @pytest.mark.parametrize("kind", ["vertical", "hybrid", "horizontal"])
-def test_a_removed_device_always_finds_a_place_again(kind):
+def test_removed_device_can_always_rejoin(kind):
     for seed in range(100):
         draws = random.Random(seed)
         names = devices(draws.randint(4, 6))
-        sizes = [
-            -(-len(names) // {"vertical": 4, "hybrid": 2, "horizontal": 1}[kind])
-            for _ in range(4)
-        ]
+        # The layers have just enough neurons for one on each device of a group.
+        groups = {"vertical": 4, "hybrid": 2, "horizontal": 1}[kind]
+        sizes = [math.ceil(len(names) / groups)] * 4
         now, away = partition_neurons(sizes, names, kind), []
         for _ in range(20):
             if away and draws.random() < 0.5:
@@ -257,7 +259,7 @@ def test_a_removed_device_always_finds_a_place_again(kind):
 
 
 @pytest.mark.parametrize("kind", ["vertical", "hybrid", "horizontal"])
-def test_no_neuron_is_lost_or_doubled_by_failures_retirements_and_joins(kind):
+def test_random_changes_neither_lose_nor_duplicate_neurons(kind):
     for seed in range(350):
         draws = random.Random(seed)
         sizes = [draws.randint(6, 20) for _ in range(draws.randint(1, 5))]
@@ -287,38 +289,31 @@ def test_no_neuron_is_lost_or_doubled_by_failures_retirements_and_joins(kind):
                     for place, neurons in held.items()
                     if place[0] not in gone
                 }
-            held = carried_out(held, list_moves(before, now, gone), now)
+            held = apply_moves(held, list_moves(before, now, gone), now)
             for layer, size in enumerate(sizes):
-                every = [
-                    neuron
-                    for neurons in now.layers[layer].values()
-                    for neuron in neurons
-                ]
-                assert sorted(every) == (list(range(size)) if now.layers[layer] else [])
-                assert all(
-                    held.get((name, layer), set()) == set(now.neurons_of(name, layer))
-                    for name in now.layers[layer]
-                )
+                assert_neurons_match(now, layer, size, held)
 
 
-def test_the_stages_become_stricter_as_the_loss_stops_improving():
+def test_later_stages_are_stricter_unless_options_are_fixed():
     update = DynamicUpdate(VersatileOptions())
-    found = []
-    for update.stage in range(12):
-        found.append((update.thres_fw, update.grad_reuse_bw))
-    assert [thres_fw for thres_fw, _ in found[:7]] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5]
-    assert [reuse for _, reuse in found] == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 0]
-    given = DynamicUpdate(VersatileOptions(thres_fw="30%", grad_reuse_bw=4))
-    given.stage = 5
-    assert (given.thres_fw, given.grad_reuse_bw) == (0.3, 4)
+    thresholds, reuses = [], []
+    for stage in range(12):
+        update.stage = stage
+        thresholds.append(update.thres_fw)
+        reuses.append(update.grad_reuse_bw)
+    assert thresholds[:7] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5]
+    assert reuses == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 0]
+    fixed = DynamicUpdate(VersatileOptions(thres_fw="30%", grad_reuse_bw=4))
+    fixed.stage = 5
+    assert (fixed.thres_fw, fixed.grad_reuse_bw) == (0.3, 4)
 
 
-def test_a_stage_begins_after_so_many_steps_without_a_better_loss():
+def test_stage_begins_after_steps_without_improvement():
     update, stages = DynamicUpdate(VersatileOptions()), []
     for step in range(200):
         update.observe_loss(step, 1.0 if step < 30 else 0.5)
         stages.append(update.stage)
-    # Better at steps 0 and 30; 60 steps later, and then every 60, the next stage begins.
+    # The loss improves at steps 0 and 30; a stage begins 60 steps after an improvement and every 60 steps thereafter.
     assert [step for step in range(1, 200) if stages[step] > stages[step - 1]] == [
         90,
         150,
@@ -328,7 +323,7 @@ def test_a_stage_begins_after_so_many_steps_without_a_better_loss():
     assert impatient.stage == 0
 
 
-def test_a_single_device_without_links_can_be_planned():
+def test_single_device_without_links_can_be_planned():
     plan = Versatile().plan(
         problem_of(make_scenario(workers=0, method={"name": "versatile"}))[0]
     )

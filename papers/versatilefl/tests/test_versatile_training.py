@@ -1,4 +1,4 @@
-"""VersatileFL on the virtual clock: as EdgePipe while nothing is lost, and what it does about losses and failures."""
+"""Training with VersatileFL on the virtual clock, with and without message losses and device failures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
 from testbed_versatilefl.metrics import DECLARED
 from testbed_versatilefl.planner import plan
-from tests.helpers.runs import fields_of, make_scenario, problem_of, run_simulated
+from tests.helpers.runs import (
+    events_of,
+    fields_of,
+    make_scenario,
+    problem_of,
+    run_simulated,
+)
 
+# Neurons of the input and of the layers of the default model.
+NEURONS = 64 + 12 + 10 + 8 + 8 + 10
+# Timeslots of a step: eleven passes without a pipeline (horizontal), a period of four with one (hybrid).
+HORIZONTAL_SLOTS = 11
+HYBRID_SLOTS = 4
 WORKLOAD = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 36}
 LOSSY = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "25%"}}
 
@@ -34,6 +45,53 @@ def six_devices(method=(), name="versatile", workload=(), **keys):
 
 def plan_scenario(scenario_file):
     return plan(problem_of(scenario_file)[0])
+
+
+def first_worker(plan_of_run):
+    workers = [
+        name for name in plan_of_run.details.devices if name != plan_of_run.coordinator
+    ]
+    return workers[0]
+
+
+def losses_of(outcome, event="step"):
+    return [fields["loss"] for fields in fields_of(outcome, event)]
+
+
+def causes_of(outcome):
+    return {fields["cause"] for fields in fields_of(outcome, "rearrangement")}
+
+
+def final_neurons(outcome):
+    """Return the number of neurons on each device at the end."""
+    neurons = {}
+    for device, fields in events_of(outcome, "arrangement"):
+        neurons[device] = fields["neurons"]
+    return neurons
+
+
+def states_of(outcome, victim):
+    return [
+        fields["state"]
+        for device, fields in events_of(outcome, "state")
+        if device == victim
+    ]
+
+
+def begin_times_of(outcome, device):
+    return [
+        event.time
+        for event in outcome.events
+        if (event.event, event.device) == ("begin", device)
+    ]
+
+
+def links_in_both_directions(device, others):
+    links = []
+    for other in others:
+        links.append((device, other))
+        links.append((other, device))
+    return links
 
 
 @pytest.mark.parametrize(
@@ -56,67 +114,50 @@ def test_without_losses_versatilefl_equals_edgepipe(allocation, keys):
     )
     edgepipe = run_simulated(six_devices({"allocation": allocation}, "edgepipe", short))
     for event in ("step", "evaluate"):
-        ours, theirs = fields_of(versatile, event), fields_of(edgepipe, event)
-        assert [each["loss"] for each in ours] == pytest.approx(
-            [each["loss"] for each in theirs], rel=1e-5
-        )
+        losses = losses_of(versatile, event)
+        assert losses == pytest.approx(losses_of(edgepipe, event), rel=1e-5)
 
 
 @pytest.mark.parametrize("model", [{}, CNN])
-def test_scattered_neurons_learn_the_same(model):
+def test_random_allocation_has_losses_of_horizontal_allocation(model):
     short = {"steps": 12, **model}
-    scattered = fields_of(
-        run_simulated(six_devices({"allocation": "random"}, workload=short)), "step"
+    scattered, contiguous = (
+        run_simulated(six_devices({"allocation": allocation}, workload=short))
+        for allocation in ("random", "horizontal")
     )
-    together = fields_of(
-        run_simulated(six_devices({"allocation": "horizontal"}, workload=short)), "step"
-    )
-    assert [each["loss"] for each in scattered] == pytest.approx(
-        [each["loss"] for each in together], rel=1e-5
-    )
+    assert losses_of(scattered) == pytest.approx(losses_of(contiguous), rel=1e-5)
 
 
-def counted(outcome):
-    """Return what all devices counted of their layers together."""
-    found = Counter()
-    for each in fields_of(outcome, "maintenance"):
-        found.update(
-            {
-                name: value
-                for name, value in each.items()
-                if name not in ("layer", "step", "version")
-            }
-        )
-    return found
+def count_maintenance(outcome):
+    """Sum the counters of maintenance events over devices and layers."""
+    counts = Counter()
+    for fields in fields_of(outcome, "maintenance"):
+        for name, value in fields.items():
+            if name not in ("layer", "step", "version"):
+                counts[name] += value
+    return counts
 
 
-def test_each_kind_of_maintenance_can_be_switched_off():
-    learns, off = (
-        {},
-        {"substitution": False, "reuse_gradients": False, "rearrangement": False},
-    )
-    for kept in ("substitution", "reuse_gradients", "rearrangement", None):
+def test_kinds_of_maintenance_can_be_disabled_separately():
+    kinds = ("substitution", "reuse_gradients", "rearrangement")
+    counts_by_kind = {}
+    for enabled in (*kinds, None):
+        switches = {kind: kind == enabled for kind in kinds}
         outcome = run_simulated(
-            six_devices(
-                {"allocation": "horizontal", **{key: key == kept for key in off}},
-                network=LOSSY,
-            )
+            six_devices({"allocation": "horizontal", **switches}, network=LOSSY)
         )
-        learns[kept] = counted(outcome)
-        assert bool(fields_of(outcome, "rearrangement")) == (kept == "rearrangement")
-    assert learns["substitution"]["dropped"] == 0
-    assert learns["substitution"]["fresh"] > 10 * learns[None]["fresh"]
-    assert learns[None]["dropped"] > 0
-    assert {
-        kept: counts["reused"] > 0
-        for kept, counts in learns.items()
-        if kept is not None
-    } == {
-        "substitution": False,
-        "reuse_gradients": learns["reuse_gradients"]["fresh"] > 0
-        and learns["reuse_gradients"]["reused"] > 0,
-        "rearrangement": False,
-    }
+        counts_by_kind[enabled] = count_maintenance(outcome)
+        assert bool(fields_of(outcome, "rearrangement")) == (enabled == "rearrangement")
+    with_substitution = counts_by_kind["substitution"]
+    with_reuse = counts_by_kind["reuse_gradients"]
+    unmaintained = counts_by_kind[None]
+    assert with_substitution["dropped"] == 0
+    assert with_substitution["fresh"] > 10 * unmaintained["fresh"]
+    assert unmaintained["dropped"] > 0
+    assert with_substitution["reused"] == 0
+    assert counts_by_kind["rearrangement"]["reused"] == 0
+    # Without a new gradient there is none to save and reuse.
+    assert with_reuse["fresh"] > 0 or with_reuse["reused"] == 0
 
 
 def test_metrics_report_losses_by_layer_and_neurons_by_device():
@@ -127,126 +168,103 @@ def test_metrics_report_losses_by_layer_and_neurons_by_device():
     )
     (trial,) = trials(scenario_file)
     outcome = run_simulated(scenario_file)
-    found = metrics(outcome, trial.experiment, plan_scenario(scenario_file), DECLARED)
+    values = metrics(outcome, trial.experiment, plan_scenario(scenario_file), DECLARED)
     sums = {}
-    for each in fields_of(outcome, "maintenance"):
-        sums.setdefault(str(each["layer"]), Counter()).update(each)
-    assert found["layers"].keys() == sums.keys() == {"1", "2", "3", "4", "5"}
+    for fields in fields_of(outcome, "maintenance"):
+        sums.setdefault(str(fields["layer"]), Counter()).update(fields)
+    layers, devices = values["layers"], values["devices"]
+    assert layers.keys() == sums.keys() == {"1", "2", "3", "4", "5"}
     for layer, counts in sums.items():
-        assert (
-            found["layers"][layer]["substituted_inputs"]
-            == counts["missing"] / counts["expected"]
-        )
-        assert (
-            found["layers"][layer]["dropped_batches"]
-            == counts["dropped"] / counts["batches"]
-        )
+        substituted = counts["missing"] / counts["expected"]
+        dropped = counts["dropped"] / counts["batches"]
+        assert layers[layer]["substituted_inputs"] == substituted
+        assert layers[layer]["dropped_batches"] == dropped
+    # The share of reused gradients in all layers is weighted by the updates of each layer.
     updates = [
         counts["fresh"] + counts["reused"] + counts["idle"] for counts in sums.values()
     ]
-    reused = [layer["gradients_reused"] for layer in found["layers"].values()]
+    reused = [layer["gradients_reused"] for layer in layers.values()]
     assert sum(map(operator.mul, updates, reused)) / sum(updates) == pytest.approx(
-        found["gradients_reused"]
+        values["gradients_reused"]
     )
-    held = [
-        found["devices"][name]["neurons"]
+    neurons = [
+        devices[name]["neurons"]
         for name in plan_scenario(scenario_file).details.devices
     ]
-    assert sum(held) == 64 + 12 + 10 + 8 + 8 + 10
-    assert (
-        min(row.get("credibility", 1) for row in found["devices"].values())
-        == found["lowest_credibility"]
-    )
-    assert found["devices"]["source"].keys() >= {"compute", "neurons"}
+    assert sum(neurons) == NEURONS
+    lowest = min(row.get("credibility", 1) for row in devices.values())
+    assert lowest == values["lowest_credibility"]
+    assert devices["source"].keys() >= {"compute", "neurons"}
 
 
-def test_a_killed_device_is_detected_and_its_neurons_begin_anew_elsewhere():
+def test_neurons_of_killed_device_are_reset_on_other_devices():
     scenario_file = six_devices({"allocation": "horizontal"})
-    planned = plan_scenario(scenario_file)
-    victim = next(
-        name for name in planned.details.devices if name != planned.coordinator
-    )
-    at = 5 * 11 * planned.details.timeslot
+    plan_of_run = plan_scenario(scenario_file)
+    victim = first_worker(plan_of_run)
+    at = 5 * HORIZONTAL_SLOTS * plan_of_run.details.timeslot
     outcome = run_simulated(
         six_devices(
             {"allocation": "horizontal"}, faults=[{"kill": victim, "at": f"{at}s"}]
         )
     )
     assert outcome.status == "finished"
-    # It was heard for five steps of the first window, and no more at its end.
+    # Casts of the victim were received in the first five steps of the window and not at its end.
     change = fields_of(outcome, "rearrangement")[0]
     assert (change["cause"], change["devices"]) == ("failure", [victim])
     assert change["version"] == 1
     assert change["reset"] > 0
-    last = {
-        event.device: event.fields["neurons"]
-        for event in outcome.events
-        if event.event == "arrangement"
-    }
-    assert (
-        sum(neurons for name, neurons in last.items() if name != victim)
-        == 64 + 12 + 10 + 8 + 8 + 10
-    )
-    losses = [each["loss"] for each in fields_of(outcome, "step")]
+    neurons = final_neurons(outcome)
+    neurons.pop(victim)
+    assert sum(neurons.values()) == NEURONS
+    losses = losses_of(outcome)
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
-def test_nothing_is_maintained_after_the_steps_of_naive_after():
+def test_maintenance_stops_after_naive_after():
     method = {
         "allocation": "hybrid",
         "naive_after": 15,
         "naive_baseline": "naive-zeros",
     }
-    planned = plan_scenario(six_devices(method))
-    victim = next(
-        name for name in planned.details.devices if name != planned.coordinator
-    )
-    faults = [{"kill": victim, "at": f"{15 * 4 * planned.details.timeslot}s"}]
+    plan_of_run = plan_scenario(six_devices(method))
+    victim = first_worker(plan_of_run)
+    step = HYBRID_SLOTS * plan_of_run.details.timeslot
+    faults = [{"kill": victim, "at": f"{15 * step}s"}]
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "5%"}}
     keys = {"faults": faults, "network": network, "workload": {"steps": 60}}
     naive, maintained = (
         run_simulated(six_devices({**method, "naive_after": steps}, **keys))
         for steps in (15, None)
     )
-    before, still = (
-        [each["loss"] for each in fields_of(outcome, "step")][:15]
-        for outcome in (naive, maintained)
-    )
-    assert before == still
-    assert "failure" in {
-        each["cause"] for each in fields_of(maintained, "rearrangement")
-    }
-    assert "failure" not in {
-        each["cause"] for each in fields_of(naive, "rearrangement")
-    }
+    assert losses_of(naive)[:15] == losses_of(maintained)[:15]
+    assert "failure" in causes_of(maintained)
+    assert "failure" not in causes_of(naive)
     reused = [
-        each["reused"]
-        for each in fields_of(naive, "maintenance")
-        if "reused" in each and each["step"] > 36
+        fields["reused"]
+        for fields in fields_of(naive, "maintenance")
+        if "reused" in fields and fields["step"] > 36
     ]
-    assert not reused, "saved gradients are not used any more"
-    dropped, blocked = (
-        run_simulated(six_devices({**method, "naive_baseline": how}, **keys))
-        for how in ("naive", "naive-blocked")
+    assert not reused, "saved gradients are not used after naive_after"
+    naive_dropped, blocked = (
+        run_simulated(six_devices({**method, "naive_baseline": baseline}, **keys))
+        for baseline in ("naive", "naive-blocked")
     )
-    for outcome, learns in ((naive, True), (dropped, False), (blocked, False)):
+    for outcome, learns in ((naive, True), (naive_dropped, False), (blocked, False)):
         fresh = [
-            each.get("fresh", 0)
-            for each in fields_of(outcome, "maintenance")
-            if each["step"] > 36
+            fields.get("fresh", 0)
+            for fields in fields_of(outcome, "maintenance")
+            if fields["step"] > 36
         ]
         assert any(fresh) == learns, (
-            "with a batch that is nowhere whole training is blocked"
+            "training is blocked by a batch that no device received completely"
         )
 
 
-def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share():
+def test_retiring_device_hands_over_neurons_and_rejoins_with_even_share():
     method = {"allocation": "horizontal"}
-    planned = plan_scenario(six_devices(method))
-    victim = next(
-        name for name in planned.details.devices if name != planned.coordinator
-    )
-    step = 11 * planned.details.timeslot
+    plan_of_run = plan_scenario(six_devices(method))
+    victim = first_worker(plan_of_run)
+    step = HORIZONTAL_SLOTS * plan_of_run.details.timeslot
     faults = [
         {"retire": victim, "at": f"{5 * step}s"},
         {"join": victim, "at": f"{20 * step}s"},
@@ -261,60 +279,53 @@ def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share
     )
     assert joined["cause"] == "join"
     assert joined["reset"] == 0
-    states = [
-        event.fields["state"]
-        for event in outcome.events
-        if event.event == "state" and event.device == victim
+    assert states_of(outcome, victim)[:5] == [
+        "up",
+        "started",
+        "finished",
+        "up",
+        "started",
     ]
-    assert states[:5] == ["up", "started", "finished", "up", "started"]
-    held = [
+    neurons = [
         event.fields["neurons"]
         for event in outcome.events
         if (event.event, event.device) == ("arrangement", victim)
     ]
-    assert held[1] == 0
-    assert held[-1] == pytest.approx(held[0], abs=6)  # as it is rounded in each layer
-    # Nothing is learnt anew: it goes on where the run without them is, but for a batch that was under way.
-    still = [
-        each["loss"] for each in fields_of(run_simulated(six_devices(method)), "step")
-    ]
-    losses = [each["loss"] for each in fields_of(outcome, "step")]
-    assert losses[:5] == pytest.approx(still[:5], rel=1e-5)
-    assert losses[-1] == pytest.approx(still[-1], rel=0.05)
+    assert neurons[1] == 0
+    # Shares are rounded in each of the six layers.
+    assert neurons[-1] == pytest.approx(neurons[0], abs=6)
+    # No neuron is reset: training continues like the undisturbed run, except for a batch in flight.
+    undisturbed = losses_of(run_simulated(six_devices(method)))
+    losses = losses_of(outcome)
+    assert losses[:5] == pytest.approx(undisturbed[:5], rel=1e-5)
+    assert losses[-1] == pytest.approx(undisturbed[-1], rel=0.05)
 
 
-def test_a_leaving_device_stops_waiting_for_a_dead_receiver_at_the_end_of_the_run():
+def test_retiring_device_ends_with_run_despite_dead_receiver():
     # With gathered results and final weights the coordinator's program continues after the last slot.
     method = {"allocation": "horizontal", "test_results": "gathered"}
-    planned = plan_scenario(six_devices(method))
-    coordinator = planned.coordinator
-    leaving, dying = [name for name in planned.details.devices if name != coordinator][
-        :2
-    ]
-    step = 11 * planned.details.timeslot
+    plan_of_run = plan_scenario(six_devices(method))
+    coordinator = plan_of_run.coordinator
+    leaving, dying = [
+        name for name in plan_of_run.details.devices if name != coordinator
+    ][:2]
+    step = HORIZONTAL_SLOTS * plan_of_run.details.timeslot
     faults = [
-        # Both in one slot: the others do not know yet that the receiver is dead.
+        # Both faults are in one slot, so the other devices do not know yet that the receiver is dead.
         {"kill": dying, "at": f"{20.01 * step}s"},
         {"retire": leaving, "at": f"{20.01 * step}s"},
     ]
     outcome = run_simulated(six_devices(method, faults=faults))
     assert outcome.error is None
-    states = [
-        event.fields["state"]
-        for event in outcome.events
-        if event.event == "state" and event.device == leaving
-    ]
-    assert states == ["up", "started", "finished"]
+    assert states_of(outcome, leaving) == ["up", "started", "finished"]
 
 
 @pytest.mark.parametrize("scored", ["cast", "gathered"])
-def test_a_killed_device_that_restarts_joins_again(scored):
+def test_killed_device_rejoins_after_restart(scored):
     method = {"allocation": "hybrid", "test_results": scored}
-    planned = plan_scenario(six_devices(method))
-    victim = next(
-        name for name in planned.details.devices if name != planned.coordinator
-    )
-    step = 4 * planned.details.timeslot
+    plan_of_run = plan_scenario(six_devices(method))
+    victim = first_worker(plan_of_run)
+    step = HYBRID_SLOTS * plan_of_run.details.timeslot
     faults = [
         {"kill": victim, "at": f"{10 * step}s"},
         {"restart": victim, "at": f"{12 * step}s"},
@@ -323,70 +334,61 @@ def test_a_killed_device_that_restarts_joins_again(scored):
     assert outcome.error is None
     changes = fields_of(outcome, "rearrangement")
     assert (changes[0]["cause"], changes[0]["devices"]) == ("join", [victim])
-    began = [
-        event.time
-        for event in outcome.events
-        if event.event == "begin" and event.device == victim
-    ]
-    assert max(began) > 13 * step
+    assert max(begin_times_of(outcome, victim)) > 13 * step
 
 
-def test_a_restarted_coordinator_does_not_decide_beside_the_acting_one():
+def test_restarted_coordinator_leaves_decisions_to_acting_coordinator():
     method = {"allocation": "horizontal"}
-    planned = plan_scenario(six_devices(method))
-    step = 11 * planned.details.timeslot
+    plan_of_run = plan_scenario(six_devices(method))
+    step = HORIZONTAL_SLOTS * plan_of_run.details.timeslot
     faults = [
-        {"kill": planned.coordinator, "at": f"{11.6 * step}s"},
-        {"restart": planned.coordinator, "at": f"{30.5 * step}s"},
+        {"kill": plan_of_run.coordinator, "at": f"{11.6 * step}s"},
+        {"restart": plan_of_run.coordinator, "at": f"{30.5 * step}s"},
     ]
     outcome = run_simulated(six_devices(method, faults=faults, workload={"steps": 42}))
     assert outcome.error is None
     changes = fields_of(outcome, "rearrangement")
-    assert ("join", [planned.coordinator]) in [
-        (each["cause"], each["devices"]) for each in changes
+    assert ("join", [plan_of_run.coordinator]) in [
+        (fields["cause"], fields["devices"]) for fields in changes
     ]
-    versions = [each["version"] for each in changes]
+    versions = [fields["version"] for fields in changes]
     assert versions == sorted(set(versions))
 
 
-def test_a_device_is_not_judged_by_the_window_in_which_it_joined():
+def test_joining_device_is_not_rated_in_first_window():
     method = {"allocation": "hybrid"}
-    planned = plan_scenario(six_devices(method))
-    victim = planned.details.devices[0]
-    step = 4 * planned.details.timeslot
-    # Up again in the third step of the window from 36 to 48, before records of the last window have arrived.
+    plan_of_run = plan_scenario(six_devices(method))
+    victim = plan_of_run.details.devices[0]
+    step = HYBRID_SLOTS * plan_of_run.details.timeslot
+    # The device joins in the window from step 36 to 48, before records of the previous window have arrived.
     faults = [
         {"kill": victim, "at": f"{11.6 * step}s"},
         {"join": victim, "at": f"{33 * step}s"},
     ]
     outcome = run_simulated(six_devices(method, faults=faults, workload={"steps": 70}))
-    (join,) = [
+    (join_time,) = [
         event.time
         for event in outcome.events
         if event.event == "rearrangement" and event.fields["cause"] == "join"
     ]
-    assert 36 < join / step < 36 + planned.details.record_delay
+    assert 36 < join_time / step < 36 + plan_of_run.details.record_delay
     windows = {}
-    for each in fields_of(outcome, "credibility"):
-        windows.setdefault(each["window"], set()).add(each["rated_device"])
+    for fields in fields_of(outcome, "credibility"):
+        windows.setdefault(fields["window"], set()).add(fields["rated_device"])
     assert [victim in windows[window] for window in (2, 3, 4)] == [False, False, True]
 
 
-def test_a_silent_device_rejoins_once_its_casts_arrive_again():
+def test_silent_device_rejoins_after_links_recover():
     method = {"allocation": "hybrid"}
-    planned = plan_scenario(six_devices(method))
-    victim = planned.details.devices[2]
-    window = 12 * planned.details.timeslot * 4
-    others = [name for name in planned.details.devices if name != victim]
-    links = [pair for other in others for pair in ((victim, other), (other, victim))]
-
-    def lossy(loss, at):
-        return [
-            {"degrade": {"from": a, "to": b, "message_loss": loss}, "at": f"{at}s"}
-            for a, b in links
-        ]
-
-    faults = [*lossy("100%", 0.5 * window), *lossy("0%", 4.25 * window)]
+    plan_of_run = plan_scenario(six_devices(method))
+    victim = plan_of_run.details.devices[2]
+    window = 12 * HYBRID_SLOTS * plan_of_run.details.timeslot
+    others = [name for name in plan_of_run.details.devices if name != victim]
+    faults = []
+    for loss, at in (("100%", 0.5 * window), ("0%", 4.25 * window)):
+        for sender, receiver in links_in_both_directions(victim, others):
+            change = {"from": sender, "to": receiver, "message_loss": loss}
+            faults.append({"degrade": change, "at": f"{at}s"})
     outcome = run_simulated(six_devices(method, faults=faults, workload={"steps": 84}))
     assert outcome.error is None
     changes = [
@@ -394,47 +396,42 @@ def test_a_silent_device_rejoins_once_its_casts_arrive_again():
         for event in outcome.events
         if event.event == "rearrangement"
     ]
-    (lost, failure), (again, join) = [
-        (at, each) for at, each in changes if each["cause"] in ("failure", "join")
+    (failure_time, failure), (join_time, join) = [
+        (at, fields) for at, fields in changes if fields["cause"] in ("failure", "join")
     ]
     assert (failure["devices"], join["devices"]) == ([victim], [victim])
-    # Nobody hears it, and yet it lives: what began anew without it has its weights one slot later.
-    sent = [
+    # The silent device is alive, so it still hands over the weights of its reset neurons within two slots.
+    moves = [
         event.time
         for event in outcome.events
         if event.event == "receive" and event.fields["message"] == "moved"
     ]
     assert failure["reset"] > 0
-    assert [at for at in sent if lost < at < lost + 2 * planned.details.timeslot]
-    # Out for as long as nobody hears it, in within the window after.
-    assert lost < 4.25 * window < again < 5.75 * window
-    assert join["reset"] == 0
-    held = {
-        event.device: event.fields["neurons"]
-        for event in outcome.events
-        if event.event == "arrangement"
-    }
-    assert held[victim] > 2
-    began = [
-        event.time
-        for event in outcome.events
-        if event.event == "begin" and event.device == victim
+    assert [
+        at
+        for at in moves
+        if failure_time < at < failure_time + 2 * plan_of_run.details.timeslot
     ]
-    assert not [at for at in began if lost + 0.5 * window < at < again]
-    assert max(began) > again
+    # The device is excluded while its casts are lost and rejoins in the window after its links recover.
+    assert failure_time < 4.25 * window < join_time < 5.75 * window
+    assert join["reset"] == 0
+    assert final_neurons(outcome)[victim] > 2
+    begin_times = begin_times_of(outcome, victim)
+    assert not [
+        at for at in begin_times if failure_time + 0.5 * window < at < join_time
+    ]
+    assert max(begin_times) > join_time
 
 
 @pytest.mark.parametrize("when", [{"at": "0.1s"}, {"when": {"event": "test_start"}}])
-def test_a_device_without_receptions_does_not_declare_all_others_failed(
-    when,
-):
-    # In tests there are no losses: those that it heard before are the last ones of a window.
+def test_device_without_receptions_declares_no_failures(when):
+    # Test runs cast no losses, so the receptions before the test are the last ones of a window.
     method = {"allocation": "hybrid", "evaluate_every": 12, "test_runs": 10}
-    planned = plan_scenario(six_devices(method))
-    victim = planned.details.devices[2]
-    others = [name for name in planned.details.devices if name != victim]
+    plan_of_run = plan_scenario(six_devices(method))
+    victim = plan_of_run.details.devices[2]
+    others = [name for name in plan_of_run.details.devices if name != victim]
     if "when" in when:
-        when = {"when": {"device": planned.coordinator, **when["when"]}}
+        when = {"when": {"device": plan_of_run.coordinator, **when["when"]}}
     lost = [
         {"degrade": {"from": name, "to": victim, "message_loss": "100%"}, **when}
         for name in others
@@ -446,69 +443,54 @@ def test_a_device_without_receptions_does_not_declare_all_others_failed(
         for event in outcome.events
         if event.event == "rearrangement" and event.device == victim
     ]
-    assert "failure" not in {
-        change["cause"] for change in fields_of(outcome, "rearrangement")
-    }
+    assert "failure" not in causes_of(outcome)
 
 
-def test_a_group_left_with_no_device_fails_the_run_and_is_named():
-    planned = plan_scenario(
-        six_devices({"allocation": "vertical", "management_window": 20})
-    )
-    victim = planned.details.devices[2]
+def test_group_without_devices_fails_run():
+    method = {"allocation": "vertical", "management_window": 20}
+    victim = plan_scenario(six_devices(method)).details.devices[2]
     faults = [{"kill": victim, "at": "0.1s"}]
-    outcome = run_simulated(
-        six_devices(
-            {"allocation": "vertical", "management_window": 20},
-            faults=faults,
-            workload={"steps": 80},
-        )
-    )
+    outcome = run_simulated(six_devices(method, faults=faults, workload={"steps": 80}))
     assert outcome.status == "failed"
     assert outcome.error.endswith(
         f"group 2 (layer 2) is left with no device: {victim} was its last"
     )
 
 
-def test_neurons_of_a_poorly_received_device_move_within_its_group():
-    method = {"allocation": "hybrid"}
-    method["mapping"] = "random"
-    planned = plan_scenario(six_devices(method))
-    poor = planned.details.devices[2]
+def test_poorly_received_device_loses_neurons_to_group():
+    method = {"allocation": "hybrid", "mapping": "random"}
+    plan_of_run = plan_scenario(six_devices(method))
+    lossy_device = plan_of_run.details.devices[2]
+    others = [name for name in plan_of_run.details.devices if name != lossy_device]
     links = [
-        {"from": a, "to": b, "message_loss": "90%"}
-        for other in planned.details.devices
-        if other != poor
-        for a, b in ((poor, other), (other, poor))
+        {"from": sender, "to": receiver, "message_loss": "90%"}
+        for sender, receiver in links_in_both_directions(lossy_device, others)
     ]
     network = {"link": {"rate": "20mbit", "delay": "2ms"}, "links": links}
     outcome = run_simulated(six_devices(method, network=network))
-    last = {
-        event.device: event.fields["neurons"]
-        for event in outcome.events
-        if event.event == "arrangement"
+    credibility = {
+        fields["rated_device"]: fields["value"]
+        for fields in fields_of(outcome, "credibility")
     }
-    value = {
-        each["rated_device"]: each["value"]
-        for each in fields_of(outcome, "credibility")
-    }
-    assert value[poor] < 0.3
-    assert 2 <= last[poor] < last[planned.details.devices[3]] / 3
+    assert credibility[lossy_device] < 0.3
+    neurons = final_neurons(outcome)
+    # The device keeps at least one neuron in each of its two layers.
+    assert 2 <= neurons[lossy_device] < neurons[plan_of_run.details.devices[3]] / 3
 
 
-def test_the_same_seed_loses_and_rearranges_the_same():
-    one, same = (
+def test_equal_seeds_have_equal_steps_and_rearrangements():
+    first, second = (
         run_simulated(
             six_devices({"allocation": "random"}, network=LOSSY, workload={"steps": 20})
         )
         for _ in range(2)
     )
-    assert fields_of(one, "step") == fields_of(same, "step")
-    assert fields_of(one, "rearrangement") == fields_of(same, "rearrangement")
+    assert fields_of(first, "step") == fields_of(second, "step")
+    assert fields_of(first, "rearrangement") == fields_of(second, "rearrangement")
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "message"),
+    ("method", "device", "message"),
     [
         (
             "edgepipe",
@@ -522,9 +504,9 @@ def test_the_same_seed_loses_and_rearranges_the_same():
         ),
     ],
 )
-def test_devices_that_cannot_retire_are_refused(name, device, message):
+def test_impossible_retirement_is_rejected(method, device, message):
     scenario_file = six_devices(
-        {"allocation": "hybrid"}, name, faults=[{"retire": device, "at": "1s"}]
+        {"allocation": "hybrid"}, method, faults=[{"retire": device, "at": "1s"}]
     )
     assert (
         plan(problem_of(six_devices({"allocation": "hybrid"}))[0]).coordinator
@@ -543,7 +525,7 @@ def test_devices_that_cannot_retire_are_refused(name, device, message):
         ),
     ],
 )
-def test_impossible_plans_are_refused_with_their_key(method, message):
+def test_impossible_plan_is_rejected_with_key(method, message):
     with pytest.raises(InputError, match=message) as caught:
         plan_scenario(six_devices(method))
     assert caught.value.key == ("method", *method)
@@ -563,6 +545,6 @@ def test_impossible_plans_are_refused_with_their_key(method, message):
         ({"grad_reuse_bw": -1}, "grad_reuse_bw: "),
     ],
 )
-def test_impossible_options_are_refused_with_their_key(method, message):
+def test_invalid_option_is_rejected_with_key(method, message):
     with pytest.raises(InputError, match=message):
         prepare(trials(six_devices(method))[0])
