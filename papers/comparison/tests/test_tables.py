@@ -52,7 +52,7 @@ def page(tmp_path, monkeypatch):
     return write
 
 
-def test_summary_names_the_figures_of_each_word(page):
+def test_summary_counts_rows_and_figures_of_each_word(page):
     rows = [row("near"), row("far"), row("missing", "Table 2")]
     text = page(rows, {"near": [0.80, 0.801], "far": [0.5, 0.51]})
     assert "3 rows: 1 agrees, 1 differs, 1 not run." in text
@@ -61,14 +61,14 @@ def test_summary_names_the_figures_of_each_word(page):
     assert "| not run | 1 | Table 2 |" in text
 
 
-def test_headlines_of_a_paper_begin_its_page(page):
+def test_headlines_precede_default_conditions(page):
     headline = {"claim": "it learns", "rows": ["near"], "differs": "data"}
     text = page([row("near")], {"near": [0.80, 0.801]}, headlines=[headline])
     line = "| it learns | 80 % | 80.05 ± 0.64 % | 1 | data | agrees |"
     assert text.index(line) < text.index("## Default conditions")
 
 
-def test_rows_of_one_figure_are_together_and_share_their_remarks(page):
+def test_rows_of_one_figure_are_grouped_and_share_remarks(page):
     rows = [
         row("one", note="a remark"),
         row("two", "Table 2"),
@@ -83,21 +83,21 @@ def test_rows_of_one_figure_are_together_and_share_their_remarks(page):
     assert text.count("a remark") == 1
 
 
-def test_wide_interval_around_the_value_of_the_paper_is_remarked(page):
+def test_wide_interval_around_paper_value_gets_remark(page):
     text = page([row("wide"), row("far")], {"wide": [0.7, 0.9], "far": [0.5, 0.51]})
     assert "| wide | 80 % | 80 ± 1.3e+02 % | 2 | differs | 1 |" in text
     assert "| far | 80 % | 50.5 ± 6.4 % | 2 | differs |  |" in text
     assert "1. our interval contains the paper's value, but is too wide" in text
 
 
-def test_long_tables_are_folded_and_short_ones_are_not(page):
+def test_only_long_tables_are_folded(page):
     rows = [row(f"row {number}") for number in range(LONG_TABLE)]
     text = page(rows, {})
     assert f"<summary>All {LONG_TABLE} rows</summary>\n\n|" in text
     assert "<details" not in page(rows[1:], {})
 
 
-def test_sensitivity_has_one_line_for_each_parameter_of_a_row(page):
+def test_sensitivity_table_has_one_line_per_parameter_of_row(page):
     value = {"scenario": "one", "ours": row("far")["ours"]}
     sensitivity = [
         {"row": "near", "parameter": "rate", "values": [{"value": "1mbit", **value}]},
@@ -113,6 +113,6 @@ def test_sensitivity_has_one_line_for_each_parameter_of_a_row(page):
     ) in text
 
 
-def test_provenance_has_one_line_for_each_processor(page):
+def test_provenance_has_one_line_per_processor(page):
     text = page([row("near")], {"near": [0.80, 0.801]})
     assert "| 1 | 4 | 2026-11-27 | abc | A processor (AVX2) | 2.9 |" in text

@@ -63,7 +63,7 @@ def ours_of(
         ("0", 0, "exact"),
     ],
 )
-def test_arithmetic_is_exact_to_the_digits_that_the_paper_prints(paper, value, word):
+def test_arithmetic_is_exact_to_printed_digits(paper, value, word):
     assert word_for(row(paper, "arithmetic"), timed(value)) == word
 
 
@@ -71,13 +71,15 @@ def test_arithmetic_is_exact_to_the_digits_that_the_paper_prints(paper, value, w
     ("mean", "half_width", "word"),
     [
         (80.0, 1.0, "agrees"),
-        (80.0, 0.3, "differs"),  # the paper's value is outside of the interval
+        (80.0, 0.3, "differs"),  # the interval excludes the paper's value
         (80.0, 9.0, "differs"),  # the interval is too wide to confirm anything
         (82.0, 1.0, "differs"),
         (80.5, None, "differs"),  # one run of a training has no interval
     ],
 )
-def test_a_training_agrees_by_its_interval(mean, half_width, word):
+def test_training_agrees_if_narrow_interval_contains_paper_value(
+    mean, half_width, word
+):
     assert (
         word_for(
             row("80.5", unit="%"), trained(mean, half_width, 5 if half_width else 1)
@@ -86,7 +88,7 @@ def test_a_training_agrees_by_its_interval(mean, half_width, word):
     )
 
 
-def test_a_time_agrees_to_the_printed_digits_and_inside_a_printed_range():
+def test_time_agrees_to_printed_digits_or_within_printed_range():
     assert word_for(row("1.12"), timed(1.118)) == "agrees"
     assert word_for(row("1.15"), timed(1.12)) == "differs"
     assert word_for(row(("1.5", "2.3")), timed(1.7, 2.25)) == "agrees"
@@ -95,7 +97,7 @@ def test_a_time_agrees_to_the_printed_digits_and_inside_a_printed_range():
     assert word_for(row(("80", None)), timed(79)) == "differs"
 
 
-def test_a_fitted_row_is_calibrated_where_it_is_near_and_differs_elsewhere():
+def test_fitted_row_is_calibrated_only_near_paper_value():
     fitted = row(("19.5", "21.6"), fitted="speed of a device")
     assert word_for(fitted, timed(7.0, 7.3)) == "differs"
     assert word_for(fitted, timed(19.0, 21.0)) == "calibrated"
@@ -103,21 +105,22 @@ def test_a_fitted_row_is_calibrated_where_it_is_near_and_differs_elsewhere():
     assert word_for(row("10.0", fitted="latency"), timed(11.1)) == "differs"
 
 
-def test_a_ratio_is_measured_from_one_so_that_no_effect_is_not_near_a_small_one():
+def test_tolerance_of_ratio_depends_on_distance_from_one():
     speed_up = row("1.06", unit="x", fitted="speed of a device")
     assert word_for(speed_up, timed(1.055)) == "calibrated"
     assert word_for(speed_up, timed(1.013)) == "differs"
+    # The paper's effect is 1.47, of which an interval of 0.14 is less than a tenth and one of 0.2 is more.
     assert word_for(row("2.47", unit="x"), trained(2.5, 0.14)) == "agrees"
     assert word_for(row("2.47", unit="x"), trained(2.5, 0.2)) == "differs"
 
 
-def test_other_data_are_not_comparable_and_missing_runs_are_not_run():
+def test_row_with_other_data_is_not_comparable_or_not_run():
     other = row("80.0", data="digits of 8x8")
     assert word_for(other, trained(80.0, 0.1)) == "not comparable"
     assert word_for(other, None) == "not run"
 
 
-def test_value_of_other_metric_can_miss_but_not_agree():
+def test_row_with_other_metric_may_differ_but_never_agrees():
     last = row("80.0", other_metric="the last accuracy instead of the highest")
     assert word_for(last, trained(80.0, 0.1)) == "not comparable"
     assert word_for(last, trained(60.0, 0.1)) == "differs"
@@ -132,11 +135,11 @@ def test_value_of_other_metric_can_miss_but_not_agree():
         ("similar", 1.0, 2.0, "same ranking"),
         ("similar", 3.0, 1.0, "same ranking"),
         ("similar", 3.0, 2.5, "differs"),
-        # Such an interval would contain nearly every difference.
+        # An interval this wide contains nearly every difference.
         ("similar", 1.0, 20.0, "differs"),
     ],
 )
-def test_a_ranking_needs_a_significant_difference(paper, mean, half_width, word):
+def test_ranking_needs_significant_difference(paper, mean, half_width, word):
     ranking = row(
         paper, "ranking", Difference(difference=(ACCURACY, OTHER)), unit="points"
     )
@@ -169,7 +172,7 @@ def test_ranking_with_fitted_parameter_is_calibrated():
     assert word_for(ranking, timed(1.2)) == "calibrated"
 
 
-def test_share_of_open_range_has_one_end():
+def test_shares_of_paper_omit_open_end_of_range():
     ours = timed(3.0, 6.0)
     assert shares_of_paper(row(("2", "4")), ours) == (1.5, 1.5)
     assert shares_of_paper(row((None, "4")), ours) == (1.5,)
@@ -182,14 +185,14 @@ def test_times_of_one_run_are_similar_within_five_percent():
     assert word_for(ranking, timed(1.06)) == "differs"
 
 
-def test_a_ranking_by_a_ratio_is_about_one_and_one_seed_of_a_training_ranks_nothing():
+def test_ratio_ranks_times_but_not_training_with_one_seed():
     ranking = row("larger", "ranking", Ratio(ratio=(ACCURACY, OTHER)), unit="x")
     assert word_for(ranking, timed(1.2)) == "same ranking"
     assert word_for(ranking, timed(0.9)) == "differs"
     assert word_for(ranking, trained(1.2, None, 1)) == "differs"
 
 
-def test_expressions_pair_repetitions_so_that_what_seeds_share_cancels():
+def test_expressions_pair_values_of_same_repetition():
     values = {"": [0.8, 0.6, 0.7], "other": [0.7, 0.5, 0.6]}
     ours = ours_of(values, Difference(difference=(ACCURACY, OTHER)), unit="points")
     assert ours.low == pytest.approx(10)
@@ -202,7 +205,7 @@ def test_expressions_pair_repetitions_so_that_what_seeds_share_cancels():
     ) == [0.25]
 
 
-def test_ratios_of_ratios_are_taken_repetition_by_repetition():
+def test_nested_ratios_pair_values_of_same_repetition():
     def values(value):
         return [8.0, None, 6.0] if value == ACCURACY else [2.0, 2.0, 3.0]
 
@@ -214,20 +217,21 @@ def test_ratios_of_ratios_are_taken_repetition_by_repetition():
     assert terms(Ratio(ratio=(inner, OTHER))) == (ACCURACY, OTHER, OTHER)
 
 
-def test_a_repetition_without_a_value_leaves_the_other_pairs_together():
+def test_repetition_without_value_is_excluded_from_pairs():
     values = {"": [4.0, None, 9.0], "other": [2.0, 5.0, 3.0]}
     ours = ours_of(values, Ratio(ratio=(ACCURACY, OTHER)))
     assert (ours.low, ours.runs) == (2.5, 2)
     assert ours_of({"": [None, None]}, ACCURACY) is None
 
 
-def test_the_interval_is_students():
+def test_interval_uses_students_t_distribution():
     ours = ours_of({"": [1.0, 2.0, 3.0]}, ACCURACY)
     assert (ours.low, ours.runs) == (2.0, 3)
+    # The 97.5 % quantile of Student's t with two degrees of freedom is 4.303; the standard deviation is 1.
     assert ours.half_width == pytest.approx(4.303 / 3**0.5, rel=1e-3)
 
 
-def test_several_expressions_give_a_range_and_a_missing_one_gives_nothing():
+def test_several_expressions_give_range_unless_value_is_missing():
     values = {"": [120.0], "other": [60.0]}
     ours = ours_of(values, ACCURACY, OTHER, unit="min", is_timing=True)
     assert (ours.low, ours.high, ours.half_width) == (1.0, 2.0, None)
@@ -237,6 +241,6 @@ def test_several_expressions_give_a_range_and_a_missing_one_gives_nothing():
 @pytest.mark.parametrize(
     ("ratio", "word"), [(1.029, "differs"), (1.031, "same ranking")]
 )
-def test_times_of_one_run_have_ranking_only_beyond_difference_of_clocks(ratio, word):
+def test_times_of_one_run_rank_only_beyond_difference_of_clocks(ratio, word):
     ranking = row("larger", "ranking", Ratio(ratio=(ACCURACY, OTHER)), unit="x")
     assert word_for(ranking, Ours(ratio, ratio, None, 1)) == word
