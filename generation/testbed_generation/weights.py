@@ -108,6 +108,15 @@ def _broken_file_error(path: Path, error: Exception) -> InputError:
     )
 
 
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the file of each weight, by name; raises `InputError` for a broken index."""
+    try:
+        files: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise _broken_file_error(path, error) from None
+    return files
+
+
 class Checkpoint:
     """Weights of a safetensors file, or of a folder of files with an index, in Hugging Face's Llama layout."""
 
@@ -118,12 +127,12 @@ class Checkpoint:
         """File of each weight; empty for a checkpoint of one file."""
         index = path / "model.safetensors.index.json"
         if index.is_file():
-            self._index = json.loads(index.read_text())["weight_map"]
+            self._index = _read_index(index)
         elif path.is_dir():
             self._path = path / "model.safetensors"
         if not self._index and not self._path.is_file():
             raise InputError(
-                f"{self._path}: no such file: name a .safetensors or .gguf file, or a folder with one",
+                f"{self._path}: no such file: name a .safetensors or .gguf file, or a folder with model.safetensors",
                 ("workload", "model", "weights"),
             )
 
@@ -144,12 +153,12 @@ class Checkpoint:
         file = self._path
         if name in self._index:
             file = self._path / self._index[name]
-        # A folder here has an index, which does not list the weight.
-        if file.is_dir():
+        elif self._index:
             raise _missing_weight_error(file, name)
         try:
             opened = safe_open(file, framework="pt")
-        except SafetensorError as error:
+        # An index may name a file that is missing.
+        except (SafetensorError, OSError) as error:
             raise _broken_file_error(file, error) from None
         with opened as checkpoint:
             if name not in checkpoint.keys():  # noqa: SIM118 - a safetensors file is not a mapping

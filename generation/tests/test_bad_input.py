@@ -68,6 +68,24 @@ def test_error_is_one_line_with_key_and_remedy(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        "no JSON",
+        "{}",
+        '{"weight_map": {"model.embed_tokens.weight": "missing.safetensors"}}',
+    ],
+    ids=["not-json", "without-map", "missing-file"],
+)
+def test_folder_with_broken_index_of_weights_is_refused(
+    tmp_path: Path, index: str
+) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    changes = {"workload.model.weights": str(tmp_path)}
+    with pytest.raises(InputError, match=r"no weights can be read .* download"):
+        prepare(load_trial(changes))
+
+
 @pytest.mark.parametrize("name", ["broken.safetensors", "broken.gguf"])
 def test_broken_file_of_weights_is_refused(tmp_path: Path, name: str) -> None:
     if name.endswith("gguf"):

@@ -170,6 +170,6 @@ def test_readme_of_published_system_names_existing_scenarios():
     assert len(systems) >= 5
     for system in systems:
         page = (system / "README.md").read_text()
-        names = set(re.findall(r"testbed (?:run|plan) (\S+)", page))
+        names = set(re.findall(r"testbed (?:run|plan) ([\w/-]+)", page))
         assert names
         assert names <= shipped.keys()

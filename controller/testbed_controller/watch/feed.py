@@ -30,7 +30,7 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read = 0
+        self._offset = 0
         self.more = False
         """Whether the file may have lines beyond the last block."""
 
@@ -38,7 +38,7 @@ class Tail:
         """Return the lines since the last call, at most one block; empty if the file does not exist yet."""
         try:
             with self._path.open("rb") as file:
-                file.seek(self._read)
+                file.seek(self._offset)
                 lines = file.readlines(BLOCK)
         except FileNotFoundError:
             return []
@@ -47,21 +47,27 @@ class Tail:
         # The run is writing the last line, which is read again when complete.
         if lines and not lines[-1].endswith(b"\n"):
             size -= len(lines.pop())
-        self._read += size
+        self._offset += size
         return [json.loads(line) for line in lines]
 
     def newest(self) -> float:
         """Return the time of the last complete line in seconds; 0 without one, or if it exceeds a block."""
         try:
             with self._path.open("rb") as file:
-                file.seek(max(0, file.seek(0, SEEK_END) - BLOCK))
+                start = max(0, file.seek(0, SEEK_END) - BLOCK)
+                file.seek(start)
                 text = file.read()
         except FileNotFoundError:
             return 0.0
-        # Up to the last line break: a line that is still being written does not count.
-        complete = text[: text.rfind(b"\n")]
-        _, line_break, last = complete.rpartition(b"\n")
-        return float(json.loads(last)["time"]) if line_break else 0.0
+        # A line without a line break is still being written.
+        complete, line_break, _ = text.rpartition(b"\n")
+        if not line_break:
+            return 0.0
+        _, earlier_break, last = complete.rpartition(b"\n")
+        # In the middle of the file, the first line of a block may lack its beginning.
+        if start and not earlier_break:
+            return 0.0
+        return float(json.loads(last)["time"])
 
 
 def batches(
@@ -79,21 +85,25 @@ def batches(
     while True:
         # Read before the events: the status changes after the last event has been written.
         status = _end_status(folder)
+        # Live, all events are due, and bars are recent up to the last event of the file.
         if pace is None:
-            newest = tail.newest()
+            horizon = tail.newest()
             due = math.inf
         else:
-            newest = due = pace * (time.monotonic() - began)
+            horizon = due = pace * (time.monotonic() - began)
         # At a slow pace, events that are due later are left in the file rather than in memory.
-        if not waiting or waiting[-1]["time"] <= newest:
+        if not waiting or waiting[-1]["time"] <= horizon:
             waiting.extend(tail.read_lines())
         ready = _pop_due(waiting, due)
         is_behind = tail.more and not waiting
-        latest = max((event["time"] for event in ready), default=0.0)
         # A replay that cannot keep pace shows the time of the last event read.
-        now = max(now, latest) if pace is None or is_behind else due
+        if pace is None or is_behind:
+            latest = max((event["time"] for event in ready), default=0.0)
+            now = max(now, latest)
+        else:
+            now = due
         over = None if waiting or is_behind else status
-        yield {"events": select_shown(ready, drawn, newest), "now": now, "over": over}
+        yield {"events": select_shown(ready, drawn, horizon), "now": now, "over": over}
         if over:
             return
         if not is_behind:
@@ -109,7 +119,7 @@ def _end_status(folder: Path) -> dict[str, Any] | None:
 
 
 def _pop_due(waiting: deque[dict[str, Any]], due: float) -> list[dict[str, Any]]:
-    """Remove and return the events up to a time; a few out-of-order events are late."""
+    """Remove and return the events up to a time; an event behind a later one waits for it."""
     ready = []
     while waiting and waiting[0]["time"] <= due:
         ready.append(waiting.popleft())

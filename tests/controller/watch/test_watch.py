@@ -182,6 +182,23 @@ def test_incomplete_line_is_read_when_complete(tmp_path: Path) -> None:
     assert tail.read_lines() == [{"time": 2}]
 
 
+@pytest.mark.parametrize(
+    ("text", "time"),
+    [
+        ("", 0.0),
+        ('{"time": 1}', 0.0),
+        ('{"time": 1}\n', 1.0),
+        ('{"time": 1}\n{"time": 2}\n{"ti', 2.0),
+    ],
+)
+def test_newest_time_is_that_of_last_complete_line(
+    tmp_path: Path, text: str, time: float
+) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(text)
+    assert Tail(path).newest() == time
+
+
 @pytest.mark.parametrize("pace", [None, 1e9], ids=["live", "replayed"])
 def test_long_run_is_read_in_blocks(
     folder: Path, pace: float | None, monkeypatch: pytest.MonkeyPatch
