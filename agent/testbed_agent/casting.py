@@ -25,28 +25,31 @@ from testbed.wire.message import Envelope, Message, WireError
 from testbed_agent.receiving import Arrival, Inbox
 from testbed_agent.settings import Address
 
-_PREFIX = struct.Struct("<4sQIHH")
+_CHUNK_HEAD = struct.Struct("<4sQIHH")
 """Run mark, sender's incarnation, broadcast number, chunk number, number of chunks."""
-assert _PREFIX.size == CAST_HEADER
+assert _CHUNK_HEAD.size == CAST_HEADER
 _MOST_CHUNKS = 0xFFFF
 """Maximum number of datagrams of a message, whose count has 16 bits."""
 _MOST_PARTIAL = 32
 """Maximum number of incomplete messages; the oldest are dropped."""
-_LOOK_SECONDS = 0.02
-"""Polling interval for datagrams queued in the kernel, which usually reports the departure of the last one."""
+_POLL_SECONDS = 0.02
+"""Interval of checks for datagrams queued in the kernel, in seconds. The checks matter only if the kernel does not
+report the departure of the last datagram."""
 
 # linux/net_tstamp.h: the kernel reports the instant at which the interface gets a datagram, without its content.
 _SO_TIMESTAMPING = 37
 _TX_SOFTWARE = 1 << 1
 """SOF_TIMESTAMPING_TX_SOFTWARE: take the time as the datagram is handed to the interface."""
-_SOFTWARE = 1 << 4
+_REPORT_SOFTWARE = 1 << 4
 """SOF_TIMESTAMPING_SOFTWARE: report times taken by the kernel, not by the interface."""
 _ONLY_TIME = 1 << 11
 """SOF_TIMESTAMPING_OPT_TSONLY: report the time without the datagram."""
-_REPORT = struct.pack("I", _SOFTWARE | _ONLY_TIME)
-_NOTE = [(socket.SOL_SOCKET, _SO_TIMESTAMPING, struct.pack("I", _TX_SOFTWARE))]
-"""Control message of a datagram whose departure is to be reported."""
-_STAMP = struct.Struct("@qq")
+_REPORT_OPTIONS = struct.pack("I", _REPORT_SOFTWARE | _ONLY_TIME)
+_REPORT_REQUEST = [
+    (socket.SOL_SOCKET, _SO_TIMESTAMPING, struct.pack("I", _TX_SOFTWARE))
+]
+"""Control message that requests a report of the datagram's departure."""
+_TIME_STAMP = struct.Struct("@qq")
 """Seconds and nanoseconds of the wall clock."""
 _IP_PKTINFO = 8
 """The constant of linux/in.h, which Python defines from 3.12 on."""
@@ -114,7 +117,7 @@ class Caster:
         self._receive_filter = receive_filter
         self._broadcast = addresses.broadcast
         self._sources = addresses.sources
-        self._from = _PACKET_INFORMATION.pack(
+        self._source_information = _PACKET_INFORMATION.pack(
             0, socket.inet_aton(addresses.own), bytes(4)
         )
         self._mark = run_mark(run)
@@ -122,8 +125,9 @@ class Caster:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPING, _REPORT)
-        # A link without a rate delivers a burst faster than the reading thread gets the interpreter's lock.
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPING, _REPORT_OPTIONS)
+        # The buffer must hold a burst, because a link without a rate delivers it before the reading thread gets the
+        # interpreter's lock.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CAST_BUFFER)
         self._socket.bind(addresses.listen)
         self._partial: OrderedDict[tuple[str, int, int], _Partial] = OrderedDict()
@@ -143,47 +147,49 @@ class Caster:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def send(self, whole: bytes, incarnation: int, number: int) -> tuple[int, float]:
+    def send(self, body: bytes, incarnation: int, number: int) -> tuple[int, float]:
         """Transmit once; return the number of bytes and the monotonic instant at which the last datagram left.
 
-        Blocks until then, so an event loop needs a thread for the call. Raises ValueError if the message is too large
-        or the deployment has no broadcast address.
+        The call blocks until the last datagram has left, so an event loop needs a thread for it. Raises ValueError if
+        the message is too large or the deployment has no broadcast address.
         """
         if self._broadcast is None:
             raise ValueError(
                 "the deployment has no broadcast address: broadcasts need all devices on one host"
             )
-        count = -(-len(whole) // CAST_CHUNK)
+        count = -(-len(body) // CAST_CHUNK)
         if count > _MOST_CHUNKS:
             raise ValueError(
-                f"a broadcast of {len(whole)} bytes is too large; at most {_MOST_CHUNKS * CAST_CHUNK} are allowed"
+                f"a broadcast of {len(body)} bytes is too large; at most {_MOST_CHUNKS * CAST_CHUNK} are allowed"
             )
-        view = memoryview(whole)
+        view = memoryview(body)
         # Discard the report of an earlier broadcast whose sender did not wait.
         self._read_departure()
         for index in range(count):
-            prefix = _PREFIX.pack(self._mark, incarnation, number, index, count)
+            prefix = _CHUNK_HEAD.pack(self._mark, incarnation, number, index, count)
             chunk = view[index * CAST_CHUNK : (index + 1) * CAST_CHUNK]
-            notes = [(socket.IPPROTO_IP, _IP_PKTINFO, self._from)]
+            control_messages = [
+                (socket.IPPROTO_IP, _IP_PKTINFO, self._source_information)
+            ]
             if index == count - 1:
                 # Datagrams leave in order, so the departure of the last one is that of the whole message.
-                notes += _NOTE
-            self._socket.sendmsg([prefix, chunk], notes, 0, self._broadcast)
-        return len(whole), self._wait_until_sent()
+                control_messages += _REPORT_REQUEST
+            self._socket.sendmsg([prefix, chunk], control_messages, 0, self._broadcast)
+        return len(body), self._wait_until_sent()
 
     def _wait_until_sent(self) -> float:
         """Wait until all datagrams have left; return the monotonic instant of the last departure."""
         poll = select.poll()
         poll.register(self._socket, 0)
         while not self._closed:
-            poll.poll(_LOOK_SECONDS * 1000)
+            poll.poll(_POLL_SECONDS * 1000)
             departure = self._read_departure()
             if departure is not None:
                 return departure
             # The number of bytes not yet sent, as a C integer.
             queued = fcntl.ioctl(self._socket, termios.TIOCOUTQ, b"\0\0\0\0")
             if not any(queued):
-                break  # dropped, or the kernel does not report departures
+                break  # the datagram was dropped, or the kernel does not report departures
         return time.monotonic()
 
     def _read_departure(self) -> float | None:
@@ -191,70 +197,74 @@ class Caster:
         departure = None
         with contextlib.suppress(BlockingIOError):
             while True:
-                _, notes, _, _ = self._socket.recvmsg(
+                _, control_messages, _, _ = self._socket.recvmsg(
                     0, 256, socket.MSG_ERRQUEUE | socket.MSG_DONTWAIT
                 )
-                for level, kind, data in notes:
+                for level, kind, data in control_messages:
                     if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPING):
-                        seconds, nanoseconds = _STAMP.unpack_from(data)
-                        ago = time.time() - seconds - nanoseconds * 1e-9
-                        # The report uses the wall clock, whose adjustment in between would spoil the difference.
-                        departure = time.monotonic() - (ago if 0 <= ago < 1 else 0.0)
+                        seconds, nanoseconds = _TIME_STAMP.unpack_from(data)
+                        seconds_ago = time.time() - seconds - nanoseconds * 1e-9
+                        # The report uses the wall clock. An implausible difference means that the clock was adjusted
+                        # in between, and then the departure counts as now.
+                        if not 0 <= seconds_ago < 1:
+                            seconds_ago = 0.0
+                        departure = time.monotonic() - seconds_ago
         return departure
 
     def _listen(self, inbox: Inbox) -> None:
         with self._socket:
             while True:
-                # More than any datagram of IPv4 holds.
+                # No datagram of IPv4 is larger.
                 datagram, source = self._socket.recvfrom(65536)
                 if self._closed:
                     return
-                self._collect(datagram, source[0], inbox)
+                self._add_datagram(datagram, source[0], inbox)
 
-    def _collect(self, datagram: bytes, source: str, inbox: Inbox) -> None:
-        if len(datagram) < _PREFIX.size:
+    def _add_datagram(self, datagram: bytes, source: str, inbox: Inbox) -> None:
+        if len(datagram) < _CHUNK_HEAD.size:
             return
-        run, incarnation, number, index, count = _PREFIX.unpack_from(datagram)
+        run, incarnation, number, index, count = _CHUNK_HEAD.unpack_from(datagram)
         if run != self._mark or index >= count:
-            return  # of another run on the same network, or malformed
-        # Too large for the device: nothing is stored for a message that could never be complete.
+            return  # the datagram belongs to another run on the same network, or is malformed
+        # Nothing is stored of a message that is too large for the device, since it could never be complete.
         if count * CAST_CHUNK > self._limit + CAST_CHUNK:
             return
-        # By address rather than by the sender's name, which only the whole message holds.
+        # The key has the sender's address instead of its name, since only the complete message contains the name.
         key = (source, incarnation, number)
         partial = self._partial.setdefault(key, _Partial(time.monotonic(), count))
-        # Datagrams of one message agree about their number; this one is malformed.
+        # All datagrams of a message have the same count, so a different count shows a malformed datagram.
         if partial.count != count:
             return
-        partial.chunks[index] = datagram[_PREFIX.size :]
+        partial.chunks[index] = datagram[_CHUNK_HEAD.size :]
         if len(partial.chunks) < count:
             while len(self._partial) > _MOST_PARTIAL:
                 self._partial.popitem(last=False)
             return
         del self._partial[key]
-        whole = b"".join(partial.chunks[part] for part in range(count))
-        self._complete(whole, key, partial, inbox)
+        body = b"".join(partial.chunks[part] for part in range(count))
+        self._deliver_message(body, key, partial, inbox)
 
-    def _complete(
-        self, whole: bytes, key: tuple[str, int, int], partial: _Partial, inbox: Inbox
+    def _deliver_message(
+        self, body: bytes, key: tuple[str, int, int], partial: _Partial, inbox: Inbox
     ) -> None:
         source, incarnation, number = key
-        size = len(whole)
+        size = len(body)
         arrived = time.monotonic()
         try:
-            decoded = self._form.decode(whole)
+            decoded = self._form.decode(body)
         except WireError:
             return
         if decoded is None:
             return
         sent, header = decoded
-        # A device cannot send from another's address, so a foreign name in the message is an impersonation.
+        # A device cannot send from another's address. A message with the name of another device is an impersonation and
+        # is dropped.
         if self._sources.get(sent.sender) != source:
             return
         message = self._receive_filter(sent, header, number)
         if message is None or not inbox.reserve(size):
             return
-        new = False
+        is_delivered = False
         try:
             arrival = Arrival(
                 Envelope(message, incarnation, number),
@@ -264,7 +274,7 @@ class Caster:
                 time.monotonic() - arrived,
                 cast=True,
             )
-            new = inbox.put(arrival)
+            is_delivered = inbox.put(arrival)
         finally:
-            if not new:
+            if not is_delivered:
                 inbox.release(size)

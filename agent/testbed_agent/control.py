@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 JSON_LIMIT = 48 << 20
 """Maximum size of a deployment in bytes; program files take up to 20 MB of it, in base 64."""
-_SMALL = 4096
+_NUMBER_LIMIT = 4096
 """Maximum size in bytes of requests other than deployments and data."""
 
 routes = Blueprint("control", __name__)
@@ -39,16 +39,16 @@ def create_application(
     app = Flask("agent", static_folder=None)
     app.extensions.update(runner=runner, renew=renew)
     app.register_blueprint(routes)
-    app.register_error_handler(Refused, _refused)
-    app.register_error_handler(HTTPException, _unknown)
-    app.register_error_handler(Exception, _failed)
+    app.register_error_handler(Refused, _respond_to_refusal)
+    app.register_error_handler(HTTPException, _respond_to_http_error)
+    app.register_error_handler(Exception, _respond_to_failure)
     return app
 
 
 @routes.before_app_request
 def authorise() -> Any:
     """Refuse every request without the device's token, except ``/health``."""
-    # Whoever waits for a device to boot needs no secret (`testbed_controller.lab.health.is_healthy`).
+    # A process that waits for the device to boot needs no secret (`testbed_controller.lab.health.is_healthy`).
     if request.path == "/health":
         return None
     if authorised(request.environ, _runner().settings.token):
@@ -116,7 +116,7 @@ def leave() -> dict[str, Any]:
 
 @routes.put("/speed")
 def put_speed() -> dict[str, Any]:
-    """Set the speed of computing, as a share of the device's own speed."""
+    """Set the speed of computing, as a multiple of the device's speed in the scenario."""
     _runner().set_speed(_read_number("factor", 1e-6, 1e6))
     return _state()
 
@@ -175,7 +175,7 @@ def get_metrics() -> Response:
 
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes."""
-    # The second field of proc(5)'s statm: resident pages.
+    # The second field of statm is the number of resident pages, see proc(5).
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGESIZE")
 
@@ -187,7 +187,7 @@ def memory_limit() -> int | None:
         path = Path("/sys/fs/cgroup") / name
         if path.exists():
             text = path.read_text(encoding="ascii").strip()
-            # Version 2 writes "max" without a limit, version 1 the largest number of pages.
+            # Without a limit, version 2 writes "max", and version 1 the bytes of the largest number of pages.
             if not text.isdecimal() or int(text) >= 1 << 60:
                 return None
             return int(text)
@@ -215,7 +215,7 @@ def _read_body(limit: int) -> bytearray:
 def _read_number(key: str, minimum: float, maximum: float) -> float:
     """Read a JSON body with a single number."""
     try:
-        document = json.loads(bytes(_read_body(_SMALL)))
+        document = json.loads(bytes(_read_body(_NUMBER_LIMIT)))
     except (ValueError, RecursionError) as error:
         raise Refused(
             400, f'the body must be JSON such as {{"{key}": 12.5}}'
@@ -231,17 +231,17 @@ def _read_number(key: str, minimum: float, maximum: float) -> float:
     return float(value)
 
 
-def _refused(error: Refused) -> Any:
+def _respond_to_refusal(error: Refused) -> Any:
     _LOG.info("refused a request: %s", error)
     return {"error": str(error)}, error.status
 
 
-def _unknown(error: HTTPException) -> Any:
+def _respond_to_http_error(error: HTTPException) -> Any:
     text = refusal(f"{request.method} {request.path}: {error.name}")
     return {"error": text}, error.code or 500
 
 
-def _failed(error: Exception) -> Any:
+def _respond_to_failure(error: Exception) -> Any:
     _LOG.exception("request failed")
     text = refusal(f"{request.method} {request.path}: {error!r}")
     return {"error": text}, 500

@@ -76,30 +76,32 @@ class RealDevice:
         self._slowness = {name: peer.slowness for name, peer in peers.items()}
         # A link may have changed between the deployment and the start of the program.
         self._slowness |= slowness or {}
-        self._computes = problem.workload.is_computed
+        self._is_computed = problem.workload.is_computed
         """Whether the run has values, not times alone."""
         self._specs = {device_spec.name: device_spec for device_spec in problem.devices}
         self._origin = origin
         self._time = DeviceTime(max(origin, time.monotonic()))
         self._log = log
-        # All starts on this machine share the monotonic clock, so a later start has a larger number.
+        # Number of this start of the program. The monotonic clock continues over restarts, so later starts have larger
+        # numbers.
         self._incarnation = time.monotonic_ns()
         self._sequence = count()
         self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
         """Messages not yet received by the program."""
         self.disk = Disk(settings, origin)
-        # Two writes at once would share a temporary file; two broadcasts at once would mix their departures.
-        self._writing = asyncio.Lock()
-        self._casts = asyncio.Lock()
+        # A lock for writes, because concurrent writes would share a temporary file. A lock for broadcasts, because the
+        # datagrams of concurrent ones would be interleaved.
+        self._disk_lock = asyncio.Lock()
+        self._cast_lock = asyncio.Lock()
         self._cast_number = count()
         names = [device_spec.name for device_spec in problem.devices]
-        self._form = CastForm(self.name, names)
+        self._cast_form = CastForm(self.name, names)
         sources = {name: peer.address[0] for name, peer in peers.items()}
         addresses = Addresses(
             settings.cast, deployment.broadcast, settings.data[0], sources
         )
         self._caster = Caster(
-            self._form, addresses, settings.run, largest, receive_filter
+            self._cast_form, addresses, settings.run, largest, receive_filter
         )
         self._caster.start(self.inbox)
         self._closed = False
@@ -143,7 +145,7 @@ class RealDevice:
 
     async def save(self, name: str, message: Message) -> None:
         """Write a message to the disk in a separate thread."""
-        async with self._writing:
+        async with self._disk_lock:
             await asyncio.to_thread(self.disk.save, name, message)
 
     def saved(self, name: str) -> Message | None:
@@ -158,7 +160,7 @@ class RealDevice:
         """Wait for seconds of the wall clock, counted from the instant of the latest event."""
         end = self._time.now() + seconds
         await asyncio.sleep(end - time.monotonic())
-        # The loop wakes up a little late; the program continues at the instant for which it asked.
+        # The loop wakes up a little late, but for the program, the requested instant is the present.
         self._time.advance_to(end)
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
@@ -204,7 +206,7 @@ class RealDevice:
         return constant_charge(self._spec.seconds(cost))
 
     def on_timer(self, instant: float) -> None:
-        """Note a timer of the program's loop, set to the given monotonic instant."""
+        """Advance the program's time to the monotonic instant of a timer of its loop."""
         self._time.advance_to(instant)
 
     def _settle_future(
@@ -228,18 +230,19 @@ class RealDevice:
         Raises ValueError if no link exists and `TestbedError` if the message exceeds the memory of either device.
         """
         self._require_link(peer)
-        called = self._time.now()
+        call_instant = self._time.now()
         encoding_began = time.monotonic()
         body = encode(message, self.name, self._incarnation, next(self._sequence))
-        encoding = time.monotonic() - encoding_began
+        encode_seconds = time.monotonic() - encoding_began
         check_message(len(body), self._spec, self._specs[peer])
         if peer not in self.lanes:
-            known = self._peers[peer]
+            target = self._peers[peer]
             self.lanes[peer] = Lane(
-                peer, known.address, known.sent, self._slowness[peer]
+                peer, target.address, target.sent, self._slowness[peer]
             )
-        # A result is handed over a moment before it is due (`testbed_agent.pacing`); its message must not leave early.
-        delivery = await self.lanes[peer].deliver(body, not_before=called)
+        # The program gets a result a moment before it is due (see `testbed_agent.pacing`), but a message with the
+        # result must not leave before.
+        delivery = await self.lanes[peer].deliver(body, not_before=call_instant)
         self._time.advance_to(delivery.ended)
         self.totals.count_message("sent", len(body))
         self.record(
@@ -247,47 +250,47 @@ class RealDevice:
             peer=peer,
             message=message.kind,
             bytes=len(body),
-            start=called - self._origin,
-            duration=delivery.ended - called,
-            queued=max(0.0, delivery.begun - called - encoding),
-            encode=encoding,
+            start=call_instant - self._origin,
+            duration=delivery.ended - call_instant,
+            queued=max(0.0, delivery.begun - call_instant - encode_seconds),
+            encode=encode_seconds,
         )
 
     async def cast(self, peers: Collection[str], message: Message) -> None:
         """Broadcast a message once; return after the last datagram has left. Raises ValueError if a link is missing."""
         for peer in peers:
             self._require_link(peer)
-        body = self._form.encode(message, peers)
+        body = self._cast_form.encode(message, peers)
         number = next(self._cast_number)
         for peer in peers:
             check_message(len(body), self._spec, self._specs[peer])
-        called = self._time.now()
-        async with self._casts:
-            # As in `send`: not before the due instant of the result that caused the broadcast.
-            await asyncio.sleep(called - time.monotonic())
+        call_instant = self._time.now()
+        async with self._cast_lock:
+            # As in `send`, the broadcast must not leave before the result that caused it is due.
+            await asyncio.sleep(call_instant - time.monotonic())
             start = time.monotonic()
-            # In a thread, since the call returns only when the last datagram has left.
-            size, left = await asyncio.to_thread(
+            # In a thread, because the call blocks until the last datagram has left.
+            size, end = await asyncio.to_thread(
                 self._caster.send, body, self._incarnation, number
             )
-        self._time.advance_to(left)
+        self._time.advance_to(end)
         self.totals.count_message("sent", size)
         self._record_at(
-            left,
+            end,
             "cast",
             peers=sorted(peers),
             message=message.kind,
             bytes=size,
             start=start - self._origin,
-            duration=left - start,
+            duration=end - start,
             number=number,
         )
 
     def _require_link(self, peer: str) -> None:
         if peer not in self._peers:
-            known = ", ".join(self._peers) or "none"
+            names = ", ".join(self._peers) or "none"
             raise ValueError(
-                f"no link from {self.name} to {peer}; links lead to: {known}"
+                f"no link from {self.name} to {peer}; links lead to: {names}"
             )
 
     async def receive(self) -> Message:
@@ -295,9 +298,9 @@ class RealDevice:
         arrival = await self._arrivals.get()
         self.inbox.release(arrival.size)
         message = arrival.envelope.message
-        if self._computes:
+        if self._is_computed:
             return message
-        # A timing-only run must not depend on values: they are replaced, as in the simulator.
+        # A timing-only run must not depend on values, so these are replaced, as in the simulator.
         tensors = {}
         for name, array in message.tensors.items():
             tensors[name] = library_of(array).without_values(array)
@@ -318,7 +321,7 @@ class RealDevice:
         message = arrival.envelope.message
         self.totals.count_message("received", arrival.size)
         if self._closed:
-            # Acknowledged and dropped, as by a machine that is on while its program has ended.
+            # The program has ended, but the machine is on: the message is acknowledged and dropped.
             self.inbox.release(arrival.size)
             return
         numbers = {"cast": arrival.envelope.sequence} if arrival.cast else {}

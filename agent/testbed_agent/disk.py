@@ -42,7 +42,7 @@ class Disk:
         if usage > self._limit:
             limit = format_size(self._limit)
             raise HostError(
-                f"{self._root} of {self._device} holds {format_size(usage)}, above its quota of {limit}"
+                f"{self._root} of {self._device} contains {format_size(usage)}, above its quota of {limit}"
             )
 
     def save(self, name: str, message: Message) -> None:
@@ -51,22 +51,22 @@ class Disk:
         Raises OSError if the disk is missing or full.
         """
         if not self._folder.exists():
-            # Files of earlier workloads are of no use any more and would count against the quota.
+            # Files of earlier workloads are not needed any more, and would count towards the quota.
             if self._root.exists():
                 for other in self._root.iterdir():
                     shutil.rmtree(other, ignore_errors=True)
             self._folder.mkdir(parents=True)
         path = self._folder / name
-        # Written beside and renamed: a kill in between must leave a whole file.
-        part = path.with_suffix(".part")
-        with part.open("wb") as file:
+        # A draft is written and renamed, because a kill during the write must leave a complete file.
+        draft = path.with_suffix(".draft")
+        with draft.open("wb") as file:
             file.write(encode(message, self._device))
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
+        draft.replace(path)
 
     def saved(self, name: str) -> Message | None:
-        """Return the message last saved under a name; None before the first."""
+        """Return the latest message saved under a name; None if none was saved."""
         with suppress(FileNotFoundError):
             return decode(bytearray((self._folder / name).read_bytes())).message
         return None

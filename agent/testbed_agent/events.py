@@ -11,12 +11,12 @@ from time import monotonic, sleep
 
 from testbed_agent.http import Refused
 
-HEARTBEAT = 2.0
-"""Interval of empty lines on a quiet stream, in seconds; a failed write reveals a disconnected reader."""
-GATHER = 0.01
-"""Delay, in seconds, in which further lines gather: waking a reader for each line costs the host more."""
-BLOCK = 1 << 15
-"""Size of a compressed block before compression, in bytes: 0.25 ms of work and a tenth of the memory."""
+HEARTBEAT_SECONDS = 2.0
+"""Interval of empty lines on a quiet stream, in seconds; writing one fails if the reader has disconnected."""
+GATHER_SECONDS = 0.01
+"""Minimum time between two batches of lines, in seconds; waking a reader for each line would load the host."""
+BLOCK_BYTES = 1 << 15
+"""Size of a block before compression, in bytes. Compression takes 0.25 ms and saves nine tenths of the memory."""
 
 
 class EventLog:
@@ -36,16 +36,16 @@ class EventLog:
         self._limit = limit
         self._dropped = 0
         """Number of lines dropped so far, and thus the number of the oldest line kept."""
-        self._sealed: deque[tuple[int, bytes]] = deque()
+        self._blocks: deque[tuple[int, bytes]] = deque()
         """Blocks of (number of lines, compressed lines), the oldest first."""
-        self._sealed_lines = 0
+        self._block_lines = 0
         """Number of lines in all blocks."""
-        self._sealed_bytes = 0
+        self._block_bytes = 0
         """Compressed bytes of all blocks."""
         self._recent: deque[bytes] = deque()
         """The newest lines, uncompressed."""
         self._recent_bytes = 0
-        self._open = True
+        self._is_open = True
         """Whether more lines may follow."""
         self._changed = threading.Condition()
 
@@ -57,24 +57,24 @@ class EventLog:
             self._recent_bytes += len(data)
             self._changed.notify_all()
             # Half of the lines stay uncompressed, so that a live reader finds them.
-            if self._recent_bytes > 2 * BLOCK:
+            if self._recent_bytes > 2 * BLOCK_BYTES:
                 self._compress_oldest()
 
     @property
     def count(self) -> int:
         """Number of events written so far."""
-        return self._dropped + self._sealed_lines + len(self._recent)
+        return self._dropped + self._block_lines + len(self._recent)
 
     def close(self) -> None:
         """End all streams after their remaining lines: the program has ended."""
         with self._changed:
-            self._open = False
+            self._is_open = False
             self._changed.notify_all()
 
     def reopen(self) -> None:
         """Accept events of another run of a program."""
         with self._changed:
-            self._open = True
+            self._is_open = True
 
     def follow(self, after: int) -> Iterator[bytes]:
         """Yield lines from number ``after`` on, in batches, until the log is closed.
@@ -88,7 +88,7 @@ class EventLog:
         if after < self._dropped:
             raise self._refuse_position(after)
         if after > self.count:
-            # The device has restarted: following from here on would leave out the first lines of the new log.
+            # The device has restarted. A reader that waited for this position would miss earlier lines of the new log.
             raise Refused(
                 409,
                 f"event {after} does not exist: {self.count} were recorded since the boot",
@@ -97,20 +97,20 @@ class EventLog:
 
     def _follow(self, position: int) -> Iterator[bytes]:
         # The monotonic instant of the last batch of recent lines.
-        sent = 0.0
+        last_batch = 0.0
         while True:
-            sleep(max(0.0, sent + GATHER - monotonic()))
+            sleep(max(0.0, last_batch + GATHER_SECONDS - monotonic()))
             with self._changed:
-                if position >= self.count and self._open:
-                    self._changed.wait(HEARTBEAT)
-                if position >= self.count and not self._open:
+                if position >= self.count and self._is_open:
+                    self._changed.wait(HEARTBEAT_SECONDS)
+                if position >= self.count and not self._is_open:
                     return
                 skip, lines = self._lines_from(position)
             # Decompress outside the lock, so that writing does not wait.
             if isinstance(lines, bytes):
                 lines = zlib.decompress(lines).splitlines(keepends=True)[skip:]
             else:
-                sent = monotonic()
+                last_batch = monotonic()
             position += len(lines)
             yield b"".join(lines) or b"\n"
 
@@ -118,16 +118,16 @@ class EventLog:
         """Return (0, lines from a position on), or (number of lines to skip, compressed block)."""
         if position < self._dropped:
             raise self._refuse_position(position)
-        first = self._dropped + self._sealed_lines
+        first = self._dropped + self._block_lines
         if position >= first:
-            # From the end, since a live reader is near it and a deque has no slices.
+            # Iterated from the end, because a live reader is near the end and a deque has no slices.
             newest_first = list(islice(reversed(self._recent), self.count - position))
             return 0, newest_first[::-1]
-        for count, block in reversed(self._sealed):
+        for count, block in reversed(self._blocks):
             first -= count
             if position >= first:
                 return position - first, block
-        raise AssertionError("every line is dropped, sealed or recent")
+        raise AssertionError("every line is dropped, in a block, or recent")
 
     def _refuse_position(self, position: int) -> Refused:
         return Refused(
@@ -139,17 +139,17 @@ class EventLog:
         """Compress the older half of the recent lines; drop the oldest blocks beyond the limit."""
         lines = []
         size = 0
-        while size < BLOCK:
+        while size < BLOCK_BYTES:
             lines.append(self._recent.popleft())
             size += len(lines[-1])
-        # Level 1, the fastest: appending waits for it.
+        # Level 1 is the fastest, and appending waits for the compression.
         block = zlib.compress(b"".join(lines), 1)
         self._recent_bytes -= size
-        self._sealed.append((len(lines), block))
-        self._sealed_lines += len(lines)
-        self._sealed_bytes += len(block)
-        while self._sealed_bytes > self._limit:
-            count, block = self._sealed.popleft()
-            self._sealed_lines -= count
-            self._sealed_bytes -= len(block)
+        self._blocks.append((len(lines), block))
+        self._block_lines += len(lines)
+        self._block_bytes += len(block)
+        while self._block_bytes > self._limit:
+            count, block = self._blocks.popleft()
+            self._block_lines -= count
+            self._block_bytes -= len(block)
             self._dropped += count

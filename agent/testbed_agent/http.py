@@ -37,7 +37,7 @@ def announced_length(text: str, encoding: str, limit: int) -> int:
     """
     if "chunked" in encoding.lower() or not text.isdecimal():
         raise Refused(411, "send a Content-Length")
-    # `int` takes quadratic time, and refuses texts of more than 4,300 digits.
+    # The length is checked before `int` is called, which takes quadratic time and refuses more than 4,300 digits.
     if len(text) > 18 or int(text) > limit:
         raise Refused(
             413, f"the body of {text[:18]} bytes exceeds the limit of {limit}"
@@ -52,13 +52,13 @@ def read_body(environ: dict[str, Any], length: int) -> bytearray:
     """
     body = bytearray(length)
     view = memoryview(body)
-    done = 0
-    while done < length:
+    received = 0
+    while received < length:
         try:
-            count = environ["wsgi.input"].readinto(view[done:])
+            count = environ["wsgi.input"].readinto(view[received:])
         except TimeoutError as error:
             raise Refused(408, f"no data received for {STALLED_AFTER} s") from error
         if not count:
-            raise Refused(400, f"the body ended after {done} of {length} bytes")
-        done += count
+            raise Refused(400, f"the body ended after {received} of {length} bytes")
+        received += count
     return body

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import TypeVarTuple
 
-from testbed_agent.pacing import precise_sleep
+from testbed_agent.pacing import request_precise_wakeups
 
 _Arguments = TypeVarTuple("_Arguments")
 
@@ -29,20 +29,20 @@ class _Selector(selectors.EpollSelector):
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop with reports of fired timers, which advance the device's time to the instant of the timer."""
+    """An event loop that reports each fired timer, so that the device's time advances to the instant of the timer."""
 
     def __init__(self) -> None:
         super().__init__(_Selector())
         self.on_timer: Callable[[float], None] = lambda _: None
 
-    def live(self) -> None:
+    def run_until_exit(self) -> None:
         """Run until the process ends."""
-        precise_sleep()
+        request_precise_wakeups()
         # Threads that transfer messages must not wait 5 ms for a thread that computes in Python.
         sys.setswitchinterval(0.0005)
         asyncio.set_event_loop(self)
         while True:
-            # Raised by a program, and reported by its task.
+            # A program may raise these exceptions. They are stored in its task, and must not end the loop.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.run_forever()
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 CATCH_UP_SECONDS = 0.005
-"""Maximum lateness of the host, in seconds, that the next task may compensate."""
+"""Maximum lateness of the host, in seconds, for which a task may begin earlier on the device than on the host."""
 LEAD_SECONDS = 0.001
 """Time between the delivery of a result and its due instant, in seconds."""
 _PR_SET_TIMERSLACK = 29
@@ -51,7 +51,7 @@ class WorkTimes:
 
 
 class Pace:
-    """The speed of the processors over time, as a share of their own speed. Thread-safe.
+    """The speed of the processors over time, as a multiple of their speed in the scenario. Thread-safe.
 
     >>> pace = Pace()
     >>> pace.due(origin=10.0, charge=0.5)
@@ -66,7 +66,7 @@ class Pace:
         """Events set at each change; see `watch`."""
 
     def watch(self) -> threading.Event:
-        """Return an event, set at each speed change, for a thread waiting for the end of a task."""
+        """Return an event that is set at each speed change, for a thread that waits for the end of a task."""
         changed = threading.Event()
         with self._lock:
             self._watchers.append(changed)
@@ -79,11 +79,14 @@ class Pace:
 
     @property
     def factor(self) -> float:
-        """The current share of the processors' own speed."""
+        """The current speed as a multiple of the speed in the scenario."""
         return self._steps[-1][1]
 
     def set(self, factor: float) -> None:
-        """Compute at a positive share of the processors' own speed from now on; raises ValueError otherwise."""
+        """Compute at a multiple of the speed in the scenario from now on.
+
+        Raises ValueError if the factor is not positive and finite.
+        """
         if not 0 < factor < math.inf:
             raise ValueError(
                 f"the speed factor must be positive and finite, not {factor}"
@@ -94,22 +97,22 @@ class Pace:
                 changed.set()
 
     def due(self, origin: float, charge: float) -> float:
-        """Return the end of a task with ``charge`` seconds of full speed and the monotonic start ``origin``.
+        """Return the end of a task that needs ``charge`` seconds at full speed and starts at ``origin``.
 
-        The result holds as long as the speed does not change again.
+        Both instants are monotonic. The result holds as long as the speed does not change again.
         """
         with self._lock:
-            # The last change up to the origin; the first step began before every origin.
+            # The task starts at the speed of the last change up to the origin. The first step has no earlier one.
             first = bisect_right(self._steps, (origin, math.inf)) - 1
             steps = self._steps[max(0, first) :]
         # Integrate the piecewise constant speed until the charge is used up.
         instant = origin
-        left = charge
+        remaining = charge
         for (_, factor), (until, _) in pairwise([*steps, (math.inf, 0.0)]):
-            duration = left / factor
+            duration = remaining / factor
             if instant + duration <= until:
                 return instant + duration
-            left -= (until - instant) * factor
+            remaining -= (until - instant) * factor
             instant = until
         raise AssertionError("the last step lasts for ever")
 
@@ -148,7 +151,7 @@ class DeviceTime:
         self.latest = max(self.latest, instant)
 
     def now(self) -> float:
-        """Return the program's present, which may be a moment ahead of the monotonic clock."""
+        """Return the present instant of the program, which may be a moment ahead of the monotonic clock."""
         return max(self.latest, time.monotonic())
 
 
@@ -181,12 +184,12 @@ class Processors:
         """Waiting work of all processors; None ends a thread."""
         self._stop = threading.Event()
         # One event for each thread, since a thread clears its own.
-        self._changed = [self._pace.watch() for _ in range(count)]
+        self._change_events = [self._pace.watch() for _ in range(count)]
         self._threads = [
             threading.Thread(
                 target=self._run_tasks, args=(changed,), name="compute", daemon=True
             )
-            for changed in self._changed
+            for changed in self._change_events
         ]
         for thread in self._threads:
             thread.start()
@@ -226,15 +229,13 @@ class Processors:
             lambda _: True,
             lambda result, failure, _: outcome.put((result, failure)),
         )
-        # Poll, since the threads may end before they reach the call.
+        # Polled, since the threads may end before they reach the call.
         while True:
             try:
                 result, failure = outcome.get(timeout=0.1)
             except queue.Empty:
-                if (
-                    not any(thread.is_alive() for thread in self._threads)
-                    and outcome.empty()
-                ):
+                have_ended = not any(thread.is_alive() for thread in self._threads)
+                if have_ended and outcome.empty():
                     return call()
                 continue
             if failure is not None:
@@ -257,25 +258,28 @@ class Processors:
         """End the threads after their current work, without the rest of the charged time."""
         self._stop.set()
         # None ends a thread that waits for work; the event ends the wait for the charged time.
-        for changed in self._changed:
+        for changed in self._change_events:
             self._queue.put(None)
             changed.set()
 
     def _run_tasks(self, changed: threading.Event) -> None:
-        precise_sleep()
+        request_precise_wakeups()
         # The monotonic instant from which the processor is free, on the emulated device.
-        free = 0.0
+        free_from = 0.0
         while True:
             item = self._queue.get()
             if item is None or self._stop.is_set():
                 break
             start = time.monotonic()
-            # On the device, queued work begins at the end of the previous task. Small delays in waking this thread
-            # must not add up over thousands of tasks, but a long interruption, such as a pause, is not compensated.
-            wanted = max(item.ready, free)
-            origin = max(wanted, start - CATCH_UP_SECONDS)
+            # On the device, queued work begins at the end of the previous task, whereas this thread wakes up a little
+            # later. The task is charged from the earlier instant, so that these delays do not add up over thousands of
+            # tasks. A delay beyond CATCH_UP_SECONDS, such as a pause, is not compensated.
+            device_start = max(item.ready, free_from)
+            origin = max(device_start, start - CATCH_UP_SECONDS)
             if item.begin(origin):
-                free = self._perform(item, start, origin, origin - wanted, changed)
+                free_from = self._perform(
+                    item, start, origin, origin - device_start, changed
+                )
         self._pace.forget(changed)
 
     def _perform(
@@ -291,7 +295,7 @@ class Processors:
         try:
             result = item.work()
         except BaseException as failure:  # noqa: BLE001 - raised where the work is awaited
-            # A failed task is not charged: its program learns of the error at once.
+            # A failed task is not charged, and the program gets the error at once.
             busy = time.monotonic() - start
             item.end(None, failure, WorkTimes(start, busy, busy, 0.0, lateness))
             return origin
@@ -300,30 +304,30 @@ class Processors:
         self.computed += processor_time
         charge = item.charge(processor_time)
         due = self._wait_until_due(origin, charge, start + busy, changed)
-        free = max(due, start + busy)
+        free_from = max(due, start + busy)
         if not self._stop.is_set():
-            duration = max(free, time.monotonic()) - origin
+            duration = max(free_from, time.monotonic()) - origin
             deficit = max(0.0, busy - (due - origin))
             lateness += max(0.0, origin + duration - due)
             item.end(result, None, WorkTimes(origin, duration, busy, deficit, lateness))
-        return free
+        return free_from
 
     def _wait_until_due(
         self, origin: float, charge: float, busy_until: float, changed: threading.Event
     ) -> float:
         """Wait until ``LEAD_SECONDS`` before the due instant of a task on the device; return the due instant."""
         while True:
-            # Before reading the speed: a change in between would otherwise be cleared unseen.
+            # Cleared before the speed is read, since a change after the reading must end the wait.
             changed.clear()
             due = self._pace.due(origin, charge)
-            left = max(due, busy_until) - LEAD_SECONDS - time.monotonic()
-            if left <= 0 or self._stop.is_set():
+            remaining = max(due, busy_until) - LEAD_SECONDS - time.monotonic()
+            if remaining <= 0 or self._stop.is_set():
                 return due
-            _wait_for_event(changed, left)
+            _wait_for_event(changed, remaining)
 
 
-def precise_sleep() -> None:
-    """Ask the kernel for punctual wake-ups of the calling thread, instead of up to 50 us later to save power."""
+def request_precise_wakeups() -> None:
+    """Ask the kernel to wake up the calling thread punctually; by default, it may do so up to 50 us later."""
     import ctypes
 
     # In nanoseconds; the kernel's default is 50,000.
@@ -339,25 +343,25 @@ def _wait_for_event(event: threading.Event, seconds: float) -> None:
 class WaitingTime:
     """A meter of the process's waiting time for a processor of the host."""
 
-    def __init__(self, without: Collection[int] = ()) -> None:
-        """``without`` are kernel thread IDs to leave out."""
-        self._without = frozenset(map(str, without))
-        self._known = self._read_counters()
+    def __init__(self, excluded_threads: Collection[int] = ()) -> None:
+        """``excluded_threads`` are the kernel IDs of threads that are not counted."""
+        self._excluded_threads = frozenset(map(str, excluded_threads))
+        self._last_counters = self._read_counters()
 
     def since_last(self) -> float:
         """Return the waiting time in seconds since the last call, summed over threads; 0 without kernel statistics."""
         now = self._read_counters()
         waited = 0
         for thread, nanoseconds in now.items():
-            waited += nanoseconds - self._known.get(thread, 0)
-        self._known = now
+            waited += nanoseconds - self._last_counters.get(thread, 0)
+        self._last_counters = now
         return waited * 1e-9
 
     def _read_counters(self) -> dict[str, int]:
         """Return the nanoseconds that each thread has waited: the second field of its ``schedstat``."""
         counters = {}
         for task in _TASKS.iterdir():
-            if task.name in self._without:
+            if task.name in self._excluded_threads:
                 continue
             try:
                 fields = (task / "schedstat").read_text().split()

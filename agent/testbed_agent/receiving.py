@@ -23,14 +23,14 @@ from testbed.wire.serving import LARGEST_HEAD, MOST_WAITING, STALLED_AFTER
 from testbed_agent.http import Refused, announced_length
 from testbed_agent.settings import Address, Settings
 
-MOST_OF_ONE = 2
+MAX_CONNECTIONS_OF_PEER = 2
 """Maximum number of connections of one sender, which uses only the newest."""
 HANG_UP_SECONDS = 2.0
 """Time for a peer to read a refusal, in seconds: closing a connection with unread data discards the response."""
-_TOGETHER = 1 << 15
-"""Received bytes before the loop wakes up, instead of once for each packet. Half of the smallest window, so that no
-sender has to wait."""
-_PIECE = 1 << 14
+_WAKE_BYTES = 1 << 15
+"""Bytes that the kernel gathers before it wakes up the loop, which would otherwise wake up for each packet: half of the
+smallest TCP window, so that no sender has to wait."""
+_READ_BYTES = 1 << 14
 """Bytes received in one call while the head of a message is incomplete."""
 _ACCEPTED = b"HTTP/1.1 204 No Content\r\n\r\n"
 
@@ -77,7 +77,7 @@ class Inbox:
         """Peers by the Authorization header of their requests."""
         self._limit = limit
         self._deliver = deliver
-        # Reentrant: the receiver may release the message at once.
+        # Reentrant, because `deliver` is called with the lock, and may call `release`.
         self._lock = threading.RLock()
         self._latest: dict[tuple[str, bool], tuple[int, int]] = {}
         """Newest (incarnation, sequence number) by sender; broadcasts are counted separately."""
@@ -97,7 +97,7 @@ class Inbox:
     def reserve(self, size: int) -> bool:
         """Reserve room for a message before its body is read; return whether the message may be received.
 
-        An empty inbox accepts a message of any size: otherwise a message above the limit could never arrive.
+        An empty inbox accepts a message of any size, since a message above the limit could otherwise never arrive.
         """
         with self._lock:
             if self.bytes and self.bytes + size > self._limit:
@@ -123,7 +123,7 @@ class Inbox:
             if number <= self._latest.get((sender, arrival.cast), (-1, -1)):
                 return False
             self._latest[sender, arrival.cast] = number
-            # Inside the lock, so that two connections of one sender cannot overtake each other.
+            # Delivered with the lock, so that messages on two connections of a sender keep their order.
             self._deliver(arrival)
         return True
 
@@ -145,9 +145,9 @@ class DataServer:
         self._listener = socket.create_server(settings.data, backlog=128)
         self._listener.setblocking(False)
         self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._strangers: deque[_Connection] = deque()
+        self._unauthenticated: deque[_Connection] = deque()
         """Connections without an authenticated request, the oldest first."""
-        self._known: dict[str, deque[_Connection]] = defaultdict(deque)
+        self._by_sender: dict[str, deque[_Connection]] = defaultdict(deque)
         """Connections of each peer, the oldest first."""
 
     @property
@@ -166,35 +166,36 @@ class DataServer:
         loop.add_reader(self._listener, self._accept, loop)
         self._close_stalled(loop)
 
-    def recognise(self, connection: _Connection, sender: str) -> None:
+    def assign_sender(self, connection: _Connection, sender: str) -> None:
         """Assign a connection to a sender; close the oldest connection beyond the limit.
 
-        Otherwise an incomplete message on an abandoned connection would keep its room in the inbox for a long time.
+        Closing the connection releases the room of an incomplete message, which an abandoned connection would keep.
         """
-        connections = self._known[sender]
+        connections = self._by_sender[sender]
         if connection not in connections:
             self.forget(connection)
             connections.append(connection)
-            if len(connections) > MOST_OF_ONE:
+            if len(connections) > MAX_CONNECTIONS_OF_PEER:
                 connections[0].close()
 
     def forget(self, connection: _Connection) -> None:
         """Remove a closed connection."""
-        for connections in (self._strangers, *self._known.values()):
+        for connections in (self._unauthenticated, *self._by_sender.values()):
             with suppress(ValueError):
                 connections.remove(connection)
 
     def _accept(self, loop: asyncio.AbstractEventLoop) -> None:
-        with suppress(OSError):  # the peer has disconnected, or all have been accepted
+        # The listener does not block: an OSError ends the loop after the last waiting peer, or if one has disconnected.
+        with suppress(OSError):
             while True:
                 link, _ = self._listener.accept()
-                self._strangers.append(_Connection(self, link, loop))
-                if len(self._strangers) > MOST_WAITING:
-                    self._strangers[0].close()
+                self._unauthenticated.append(_Connection(self, link, loop))
+                if len(self._unauthenticated) > MOST_WAITING:
+                    self._unauthenticated[0].close()
 
     def _close_stalled(self, loop: asyncio.AbstractEventLoop) -> None:
         """Close stalled connections, and repeat periodically."""
-        for connections in (self._strangers, *self._known.values()):
+        for connections in (self._unauthenticated, *self._by_sender.values()):
             for connection in list(connections):
                 connection.check_stall()
         loop.call_later(STALLED_AFTER / 3, self._close_stalled, loop)
@@ -209,14 +210,14 @@ class _Connection:
         self._server = server
         self._link = link
         self._loop = loop
-        self._heard = time.monotonic()
+        self._last_received = time.monotonic()
         """Monotonic instant of the last received bytes."""
-        self._reading = False
+        self._is_reading = False
         """Whether a message is incomplete."""
-        self._together = 1
+        self._wake_bytes = 1
         """Number of received bytes at which the kernel wakes up the loop (SO_RCVLOWAT)."""
         link.setblocking(False)
-        # Runs up to its first wait for data.
+        # The first `next` runs the generator up to its first wait for data.
         self._requests: Generator[int, None, None] = self._take_requests()
         next(self._requests)
         loop.add_reader(link, self._readable)
@@ -231,23 +232,23 @@ class _Connection:
 
     def check_stall(self) -> None:
         """Read a small rest of a message, and close the connection after a long silence."""
-        # The rest may be smaller than the wake-up threshold of the socket.
-        if self._reading:
+        # The kernel does not wake up the loop for a rest below the threshold `_wake_bytes`.
+        if self._is_reading:
             self._readable()
         limit = STALLED_AFTER + self._server.slowness
-        if time.monotonic() - self._heard <= limit:
+        if time.monotonic() - self._last_received <= limit:
             return
-        if self._reading:
+        if self._is_reading:
             self._refuse(Refused(408, f"no data received for {limit:g} s"))
         else:
             self.close()
 
     def _readable(self) -> None:
         try:
-            together = next(self._requests)
-            if together != self._together:
-                self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, together)
-                self._together = together
+            wake_bytes = next(self._requests)
+            if wake_bytes != self._wake_bytes:
+                self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
+                self._wake_bytes = wake_bytes
         except Refused as refused:
             self._refuse(refused)
         except (OSError, StopIteration):
@@ -259,7 +260,7 @@ class _Connection:
     def _refuse(self, refused: Refused) -> None:
         """Send the reason, and close the connection after a pause for reading."""
         self._requests.close()
-        self._reading = False
+        self._is_reading = False
         text = json.dumps({"error": str(refused)}).encode() + b"\n"
         status = f"{refused.status} {HTTPStatus(refused.status).phrase}"
         head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
@@ -275,7 +276,7 @@ class _Connection:
             self._loop.call_later(HANG_UP_SECONDS, self.close)
 
     def _drain(self) -> Generator[int, None, None]:
-        while self._link.recv(_PIECE):
+        while self._link.recv(_READ_BYTES):
             yield 1
 
     def _take_requests(self) -> Generator[int, None, None]:
@@ -291,45 +292,45 @@ class _Connection:
                         431, f"the request's head exceeds {LARGEST_HEAD} bytes"
                     )
                 yield 1
-                piece = self._link.recv(_PIECE)
+                piece = self._link.recv(_READ_BYTES)
                 if not piece:
                     return
-                self._heard = time.monotonic()
+                self._last_received = time.monotonic()
                 received += piece
             start = time.monotonic()
             head, _, received = received.partition(b"\r\n\r\n")
             inbox, sender, size = self._parse_head(head)
             if not inbox.reserve(size):
                 raise Refused(503, "the inbox is full")
-            new = False
+            is_delivered = False
             try:
-                self._reading = True
+                self._is_reading = True
                 body = bytearray(size)
-                done = min(size, len(received))
-                body[:done] = received[:done]
-                received = received[done:]
-                # Directly into the body: joining pieces would hold a large message twice.
+                filled = min(size, len(received))
+                body[:filled] = received[:filled]
+                received = received[filled:]
+                # Data is received directly into the body, since joining pieces would store a large message twice.
                 with memoryview(body) as view:
-                    while done < size:
-                        yield min(_TOGETHER, size - done)
+                    while filled < size:
+                        yield min(_WAKE_BYTES, size - filled)
                         try:
-                            count = self._link.recv_into(view[done:])
+                            count = self._link.recv_into(view[filled:])
                         except BlockingIOError:  # resumed by `check_stall` without data
                             continue
                         if not count:
                             raise Refused(
-                                400, f"the body ended after {done} of {size} bytes"
+                                400, f"the body ended after {filled} of {size} bytes"
                             )
-                        self._heard = time.monotonic()
-                        inbox.arriving[sender] = self._heard
-                        done += count
-                self._reading = False
-                new = _deliver(body, start, inbox, sender)
+                        self._last_received = time.monotonic()
+                        inbox.arriving[sender] = self._last_received
+                        filled += count
+                self._is_reading = False
+                is_delivered = _deliver(body, start, inbox, sender)
             finally:
                 inbox.arriving.pop(sender, None)
-                if not new:
+                if not is_delivered:
                     inbox.release(size)
-            # A duplicate is acknowledged as well: the sender has lost the first acknowledgement.
+            # A duplicate is acknowledged too, since the sender has not received the first acknowledgement.
             self._link.sendall(_ACCEPTED)
 
     def _parse_head(self, head: bytes) -> tuple[Inbox, str, int]:
@@ -349,7 +350,7 @@ class _Connection:
         if inbox is None:
             raise Refused(503, "no program is running")
         sender = inbox.authenticate(headers.get("authorization", ""))
-        self._server.recognise(self, sender)
+        self._server.assign_sender(self, sender)
         size = announced_length(
             headers.get("content-length", ""),
             headers.get("transfer-encoding", ""),
@@ -366,5 +367,7 @@ def _deliver(body: bytearray, start: float, inbox: Inbox, sender: str) -> bool:
         raise Refused(400, str(error)) from error
     if envelope.message.sender != sender:
         raise Refused(403, f"'{sender}' must not send as '{envelope.message.sender}'")
-    decoding = time.monotonic() - arrived
-    return inbox.put(Arrival(envelope, len(body), start, arrived - start, decoding))
+    decode_seconds = time.monotonic() - arrived
+    return inbox.put(
+        Arrival(envelope, len(body), start, arrived - start, decode_seconds)
+    )

@@ -59,7 +59,7 @@ class Runner:
         self.state = "idle"
         self.error: str | None = None
         self.device: RealDevice | None = None
-        """Device of the running program, or of the last one."""
+        """Device of the running program, or of the latest one."""
         self._booted = time.monotonic()
         self._data = data
         self._lock = threading.RLock()
@@ -81,7 +81,7 @@ class Runner:
         """The program's event loop; None until the first use of `_start_loop`."""
         self._beginning = threading.Lock()
         """Held while the loop is created, since two threads may need it first."""
-        self._over = threading.Event()
+        self._program_ended = threading.Event()
         """Set when the program has ended; cleared at its start."""
         threading.Thread(target=self._await_peer, name="peers", daemon=True).start()
 
@@ -106,7 +106,7 @@ class Runner:
                 self._begun = Loop()
                 self._begun.call_soon(self._data.serve)
                 threading.Thread(
-                    target=self._begun.live, name="program", daemon=True
+                    target=self._begun.run_until_exit, name="program", daemon=True
                 ).start()
             return self._begun
 
@@ -137,7 +137,7 @@ class Runner:
                 self.computing = deployment.work.prepare_device(deployment.problem)
             self._message_loss = dict(deployment.message_loss)
             self._slowness = {}
-            self._follow_links(
+            self._set_slowness(
                 {name: peer.slowness for name, peer in deployment.peers.items()}
             )
             self._input = None
@@ -152,7 +152,7 @@ class Runner:
 
     def put_data(self, body: bytearray) -> None:
         """Store the device's samples for its program; raises `Refused` for invalid data."""
-        # Only the deployment tells the format of the data.
+        # The format of the data depends on the deployment.
         if self._deployment is None:
             self.require_ready("data")
         assert self._deployment is not None
@@ -161,7 +161,7 @@ class Runner:
         except tensors.TensorError as error:
             raise Refused(400, str(error)) from error
         with self._lock:
-            # The state may have changed: decoding happens outside the lock, so that `health` and `stop` need not wait.
+            # Checked again, since the data was decoded without the lock, so that `health` and `stop` need not wait.
             self.require_ready("data")
             _LOG.info("received %d bytes of training and test samples", len(body))
             self._input = data
@@ -189,7 +189,7 @@ class Runner:
             changes = _parse_link_changes(body, self._deployment.peers)
             _LOG.info("links have changed: %s", changes)
             self._message_loss = {**self._message_loss, **changes["message_loss"]}
-            self._follow_links(changes["slowness"])
+            self._set_slowness(changes["slowness"])
             if self.device is not None:
                 self.device.set_slowness(changes["slowness"])
 
@@ -198,12 +198,12 @@ class Runner:
         _LOG.info("computing at %g times the device's own speed", factor)
         self.pace.set(factor)
 
-    def _follow_links(self, slowness: Mapping[str, float]) -> None:
+    def _set_slowness(self, slowness: Mapping[str, float]) -> None:
         self._slowness = {**self._slowness, **slowness}
         self._data.slowness = max(self._slowness.values(), default=0.0)
 
     def _receive_filter(self, deployment: Deployment) -> ReceiveFilter:
-        """Return a function for the loss of broadcasts, according to the links of the moment."""
+        """Return a function that loses broadcasts according to the current links."""
         from testbed.network.broadcast import is_received, received_part
 
         problem = deployment.problem
@@ -247,7 +247,7 @@ class Runner:
             self.require_ready("a start")
             assert self._deployment is not None
             self.state = "running"
-            self._over.clear()
+            self._program_ended.clear()
             _LOG.info(
                 "the program starts %.3f s after the origin of the run",
                 time.monotonic() - origin,
@@ -265,7 +265,7 @@ class Runner:
                 )
             _LOG.info("asked to stop, while the program is %s", self.state)
             self._start_loop().call_soon_threadsafe(self._cancel_program)
-        if not self._over.wait(STOP_SECONDS):
+        if not self._program_ended.wait(STOP_SECONDS):
             raise Refused(409, "the program ignored its cancellation: kill the device")
 
     def leave(self) -> None:
@@ -302,10 +302,10 @@ class Runner:
     async def _finish(self, program: asyncio.Task[None], origin: float) -> None:
         """Wait for the program and all remaining tasks to end, and report the result."""
         await asyncio.wait([program])
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
+        remaining = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in remaining:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*remaining, return_exceptions=True)
         self._start_loop().on_timer = lambda _: None
         failure = None
         if program.cancelled():
@@ -314,7 +314,7 @@ class Runner:
             failure = program.exception()
             state = "finished" if failure is None else "failed"
         error = None if failure is None else _describe_failure(failure)
-        # On the device's clock, since the last result may be due a moment from now.
+        # The device's clock may be ahead of the monotonic clock, since the last result may be due a moment from now.
         now = time.monotonic() - origin if self.device is None else self.device.now()
         self._record(origin + now, origin, state, error)
         _LOG.log(
@@ -327,9 +327,9 @@ class Runner:
             self.state = state
             self.error = error
             self._task = None
-        # After the state: whoever sees the end of the events asks for the state next.
+        # The state is set before the log is closed, since clients query the state after the end of the events.
         self.log.close()
-        self._over.set()
+        self._program_ended.set()
 
     async def _run_program(self, deployment: Deployment, origin: float) -> None:
         from testbed_agent.device import RealDevice
@@ -357,7 +357,8 @@ class Runner:
         with self._lock:
             self.device = device
         self._record(max(origin, self._booted), origin, "up")
-        # Before the origin: devices start at slightly different instants, and an early message must not be refused.
+        # The inbox accepts messages before the origin, because devices start at slightly different instants, and the
+        # message of an early device must not be refused.
         self._data.inbox = device.inbox
         try:
             await asyncio.sleep(origin - time.monotonic())
@@ -378,7 +379,7 @@ class Runner:
             self._data.inbox = None
             raise
         finally:
-            # After a normal end, the device still acknowledges messages, as a machine that is on would.
+            # After a normal end, the inbox stays: the device acknowledges messages, as any machine that is on.
             device.close()
 
     def _record(
@@ -402,23 +403,23 @@ def _describe_failure(failure: BaseException) -> str:
 
 async def _record_host_load(device: RealDevice) -> None:
     """Record processor use and waiting times of the host, periodically and at the end."""
-    waiting = WaitingTime(without=device.processors.threads)
+    waiting = WaitingTime(excluded_threads=device.processors.threads)
 
     def read_times() -> tuple[float, float, float]:
         return time.monotonic(), time.process_time(), device.processors.computed
 
-    last = read_times()
+    latest = read_times()
 
     def record() -> None:
-        nonlocal last
-        before = last
-        last = read_times()
+        nonlocal latest
+        before = latest
+        latest = read_times()
         device.record(
             "host",
             waited=waiting.since_last(),
-            interval=last[0] - before[0],
-            processor=last[1] - before[1],
-            computing=last[2] - before[2],
+            interval=latest[0] - before[0],
+            processor=latest[1] - before[1],
+            computing=latest[2] - before[2],
         )
 
     try:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class HealthFirst:
     """A WSGI application that answers ``/health`` itself and creates the Flask application on the first other request.
 
-    Importing Flask takes an agent as long as all else together. Where 20 agents start at once on two cores and each
-    imports it, all are healthy after twice the time, and a run can shape its links only then.
+    The import of Flask takes half of an agent's start. A run shapes its links when all agents are healthy. Without this
+    class, 20 agents that start at once on two cores would be healthy after twice the time.
     """
 
     def __init__(self, runner: Runner, renew: Callable[[], None]) -> None:
@@ -39,6 +39,6 @@ class HealthFirst:
                 return [body]
             from testbed_agent.control import create_application
 
-            # Two first requests at once may each create one: an application has no state of its own.
+            # Two concurrent requests may each create an application, which is harmless, since it has no state.
             self._application = create_application(self._runner, self._renew)
         return self._application(environ, start_response)

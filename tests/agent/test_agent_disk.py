@@ -57,6 +57,6 @@ def test_usage_above_the_quota_is_detected_for_any_writer(tmp_path):
     # The size of a broken link cannot be read.
     (tmp_path / "own" / "gone").symlink_to("nowhere")
     with pytest.raises(
-        HostError, match=r"of source holds 2.*KiB, above its quota of 1MiB"
+        HostError, match=r"of source contains 2.*KiB, above its quota of 1MiB"
     ):
         disk.check()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from testbed_agent.events import BLOCK, EventLog
+from testbed_agent.events import BLOCK_BYTES, EventLog
 from testbed_agent.http import Refused
 
 UNLIMITED = 1 << 30
@@ -57,8 +57,8 @@ def test_follower_receives_later_lines() -> None:
 
 def test_old_lines_are_compressed() -> None:
     log = filled_log(10_000)
-    assert log._sealed_bytes + log._recent_bytes < 10_000 * 110 / 5
-    assert log._recent_bytes <= 2 * BLOCK
+    assert log._block_bytes + log._recent_bytes < 10_000 * 110 / 5
+    assert log._recent_bytes <= 2 * BLOCK_BYTES
 
 
 def test_reader_of_dropped_lines_is_refused() -> None:
@@ -66,14 +66,14 @@ def test_reader_of_dropped_lines_is_refused() -> None:
     with pytest.raises(Refused, match="event 0 was dropped"):
         log.follow(0)
     log.close()
-    oldest = log.count - log._sealed_lines - len(log._recent)
+    oldest = log.count - log._block_lines - len(log._recent)
     assert oldest > 0
     assert len(read_lines(log, oldest)) == log.count - oldest
 
 
 def test_slow_reader_of_dropped_line_is_refused() -> None:
     log = filled_log(20_000, limit=20_000)
-    oldest = log.count - log._sealed_lines - len(log._recent)
+    oldest = log.count - log._block_lines - len(log._recent)
     slow_reader = log.follow(oldest)
     next(slow_reader)
     for number in range(20_000):
@@ -88,7 +88,7 @@ def test_number_beyond_the_end_is_refused() -> None:
 
 
 def test_quiet_stream_has_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("testbed_agent.events.HEARTBEAT", 0.01)
+    monkeypatch.setattr("testbed_agent.events.HEARTBEAT_SECONDS", 0.01)
     stream = filled_log(1).follow(0)
     assert next(stream).startswith(b"event 0")
     assert next(stream) == b"\n"

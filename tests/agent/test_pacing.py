@@ -334,7 +334,7 @@ def test_waiting_time_is_counted_since_the_last_call(
     monkeypatch.setattr(pacing, "_TASKS", tmp_path)
     second = 10**9
     write_kernel_counters(tmp_path, {1: second, 2: 5, 3: 0})
-    waiting_time = WaitingTime(without=[3])
+    waiting_time = WaitingTime(excluded_threads=[3])
     # Thread 1 has waited for another 2 s, and the new thread 4 for 1 s; thread 2 has ended, and thread 3 is excluded.
     write_kernel_counters(tmp_path, {1: 3 * second, 2: None, 3: 9 * second, 4: second})
     assert waiting_time.since_last() == pytest.approx(2.0 + 1.0)

@@ -194,7 +194,7 @@ def test_program_above_the_disk_quota_is_cancelled_with_the_reason(
     wait_for_end(runner)
     assert runner.state == "failed"
     disk = runner.settings.disk
-    assert runner.error == f"{disk} of a holds 2MiB, above its quota of 1MiB"
+    assert runner.error == f"{disk} of a contains 2MiB, above its quota of 1MiB"
 
 
 @pytest.mark.parametrize(

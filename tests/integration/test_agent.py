@@ -415,7 +415,7 @@ def test_program_above_disk_quota_fails(tmp_path: Path) -> None:
         events = run_programs([device], "fill_disk", size=2 << 20)["a"]
         assert events_named(events, "state")[-1].fields["state"] == "failed"
         assert (
-            f"{tmp_path} of a holds 2MiB, above its quota of 1MiB"
+            f"{tmp_path} of a contains 2MiB, above its quota of 1MiB"
             in device.agent.health()["error"]
         )
     finally:

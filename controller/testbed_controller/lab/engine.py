@@ -388,7 +388,7 @@ def _wait_for_engine(
 
 
 def _mount_cgroups() -> None:
-    """Mount the control groups if no init system has result so."""
+    """Mount the control groups if no init system has done so."""
     for line in Path("/proc/mounts").read_text().splitlines():
         if line.split()[2].startswith("cgroup"):
             return
