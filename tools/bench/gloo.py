@@ -86,9 +86,9 @@ class GlooTimes:
     """Times of torch's pipelining over gloo, in seconds."""
 
     step: float
-    """Median of the first stage's steps."""
+    """Median of the first stage's steps after the warm-up."""
     processor: float
-    """Processor time of all stages in all steps."""
+    """Processor time of all stages in all steps, including the warm-up."""
 
 
 def stage_arguments(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
@@ -103,8 +103,8 @@ def stage_arguments(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
     }
     arguments = {}
     for rank, assignment in enumerate(plan.assignments):
-        own = {"rank": rank, "first": assignment.start, "last": assignment.stop}
-        arguments[assignment.device] = {**own, **common}
+        stage = {"rank": rank, "start": assignment.start, "stop": assignment.stop}
+        arguments[assignment.device] = {**stage, **common}
     return arguments
 
 
@@ -138,16 +138,17 @@ def _run_program(
 
 
 def measure_gloo(lab: Lab, plan: Plan, schedule: str) -> GlooTimes:
-    """Run torch's pipelining on a lab and return the times, without the steps of the warm-up."""
+    """Run torch's pipelining on a lab and return the times; the warm-up counts for the processor time alone."""
     arguments = stage_arguments(plan, schedule)
-    first = lab.devices[plan.coordinator].address
+    # The coordinator has the first stage.
+    first_address = lab.devices[plan.coordinator].address
     running = {}
     times = {}
     # All stages at once, as each waits for the others to join the process group.
     with closing(connect()) as client, ThreadPoolExecutor(len(arguments)) as pool:
         for name, job in arguments.items():
             device = lab.devices[name]
-            future = pool.submit(_run_program, client, device, first, job)
+            future = pool.submit(_run_program, client, device, first_address, job)
             running[future] = name
         # The first failure is the cause; stages that fail later have lost a connection.
         for future in as_completed(running):
@@ -165,7 +166,7 @@ def steady_step_times(steps: Sequence[Step]) -> list[float]:
 def compare_step_times(
     schedule: str, ours: float, gloo: float, planned: float, host: HostTime
 ) -> Iterator[Measurement]:
-    """Yield the three step times in seconds and their ratios; ``host`` is the delay of our steps by a slow host."""
+    """Yield the three step times in seconds and their ratios; ``host`` has the time that a slow host added."""
     step = f"step by {schedule}"
     late = host.computing / host.seconds
     detail = f"of this the host added {host.share:.1%}: {late:.1%} by computing late, the rest by late messages"

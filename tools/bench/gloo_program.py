@@ -41,7 +41,7 @@ def train_stage(job: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     rank, world, widths = job["rank"], job["world"], job["widths"]
-    model = make_layers(widths, job["first"], job["last"])
+    model = make_layers(widths, job["start"], job["stop"])
     stage = PipelineStage(model, rank, world, torch.device("cpu"))
     schedules = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
     schedule = schedules[job["schedule"]](

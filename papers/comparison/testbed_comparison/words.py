@@ -26,8 +26,8 @@ SIMILAR = 0.05
 ROUNDING = 1e-9
 """Relative error of floats that is ignored in a comparison with printed digits."""
 SYSTEMATIC = 0.03
-"""Share by which two times or sizes of single runs may differ without a ranking: both clocks differ by up to 2.8 % in
-trusted runs, so a smaller difference may be one of the simulation."""
+"""Share by which two times or sizes of single runs may differ without a ranking: times in containers and simulated ones
+differ by up to 2.8 % in trusted runs, so a smaller difference may be an error of the simulation."""
 Word = Literal[
     "exact",
     "agrees",
@@ -161,7 +161,7 @@ def word_for(row: Row, ours: Ours | None) -> Word:
     word, holds = _best_word(row, ours)
     if not holds:
         return "differs"
-    # A miss counts, whichever metric shows it; a hit of another metric may be chance.
+    # A difference counts even by another metric than the paper's, but an agreement may be chance.
     return "not comparable" if row.other_metric else word
 
 
@@ -196,7 +196,7 @@ def _is_near(row: Row, ours: Ours) -> bool:
 def _is_narrow(row: Row, ours: Ours) -> bool:
     """Return whether our interval is known and small."""
     if ours.half_width is None:
-        # Times without an interval are exact; the paper's range is an interval itself.
+        # Times without an interval are exact, and a printed range takes the place of an interval.
         return ours.is_timing or isinstance(row.paper, tuple)
     return ours.half_width <= _margin(row, ours.low)
 
@@ -233,22 +233,23 @@ def _rounding_error(text: str) -> float:
 def ranking_of(row: Row, ours: Ours) -> Ranking:
     """Return how our values are ordered, compared with the claim of the paper.
 
-    ``similar`` is a test of equivalence: a wide interval, such as that of few runs, is no evidence for it.
+    A row of the kind ``larger`` has the value that the paper claims to be larger first, so a ratio above 1 or a positive
+    difference is as claimed. Rankings have no unit of time or size. ``similar`` is a test of equivalence: a wide interval, such as that of few runs, is no evidence for it.
     """
     # One run that trains has no interval, so its difference may be chance.
     if not ours.is_timing and ours.runs < 2:
         return "undecided"
-    unit = UNITS[row.unit]
+    scale = UNITS[row.unit]
     # Equal values have the ratio 1 and the difference 0.
     is_ratio = isinstance(row.expressions[0], Ratio)
-    even = 1.0 / unit if is_ratio else 0.0
+    even = 1.0 / scale if is_ratio else 0.0
     if row.paper == "similar":
-        near = SIMILAR / unit
+        near = SIMILAR / scale
         if even - near <= ours.minimum and ours.maximum <= even + near:
             return "as claimed"
         is_outside = ours.maximum < even - near or even + near < ours.minimum
         return "opposite" if is_outside else "undecided"
-    margin = SYSTEMATIC / unit if ours.is_timing else 0.0
+    margin = SYSTEMATIC / scale if ours.is_timing else 0.0
     if ours.minimum > even + margin:
         return "as claimed"
     return "opposite" if ours.maximum < even - margin else "undecided"
