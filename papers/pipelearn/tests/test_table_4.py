@@ -1,4 +1,4 @@
-"""PipeLearn's Table IV on a thinned grid: candidates that run, an epoch of each told by two iterations."""
+"""PipeLearn's Table IV on a reduced grid, with epochs predicted by two simulated iterations."""
 
 import pytest
 
@@ -11,8 +11,9 @@ from testbed.trace.metrics import metrics
 from tests.helpers.server_scenarios import make_scenario, prepare_scenario
 
 GRID = ((1, 1), (1, 7), (1, 25), (1, 91), (2, 12))
-"""P and N; by formula P 1, N 91 is the best of all: its epochs leave out most samples."""
+"""Split points and batch numbers; (1, 91) is predicted to be best, since its epochs omit most samples."""
 
+# Speeds and memory rates of the server and the Raspberry Pi in the paper's scenarios.
 DEVICES = {
     "devices": {
         "server": {"speed": "66.4gflops", "memory_rate": "1.61GB/s"},
@@ -21,8 +22,8 @@ DEVICES = {
 }
 
 
-def measured(options: dict, *, samples: int = 10_000, **work: object) -> dict:
-    """Return the figures of a device and a server of the paper's, over 4G."""
+def simulate_metrics(options: dict, *, samples: int = 10_000, **work: object) -> dict:
+    """Return the metrics of a run with the device and the server of the paper, over 4G."""
     spec = make_scenario(
         "pipelearn",
         1,
@@ -41,38 +42,34 @@ def measured(options: dict, *, samples: int = 10_000, **work: object) -> dict:
         options=options if work else {"local_steps": 2, **options},
         network={"topology": "star", "link": {"preset": "4g"}},
     )
-    found = prepare_scenario(
-        Scenario.model_validate(
-            spec.model_dump(mode="json", by_alias=True, exclude_none=True) | DEVICES
-        )
-    )
-    outcome = simulate(found, load(spec.workload.data, blank=True))
-    kept = Plan.model_validate_json(found.plan.model_dump_json())
-    return metrics(outcome, found.trial.experiment, kept, DECLARED)
+    keys = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    prepared = prepare_scenario(Scenario.model_validate(keys | DEVICES))
+    outcome = simulate(prepared, load(spec.workload.data, blank=True))
+    plan = Plan.model_validate_json(prepared.plan.model_dump_json())
+    return metrics(outcome, prepared.trial.experiment, plan, DECLARED)
 
 
-def test_the_choice_scores_at_least_96_percent_of_candidates_that_ran() -> None:
+def test_choice_scores_at_least_96_percent_of_simulated_candidates() -> None:
     grid = [
-        measured({"split_point": split, "parallel_batches": count})
+        simulate_metrics({"split_point": split, "parallel_batches": count})
         for split, count in GRID
     ]
-    chosen = measured({"parallel_batch_candidates": "all-sizes"})["epoch_time"]
-    assert min(each["epoch_time"] for each in grid) / chosen >= 0.96
+    chosen = simulate_metrics({"parallel_batch_candidates": "all-sizes"})["epoch_time"]
+    assert min(values["epoch_time"] for values in grid) / chosen >= 0.96
 
 
-def test_the_choice_is_that_of_equation_14_by_default() -> None:
-    assert measured({}) == measured({"parallel_batch_candidates": "equation-14"})
-    assert (
-        measured({})["epoch_time"]
-        > measured({"parallel_batch_candidates": "all-sizes"})["epoch_time"]
-    )
+def test_default_choice_follows_equation_14() -> None:
+    default = simulate_metrics({})
+    assert default == simulate_metrics({"parallel_batch_candidates": "equation-14"})
+    best = simulate_metrics({"parallel_batch_candidates": "all-sizes"})
+    assert default["epoch_time"] > best["epoch_time"]
 
 
-def test_two_iterations_tell_an_epoch() -> None:
+def test_two_iterations_predict_epoch_time() -> None:
     options = {"split_point": 1, "parallel_batches": 3}
-    whole, two = (
-        measured(options, samples=900, epochs=1),
-        measured(options, samples=900),
+    full_epoch = simulate_metrics(options, samples=900, epochs=1)
+    two_iterations = simulate_metrics(options, samples=900)
+    assert full_epoch["epoch_time"] == pytest.approx(full_epoch["round_time"], rel=1e-9)
+    assert two_iterations["epoch_time"] == pytest.approx(
+        full_epoch["round_time"], rel=1e-3
     )
-    assert whole["epoch_time"] == pytest.approx(whole["round_time"], rel=1e-9)
-    assert two["epoch_time"] == pytest.approx(whole["round_time"], rel=1e-3)
