@@ -1,4 +1,4 @@
-"""The scenarios of FTPipeHD's figures, reduced: small digits instead of MNIST, so many batches as show it."""
+"""Reduced scenarios of FTPipeHD's figures, with small digits instead of MNIST and few batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = (
     "workload.model.width=0.35",
     "workload.batch_size=8",
 )
-# A batch takes about as long as it does in the whole scenario: so links weigh no more than there.
+# Slower devices keep the duration of a batch, and so the relative weight of links, close to the full scenario.
 SLOWER = (
     "devices.centre.speed=10mflops",
     "devices.fast.speed=10mflops",
@@ -44,32 +44,32 @@ OURS = (
 )
 
 
-def reduced(name: str, *overrides: str) -> list[Trial]:
+def reduced_trials(name: str, *overrides: str) -> list[Trial]:
     return trials(load(FOLDER / f"{name}.yaml", overrides))
 
 
-def run(trial: Trial, weights: Any = None) -> tuple[Prepared, dict[str, Any], Any]:
-    ready = prepare(trial)
+def simulate_trial(
+    trial: Trial, weights: Any = None
+) -> tuple[Prepared, dict[str, Any], Any]:
+    prepared = prepare(trial)
     dataset = load_data(trial.scenario.workload.data)
-    outcome = simulate(ready, dataset, weights=weights)
+    outcome = simulate(prepared, dataset, weights=weights)
     assert outcome.status == "finished", outcome.error
-    return (
-        ready,
-        metrics(outcome, trial.experiment, ready.plan, ready.method.declared),
-        outcome.weights,
+    declared = prepared.method.declared
+    values = metrics(outcome, trial.experiment, prepared.plan, declared)
+    return prepared, values, outcome.weights
+
+
+def make_pipeline(prepared: Prepared, *names: str) -> AsynchronousPipeline:
+    """Return the pipeline over the named devices with capacities from the speeds of the scenario."""
+    devices = [prepared.problem.device(name) for name in names]
+    capacities = relative_capacities(
+        devices, prepared.problem.model.units, prepared.problem.workload.batch_size
     )
+    return pipeline_over(prepared.problem, names, capacities=capacities)
 
 
-def known(ready: Prepared, *names: str) -> AsynchronousPipeline:
-    """The pipeline over these devices with the speeds that the scenario gives."""
-    devices = [ready.problem.device(name) for name in names]
-    given = relative_capacities(
-        devices, ready.problem.model.units, ready.problem.workload.batch_size
-    )
-    return pipeline_over(ready.problem, names, capacities=given)
-
-
-def test_figure_5_nears_the_ratio_that_the_units_permit() -> None:
+def test_figure_5_speedup_nears_predicted_ratio() -> None:
     rest = "{name: single}, {name: single, device: slow}, {name: respipe}, {name: gpipe}, {name: model-parallelism}"
     methods = f"[{OURS}, {{name: pipedream}}, {rest}]"
     settings = (
@@ -80,91 +80,96 @@ def test_figure_5_nears_the_ratio_that_the_units_permit() -> None:
         "workload.numerics=none",
         f"sweep={{workload.method: {methods}}}",
     )
-    ours, theirs, *others = reduced("ftpipehd-figure-5", *settings)
-    ready, found, _ = run(ours)
-    _, other, _ = run(theirs)
-    pipeline = known(ready, "centre", "fast", "slow")
-    alike = replace(pipeline, capacities=(1.0,) * len(pipeline.devices))
-    predicted = pipeline.bottleneck(alike.least_bottleneck()) / pipeline.bottleneck(
-        pipeline.least_bottleneck()
+    ftpipehd_trial, pipedream_trial, *others = reduced_trials(
+        "ftpipehd-figure-5", *settings
     )
-    measured = other["step_time"] / found["step_time_after"]
-    limit = divisible_limit([device.speed for device in ready.problem.devices])
+    prepared, ftpipehd, _ = simulate_trial(ftpipehd_trial)
+    _, pipedream, _ = simulate_trial(pipedream_trial)
+    pipeline = make_pipeline(prepared, "centre", "fast", "slow")
+    equal_capacities = replace(pipeline, capacities=(1.0,) * len(pipeline.devices))
+    # PipeDream plans for equal devices, FTPipeHD for their capacities.
+    pipedream_bottleneck = pipeline.bottleneck(equal_capacities.least_bottleneck())
+    ftpipehd_bottleneck = pipeline.bottleneck(pipeline.least_bottleneck())
+    predicted = pipedream_bottleneck / ftpipehd_bottleneck
+    measured = pipedream["step_time"] / ftpipehd["step_time_after"]
+    # Speeds of 10, 10 and 1: equal shares take a third of the work on the slowest device, (1/3) / (1/21) = 7.
+    limit = divisible_limit([device.speed for device in prepared.problem.devices])
     assert limit == pytest.approx(7.0)
     assert measured >= 0.97 * predicted
     assert predicted > 6
-    assert found["busiest_share"] >= 0.95
-    assert found["repartitions"] == 1
+    assert ftpipehd["busiest_share"] >= 0.95
+    assert ftpipehd["repartitions"] == 1
     # In the paper PipeDream is slower than the fast device alone, and FTPipeHD faster.
     fast, slow = (prepare(trial).plan.step_time for trial in others[:2])
-    assert found["step_time_after"] < fast < other["step_time"] < slow
+    assert ftpipehd["step_time_after"] < fast < pipedream["step_time"] < slow
 
 
-def test_figure_6_goes_on_as_fast_as_the_devices_that_are_left_can() -> None:
+def test_figure_6_recovers_to_optimal_step_time_of_remaining_devices() -> None:
     local = OURS.replace(
         "global_replication_interval: 10",
         "global_replication_interval: 10, redistribution: local-first",
     )
     methods = f"[{OURS}, {local}, {{name: respipe, partition: capacities, chain_replication_interval: 5}}]"
-    alone = ("points=[]",)
     settings = (
         *SMALL,
         *SLOWER,
-        *alone,
+        "points=[]",
         "workload.steps=20",
         "faults.0.when.batch=12",
         "expect.steps='== 20'",
     )
-    ours, at_hand, theirs = reduced(
+    ftpipehd_trial, local_trial, respipe_trial = reduced_trials(
         "ftpipehd-figure-6", *settings, f"sweep={{workload.method: {methods}}}"
     )
-    ready, found, _ = run(ours)
-    _, other, _ = run(theirs)
-    for figures in (found, other):
-        assert (figures["recoveries"], figures["steps"]) == (1, 20)
-    left = known(ready, "centre", "slow")
-    cuts = left.least_bottleneck()
-    assert found["step_time_before"] == pytest.approx(
-        other["step_time_before"], rel=0.05
+    prepared, ftpipehd, _ = simulate_trial(ftpipehd_trial)
+    _, respipe, _ = simulate_trial(respipe_trial)
+    for values in (ftpipehd, respipe):
+        assert (values["recoveries"], values["steps"]) == (1, 20)
+    remaining = make_pipeline(prepared, "centre", "slow")
+    cuts = remaining.least_bottleneck()
+    assert ftpipehd["step_time_before"] == pytest.approx(
+        respipe["step_time_before"], rel=0.05
     )
-    assert found["step_time_after"] == pytest.approx(left.batch_time(cuts), rel=0.05)
-    assert other["step_time_after"] >= 5 * found["step_time_after"]
-    # From the detection to the first new batch: what the moved weights need on their links, and one filling of the
-    # pipeline, which the first batch's own way through it is. Algorithm 1 fetches the lost units from the next stage.
-    _, with_replicas, _ = run(at_hand)
-    fill = left.passage_costs.of(cuts, lambda one, two: one + two)
-    for figures in (found, with_replicas):
-        assert figures["first_batch_time"] <= 1.5 * (
-            figures["recovery_bytes"] * 8 / 100e6 + fill
+    assert ftpipehd["step_time_after"] == pytest.approx(
+        remaining.batch_time(cuts), rel=0.05
+    )
+    assert respipe["step_time_after"] >= 5 * ftpipehd["step_time_after"]
+    # The first batch after detection waits for the moved weights and then fills the pipeline. Algorithm 1 fetches the
+    # lost units from the next stage.
+    _, with_replicas, _ = simulate_trial(local_trial)
+    fill = remaining.passage_costs.of(cuts, lambda one, two: one + two)
+    for values in (ftpipehd, with_replicas):
+        assert values["first_batch_time"] <= 1.5 * (
+            values["recovery_bytes"] * 8 / 100e6 + fill
         )
     assert (
-        found["recovery_bytes"]
+        ftpipehd["recovery_bytes"]
         > with_replicas["recovery_bytes"]
-        == other["recovery_bytes"]
+        == respipe["recovery_bytes"]
         == 0
     )
 
 
-def test_figure_6_blocking_replication_delays_the_batches_around_it() -> None:
+def test_figure_6_blocking_replication_delays_batches() -> None:
     options = "chain_replication_interval: 10, global_replication_interval: 20, profile_runs: 1, repartition_first: 3"
     methods = f"[{{name: ftpipehd, replication: blocking, {options}}}, {{name: ftpipehd, {options}}}]"
-    waiting, going_on = reduced(
+    blocking_trial, background_trial = reduced_trials(
         "ftpipehd-figure-6-replicas",
         *SMALL,
         *SLOWER,
         "workload.steps=26",
         f"sweep={{workload.method: {methods}}}",
     )
-    _, blocked, _ = run(waiting)
-    _, background, _ = run(going_on)
-    assert blocked["replication_step_time"] > blocked["step_time_before_replication"]
-    assert blocked["replication_step_time"] > background["replication_step_time"]
-    assert blocked["duration"] > background["duration"]
+    _, blocking, _ = simulate_trial(blocking_trial)
+    _, background, _ = simulate_trial(background_trial)
+    assert blocking["replication_step_time"] > blocking["step_time_before_replication"]
+    assert blocking["replication_step_time"] > background["replication_step_time"]
+    assert blocking["duration"] > background["duration"]
 
 
-def test_figure_4_aggregation_changes_the_weights_and_nothing_else() -> None:
-    found = {}
-    for trial in reduced(
+def test_figure_4_aggregation_changes_loss() -> None:
+    metrics_by_interval = {}
+    for trial in reduced_trials(
         "ftpipehd-figure-4",
         *SMALL,
         "devices.device.speed=20mflops",
@@ -174,28 +179,32 @@ def test_figure_4_aggregation_changes_the_weights_and_nothing_else() -> None:
         "workload.method.profile_runs=1",
         "repetitions=1",
     ):
-        _, figures, _ = run(trial)
-        found[trial.scenario.workload.method.options()["aggregation_interval"]] = (
-            figures
-        )
-    assert found[0]["loss"] != found[1]["loss"]
-    assert [len(figures["series"]["evaluations"]) for figures in found.values()] == [
+        _, values, _ = simulate_trial(trial)
+        metrics_by_interval[
+            trial.scenario.workload.method.options()["aggregation_interval"]
+        ] = values
+    assert metrics_by_interval[0]["loss"] != metrics_by_interval[1]["loss"]
+    assert [
+        len(values["series"]["evaluations"]) for values in metrics_by_interval.values()
+    ] == [
         2,
         2,
     ]
 
 
-def stages(trial: Trial) -> Iterator[tuple[float, float]]:
-    ready = prepare(trial)
-    pipeline = known(ready, *(device.name for device in ready.problem.devices))
-    cuts = (0, *(part.stop for part in ready.plan.assignments))
+def memory_of_stages(trial: Trial) -> Iterator[tuple[float, float]]:
+    prepared = prepare(trial)
+    pipeline = make_pipeline(
+        prepared, *(device.name for device in prepared.problem.devices)
+    )
+    cuts = (0, *(part.stop for part in prepared.plan.assignments))
     for stage, ends in enumerate(pairwise(cuts)):
-        yield pipeline.memory(stage, *ends), ready.problem.devices[stage].memory
+        yield pipeline.memory(stage, *ends), prepared.problem.devices[stage].memory
 
 
-def test_figure_8_continues_from_the_weights_of_another_run() -> None:
+def test_figure_8_continues_from_weights_of_another_run() -> None:
     few = ("workload.data.test=96", "workload.epochs=", "workload.steps=4")
-    _, before, weights = run(reduced("ftpipehd-pretrained", *few)[0])
+    _, before, weights = simulate_trial(reduced_trials("ftpipehd-pretrained", *few)[0])
     once = (
         "sweep={}",
         "repetitions=1",
@@ -203,16 +212,16 @@ def test_figure_8_continues_from_the_weights_of_another_run() -> None:
         "workload.steps=3",
         "workload.method.profile_runs=1",
     )
-    (trial,) = reduced("ftpipehd-figure-8", *once)
-    ready, figures, _ = run(trial, weights)
-    assert pretraining_of(ready) is not None
-    assert pretraining_of(ready).trial.scenario.name == "ftpipehd-pretrained"
-    assert figures["steps"] == 3
+    (trial,) = reduced_trials("ftpipehd-figure-8", *once)
+    prepared, values, _ = simulate_trial(trial, weights)
+    assert pretraining_of(prepared) is not None
+    assert pretraining_of(prepared).trial.scenario.name == "ftpipehd-pretrained"
+    assert values["steps"] == 3
     assert before["accuracy"] is not None
 
 
-def test_three_devices_train_what_none_has_the_memory_for() -> None:
-    """With a batch so large that activations need more memory than versions of weights: not with the paper's of 8."""
+def test_three_devices_train_model_beyond_memory_of_one() -> None:
+    # With a batch of 64, activations need more memory than weight versions; with the paper's batch of 8 they do not.
     narrow = "workload.model={name: mobilenetv2, width: 0.35}"
     small = (
         "sweep={}",
@@ -222,9 +231,11 @@ def test_three_devices_train_what_none_has_the_memory_for() -> None:
         "devices.pi.memory=33MB",
         narrow,
     )
-    (trial,) = reduced("ftpipehd-figure-8", *small)
-    assert all(need <= there for need, there in stages(trial))
+    (trial,) = reduced_trials("ftpipehd-figure-8", *small)
+    assert all(need <= there for need, there in memory_of_stages(trial))
     with pytest.raises(InputError, match=r"of memory, its part of the model needs"):
         prepare(
-            reduced("ftpipehd-figure-8", *small, "workload.method={name: single}")[0]
+            reduced_trials(
+                "ftpipehd-figure-8", *small, "workload.method={name: single}"
+            )[0]
         )
