@@ -1,4 +1,4 @@
-"""Fully distributed inference on the virtual clock: what comes out, what is sent."""
+"""Outputs and traffic of fully distributed inference on the virtual clock."""
 
 from collections import defaultdict
 
@@ -25,68 +25,64 @@ TRAFFIC = ("piece", "sums", "tile", "tiled")
 @pytest.mark.parametrize("exchange", ["via-source", "direct"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("devices", range(1, 9))
-def test_fully_connected_layers_give_what_the_single_device_gives(
-    scheme, exchange, devices
-):
-    found = run_inference(
+def test_distributed_mlp_output_matches_single_device(scheme, exchange, devices):
+    inference = run_inference(
         distributed_scenario(devices - 1, {"scheme": scheme, "exchange": exchange})
     )
-    assert found.outcome.status == "finished", found.outcome.error
-    assert found.error < 1e-4
+    assert inference.outcome.status == "finished", inference.outcome.error
+    assert inference.error < 1e-4
 
 
 @pytest.mark.parametrize("exchange", ["via-source", "direct"])
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
-@pytest.mark.parametrize(("devices", "early"), [(2, 0), (3, 2), (5, 3), (8, 0)])
-def test_convolutions_and_tiles_give_what_the_single_device_gives(
-    scheme, exchange, devices, early
+@pytest.mark.parametrize(("devices", "tiled_layers"), [(2, 0), (3, 2), (5, 3), (8, 0)])
+def test_distributed_cnn_output_matches_single_device(
+    scheme, exchange, devices, tiled_layers
 ):
     method = {
         "scheme": scheme,
         "exchange": exchange,
-        "tiled_layers": early,
+        "tiled_layers": tiled_layers,
         "source": "worker1",
     }
-    found = run_inference(distributed_scenario(devices - 1, method, {"model": CNN}))
-    assert found.outcome.status == "finished", found.outcome.error
-    assert found.error < 1e-4
+    inference = run_inference(distributed_scenario(devices - 1, method, {"model": CNN}))
+    assert inference.outcome.status == "finished", inference.outcome.error
+    assert inference.error < 1e-4
 
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal", "sequential"])
 @pytest.mark.parametrize("model", [FC, CNN])
 @pytest.mark.parametrize("exchange", ["via-source", "direct"])
 @pytest.mark.parametrize("min_chunk_bytes", [64, 16_384])
-def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, min_chunk_bytes):
+def test_sent_messages_match_plan(scheme, model, exchange, min_chunk_bytes):
     method = {
         "scheme": scheme,
         "exchange": exchange,
         "min_chunk_bytes": min_chunk_bytes,
     }
-    found = run_inference(
+    inference = run_inference(
         distributed_scenario(3, method, {"model": model, "requests": 1})
     )
-    flow = found.flow
+    flow = inference.flow
+    devices = flow.plan.devices
     planned, sent = defaultdict(list), defaultdict(list)
     for transfer in all_transfers(flow):
-        planned[
-            flow.plan.devices[transfer.sender], flow.plan.devices[transfer.receiver]
-        ] += transfer.messages
-    for device, fields in events_of(found.outcome, "receive"):
+        pair = (devices[transfer.sender], devices[transfer.receiver])
+        planned[pair] += transfer.messages
+    for device, fields in events_of(inference.outcome, "receive"):
         if fields["message"] in TRAFFIC:
             sent[fields["peer"], device].append(fields["bytes"])
     assert sent.keys() == planned.keys()
     for pair, sizes in sent.items():
-        # Message by message, each exceeds its values by its header alone.
+        # A message is larger than its values by its header, which is at most an envelope.
         values = [4 * flow.settings.samples * elements for elements in planned[pair]]
         assert len(sizes) == len(values)
-        assert all(
-            0 < size - each <= ENVELOPE
-            for size, each in zip(sorted(sizes), sorted(values), strict=True)
-        )
+        for size, values_size in zip(sorted(sizes), sorted(values), strict=True):
+            assert 0 < size - values_size <= ENVELOPE
 
 
 @pytest.mark.parametrize("exchange", ["via-source", "direct"])
-def test_pooling_right_behind_a_route_is_computed(exchange):
+def test_pooling_directly_after_route_is_computed(exchange):
     units = [
         ("a", [Conv2d(3, 3, padding=1), ReLU()]),
         ("b", [Conv2d(2, 3, padding=1), ReLU()]),
@@ -94,11 +90,11 @@ def test_pooling_right_behind_a_route_is_computed(exchange):
         ("mean", [GlobalAveragePool2d(), Linear(10)]),
     ]
     model = chain("routed", (1, 8, 8), 10, units, {2: (1, 0)})
-    found = run_inference(
+    inference = run_inference(
         distributed_scenario(2, {"scheme": "lop", "exchange": exchange}), model
     )
-    assert found.outcome.status == "finished", found.outcome.error
-    assert found.error < 1e-4
+    assert inference.outcome.status == "finished", inference.outcome.error
+    assert inference.error < 1e-4
 
 
 FAST = {"speed": "100gflops", "network": {"link": {"rate": "1gbit", "delay": "1ms"}}}
@@ -121,15 +117,15 @@ SMALL = {"hidden": [100, 90]}
         ("yolov2", {}, (3, 64, 32), "optimal", 2),
     ],
 )
-def test_large_networks_give_what_the_single_device_gives(
+def test_distributed_large_network_output_matches_single_device(
     name, options, shape, scheme, devices, exchange
 ):
     method = {"scheme": scheme, "exchange": exchange, "tiled_layers": None}
-    found = run_inference(
+    inference = run_inference(
         distributed_scenario(
             devices - 1, method, {"requests": 1, "batch_size": 1}, **FAST
         ),
         create(name, options, shape, 10),
     )
-    assert found.outcome.status == "finished", found.outcome.error
-    assert found.error < 1e-4
+    assert inference.outcome.status == "finished", inference.outcome.error
+    assert inference.error < 1e-4

@@ -1,4 +1,4 @@
-"""Communication and the choice of schemes: the paper's figures, brute force, integer against dynamic program."""
+"""Communication of schemes and their optimum, against the paper, brute force and an integer program."""
 
 import random
 from collections.abc import Callable
@@ -32,6 +32,11 @@ from tests.helpers.graphs import (
 
 MIB = 2**20
 YOLO = yolov2()
+EARLY = 16
+"""Early layers of YOLOv2, which are tiled and so excluded from the choice of schemes."""
+OPTIMUM: Schemes = ("lop", "fuse1", "fuse2", "lop")
+"""Optimal schemes of the paper for the example of four layers."""
+# Fused pairs in each row of the paper's Table 2.
 TABLE_2 = {
     "LOP": (),
     "FUSE4": ((19, 20), (21, 22), (23, 24), (29, 30)),
@@ -40,7 +45,7 @@ TABLE_2 = {
     "FUSE1": ((18, 19), (20, 21), (22, 23), (29, 30)),
 }
 PROGRAMS = [least_communication, integer_program.optimal_schemes]
-"""The dynamic program that plans are made with, and the paper's integer program."""
+"""The dynamic program of the planner and the integer program of the paper."""
 SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")
 
 
@@ -53,33 +58,37 @@ SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")
         (("lop", "fuse1", "fuse2", "lop"), 22),
     ],
 )
-def test_the_four_layer_example_communicates_as_the_paper_says(
+def test_communication_of_four_layer_example_matches_paper(
     schemes: tuple[Scheme, ...], expected: int
 ) -> None:
     assert total_communication(FOUR_LAYERS, schemes, WorkerTotals.equal(2)) == expected
 
 
-def test_the_optimum_of_the_four_layer_example_is_the_papers() -> None:
+def test_optimal_schemes_of_four_layer_example_match_paper() -> None:
     workers = WorkerTotals.equal(2)
-    assert least_communication(FOUR_LAYERS, workers) == ("lop", "fuse1", "fuse2", "lop")
-    assert integer_program.optimal_schemes(FOUR_LAYERS, workers) == (
-        "lop",
-        "fuse1",
-        "fuse2",
-        "lop",
-    )
+    assert least_communication(FOUR_LAYERS, workers) == OPTIMUM
+    assert integer_program.optimal_schemes(FOUR_LAYERS, workers) == OPTIMUM
 
 
-def test_equation_9_as_printed_does_not_give_the_papers_own_22() -> None:
-    assert (
-        total_communication(
-            FOUR_LAYERS,
-            ("lop", "fuse1", "fuse2", "lop"),
-            WorkerTotals.equal(2),
-            "equation-9",
-        )
-        == 26
-    )
+def test_printed_equation_9_contradicts_value_of_four_layer_example() -> None:
+    workers = WorkerTotals.equal(2)
+    # The paper states 22, which follows only if FUSE1 reuses the values that a device holds.
+    printed = total_communication(FOUR_LAYERS, OPTIMUM, workers, "equation-9")
+    assert printed == 26
+
+
+def communication_of_table_2(reuse: Reuse) -> dict[str, Fraction]:
+    """Return the elements sent between six devices for YOLOv2 in each row of Table 2."""
+    workers = WorkerTotals.equal(6)
+    communication = {}
+    for name, pairs in TABLE_2.items():
+        schemes = fused_schemes(YOLO, pairs, EARLY)
+        communication[name] = total_communication(YOLO, schemes, workers, reuse)
+    return communication
+
+
+def to_mebibytes(elements: Fraction) -> float:
+    return round(float(4 * elements / MIB), 1)
 
 
 @pytest.mark.parametrize(
@@ -95,70 +104,51 @@ def test_equation_9_as_printed_does_not_give_the_papers_own_22() -> None:
         ),
     ],
 )
-def test_yolov2_on_six_devices_communicates_as_table_2_says(
+def test_communication_of_yolov2_on_six_devices_matches_table_2(
     reuse: Reuse, expected: dict[str, float]
 ) -> None:
-    found = {
-        name: round(
-            float(
-                4
-                * total_communication(
-                    YOLO, fused_schemes(YOLO, pairs, 16), WorkerTotals.equal(6), reuse
-                )
-                / MIB
-            ),
-            1,
-        )
-        for name, pairs in TABLE_2.items()
-    }
-    assert found == expected
+    mebibytes = {}
+    for name, elements in communication_of_table_2(reuse).items():
+        mebibytes[name] = to_mebibytes(elements)
+    assert mebibytes == expected
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     ("reuse", "least"), [("equation-9", 68.4), ("with-reuse", 67.3)]
 )
-def test_of_lop_and_fused_pairs_the_best_of_table_2_is_the_optimum(
+def test_best_row_of_table_2_is_optimal_without_lip(
     program: Callable[..., Schemes], reuse: Reuse, least: float
 ) -> None:
     workers = WorkerTotals.equal(6)
-    found = total_communication(
-        YOLO, program(YOLO, workers, reuse, 16, lip=False), workers, reuse
-    )
-    assert found == min(
-        total_communication(YOLO, fused_schemes(YOLO, pairs, 16), workers, reuse)
-        for pairs in TABLE_2.values()
-    )
-    assert round(float(4 * found / MIB), 1) == least
+    schemes = program(YOLO, workers, reuse, EARLY, lip=False)
+    communication = total_communication(YOLO, schemes, workers, reuse)
+    assert communication == min(communication_of_table_2(reuse).values())
+    assert to_mebibytes(communication) == least
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_whole_integer_program_does_better_than_table_2_with_lip_where_a_layer_has_few_outputs(
+def test_optimum_with_lip_communicates_less_than_table_2(
     program: Callable[..., Schemes],
 ) -> None:
-    schemes = program(YOLO, WorkerTotals.equal(6), "with-reuse", 16)
-    assert (
-        round(
-            float(4 * total_communication(YOLO, schemes, WorkerTotals.equal(6)) / MIB),
-            1,
-        )
-        == 57.0
-    )
-    # GraphLayer 26 makes 64 channels of 512.
+    workers = WorkerTotals.equal(6)
+    schemes = program(YOLO, workers, "with-reuse", EARLY)
+    assert to_mebibytes(total_communication(YOLO, schemes, workers)) == 57.0
+    # Layer 26 reduces 512 channels to 64: LIP exchanges fewer values if a layer has few outputs.
     assert [index for index, scheme in enumerate(schemes) if scheme == "lip"] == [26]
 
 
-def allowed(graph: Graph, schemes: tuple[Scheme, ...]) -> bool:
-    return (
-        all(
-            (scheme == "whole") == (not graph.layers[index].splits)
-            and (scheme == "fuse1")
-            == (index + 1 < len(schemes) and schemes[index + 1] == "fuse2")
-            and (scheme != "fuse1" or graph.fuses(index))
-            for index, scheme in enumerate(schemes)
-        )
-        and schemes[0] != "fuse2"
-    )
+def is_valid(graph: Graph, schemes: tuple[Scheme, ...]) -> bool:
+    """Return whether whole layers cannot be split and FUSE1 and FUSE2 occur only as fusible pairs."""
+    for index, scheme in enumerate(schemes):
+        if (scheme == "whole") == graph.layers[index].splits:
+            return False
+        is_followed_by_fuse2 = schemes[index + 1 : index + 2] == ("fuse2",)
+        if (scheme == "fuse1") != is_followed_by_fuse2:
+            return False
+        if scheme == "fuse1" and not graph.fuses(index):
+            return False
+    return schemes[0] != "fuse2"
 
 
 @settings(deadline=None)
@@ -167,23 +157,20 @@ def allowed(graph: Graph, schemes: tuple[Scheme, ...]) -> bool:
     st.integers(1, 8),
     st.sampled_from(["equation-9", "with-reuse"]),
 )
-def test_the_dynamic_program_finds_the_least_there_is(
+def test_dynamic_program_matches_brute_force(
     graph: Graph, devices: int, reuse: Reuse
 ) -> None:
     workers = WorkerTotals.equal(devices)
-    ways = [
-        way
-        for way in product((*SCHEMES, "whole"), repeat=len(graph.layers))
-        if allowed(graph, way)
-    ]
-    found = least_communication(graph, workers, reuse)
-    assert allowed(graph, found)
-    assert total_communication(graph, found, workers, reuse) == min(
-        total_communication(graph, way, workers, reuse) for way in ways
-    )
+    communication = []
+    for schemes in product((*SCHEMES, "whole"), repeat=len(graph.layers)):
+        if is_valid(graph, schemes):
+            communication.append(total_communication(graph, schemes, workers, reuse))
+    optimum = least_communication(graph, workers, reuse)
+    assert is_valid(graph, optimum)
+    assert total_communication(graph, optimum, workers, reuse) == min(communication)
 
 
-def test_integer_and_dynamic_program_agree_on_random_chains() -> None:
+def test_integer_program_matches_dynamic_program_on_random_chains() -> None:
     chance = random.Random(4)
     for _ in range(300):
         graph = random_chain(chance)
@@ -195,43 +182,38 @@ def test_integer_and_dynamic_program_agree_on_random_chains() -> None:
         dynamic, integer = (
             program(graph, workers, reuse, lip=lip) for program in PROGRAMS
         )
-        assert allowed(graph, integer)
-        assert total_communication(
-            graph, integer, workers, reuse
-        ) == total_communication(graph, dynamic, workers, reuse), (
-            graph,
-            workers,
-            reuse,
-        )
+        assert is_valid(graph, integer)
+        # Several assignments can have the same communication, so only the totals are compared.
+        expected = total_communication(graph, dynamic, workers, reuse)
+        communication = total_communication(graph, integer, workers, reuse)
+        assert communication == expected, (graph, workers, reuse)
 
 
 def random_chain(chance: random.Random) -> Graph:
-    """Sizes over three decades; a tenth of the layers pool, and some outputs are asked for again at the end."""
+    """Draw a chain with layer sizes over three decades, some pooling layers and sometimes a route at the end."""
     layers: list[GraphLayer] = []
-    entering = chance.choice([2, 64, 4096]) * chance.randint(1, 9)
+    inputs = chance.choice([2, 64, 4096]) * chance.randint(1, 9)
     for index in range(chance.randint(1, 10)):
         if index > 0 and chance.random() < 0.1:
             layers.append(
-                GraphLayer(
-                    f"l{index}", (HalvingLayer(by=1),), (entering,), (index - 1,)
-                )
+                GraphLayer(f"l{index}", (HalvingLayer(by=1),), (inputs,), (index - 1,))
             )
         else:
             layers.append(
                 dense_layer(
-                    index, entering, chance.choice([2, 64, 4096]) * chance.randint(1, 9)
+                    index, inputs, chance.choice([2, 64, 4096]) * chance.randint(1, 9)
                 )
             )
-        entering = layers[-1].outputs
+        inputs = layers[-1].outputs
     if len(layers) > 2 and chance.random() < 0.5:
-        again = chance.randrange(len(layers) - 1)
-        size = entering + layers[again].outputs
-        layers.append(GraphLayer("join", (), (size,), (len(layers) - 1, again)))
+        repeated = chance.randrange(len(layers) - 1)
+        size = inputs + layers[repeated].outputs
+        layers.append(GraphLayer("join", (), (size,), (len(layers) - 1, repeated)))
         layers.append(dense_layer(len(layers), size, 9))
     return Graph("random", tuple(layers))
 
 
-def test_unequal_shares_cost_what_the_formulas_say_for_their_sum() -> None:
+def test_worker_totals_sum_shares_of_workers() -> None:
     shares = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 4))
     assert WorkerTotals.of(shares, 0) == WorkerTotals(2, Fraction(1, 2))
     assert WorkerTotals.of(shares, 1) == WorkerTotals(2, Fraction(3, 4))
@@ -252,7 +234,7 @@ def test_unequal_shares_cost_what_the_formulas_say_for_their_sum() -> None:
         ((30, 31),),
     ],
 )
-def test_pairs_that_cannot_be_fused_are_refused_naming_those_that_can(
+def test_pairs_that_cannot_be_fused_are_rejected_with_valid_pairs(
     pairs: tuple[tuple[int, int], ...],
 ) -> None:
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What every device does and sends, against brute force."""
+"""Dataflow of distributed inference: transfers, slices and tiles against brute force."""
 
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -40,113 +40,129 @@ SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 SCHEMES = st.sampled_from(["lop", "lip", "fuse", "optimal", "sequential", "single"])
 
 
-def crew(speeds):
+def make_devices(speeds):
     return [DeviceSpec(f"d{index}", speed, 1e12) for index, speed in enumerate(speeds)]
 
 
-def sent_through_the_source(graph, plan):
-    """Count, element by element, what those who lack something are sent, and what the source collects for that."""
+def count_traffic_through_source(graph, plan):
+    """Count the elements sent through the source, one at a time."""
     source, count, total = plan.source, len(plan.devices), 0
     values = [*range(plan.tiled - 1, len(graph.layers))]
-    made = {value: np.zeros((count, graph.outputs_of(value)), bool) for value in values}
-    need = {value: np.zeros((count, graph.outputs_of(value)), bool) for value in values}
-    made[values[0]][source] = need[values[-1]][source] = True
+    computed = {
+        value: np.zeros((count, graph.outputs_of(value)), bool) for value in values
+    }
+    needed = {
+        value: np.zeros((count, graph.outputs_of(value)), bool) for value in values
+    }
+    computed[values[0]][source] = needed[values[-1]][source] = True
     for index in values[1:]:
         layer, part = graph.layers[index], plan.layers[index]
         taken = np.zeros((count, layer.inputs), bool)
         for device in range(count):
             if part.outputs:
                 taken[device] = part.outputs[device].size > 0
-                made[index].reshape(count, layer.output[0], -1)[
+                computed[index].reshape(count, layer.output[0], -1)[
                     device, slice(*part.outputs[device])
                 ] = True
             elif part.inputs:
                 taken.reshape(count, layer.input_channels, -1)[
                     device, slice(*part.inputs[device])
                 ] = True
-                made[index][source] = True
+                computed[index][source] = True
                 total += layer.outputs * (
                     device != source and part.inputs[device].size > 0
                 )
             else:
-                taken[device] = made[index][device] = device == (
-                    source if part.owner is None else part.owner
-                )
-        ends = [0, *accumulate(graph.outputs_of(each) for each in layer.sources)]
-        for each, (first, last) in zip(layer.sources, pairwise(ends), strict=True):
-            need[each] |= taken[:, first:last]
-    in_a_row = all(part.scheme == "whole" for part in plan.layers)
+                owner = source if part.owner is None else part.owner
+                taken[device] = computed[index][device] = device == owner
+        ends = [0, *accumulate(map(graph.outputs_of, layer.sources))]
+        for value, (first, last) in zip(layer.sources, pairwise(ends), strict=True):
+            needed[value] |= taken[:, first:last]
+    is_sequential = all(part.scheme == "whole" for part in plan.layers)
     for value in values:
-        lacking = need[value] & ~made[value]
-        if in_a_row:
-            total += lacking.sum()
+        missing = needed[value] & ~computed[value]
+        if is_sequential:
+            total += missing.sum()
         else:
+            # Workers send what any device misses to the source, which sends each worker what it misses.
             workers = [device for device in range(count) if device != source]
-            total += (
-                lacking[workers].sum()
-                + (made[value][workers] & lacking.any(axis=0)).sum()
-            )
+            collected = computed[value][workers] & missing.any(axis=0)
+            total += missing[workers].sum() + collected.sum()
     return total
 
 
 @settings(deadline=None, max_examples=150)
 @given(random_chains(), SPEEDS, SCHEMES, st.data())
-def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(
-    graph, speeds, scheme, data
-):
+def test_traffic_through_source_matches_brute_force(graph, speeds, scheme, data):
     source = data.draw(st.integers(0, len(speeds) - 1))
-    found = best_candidate(
-        graph, crew(speeds), plan_settings(scheme=scheme, source=source, tiled_layers=0)
+    flow = best_candidate(
+        graph,
+        make_devices(speeds),
+        plan_settings(scheme=scheme, source=source, tiled_layers=0),
     ).flow
-    assert sent_elements(all_transfers(found)) == sent_through_the_source(
-        graph, found.plan
+    assert sent_elements(all_transfers(flow)) == count_traffic_through_source(
+        graph, flow.plan
     )
 
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
-def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
+def test_traffic_of_yolov2_is_missing_elements_plus_tiles(scheme):
     graph = yolov2(224)
-    found = best_candidate(
+    flow = best_candidate(
         graph,
-        crew([1.0, 2.5, 1.0, 4.0]),
+        make_devices([1.0, 2.5, 1.0, 4.0]),
         plan_settings(scheme, tiled_layers=16, source=2),
     ).flow
-    later = sent_through_the_source(graph, found.plan)
-    assert sent_elements(all_transfers(found)) == later + sent_elements(
-        tile_transfers(found)
+    later = count_traffic_through_source(graph, flow.plan)
+    assert sent_elements(all_transfers(flow)) == later + sent_elements(
+        tile_transfers(flow)
     )
 
 
 @settings(deadline=None, max_examples=150)
 @given(random_chains(), SPEEDS, SCHEMES)
-def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(
+def test_values_are_computed_once_and_reach_devices_that_need_them(
     graph, speeds, scheme
 ):
     for exchange in ("via-source", "direct"):
-        found = best_candidate(
+        flow = best_candidate(
             graph,
-            crew(speeds),
+            make_devices(speeds),
             plan_settings(scheme=scheme, tiled_layers=0, exchange=exchange),
         ).flow
-        for value, homes in found.homes.items():
-            if value < 0 or not found.graph.layers[value].joins:
+        for value, homes in flow.homes.items():
+            if value < 0 or not flow.graph.layers[value].joins:
                 assert sum(home.size for home in homes) == graph.outputs_of(value)
-            for device, wanted in enumerate(found.wants[value]):
-                here = [homes[device]]
-                for maker, home in enumerate(homes):
-                    for to, part in (
-                        *found.receivers(value, maker, home),
-                        *found.forwarded(value, maker, home),
-                    ):
-                        here += [part] * (to == device and home.size > 0)
-                assert all(not without_all(piece, here) for piece in wanted)
+            for device, wanted_pieces in enumerate(flow.wants[value]):
+                available = [homes[device], *parts_received(flow, value, device)]
+                for piece in wanted_pieces:
+                    assert not subtract_all(piece, available)
 
 
-def without_all(piece, parts):
+def parts_received(flow, value, device):
+    """Return the parts of a value sent to the device, directly or through the source."""
+    parts = []
+    for sender, home in enumerate(flow.homes[value]):
+        if home.size == 0:
+            continue
+        transfers = [
+            *flow.receivers(value, sender, home),
+            *flow.forwarded(value, sender, home),
+        ]
+        parts.extend(part for receiver, part in transfers if receiver == device)
+    return parts
+
+
+def subtract_all(piece, parts):
     left = (piece,)
     for part in parts:
         left = difference(left, part)
     return left
+
+
+def non_empty_ranges(channels, shares):
+    """Divide channels by shares and return the non-empty ranges."""
+    return [range(*part) for part in divide(channels, shares) if part.size]
 
 
 RANGES = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(
@@ -154,19 +170,21 @@ RANGES = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(
 )
 
 
+def numbers_of(ranges):
+    return set().union(*(range(*piece) for piece in ranges))
+
+
 @given(st.lists(RANGES, max_size=6), RANGES)
-def test_pieces_are_sets_of_numbers(ranges, gone):
+def test_range_operations_match_set_operations(ranges, removed):
     pieces = union((), tuple(ranges))
-    numbers = {number for each in ranges for number in range(*each)}
-    assert {number for piece in pieces for number in range(*piece)} == numbers
+    numbers = numbers_of(ranges)
+    assert numbers_of(pieces) == numbers
     assert total_size(pieces) == len(numbers)
-    assert {
-        number for piece in difference(pieces, gone) for number in range(*piece)
-    } == numbers - {*range(*gone)}
-    assert all(
-        {*range(*intersection(each, gone))} == {*range(*each)} & {*range(*gone)}
-        for each in ranges
-    )
+    remaining = difference(pieces, removed)
+    assert numbers_of(remaining) == numbers - numbers_of([removed])
+    for piece in ranges:
+        common = numbers_of([piece]) & numbers_of([removed])
+        assert numbers_of([intersection(piece, removed)]) == common
 
 
 @settings(deadline=None, max_examples=60)
@@ -174,66 +192,72 @@ def test_pieces_are_sets_of_numbers(ranges, gone):
     st.integers(1, 7), st.integers(1, 9), st.sampled_from([1, 3]), st.integers(1, 2), st.booleans(),
     st.lists(st.integers(1, 5), min_size=1, max_size=8),
 )  # fmt: skip
-def test_parts_by_output_and_sums_by_input_are_the_whole_layer(
-    entering, leaving, kernel, stride, norm, shares
+def test_output_parts_and_input_sums_equal_whole_layer(
+    input_channels, output_channels, kernel, stride, norm, shares
 ):
     layers = [
-        Conv2d(leaving, kernel, stride, kernel // 2),
+        Conv2d(output_channels, kernel, stride, kernel // 2),
         *[BatchNorm2d()] * norm,
         LeakyReLU(0.1),
     ]
     model = chain(
-        "two", (entering, 7, 5), 3, [("conv", layers), ("out", [Flatten(), Linear(3)])]
+        "two",
+        (input_channels, 7, 5),
+        3,
+        [("conv", layers), ("out", [Flatten(), Linear(3)])],
     )
     graph = graph_of(model)
     layer, module = graph.layers[0], model.build(0, 1, 4).eval()
     for name, tensor in module.state_dict().items():
         if not name.endswith("tracked"):
             tensor.copy_(torch.rand_like(tensor) + 0.1)
-    inputs = torch.randn(2, entering, 7, 5)
+    inputs = torch.randn(2, input_channels, 7, 5)
     with torch.no_grad():
         whole = module(inputs).flatten(1)
     state, flat = module.state_dict(), inputs.flatten(1)
     exact = [Fraction(share, sum(shares)) for share in shares]
-    every, all_inputs = range(leaving), range(entering)
+    every, all_inputs = range(output_channels), range(input_channels)
     outputs = []
-    for made in (range(*part) for part in divide(leaving, exact) if part.size):
-        part = Slice(made, all_inputs, made)
-        outputs.append(
-            SlicedLayer(layer, part, cut_tensors(layer, part, state)).run(flat)
-        )
-    assert close(torch.cat(outputs, dim=1), whole)
+    for channels in non_empty_ranges(output_channels, exact):
+        part = Slice(channels, all_inputs, channels)
+        sliced = SlicedLayer(layer, part, cut_tensors(layer, part, state))
+        outputs.append(sliced.run(flat))
+    assert is_close(torch.cat(outputs, dim=1), whole)
     sums = []
-    for taken in (range(*part) for part in divide(entering, exact) if part.size):
-        part = Slice(every, taken, NONE)
-        sums.append(
-            SlicedLayer(layer, part, cut_tensors(layer, part, state)).sums(
-                flat[:, taken.start * 35 : taken.stop * 35]
-            )
-        )
-    assert close(
-        SlicedLayer(layer, layer.whole, state).finish(torch.stack(sums).sum(0)), whole
-    )
-    chunks = [range(leaving)[first : first + 2] for first in range(0, leaving, 2)]
+    for channels in non_empty_ranges(input_channels, exact):
+        part = Slice(every, channels, NONE)
+        sliced = SlicedLayer(layer, part, cut_tensors(layer, part, state))
+        # A channel of 7x5 pixels has 35 values.
+        inputs_of_part = flat[:, channels.start * 35 : channels.stop * 35]
+        sums.append(sliced.sums(inputs_of_part))
+    undivided = SlicedLayer(layer, layer.whole, state)
+    assert is_close(undivided.finish(torch.stack(sums).sum(0)), whole)
+    chunks = [
+        range(output_channels)[first : first + 2]
+        for first in range(0, output_channels, 2)
+    ]
     chunked = SlicedLayer(layer, layer.whole, state)
-    assert close(
+    assert is_close(
         torch.cat(
-            [chunked.finish(chunked.sums(flat, None, each), each) for each in chunks],
+            [
+                chunked.finish(chunked.sums(flat, None, channels), channels)
+                for channels in chunks
+            ],
             dim=1,
         ),
         whole,
     )
 
 
-def close(found, wanted):
+def is_close(actual, expected):
     return bool(
-        (found - wanted).abs().max() <= 1e-4 * wanted.abs().max().clamp(min=1e-6)
+        (actual - expected).abs().max() <= 1e-4 * expected.abs().max().clamp(min=1e-6)
     )
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(9, 16), st.integers(8, 13))
-def test_tiles_with_their_halo_are_the_whole_map(rows, columns, height, width):
+def test_tiles_with_halo_equal_whole_map(rows, columns, height, width):
     layers = [
         ("conv1", [Conv2d(4, 3, padding=1), BatchNorm2d(), LeakyReLU(0.1)]),
         ("pool", [MaxPool2d()]),
@@ -247,16 +271,16 @@ def test_tiles_with_their_halo_are_the_whole_map(rows, columns, height, width):
         whole = module(inputs)
     early = graph.layers[:3]
     parts = [SlicedLayer(layer, layer.whole, module.state_dict()) for layer in early]
-    ledger, found = Ledger("d0", 1e9), torch.full_like(whole, float("nan"))
+    ledger, output = Ledger("d0", 1e9), torch.full_like(whole, float("nan"))
     grid = (min(rows, whole.shape[2]), min(columns, whole.shape[3]))
     flow = best_candidate(
-        graph, crew([1.0]), plan_settings("lop", tiled_layers=3, tile_grid=grid)
+        graph, make_devices([1.0]), plan_settings("lop", tiled_layers=3, tile_grid=grid)
     ).flow
-    for number, each in enumerate(flow.plan.tiles):
-        first, last = each.regions[0], each.regions[-1]
+    for number, tile in enumerate(flow.plan.tiles):
+        first, last = tile.regions[0], tile.regions[-1]
         region = inputs[:, :, first.top : first.bottom, first.left : first.right]
-        found[:, :, last.top : last.bottom, last.left : last.right] = compute_tile(
+        output[:, :, last.top : last.bottom, last.left : last.right] = compute_tile(
             flow, number, parts, region, {}, ledger
         )[0]
-    assert close(found, whole)
+    assert is_close(output, whole)
     assert ledger.activations == 0 < ledger.peak

@@ -1,4 +1,4 @@
-"""Plans: who computes what, what that takes and sends, devices of unequal speed and memory, and refusals."""
+"""Plans of distributed inference: assignments, memory and traffic for devices of unequal speed and memory."""
 
 import time
 from itertools import pairwise
@@ -48,34 +48,40 @@ from testbed_stahl.schemes import WorkerTotals, total_communication
 from tests.helpers.graphs import FOUR_LAYERS, plan_settings, random_chains, yolov2
 
 YOLO = yolov2()
+# Half of the image of 608 pixels and the halo of 59 pixels that 16 layers need.
 HALF_AND_HALO = 304 + 1 + 2 + 4 + 4 + 8 + 8 + 16 + 16
 
 
-def devices(*speeds: float, memory: float = 4e9) -> list[DeviceSpec]:
+def make_devices(*speeds: float, memory: float = 4e9) -> list[DeviceSpec]:
     return [
         DeviceSpec(f"d{index}", speed, memory) for index, speed in enumerate(speeds)
     ]
 
 
-def even(count: int, memory: float = 4e9) -> list[DeviceSpec]:
-    return devices(*[1e9] * count, memory=memory)
+def equal_devices(count: int, memory: float = 4e9) -> list[DeviceSpec]:
+    return make_devices(*[1e9] * count, memory=memory)
 
 
-def planned(graph: Graph, crew: list[DeviceSpec], request: PlanSettings) -> Dataflow:
-    """Return a plan as it is carried out."""
-    return make_dataflow(graph, fitting_plan(graph, crew, request), request)
+def make_flow(
+    graph: Graph, devices: list[DeviceSpec], request: PlanSettings
+) -> Dataflow:
+    return make_dataflow(graph, fitting_plan(graph, devices, request), request)
 
 
-def counted(found: Dataflow) -> tuple[tuple[int, ...], int, int]:
-    return held(found), longest_path(found), sent_elements(all_transfers(found))
+def summarise(flow: Dataflow) -> tuple[tuple[int, ...], int, int]:
+    return (
+        weights_by_device(flow),
+        longest_path(flow),
+        sent_elements(all_transfers(flow)),
+    )
 
 
-def held(found: Dataflow) -> tuple[int, ...]:
-    return tuple(count_weights(found, device) for device in found.devices)
+def weights_by_device(flow: Dataflow) -> tuple[int, ...]:
+    return tuple(count_weights(flow, device) for device in flow.devices)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "expected"),
+    ("method", "expected"),
     [
         (plan_settings("single"), ((240, 0), 240, 0)),
         (plan_settings("lop"), ((120, 120), 120, 34)),
@@ -85,29 +91,29 @@ def held(found: Dataflow) -> tuple[int, ...]:
         (plan_settings("optimal"), ((120, 120), 120, 22)),
     ],
 )
-def test_the_four_layer_example_is_the_papers(
-    wanted: PlanSettings, expected: tuple[tuple[int, int], int, int]
+def test_plan_of_four_layer_example_matches_paper(
+    method: PlanSettings, expected: tuple[tuple[int, int], int, int]
 ) -> None:
-    assert counted(planned(FOUR_LAYERS, even(2), wanted)) == expected
+    assert summarise(make_flow(FOUR_LAYERS, equal_devices(2), method)) == expected
 
 
-def test_sequential_mapping_of_the_four_layer_example_is_the_papers_and_also_returns_the_result() -> (
+def test_sequential_plan_of_four_layer_example_matches_paper_and_returns_result() -> (
     None
 ):
-    found = planned(FOUR_LAYERS, even(2), plan_settings("sequential"))
-    assert counted(found)[:2] == ((160, 80), 240)
-    assert all_transfers(found) == (Transfer(0, 1, 1, (16,)), Transfer(1, 0, 3, (4,)))
+    flow = make_flow(FOUR_LAYERS, equal_devices(2), plan_settings("sequential"))
+    assert summarise(flow)[:2] == ((160, 80), 240)
+    assert all_transfers(flow) == (Transfer(0, 1, 1, (16,)), Transfer(1, 0, 3, (4,)))
 
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_where_channels_divide_what_is_sent_is_what_the_formulas_say(
+def test_sent_elements_match_formulas_for_equal_shares(
     scheme: SchemeName, count: int
 ) -> None:
     graph = graph_of(create("mlp", {"hidden": [64, 128, 32, 64]}, (1, 8, 8), 16))
-    found = planned(graph, even(count), plan_settings(scheme))
-    schemes = [part.scheme for part in found.plan.layers]
-    assert sent_elements(all_transfers(found)) == total_communication(
+    flow = make_flow(graph, equal_devices(count), plan_settings(scheme))
+    schemes = [part.scheme for part in flow.plan.layers]
+    assert sent_elements(all_transfers(flow)) == total_communication(
         graph, schemes, WorkerTotals.equal(count)
     )
 
@@ -118,136 +124,141 @@ def test_where_channels_divide_what_is_sent_is_what_the_formulas_say(
     st.lists(st.sampled_from([1.0, 2.0, 3.5, 10.0]), min_size=1, max_size=8),
     st.data(),
 )
-def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
+def test_each_scheme_assigns_all_work_exactly_once(
     graph: Graph, speeds: list[float], data: st.DataObject
 ) -> None:
     scheme = data.draw(st.sampled_from(SCHEMES))
     source = data.draw(st.integers(0, len(speeds) - 1))
-    found = fitting_plan(graph, devices(*speeds), plan_settings(scheme, source=source))
-    assert DistributedPlan.model_validate_json(found.model_dump_json()) == found
-    for index, (layer, part) in enumerate(zip(graph.layers, found.layers, strict=True)):
+    plan = fitting_plan(
+        graph, make_devices(*speeds), plan_settings(scheme, source=source)
+    )
+    assert DistributedPlan.model_validate_json(plan.model_dump_json()) == plan
+    for index, (layer, part) in enumerate(zip(graph.layers, plan.layers, strict=True)):
         ranges = part.outputs or part.inputs
         if ranges:
             size = layer.output_channels if part.outputs else layer.input_channels
             assert (ranges[0].first, ranges[-1].last) == (0, size)
-            assert all(one.last == other.first for one, other in pairwise(ranges))
+            for current, following in pairwise(ranges):
+                assert current.last == following.first
         if part.scheme == "fuse2":
-            assert part.inputs == found.layers[index - 1].outputs
+            assert part.inputs == plan.layers[index - 1].outputs
     for exchange in ("via-source", "direct"):
-        spread = make_dataflow(graph, found, plan_settings(exchange=exchange))
-        assert sum(held(spread)) == graph.weights
-        assert sum(
-            count_parameters(spread, device) for device in spread.devices
-        ) == sum(each.parameters for each in graph.layers)
-        assert [sum(row) for row in count_multiplications(spread)] == [
-            layer.multiplications for layer in graph.layers
-        ]
+        flow = make_dataflow(graph, plan, plan_settings(exchange=exchange))
+        assert sum(weights_by_device(flow)) == graph.weights
+        parameters = [count_parameters(flow, device) for device in flow.devices]
+        assert sum(parameters) == sum(layer.parameters for layer in graph.layers)
+        for layer, row in zip(graph.layers, count_multiplications(flow), strict=True):
+            assert sum(row) == layer.multiplications
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 6, 7])
-def test_weights_per_device_fall_as_one_over_n(count: int) -> None:
+def test_weights_per_device_are_inverse_to_device_count(count: int) -> None:
     later = YOLO.layers[16:]
     early = sum(layer.weights for layer in YOLO.layers[:16])
     split = sum(layer.weights for layer in later)
     for scheme in ("lop", "fuse", "optimal"):
-        found = planned(YOLO, even(count), plan_settings(scheme))
-        for device, stored in enumerate(held(found)):
-            assert stored == pytest.approx(
-                early * any(tile.device == device for tile in found.plan.tiles)
-                + split / count,
-                rel=0.02,
-            )
+        flow = make_flow(YOLO, equal_devices(count), plan_settings(scheme))
+        devices_with_tiles = {tile.device for tile in flow.plan.tiles}
+        for device, stored in enumerate(weights_by_device(flow)):
+            # A device with a tile stores the whole weights of the tiled layers.
+            expected = split / count
+            if device in devices_with_tiles:
+                expected += early
+            assert stored == pytest.approx(expected, rel=0.02)
 
 
-def test_memory_of_the_weights_is_that_of_table_1_where_all_layers_are_divided() -> (
-    None
-):
-    found = [
-        max(held(planned(YOLO, even(count), plan_settings("lop", tiled_layers=0))))
-        for count in (1, 3, 5, 6, 7)
-    ]
-    assert [round(4 * most / 1e6) for most in found] == [204, 68, 41, 34, 29]
+def test_weight_memory_matches_table_1_without_tiles() -> None:
+    # Table 1: device count and megabytes of weights on a device.
+    for count, expected in ((1, 204), (3, 68), (5, 41), (6, 34), (7, 29)):
+        method = plan_settings("lop", tiled_layers=0)
+        flow = make_flow(YOLO, equal_devices(count), method)
+        assert round(4 * max(weights_by_device(flow)) / 1e6) == expected
 
 
-def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
-    found = fitting_plan(YOLO, even(6), plan_settings("fuse"))
-    assert found.tiling is not None
-    assert len(found.tiling.tiles[0].regions) == 17
-    assert {tile.device for tile in found.tiling.tiles} == set(range(6))
-    fused = [index for index, part in enumerate(found.layers) if part.scheme == "fuse1"]
+def test_plan_of_yolov2_on_six_devices_matches_paper() -> None:
+    plan = fitting_plan(YOLO, equal_devices(6), plan_settings("fuse"))
+    assert plan.tiling is not None
+    assert len(plan.tiling.tiles[0].regions) == 17
+    assert {tile.device for tile in plan.tiling.tiles} == set(range(6))
+    fused = [index for index, part in enumerate(plan.layers) if part.scheme == "fuse1"]
     assert fused == [18, 20, 23, 29]
-    # Of the layers from 16 on, up to the rounding to whole channels, that is C of FUSE2: 67.3 MiB.
-    spread = make_dataflow(YOLO, found, plan_settings())
-    later = sent_elements(all_transfers(spread)) - sent_elements(tile_transfers(spread))
+    # Layers from 16 on send the communication of FUSE2, 67.3 MiB, up to the rounding to whole channels.
+    flow = make_dataflow(YOLO, plan, plan_settings())
+    later = sent_elements(all_transfers(flow)) - sent_elements(tile_transfers(flow))
     assert 4 * later / 2**20 == pytest.approx(67.26, rel=2e-3)
 
 
 @pytest.mark.timed
-def test_yolov2_is_planned_on_six_devices_in_less_than_100_ms() -> None:
+def test_plan_of_yolov2_on_six_devices_takes_under_100_ms() -> None:
     def seconds() -> float:
         start = time.perf_counter()
-        fitting_plan(YOLO, even(6), plan_settings())
+        fitting_plan(YOLO, equal_devices(6), plan_settings())
         return time.perf_counter() - start
 
     assert min(seconds() for _ in range(3)) < 0.1
 
 
-def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
-    found = planned(YOLO, even(4), plan_settings(tile_grid=(2, 2), source=1))
-    elsewhere = [tile for tile in found.plan.tiles if tile.device != 1]
-    assert set(tile_transfers(found)) == {
-        *(
-            Transfer(1, tile.device, INPUT, (3 * tile.regions[0].pixels,))
-            for tile in elsewhere
-        ),
-        *(Transfer(tile.device, 1, 15, (256 * 19 * 19,)) for tile in elsewhere),
-    }
-    # A 3x3 needs one pixel more of its input, and each pooling before it doubles that: 59 of the image.
+def test_tiles_are_sent_with_halo_and_returned_without() -> None:
+    flow = make_flow(YOLO, equal_devices(4), plan_settings(tile_grid=(2, 2), source=1))
+    elsewhere = [tile for tile in flow.plan.tiles if tile.device != 1]
+    expected = set()
+    for tile in elsewhere:
+        image = (3 * tile.regions[0].pixels,)
+        expected.add(Transfer(1, tile.device, INPUT, image))
+        # A quarter of the map of 38x38 pixels with 256 channels returns from layer 15.
+        expected.add(Transfer(tile.device, 1, 15, (256 * 19 * 19,)))
+    assert set(tile_transfers(flow)) == expected
+    # A 3x3 layer needs one more pixel of its input, and each pooling before it doubles the margin.
     assert {tile.regions[0].pixels for tile in elsewhere} == {HALF_AND_HALO**2}
 
 
-def test_bytes_on_the_wire_are_those_of_every_message() -> None:
-    found = all_transfers(planned(FOUR_LAYERS, even(2), plan_settings("lop")))
-    assert [len(each.messages) for each in found] == [1] * 8
-    assert all(
-        each.wire_bytes(3) == wire_bytes(3 * 4 * each.elements + 320) for each in found
+def test_wire_bytes_include_overhead_of_each_message() -> None:
+    transfers = all_transfers(
+        make_flow(FOUR_LAYERS, equal_devices(2), plan_settings("lop"))
     )
+    assert [len(transfer.messages) for transfer in transfers] == [1] * 8
+    # A message has 4 bytes for each value of a sample and an envelope of 320 bytes.
+    for transfer in transfers:
+        values_bytes = 3 * 4 * transfer.elements
+        assert transfer.wire_bytes(3) == wire_bytes(values_bytes + 320)
     graph = graph_of(create("mlp", {"hidden": [1000]}, (1, 8, 8), 10))
-    some = {"samples": 2, "chunks": 3, "min_chunk_bytes": 1}
+    options = {"samples": 2, "chunks": 3, "min_chunk_bytes": 1}
     first, *_ = (
-        each
-        for each in all_transfers(planned(graph, even(2), plan_settings("lop", **some)))
-        if each.value == 0
+        transfer
+        for transfer in all_transfers(
+            make_flow(graph, equal_devices(2), plan_settings("lop", **options))
+        )
+        if transfer.value == 0
     )
     assert sorted(first.messages) == [166, 167, 167]
     assert first.wire_bytes(2) == sum(
-        wire_bytes(2 * 4 * each + 320) for each in first.messages
+        wire_bytes(2 * 4 * transfer + 320) for transfer in first.messages
     )
 
 
-def test_shares_follow_speed() -> None:
+def test_shares_are_proportional_to_speed_unless_equal() -> None:
     graph = graph_of(create("mlp", {"hidden": [120, 60]}, (1, 8, 8), 12))
-    found = fitting_plan(graph, devices(3e9, 1e9, 2e9), plan_settings("lop"))
-    assert [each.size for each in found.layers[0].outputs] == [60, 20, 40]
-    assert [each.size for each in found.layers[2].outputs] == [6, 2, 4]
-    found = fitting_plan(
-        graph, devices(3e9, 1e9, 2e9), plan_settings("lop", shares="equal")
+    plan = fitting_plan(graph, make_devices(3e9, 1e9, 2e9), plan_settings("lop"))
+    assert [part.size for part in plan.layers[0].outputs] == [60, 20, 40]
+    assert [part.size for part in plan.layers[2].outputs] == [6, 2, 4]
+    plan = fitting_plan(
+        graph, make_devices(3e9, 1e9, 2e9), plan_settings("lop", shares="equal")
     )
-    assert [each.size for each in found.layers[0].outputs] == [40, 40, 40]
+    assert [part.size for part in plan.layers[0].outputs] == [40, 40, 40]
 
 
-def test_memory_bounds_the_share_of_a_fast_device_and_the_others_take_over() -> None:
+def test_memory_limits_share_of_fast_device() -> None:
     graph = graph_of(create("mlp", {"hidden": [1000, 1000, 1000]}, (1, 8, 8), 10))
-    crew = [
+    devices = [
         DeviceSpec("small", 8e9, 1e6),
         DeviceSpec("b", 2e9, 1e9),
         DeviceSpec("c", 1e9, 1e9),
     ]
     for scheme in ("lop", "optimal"):
-        spread = planned(graph, crew, plan_settings(scheme, source=1))
-        assert 0.95e6 < memory_needs(spread)[0] <= 1e6
-        found = spread.plan.layers[1]
-        sizes = [each.size for each in (found.outputs or found.inputs)]
+        flow = make_flow(graph, devices, plan_settings(scheme, source=1))
+        assert 0.95e6 < memory_needs(flow)[0] <= 1e6
+        layer = flow.plan.layers[1]
+        sizes = [part.size for part in (layer.outputs or layer.inputs)]
         assert sizes[1] == pytest.approx(2 * sizes[2], abs=2)
 
 
@@ -260,45 +271,49 @@ def test_memory_bounds_the_share_of_a_fast_device_and_the_others_take_over() -> 
         max_size=5,
     ),
 )
-def test_a_plan_fits_or_is_refused(
+def test_plan_fits_memory_or_is_rejected(
     graph: Graph, kinds: list[tuple[float, float]]
 ) -> None:
-    crew = [
+    devices = [
         DeviceSpec(f"d{index}", speed, memory)
         for index, (speed, memory) in enumerate(kinds)
     ]
     for scheme in ("lop", "optimal"):
         try:
-            found = planned(graph, crew, plan_settings(scheme))
+            flow = make_flow(graph, devices, plan_settings(scheme))
         except InputError:
             continue
         assert all(
-            need <= device.memory
-            for need, device in zip(memory_needs(found), crew, strict=True)
+            needed <= device.memory
+            for needed, device in zip(memory_needs(flow), devices, strict=True)
         )
 
 
 @pytest.mark.parametrize(("name", "memory"), [("alexnet", 80e6), ("vgg16", 150e6)])
 @pytest.mark.parametrize("scheme", ["single", "sequential", "lop", "fuse", "optimal"])
-def test_a_plan_too_large_is_refused_with_a_number_of_devices_that_is_indeed_the_smallest(
+def test_rejected_plan_names_smallest_sufficient_device_count(
     name: str, memory: float, scheme: SchemeName
 ) -> None:
     graph = graph_of(create(name, {}, (3, 224, 224), 0))
     with pytest.raises(
         InputError, match=r"d\d has \d+ MB of memory, .* needs .* would do"
     ) as caught:
-        fitting_plan(graph, even(2, memory=memory), plan_settings(scheme))
+        fitting_plan(graph, equal_devices(2, memory=memory), plan_settings(scheme))
     count = int(str(caught.value).partition(" devices would do")[0].rpartition(" ")[2])
     scheme = "optimal" if "by the scheme optimal" in str(caught.value) else scheme
-    assert fitting_plan(graph, even(count, memory=memory), plan_settings(scheme))
+    assert fitting_plan(
+        graph, equal_devices(count, memory=memory), plan_settings(scheme)
+    )
     for fewer in range(1, count):
         with pytest.raises(InputError):
-            fitting_plan(graph, even(fewer, memory=memory), plan_settings(scheme))
+            fitting_plan(
+                graph, equal_devices(fewer, memory=memory), plan_settings(scheme)
+            )
 
 
-def test_a_finer_grid_is_used_where_tiles_take_too_much_memory() -> None:
+def test_grid_is_refined_if_tiles_exceed_memory() -> None:
     coarse, fine = (
-        fitting_plan(YOLO, even(6, memory=memory), plan_settings()).tiling
+        fitting_plan(YOLO, equal_devices(6, memory=memory), plan_settings()).tiling
         for memory in (80e6, 60e6)
     )
     assert coarse is not None
@@ -306,35 +321,36 @@ def test_a_finer_grid_is_used_where_tiles_take_too_much_memory() -> None:
     assert (fine.rows, fine.columns) == (2 * coarse.rows, 2 * coarse.columns)
 
 
-def test_no_number_of_devices_helps_where_activations_alone_are_too_much() -> None:
+def test_activations_beyond_memory_fit_no_device_count() -> None:
     with pytest.raises(
         InputError, match=r"no number of such devices would do.*smaller input"
     ):
-        fitting_plan(YOLO, even(3, memory=10e6), plan_settings())
-    assert enough_devices(YOLO, even(3, memory=10e6), plan_settings()) == 0
+        fitting_plan(YOLO, equal_devices(3, memory=10e6), plan_settings())
+    assert enough_devices(YOLO, equal_devices(3, memory=10e6), plan_settings()) == 0
 
 
-def test_activations_are_what_each_device_holds_at_its_widest_layer() -> None:
-    def most(scheme: SchemeName, count: int = 2, **options: Any) -> tuple[int, ...]:
-        found = planned(FOUR_LAYERS, even(count), plan_settings(scheme, **options))
-        return tuple(peak_activations(found, device) for device in found.devices)
+def test_peak_activations_match_hand_computed_values() -> None:
+    def peaks(scheme: SchemeName, count: int = 2, **options: Any) -> tuple[int, ...]:
+        flow = make_flow(
+            FOUR_LAYERS, equal_devices(count), plan_settings(scheme, **options)
+        )
+        return tuple(peak_activations(flow, device) for device in flow.devices)
 
-    # The layer from 8 to 16, done from 4 inputs before the others come: 8 sums, then 8 outputs, and 8 of the others.
-    assert most("lop") == (8 + 8 + 16,) * 2
-    # The source has all of the input, and both sums of all outputs before it adds them up; the other sends
-    # its own. That has most of the next layer's input: 8 come back at once, or in two messages, the first of which can
-    # come while it computes what the second needs.
-    assert most("lip") == (8 + 2 * 16, 8)
-    assert most("lip", chunks=2, min_chunk_bytes=1) == (8 + 2 * 16, 4 + 8)
-    # While it still merges its 8, the other can be as far as to send sums for 2 of the next layer's 4.
-    assert most("lip", exchange="direct") == (4 + 2 * 8 + 2,) * 2
-    assert most("single", 1) == (24,)
-    # The 16 go from one to the other in one piece, or in two, of which the second is added to what the first gives.
-    assert most("sequential") == (8 + 16, 16 + 4)
-    assert most("sequential", chunks=2, min_chunk_bytes=1) == (8 + 8, 16 + 4 + 4)
+    # The layer from 8 to 16 starts with 4 of its inputs: it needs 8 sums, 8 outputs and 8 outputs of the other device.
+    assert peaks("lop") == (8 + 8 + 16,) * 2
+    # The source holds the whole input and two sets of 16 sums before it adds them. The other device peaks at the next
+    # layer's input: 8 values in one message, or two messages of 4 that overlap its computation.
+    assert peaks("lip") == (8 + 2 * 16, 8)
+    assert peaks("lip", chunks=2, min_chunk_bytes=1) == (8 + 2 * 16, 4 + 8)
+    # While a device adds its 8 sums, the other may already send sums for 2 of the next layer's 4 outputs.
+    assert peaks("lip", exchange="direct") == (4 + 2 * 8 + 2,) * 2
+    assert peaks("single", 1) == (24,)
+    # The 16 values move in one message, or in two, where the second is added to the result of the first.
+    assert peaks("sequential") == (8 + 16, 16 + 4)
+    assert peaks("sequential", chunks=2, min_chunk_bytes=1) == (8 + 8, 16 + 4 + 4)
 
 
-def test_a_described_model_has_the_models_figures_and_places() -> None:
+def test_graph_of_model_matches_model() -> None:
     for name, shape in (
         ("yolov2", (3, 608, 608)),
         ("alexnet", (3, 224, 224)),
@@ -362,9 +378,7 @@ def test_a_described_model_has_the_models_figures_and_places() -> None:
         ]
 
 
-def test_layers_of_one_unit_are_described_apart_with_what_follows_each_value_by_value() -> (
-    None
-):
+def test_graph_separates_layers_of_one_unit() -> None:
     block = Residual((Conv2d(4, padding=1),))
     units = [
         (
@@ -401,15 +415,23 @@ def test_layers_of_one_unit_are_described_apart_with_what_follows_each_value_by_
     )
 
 
-def test_figures_of_all_schemes_beside_each_other() -> None:
-    found = {
-        each.flow.plan.scheme: each
-        for each in compare_schemes(FOUR_LAYERS, even(2, memory=900.0), plan_settings())
+def test_comparison_of_schemes_for_four_layer_example() -> None:
+    candidates = {
+        candidate.flow.plan.scheme: candidate
+        for candidate in compare_schemes(
+            FOUR_LAYERS, equal_devices(2, memory=900.0), plan_settings()
+        )
     }
-    described = {name: plan_demands(each.flow) for name, each in found.items()}
+    demands = {
+        name: plan_demands(candidate.flow) for name, candidate in candidates.items()
+    }
     assert {
-        name: (max(each.weight_elements), each.longest_path, each.communication)
-        for name, each in described.items()
+        name: (
+            max(candidate.weight_elements),
+            candidate.longest_path,
+            candidate.communication,
+        )
+        for name, candidate in demands.items()
     } == {
         "single": (240, 240, 0),
         "sequential": (160, 240, 16),
@@ -419,10 +441,12 @@ def test_figures_of_all_schemes_beside_each_other() -> None:
         "optimal": (120, 120, 22),
     }
     assert [
-        name for name, each in found.items() if each.excess(even(2, memory=900.0))
+        name
+        for name, candidate in candidates.items()
+        if candidate.excess(equal_devices(2, memory=900.0))
     ] == ["single"]
-    assert described["sequential"].sent_elements == 20
-    assert [part.scheme for part in found["optimal"].flow.plan.layers] == [
+    assert demands["sequential"].sent_elements == 20
+    assert [part.scheme for part in candidates["optimal"].flow.plan.layers] == [
         "lop",
         "fuse1",
         "fuse2",

@@ -1,4 +1,4 @@
-"""Fused tiles: what each needs and computes, against torch on each tile alone; the price of the halo; refusals."""
+"""Tilings of fused layers: regions and multiplications of tiles, against torch on each tile."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ YOLO = yolov2()
 
 
 @st.composite
-def early(draw: st.DrawFn) -> list[GraphLayer]:
+def early_layers(draw: st.DrawFn) -> list[GraphLayer]:
     shape: tuple[int, ...] = (2, draw(st.integers(6, 21)), draw(st.integers(6, 21)))
     layers: list[GraphLayer] = []
     for index in range(draw(st.integers(1, 4))):
@@ -55,7 +55,7 @@ def window(layer: GraphLayer) -> PixelWindow:
     return layer.window
 
 
-def compute(
+def compute_layer(
     layer: GraphLayer,
     kernels: torch.Tensor | None,
     values: torch.Tensor,
@@ -77,8 +77,8 @@ def cut(values: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 @settings(max_examples=60, deadline=None)
-@given(early(), st.data())
-def test_tiles_computed_each_alone_make_up_the_whole(
+@given(early_layers(), st.data())
+def test_separately_computed_tiles_equal_whole_map(
     layers: list[GraphLayer], data: st.DataObject
 ) -> None:
     _, height, width = layers[-1].output
@@ -98,17 +98,19 @@ def test_tiles_computed_each_alone_make_up_the_whole(
         for layer in layers
     ]
     image = torch.rand(*layers[0].input, generator=draws, dtype=torch.float64)
-    whole = image
+    expected_map = image
     for layer, kernel in zip(layers, kernels, strict=True):
-        whole = compute(layer, kernel, whole, (window(layer).padding,) * 4)
+        expected_map = compute_layer(
+            layer, kernel, expected_map, (window(layer).padding,) * 4
+        )
     tiling = make_tiling(layers, rows, columns, [1.0], 0)
     assert len(tiling.tiles) == rows * columns
     covered = torch.zeros(height, width)
-    for each in tiling.tiles:
-        values = cut(image, each.regions[0])
+    for tile in tiling.tiles:
+        values = cut(image, tile.regions[0])
         computed = 0
-        for layer, kernel, out in zip(layers, kernels, each.regions[1:], strict=True):
-            values = compute(layer, kernel, values, tile_padding(layer, out))
+        for layer, kernel, out in zip(layers, kernels, tile.regions[1:], strict=True):
+            values = compute_layer(layer, kernel, values, tile_padding(layer, out))
             assert values.shape[1:] == (out.bottom - out.top, out.right - out.left)
             computed += (
                 values.numel()
@@ -117,15 +119,15 @@ def test_tiles_computed_each_alone_make_up_the_whole(
                 * bool(layer.weights)
             )
         torch.testing.assert_close(
-            values, cut(whole, each.regions[-1]), rtol=1e-12, atol=1e-12
+            values, cut(expected_map, tile.regions[-1]), rtol=1e-12, atol=1e-12
         )
-        assert sum(tile_multiplications(layers, each.regions[1:])) == computed
-        cut(covered[None], each.regions[-1]).add_(1)
+        assert sum(tile_multiplications(layers, tile.regions[1:])) == computed
+        cut(covered[None], tile.regions[-1]).add_(1)
     assert torch.equal(covered, torch.ones(height, width))
 
 
-def test_halo_of_a_small_example_by_hand() -> None:
-    # 3x3 on 8x8, pooling to 4x4, 3x3 on that: a 2x1 grid.
+def test_halo_matches_hand_computed_example() -> None:
+    # A 3x3 layer on 8x8 pixels, pooling to 4x4 and another 3x3 layer, in a grid of 2x1 tiles.
     first = convolution_layer("a", (1, 8, 8), 1, 3, -1)
     layers = [
         first,
@@ -133,7 +135,7 @@ def test_halo_of_a_small_example_by_hand() -> None:
         convolution_layer("c", (1, 4, 4), 1, 3, 1),
     ]
     upper, lower = make_tiling(layers, 2, 1, [1.0, 1.0], 0).tiles
-    # Two rows of the last layer need three of pooling, so six of the first, so seven of the image.
+    # Two rows of the last layer need three rows of pooling, hence six of the first layer and seven of the image.
     assert upper.regions == ((0, 7, 0, 8), (0, 6, 0, 8), (0, 3, 0, 4), (0, 2, 0, 4))
     assert lower.regions == ((1, 8, 0, 8), (2, 8, 0, 8), (1, 4, 0, 4), (2, 4, 0, 4))
     assert tile_padding(layers[2], upper.regions[3]) == (1, 1, 1, 0)
@@ -143,11 +145,11 @@ def test_halo_of_a_small_example_by_hand() -> None:
         redundant_multiplications(layers, [upper.regions[1:], lower.regions[1:]])
         == 9 * 2 * 16
     )
-    (one,) = make_tiling(layers, 1, 1, [1.0], 0).tiles
-    assert redundant_multiplications(layers, [one.regions[1:]]) == 0
+    (single,) = make_tiling(layers, 1, 1, [1.0], 0).tiles
+    assert redundant_multiplications(layers, [single.regions[1:]]) == 0
 
 
-def test_the_early_layers_of_the_networks() -> None:
+def test_number_of_feature_dominated_layers_of_known_networks() -> None:
     assert feature_dominated_layers(YOLO) == 16
     assert feature_dominated_layers(yolov2(416)) < 16
     vgg = graph_of(create("vgg16", {}, (3, 224, 224), 0))
@@ -155,16 +157,16 @@ def test_the_early_layers_of_the_networks() -> None:
     assert feature_dominated_layers(graph_of(create("mlp", {}, (1, 8, 8), 10))) == 0
 
 
-@pytest.mark.parametrize(("count", "instead"), [(18, 17), (25, 17), (40, 17)])
-def test_layers_that_cannot_be_tiled_are_refused(count: int, instead: int) -> None:
-    with pytest.raises(InputError, match=rf"first {count} layers .* use {instead}"):
+@pytest.mark.parametrize(("count", "largest"), [(18, 17), (25, 17), (40, 17)])
+def test_layers_that_cannot_be_tiled_are_rejected(count: int, largest: int) -> None:
+    with pytest.raises(InputError, match=rf"first {count} layers .* use {largest}"):
         check_tileable(YOLO, count)
-    for able in range(18):
-        check_tileable(YOLO, able)
+    for valid in range(18):
+        check_tileable(YOLO, valid)
 
 
-def test_padding_as_large_as_the_kernel_is_not_tiled() -> None:
-    """A tile at the border would see nothing of the map."""
+def test_layer_with_padding_as_large_as_kernel_is_not_tiled() -> None:
+    # A tile at the border would consist of padding only.
     padded = GraphLayer("padded", (Conv2d(8, 1, 1, 1),), (3, 6, 6), (-1,))
     graph = Graph(
         "padded", (padded, convolution_layer("after", padded.output, 8, 3, 0))
@@ -174,25 +176,25 @@ def test_padding_as_large_as_the_kernel_is_not_tiled() -> None:
         check_tileable(graph, 1)
 
 
-def test_tiles_go_to_devices_by_speed_and_of_equals_to_the_source() -> None:
+def test_tiles_are_assigned_by_speed_and_then_to_source() -> None:
     layers = YOLO.layers[:12]
     tiling = make_tiling(layers, 3, 3, [2.0, 1.0], 1)
     loads = [
         sum(
-            sum(tile_multiplications(layers, each.regions[1:]))
-            for each in tiling.tiles
-            if each.device == n
+            sum(tile_multiplications(layers, tile.regions[1:]))
+            for tile in tiling.tiles
+            if tile.device == n
         )
         for n in (0, 1)
     ]
     assert 1.5 < loads[0] / loads[1] < 2.5
-    assert [each.device for each in make_tiling(layers, 1, 1, [1.0] * 4, 2).tiles] == [
+    assert [tile.device for tile in make_tiling(layers, 1, 1, [1.0] * 4, 2).tiles] == [
         2
     ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8])
-def test_the_best_tiling_is_no_slower_than_a_row_or_a_column_of_tiles(
+def test_best_tiling_is_no_slower_than_row_or_column(
     count: int,
 ) -> None:
     layers = YOLO.layers[:16]
@@ -200,8 +202,8 @@ def test_the_best_tiling_is_no_slower_than_a_row_or_a_column_of_tiles(
     def busiest(rows: int, columns: int) -> int:
         tiling = make_tiling(layers, rows, columns, [1.0] * count, 0)
         loads = [0] * count
-        for each in tiling.tiles:
-            loads[each.device] += sum(tile_multiplications(layers, each.regions[1:]))
+        for tile in tiling.tiles:
+            loads[tile.device] += sum(tile_multiplications(layers, tile.regions[1:]))
         return max(loads)
 
     best = best_tiling(layers, [1.0] * count, 0)
@@ -210,7 +212,7 @@ def test_the_best_tiling_is_no_slower_than_a_row_or_a_column_of_tiles(
     )
 
 
-def test_grids_finer_than_the_map_are_refused() -> None:
+def test_grid_finer_than_map_is_rejected() -> None:
     with pytest.raises(
         InputError,
         match=r"method.tile_grid: a map of 38x38 pixels cannot be cut into 39 columns: use 1 to 38",
@@ -218,7 +220,7 @@ def test_grids_finer_than_the_map_are_refused() -> None:
         make_tiling(YOLO.layers[:16], 1, 39, [1.0], 0)
 
 
-def test_a_layer_whose_inside_is_asked_for_later_ends_the_early_ones() -> None:
+def test_layer_with_later_consumer_ends_tiled_layers() -> None:
     shape = (2, 8, 8)
     layers = [
         convolution_layer(f"c{index}", shape, 2, 3, index - 1) for index in range(3)
@@ -228,7 +230,7 @@ def test_a_layer_whose_inside_is_asked_for_later_ends_the_early_ones() -> None:
     with pytest.raises(InputError, match="use 2"):
         check_tileable(graph, 3)
     assert feature_dominated_layers(graph) == 2
-    # Tiles leave the image nowhere as a whole.
+    # Tiles leave no whole image on any device, so a later layer cannot read it.
     again = Graph("n", (*layers, GraphLayer("again", (), (4, 8, 8), (2, -1))))
     assert feature_dominated_layers(again) == 0
     with pytest.raises(InputError, match="use 0"):

@@ -1,4 +1,4 @@
-"""Pieces of values until nobody needs them, and what they take meanwhile."""
+"""Store of partial values on a device, and its memory use."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from testbed_stahl.plan import Range
 from testbed_stahl.request_work import Ledger, Store
 
 
-def test_an_input_is_put_together_from_pieces_of_several_values():
+def test_input_is_assembled_from_pieces_of_several_values():
     store = Store(Ledger("a", 1e6))
     origins = (Origin(0, Range(2, 4), 0), Origin(1, Range(0, 1), 2))
 
@@ -31,18 +31,18 @@ def test_an_input_is_put_together_from_pieces_of_several_values():
     ]
 
 
-def test_sums_come_in_the_order_of_devices_and_are_held_no_more():
+def test_sums_are_returned_in_device_order_and_released():
     ledger = Ledger("a", 1e6)
     store = Store(ledger)
     for device in (1, 0):
         store.put_sums(3, Range(0, 2), device, torch.full((1, 2), float(device)))
     assert ledger.activations == 16
-    found = asyncio.run(store.sums(3, Range(0, 2), 2))
-    assert [each[0, 0].item() for each in found] == [0.0, 1.0]
+    sums = asyncio.run(store.sums(3, Range(0, 2), 2))
+    assert [tensor[0, 0].item() for tensor in sums] == [0.0, 1.0]
     assert (ledger.activations, ledger.peak) == (0, 16)
 
 
-def test_clearing_gives_all_back_and_more_than_the_memory_is_refused():
+def test_clear_releases_memory_and_put_beyond_memory_is_rejected():
     ledger = Ledger("a", 40)
     store = Store(ledger)
     store.put(0, 0, torch.zeros(1, 8))
