@@ -233,8 +233,9 @@ def _rounding_error(text: str) -> float:
 def ranking_of(row: Row, ours: Ours) -> Ranking:
     """Return how our values are ordered, compared with the claim of the paper.
 
-    A row of the kind ``larger`` has the value that the paper claims to be larger first, so a ratio above 1 or a positive
-    difference is as claimed. Rankings have no unit of time or size. ``similar`` is a test of equivalence: a wide interval, such as that of few runs, is no evidence for it.
+    In a row of the kind ``larger``, the first value is the one that the paper claims to be larger, so a ratio above 1
+    or a positive difference is as claimed. ``similar`` is a test of equivalence: a wide interval, such as that of few
+    runs, is no evidence for it.
     """
     # One run that trains has no interval, so its difference may be chance.
     if not ours.is_timing and ours.runs < 2:
