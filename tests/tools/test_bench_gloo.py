@@ -28,7 +28,7 @@ def test_stages_of_the_comparison_are_those_of_the_plan(schedule: str) -> None:
     # Eight layers on four devices.
     stages = list(arguments_by_device.values())
     for rank, stage in enumerate(stages):
-        layers = stage["first"], stage["last"]
+        layers = stage["start"], stage["stop"]
         assert stage["rank"] == rank
         assert layers == (2 * rank, 2 * rank + 2)
     assert len(stages) == 4
@@ -38,7 +38,7 @@ def test_stages_of_the_comparison_are_those_of_the_plan(schedule: str) -> None:
     output_shapes = []
     for stage in stages:
         module = gloo_program.make_layers(
-            stage["widths"], stage["first"], stage["last"]
+            stage["widths"], stage["start"], stage["stop"]
         )
         values = module(values)
         output_shapes.append(values.shape)
