@@ -51,5 +51,5 @@ def test_harmful_momentum_of_asynchronous_pipeline_is_logged():
     # Training fails: gradients are older than the updates that momentum still applies.
     assert accuracy < 0.5
     # A momentum of 0.9 has an effect over 1 / (1 - 0.9) batches.
-    warning = "momentum 0.9 carries each update on for 10 batches, and gradients are up to 3 old"
+    warning = "with momentum 0.9 an update affects 10 batches, but gradients are up to 3 batches old"
     assert any(warning in text for text in log_texts)

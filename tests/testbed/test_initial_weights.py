@@ -362,6 +362,6 @@ def test_pickled_network_is_refused_with_instruction(tmp_path: Path) -> None:
     write_network(tmp_path)
     scenario = user_network_scenario(", weights: network.pt")
     with pytest.raises(
-        InputError, match=r"save the `state_dict\(\)` of the network alone"
+        InputError, match=r"save only the `state_dict\(\)` of the network"
     ):
         prepare_text(scenario, tmp_path / "own.yaml")
