@@ -129,14 +129,21 @@ def test_fetch_unpacks_zip(
     assert load(DataPart(name="emnist-digits"), folder).name == "emnist-digits"
 
 
-def test_fetch_replaces_wrong_file_of_mirror(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+def publish_mnist_with_wrong_mirror(
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Publish MNIST with six training images; the folder ``mirror`` of the server has files of seven."""
     mirror = server.root / "mirror"
     mirror.mkdir()
     write_mnist(server.root, train=6)
     write_mnist(mirror, train=7)
     publish(monkeypatch, "mnist", server)
+
+
+def test_fetch_replaces_wrong_file_of_mirror(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_mnist_with_wrong_mirror(server, monkeypatch)
     folder = tmp_path / "good"
     assert len(fetch("mnist", folder, bases=[f"{server.url}/mirror"])) == 4
     # The mirror's training images have another hash.
@@ -146,11 +153,7 @@ def test_fetch_replaces_wrong_file_of_mirror(
 def test_fetch_reports_all_failed_addresses(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror = server.root / "mirror"
-    mirror.mkdir()
-    write_mnist(server.root, train=6)
-    write_mnist(mirror, train=7)
-    publish(monkeypatch, "mnist", server)
+    publish_mnist_with_wrong_mirror(server, monkeypatch)
     (server.root / "train-images-idx3-ubyte.gz").unlink()
     folder = tmp_path / "bad"
     message = r"mirror/train-images.* the MD5 hash is .*, not the published.*; .*404"
