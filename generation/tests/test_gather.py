@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 from tiny_model import (
-    GREEDY,
     LINK,
     MODEL,
-    REQUESTS,
     SEED,
     SPEED,
     TINY,
@@ -17,21 +15,19 @@ from tiny_model import (
     expected_lengths,
     expected_texts,
     full_mesh,
+    serve_as_coordinator,
 )
 
 import testbed
 from testbed.common.errors import InputError
 from testbed.messaging.mailbox import Mailbox
-from testbed_generation.decoding import Embedder, Service, serve_requests
 from testbed_generation.gather import (
     KINDS,
     MatrixRows,
     RowCoordinator,
     serve_products,
 )
-from testbed_generation.programs import read_embedding
 from testbed_generation.sharding import check_row_division
-from testbed_generation.tensor_parallel import TensorParallelDecoder
 from testbed_generation.transport import Transport
 from testbed_generation.weights import SeededWeights
 from tests.helpers.worlds import events_of, make_world
@@ -61,17 +57,17 @@ def serve(names: str, *, numerics: bool = True) -> tuple[Any, dict[int, list[int
                     # Never returns: the end of the run cancels this program.
                     await serve_products(mailbox, coordinator, rows)
                     return
-                decoder = TensorParallelDecoder(
-                    mailbox,
-                    model=MODEL,
-                    receivers=(),
-                    local_part=RowCoordinator(mailbox, workers, rows, weight_source),
-                    embedder=Embedder(mailbox, MODEL, read_embedding(weight_source)),
-                    sampling=GREEDY,
-                    weight_source=weight_source,
+                texts.update(
+                    await serve_as_coordinator(
+                        mailbox,
+                        MODEL,
+                        receivers=(),
+                        local_part=RowCoordinator(
+                            mailbox, workers, rows, weight_source
+                        ),
+                        weight_source=weight_source,
+                    )
                 )
-                service = Service(REQUESTS, on_complete=texts.__setitem__)
-                await serve_requests(device, decoder, service)
 
         return program
 

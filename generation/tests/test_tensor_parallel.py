@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from tiny_model import (
-    GREEDY,
     LINK,
     MODEL,
     REQUESTS,
@@ -18,6 +17,7 @@ from tiny_model import (
     expected_lengths,
     expected_texts,
     full_mesh,
+    serve_as_coordinator,
 )
 
 from testbed.messaging.mailbox import Mailbox
@@ -29,13 +29,10 @@ from testbed_generation.collectives import (
     StarAllReduce,
 )
 from testbed_generation.costs import CostModel
-from testbed_generation.decoding import Embedder, Service, serve_requests
-from testbed_generation.programs import read_embedding
 from testbed_generation.sharding import divide_layer
 from testbed_generation.tensor_parallel import (
     KINDS,
     ShardServer,
-    TensorParallelDecoder,
 )
 from testbed_generation.transport import Transport
 from testbed_generation.weights import SeededWeights
@@ -89,17 +86,15 @@ def serve(
                     # Never returns: the end of the run cancels this program.
                     await server.serve_forwards()
                     return
-                decoder = TensorParallelDecoder(
-                    mailbox,
-                    model=model,
-                    receivers=others,
-                    local_part=server,
-                    embedder=Embedder(mailbox, model, read_embedding(weight_source)),
-                    sampling=GREEDY,
-                    weight_source=weight_source,
+                texts.update(
+                    await serve_as_coordinator(
+                        mailbox,
+                        model,
+                        receivers=others,
+                        local_part=server,
+                        weight_source=weight_source,
+                    )
                 )
-                service = Service(REQUESTS, on_complete=texts.__setitem__)
-                await serve_requests(device, decoder, service)
 
         return program
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
+from testbed.messaging.mailbox import Mailbox
 from testbed.network.link import Link
 from testbed_generation.architecture import Architecture
 from testbed_generation.costs import CostModel
+from testbed_generation.decoding import Embedder, Service, serve_requests
+from testbed_generation.programs import read_embedding
 from testbed_generation.requests import Request
 from testbed_generation.sampling import Sampling
+from testbed_generation.tensor_parallel import TensorParallelDecoder
 from testbed_generation.transformer import Cache, LayerShard, embed, score
 from testbed_generation.weights import (
     EMBEDDING,
@@ -82,3 +89,27 @@ def expected_lengths() -> dict[int, int]:
 def count_tokens(texts: dict[int, list[int]]) -> dict[int, int]:
     """Return the number of tokens of given texts, by number of the request."""
     return {number: len(tokens) for number, tokens in texts.items()}
+
+
+async def serve_as_coordinator(
+    mailbox: Mailbox,
+    model: CostModel,
+    *,
+    receivers: Sequence[str],
+    local_part: Any,
+    weight_source: SeededWeights | None,
+) -> dict[int, list[int]]:
+    """Serve the requests by tensor parallelism; return the tokens of each request, by number."""
+    texts: dict[int, list[int]] = {}
+    decoder = TensorParallelDecoder(
+        mailbox,
+        model=model,
+        receivers=receivers,
+        local_part=local_part,
+        embedder=Embedder(mailbox, model, read_embedding(weight_source)),
+        sampling=GREEDY,
+        weight_source=weight_source,
+    )
+    service = Service(REQUESTS, on_complete=texts.__setitem__)
+    await serve_requests(mailbox.device, decoder, service)
+    return texts
