@@ -314,13 +314,14 @@ class VersatileFLReference(EdgePipeReference):
         return messages
 
     def meets_criterion(self, name, layer, batch, rates):
-        """Return whether all success rates of a batch reach thres_fw, here and in its forward pass."""
+        """Return whether all success rates of a batch exceed thres_fw, here and in its forward pass."""
         node = self.nodes[name]
         threshold = self.thres_fw
         if threshold is None:
             # Rounded, since 0.1 * 3 exceeds 0.3 in binary.
             threshold = min(0.5, round(0.1 * node.stage, 9))
-        if any(rate < threshold for rate in rates):
+        # A mean of rates can exceed an equal threshold by a rounding error.
+        if any(rate < threshold + 1e-9 for rate in rates):
             node.dropped.add((layer, batch))
         return (layer, batch) not in node.dropped
 

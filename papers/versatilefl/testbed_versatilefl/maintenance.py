@@ -65,7 +65,7 @@ class DynamicUpdate:
         given = self.options.thres_fw
         if given is not None:
             return given
-        # Rounded, since 3 * 0.1 exceeds 0.3 by a bit and would refuse a rate of exactly 0.3.
+        # Rounded, since 3 * 0.1 exceeds 0.3 by a bit.
         return min(MOST_FORWARD, round(self.stage * FORWARD_STEP, 9))
 
     @property
@@ -104,14 +104,13 @@ class DynamicUpdate:
 
 
 def is_valid(rates: Iterable[float], thres_fw: float) -> bool:
-    """Return whether a batch meets the forward criterion: each rate is at least ``thres_fw``.
+    """Return whether a batch meets the forward criterion of Section IV-A: each rate is larger than ``thres_fw``.
 
-    The paper writes "larger", but accepts a rate of 0.5 at its maximum threshold of 0.5.
-
-    >>> is_valid((1.0, 0.5), 0.5), is_valid((1.0, 0.4), 0.5)
+    >>> is_valid((1.0, 0.75), 0.5), is_valid((1.0, 0.5), 0.5)
     (True, False)
     """
-    return all(rate >= thres_fw for rate in rates)
+    # Rounded as the threshold is, since a mean of 0.2 and 0.4 exceeds 0.3 by a bit.
+    return all(round(rate, 9) > thres_fw for rate in rates)
 
 
 def merge_rates(received: Sequence[Rates], layers: int) -> Rates:
@@ -247,12 +246,17 @@ class Maintenance:
         # The output layer asks again when its results are due.
         if key in self._dropped:
             return False
-        substitutes = self._update.options.substitution or received.is_complete
-        if substitutes and is_valid(rates, self._update.thres_fw):
+        if self._is_accepted(received, rates):
             return True
         self._dropped.add(key)
         self._counts[layer]["dropped"] += 1
         return False
+
+    def _is_accepted(self, received: ReceivedParts, rates: Rates) -> bool:
+        options = self._update.options
+        if options.substitution is not True and not received.is_complete:
+            return False
+        return not options.forward_criterion or is_valid(rates, self._update.thres_fw)
 
     async def usable_results(self, received: ReceivedParts) -> Usable:
         """Return all results; a batch with missing results has no exact loss, and saved gradients are used.

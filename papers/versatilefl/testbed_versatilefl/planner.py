@@ -50,13 +50,14 @@ class VersatileOptions(SlotOptions):
             "rearrangement": False,
         },
         "naive-zeros": {
-            "thres_fw": 0,
+            "forward_criterion": False,
             "backward_granularity": "neuron",
             "reuse_gradients": False,
             "rearrangement": False,
         },
         "naive-blocked": {
-            "thres_fw": "100%",
+            "substitution": "tests",
+            "forward_criterion": False,
             "backward_granularity": "neuron",
             "reuse_gradients": False,
             "rearrangement": False,
@@ -73,8 +74,9 @@ class VersatileOptions(SlotOptions):
     """The baseline of `naive_after`."""
     allocation: Literal["vertical", "hybrid", "horizontal", "random"] = "hybrid"
     """Groups of layers as in EdgePipe. `random`: all layers in one group, each neuron on a random device of all."""
-    substitution: bool = True
-    """Whether zeros replace missing values. Otherwise a device drops a batch with a missing value."""
+    substitution: bool | Literal["tests"] = True
+    """Whether zeros replace missing values. Otherwise a device drops a batch with a missing value. `tests`: a device
+    drops it in training, and zeros replace missing values in test runs."""
     substitute_past_outputs: bool = False
     """Whether past outputs replace missing ones ("substituting the missing intermediate values with the past or
     approximated values"): the sender's last complete outputs, averaged over the samples of that batch, since the
@@ -88,8 +90,10 @@ class VersatileOptions(SlotOptions):
     result_sharing: Literal["layer", "neuron", "ideal"] = "neuron"
     """Results required for new gradients of the output layer: all results on all devices of the layer, or all results
     on a device. `ideal`: no shared result is lost."""
+    forward_criterion: bool = True
+    """Whether a device drops a batch unless its success rates between all layers are larger than `thres_fw`."""
     thres_fw: Fraction | None = None
-    """Forward criterion: the success rate that a batch needs between all layers. None: from 0 to 0.5, by stages."""
+    """Threshold of the forward criterion. None: from 0 to 0.5, by stages."""
     grad_reuse_bw: int | None = Field(None, ge=0, le=1_000_000)
     """The paper's gradReuse_bw: steps in a row in which saved gradients may be used. None: from 10 to 0, by stages."""
     patience: int = Field(PATIENCE, ge=1)

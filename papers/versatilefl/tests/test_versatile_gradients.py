@@ -154,7 +154,7 @@ def test_gradients_match_numpy(granularity, limit, place):
 
 
 def test_incomplete_results_and_dropped_batches_give_no_new_gradients():
-    options = VersatileOptions(thres_fw="50%")
+    options = VersatileOptions(thres_fw="40%")
     maintenance = Maintenance(DynamicUpdate(options), None)
     mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": [1.0, 1.0]})
     lost = SenderPart("b", range(1, 2), None)

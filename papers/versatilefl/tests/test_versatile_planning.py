@@ -124,10 +124,26 @@ def test_silent_device_loses_credibility_each_window():
 
 @pytest.mark.parametrize(
     ("rates", "expected"),
-    [([0.75, 1, 0.5], True), ([0.75, 0.25, 0.5], False), ([], True)],
+    [
+        ([0.75, 1, 0.6], True),
+        ([0.75, 1, 0.5], False),
+        ([0.75, 0.25, 0.6], False),
+        ([], True),
+    ],
 )
-def test_batch_is_valid_if_all_success_rates_reach_threshold(rates, expected):
+def test_batch_is_valid_if_all_success_rates_exceed_threshold(rates, expected):
     assert is_valid(rates, 0.5) is expected
+
+
+def test_rate_equal_to_threshold_is_too_low_despite_rounding():
+    assert (0.2 + 0.4) / 2 > 0.3
+    assert not is_valid([(0.2 + 0.4) / 2], 0.3)
+
+
+def test_batch_without_any_received_value_is_invalid_in_the_first_stage():
+    update = DynamicUpdate(VersatileOptions())
+    assert not is_valid([1, 0], update.thres_fw)
+    assert is_valid([1, 0.1], update.thres_fw)
 
 
 def test_merged_rates_are_means_over_received_rates():
