@@ -203,7 +203,7 @@ def _check_refusal(hosts: list[str], message: str, **network: str) -> None:
 def _check_equal_clocks(lab: HostsLab) -> None:
     # Both engines have the clock of one kernel, so the measured difference is the error of the measurement.
     now = time.monotonic()
-    times = [channel.here(now) for channel in lab._channels.values()]
+    times = [channel.to_controller(now) for channel in lab._channels.values()]
     assert abs(times[0] - times[1]) < 0.5e-3
 
 

@@ -25,7 +25,7 @@ from testbed.common.errors import HostError
 from testbed.wire.ports import CONTROL_PORT
 from testbed_controller.hosts.contexts import Host
 from testbed_controller.hosts.inside.streams import CLOCK, DATA, PIECE, TIMES, Streams
-from testbed_controller.lab.clocks import EXCHANGE_SECONDS, MeasuredClock, Sample
+from testbed_controller.lab.clocks import EXCHANGE_SECONDS, MeasuredClock, TimeExchange
 from testbed_controller.lab.engineaddress import CERTIFICATES, EngineAddress
 
 RELAY = ["python3", "-m", "testbed_controller.hosts.inside.relay"]
@@ -99,7 +99,7 @@ class Channel(MeasuredClock):
         except (APIError, OSError, EOFError) as error:
             raise HostError(f"{host.name}: cannot reach the keeper: {error}") from error
         deadline = time.monotonic() + 4 * LOST_SECONDS
-        while len(self.clock) < FIRST_EXCHANGES:
+        while len(self.estimator) < FIRST_EXCHANGES:
             if time.monotonic() > deadline or self._closed.is_set():
                 advice = f"see 'docker --context {host.name} logs {keeper}'"
                 raise HostError(f"{host.name}: the keeper does not respond: {advice}")
@@ -155,10 +155,10 @@ class Channel(MeasuredClock):
     async def _exchange_times(self) -> None:
         # The first frame waits until the relay has started, so others follow only after its answer.
         self._send_time()
-        while not len(self.clock):
+        while not len(self.estimator):
             await asyncio.sleep(0.004)
         while not self._closed.is_set():
-            is_starting = len(self.clock) < FIRST_EXCHANGES
+            is_starting = len(self.estimator) < FIRST_EXCHANGES
             await asyncio.sleep(0.004 if is_starting else EXCHANGE_SECONDS)
             self._send_time()
 
@@ -168,7 +168,7 @@ class Channel(MeasuredClock):
     def _note_times(self, times: bytes) -> None:
         self._last_answer = time.monotonic()
         sent, arrived, returned = TIMES.unpack(times)
-        self.clock.add(Sample(sent, arrived, returned, self._last_answer))
+        self.estimator.add(TimeExchange(sent, arrived, returned, self._last_answer))
 
     def measure_rate(self, byte_count: int) -> float:
         """Measure the rate to the host in bit/s, with a number of bytes that the relay discards."""
@@ -184,10 +184,11 @@ class Channel(MeasuredClock):
         data_sent = time.monotonic()
         self._send_time()
         while (
-            self.clock.last.sent < data_sent and self.silent_seconds < 4 * LOST_SECONDS
+            self.estimator.last_exchange.sent < data_sent
+            and self.silent_seconds < 4 * LOST_SECONDS
         ):
             await asyncio.sleep(0.001)
-        return byte_count * 8 / (self.clock.last.back - start)
+        return byte_count * 8 / (self.estimator.last_exchange.answer_arrived - start)
 
     async def _read_output(
         self, reader: asyncio.StreamReader, relay_output: asyncio.StreamReader

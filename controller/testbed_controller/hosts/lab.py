@@ -238,7 +238,7 @@ class HostsLab(RunLab):
             host_facts[name] |= {
                 "devices": self._state.hosts[name],
                 "node": self._hosts[name].node,
-                "clock": channel.clock.facts(),
+                "clock": channel.estimator.facts(),
             }
         # Readers of manifests expect the keys of a lab on one engine, so the facts of the first host are there.
         first = next(iter(host_facts.values()))

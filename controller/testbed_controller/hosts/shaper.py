@@ -342,7 +342,9 @@ class Shapers:
             begin = time.monotonic() + _AHEAD_SECONDS
             offsets = {}
             for host in shapers:
-                offsets[host] = self._channels[host].clock.offset.there(begin) - begin
+                offsets[host] = (
+                    self._channels[host].estimator.offset.to_host(begin) - begin
+                )
 
             def measure_at(host: str) -> list[dict[str, Any]]:
                 there = begin + offsets[host]
@@ -378,8 +380,10 @@ class Shapers:
             round_trip += there + back
             uncertainty = round_trip + _MIN_UNCERTAINTY
             offset = offsets[first] + difference
-            self._channels[host].clock.pin(at, offset, uncertainty)
-            self._channels[first].clock.pin(at, offsets[first], uncertainty)
+            self._channels[host].estimator.add_permanent(at, offset, uncertainty)
+            self._channels[first].estimator.add_permanent(
+                at, offsets[first], uncertainty
+            )
 
     def renew(self) -> None:
         """Renew the lease of the containers."""
@@ -420,7 +424,7 @@ class Shapers:
         reports = self._call_all(lambda _host, shaper: shaper.statistics(reset=reset))
         clocks = {}
         for host, channel in self._channels.items():
-            clocks[host] = channel.clock.offset.uncertainty
+            clocks[host] = channel.estimator.offset.uncertainty
         return {
             **merge_statistics(reports),
             "processor_seconds": sum(report["processor_seconds"] for report in reports),

@@ -139,7 +139,10 @@ def _measure_host(host: Host, image: str) -> dict[str, float]:
     try:
         channel = Channel(host, make_keeper(host, state, image))
         try:
-            return {**channel.clock.facts(), "rate": channel.measure_rate(_RATE_BYTES)}
+            return {
+                **channel.estimator.facts(),
+                "rate": channel.measure_rate(_RATE_BYTES),
+            }
         finally:
             channel.close()
     finally:

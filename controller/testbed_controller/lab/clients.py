@@ -15,7 +15,7 @@ from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.network.link import Cell, Link, Pair, links_to_json
 from testbed.trace.events import Event
 from testbed.trace.outcome import LinkMeasurement
-from testbed_controller.lab.clocks import Clock
+from testbed_controller.lab.clocks import HostClock
 from testbed_controller.shaping.plan import Endpoint
 
 _LOG = logging.getLogger(__name__)
@@ -180,10 +180,10 @@ class Agent:
     """
 
     def __init__(
-        self, url: str, token: str, name: str = "", clock: Clock | None = None
+        self, url: str, token: str, name: str = "", clock: HostClock | None = None
     ) -> None:
         self.url = url.rstrip("/")
-        self._clock = clock or Clock()
+        self._clock = clock or HostClock()
         self._origin = (0.0, 0.0)
         """Start of the run, by the clock of this host and by the clock of the device."""
         self._name = name or self.url
@@ -216,9 +216,9 @@ class Agent:
 
         The program starts at once if this instant has passed.
         """
-        there = self._clock.there(origin)
-        self._origin = (origin, there)
-        self._request("POST", "/start", json={"origin": there})
+        host_origin = self._clock.to_host(origin)
+        self._origin = (origin, host_origin)
+        self._request("POST", "/start", json={"origin": host_origin})
 
     def stop(self) -> None:
         """Cancel the program and wait for the end."""
@@ -274,8 +274,9 @@ class Agent:
 
     def _convert_times(self, event: Event) -> Event:
         """Convert the times of an event from the device's clock to the controller's clock."""
-        here, there = self._origin
-        shift = self._clock.here(there + event.time) - here - event.time
+        origin, host_origin = self._origin
+        instant = self._clock.to_controller(host_origin + event.time)
+        shift = instant - origin - event.time
         if not shift:
             return event
         fields = dict(event.fields)

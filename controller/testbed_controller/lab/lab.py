@@ -31,7 +31,7 @@ from testbed.scenario.schema import Scenario, Trial
 from testbed.validation import find_method
 from testbed_controller.lab import runstate
 from testbed_controller.lab.clients import Agent, Shaper
-from testbed_controller.lab.clocks import Clock, EngineClock
+from testbed_controller.lab.clocks import EngineClock, HostClock
 from testbed_controller.lab.containers import (
     ControlUrl,
     DeviceContainer,
@@ -160,7 +160,7 @@ class Lab(RunLab):
         *,
         device_names: Collection[str] | None = None,
         url: ControlUrl | None = None,
-        clock: Clock | None = None,
+        clock: HostClock | None = None,
     ) -> None:
         """``device_names`` names the devices on this engine; None means all devices of the run.
 
@@ -302,7 +302,7 @@ class Lab(RunLab):
             "shaper": self.shaper.facts(),
         }
         if isinstance(self._clock, EngineClock):
-            lab_facts["clock"] = self._clock.clock.facts()
+            lab_facts["clock"] = self._clock.estimator.facts()
         return lab_facts
 
     def container_logs(self) -> dict[str, Iterator[bytes]]:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from testbed_controller.lab.clocks import HostClock, Sample
+from testbed_controller.lab.clocks import OffsetEstimator, TimeExchange
 
 PROCESSING_SECONDS = 1e-5
 """Time of the host between the arrival of a request and its response."""
@@ -27,19 +27,19 @@ class RemoteClock:
         """Return the remote time at an instant of the local clock."""
         return here + self.offset + self.drift * here
 
-    def exchange(self, sent: float) -> Sample:
+    def exchange(self, sent: float) -> TimeExchange:
         arrived = sent + self._draw_delay()
         returned = arrived + PROCESSING_SECONDS
         back = returned + self._draw_delay()
-        return Sample(sent, self.read(arrived), self.read(returned), back)
+        return TimeExchange(sent, self.read(arrived), self.read(returned), back)
 
     def _draw_delay(self) -> float:
         return MIN_DELAY + self.random.expovariate(1 / QUEUEING_DELAY)
 
 
-def estimate_clock(remote: RemoteClock, seconds: int) -> HostClock:
+def estimate_clock(remote: RemoteClock, seconds: int) -> OffsetEstimator:
     """Return the estimate after 16 exchanges in quick succession and one in each following second."""
-    clock = HostClock()
+    clock = OffsetEstimator()
     for number in range(16):
         clock.add(remote.exchange(number / 100))
     for number in range(1, seconds):
@@ -51,18 +51,18 @@ def estimate_clock(remote: RemoteClock, seconds: int) -> HostClock:
 def test_offset_is_within_the_reported_uncertainty(offset: float) -> None:
     remote = RemoteClock(offset, drift=0.0)
     estimate = estimate_clock(remote, 2).offset
-    assert abs(estimate.there(1.0) - remote.read(1.0)) <= estimate.uncertainty
+    assert abs(estimate.to_host(1.0) - remote.read(1.0)) <= estimate.uncertainty
     assert estimate.uncertainty < 1e-3
 
 
 def test_exchange_with_the_smallest_round_trip_determines_the_offset() -> None:
-    clock = HostClock()
+    clock = OffsetEstimator()
     # The whole round trip of 0.3 s is on the way to the host.
-    clock.add(Sample(0.0, 10.3, 10.3, 0.3))
+    clock.add(TimeExchange(0.0, 10.3, 10.3, 0.3))
     # A round trip of 2 ms has an error of 1 ms at most.
-    clock.add(Sample(1.0, 11.001, 11.001, 1.002))
+    clock.add(TimeExchange(1.0, 11.001, 11.001, 1.002))
     # The whole round trip of 0.3 s is on the way back.
-    clock.add(Sample(2.0, 12.0, 12.0, 2.3))
+    clock.add(TimeExchange(2.0, 12.0, 12.0, 2.3))
     assert clock.offset.seconds == pytest.approx(10.0)
     assert clock.offset.uncertainty == pytest.approx(0.001)
 
@@ -72,17 +72,17 @@ def test_drift_of_50_ppm_is_estimated_and_extrapolated() -> None:
     estimate = estimate_clock(remote, 200).offset
     assert estimate.drift == pytest.approx(50e-6, rel=0.1)
     for here in (0.0, 100.0, 200.0):
-        assert abs(estimate.there(here) - remote.read(here)) < 1e-3
+        assert abs(estimate.to_host(here) - remote.read(here)) < 1e-3
 
 
 def test_clock_conversion_is_invertible() -> None:
     estimate = estimate_clock(RemoteClock(10.0, drift=50e-6), 200).offset
-    there = estimate.there(123.456)
-    assert estimate.here(there) == pytest.approx(123.456, abs=1e-9)
+    there = estimate.to_host(123.456)
+    assert estimate.to_controller(there) == pytest.approx(123.456, abs=1e-9)
 
 
 def test_clocks_are_equal_before_the_first_exchange() -> None:
-    assert HostClock().offset.there(5.0) == 5.0
+    assert OffsetEstimator().offset.to_host(5.0) == 5.0
 
 
 @pytest.mark.parametrize("seconds", [20, 60, 200])
@@ -93,5 +93,5 @@ def test_noise_is_not_estimated_as_drift(seconds: int) -> None:
 
 def test_accurate_samples_have_more_weight() -> None:
     clock = estimate_clock(RemoteClock(10.0, drift=0.0), 60)
-    clock.pin(30.0, 10.00001, 1e-4)
-    assert clock.offset.there(60.0) - 60.0 == pytest.approx(10.00001, abs=1e-6)
+    clock.add_permanent(30.0, 10.00001, 1e-4)
+    assert clock.offset.to_host(60.0) - 60.0 == pytest.approx(10.00001, abs=1e-6)

@@ -38,11 +38,11 @@ def test_clock_of_virtual_machine_is_converted(
     clock = EngineClock(both.read_engine)
     assert clock.is_other
     # The error is at most half of the round trip of 3 ms.
-    assert clock.there(60.0) == pytest.approx(60.0 + offset, abs=0.0015)
-    assert clock.here(60.0 + offset) == pytest.approx(60.0, abs=0.0015)
+    assert clock.to_host(60.0) == pytest.approx(60.0 + offset, abs=0.0015)
+    assert clock.to_controller(60.0 + offset) == pytest.approx(60.0, abs=0.0015)
     both.offset += 1.0
     # Conversions use the stored estimate, without another exchange.
-    assert clock.there(60.0) == clock.there(60.0)
+    assert clock.to_host(60.0) == clock.to_host(60.0)
 
 
 @pytest.mark.parametrize(
