@@ -1,9 +1,9 @@
 """The schedule of faults and link traces, shared by both runtimes. Pure.
 
-The runtime waits for `FaultScript.next_deadline`, takes the operations that are `due`, passes every event to `observe`,
-applies each `FaultOperation` and reports it `done`. Times relative to another fault (``after``, ``for``) count from the
-instant at which that fault took effect. The changes of a `TraceScript` all count from the start of the workload, so a
-late change does not delay the next one.
+The runtime waits for `FaultScript.next_deadline`, takes the due operations with `pop_due`, passes every event to
+`observe`, applies each `FaultOperation` and reports it `done`. Times relative to another fault (``after``, ``for``)
+count from the instant at which that fault took effect. The changes of a `LinkTraceScript` all count from the start of
+the workload, so a late change does not delay the next one.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class FaultScript:
         self._deadlines: list[tuple[float, int, bool, FaultOperation]] = []
         """Heap of (time, place in the file, whether it is a reversal, operation)."""
         self._under_way: list[FaultOperation] = []
-        """Operations handed out by `due` or `observe`, and not yet reported `done`."""
+        """Operations handed out by `pop_due` or `observe`, and not yet reported `done`."""
         self._triggers: dict[int, TriggerPart] = {}
         """Triggers that have not fired, by the places of their faults."""
         self._turns: dict[int, Iterator[tuple[FaultPhase, float]]] = {}
@@ -107,7 +107,7 @@ class FaultScript:
         """Return the time of the next known operation; None without one."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def due(self, now: float) -> list[FaultOperation]:
+    def pop_due(self, now: float) -> list[FaultOperation]:
         """Remove and return due operations, by intended time and then by the order of the file."""
         operations = []
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -142,7 +142,7 @@ class FaultScript:
         self._under_way += operations
         return operations
 
-    def may_start(self, device: str) -> bool:
+    def has_pending_start(self, device: str) -> bool:
         """Return whether a pending or running operation starts a stopped device."""
         coming = [*self._under_way, *(deadline[-1] for deadline in self._deadlines)]
         for index, (part, _) in enumerate(self._faults):
@@ -292,7 +292,7 @@ class Changes:
         return events
 
 
-class TraceScript:
+class LinkTraceScript:
     """The changes of a trace in the order of time, and their progress."""
 
     def __init__(self, changes: Sequence[Change] = ()) -> None:
@@ -306,7 +306,7 @@ class TraceScript:
             return None
         return self._changes[self._next].time
 
-    def due(self, now: float) -> Changes:
+    def pop_due(self, now: float) -> Changes:
         """Remove and return due changes in the order of the trace."""
         first = self._next
         while self._next < len(self._changes) and self._changes[self._next].time <= now:

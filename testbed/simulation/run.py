@@ -11,10 +11,10 @@ from testbed.common.errors import InputError, TestbedError
 from testbed.common.memory import keep_freed_memory
 from testbed.common.usercode import describe_error
 from testbed.experiment import Experiment
-from testbed.faults.script import FaultScript, TraceScript
+from testbed.faults.script import FaultScript, LinkTraceScript
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.event_queue import EmptySchedule, TimeLimit
-from testbed.simulation.faults import FaultExecution, TraceExecution
+from testbed.simulation.faults import FaultExecution, LinkTraceExecution
 from testbed.simulation.host import Guest
 from testbed.simulation.recorder import Recorder
 from testbed.simulation.world import CoordinatorGoneError, ProgramError, World
@@ -116,7 +116,7 @@ def simulate(
 def _run_world(world: World, experiment: Experiment) -> tuple[Status, str | None]:
     try:
         # Before the devices: changes at 0 s are the state in which they start.
-        TraceExecution(world, TraceScript(experiment.changes)).start()
+        LinkTraceExecution(world, LinkTraceScript(experiment.changes)).start()
         faults = FaultExecution(world, FaultScript(experiment.faults))
         world.start()
         faults.start()

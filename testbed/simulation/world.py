@@ -298,10 +298,10 @@ class World:
             return None
         return without_coordinator(self._coordinator)
 
-    def end_without_coordinator(self, may_start: Callable[[str], bool]) -> None:
-        """End the run if the coordinator is off and ``may_start`` knows no operation that restarts the device."""
+    def end_without_coordinator(self, has_pending_start: Callable[[str], bool]) -> None:
+        """End the run if the coordinator is off, unless ``has_pending_start`` finds an operation that restarts it."""
         reason = self.describe_missing_coordinator()
-        if reason and not may_start(self._coordinator) and not self._end.done():
+        if reason and not has_pending_start(self._coordinator) and not self._end.done():
             self._end.set_exception(CoordinatorGoneError(reason))
 
     def describe_waits(self) -> str:

@@ -5,11 +5,11 @@ from itertools import permutations
 from typing import Any
 
 from testbed.faults.parts import FaultPart
-from testbed.faults.script import FaultScript, TraceScript
+from testbed.faults.script import FaultScript, LinkTraceScript
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.scenario.link_trace import parse
-from testbed.simulation.faults import FaultExecution, TraceExecution
+from testbed.simulation.faults import FaultExecution, LinkTraceExecution
 from testbed.simulation.world import World
 from testbed.wire.framing import wire_bytes
 
@@ -56,10 +56,10 @@ def make_world(
         seed=1,
         **options,
     )
-    link_trace = TraceScript([parse(line) for line in trace])
+    link_trace = LinkTraceScript([parse(line) for line in trace])
     script = FaultScript([FaultPart.model_validate(fault) for fault in faults])
     # Entries of the trace for time 0 apply before any program runs; faults need started devices.
-    TraceExecution(world, link_trace).start()
+    LinkTraceExecution(world, link_trace).start()
     world.start()
     FaultExecution(world, script).start()
     return world

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from testbed.common.errors import HostError, TestbedError
 from testbed.deployment import deployments
 from testbed.faults.conditions import RecordedStep, StateDiff, apply_step
-from testbed.faults.script import SCRIPTED, FaultOperation, FaultScript, TraceScript
+from testbed.faults.script import SCRIPTED, FaultOperation, FaultScript, LinkTraceScript
 from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event
@@ -131,7 +131,7 @@ class Execution:
         """Input of the loop in `_follow`: events, and functions that handle any other news and may end the run."""
         self._events = EventLog()
         self._script = FaultScript(prepared.scenario.faults)
-        self._trace = TraceScript(prepared.experiment.changes)
+        self._link_trace = LinkTraceScript(prepared.experiment.changes)
         self._containers = DockerFaultTarget(lab, self._admit)
         devices = prepared.experiment.devices
         self._speeds = {device.name: device.speed for device in devices}
@@ -159,7 +159,7 @@ class Execution:
             processor_seconds_before = time.process_time()
             self._record_initial_state()
             # The run begins with the first values of a trace.
-            initial = self._trace.due(0.0)
+            initial = self._link_trace.pop_due(0.0)
             changed = apply_step(initial, self._containers)
             self._record_result(initial, began=0.0, actual=0.0, changed=changed)
             self._start_all(deployed)
@@ -387,10 +387,10 @@ class Execution:
                     end = news()
                 if end is not None:
                     return end
-            for operation in operations + self._script.due(self._now()):
+            for operation in operations + self._script.pop_due(self._now()):
                 apply = partial(self._apply_step, operation)
                 fault_executor.submit(operation.action.target, apply)
-            changes = self._trace.due(self._now())
+            changes = self._link_trace.pop_due(self._now())
             if changes:
                 trace_executor.submit("trace", partial(self._apply_step, changes))
             if self._now() >= limit:
@@ -400,7 +400,10 @@ class Execution:
     def _next_deadline(self, limit: float) -> float:
         """Return the instant of the next fault or trace change, at most the time limit."""
         deadline = limit
-        for scheduled in (self._script.next_deadline(), self._trace.next_deadline()):
+        for scheduled in (
+            self._script.next_deadline(),
+            self._link_trace.next_deadline(),
+        ):
             if scheduled is not None:
                 deadline = min(deadline, scheduled)
         return deadline
@@ -517,7 +520,7 @@ class Execution:
         # Only for faults of the scenario: after a manual kill, which `_answer_command` records, the user may restart
         # the coordinator.
         is_down = changed.devices.get(self._coordinator) == "down"
-        if is_down and not self._script.may_start(self._coordinator):
+        if is_down and not self._script.has_pending_start(self._coordinator):
             return "failed", without_coordinator(self._coordinator)
         return None
 

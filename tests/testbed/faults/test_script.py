@@ -31,7 +31,7 @@ def run_script(script, until, latency=0.0):
     operations = []
     deadline = script.next_deadline()
     while deadline is not None and deadline <= until:
-        for operation in script.due(deadline):
+        for operation in script.pop_due(deadline):
             # Times are sums of decimal fractions, which binary floats round.
             intended = round(operation.intended, 9)
             operations.append((name_operation(operation), intended))
@@ -43,13 +43,13 @@ def run_script(script, until, latency=0.0):
 def test_duration_counts_from_actual_time_of_fault():
     script = make_script({"kill": "a", "at": "2s", "for": "3s"})
     assert script.next_deadline() == 2
-    assert script.due(1.9) == []
-    (operation,) = script.due(2.5)
+    assert script.pop_due(1.9) == []
+    (operation,) = script.pop_due(2.5)
     assert summarize([operation]) == [("kill", "a", 2.0)]
     assert script.next_deadline() is None
     # The kill took effect 0.6 s late, and so will its end.
     script.done(operation, 2.6)
-    (undo,) = script.due(6)
+    (undo,) = script.pop_due(6)
     assert summarize([undo]) == [("undo kill", "a", 5.6)]
     assert undo.events() == [
         ("fault", {"action": "kill", "target": "a", "phase": "undo", "intended": 5.6})
@@ -66,7 +66,7 @@ def test_simultaneous_faults_keep_order_of_file():
         {"kill": "a", "at": "1s"},
         {"kill": "c", "at": "0"},
     )
-    assert summarize(script.due(1)) == [
+    assert summarize(script.pop_due(1)) == [
         ("kill", "c", 0.0),
         ("pause", "b", 1.0),
         ("kill", "a", 1.0),
@@ -77,8 +77,11 @@ def test_undo_precedes_later_fault_of_file_at_same_time():
     script = make_script(
         {"pause": "b", "at": "1s", "for": "1s"}, {"kill": "b", "at": "2s"}
     )
-    script.done(script.due(1)[0], 1.0)
-    assert summarize(script.due(2)) == [("undo pause", "b", 2.0), ("kill", "b", 2.0)]
+    script.done(script.pop_due(1)[0], 1.0)
+    assert summarize(script.pop_due(2)) == [
+        ("undo pause", "b", 2.0),
+        ("kill", "b", 2.0),
+    ]
 
 
 def test_after_counts_from_actual_time_of_previous_fault():
@@ -92,7 +95,7 @@ def test_after_counts_from_actual_time_of_previous_fault():
         7.0, "a", "begin", {"span": "backward", "batch": 2, "micro": 0}
     )
     script.done(operation, 7.25)
-    (second,) = script.due(20)
+    (second,) = script.pop_due(20)
     assert summarize([second]) == [("restart", "a", 10.25)]
     script.done(second, 11.0)
     assert script.next_deadline() == 12.0
@@ -181,15 +184,15 @@ def test_throttle_is_undone_after_duration():
 
 def test_flap_striking_during_heal_is_undone_at_once():
     script = make_script({"flap": FLAP, "at": 0}, {"heal": "all", "at": "3s"})
-    (first_strike,) = script.due(0)
+    (first_strike,) = script.pop_due(0)
     script.done(first_strike, 0)
-    (first_undo,) = script.due(1)
+    (first_undo,) = script.pop_due(1)
     script.done(first_undo, 1)
-    second_strike, heal = script.due(3)
+    second_strike, heal = script.pop_due(3)
     # Both operations run at the same time, and the strike finishes last.
     script.done(heal, 3.1)
     script.done(second_strike, 3.2)
-    assert summarize(script.due(10)) == [("undo flap", "a <-> b", 3.2)]
+    assert summarize(script.pop_due(10)) == [("undo flap", "a <-> b", 3.2)]
     assert script.next_deadline() is None
 
 
@@ -199,15 +202,15 @@ def test_device_may_start_while_restart_is_pending_or_running() -> None:
         {"restart": "a", "at": "3s"},
         {"kill": "b", "at": "4s"},
     )
-    (kill,) = script.due(1)
+    (kill,) = script.pop_due(1)
     script.done(kill, 1)
-    assert script.may_start("a")
-    (restart,) = script.due(3)
+    assert script.has_pending_start("a")
+    (restart,) = script.pop_due(3)
     # The restart has been handed out, and is not done yet.
-    assert script.may_start("a")
+    assert script.has_pending_start("a")
     script.done(restart, 3)
-    assert not script.may_start("a")
-    assert not script.may_start("b")
+    assert not script.has_pending_start("a")
+    assert not script.has_pending_start("b")
 
 
 def test_device_may_start_at_end_of_kill_but_not_of_pause() -> None:
@@ -215,11 +218,11 @@ def test_device_may_start_at_end_of_kill_but_not_of_pause() -> None:
         {"kill": "a", "at": "1s", "for": "2s"},
         {"pause": "b", "at": "1s", "for": "2s"},
     )
-    assert script.may_start("a")
-    for operation in script.due(1):
+    assert script.has_pending_start("a")
+    for operation in script.pop_due(1):
         script.done(operation, 1)
-    assert script.may_start("a")
-    assert not script.may_start("b")
-    for operation in script.due(3):
+    assert script.has_pending_start("a")
+    assert not script.has_pending_start("b")
+    for operation in script.pop_due(3):
         script.done(operation, 3)
-    assert not script.may_start("a")
+    assert not script.has_pending_start("a")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from testbed.common.errors import InputError
 from testbed.faults.conditions import FaultContext, StateDiff, SystemState
 from testbed.faults.parts import problems
-from testbed.faults.script import Change, TraceScript, traced_links
+from testbed.faults.script import Change, LinkTraceScript, traced_links
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.scenario.expand import trials
@@ -228,7 +228,7 @@ def test_degradation_is_checked_against_traced_links():
 
 
 def test_script_returns_changes_when_due():
-    script = TraceScript(
+    script = LinkTraceScript(
         [
             parse("1,device a slowdown,2"),
             parse("1,device b slowdown,2"),
@@ -236,16 +236,16 @@ def test_script_returns_changes_when_due():
         ]
     )
     assert script.next_deadline() == 1
-    assert not script.due(0.9)
+    assert not script.pop_due(0.9)
     # Changes of one time are one step.
-    assert [change.what for change in script.due(2.9).changes] == [
+    assert [change.what for change in script.pop_due(2.9).changes] == [
         "device a slowdown",
         "device b slowdown",
     ]
     assert script.next_deadline() == 3
-    assert len(script.due(99).changes) == 1
+    assert len(script.pop_due(99).changes) == 1
     assert script.next_deadline() is None
-    assert not script.due(999)
+    assert not script.pop_due(999)
 
 
 def test_change_overrides_link_property_or_speed():
