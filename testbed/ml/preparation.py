@@ -27,8 +27,7 @@ from testbed.common.usercode import Code
 from testbed.ml.data import catalog as data
 from testbed.ml.data.batches import Indices, steps_per_epoch
 from testbed.ml.data.dataset import Dataset
-from testbed.ml.data.split import class_counts, is_class
-from testbed.ml.data.split import split as split_samples
+from testbed.ml.data.split import class_counts, is_class, split_samples
 from testbed.ml.method import Method, PlanningProblem
 from testbed.ml.models import catalog as models
 from testbed.ml.models import weights

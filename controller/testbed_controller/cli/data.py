@@ -282,14 +282,13 @@ def _count_labels(labels: npt.NDArray[Any], classes: int) -> list[int]:
 
 def _device_shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
     """Return the samples of each device, by class if the data set has classes."""
-    from testbed.ml.data.split import is_class
-    from testbed.ml.data.split import split as split_labels
+    from testbed.ml.data.split import is_class, split_samples
 
     if part.split == "coordinator":
         raise InputError("coordinator does not divide the data: name another split")
     owners = [f"device{number}" for number in range(1, devices + 1)]
     labels = dataset.train_labels
-    shares = split_labels(
+    shares = split_samples(
         labels, dataset.classes, owners, part.split, 0, dataset.groups
     )
     counts: dict[str, Any] = {}

@@ -1,7 +1,12 @@
-"""Ownership of training samples: shares of indices as a function of labels, owners and seed alone.
+"""Distribution of training samples among the devices that own data, by the rule `workload.data.split`.
 
-The controller divides the samples before planning. Each way of dividing draws from a generator of its own, seeded by
-the scenario's seed and the name of the way.
+The controller distributes the samples before planning. A device's share is an array of sample indices, and depends only
+on the labels, the owning devices, the rule and the scenario's seed. Every kind of rule has random numbers of its own.
+
+The rules `dirichlet` and `quantity` draw the sizes of the shares at random, so a share may be too small. With
+`min_samples`, the shares are drawn again until every device has this number of samples.
+
+The module also splits off test samples, for data without a test set (`holdout`).
 """
 
 from __future__ import annotations
@@ -16,9 +21,9 @@ from testbed.ml.data.batches import Indices
 from testbed.ml.workload import Split, SplitPart
 
 _KEY: Key = ("data", "split")
-"""Key of a scenario's workload that errors name."""
-DRAWS = 1000
-"""Maximum number of draws to reach `min_samples`."""
+"""Key of the rule, relative to ``workload``, as errors name it."""
+_MAX_DRAWS = 1000
+"""Maximum number of draws for `min_samples`: with the 60,000 samples of MNIST they take a few seconds."""
 
 
 def is_class(labels: npt.NDArray[Any]) -> bool:
@@ -26,117 +31,120 @@ def is_class(labels: npt.NDArray[Any]) -> bool:
     return labels.ndim == 1 and labels.dtype.kind == "i"
 
 
-def split(
-    labels: Indices,
+def split_samples(
+    labels: npt.NDArray[Any],
     classes: int,
     owners: Sequence[str],
-    how: Split,
+    rule: Split,
     seed: int,
     groups: Indices | None = None,
 ) -> dict[str, Indices]:
-    """Distribute samples among the devices with data; each sample goes to at most one device.
+    """Distribute samples among the owning devices; each sample goes to at most one device.
 
-    All samples are distributed, except with `sizes` summing to fewer, and except classes `shards` assigns to no device.
+    Samples without an owner remain if `sizes` sum to fewer samples, or if `shards` assigns a class to no device.
 
     Args:
-        labels: of all training samples, (samples,).
+        labels: labels of all training samples, (samples, ...); classes, (samples,), for `dirichlet` and `shards`.
         classes: number of classes, numbered from 0.
-        owners: the devices with data.
-        how: the part ``workload.data.split``; any value but ``coordinator``, which owns all samples.
+        owners: names of the devices that own data.
+        rule: the part ``workload.data.split``; any value but ``coordinator``, which owns all samples.
         seed: the scenario's seed.
-        groups: for each training sample, (samples,), the value of the column named by ``how``; None without a column.
+        groups: the number of each sample's group, (samples,): samples with one value of `column` are a group. None for
+            other rules, and for data without columns.
 
     Returns: By device, the indices of its samples in ascending order, (samples of the device,). Raises InputError for
     a device without samples, and for too few samples or classes.
 
     >>> labels = np.arange(100) % 10
-    >>> shares = split(labels, 10, ["phone", "tablet"], SplitPart(sizes=[70, 30]), seed=1)
-    >>> {name: len(indices) for name, indices in shares.items()}
+    >>> rule = SplitPart(sizes=[70, 30])
+    >>> shares = split_samples(labels, 10, ["phone", "tablet"], rule, seed=1)
+    >>> {device: len(indices) for device, indices in shares.items()}
     {'phone': 70, 'tablet': 30}
     """
     if len(owners) > len(labels):
         text = f"{len(labels)} samples are too few for {len(owners)} devices: use more samples or fewer devices"
         raise InputError(text, _KEY)
-    # The other ways look at no label.
-    by_class = isinstance(how, SplitPart) and bool(how.dirichlet or how.shards)
+    # Only these two rules read the labels.
+    by_class = isinstance(rule, SplitPart) and bool(rule.dirichlet or rule.shards)
     if by_class and not is_class(labels):
         raise InputError(
             "distributes classes, but the labels are not classes: use iid, sizes, quantity or column",
             _KEY,
         )
-    shares, remedy = _draw_until_large(labels, classes, owners, how, seed, groups)
-    by_owner = {}
-    for name, share in zip(owners, shares, strict=True):
-        if not len(share):
-            raise InputError(f"gives {name} no samples: {remedy}", _KEY)
-        by_owner[name] = np.sort(share)
-    return by_owner
-
-
-def _draw_until_large(
-    labels: Indices,
-    classes: int,
-    owners: Sequence[str],
-    how: Split,
-    seed: int,
-    groups: Indices | None,
-) -> tuple[list[Indices], str]:
-    """Return the shares of the first draw with `min_samples` for each device, and a remedy for empty shares."""
-    wanted = how.min_samples if isinstance(how, SplitPart) else None
-    if not wanted:
-        return _draw_shares(labels, classes, owners, how, seed, groups, draw=0)
-    most = 0
-    for draw in range(DRAWS):
-        shares, remedy = _draw_shares(labels, classes, owners, how, seed, groups, draw)
-        smallest = min(map(len, shares))
-        if smallest >= wanted:
-            return shares, remedy
-        most = max(most, smallest)
-    # With the best draw, the user sees how far the wish is from being possible.
-    text = f"{DRAWS:,} draws left a device with fewer than {wanted} samples, the best of them with {most}"
+    min_samples = rule.min_samples if isinstance(rule, SplitPart) else None
+    largest_minimum = 0
+    for draw in range(_MAX_DRAWS):
+        shares = _draw_shares(labels, classes, owners, rule, seed, groups, draw)
+        smallest = min(len(share) for share in shares)
+        if min_samples is None or smallest >= min_samples:
+            return _name_shares(owners, shares, rule)
+        largest_minimum = max(largest_minimum, smallest)
+    # The best draw shows the user how far `min_samples` is from being possible.
     raise InputError(
-        f"{text}: use a smaller value, fewer devices or more samples",
+        f"{_MAX_DRAWS:,} draws left a device with fewer than {min_samples} samples, the best of them with "
+        f"{largest_minimum}: use a smaller value, fewer devices or more samples",
         (*_KEY, "min_samples"),
     )
 
 
+def _name_shares(
+    owners: Sequence[str], shares: Sequence[Indices], rule: Split
+) -> dict[str, Indices]:
+    """Return the sorted shares by device; raises `InputError` for an empty share."""
+    by_owner = {}
+    for device, share in zip(owners, shares, strict=True):
+        if not len(share):
+            remedy = _empty_share_remedy(rule)
+            raise InputError(f"gives {device} no samples: {remedy}", _KEY)
+        by_owner[device] = np.sort(share)
+    return by_owner
+
+
+def _empty_share_remedy(rule: Split) -> str:
+    """Return the advice for a rule that leaves a device without samples."""
+    if isinstance(rule, SplitPart) and rule.column is not None:
+        return "the column has fewer values than there are devices: use fewer devices"
+    if isinstance(rule, SplitPart) and rule.shards is not None:
+        return "use more samples or fewer devices"
+    # `dirichlet` and `quantity`: all other rules give each device a sample.
+    return "use a larger value, fewer devices or another seed, or write min_samples"
+
+
 def _draw_shares(
-    labels: Indices,
+    labels: npt.NDArray[Any],
     classes: int,
     owners: Sequence[str],
-    how: Split,
+    rule: Split,
     seed: int,
     groups: Indices | None,
     draw: int,
-) -> tuple[list[Indices], str]:
-    """Return the shares of a draw, counted from 0, and a remedy for empty shares; arguments as in `split`."""
+) -> list[Indices]:
+    """Return the unsorted shares of a draw, counted from 0; the other arguments are those of `split_samples`."""
+    samples = len(labels)
     devices = len(owners)
-    redraw = "use a larger value, fewer devices or another seed, or write min_samples"
-    # With `noise` the samples themselves differ, and their distribution is that of `iid`.
-    if not isinstance(how, SplitPart) or how.noise is not None:
-        return _split_iid(labels, devices, seed), ""
-    if how.sizes is not None:
-        return _split_by_sizes(labels, owners, how.sizes, seed), ""
-    if how.dirichlet is not None:
+    # `noise` changes the values of the samples; the samples themselves are distributed as by `iid`.
+    if not isinstance(rule, SplitPart) or rule.noise is not None:
+        return _split_iid(samples, devices, seed)
+    if rule.sizes is not None:
+        return _split_by_sizes(samples, owners, rule.sizes, seed)
+    if rule.dirichlet is not None:
         generator = _seeded_generator(seed, "dirichlet", draw)
-        return _split_dirichlet(labels, devices, how.dirichlet, generator), redraw
-    if how.quantity is not None:
+        return _split_dirichlet(labels, devices, rule.dirichlet, generator)
+    if rule.quantity is not None:
         generator = _seeded_generator(seed, "quantity", draw)
-        return _split_by_quantity(labels, devices, how.quantity, generator), redraw
-    if how.shards is not None:
-        shares = _split_by_shards(labels, classes, devices, how.shards, seed)
-        return shares, "use more samples or fewer devices"
+        return _split_by_quantity(samples, devices, rule.quantity, generator)
+    if rule.shards is not None:
+        return _split_by_shards(labels, classes, devices, rule.shards, seed)
     if groups is None:
         raise InputError(
             "requires a table, or samples with an input of this name: these data have no columns",
             (*_KEY, "column"),
         )
-    remedy = "the column has fewer values than there are devices: use fewer devices"
-    return _split_by_column(groups, devices), remedy
+    return _split_by_column(groups, devices)
 
 
 def class_counts(
-    labels: Indices, shares: Mapping[str, Indices]
+    labels: npt.NDArray[Any], shares: Mapping[str, Indices]
 ) -> dict[str, dict[int, int]]:
     """Return the number of samples by device and class, without zeros.
 
@@ -144,29 +152,29 @@ def class_counts(
     {'phone': {0: 2}, 'tablet': {1: 1}}
     """
     counts = {}
-    for name, share in shares.items():
-        classes, numbers = np.unique(labels[share], return_counts=True)
-        # Python's integers, which JSON can hold.
-        pairs = zip(classes.tolist(), numbers.tolist(), strict=True)
-        counts[name] = dict(pairs)
+    for device, share in shares.items():
+        classes, samples = np.unique(labels[share], return_counts=True)
+        # JSON accepts Python's integers, but not numpy's.
+        pairs = zip(classes.tolist(), samples.tolist(), strict=True)
+        counts[device] = dict(pairs)
     return counts
 
 
 def _seeded_generator(seed: int, kind: str, draw: int = 0) -> np.random.Generator:
-    """Return the random generator of a draw, seeded by the scenario's seed and the number of the draw."""
-    # The first draw has no number: so `min_samples` leaves a split that suffices as it was.
-    number = [draw] if draw else []
-    return np.random.default_rng(derive(seed, "split", kind, *number))
+    """Return the random generator of a draw of one kind of rule."""
+    # Seeds of earlier versions had no draw number. The first draw still has none, so that all splits stay the same.
+    draw_number = [draw] if draw else []
+    return np.random.default_rng(derive(seed, "split", kind, *draw_number))
 
 
-def _split_iid(labels: Indices, devices: int, seed: int) -> list[Indices]:
+def _split_iid(samples: int, devices: int, seed: int) -> list[Indices]:
     """Distribute samples at random; the sizes of shares differ by at most one."""
-    order = _seeded_generator(seed, "iid").permutation(len(labels))
+    order = _seeded_generator(seed, "iid").permutation(samples)
     return np.array_split(order, devices)
 
 
 def _split_by_sizes(
-    labels: Indices,
+    samples: int,
     owners: Sequence[str],
     sizes: Sequence[int],
     seed: int,
@@ -178,20 +186,22 @@ def _split_by_sizes(
             f"names {len(sizes)} sizes, but {len(owners)} devices own data: {', '.join(owners)}",
             key,
         )
-    if sum(sizes) > len(labels):
+    total = sum(sizes)
+    if total > samples:
         raise InputError(
-            f"add up to {sum(sizes)} samples, but there are {len(labels)}: use smaller ones",
+            f"add up to {total} samples, but there are {samples}: use smaller ones",
             key,
         )
-    order = _seeded_generator(seed, "sizes").permutation(len(labels))
-    # Samples beyond the sum of the sizes are not used.
-    used = order[: sum(sizes)]
+    order = _seeded_generator(seed, "sizes").permutation(samples)
+    # Samples beyond the sum of the sizes have no owner.
+    owned = order[:total]
     ends = np.cumsum(sizes)
-    return np.split(used, ends[:-1])
+    # `np.split` takes the positions between the shares: all ends but the last.
+    return np.split(owned, ends[:-1])
 
 
 def _split_dirichlet(
-    labels: Indices,
+    labels: npt.NDArray[Any],
     devices: int,
     concentration: float,
     generator: np.random.Generator,
@@ -201,7 +211,7 @@ def _split_dirichlet(
     for label in np.unique(labels):
         members = _shuffled_members(labels, label, generator)
         proportions = generator.dirichlet([concentration] * devices)
-        # The end of the last part is that of the class.
+        # `np.split` takes the positions between the parts: all ends but the last.
         edges = np.cumsum(proportions)[:-1] * len(members)
         parts = np.split(members, edges.astype(int))
         for share, part in zip(shares, parts, strict=True):
@@ -210,7 +220,7 @@ def _split_dirichlet(
 
 
 def _empty_shares(devices: int) -> list[list[Indices]]:
-    """Return an empty list of index arrays for each device."""
+    """Return a list for each device, to which index arrays are appended; `_join_shares` concatenates them."""
     return [[] for _ in range(devices)]
 
 
@@ -219,72 +229,73 @@ def _join_shares(shares: list[list[Indices]]) -> list[Indices]:
 
 
 def _shuffled_members(
-    labels: Indices, label: int, generator: np.random.Generator
+    labels: npt.NDArray[Any], label: int, generator: np.random.Generator
 ) -> Indices:
-    """Return the indices of the samples of a class in random order, (samples of the class,)."""
+    """Return the indices of a class's samples in random order, (samples of the class,)."""
     return generator.permutation(np.flatnonzero(labels == label))
 
 
 def _split_by_quantity(
-    labels: Indices,
+    samples: int,
     devices: int,
     concentration: float,
     generator: np.random.Generator,
 ) -> list[Indices]:
     """Distribute samples at random in sizes drawn from a Dirichlet distribution ("quantity skew", Li et al., 2022)."""
     proportions = generator.dirichlet([concentration] * devices)
-    edges = np.cumsum(proportions)[:-1] * len(labels)
-    order = generator.permutation(len(labels))
+    edges = np.cumsum(proportions)[:-1] * samples
+    order = generator.permutation(samples)
     return np.split(order, edges.astype(int))
 
 
 def _split_by_column(groups: Indices, devices: int) -> list[Indices]:
-    """Keep samples with one column value together; the largest group goes to the device with fewest samples so far."""
+    """Give each group, largest first, as a whole to the device with the fewest samples so far."""
     shares = _empty_shares(devices)
     sizes = [0] * devices
-    values, counts = np.unique(groups, return_counts=True)
-    # Stable: equally large groups are distributed in the order of their values, on every machine.
-    largest_first = np.argsort(-counts, kind="stable")
-    for place in largest_first:
-        members = np.flatnonzero(groups == values[place])
+    group_numbers, group_sizes = np.unique(groups, return_counts=True)
+    # A stable sort distributes equally large groups in the order of their numbers, on every machine.
+    largest_first = np.argsort(-group_sizes, kind="stable")
+    for group in group_numbers[largest_first]:
+        members = np.flatnonzero(groups == group)
         smallest = sizes.index(min(sizes))
         shares[smallest].append(members)
         sizes[smallest] += len(members)
     for share in shares:
-        # With fewer values than devices a share is empty, and nothing cannot be concatenated.
+        # With fewer groups than devices some lists have no array, and numpy refuses to concatenate zero arrays.
         share.append(np.empty(0, np.int64))
     return _join_shares(shares)
 
 
 def _split_by_shards(
-    labels: Indices,
+    labels: npt.NDArray[Any],
     classes: int,
     devices: int,
-    count: int,
+    classes_per_device: int,
     seed: int,
 ) -> list[Indices]:
-    """Assign ``count`` classes to each device, all classes about equally often; owners share a class evenly.
+    """Assign some classes to each device, all classes about equally often; owners of a class share it evenly.
 
     The "quantity-based label imbalance" of Li et al. (Federated learning on non-IID data silos, 2022).
     """
-    if count > classes:
+    if classes_per_device > classes:
         raise InputError(
-            f"there are {classes} classes, not {count}: use fewer", (*_KEY, "shards")
+            f"there are {classes} classes, not {classes_per_device}: use fewer",
+            (*_KEY, "shards"),
         )
     generator = _seeded_generator(seed, "shards")
-    hands = _deal_classes(classes, devices, count, generator)
+    classes_of_devices = _deal_classes(classes, devices, classes_per_device, generator)
     shares = _empty_shares(devices)
     for label in range(classes):
-        holders = []
-        for share, hand in zip(shares, hands, strict=True):
-            if label in hand:
-                holders.append(share)
-        # Drawn also for a class without holders: the classes after it do not depend on the hands.
+        shares_with_class = []
+        for share, dealt in zip(shares, classes_of_devices, strict=True):
+            if label in dealt:
+                shares_with_class.append(share)
+        # Shuffled even for a class without an owner, so that the random numbers of later classes do not depend on it.
         members = _shuffled_members(labels, label, generator)
-        if not holders:
+        if not shares_with_class:
             continue
-        parts = np.array_split(members, len(holders))
-        for share, part in zip(holders, parts, strict=True):
+        parts = np.array_split(members, len(shares_with_class))
+        for share, part in zip(shares_with_class, parts, strict=True):
             share.append(part)
     return _join_shares(shares)
 
@@ -292,42 +303,44 @@ def _split_by_shards(
 def _deal_classes(
     classes: int,
     devices: int,
-    count: int,
+    classes_per_device: int,
     generator: np.random.Generator,
 ) -> list[list[int]]:
-    """Deal ``count`` different classes to each device from decks of all classes, as cards are dealt.
+    """Return different classes for each device, dealt like cards: a device's classes are its hand.
 
-    A class is in a deck once, so all classes are dealt about equally often. Returns the hand of each device.
+    A deck has each class once, and a new deck follows when no class remains for a hand, so all classes are dealt about
+    equally often.
     """
     deck: list[int] = []
     hands: list[list[int]] = [[] for _ in range(devices)]
     for hand in hands:
-        while len(hand) < count:
-            allowed = [label for label in deck if label not in hand]
-            if not allowed:
-                # All that is left in the deck is in this hand: shuffle another deck below it.
-                fresh = generator.permutation(classes).tolist()
-                deck += fresh
-                allowed = [label for label in fresh if label not in hand]
-            hand.append(allowed[0])
-            deck.remove(allowed[0])
+        while len(hand) < classes_per_device:
+            candidates = [label for label in deck if label not in hand]
+            if not candidates:
+                # The hand has all classes that remain in the deck: put a new shuffled deck below them.
+                new_deck = generator.permutation(classes).tolist()
+                deck += new_deck
+                candidates = [label for label in new_deck if label not in hand]
+            dealt = candidates[0]
+            hand.append(dealt)
+            deck.remove(dealt)
     return hands
 
 
-def holdout(labels: Indices, fraction: float) -> tuple[Indices, Indices]:
-    """Split off a fraction of each class: (kept, split off), each in the order of the samples.
+def holdout(labels: npt.NDArray[Any], fraction: float) -> tuple[Indices, Indices]:
+    """Split off a fraction of each class as test samples.
 
-    The result is deterministic.
+    Returns: The ascending indices of the training samples and of the test samples, which depend on the labels alone.
 
-    >>> kept, tests = holdout(np.array([0, 1] * 5), 0.2)
-    >>> len(kept), len(tests)
+    >>> train, test = holdout(np.array([0, 1] * 5), 0.2)
+    >>> len(train), len(test)
     (8, 2)
     """
-    # A fixed seed: runs of different seeds are tested on the same samples.
+    # A constant seed: runs with different seeds are evaluated on the same test samples.
     generator = _seeded_generator(0, "holdout")
-    is_aside = np.zeros(len(labels), dtype=bool)
+    is_test = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         members = _shuffled_members(labels, label, generator)
-        count = round(fraction * len(members))
-        is_aside[members[:count]] = True
-    return np.flatnonzero(~is_aside), np.flatnonzero(is_aside)
+        test_count = round(fraction * len(members))
+        is_test[members[:test_count]] = True
+    return np.flatnonzero(~is_test), np.flatnonzero(is_test)

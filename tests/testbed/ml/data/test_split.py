@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
-from testbed.ml.data.split import class_counts, split
+from testbed.ml.data.split import class_counts, split_samples
 from testbed.ml.workload import Split, SplitPart
 
 SAMPLES_PER_CLASS = 120
@@ -24,15 +24,15 @@ SPLITS: dict[str, Split] = {
 OWNERS = ["a", "b", "c", "d"]
 
 
-def split_labels(how: Split, seed: int) -> dict[str, np.ndarray]:
-    return split(LABELS, 10, OWNERS, how, seed)
+def split_labels(rule: Split, seed: int) -> dict[str, np.ndarray]:
+    return split_samples(LABELS, 10, OWNERS, rule, seed)
 
 
 def split_error(
-    labels: np.ndarray, owners: Sequence[str], how: Split, seed: int
+    labels: np.ndarray, owners: Sequence[str], rule: Split, seed: int
 ) -> InputError:
     with pytest.raises(InputError) as caught:
-        split(labels, 10, owners, how, seed)
+        split_samples(labels, 10, owners, rule, seed)
     return caught.value
 
 
@@ -61,10 +61,10 @@ def test_each_sample_has_one_owner(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", SPLITS)
 @given(seed=st.integers(0, 99))
 def test_shares_follow_from_seed(name: str, seed: int) -> None:
-    how = SPLITS[name]
-    shares = split_labels(how, seed)
-    assert are_equal(shares, split_labels(how, seed))
-    assert not are_equal(shares, split_labels(how, seed + 1))
+    rule = SPLITS[name]
+    shares = split_labels(rule, seed)
+    assert are_equal(shares, split_labels(rule, seed))
+    assert not are_equal(shares, split_labels(rule, seed + 1))
 
 
 @given(samples=st.integers(1, 200), devices=st.integers(1, 12), seed=st.integers(0, 9))
@@ -77,7 +77,7 @@ def test_iid_shares_have_equal_sizes(samples: int, devices: int, seed: int) -> N
         expected = f"{samples} samples are too few for {devices} devices"
         assert error.text.startswith(expected)
         return
-    shares = split(labels, 10, owners, "iid", seed)
+    shares = split_samples(labels, 10, owners, "iid", seed)
     sizes = [len(share) for share in shares.values()]
     assert max(sizes) - min(sizes) <= 1
     assert sum(sizes) == samples
@@ -100,8 +100,8 @@ def test_shards_give_each_device_requested_number_of_classes(
     classes_per_device: int, devices: int, seed: int
 ) -> None:
     owners = [f"d{index}" for index in range(devices)]
-    how = SplitPart(shards=classes_per_device)
-    counts = class_counts(LABELS, split(LABELS, 10, owners, how, seed))
+    rule = SplitPart(shards=classes_per_device)
+    counts = class_counts(LABELS, split_samples(LABELS, 10, owners, rule, seed))
     owned_classes = []
     for classes in counts.values():
         assert len(classes) == classes_per_device
@@ -130,7 +130,7 @@ def test_small_dirichlet_concentration_skews_classes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "how", "key", "text"),
+    ("labels", "rule", "key", "text"),
     [
         (
             LABELS,
@@ -174,9 +174,9 @@ def test_small_dirichlet_concentration_skews_classes() -> None:
     ],
 )
 def test_impossible_split_is_rejected_with_key(
-    labels: np.ndarray, how: Split, key: str | None, text: str
+    labels: np.ndarray, rule: Split, key: str | None, text: str
 ) -> None:
-    error = split_error(labels, OWNERS, how, 4)
+    error = split_error(labels, OWNERS, rule, 4)
     expected_key = ("data", "split", key) if key else ("data", "split")
     assert error.key == expected_key
     assert text in error.text
@@ -186,22 +186,22 @@ def test_impossible_split_is_rejected_with_key(
 @pytest.mark.parametrize("key", ["dirichlet", "quantity"])
 def test_first_draw_is_kept_if_shares_are_large_enough(key: str, seed: int) -> None:
     first = split_labels(SplitPart(**{key: 5.0}), seed)
-    how = SplitPart(**{key: 5.0}, min_samples=smallest_share(first))
-    assert are_equal(first, split_labels(how, seed))
+    rule = SplitPart(**{key: 5.0}, min_samples=smallest_share(first))
+    assert are_equal(first, split_labels(rule, seed))
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("key", ["dirichlet", "quantity"])
 def test_shares_are_redrawn_until_large_enough(key: str, seed: int) -> None:
-    how = SplitPart(**{key: 0.3}, min_samples=150)
-    shares = split_labels(how, seed)
+    rule = SplitPart(**{key: 0.3}, min_samples=150)
+    shares = split_labels(rule, seed)
     assert smallest_share(shares) >= 150
-    assert are_equal(shares, split_labels(how, seed))
+    assert are_equal(shares, split_labels(rule, seed))
 
 
 def test_unreachable_min_samples_is_rejected_with_best_draw() -> None:
-    how = SplitPart(quantity=0.05, min_samples=300)
-    error = split_error(LABELS, OWNERS, how, 1)
+    rule = SplitPart(quantity=0.05, min_samples=300)
+    error = split_error(LABELS, OWNERS, rule, 1)
     assert error.key == ("data", "split", "min_samples")
     assert "1,000 draws left a device with fewer than 300 samples" in error.text
 

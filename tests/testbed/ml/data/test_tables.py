@@ -14,7 +14,7 @@ import pytest
 from testbed.common.errors import InputError
 from testbed.ml.data import large, load, tables
 from testbed.ml.data.dataset import Dataset
-from testbed.ml.data.split import split
+from testbed.ml.data.split import split_samples
 from testbed.ml.data.tables import Table
 from testbed.ml.data.tables import read as read_table
 from testbed.ml.preparation import shares_of
@@ -304,7 +304,9 @@ BY_SHOP = SplitPart(column="shop")
 
 def test_split_by_column_gives_each_device_one_shop(tmp_path: Path) -> None:
     data = load_sales(write_sales(tmp_path), split={"column": "shop"})
-    shares = split(data.train_labels, 2, ["x", "y", "z"], BY_SHOP, 1, data.groups)
+    shares = split_samples(
+        data.train_labels, 2, ["x", "y", "z"], BY_SHOP, 1, data.groups
+    )
     owned_shops = []
     for share in shares.values():
         (owned_shop,) = set(data.groups[share].tolist())
@@ -316,14 +318,14 @@ def test_split_by_column_gives_each_device_one_shop(tmp_path: Path) -> None:
 def test_split_by_column_with_too_few_values_is_rejected(tmp_path: Path) -> None:
     data = load_sales(write_sales(tmp_path), split={"column": "shop"})
     with pytest.raises(InputError, match="fewer values than there are devices"):
-        split(data.train_labels, 2, list("wxyz"), BY_SHOP, 1, data.groups)
+        split_samples(data.train_labels, 2, list("wxyz"), BY_SHOP, 1, data.groups)
     with pytest.raises(InputError, match="these data have no columns"):
-        split(data.train_labels, 2, list("xy"), BY_SHOP, 1)
+        split_samples(data.train_labels, 2, list("xy"), BY_SHOP, 1)
 
 
 def test_quantity_split_skews_sizes_but_not_classes() -> None:
     labels = np.arange(2000) % 2
-    shares = split(labels, 2, list("abcd"), SplitPart(quantity=1.0), 3)
+    shares = split_samples(labels, 2, list("abcd"), SplitPart(quantity=1.0), 3)
     sizes = sorted(map(len, shares.values()))
     assert sum(sizes) == 2000
     assert sizes[-1] > 2 * sizes[0]
