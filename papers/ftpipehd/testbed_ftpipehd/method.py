@@ -27,7 +27,7 @@ from testbed.ml.partition.asynchronous import (
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.method import AsynchronousMethod
 from testbed.ml.pipeline.planning import (
-    RESUME,
+    RESUME_HELP,
     AsynchronousOptions,
     Partitioner,
     pipeline_over,
@@ -50,7 +50,7 @@ class FTPipeHDOptions(AsynchronousOptions):
         "batches; 0: never",
     )
     resume: Literal["next-batch", "last-replica"] = Field(
-        "next-batch", description=RESUME
+        "next-batch", description=RESUME_HELP
     )
     profile_runs: int = Field(
         10,
@@ -149,12 +149,12 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
                 rates[source, target] = rate
         return links_at_rates(rates)
 
-    def due(self, done: int) -> bool:
-        """Return whether to search a better partition after ``done`` batches: once early, then regularly."""
+    def is_repartition_due(self, batches: int) -> bool:
+        """Return whether to search a better partition after ``batches`` batches: once early, then regularly."""
         options = self.problem.options
         # Section III-D: after 10 batches, to reach a good partition early, then after every 100.
-        is_first = done > 0 and done == options.repartition_first
-        return is_first or is_due(done, options.repartition_every)
+        is_first = batches > 0 and batches == options.repartition_first
+        return is_first or is_due(batches, options.repartition_every)
 
     def store_times(
         self, partition: StagePartition, times: Sequence[float | None]

@@ -15,7 +15,11 @@ from testbed.ml.partition import Cuts
 from testbed.ml.partition.asynchronous import AsynchronousPipeline
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.method import AsynchronousMethod
-from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner, as_given
+from testbed.ml.pipeline.planning import (
+    AsynchronousOptions,
+    Partitioner,
+    pipeline_at_scenario_speeds,
+)
 
 
 class PipeDreamOptions(AsynchronousOptions):
@@ -94,7 +98,7 @@ class TakeOverPartitioner(Partitioner[ResPipeOptions]):
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return the pipeline over these devices, equal ones or, as FTPipeHD's adapts, by their capacities."""
         if self.problem.options.partition == "capacities":
-            return as_given(self.problem, names)
+            return pipeline_at_scenario_speeds(self.problem, names)
         return super().pipeline(names)
 
     def after_loss(self, old: StagePartition, present: Sequence[str]) -> StagePartition:
@@ -102,7 +106,7 @@ class TakeOverPartitioner(Partitioner[ResPipeOptions]):
         lost = set(old.devices).difference(present)
         return take_over(old, lost)
 
-    def due(self, done: int) -> bool:
+    def is_repartition_due(self, batches: int) -> bool:
         """Never look for a better partition."""
         return False
 

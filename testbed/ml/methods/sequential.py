@@ -13,8 +13,8 @@ from testbed.ml.method import Method, PlannedMessage, PlanningProblem, ProgramCo
 from testbed.ml.partition import Chain, Cuts
 from testbed.ml.pipeline.planning import (
     StagesOptions,
-    all_devices,
     devices_among,
+    initial_devices,
     stage_assignments,
     stage_messages,
 )
@@ -92,7 +92,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         Raises `InputError` for too many stages, missing links or insufficient memory.
         """
         options = problem.options
-        chain, cuts = _choose_cuts(problem, all_devices(problem))
+        chain, cuts = _choose_cuts(problem, initial_devices(problem))
         latency = chain.latency(cuts) + sum(chain.way_back)
         bottleneck = chain.bottleneck(cuts)
         return Plan(

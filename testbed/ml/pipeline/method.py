@@ -20,10 +20,10 @@ from testbed.ml.pipeline.planning import (
     Partitioner,
     PipelineDetails,
     SynchronousOptions,
-    all_devices,
-    as_given,
     devices_among,
+    initial_devices,
     momentum_advice,
+    pipeline_at_scenario_speeds,
     replica_messages,
     stage_assignments,
     stage_messages,
@@ -62,7 +62,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
     ) -> Plan[PipelineDetails]:
         """Cut the model over the devices. Raises `InputError` for impossible cuts."""
         options = problem.options
-        pipeline, cuts = synchronous_cut(problem, all_devices(problem))
+        pipeline, cuts = synchronous_cut(problem, initial_devices(problem))
         return Plan(
             method=self.name,
             coordinator=problem.devices[0].name,
@@ -157,7 +157,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         partition = partitioner.initial()
         cuts = partition.cuts
         # Predicted with the actual speeds, whatever the partitioner knows of them.
-        actual = as_given(problem, partition.devices)
+        actual = pipeline_at_scenario_speeds(problem, partition.devices)
         # A link without a rate takes no time.
         instant_links = dict.fromkeys(actual.links, Link())
         without_links = replace(actual, links=instant_links)

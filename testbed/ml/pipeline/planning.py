@@ -1,7 +1,9 @@
 """Assignment of stages to devices, at the start and after a failure: options and planners, without execution.
 
-Synchronous pipelines are cut by `synchronous_cut`, asynchronous ones by a `Partitioner`, which methods override: it
-also decides what happens to the stages after a loss, and when another partition is worth a change.
+A model is a row of units. Cuts divide the row into stages, consecutive units on one device each; the stages with their
+devices are a partition. `synchronous_cut` chooses the cuts of synchronous pipelines. A `Partitioner`, which methods
+override, chooses the partitions of asynchronous ones: at the start, after the loss of a device, and whenever another
+partition is worth a change.
 """
 
 from __future__ import annotations
@@ -102,11 +104,11 @@ class SynchronousOptions(StagesOptions):
     def _default_of_schedule(cls, value: object, info: ValidationInfo) -> object:
         if value is not None:
             return value
-        # An invalid schedule is missing here, and reported by itself.
+        # pydantic leaves an invalid schedule out of `info.data`, and reports it separately.
         return MICRO_BATCHES.get(info.data.get("schedule", ""), 1)
 
     def checkpoints(self, step: int, steps: int) -> bool:
-        """Return whether the state after ``step`` of ``steps`` becomes a checkpoint, as the last one always does.
+        """Return whether the state after ``step`` of ``steps`` becomes a checkpoint; the final state always does.
 
         >>> SynchronousOptions(checkpoint_every=20).checkpoints(40, steps=100)
         True
@@ -116,7 +118,7 @@ class SynchronousOptions(StagesOptions):
 
 @dataclass(frozen=True)
 class CheckpointedPipeline(SynchronousPipeline):
-    """A pipeline whose first stage also stores the last checkpoint and collects the next one."""
+    """A pipeline whose first stage also stores the newest checkpoint and collects the next one."""
 
     checkpoint_bytes: float = 0.0
     """Bytes of a checkpoint: all weights and the optimizer's state."""
@@ -125,7 +127,7 @@ class CheckpointedPipeline(SynchronousPipeline):
         """Return the bytes that a stage needs with units ``first`` to ``last`` (exclusive)."""
         memory = super().memory(stage, first, last)
         if stage == 0:
-            # The last complete checkpoint, and the next one, which arrives unit by unit.
+            # The newest complete checkpoint, and the next one, which arrives unit by unit.
             memory += 2 * self.checkpoint_bytes
         return memory
 
@@ -138,7 +140,7 @@ class PipelineDetails(PlanDetails):
     micro_batches: int
     """Micro-batches of a batch."""
     partition: str
-    """How the cuts were chosen."""
+    """How the cuts were chosen: ``even`` or ``optimal``."""
     bottleneck: float
     """Seconds that the slowest stage or link is busy for one micro-batch."""
 
@@ -166,35 +168,38 @@ def synchronous_cut(
     return pipeline, pipeline.least_step_time()
 
 
-def all_devices(problem: PlanningProblem[StagesOptions]) -> tuple[DeviceSpec, ...]:
-    """Return the initial devices; raises `InputError` for too few devices or a missing link to the first."""
+def initial_devices(problem: PlanningProblem[StagesOptions]) -> tuple[DeviceSpec, ...]:
+    """Return the devices of the initial stages: the first ``stages`` devices of the scenario, by default all.
+
+    Raises `InputError` for too few devices, or if a device has no link to or from the first one, the coordinator.
+    """
     count = problem.options.stages or len(problem.devices)
     if count > len(problem.devices):
         raise InputError(
-            f"{count} stages need {count} devices, there are {len(problem.devices)}",
+            f"{count} stages need {count} devices, but the scenario has {len(problem.devices)}",
             ("method", "stages"),
         )
     coordinator, *others = [device.name for device in problem.devices]
     for other in others:
-        has_way_there = (coordinator, other) in problem.links
-        has_way_back = (other, coordinator) in problem.links
         # Spare devices are included: they may become stages later.
-        if not has_way_there or not has_way_back:
+        has_link_to_other = (coordinator, other) in problem.links
+        has_link_from_other = (other, coordinator) in problem.links
+        if not has_link_to_other or not has_link_from_other:
             raise InputError(
-                f"{coordinator} coordinates the others and needs links to and from each, but none is between "
-                f"{coordinator} and {other}: use the topology mesh or add the link",
+                f"{coordinator} coordinates all other devices and needs links to and from each of them; a link between "
+                f"{coordinator} and {other} is missing: use the topology mesh or add the link",
                 ("network", "topology"),
             )
     return problem.devices[:count]
 
 
 def devices_among(
-    problem: PlanningProblem[StagesOptions], present: Collection[str]
+    problem: PlanningProblem[StagesOptions], names: Collection[str]
 ) -> tuple[DeviceSpec, ...]:
-    """Return the devices that become stages among the ``present`` ones, in the scenario's order."""
-    devices = [device for device in problem.devices if device.name in present]
+    """Return the devices among ``names`` that become stages, in the scenario's order."""
+    devices = [device for device in problem.devices if device.name in names]
     stages = problem.options.stages or len(devices)
-    # Every stage needs a unit.
+    # A stage has at least one unit, so a short model leaves devices without a stage.
     count = min(stages, len(problem.model.units))
     return tuple(devices[:count])
 
@@ -214,11 +219,12 @@ def stage_assignments(chain: Chain, cuts: Cuts) -> tuple[Assignment, ...]:
     return tuple(assignments)
 
 
-RESUME = (
+RESUME_HELP = (
     "batch to resume with after a loss; next-batch: the first one without gradients, where remaining devices keep "
     "their weights and lost units come from their newest replicas; last-replica: the one after the newest replicated "
     "state, to which all units return"
 )
+"""Description of the option ``resume``, which methods with another default repeat."""
 
 
 class AsynchronousOptions(StagesOptions):
@@ -310,40 +316,40 @@ class AsynchronousOptions(StagesOptions):
         ),
     )
     resume: Literal["next-batch", "last-replica"] = Field(
-        "last-replica", description=RESUME
+        "last-replica", description=RESUME_HELP
     )
 
     def window(self, stages: int) -> int:
-        """Return the number of batches under way at once.
+        """Return the maximum number of batches in flight with this number of stages.
 
         >>> AsynchronousOptions(in_flight=2).window(stages=3)
         2
         """
         if self.in_flight is None:
             return stages
-        # Further batches would only wait before a stage.
+        # With one batch at each stage all stages are busy; further batches would only wait.
         return min(stages, self.in_flight)
 
-    def chain_due(self, done: int) -> bool:
-        """Return whether each stage's units are replicated to the next stages after ``done`` batches."""
-        return is_due(done, self.chain_replication_interval)
+    def is_chain_replication_due(self, batches: int) -> bool:
+        """Return whether each stage replicates its units to the following stages after ``batches`` batches."""
+        return is_due(batches, self.chain_replication_interval)
 
-    def global_due(self, done: int) -> bool:
-        """Return whether all units are replicated to the coordinator after ``done`` batches."""
-        return is_due(done, self.global_replication_interval)
+    def is_global_replication_due(self, batches: int) -> bool:
+        """Return whether all stages replicate their units to the coordinator after ``batches`` batches."""
+        return is_due(batches, self.global_replication_interval)
 
     def keepers(self, stage: int, stages: int) -> list[int]:
-        """Return the stages that keep a chain replica of ``stage``.
+        """Return the stages that keep a chain replica of ``stage``, by their numbers from 0.
 
-        These are the following stages; if too few stages follow, also the coordinator's, stage 0.
+        Keepers are the following stages; if fewer than ``replicas`` stages follow, also stage 0, the coordinator's.
 
         >>> AsynchronousOptions(replicas=2).keepers(stage=1, stages=3)
         [2, 0]
         """
-        following = stage + 1
-        end = min(stages, following + self.replicas)
-        keepers = list(range(following, end))
-        # Stage 0 keeps its own units anyway.
+        first = stage + 1
+        end = min(stages, first + self.replicas)
+        keepers = list(range(first, end))
+        # Stage 0 is no keeper of itself: its device has its units anyway.
         if len(keepers) < self.replicas and stage > 0:
             keepers.append(0)
         return keepers
@@ -352,57 +358,60 @@ class AsynchronousOptions(StagesOptions):
 def stage_messages(
     problem: PlanningProblem[StagesOptions], plan: Plan, *, by_unit: bool = False
 ) -> Iterator[PlannedMessage]:
-    """Yield the activations of whole batches, and the weights sent and gathered by the coordinator.
+    """Yield the largest messages of a pipeline as (sender, receiver, bytes).
 
-    ``by_unit``: initial weights are sent unit by unit, as gathered ones always are.
+    They contain activations of a whole batch, the state of a unit on its way to the coordinator, and initial weights,
+    which the coordinator sends unit by unit (``by_unit``) or as one message for each stage.
     """
     model = problem.model
     coordinator = plan.coordinator
     samples = problem.workload.batch_size
     activation_share, _ = problem.options.shares
     # The coordinator sends the samples to the first stage, and the last stage returns the outputs.
-    before = coordinator
+    previous_device = coordinator
     for assignment in plan.assignments:
         activations = samples * activation_share * model.cut_bytes(assignment.start)
-        yield before, assignment.device, activations
-        before = assignment.device
+        yield previous_device, assignment.device, activations
+        previous_device = assignment.device
         if problem.workload.task == "train":
-            yield assignment.device, coordinator, largest_unit(problem, assignment)
+            gathered = largest_unit_bytes(problem, assignment)
+            yield assignment.device, coordinator, gathered
         if problem.workload.model.weights is not None:
             units = model.units[assignment.start : assignment.stop]
             parts = [[unit] for unit in units] if by_unit else [units]
             sizes = [costs.weight_bytes(part, problem.training) for part in parts]
             yield coordinator, assignment.device, max(sizes)
     outputs = samples * model.cut_bytes(len(model.units))
-    yield before, coordinator, outputs
+    yield previous_device, coordinator, outputs
 
 
 def replica_messages(
     problem: PlanningProblem[AsynchronousOptions], plan: Plan
 ) -> Iterator[PlannedMessage]:
-    """Yield the replicas stages send to one another."""
+    """Yield the largest chain replicas as (sender, receiver, bytes); stages send replicas unit by unit."""
     options = problem.options
     if not options.chain_replication_interval:
         return
     stages = len(plan.assignments)
     for stage, assignment in enumerate(plan.assignments):
-        size = largest_unit(problem, assignment)
+        size = largest_unit_bytes(problem, assignment)
         for keeper in options.keepers(stage, stages):
-            keeping_device = plan.assignments[keeper].device
-            yield assignment.device, keeping_device, size
+            yield assignment.device, plan.assignments[keeper].device, size
 
 
-def largest_unit(
+def largest_unit_bytes(
     problem: PlanningProblem[StagesOptions], assignment: Assignment
 ) -> float:
-    """Return the bytes of the largest unit state in a part; units are sent one by one."""
+    """Return the maximum bytes of the weights and optimizer state of one unit of an assignment."""
     sizes = []
     for unit in problem.model.units[assignment.start : assignment.stop]:
         sizes.append(costs.state_bytes([unit], problem.training))
     return max(sizes)
 
 
-Known = TypeVar("Known", bound=AsynchronousOptions, default=AsynchronousOptions)
+SpecificOptions = TypeVar(
+    "SpecificOptions", bound=AsynchronousOptions, default=AsynchronousOptions
+)
 
 
 def pipeline_over(
@@ -411,50 +420,51 @@ def pipeline_over(
     profile: UnitTimes | None = None,
     capacities: Sequence[float] | None = None,
 ) -> AsynchronousPipeline:
-    """Return the asynchronous pipeline over these devices.
+    """Return the asynchronous pipeline over the devices ``names``, the coordinator first.
 
-    ``profile`` are the unit times on the coordinator, by default those of the formula. ``capacities`` are the relative
-    times of the devices, by default 1 for each: all devices as fast as the coordinator.
+    ``profile`` are the unit times on the coordinator, by default computed from FLOPs and bytes. ``capacities`` are the
+    times of the devices relative to the coordinator's, by default 1 for each: all devices as fast as the coordinator.
     """
     options = problem.options
     training = problem.training
     units = problem.model.units
     batch_size = problem.workload.batch_size
-    has_chain = options.chain_replication_interval > 0
+    has_chain_replication = options.chain_replication_interval > 0
     if profile is None:
         # The first device is the coordinator, to which capacities refer.
         profile = UnitTimes.by_formula(
             units, batch_size, problem.devices[0], training.update_flops
         )
 
-    def extra(stage: int, start: int, end: int) -> float:
-        """Return the maximum bytes of replicas on a stage.
+    def stored_replicas(stage: int, start: int, end: int) -> float:
+        """Return the maximum bytes of replicas on a stage with units ``start`` to ``end`` (exclusive).
 
-        A stage keeps copies of its own units, and with chain replication those of previous stages, for which the
-        planner counts all units before the stage's own. Up to three points of the training are kept: the last one, the
-        next, still incomplete one, and the resume point of a repartition. The first device has all units at two points,
-        and may have the last stage's units of a chain point.
+        A stage keeps copies of its own units, and with chain replication copies of previous stages' units, for which
+        the planner counts all units before the stage's own. Replicas of up to three points of the training are kept:
+        the newest complete one, the next, still incomplete one, and the resume point of a repartition. The first device
+        has all units at two points, and may have the last stage's units of a chain replication.
         """
         if stage == 0:
-            points = 3 if has_chain else 2
+            points = 3 if has_chain_replication else 2
             return points * costs.state_bytes(units, training)
-        first = 0 if has_chain else start
-        points = 3 if has_chain or options.global_replication_interval else 2
+        first = 0 if has_chain_replication else start
+        is_replicated = has_chain_replication or options.global_replication_interval
+        points = 3 if is_replicated else 2
         return points * costs.state_bytes(units[first:end], training)
 
-    def replicas(stage: int, start: int, end: int) -> dict[int, float]:
-        """Return the bytes of replicas that a stage sends to each other stage, per batch.
+    def sent_replicas(stage: int, start: int, end: int) -> dict[int, float]:
+        """Return the bytes of replicas per batch that a stage sends to each other stage.
 
-        Each replication sends the state of all units of the stage, and takes place once in an interval of batches.
+        A replication sends the state of all units of the stage once in an interval of batches.
         """
         state = costs.state_bytes(units[start:end], training)
         sent = dict.fromkeys(range(len(names)), 0.0)
-        if has_chain:
+        if has_chain_replication:
             for keeper in options.keepers(stage, len(names)):
                 sent[keeper] += state / options.chain_replication_interval
         if options.global_replication_interval:
             sent[0] += state / options.global_replication_interval
-        # A stage keeps its own units without sending them.
+        # Stage 0 is the target of global replication, and keeps its own units without sending them.
         del sent[stage]
         return {target: size for target, size in sent.items() if size}
 
@@ -473,17 +483,20 @@ def pipeline_over(
         vertical_sync=options.vertical_sync,
         counts_traffic=options.partition_objective == "link-traffic",
         window=options.in_flight,
-        extra=extra,
-        replicas=replicas,
+        extra=stored_replicas,
+        replicas=sent_replicas,
     )
 
 
-class Partitioner(Generic[Known]):
+class Partitioner(Generic[SpecificOptions]):
     """Chooses the partitions of an asynchronous pipeline, at the start and whenever devices leave or return.
 
-    This class is PipeDream's choice: the least bottleneck for equal devices, without adaptation to measurements.
-    Methods override `cut` and `pipeline` to choose other partitions, `after_loss`, `due` and `propose_repartition` to
-    change them at other times, and the methods beginning with ``store`` to use measurements.
+    This class chooses as PipeDream does: the smallest bottleneck for equal devices, whatever is measured. Training
+    methods override
+
+    - `cut` and `pipeline` to choose other partitions,
+    - `after_loss`, `is_repartition_due` and `propose_repartition` to change partitions in other situations,
+    - `unmeasured_links` to request measurements, and functions beginning with ``store`` to use the results.
     """
 
     admits_devices = True
@@ -491,21 +504,25 @@ class Partitioner(Generic[Known]):
     profile_runs = 0
     """Profiling runs of each unit before training; 0 disables profiling."""
 
-    def __init__(self, problem: PlanningProblem[Known]) -> None:
+    def __init__(self, problem: PlanningProblem[SpecificOptions]) -> None:
         self.problem = problem
 
     def initial(self) -> StagePartition:
         """Return the initial partition; raises `InputError` if none fits."""
-        names = [device.name for device in all_devices(self.problem)]
+        names = [device.name for device in initial_devices(self.problem)]
         return self.partition_for(names)
 
     def partition_for(self, names: Sequence[str]) -> StagePartition:
-        """Return the partition over the first of these devices; raises `InputError` if none fits."""
+        """Return the partition over the devices ``names``; the last ones get no stage if there are fewer stages.
+
+        Raises `InputError` if no partition fits.
+        """
         model = self.problem.model
         stages = self.problem.options.stages
         if stages is None:
             stages = len(names)
-            # If tied weights allow no cut at all, planning for all devices fails and names the weights.
+            # Units with a tied weight stay together. If they allow no cut at all, the planning below fails for several
+            # devices, with a message that names the weights.
             if model.untied_parts > 1:
                 stages = min(stages, model.untied_parts)
         # Every stage needs a unit.
@@ -519,7 +536,7 @@ class Partitioner(Generic[Known]):
         return pipeline.least_bottleneck()
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
-        """Return the pipeline over these devices with current knowledge."""
+        """Return the pipeline over the devices ``names``, with the unit times and links that planning uses."""
         return pipeline_over(self.problem, names)
 
     def assignments(self, partition: StagePartition) -> tuple[Assignment, ...]:
@@ -528,19 +545,19 @@ class Partitioner(Generic[Known]):
         return stage_assignments(pipeline, partition.cuts)
 
     def after_loss(self, old: StagePartition, present: Sequence[str]) -> StagePartition:
-        """Return the partition over the present devices; raises `InputError` if none fits."""
+        """Return the partition to replace ``old`` over the ``present`` devices; raises `InputError` if none fits."""
         return self.partition_for(present)
 
-    def due(self, done: int) -> bool:
-        """Return whether repartitioning is considered after ``done`` batches: by default at each replication."""
+    def is_repartition_due(self, batches: int) -> bool:
+        """Return whether `propose_repartition` is asked after ``batches`` batches: by default at each replication."""
         options = self.problem.options
         chain_interval = options.chain_replication_interval
-        return is_due(done, chain_interval or options.global_replication_interval)
+        return is_due(batches, chain_interval or options.global_replication_interval)
 
     def propose_repartition(
         self, old: StagePartition, present: Sequence[str]
     ) -> StagePartition | None:
-        """Return a partition worth changing to, or None; the default reacts to new devices only."""
+        """Return a partition that is worth a change from ``old``, or None; the default reacts to new devices only."""
         if set(present) == set(old.devices):
             return None
         candidate = self.partition_for(present)
@@ -550,7 +567,7 @@ class Partitioner(Generic[Known]):
         return candidate
 
     def unmeasured_links(self, partition: StagePartition) -> list[Pair]:
-        """Return the neighbour pairs, in both directions, with unmeasured links."""
+        """Return the (sender, receiver) pairs whose links lack a measurement that planning needs; none by default."""
         return []
 
     def store_profile(self, profile: UnitTimes) -> None:
@@ -559,7 +576,7 @@ class Partitioner(Generic[Known]):
     def store_times(
         self, partition: StagePartition, times: Sequence[float | None]
     ) -> None:
-        """Store the mean seconds of a batch of each stage."""
+        """Store the mean seconds of a batch on each stage; None for a stage that has not done a batch."""
 
     def store_rate(self, pair: Pair, rate: float) -> None:
         """Store the measured bit/s of a link."""
@@ -571,12 +588,13 @@ class Partitioner(Generic[Known]):
 def momentum_advice(
     problem: PlanningProblem[AsynchronousOptions], window: int
 ) -> tuple[str, ...]:
-    """Return advice about momentum with gradients several batches old; ``window`` batches are under way at once."""
+    """Return a warning about momentum with stale gradients, or nothing; at most ``window`` batches are in flight."""
     momentum = problem.workload.training.optimizer.momentum
     staleness = window - 1
     if not momentum or not staleness:
         return ()
-    # The sum of 1 + m + m^2 + ... for the momentum m: the batches over which momentum repeats an update.
+    # A gradient changes the weights again in each later batch, by m, m^2, ... of its first change with momentum m. The
+    # sum of 1 + m + m^2 + ... is the number of updates that a gradient amounts to.
     repeats = f"{1 / (1 - momentum):.0f}"
     return (
         f"with momentum {momentum:g} an update affects {repeats} batches, but gradients are up to {staleness} batches "
@@ -586,29 +604,32 @@ def momentum_advice(
 
 
 class AsynchronousDetails(PlanDetails):
-    """Plan details of an asynchronous pipeline with actual device speeds, in seconds per batch."""
+    """Plan details of an asynchronous pipeline, predicted with the devices' speeds in the scenario."""
 
     model_config = ConfigDict(extra="forbid")
     in_flight: int
-    """Batches in the pipeline at once."""
+    """Maximum number of batches in the pipeline."""
     bottleneck: float
-    """Seconds of the slowest stage or link."""
+    """Seconds per batch of the slowest stage or link."""
     slowest_stage: float
-    """Seconds of the slowest stage, without links."""
+    """Seconds per batch of the slowest stage, without links."""
     least_bottleneck: float
-    """The smallest bottleneck of any partition."""
+    """The smallest bottleneck of any partition, in seconds per batch."""
     least_slowest_stage: float
-    """The smallest bottleneck of any partition without link times."""
+    """The smallest bottleneck of any partition if links took no time, in seconds per batch."""
     divisible_limit: float
     """Slowdown of equal parts relative to optimal ones, for an infinitely divisible model."""
     stage_times: tuple[float, ...]
-    """Seconds of each stage."""
+    """Seconds per batch of each stage."""
 
 
-def as_given(
+def pipeline_at_scenario_speeds(
     problem: PlanningProblem[AsynchronousOptions], names: Sequence[str]
 ) -> AsynchronousPipeline:
-    """Return the pipeline over these devices with the speeds of the scenario, which a run has to measure."""
+    """Return the pipeline over the devices ``names`` with their speeds in the scenario.
+
+    The partitioner of a run does not know these speeds unless it measures them.
+    """
     devices = [problem.device(name) for name in names]
     units = problem.model.units
     batch_size = problem.workload.batch_size

@@ -438,7 +438,7 @@ class AsynchronousTrainer:
 
     def _must_reconsider(self, done: int, fed: int) -> bool:
         """Return whether to reconsider the partition after ``done`` batches; measure links to standby devices first."""
-        due = self._partitioner.due(done)
+        due = self._partitioner.is_repartition_due(done)
         self._profiler.measure_standby(repeats=due)
         return due and fed < self._training.steps
 

@@ -384,7 +384,7 @@ class AsynchronousUpdates:
         position = self._stage.position
         own = self._stage.device.name
         targets: set[str] = set()
-        if options.chain_due(done):
+        if options.is_chain_replication_due(done):
             targets.add(own)
             keepers = options.keepers(position.index, len(position.stages))
             for keeper in keepers:
@@ -393,7 +393,11 @@ class AsynchronousUpdates:
         # An evaluation that may end the training needs the state it judges, as the end needs the result.
         is_judged = self._stage.problem.workload.training.uses_evaluations
         is_evaluated = is_judged and is_due(done, options.evaluate_every)
-        if is_evaluated or options.global_due(done) or done == position.steps:
+        if (
+            is_evaluated
+            or options.is_global_replication_due(done)
+            or done == position.steps
+        ):
             targets |= {own, position.coordinator}
         return targets
 

@@ -219,7 +219,7 @@ def test_run_fails_if_remaining_devices_cannot_hold_model():
         ),
         pytest.param(
             {"method": {"stages": 5}},
-            "method.stages: 5 stages need 5 devices, there are 4",
+            "method.stages: 5 stages need 5 devices, but the scenario has 4",
             id="few-devices",
         ),
         pytest.param(
@@ -229,7 +229,7 @@ def test_run_fails_if_remaining_devices_cannot_hold_model():
         ),
         pytest.param(
             {"network": {"topology": "line"}},
-            "none is between source and worker2",
+            "a link between source and worker2 is missing",
             id="missing-link",
         ),
     ],

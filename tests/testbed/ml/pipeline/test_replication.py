@@ -29,14 +29,18 @@ Inventory = dict[str, dict[int, set[int]]]
 def repartition_checks(options: FTPipeHDOptions) -> list[int]:
     """Return the numbers of batches, up to 300, after which a better partition is looked for."""
     partitioner = AdaptivePartitioner(SimpleNamespace(options=options))  # type: ignore[arg-type]
-    return [done for done in range(301) if partitioner.due(done)]
+    return [done for done in range(301) if partitioner.is_repartition_due(done)]
 
 
 def test_default_intervals_are_those_of_paper() -> None:
     options = FTPipeHDOptions()
-    chain = [done for done in range(301) if options.chain_due(done)]
+    chain = [done for done in range(301) if options.is_chain_replication_due(done)]
     assert chain == [50, 100, 150, 200, 250, 300]
-    assert [done for done in range(301) if options.global_due(done)] == [100, 200, 300]
+    assert [done for done in range(301) if options.is_global_replication_due(done)] == [
+        100,
+        200,
+        300,
+    ]
     assert repartition_checks(options) == [10, 100, 200, 300]
 
 
@@ -44,7 +48,7 @@ def test_interval_of_zero_disables_replication_and_repartition() -> None:
     without_replication = FTPipeHDOptions(
         chain_replication_interval=0, global_replication_interval=0
     )
-    assert not without_replication.chain_due(50)
+    assert not without_replication.is_chain_replication_due(50)
     fixed = FTPipeHDOptions(repartition_first=0, repartition_every=0)
     assert repartition_checks(fixed) == []
 
