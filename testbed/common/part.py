@@ -1,4 +1,4 @@
-"""The base of every part of a scenario file, and how a device may be named."""
+"""The base class of the models of all sections of a scenario file, and the type of device names."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from pydantic_core.core_schema import no_info_before_validator_function
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
 """Name of a device or scenario, which becomes part of the names of containers and hosts."""
 
-MOST = 10**12
-"""Default bound on the absolute value of numbers in a scenario."""
+MAX_NUMBER = 10**12
+"""Default bound on the absolute value of numbers in a scenario, beyond any sensible rate, size or time."""
 
 
 class ConfigModel(BaseModel):
-    """Base of every part of a scenario: unknown keys are refused, values are frozen, numbers are plain and bounded.
+    """Base of the model of every section: unknown keys are refused, values are frozen, numbers are plain and bounded.
 
-    ``true`` and text such as ``1_000``, which pydantic would read as numbers, are refused where a number belongs.
+    A plain number is a number as YAML writes it: ``true`` and text such as ``1_000``, which pydantic would convert to
+    numbers, are refused.
     """
 
     model_config = ConfigDict(
@@ -35,7 +36,7 @@ class ConfigModel(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Restrict all numbers of the part's fields."""
+        """Restrict all numbers of the model's fields."""
         schema: Any = handler(source)
         fields = schema
         # Each model validator wraps the schema of the fields once more.
@@ -48,45 +49,46 @@ class ConfigModel(BaseModel):
         return schema  # type: ignore[no-any-return]
 
 
-def _require_plain(error: str, value: object) -> object:
+def _require_plain(error_type: str, value: object) -> object:
     # pydantic reads True as 1, and "1_000" as Python would.
     if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
-        raise PydanticKnownError(error)  # type: ignore[arg-type]
+        raise PydanticKnownError(error_type)  # type: ignore[arg-type]
     return value
 
 
-_PLAIN: Mapping[str, Callable[[object], object]] = {
+_NUMBER_CHECKS: Mapping[str, Callable[[object], object]] = {
     "int": partial(_require_plain, "int_type"),
     "float": partial(_require_plain, "float_type"),
 }
-
-
-_INNER = ("schema", "items_schema", "values_schema", "choices")
+"""Checks of values before pydantic converts them, by type of pydantic schema."""
+_NESTED_KEYS = ("schema", "items_schema", "values_schema", "choices")
 """Keys of a pydantic schema with nested schemas."""
 
 
 def _restrict_numbers(schema: Any) -> Any:
     """Return the schema of a value with plain and bounded numbers only."""
     kind = schema["type"]
-    # A nested `ConfigModel` has restricted its own numbers, and other models have bounds of theirs.
+    # A nested `ConfigModel` has restricted its own numbers, and other models have their own bounds.
     if kind == "model":
         return schema
-    if kind in _PLAIN:
-        upper = {} if {"le", "lt"} & schema.keys() else {"le": MOST}
-        lower = {} if {"ge", "gt"} & schema.keys() else {"ge": -MOST}
-        return no_info_before_validator_function(
-            _PLAIN[kind], {**schema, **upper, **lower}
-        )
-    inner = {key: schema[key] for key in _INNER if key in schema}
-    return schema | {key: _restrict_nested(parts) for key, parts in inner.items()}
+    if kind in _NUMBER_CHECKS:
+        upper = {} if {"le", "lt"} & schema.keys() else {"le": MAX_NUMBER}
+        lower = {} if {"ge", "gt"} & schema.keys() else {"ge": -MAX_NUMBER}
+        bounded = {**schema, **upper, **lower}
+        return no_info_before_validator_function(_NUMBER_CHECKS[kind], bounded)
+    restricted = dict(schema)
+    for key in _NESTED_KEYS:
+        if key in schema:
+            restricted[key] = _restrict_nested(schema[key])
+    return restricted
 
 
-def _restrict_nested(parts: Any) -> Any:
+def _restrict_nested(nested: Any) -> Any:
     """Restrict one nested schema, a list of schemas, or the choices of a union by tag."""
-    if isinstance(parts, list | tuple):
-        return type(parts)(map(_restrict_nested, parts))
-    if not isinstance(parts, dict):
-        return parts  # the label of a choice
-    if isinstance(parts.get("type"), str):
-        return _restrict_numbers(parts)
-    return {tag: _restrict_nested(choice) for tag, choice in parts.items()}
+    if isinstance(nested, list | tuple):
+        return type(nested)(map(_restrict_nested, nested))
+    if not isinstance(nested, dict):
+        return nested  # the label of a choice
+    if isinstance(nested.get("type"), str):
+        return _restrict_numbers(nested)
+    return {tag: _restrict_nested(choice) for tag, choice in nested.items()}

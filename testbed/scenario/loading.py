@@ -1,4 +1,8 @@
-"""Loading of scenario files. Every problem is reported as one line with location and remedy."""
+"""Loading of scenario files from YAML to a validated `Scenario`.
+
+Every problem is reported as one line with location and remedy. A key here is the path of a value in the file, as a
+tuple: ``("network", "cells", 0, "rate")``, or in dotted form ``network.cells.0.rate``.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,16 @@ from testbed.scenario.schema import Scenario, Source
 
 M = TypeVar("M", bound=BaseModel)
 _TAG = "tag:yaml.org,2002:"
+"""Prefix of the tags of YAML's own types, such as ``tag:yaml.org,2002:int``; a file writes it as ``!!``."""
 _MAX_BYTES = 1 << 20
 """Maximum size of a scenario file in bytes; a larger file is probably not a scenario."""
 _MAX_VALUES = 40_000
-"""More than any scenario has; stops a file whose aliases unfold without end."""
-_MAX_SIGNS = 35_000
+"""Maximum number of values after aliases are unfolded, more than any scenario has."""
+_MAX_SEPARATORS = 35_000
 """Limit on line ends, commas and opening brackets, which dominate the time of a YAML parser."""
 
 MAX_CHANGES = 10_000
-"""Maximum number of trace entries, all of which are part of the scenario."""
+"""Maximum number of lines of a link trace, all of which are part of the scenario."""
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Scenario:
@@ -61,40 +66,43 @@ def validate(tree: Mapping[str, Any], source: Source) -> Scenario:
 
 
 def _with_trace(scenario: Scenario, source: Source) -> Scenario:
-    # Included, so that the scenario of the results folder needs no second file.
+    """Replace the name of a link trace by the lines of this file."""
+    # The scenario in the results folder then needs no second file.
     if isinstance(scenario.trace, str):
         file = source.folder / scenario.trace
         lines = _trace_lines(file, source.where(("trace",)))
-        places: dict[Key, str] = {}
-        for index, number in enumerate(lines):
-            places["trace", index] = f"{file}:{number}"
+        origins: dict[Key, str] = {}
+        for index, line_number in enumerate(lines):
+            origins["trace", index] = f"{file}:{line_number}"
         scenario = scenario.model_copy(update={"trace": tuple(lines.values())})
-        source = source.override(places)
+        source = source.override(origins)
     if len(scenario.trace) > MAX_CHANGES:
         text = f"has {len(scenario.trace)} entries, more than {MAX_CHANGES}: shorten or thin it out"
         raise source.error([Diagnostic(("trace",), text)])
     return scenario.with_source(source)
 
 
-def _trace_lines(file: Path, named: str) -> dict[int, str]:
-    """Return the non-empty lines of a CSV file by line number; ``named`` is the place where the file is named."""
+def _trace_lines(file: Path, where: str) -> dict[int, str]:
+    """Return the entries of a link trace by line number; ``where`` is the place in the scenario that names the file."""
     try:
         text = _read_text(
-            file, f"a trace has at most {MAX_CHANGES} entries", "a trace is a CSV file"
+            file,
+            size_hint=f"a trace has at most {MAX_CHANGES} entries",
+            format_hint="a trace is a CSV file",
         )
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{named}: trace: {file} cannot be read: {_error_reason(error)}"
+            f"{where}: trace: {file} cannot be read: {_error_reason(error)}"
         ) from None
     lines = _csv_lines(text)
     example = "lines such as 12.5,link a->b rate,10mbit"
     if not lines:
         raise InputError(f"{file}: has no entries: write {example}")
-    number, first = next(iter(lines.items()))
-    # A file in a form of its own would give thousands of errors, one for each line.
-    if first.count(",") < 2:
+    line_number, first_line = next(iter(lines.items()))
+    # A file in another format would cause thousands of errors, one for each line.
+    if first_line.count(",") < 2:
         raise InputError(
-            f"{file}:{number}: '{first[:40]}' is not time,what,value: convert the trace to {example}"
+            f"{file}:{line_number}: '{first_line[:40]}' is not time,what,value: convert the trace to {example}"
         )
     return lines
 
@@ -113,10 +121,13 @@ def _csv_lines(text: str) -> dict[int, str]:
     return entries
 
 
-def parse(model: type[M], given: Mapping[str, Any]) -> M:
-    """Validate a section given by a user. Raises `InputError` with all problems in one line."""
+def parse(model: type[M], values: Mapping[str, Any]) -> M:
+    """Validate the plain values of one section, such as a device profile or a fault.
+
+    Raises `InputError` with all problems in one line.
+    """
     try:
-        return model.model_validate(given)
+        return model.model_validate(values)
     except ValidationError as error:
         raise InputError("; ".join(map(str, explain(error, model)))) from None
 
@@ -126,21 +137,23 @@ def _read_scenario(file: Path) -> str:
         raise InputError(f"{file}: is a folder: name a scenario file in it")
     try:
         return _read_text(
-            file, "a scenario is a short text", "a scenario is a YAML file"
+            file,
+            size_hint="a scenario is a short text",
+            format_hint="a scenario is a YAML file",
         )
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read: {_error_reason(error)}") from None
 
 
-def _read_text(file: Path, small: str, form: str) -> str:
-    """Read a text file; ``small`` and ``form`` describe the expected kind of file in error messages."""
+def _read_text(file: Path, *, size_hint: str, format_hint: str) -> str:
+    """Read a text file; the hints end the messages about a file that is too large or not text."""
     if file.stat().st_size > _MAX_BYTES:
-        raise InputError(f"{file}: is larger than 1 MiB: {small}")
+        raise InputError(f"{file}: is larger than 1 MiB: {size_hint}")
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{file}: is not text (byte {error.start} is not UTF-8): {form}"
+            f"{file}: is not text (byte {error.start} is not UTF-8): {format_hint}"
         ) from None
 
 
@@ -149,24 +162,28 @@ def _error_reason(error: Exception) -> object:
 
 
 class _Reader:
-    """Plain values and line numbers from one YAML text: mappings, lists, scalars and aliases, nothing else."""
+    """Reader of one YAML text, which may contain mappings, lists, scalars and aliases.
+
+    It converts YAML nodes to plain values, and stores the line of each value.
+    """
 
     def __init__(self, file: str) -> None:
         self.file = file
         self.lines: dict[Key, int] = {}
         self.problems: list[Diagnostic] = []
-        self.open: list[Node] = []
+        self.enclosing: list[Node] = []
         """The collections that contain the present node; an alias of one of them would never end."""
-        self.values = 0
+        self.value_count = 0
         """Number of values so far, each use of an alias included."""
 
     def read(self, text: str) -> tuple[dict[str, Any], Source]:
+        """Return the values and the source positions of a text. Raises `InputError`."""
         # Counted before parsing, which may take long.
-        signs = sum(map(text.count, "\n,[{"))
-        if signs > _MAX_SIGNS:
-            limit = f"{_MAX_SIGNS:,} lines, commas and opening brackets"
+        separators = sum(map(text.count, "\n,[{"))
+        if separators > _MAX_SEPARATORS:
+            limit = f"{_MAX_SEPARATORS:,} lines, commas and opening brackets"
             raise InputError(
-                f"{self.file}: has {signs:,}, more than {limit}: a scenario is a short text"
+                f"{self.file}: has {separators:,}, more than {limit}: a scenario is a short text"
             )
         try:
             node = yamltext.nodes(text)
@@ -195,25 +212,25 @@ class _Reader:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
         lines = text.splitlines()
-        # An error at the end of the text is on a line that is not there.
-        written = lines[line - 1] if line <= len(lines) else ""
+        # An error at the end of the text is reported for the line after the last one.
+        line_text = lines[line - 1] if line <= len(lines) else ""
         reason = " ".join(str(error.problem or error.context).split())
         hint = ""
         if reason == "second occurrence":
             reason = "duplicate anchor: rename one of the two"
-        elif re.search(r":\s*[<>=!%&*|]", written):
+        elif re.search(r":\s*[<>=!%&*|]", line_text):
             hint = ": write values that begin with a sign in quotes, as in accuracy: '>= 0.9'"
-        elif "\t" in written:
+        elif "\t" in line_text:
             hint = ": indent with spaces, YAML allows no tabs"
         return f"{self.file}:{line}: is not YAML: {reason}{hint}"
 
     def _node_value(self, node: Node, key: Key) -> Any:
-        self.values += 1
-        # Aliases of aliases double with each line ("billion laughs").
-        if self.values > _MAX_VALUES:
+        self.value_count += 1
+        # Aliases of aliases can double the values with each line ("billion laughs").
+        if self.value_count > _MAX_VALUES:
             text = f"unfolds to more than {_MAX_VALUES} values: write fewer, or use fewer aliases"
             raise InputError(f"{self.file}: {text}")
-        if any(node is outer for outer in self.open):
+        if any(node is outer for outer in self.enclosing):
             self._report(key, "is an alias of something that contains it: write it out")
             return None
         if isinstance(node, ScalarNode):
@@ -222,38 +239,38 @@ class _Reader:
             return self._refuse_tag(node, key)
         if isinstance(node, MappingNode):
             return self._node_mapping(node, key)
-        self.open.append(node)
+        self.enclosing.append(node)
         items = []
         for index, item in enumerate(node.value):
             self.lines[(*key, index)] = item.start_mark.line + 1
             items.append(self._node_value(item, (*key, index)))
-        self.open.pop()
+        self.enclosing.pop()
         return items
 
     def _report(self, key: Key, text: str) -> None:
         self.problems.append(Diagnostic(key, text))
 
     def _node_mapping(self, node: MappingNode, key: Key) -> dict[str, Any]:
-        self.open.append(node)
+        self.enclosing.append(node)
         mapping: dict[str, Any] = {}
         for name_node, value_node in node.value:
             line = name_node.start_mark.line + 1
             name = name_node.value if isinstance(name_node, ScalarNode) else "?"
             inner = (*key, name)
-            first = self.lines.setdefault(inner, line)
+            first_line = self.lines.setdefault(inner, line)
             if not isinstance(name_node, ScalarNode):
-                self._report(inner, "a key is a word")
+                self._report(inner, "a key must be a single word")
             elif name == "<<":
                 text = "merging with '<<' is not YAML 1.2: alias whole values (key: *name) or write the keys out"
                 self._report(inner, text)
             elif name in mapping:
                 # Errors are sorted by line: this one belongs to the repetition.
                 self.lines[inner] = line
-                text = f"duplicate key, first defined in line {first}: remove one"
+                text = f"duplicate key, first defined in line {first_line}: remove one"
                 self._report(inner, text)
             else:
                 mapping[name] = self._node_value(value_node, inner)
-        self.open.pop()
+        self.enclosing.pop()
         return mapping
 
     def _node_scalar(self, node: ScalarNode, key: Key) -> Any:
@@ -287,9 +304,9 @@ class _Reader:
 
 
 def _set_override(tree: dict[str, Any], override: str) -> Key:
-    """Set one dotted key in the plain values; return the key."""
-    dotted, sign, written = override.partition("=")
-    if not sign or not dotted.strip():
+    """Set the key of ``key=value`` in the plain values of a scenario; return the key."""
+    dotted, equals_sign, written = override.partition("=")
+    if not equals_sign or not dotted.strip():
         raise InputError(
             f"--set {override}: must be KEY=VALUE, such as network.link.rate=10mbit"
         )
@@ -304,15 +321,6 @@ def _set_override(tree: dict[str, Any], override: str) -> Key:
     return key
 
 
-def _describe_items(key: str, count: int) -> str:
-    """Return the valid keys of the items of a list, as the end of a message."""
-    if count == 0:
-        return f"'{key}' is an empty list: set '{key}' itself"
-    if count == 1:
-        return f"'{key}' has 1 item: use {key}.0"
-    return f"'{key}' has {count} items: use {key}.0 to {key}.{count - 1}"
-
-
 def set_value(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
     """Set one value in plain nested values, and create missing mappings on the way.
 
@@ -323,24 +331,33 @@ def set_value(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
     >>> tree
     {'network': {'cells': [{'rate': '1mbit'}]}}
     """
-    place: Any = tree
+    inner: Any = tree
     for depth, part in enumerate(key):
         is_last = depth == len(key) - 1
-        if isinstance(place, list) and isinstance(part, int) and part < len(place):
+        if isinstance(inner, list) and isinstance(part, int) and part < len(inner):
             if is_last:
-                place[part] = value
-            place = place[part]
-        elif isinstance(place, dict):
-            # A key of digits is a name here.
+                inner[part] = value
+            inner = inner[part]
+        elif isinstance(inner, dict):
+            # A part of digits has been parsed as an index, but the keys of a mapping are text.
             name = str(part)
             if is_last:
-                place[name] = value
-            elif place.get(name) is None:
-                place[name] = {}
-            place = place[name]
+                inner[name] = value
+            elif inner.get(name) is None:
+                inner[name] = {}
+            inner = inner[name]
         else:
-            here = format_key(key[:depth])
-            text = f"'{here}' is a single value without keys: set '{here}' itself"
-            if isinstance(place, list):
-                text = _describe_items(here, len(place))
+            reached = format_key(key[:depth])
+            text = f"'{reached}' is a single value without keys: set '{reached}' itself"
+            if isinstance(inner, list):
+                text = _describe_items(reached, len(inner))
             raise InputError(f"{where}: {format_key(key)}: unknown key: {text}")
+
+
+def _describe_items(key: str, count: int) -> str:
+    """Return the valid keys of the items of a list, as the end of a message."""
+    if count == 0:
+        return f"'{key}' is an empty list: set '{key}' itself"
+    if count == 1:
+        return f"'{key}' has 1 item: use {key}.0"
+    return f"'{key}' has {count} items: use {key}.0 to {key}.{count - 1}"

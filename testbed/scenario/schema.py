@@ -1,7 +1,8 @@
-"""The scenario file as pydantic models: every key with its meaning, default and source position.
+"""The scenario file as pydantic models: every key with its type, default and description.
 
-This module checks each key by itself. Relations between keys (a link to an unknown device, more stages than units) are
-checked when the experiment is built.
+A class ``...Part`` is the model of one section of the file, with a field for each key; `Scenario` is the whole file.
+These models check each key by itself. Relations between keys (a link to an unknown device, more stages than units) are
+checked when `Trial` objects, the single runs of a scenario, are built.
 """
 
 from __future__ import annotations
@@ -74,21 +75,22 @@ class Source:
         >>> Source("mine.yaml", {(): 1, ("network",): 4}).where(("network", "link"))
         'mine.yaml:4'
         """
-        known = self._closest_position(key)
-        if known is None:
+        position = self._closest_position(key)
+        if position is None:
             return self.file
-        return self.overrides.get(known) or f"{self.file}:{self.lines[known]}"
+        return self.overrides.get(position) or f"{self.file}:{self.lines[position]}"
 
-    def override(self, values: Mapping[Key, str]) -> Source:
-        """Return the source with the given keys, and everything below, marked as overridden."""
-        return replace(self, overrides={**self.overrides, **values})
+    def override(self, origins: Mapping[Key, str]) -> Source:
+        """Return the source with keys, and everything below them, marked as set by the given origins."""
+        return replace(self, overrides={**self.overrides, **origins})
 
     def error(self, problems: Iterable[Diagnostic]) -> InputError:
         """Return the error for these problems: one line each, in the order of the file."""
 
         def line_of(problem: Diagnostic) -> int:
-            known = self._closest_position(problem.key)
-            return 0 if known is None else self.lines.get(known, 0)
+            position = self._closest_position(problem.key)
+            # Overridden keys have no line in the file and come first.
+            return 0 if position is None else self.lines.get(position, 0)
 
         ordered = sorted(problems, key=line_of)
         lines = [f"{self.where(problem.key)}: {problem}" for problem in ordered]
@@ -108,14 +110,17 @@ class WattsPart(ConfigModel):
         return (self.idle, self.busy)
 
     @model_validator(mode="after")
-    def _busy_is_more(self) -> Self:
+    def _check_order(self) -> Self:
         if self.busy < self.idle:
-            raise ValueError("computing draws at least as much as idling: busy >= idle")
+            raise ValueError("'busy' must be at least 'idle'")
         return self
 
 
 class RatesPart(ConfigModel):
-    """Processing rates of one kind of layer. The times of all parts add up; missing rates take no time."""
+    """Processing rates of one kind of layer.
+
+    The times of FLOPs, memory accesses and weights add up; work without a rate takes no time.
+    """
 
     speed: Speed | None = Field(None, gt=0, description="rate for FLOPs")
     memory_rate: ByteRate | None = Field(
@@ -131,7 +136,7 @@ class RatesPart(ConfigModel):
     )
 
     @model_validator(mode="after")
-    def _takes_time(self) -> Self:
+    def _check_any_rate(self) -> Self:
         if self.speed is None and self.memory_rate is None and self.weight_rate is None:
             raise ValueError("give at least one of speed, memory_rate, weight_rate")
         return self
@@ -164,7 +169,7 @@ class ProfilePart(ConfigModel):
     )
 
 
-# By a tag, so that an error concerns the form that was written; without one, pydantic would report both forms.
+# The tag selects the form that the user wrote, because pydantic would otherwise report the errors of both forms.
 DeviceProfile = Annotated[
     Annotated[str, Tag("[name]")] | Annotated[ProfilePart, Tag("[keys]")],
     Discriminator(
@@ -175,7 +180,7 @@ DeviceProfile = Annotated[
 
 
 class DevicePart(ConfigModel):
-    """One device, or ``count`` alike ones named ``<name>1`` ... ``<name>N``."""
+    """One device, or ``count`` identical devices named ``<name>1`` ... ``<name>N``."""
 
     profile: DeviceProfile = Field(
         "laptop",
@@ -281,7 +286,7 @@ class DevicePart(ConfigModel):
 
 
 class MachinePart(ConfigModel):
-    """A computer whose processes or containers some devices are."""
+    """A computer that several devices share, each as a process or container."""
 
     devices: tuple[Name, ...] = Field(
         (),
@@ -301,13 +306,17 @@ class MachinePart(ConfigModel):
 
 
 TOGETHER = "together"
-"""Key of a sweep under which several keys change together."""
+"""Key of a sweep under which several keys change together, instead of in all combinations."""
 SweepPart = dict[str, tuple[Any, ...] | dict[str, tuple[Any, ...]]]
-"""Dotted key -> values; `TOGETHER` -> keys with as many values each, of which the first belong together, and so on."""
+"""Dotted key -> values; `TOGETHER` -> a mapping of dotted keys to equally many values.
+
+``{"seed": [1, 2], "together": {"network.link.rate": ["5mbit", "9mbit"], "workload.batch_size": [8, 16]}}`` has four
+points: each seed with 5mbit and batches of 8, and with 9mbit and batches of 16.
+"""
 
 
 class ResultsPart(ConfigModel):
-    """Optional outputs of each run besides the results folder."""
+    """Optional outputs of each run besides the files in its results folder."""
 
     to: tuple[Literal["csv", "tensorboard", "mlflow", "wandb"], ...] = Field(
         (),
@@ -388,21 +397,20 @@ class Scenario(ConfigModel):
 
     @field_validator("sweep", mode="before")
     @classmethod
-    def _lists_of_values(cls, value: object) -> object:
+    def _check_sweeps(cls, value: object) -> object:
         for sweep in value if isinstance(value, list | tuple) else [value]:
             _check_sweep(sweep)
         return value
 
     @field_validator("trace", mode="before")
     @classmethod
-    def _file_or_lines(cls, value: object) -> object:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list | tuple) or any(
-            not isinstance(line, str) for line in value
+    def _check_trace(cls, value: object) -> object:
+        lines = [value] if isinstance(value, str) else value
+        if not isinstance(lines, list | tuple) or any(
+            not isinstance(line, str) for line in lines
         ):
             raise ValueError(
-                "is neither the name of a CSV file nor a list of its lines, each as text"
+                "must be the name of a CSV file, or a list of its lines, each as text"
             )
         return value
 
@@ -425,16 +433,18 @@ def _check_sweep(sweep: object) -> None:
     """Raise ValueError unless the sweep maps keys to lists of values."""
     if not isinstance(sweep, Mapping):
         raise ValueError(
-            f"takes dotted keys with lists of values, or a list of such sweeps, not {sweep}"
+            f"must map dotted keys to lists of values, or be a list of such mappings, not {sweep}"
         )
     together = sweep.get(TOGETHER, {})
     if not isinstance(together, Mapping) or (TOGETHER in sweep and not together):
         raise ValueError(
-            f"takes dotted keys with lists of values under '{TOGETHER}', not {together}"
+            f"must map dotted keys to lists of values under '{TOGETHER}', not {together}"
         )
     for key, values in [*sweep.items(), *together.items()]:
         if key != TOGETHER and not isinstance(values, list | tuple):
-            raise ValueError(f"gives '{key}' no list of values: write {key}: [ ... ]")
+            raise ValueError(
+                f"'{key}' must have a list of values: write {key}: [ ... ]"
+            )
 
 
 @dataclass(frozen=True)
@@ -444,7 +454,8 @@ class Trial:
     scenario: Scenario
     """The scenario of this trial, without sweep, with one repetition and the seed of the repetition."""
     experiment: Experiment
-    """The facts of the trial for a runtime."""
+    """The same trial as plain values: devices, links, faults and workload."""
     point: dict[str, object]
-    """The sweep's values here, by dotted key; empty without a sweep."""
+    """The swept values of this trial by dotted key; empty without a sweep."""
     repetition: int = 0
+    """Number of the repetition, counted from 0."""

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import Field, ValidationError
 
-from testbed.common.part import MOST, ConfigModel
+from testbed.common.part import MAX_NUMBER, ConfigModel
 from testbed.common.quantities import Duration, Rate
 
 
@@ -44,13 +44,16 @@ def test_infinity_and_nan_are_refused(value):
 
 
 def test_numbers_are_bounded_by_default():
-    assert error_type(count=MOST + 1) == "less_than_equal"
-    assert error_type(share=-2.0 * MOST) == "greater_than_equal"
-    assert error_type(pair=(0.0, 2.0 * MOST)) == "less_than_equal"
+    assert error_type(count=MAX_NUMBER + 1) == "less_than_equal"
+    assert error_type(share=-2.0 * MAX_NUMBER) == "greater_than_equal"
+    assert error_type(pair=(0.0, 2.0 * MAX_NUMBER)) == "less_than_equal"
 
 
 def test_bound_of_field_or_unit_replaces_default_bound():
-    assert Example(count=MOST, bounded=10.0 * MOST).bounded == 10.0 * MOST
+    assert (
+        Example(count=MAX_NUMBER, bounded=10.0 * MAX_NUMBER).bounded
+        == 10.0 * MAX_NUMBER
+    )
     assert Example(rate="5000gbit").rate == 5e12
 
 
@@ -66,13 +69,13 @@ def test_validated_part_is_immutable():
 def test_schema_contains_bounds_of_plain_numbers():
     properties = Example.model_json_schema()["properties"]
     count, bounded = properties["count"], properties["bounded"]
-    assert (count["minimum"], count["maximum"]) == (-MOST, MOST)
-    assert (bounded["minimum"], bounded["maximum"]) == (-MOST, 1e15)
+    assert (count["minimum"], count["maximum"]) == (-MAX_NUMBER, MAX_NUMBER)
+    assert (bounded["minimum"], bounded["maximum"]) == (-MAX_NUMBER, 1e15)
     # The second alternative of an optional number is null.
     number, null = properties["share"]["anyOf"]
-    assert number["maximum"] == MOST
+    assert number["maximum"] == MAX_NUMBER
     assert "maximum" not in null
     for item in properties["pair"]["prefixItems"]:
-        assert item["maximum"] == MOST
+        assert item["maximum"] == MAX_NUMBER
     # A duration is a text with a unit.
     assert "maximum" not in str(properties["wait"])

@@ -203,7 +203,7 @@ def test_trace_of_wrong_type_is_refused():
     tree = scenario_tree("a", trace=[{"at": 1}])
     with pytest.raises(
         InputError,
-        match="trace: is neither the name of a CSV file nor a list of its lines",
+        match="trace: must be the name of a CSV file, or a list of its lines",
     ):
         validate(tree, Source("x.yaml"))
 

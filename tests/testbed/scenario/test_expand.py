@@ -283,10 +283,10 @@ def test_point_with_label_only_is_rejected():
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
-        (3, "sweep: takes dotted keys with lists of values"),
-        ({"seed": 3}, "sweep: gives 'seed' no list of values: write seed: [ ... ]"),
-        ([{"seed": 3}], "sweep: gives 'seed' no list of values"),
-        ({"together": {"seed": 3}}, "sweep: gives 'seed' no list of values"),
+        (3, "sweep: must map dotted keys to lists of values"),
+        ({"seed": 3}, "sweep: 'seed' must have a list of values: write seed: [ ... ]"),
+        ([{"seed": 3}], "sweep: 'seed' must have a list of values"),
+        ({"together": {"seed": 3}}, "sweep: 'seed' must have a list of values"),
         ({"together": {}}, "under 'together', not {}"),
     ],
 )
