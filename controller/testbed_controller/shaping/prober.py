@@ -1,4 +1,8 @@
-"""Namespaces and sockets for measurements on this host or together with other hosts."""
+"""Namespaces and sockets for measurements on this host or together with other hosts.
+
+Each end of a link is a device: on this host with two open sockets (`ProbeSockets`), on another host only with the
+address of its receiving socket (`RemoteReceiver`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,12 @@ from itertools import chain
 
 from testbed.network.link import Pair
 from testbed_controller.shaping.registry import Registry
-from testbed_controller.shaping.trains import Ends, FarEnds, Site, open_sockets
+from testbed_controller.shaping.trains import (
+    ProbedDevice,
+    ProbeSockets,
+    RemoteReceiver,
+    open_sockets,
+)
 
 
 class Prober:
@@ -16,52 +25,58 @@ class Prober:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._open: dict[str, tuple[dict[str, Ends], contextlib.ExitStack]] = {}
-        """Sockets of prepared measurements with other hosts."""
+        self._open: dict[str, tuple[dict[str, ProbeSockets], contextlib.ExitStack]] = {}
+        """Sockets by device, and the stack that closes them, of each measurement that other hosts take part in."""
 
-    def sites(
+    def local_devices(
         self, names: Collection[str], stack: contextlib.ExitStack
-    ) -> dict[str, Site]:
-        """Return the sites of devices on this host; the stack owns their namespaces."""
-        sites = {}
+    ) -> dict[str, ProbedDevice]:
+        """Return devices of this host with open namespaces, which the stack closes."""
+        devices = {}
         for name in names:
             attached = self._registry.devices[name]
             # A handle of our own: the registry closes its handle if the device ends during the measurement.
             namespace = attached.namespace.duplicate()
             stack.callback(namespace.close)
             endpoint = attached.endpoint
-            sites[name] = Site(
+            devices[name] = ProbedDevice(
                 namespace, endpoint.address, endpoint.uplink, endpoint.downlink
             )
-        return sites
+        return devices
 
-    def open_ends(self, run: str, pairs: Sequence[Pair]) -> dict[str, int]:
+    def open_ends(self, measurement_id: str, pairs: Sequence[Pair]) -> dict[str, int]:
         """Open sockets for a measurement with other hosts; return the receiver's port of each local device."""
         here = self._registry.devices.keys() & set(chain.from_iterable(pairs))
         with contextlib.ExitStack() as stack:
-            ends = stack.enter_context(open_sockets(self.sites(here, stack), here))
-            # The sockets stay open until `take_ends`: only an error before closes them.
-            self._open[run] = ends, stack.pop_all()
+            devices = self.local_devices(here, stack)
+            ends = stack.enter_context(open_sockets(devices, here))
+            # Until `take_ends`, the sockets stay open; only an error before this line closes them.
+            self._open[measurement_id] = ends, stack.pop_all()
         ports = {}
-        for name, device_ends in ends.items():
-            _, ports[name] = device_ends.target
+        for name, sockets in ends.items():
+            _, ports[name] = sockets.target
         return ports
 
     def take_ends(
-        self, run: str, names: Collection[str], ports: Mapping[str, int]
-    ) -> tuple[dict[str, Site], dict[str, Ends | FarEnds], contextlib.ExitStack]:
-        """Return the sites and ends of local and remote devices; the stack closes the sockets of `open_ends`.
+        self, measurement_id: str, names: Collection[str], ports: Mapping[str, int]
+    ) -> tuple[
+        dict[str, ProbedDevice],
+        dict[str, ProbeSockets | RemoteReceiver],
+        contextlib.ExitStack,
+    ]:
+        """Return the named devices and their ends; the stack closes the sockets of `open_ends`.
 
-        ``ports`` has the ports of all devices; the local ones come from `open_ends`.
+        ``ports`` has the receiver's port of every device, on this host and on others.
         """
-        opened, held = self._open.pop(run)
-        sites = {}
-        ends: dict[str, Ends | FarEnds] = dict(opened)
+        local_ends, stack = self._open.pop(measurement_id)
+        devices = {}
+        ends: dict[str, ProbeSockets | RemoteReceiver] = dict(local_ends)
         endpoints = self._registry.endpoints
         for name in names:
             endpoint = endpoints[name]
-            sites[name] = Site(
+            # Without a namespace, since the sockets are already open.
+            devices[name] = ProbedDevice(
                 None, endpoint.address, endpoint.uplink, endpoint.downlink
             )
-            ends.setdefault(name, FarEnds((endpoint.address, ports[name])))
-        return sites, ends, held
+            ends.setdefault(name, RemoteReceiver((endpoint.address, ports[name])))
+        return devices, ends, stack

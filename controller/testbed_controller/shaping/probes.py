@@ -1,9 +1,12 @@
 """Link measurement by packets between sockets in the devices' namespaces: a single clock, and no help from agents.
 
-Delay and loss are measured on all links at once, with small packets that are too few to fill a queue. Rates are
-measured on one link of each kind (all with equal properties), by a short train of full frames (`trains.py`); links that
-share a device are measured one after another. The links of a radio cell share its channel, so their packets are spaced
-as if they were one link.
+Delay and loss are measured on all links at once, with small packets that are too few to fill a queue. The rate is
+measured on one link of each kind, its representative, since links of a kind have equal properties. A rate measurement
+sends a short train of full frames (`trains.py`); links that share a device are measured one after another. The links of
+a radio cell share its channel, so their packets are spaced as if they were one link.
+
+A tally collects the observations on one link. In a measurement by several hosts, each host has a tally of the packets
+that it sends or receives, and the controller combines both halves.
 """
 
 from __future__ import annotations
@@ -30,10 +33,10 @@ from testbed_controller.shaping.plan import FRAME
 from testbed_controller.shaping.trains import (
     CONTENT,
     SMALL_FRAME,
-    Ends,
-    FarEnds,
     Listener,
-    Site,
+    ProbedDevice,
+    ProbeSockets,
+    RemoteReceiver,
     Train,
     longest_seconds,
     make_train,
@@ -48,15 +51,15 @@ _FEWEST_PACKETS = 10
 """Minimum number of packets for a link, however many links share the packet rate."""
 _PACKETS_PER_SECOND = 2500
 """Maximum packet rate over all links: more would load the host noticeably."""
-_MOST_SECONDS = 1.0
-"""Maximum duration of a part of the measurement, in seconds."""
-_BEHIND_SECONDS = 30.0
-"""Maximum delay of the schedule on an overloaded host, in seconds."""
+_DELAY_SECONDS = 1.0
+"""Intended duration of the measurement of delays, in seconds; links at their minimum of packets may exceed it."""
+_LAG_SECONDS = 30.0
+"""Maximum time by which an overloaded host may send later than scheduled, in seconds."""
 _ATTEMPTS = 3
-"""Number of measurements of a link before its last result stands."""
-_AGAIN_SECONDS = 30.0
+"""Maximum number of measurements of a link; the last result is reported."""
+_REPEAT_SECONDS = 30.0
 """Time after which no further attempt begins, in seconds: many slow links of different kinds take minutes."""
-_BETWEEN = 0.1
+_PAUSE_SECONDS = 0.1
 """Pause between two parts of a measurement by several hosts, in seconds, above the uncertainty of their clocks."""
 
 
@@ -65,119 +68,133 @@ class _Tally:
     """The observations on one link."""
 
     pair: Pair
-    asked: Link
-    link: Link
-    """The requested link with the lowest rate on its way."""
-    packets: int
-    medium: Hashable = None
-    """Channel on which a packet spends its transmission time before the delay of the link begins."""
-    crowd: int = 1
-    """Number of turns of the links that share a channel or an access limit with this one."""
-    place: int | None = None
-    """Turn of the link, from 0; None without a shared rate."""
+    requested: Link
+    effective: Link
+    """The requested link with the lowest rate of link, channel and access limits."""
+    packet_count: int
+    """Number of small packets to send."""
+    channels: Hashable = None
+    """Channels on which a packet spends its transmission time before the delay of the link begins; None without any."""
+    turn: int | None = None
+    """Links with a shared rate send in turns; the turn of this link, from 0, or None without a shared rate."""
+    turn_count: int = 1
+    """Number of turns of the links that share a rate with this one."""
     is_bound_by_downlink: bool = False
     """Whether the downlink has the lowest rate: it delays packets after the kernel has recorded their arrival."""
-    sent: int = 0
+    sent_count: int = 0
+    """Number of small packets sent so far."""
     delays: dict[int, float] = field(default_factory=dict)
+    """One-way delays in seconds by packet number."""
     rate: float | None = None
+    """Measured rate in bit/s; None without a measurement or with too few arrivals."""
 
     @property
-    def gap(self) -> float:
-        """Minimum time between small packets, in seconds, for a half-idle link or channel."""
-        return 2 * self.link.transmission_time(SMALL_FRAME) * self.crowd
+    def min_gap(self) -> float:
+        """Minimum time between two small packets in seconds, so that the link or channel is idle half of the time."""
+        return 2 * self.effective.transmission_time(SMALL_FRAME) * self.turn_count
 
     @property
-    def gate(self) -> float:
+    def gate_seconds(self) -> float:
         """Time of a small packet at the gate before the delay of the link begins, in seconds."""
-        return 0.0 if self.medium is None else self.link.transmission_time(SMALL_FRAME)
+        if self.channels is None:
+            return 0.0
+        return self.effective.transmission_time(SMALL_FRAME)
 
     def measurement(self) -> LinkMeasurement:
+        """Return the result for a link with both ends on this host."""
         delay = statistics.median(self.delays.values()) if self.delays else None
         if delay is not None:
-            delay -= self.gate
-        lost = self.sent - len(self.delays)
+            delay -= self.gate_seconds
+        lost = self.sent_count - len(self.delays)
         problem = tolerance.describe_deviations(
-            self.link, self.rate, delay, self.sent, lost, self.gate
+            self.effective, self.rate, delay, self.sent_count, lost, self.gate_seconds
         )
         return LinkMeasurement(
             *self.pair,
-            requested=self.asked,
-            limit=self.link.rate,
+            requested=self.requested,
+            limit=self.effective.rate,
             rate=self.rate,
             delay=delay,
-            loss=lost / self.sent if self.sent else None,
-            packets=self.sent,
+            loss=lost / self.sent_count if self.sent_count else None,
+            packets=self.sent_count,
             problem=problem,
         )
 
 
 def measure(
     links: Mapping[Pair, Link],
-    sites: Mapping[str, Site],
+    devices: Mapping[str, ProbedDevice],
     media: Mapping[Pair, Route] | None = None,
 ) -> list[LinkMeasurement]:
     """Measure links; repeat for links outside their tolerance, since hosts may stall occasionally.
 
-    ``sites`` has every device of the pairs, ``media`` the channel and rate of each link on a shared medium. The results
-    have the order of ``links``.
+    ``devices`` has every device of the pairs, ``media`` the channels and the rate of each link on a shared medium. The
+    results have the order of ``links``.
     """
     results: dict[Pair, LinkMeasurement] = {}
     media = media or {}
-    representatives = _representatives(links, sites, media)
-    wanted = dict(links)
-    until = time.monotonic() + _AGAIN_SECONDS
+    representatives = _choose_representatives(links, devices, media)
+    remaining = dict(links)
+    last_start = time.monotonic() + _REPEAT_SECONDS
     for _ in range(_ATTEMPTS):
-        tallies = _make_tallies(wanted, sites, media, representatives)
-        with open_sockets(sites, set(chain.from_iterable(wanted))) as ends:
+        tallies = _make_tallies(remaining, devices, media, representatives)
+        with open_sockets(devices, set(chain.from_iterable(remaining))) as ends:
             _measure_parts(tallies, representatives, media, ends)
         for tally in tallies:
             results[tally.pair] = tally.measurement()
-        # Only links outside their tolerance: all others have passed.
-        again = {}
-        for pair, link in wanted.items():
+        # Links within their tolerance are not measured again.
+        deviating = {}
+        for pair, link in remaining.items():
             if results[pair].problem:
-                again[pair] = link
-        wanted = again
-        if not wanted or time.monotonic() > until:
+                deviating[pair] = link
+        remaining = deviating
+        if not remaining or time.monotonic() > last_start:
             break
     return [results[pair] for pair in links]
 
 
-def _representatives(
-    links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route]
+def _choose_representatives(
+    links: Mapping[Pair, Link],
+    devices: Mapping[str, ProbedDevice],
+    media: Mapping[Pair, Route],
 ) -> set[Pair]:
-    """Return the first link of every kind."""
-    users = Counter(media[pair].channels for pair in links if pair in media)
-    kinds: dict[tuple[Link, Hashable], Pair] = {}
+    """Return the first link of every kind: the links with equal properties, on the same shared channels."""
+    link_counts = Counter(media[pair].channels for pair in links if pair in media)
+    first_by_kind: dict[tuple[Link, Hashable], Pair] = {}
     for pair, link in links.items():
-        # A channel with a single link does not make a kind of its own.
-        shared = None
-        if pair in media and users[media[pair].channels] > 1:
-            shared = media[pair]
-        kind = (_on_the_way(pair, link, sites, media), shared)
-        kinds.setdefault(kind, pair)
-    return set(kinds.values())
+        # A link that alone uses its channel needs no kind of its own.
+        shared_route = None
+        if pair in media and link_counts[media[pair].channels] > 1:
+            shared_route = media[pair]
+        kind = (_limit_rate(pair, link, devices, media), shared_route)
+        first_by_kind.setdefault(kind, pair)
+    return set(first_by_kind.values())
 
 
 def measure_half(
     links: Mapping[Pair, Link],
-    sites: Mapping[str, Site],
-    ends: Mapping[str, Ends | FarEnds],
-    run: bytes,
+    devices: Mapping[str, ProbedDevice],
+    ends: Mapping[str, ProbeSockets | RemoteReceiver],
+    measurement_id: bytes,
     begin: float,
     media: Mapping[Pair, Route],
 ) -> list[dict[str, Any]]:
     """Measure the local ends of links to other hosts, which measure their ends at the same time.
 
-    ``begin`` is the common start on this host's monotonic clock, ``run`` a common identifier. Returns for each link
-    that begins or ends here: the number of packets ``sent`` from here; the ``delays`` of packets received here, in
-    seconds between the sender's clock and this host's; the measured ``rate`` in bit/s; the lowest rate ``asked`` on its
-    way; and the time at the ``gate`` in seconds, which only the sender's host knows from ``media``.
+    ``begin`` is the common start on this host's monotonic clock, and ``measurement_id`` a common identifier of 8 bytes.
+    Returns for each link that begins or ends here the keys
+
+    - ``sent``: the number of packets sent from here;
+    - ``delays``: the delays of packets received here, in seconds between the sender's clock and this host's;
+    - ``rate``: the measured rate in bit/s;
+    - ``asked``: the lowest rate of link, channel and access limits, in bit/s;
+    - ``gate``: the time at the gate in seconds, which only the sender's host knows from ``media``.
     """
-    # Without `media`, which only the senders' hosts know: both ends of a link must choose the same trains.
-    representatives = _representatives(links, sites, {})
-    tallies = _make_tallies(links, sites, media, representatives)
-    _measure_parts(tallies, representatives, {}, ends, run, begin)
+    # Only the sender's host knows the channels of a link, and both ends must choose the same trains, so representatives
+    # and trains are chosen without `media`.
+    representatives = _choose_representatives(links, devices, {})
+    tallies = _make_tallies(links, devices, media, representatives)
+    _measure_parts(tallies, representatives, {}, ends, measurement_id, begin)
     return [_half_report(tally) for tally in tallies]
 
 
@@ -186,11 +203,11 @@ def _half_report(tally: _Tally) -> dict[str, Any]:
     return {
         "source": tally.pair[0],
         "destination": tally.pair[1],
-        "sent": tally.sent,
+        "sent": tally.sent_count,
         "delays": [*tally.delays.values()],
         "rate": tally.rate,
-        "asked": tally.link.rate,
-        "gate": tally.gate,
+        "asked": tally.effective.rate,
+        "gate": tally.gate_seconds,
     }
 
 
@@ -198,41 +215,47 @@ def _measure_parts(
     tallies: Sequence[_Tally],
     representatives: set[Pair],
     media: Mapping[Pair, Route],
-    ends: Mapping[str, Ends | FarEnds],
-    run: bytes | None = None,
+    ends: Mapping[str, ProbeSockets | RemoteReceiver],
+    measurement_id: bytes | None = None,
     begin: float | None = None,
 ) -> None:
-    """Measure delays and losses, then rates; with ``begin``, in step with other hosts."""
+    """Measure delays and losses, then rates, and record both in the tallies.
+
+    With ``begin``, an instant on the monotonic clock, other hosts measure the remote ends at the same time.
+    """
     by_pair = {tally.pair: tally for tally in tallies}
-    # Hosts exchange no message during the measurement: each computes the same schedule from the common start.
-    due = begin or -math.inf
-    time.sleep(max(0.0, due - time.monotonic()))
-    due += _measure_delays(tallies, ends, run, begin)
-    for together in _make_trains(tallies, representatives, media, ends):
-        time.sleep(max(0.0, due - time.monotonic()))
-        for pair, rate in measure_rates(together, run).items():
+    # Hosts exchange no message during the measurement: each computes the same schedule from the common start. A single
+    # host does not wait.
+    next_start = begin or -math.inf
+    time.sleep(max(0.0, next_start - time.monotonic()))
+    next_start += _measure_delays(tallies, ends, measurement_id, begin)
+    for round_trains in _make_trains(tallies, representatives, media, ends):
+        time.sleep(max(0.0, next_start - time.monotonic()))
+        for pair, rate in measure_rates(round_trains, measurement_id).items():
             by_pair[pair].rate = rate
-        due += longest_seconds(together) + _BETWEEN
+        next_start += longest_seconds(round_trains) + _PAUSE_SECONDS
 
 
 def _make_tallies(
     links: Mapping[Pair, Link],
-    sites: Mapping[str, Site],
+    devices: Mapping[str, ProbedDevice],
     media: Mapping[Pair, Route],
     representatives: set[Pair],
 ) -> list[_Tally]:
     """Return an empty tally for each link."""
     tallies = []
-    turns, crowds = _assign_turns(links, sites, media)
-    for pair, asked in links.items():
-        link = _on_the_way(pair, asked, sites, media)
-        tally = _Tally(pair, asked, link, packets=0)
-        downlink = sites[pair[1]].downlink
-        tally.is_bound_by_downlink = link.rate is not None and link.rate == downlink
-        tally.crowd = crowds.get(pair, 1)
-        tally.place = turns.get(pair)
-        tally.medium = media[pair].channels if pair in media else None
-        tally.packets = _packet_count(
+    turns, turn_counts = _assign_turns(links, devices, media)
+    for pair, requested in links.items():
+        effective = _limit_rate(pair, requested, devices, media)
+        tally = _Tally(pair, requested, effective, packet_count=0)
+        downlink = devices[pair[1]].downlink
+        tally.is_bound_by_downlink = (
+            effective.rate is not None and effective.rate == downlink
+        )
+        tally.turn_count = turn_counts.get(pair, 1)
+        tally.turn = turns.get(pair)
+        tally.channels = media[pair].channels if pair in media else None
+        tally.packet_count = _packet_count(
             tally, len(links), is_representative=pair in representatives
         )
         tallies.append(tally)
@@ -240,46 +263,48 @@ def _make_tallies(
 
 
 def _assign_turns(
-    pairs: Iterable[Pair], sites: Mapping[str, Site], media: Mapping[Pair, Route]
+    pairs: Iterable[Pair],
+    devices: Mapping[str, ProbedDevice],
+    media: Mapping[Pair, Route],
 ) -> tuple[dict[Pair, int], dict[Pair, int]]:
-    """Return (turns, crowds) of the links with a shared rate: a link's turn, and the number of turns of its group.
+    """Return the turn of each link with a shared rate, and the number of turns among the links that share its rates.
 
     Links of the same turn share no rate, so their packets do not delay each other.
     """
-    shared = {pair: _shared_rates(pair, sites, media) for pair in pairs}
+    shared_rates = {pair: _shared_rates(pair, devices, media) for pair in pairs}
     turns: dict[Pair, int] = {}
-    taken: dict[Hashable, set[int]] = defaultdict(set)
-    for pair, rates_of_pair in shared.items():
+    turns_by_rate: dict[Hashable, set[int]] = defaultdict(set)
+    for pair, rates_of_pair in shared_rates.items():
         if not rates_of_pair:
             continue
-        busy: set[int] = set()
+        occupied_turns: set[int] = set()
         for shared_rate in rates_of_pair:
-            busy |= taken[shared_rate]
+            occupied_turns |= turns_by_rate[shared_rate]
         # The first free turn: a greedy colouring, not the least number of turns.
         turn = 0
-        while turn in busy:
+        while turn in occupied_turns:
             turn += 1
         turns[pair] = turn
         for shared_rate in rates_of_pair:
-            taken[shared_rate].add(turn)
-    crowds = {}
+            turns_by_rate[shared_rate].add(turn)
+    turn_counts = {}
     for pair in turns:
-        last = 0
-        for shared_rate in shared[pair]:
-            last = max(last, *taken[shared_rate])
-        crowds[pair] = 1 + last
-    return turns, crowds
+        last_turn = 0
+        for shared_rate in shared_rates[pair]:
+            last_turn = max(last_turn, *turns_by_rate[shared_rate])
+        turn_counts[pair] = 1 + last_turn
+    return turns, turn_counts
 
 
 def _shared_rates(
-    pair: Pair, sites: Mapping[str, Site], media: Mapping[Pair, Route]
+    pair: Pair, devices: Mapping[str, ProbedDevice], media: Mapping[Pair, Route]
 ) -> set[Hashable]:
-    """Return the rates shared with other links: uplink, downlink, channels."""
+    """Return identifiers of the rates that a link shares with others: uplink, downlink, channels."""
     source, destination = pair
     shared: set[Hashable] = set(media[pair].channels) if pair in media else set()
-    if sites[source].uplink is not None:
+    if devices[source].uplink is not None:
         shared.add(("uplink", source))
-    if sites[destination].downlink is not None:
+    if devices[destination].downlink is not None:
         shared.add(("downlink", destination))
     return shared
 
@@ -288,33 +313,38 @@ def _make_trains(
     tallies: Sequence[_Tally],
     representatives: set[Pair],
     media: Mapping[Pair, Route],
-    ends: Mapping[str, Ends | FarEnds],
+    ends: Mapping[str, ProbeSockets | RemoteReceiver],
 ) -> list[list[Train]]:
-    """Return a train for each link with a rate measurement; the trains of one list are sent together."""
+    """Return a train for each representative with a rate; the trains of one inner list are sent at the same time."""
     trains = {}
     for tally in tallies:
-        if tally.link.up and tally.link.rate and tally.pair in representatives:
+        link = tally.effective
+        if link.up and link.rate and tally.pair in representatives:
             trains[tally.pair] = make_train(
                 tally.pair,
-                tally.link,
+                link,
                 ends,
                 is_bound_by_downlink=tally.is_bound_by_downlink,
             )
     concurrent_trains = []
-    for together in split_into_rounds(list(trains), media):
+    for pairs_of_round in split_into_rounds(list(trains), media):
         # In the order of the links, not of the set: all hosts number the trains alike.
-        concurrent_trains.append([trains[pair] for pair in trains if pair in together])
+        round_trains = [trains[pair] for pair in trains if pair in pairs_of_round]
+        concurrent_trains.append(round_trains)
     return concurrent_trains
 
 
-def _on_the_way(
-    pair: Pair, link: Link, sites: Mapping[str, Site], media: Mapping[Pair, Route]
+def _limit_rate(
+    pair: Pair,
+    link: Link,
+    devices: Mapping[str, ProbedDevice],
+    media: Mapping[Pair, Route],
 ) -> Link:
     """Return a link with the lowest rate of link, channel and access limits."""
     source, destination = pair
-    shared = media[pair].rate if pair in media else None
+    channel_rate = media[pair].rate if pair in media else None
     rate = least_rate(
-        link.rate, sites[source].uplink, sites[destination].downlink, shared
+        link.rate, devices[source].uplink, devices[destination].downlink, channel_rate
     )
     return replace(link, rate=rate)
 
@@ -334,60 +364,66 @@ def split_into_rounds(
         if media and pair in media:
             occupied.add(media[pair].channels)
         # The first round with room: a greedy choice, not the least number of rounds.
-        for members, busy in rounds:
-            if not busy & occupied:
-                members.add(pair)
-                busy.update(occupied)
+        for round_pairs, round_occupied in rounds:
+            if not round_occupied & occupied:
+                round_pairs.add(pair)
+                round_occupied.update(occupied)
                 break
         else:
             rounds.append(({pair}, occupied))
-    return [members for members, _ in rounds]
+    return [round_pairs for round_pairs, _ in rounds]
 
 
-def _packet_count(tally: _Tally, links: int, *, is_representative: bool) -> int:
-    """Return the number of small packets for a link."""
-    link = tally.link
-    fair = int(_PACKETS_PER_SECOND * _MOST_SECONDS / links)
-    packets = max(_FEWEST_PACKETS, min(_DELAY_PACKETS, fair))
+def _packet_count(tally: _Tally, link_count: int, *, is_representative: bool) -> int:
+    """Return the number of small packets for a link, if ``link_count`` links are measured at once."""
+    link = tally.effective
+    equal_share = int(_PACKETS_PER_SECOND * _DELAY_SECONDS / link_count)
+    packets = max(_FEWEST_PACKETS, min(_DELAY_PACKETS, equal_share))
     loss = expected_loss(link)
-    # More packets over one link of a kind suffice to find a wrong loss.
+    # Only the representative sends more packets, since links of a kind have the same loss.
     if link.up and loss and is_representative:
         # With thirty lost packets, the relative error of the loss is about one half.
         packets = max(packets, min(2000, round(30 / loss)))
     if link.rate:
-        packets = min(packets, max(_FEWEST_PACKETS, int(_MOST_SECONDS / tally.gap)))
+        fitting = int(_DELAY_SECONDS / tally.min_gap)
+        packets = min(packets, max(_FEWEST_PACKETS, fitting))
     return packets
 
 
 def _measure_delays(
     tallies: Sequence[_Tally],
-    ends: Mapping[str, Ends | FarEnds],
-    run: bytes | None,
+    ends: Mapping[str, ProbeSockets | RemoteReceiver],
+    measurement_id: bytes | None,
     begin: float | None,
 ) -> float:
     """Send the small packets of all links, interleaved, and record the delay of each.
 
-    Returns the planned duration in seconds, equal on all participating hosts.
+    Returns the planned duration in seconds, with the pause after it; equal on all participating hosts.
     """
     began = time.monotonic()
-    exchange = _DelayExchange(tallies, ends, run or os.urandom(8))
+    exchange = _DelayExchange(tallies, ends, measurement_id or os.urandom(8))
     for index, tally in enumerate(tallies):
-        # Resolves the hardware addresses; receivers ignore a packet of this number.
-        exchange.send(index, tally.packets)
-    pause = max(tally.gap for tally in tallies) / 2
+        # The kernel resolves hardware addresses for this first packet, whose number receivers ignore.
+        exchange.send(index, tally.packet_count)
+    pause = max(tally.min_gap for tally in tallies) / 2
     time.sleep(0.01 + pause)
     starts, gaps = _schedule(tallies, began + 0.015 + pause)
     last_sent = 0.0
     for start, gap, tally in zip(starts, gaps, tallies, strict=True):
-        last_sent = max(last_sent, start + gap * (tally.packets - 1))
-    # Time for the last packet to arrive, in seconds, with a margin.
-    rest = max(longest_delay(tally.link) + tally.gap for tally in tallies) + 0.1
-    planned = last_sent + rest
+        last_sent = max(last_sent, start + gap * (tally.packet_count - 1))
+    arrival_seconds = 0.0
+    for tally in tallies:
+        longest = longest_delay(tally.effective) + tally.min_gap
+        arrival_seconds = max(arrival_seconds, longest)
+    arrival_seconds += 0.1  # margin
+    planned_end = last_sent + arrival_seconds
     # Other hosts follow the same schedule; a single host may fall behind without harm.
-    latest = planned if begin is not None else planned + _BEHIND_SECONDS
+    latest_end = planned_end
+    if begin is None:
+        latest_end += _LAG_SECONDS
     exchange.start(starts, gaps)
-    exchange.finish(rest, planned, latest)
-    return planned - began + _BETWEEN
+    exchange.finish(arrival_seconds, planned_end, latest_end)
+    return planned_end - began + _PAUSE_SECONDS
 
 
 class _DelayExchange:
@@ -397,16 +433,19 @@ class _DelayExchange:
     """
 
     def __init__(
-        self, tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds], run: bytes
+        self,
+        tallies: Sequence[_Tally],
+        ends: Mapping[str, ProbeSockets | RemoteReceiver],
+        measurement_id: bytes,
     ) -> None:
         self._tallies = tallies
         self._ends = ends
-        self._run = run
-        self._coming: list[_Tally] = []
-        """Links whose packets arrive on this host."""
+        self._measurement_id = measurement_id
+        self._arriving: list[_Tally] = []
+        """Tallies of the links whose packets arrive on this host."""
         for tally in tallies:
-            if isinstance(ends[tally.pair[1]], Ends):
-                self._coming.append(tally)
+            if isinstance(ends[tally.pair[1]], ProbeSockets):
+                self._arriving.append(tally)
         self._gaps: Sequence[float] = ()
         self._upcoming: list[tuple[float, int, int]] = []
         """Heap of (instant, link index, packet number) of packets to send."""
@@ -416,9 +455,9 @@ class _DelayExchange:
         pair = self._tallies[index].pair
         source = self._ends[pair[0]]
         destination = self._ends[pair[1]]
-        if isinstance(source, FarEnds):
+        if isinstance(source, RemoteReceiver):
             return False
-        content = CONTENT.pack(self._run, index, number, time.monotonic())
+        content = CONTENT.pack(self._measurement_id, index, number, time.monotonic())
         # A packet refused by a full buffer counts as lost, as on any host that is too slow.
         source.send(content, destination.target)
         return True
@@ -429,20 +468,27 @@ class _DelayExchange:
         for index, start in enumerate(starts):
             heapq.heappush(self._upcoming, (start, index, 0))
 
-    def finish(self, rest: float, until: float, latest: float) -> None:
-        """Send all packets until ``latest``; receive until ``until``, or ``rest`` seconds after the last packet."""
+    def finish(
+        self, arrival_seconds: float, planned_end: float, latest_end: float
+    ) -> None:
+        """Send the remaining packets and receive until all packets have arrived, or no more are expected.
+
+        Waits for arrivals until ``planned_end``, or for ``arrival_seconds`` after a packet that was sent late, but not
+        longer than ``latest_end``. The ends are instants on the monotonic clock.
+        """
+        end = planned_end
         sockets_here = receiving_sockets(self._ends.values())
         with Listener(sockets_here) as listener:
             while True:
                 now = time.monotonic()
-                if now >= (latest if self._upcoming else until):
+                if now >= (latest_end if self._upcoming else end):
                     break
                 if self._send_due(now):
-                    # A host behind the schedule waits for its last packet as long as the others.
-                    until = max(until, min(latest, now + rest))
+                    # A packet sent behind the schedule has the same time to arrive as the others.
+                    end = max(end, min(latest_end, now + arrival_seconds))
                 elif not self._upcoming and self._have_all_arrived():
                     break
-                following = self._upcoming[0][0] if self._upcoming else until
+                following = self._upcoming[0][0] if self._upcoming else end
                 for receiver in listener.ready(following - time.monotonic()):
                     self._note_arrivals(receiver)
         # Packets may have arrived while this process was not running.
@@ -450,7 +496,7 @@ class _DelayExchange:
             self._note_arrivals(receiver)
 
     def _have_all_arrived(self) -> bool:
-        return all(len(tally.delays) == tally.packets for tally in self._coming)
+        return all(len(tally.delays) == tally.packet_count for tally in self._arriving)
 
     def _send_due(self, now: float) -> bool:
         """Send the next packet and schedule the following one of its link; return False if none is due."""
@@ -458,10 +504,10 @@ class _DelayExchange:
             return False
         when, index, number = heapq.heappop(self._upcoming)
         tally = self._tallies[index]
-        tally.sent += self.send(index, number)
-        if number + 1 < tally.packets:
+        tally.sent_count += self.send(index, number)
+        if number + 1 < tally.packet_count:
             # After a stall, keep the packets apart: on a slow link the second would wait for the first.
-            following = max(when + self._gaps[index], now + tally.gap)
+            following = max(when + self._gaps[index], now + tally.min_gap)
             heapq.heappush(self._upcoming, (following, index, number + 1))
         return True
 
@@ -472,25 +518,30 @@ class _DelayExchange:
                 now = time.monotonic()
                 if len(data) != CONTENT.size:
                     continue
-                run, index, number, sent = CONTENT.unpack(data)
-                if run == self._run and number < self._tallies[index].packets:
-                    self._tallies[index].delays.setdefault(number, now - sent)
+                received_id, index, number, sent_at = CONTENT.unpack(data)
+                # Late packets of an earlier measurement have another identifier.
+                if received_id != self._measurement_id:
+                    continue
+                tally = self._tallies[index]
+                if number < tally.packet_count:
+                    tally.delays.setdefault(number, now - sent_at)
 
 
 def _schedule(
     tallies: Sequence[_Tally], start: float
 ) -> tuple[list[float], list[float]]:
-    """Return the start and the interval of the small packets of each link, in seconds."""
-    span = max(0.1, sum(tally.packets for tally in tallies) / _PACKETS_PER_SECOND)
+    """Return the instant of the first small packet, and the time between two, for each link in seconds."""
+    total_packets = sum(tally.packet_count for tally in tallies)
+    seconds = max(0.1, total_packets / _PACKETS_PER_SECOND)
     starts, gaps = [], []
     for index, tally in enumerate(tallies):
-        gap = max(span / tally.packets, tally.gap)
-        # Spread over the interval: links with a shared rate by their turns, all others by their position.
-        among = len(tallies)
-        place = index
-        if tally.place is not None:
-            among = tally.crowd
-            place = tally.place
-        starts.append(start + gap * place / among)
+        gap = max(seconds / tally.packet_count, tally.min_gap)
+        # The links divide the time between two packets: with a shared rate by their turns, else by their position.
+        slot = index
+        slot_count = len(tallies)
+        if tally.turn is not None:
+            slot = tally.turn
+            slot_count = tally.turn_count
+        starts.append(start + gap * slot / slot_count)
         gaps.append(gap)
     return starts, gaps

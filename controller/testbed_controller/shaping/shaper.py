@@ -257,37 +257,44 @@ class Shaping:
             links = {pair: self._links[pair] for pair in pairs}
             media = self._media(pairs)
             with contextlib.ExitStack() as stack:
-                sites = self._prober.sites(names, stack)
-                # Kept open beyond the lock: only an error before closes the namespaces.
-                held = stack.pop_all()
+                devices = self._prober.local_devices(names, stack)
+                # The namespaces stay open for the measurement; only an error before this line closes them here.
+                namespaces = stack.pop_all()
         # Without the lock: a measurement takes seconds, and devices may end or links change meanwhile.
         _LOG.info("measuring %d links", len(links))
-        with held:
-            return measure(links, sites, media) if links else []
+        with namespaces:
+            return measure(links, devices, media) if links else []
 
-    def open_ends(self, run: str, pairs: Sequence[Pair]) -> dict[str, int]:
+    def open_ends(self, measurement_id: str, pairs: Sequence[Pair]) -> dict[str, int]:
         """Open sockets for `probe_half`; return the receiver's port of each local device."""
         with self._lock:
-            return self._prober.open_ends(run, pairs)
+            return self._prober.open_ends(measurement_id, pairs)
 
     def probe_half(
-        self, run: str, pairs: Sequence[Pair], ports: Mapping[str, int], begin: float
+        self,
+        measurement_id: str,
+        pairs: Sequence[Pair],
+        ports: Mapping[str, int],
+        begin: float,
     ) -> list[dict[str, Any]]:
         """Measure the local ends of links to other hosts, whose shapers do the same; see `probes.measure_half`.
 
-        ``ports`` has the ports of all devices; the local ones come from `open_ends`.
+        ``measurement_id`` is hexadecimal. ``ports`` has the ports of all devices; each shaper's `open_ends` returns
+        those of its devices.
         """
         with self._lock:
             links = {pair: self._links[pair] for pair in pairs}
-            sites, ends, held = self._prober.take_ends(
-                run, set(chain.from_iterable(pairs)), ports
+            devices, ends, sockets = self._prober.take_ends(
+                measurement_id, set(chain.from_iterable(pairs)), ports
             )
             media = self._media(pairs)
-        with held:
-            return measure_half(links, sites, ends, bytes.fromhex(run), begin, media)
+        with sockets:
+            return measure_half(
+                links, devices, ends, bytes.fromhex(measurement_id), begin, media
+            )
 
     def _media(self, pairs: Sequence[Pair]) -> dict[Pair, Route]:
-        """Return the routes through the gate of the given links; links from other hosts are left out."""
+        """Return the routes of these links through the gate; links from other hosts and without a gate are omitted."""
         interfaces = {}
         for name, attached in self.registry.devices.items():
             interfaces[name] = attached.interface

@@ -12,7 +12,7 @@ from testbed.network.link import Link
 from testbed_controller.shaping import probes
 from testbed_controller.shaping.plan import FRAME
 from testbed_controller.shaping.probes import _assign_turns, split_into_rounds
-from testbed_controller.shaping.trains import Ends, Site
+from testbed_controller.shaping.trains import ProbedDevice, ProbeSockets
 
 
 @dataclass
@@ -41,10 +41,12 @@ def test_slow_host_sends_packets_later_and_loses_none() -> None:
         ends = {}
         for name in "abcde":
             sender, receiver = open_sockets(stack)
-            ends[name] = Ends(SlowSender(sender), receiver, FRAME)
-        tallies = [probes._Tally(pair, Link(), Link(), packets=15) for pair in pairs]
+            ends[name] = ProbeSockets(SlowSender(sender), receiver, FRAME)
+        tallies = [
+            probes._Tally(pair, Link(), Link(), packet_count=15) for pair in pairs
+        ]
         probes._measure_delays(tallies, ends, None, None)
-    assert [tally.sent for tally in tallies] == [15] * 20
+    assert [tally.sent_count for tally in tallies] == [15] * 20
     assert [len(tally.delays) for tally in tallies] == [15] * 20
 
 
@@ -60,14 +62,14 @@ def test_packets_of_slow_link_keep_distance_after_stall() -> None:
 
     with contextlib.ExitStack() as stack:
         sender, receiver = open_sockets(stack)
-        end = Ends(StallingSender(sender), receiver, FRAME)
+        end = ProbeSockets(StallingSender(sender), receiver, FRAME)
         link = Link(rate=16e3)
-        tally = probes._Tally(("a", "b"), link, link, packets=6)
+        tally = probes._Tally(("a", "b"), link, link, packet_count=6)
         probes._measure_delays([tally], {"a": end, "b": end}, None, None)
     assert len(tally.delays) == 6
     # Packets in quick succession would wait for each other in the link's queue, and seem delayed.
     distances = [later - earlier for earlier, later in pairwise(send_times[1:])]
-    assert min(distances) >= tally.gap * 0.95
+    assert min(distances) >= tally.min_gap * 0.95
 
 
 def test_rounds_share_no_device() -> None:
@@ -82,14 +84,14 @@ def test_rounds_share_no_device() -> None:
 
 
 def test_links_that_share_an_access_are_measured_in_turn() -> None:
-    sites = {
-        "a": Site(None, "a"),
-        "b": Site(None, "b", uplink=1e6, downlink=1e6),
-        "c": Site(None, "c", uplink=1e6, downlink=1e6),
-        "d": Site(None, "d"),
+    devices = {
+        "a": ProbedDevice(None, "a"),
+        "b": ProbedDevice(None, "b", uplink=1e6, downlink=1e6),
+        "c": ProbedDevice(None, "c", uplink=1e6, downlink=1e6),
+        "d": ProbedDevice(None, "d"),
     }
-    pairs = list(permutations(sites, 2))
-    turns, crowds = _assign_turns(pairs, sites, {})
+    pairs = list(permutations(devices, 2))
+    turns, turn_counts = _assign_turns(pairs, devices, {})
     # Neither a nor d has an access limit, so that their links share no rate.
     assert ("a", "d") not in turns
     for name in "bc":
@@ -97,4 +99,4 @@ def test_links_that_share_an_access_are_measured_in_turn() -> None:
         incoming = [turns[pair] for pair in pairs if pair[1] == name]
         assert len(set(outgoing)) == len(outgoing) == 3
         assert len(set(incoming)) == len(incoming) == 3
-    assert all(turns[pair] < crowds[pair] for pair in turns)
+    assert all(turns[pair] < turn_counts[pair] for pair in turns)

@@ -11,15 +11,15 @@ from testbed.network.link import Link
 from testbed_controller.shaping.plan import FRAME, burst
 from testbed_controller.shaping.trains import (
     SMALL_FRAME,
-    FarEnds,
     Listener,
+    RemoteReceiver,
     Train,
     _burst_frames,
     make_train,
     slope_below,
 )
 
-ENDS = {name: FarEnds(("127.0.0.1", 1)) for name in "ab"}
+ENDS = {name: RemoteReceiver(("127.0.0.1", 1)) for name in "ab"}
 PAIR = ("a", "b")
 LINK_RATE = 10e6
 
@@ -34,13 +34,13 @@ def received_train(
         ENDS,
         is_bound_by_downlink=is_bound_by_downlink,
     )
-    bucket = _burst_frames(LINK_RATE, train.frame)
-    frame_seconds = train.frame * 8 / rate
-    train.stamps = {}
-    for number in range(train.frames):
+    bucket = _burst_frames(LINK_RATE, train.frame_bytes)
+    frame_seconds = train.frame_bytes * 8 / rate
+    train.arrivals = {}
+    for number in range(train.frame_count):
         is_lost = bucket <= number < bucket + lost
         if not is_lost:
-            train.stamps[number] = 5.0 + max(0, number - bucket) * frame_seconds
+            train.arrivals[number] = 5.0 + max(0, number - bucket) * frame_seconds
     return train
 
 
@@ -81,29 +81,29 @@ def test_late_recorded_arrivals_do_not_change_the_rate_of_a_downlink(
 def test_slow_links_have_short_trains_of_single_frames(rate: float) -> None:
     train = make_train(PAIR, Link(rate=rate), ENDS, is_bound_by_downlink=False)
     # Frames sent as one piece would leave at once and arrive at a rate above that of the link.
-    assert train.together == 1
-    assert train.frames * train.frame_seconds < 5
+    assert train.frames_per_piece == 1
+    assert train.frame_count * train.frame_seconds < 5
 
 
 def test_too_few_frames_have_no_rate() -> None:
     train = received_train(1e6)
-    last = max(train.stamps)
+    last = max(train.arrivals)
     # No frame, one frame, two frames at one instant, and only frames of the bucket.
     for stamps in ({}, {last: 1.0}, {last - 1: 2.0, last: 2.0}, {0: 1.0, 1: 2.0}):
-        train.stamps = stamps
+        train.arrivals = stamps
         assert train.rate() is None
 
 
 def test_trains_of_slow_links_have_small_frames() -> None:
     slow = make_train(PAIR, Link(rate=8e3), ENDS, is_bound_by_downlink=False)
     fast = make_train(PAIR, Link(rate=1e9), ENDS, is_bound_by_downlink=False)
-    assert slow.frame == SMALL_FRAME
-    assert fast.frame == FRAME
+    assert slow.frame_bytes == SMALL_FRAME
+    assert fast.frame_bytes == FRAME
     for train in (slow, fast):
         link_rate = train.link.rate or 0
         # A piece is at most half of the bucket, so that the train keeps its pace.
-        assert train.together * train.frame <= burst(link_rate) / 2
-        assert train.frames >= 24 + _burst_frames(link_rate, train.frame)
+        assert train.frames_per_piece * train.frame_bytes <= burst(link_rate) / 2
+        assert train.frame_count >= 24 + _burst_frames(link_rate, train.frame_bytes)
 
 
 def test_duration_of_a_train_includes_the_delay() -> None:
