@@ -13,7 +13,7 @@ from testbed.common.errors import Diagnostic, InputError, Key, nearest
 from testbed.faults.parts import devices_named
 from testbed.method import Method
 from testbed.network.checks import RESERVED_NAMES, has_room, no_room
-from testbed.scenario.expand import no_such_devices
+from testbed.scenario.expand import unknown_device_text
 from testbed.scenario.explaining import explain
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.metrics_spec import Metric, MetricsSpec
@@ -99,8 +99,10 @@ def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
             ("network", "subnet"), no_room(trial.scenario.network.subnet, len(names))
         )
     for index, part in enumerate(trial.scenario.faults):
-        for key, text in no_such_devices(devices_named(part), trial.scenario, names):
-            yield Diagnostic(("faults", index, *key), text)
+        for key, name in devices_named(part):
+            text = unknown_device_text(name, trial.scenario, names)
+            if text is not None:
+                yield Diagnostic(("faults", index, *key), text)
 
 
 def _expect_problems(
@@ -118,8 +120,9 @@ def _expect_problems(
         # A name such as devices.worker1.bytes_sent.
         of_device = parts[0] == "devices" and len(parts) == 3
         if of_device:
-            for _, wrong in no_such_devices([(key, parts[1])], trial.scenario, names):
-                yield Diagnostic(key, wrong)
+            unknown_device = unknown_device_text(parts[1], trial.scenario, names)
+            if unknown_device is not None:
+                yield Diagnostic(key, unknown_device)
         try:
             parse_condition(text, metric_kind(name, metrics))
         except KeyError:

@@ -38,7 +38,7 @@ def with_profiles(scenario: Scenario) -> Scenario:
 
 
 def device_with_profile(file: Path) -> DeviceSpec:
-    """Return a device with the profile of a file; raises `InputError`."""
+    """Return a device with the profile of a file, named after the file; raises `InputError`."""
     return _load_profile(_read_profile(file, file.name)).device(file.name)
 
 
@@ -54,9 +54,12 @@ def device_names(name: str, part: DevicePart) -> list[str]:
 
 
 def expand_devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
-    """Return every device, in the order of the scenario; raises `InputError`."""
+    """Return every device with its profile and the values that override it, in the order of the scenario.
+
+    Raises `InputError` for invalid names, unknown profiles and presets, and too many devices.
+    """
     problems = list(_count_problems(scenario))
-    # Names of a billion devices would not fit in memory.
+    # The other checks list all names, and the names of too many devices would not fit in memory.
     if not problems:
         problems = [*_device_problems(scenario), *_name_problems(scenario)]
     if problems:
@@ -64,15 +67,15 @@ def expand_devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
     devices: list[DeviceSpec] = []
     for entry, part in scenario.devices.items():
         profile = _profile_of(part)
-        assert profile is not None
-        device = _with_own_values(profile.device(entry, part.precision), part)
+        assert profile is not None, "`_device_problems` has refused unknown profiles"
+        device = _override_profile(profile.device(entry, part.precision), part)
         for name in device_names(entry, part):
             devices.append(replace(device, name=name))
     return tuple(devices)
 
 
 def preset_problems(preset: str | None, key: Key) -> list[Diagnostic]:
-    """Return an error for an unknown link preset."""
+    """Return an error for an unknown link preset at a key of the scenario; none without a preset."""
     if preset is None or preset in PRESETS:
         return []
     return [Diagnostic(key, f"unknown preset '{preset}': {nearest(preset, PRESETS)}")]
@@ -107,7 +110,7 @@ def _profile_of(part: DevicePart) -> Profile | None:
     return _load_profile(part.profile)
 
 
-_OWN_VALUES = (
+_OVERRIDES = (
     "speed",
     "memory",
     "memory_rate",
@@ -121,40 +124,40 @@ _OWN_VALUES = (
 """Fields of `DevicePart` that override the field of the same name in `DeviceSpec`."""
 
 
-def _with_own_values(device: DeviceSpec, part: DevicePart) -> DeviceSpec:
+def _override_profile(device: DeviceSpec, part: DevicePart) -> DeviceSpec:
+    """Return a device of a profile with the values that the scenario gives for it."""
     if part.access is not None:
         preset = PRESETS[part.access]
         device = replace(device, uplink=preset.up, downlink=preset.down)
     if part.watts is not None:
         device = replace(device, watts=part.watts.pair)
     if part.speed is not None:
-        # A given speed was measured in the device's precision.
+        # The scenario's speed is that of the device's precision, so the profile's factor for it must not apply.
         device = replace(device, faster=1.0)
     if part.speed is not None or part.memory_rate is not None:
-        # The profile's rates by kinds of layers belong to the speed that it states.
+        # The profile's rates by kind of layer were measured with the profile's own speed.
         device = replace(device, kinds={})
-    own = {}
-    for name in _OWN_VALUES:
+    overrides = {}
+    for name in _OVERRIDES:
         value = getattr(part, name)
         if value is not None:
-            own[name] = value
-    # After the access preset: an uplink beside it overrides it.
-    return replace(device, **own)
+            overrides[name] = value
+    # These come last, because `uplink` and `downlink` override the preset of `access`.
+    return replace(device, **overrides)
 
 
 def _count_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     total = sum(part.count or 1 for part in scenario.devices.values())
     if scenario.network.topology == "mesh" and total * (total - 1) > MAX_LINKS:
-        text = f"are {total:,}, more than {MAX_LINKS:,} links, as in a mesh of 1,400: use fewer, or the topology star"
+        text = f"a mesh of {total:,} devices has more than {MAX_LINKS:,} links: use fewer, or the topology star"
         yield Diagnostic(("devices",), text)
     elif total > MAX_DEVICES:
-        yield Diagnostic(
-            ("devices",), f"are {total:,}, more than {MAX_DEVICES:,}: use fewer"
-        )
+        text = f"has {total:,} devices, more than {MAX_DEVICES:,}: use fewer"
+        yield Diagnostic(("devices",), text)
 
 
 def _name_problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    known: set[str] = set()
+    earlier_names: set[str] = set()
     for name, part in scenario.devices.items():
         key: Key = ("devices", name)
         names = device_names(name, part)
@@ -165,10 +168,12 @@ def _name_problems(scenario: Scenario) -> Iterator[Diagnostic]:
                 f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name",
             )
         for device in names:
-            if device in known:
-                text = f"makes a second device called '{device}': rename one of the two"
+            if device in earlier_names:
+                text = (
+                    f"a second device would be called '{device}': rename one of the two"
+                )
                 yield Diagnostic(key, text)
-            known.add(device)
+            earlier_names.add(device)
 
 
 def _device_problems(scenario: Scenario) -> Iterator[Diagnostic]:
@@ -176,11 +181,11 @@ def _device_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         key: Key = ("devices", name)
         yield from _profile_problems(part, key)
         yield from preset_problems(part.access, (*key, "access"))
-        for access in ("uplink", "downlink"):
-            rate = getattr(part, access)
-            wrong = None if rate is None else rate_problem(rate)
-            if wrong is not None:
-                yield Diagnostic((*key, access), wrong)
+        for rate_key in ("uplink", "downlink"):
+            rate = getattr(part, rate_key)
+            text = None if rate is None else rate_problem(rate)
+            if text is not None:
+                yield Diagnostic((*key, rate_key), text)
         if part.gpu and not scenario.workload.uses_gpu:
             text = "applies to user programs only: methods compute on processors, at the rates of the profile "
             text += "(which may be those of a GPU, by kind of layer); remove the key"
@@ -197,7 +202,7 @@ def _profile_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
         text = f"unknown profile '{part.profile}': {suggestion}"
         yield Diagnostic((*key, "profile"), text)
         return
-    # Speeds are those of float32, and int8 is as fast unless the profile says otherwise.
+    # The profile's speed is that of float32, and int8 is as fast unless the profile has another speed for it.
     has_speed = part.speed is not None or part.precision in ("f32", "int8")
     if not has_speed and part.precision not in profile.precisions:
         text = f"the profile {profile.name} has no speed in {part.precision}: give a `speed` measured in this precision"

@@ -1,10 +1,15 @@
-"""From a scenario to experiments: points of sweeps, repetitions, and links one direction at a time."""
+"""Expansion of a scenario to trials: points of the sweep, repetitions, single devices and directed links.
+
+Each section of the scenario is checked against the others here. The names in these functions are device names, in the
+order of the scenario, after groups (``count``) have been expanded.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from testbed.common.errors import Diagnostic, Key, nearest, parse_key
@@ -32,17 +37,17 @@ from testbed.scenario.sweeps import check_points, sweep_points
 
 
 def trials(scenario: Scenario) -> list[Trial]:
-    """Return all runs of a scenario: each repetition of each sweep point.
+    """Return all trials of a scenario: each repetition of each sweep point.
 
     The first repetition has the scenario's own seed, later ones have seeds derived from it. All points of a sweep
     share the seeds, so that they differ in nothing but the swept keys. Raises `InputError` naming file and line.
     """
     check_points(scenario)
-    runs = []
-    for point, values in _expand_points(scenario):
+    expanded = []
+    for scenario_of_point, point in _expand_points(scenario):
         for repetition in range(scenario.repetitions):
-            runs.append(_make_trial(point, values, repetition))
-    return runs
+            expanded.append(_make_trial(scenario_of_point, point, repetition))
+    return expanded
 
 
 def repetition_seed(seed: int, repetition: int) -> int:
@@ -55,38 +60,39 @@ def repetition_seed(seed: int, repetition: int) -> int:
 
 
 def _expand_points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
+    """Yield the scenario of each point, with the values of the point set, and these values by dotted key."""
     source = scenario.source
     plain = scenario.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude={"sweep", "points"}
     )
-    for written, point in sweep_points(scenario):
+    for places, point in sweep_points(scenario):
         # A scenario without a sweep has one point without values: itself.
         if not point:
             yield scenario, {}
             return
         tree: dict[str, Any] = copy.deepcopy(plain)
-        places = {}
-        for dotted, labelled in point.items():
+        origins = {}
+        for dotted, value_or_labelled in point.items():
             if dotted == LABEL:
                 continue
-            value = plain_value(labelled)
-            where = source.where(written[dotted])
+            value = plain_value(value_or_labelled)
+            where = source.where(places[dotted])
             key = parse_key(dotted)
             set_value(tree, key, value, where)
             # An error of a swept value is located in the sweep, with the value of the point.
-            places[key] = f"{where} ({written[dotted][0]}: {value})"
-        yield validate(tree, source.override(places)), point
+            origins[key] = f"{where} ({places[dotted][0]}: {value})"
+        yield validate(tree, source.override(origins)), point
 
 
 def _make_trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Trial:
-    # Profiles of files are included, so that the trial can be prepared again on another host.
+    # The contents of profile files are included, so that the trial can be prepared again on another host.
     scenario = with_profiles(scenario)
     devices = expand_devices(scenario)
     names = [device.name for device in devices]
     seed = repetition_seed(scenario.seed, repetition)
     radio = build_radio(scenario, names, seed)
     links = _expand_links(scenario, names, radio)
-    single = scenario.model_copy(
+    scenario_of_trial = scenario.model_copy(
         update={"sweep": {}, "points": (), "repetitions": 1, "seed": seed}
     )
     experiment = Experiment(
@@ -102,7 +108,7 @@ def _make_trial(scenario: Scenario, point: dict[str, object], repetition: int) -
         radio=radio,
         machines=_expand_machines(scenario, names),
     )
-    return Trial(single, experiment, point, repetition)
+    return Trial(scenario_of_trial, experiment, point, repetition)
 
 
 def _expand_links(
@@ -114,12 +120,15 @@ def _expand_links(
     for index, part in enumerate(network.links):
         key: Key = ("network", "links", index)
         problems += preset_problems(part.preset, (*key, "preset"))
-        unknown = list(no_such_devices(part.ends(), scenario, names))
-        for end, text in unknown:
-            problems.append(Diagnostic((*key, *end), text))
-        sender, receiver = part.directions()[0]
-        if unknown:
+        has_unknown_end = False
+        for end, name in part.ends():
+            unknown = unknown_device_text(name, scenario, names)
+            if unknown is not None:
+                problems.append(Diagnostic((*key, *end), unknown))
+                has_unknown_end = True
+        if has_unknown_end:
             continue
+        sender, receiver = part.directions()[0]
         if sender == receiver:
             text = f"links '{sender}' to itself: name two devices"
             problems.append(Diagnostic(key, text))
@@ -136,26 +145,27 @@ def _expand_links(
 
 
 def _with_properties(
-    pairs: Iterable[Pair], first: str, scenario: Scenario, radio: Radio | None
+    pairs: Iterable[Pair], first_device: str, scenario: Scenario, radio: Radio | None
 ) -> dict[Pair, Link]:
-    """Return the link of each pair, combining the defaults, the radio and the individual links."""
+    """Return the link of each pair, combining `network.link`, the radio and the entries of `network.links`."""
     network = scenario.network
-    # Two values shared by all pairs: a mesh of a thousand devices has a million of them.
-    default = _default_links(network)
-    links = {pair: default[pair[0] == first] for pair in pairs}
+    # Two values shared by all pairs: a mesh of a thousand devices has a million pairs.
+    default_links = _default_links(network)
+    links = {pair: default_links[pair[0] == first_device] for pair in pairs}
     if radio is not None:
         for pair, link in links.items():
             links[pair] = replace(link, message_loss=1 - radio.reception_ratio(pair))
     problems: list[Diagnostic] = []
-    for link in dict.fromkeys(default.values()):
+    for link in dict.fromkeys(default_links.values()):
         problems += located_problems(link, network.link, ("network", "link"))
-    differing: dict[Pair, int] = {}
+    last_entries: dict[Pair, int] = {}
     for index, part in enumerate(network.links):
         for pair in part.directions():
-            links[pair] = overlay(links[pair], part, pair[0] == first)
-            differing[pair] = index
-    # Each link once, at the entry that changed it last.
-    for pair, index in differing.items():
+            is_from_first = pair[0] == first_device
+            links[pair] = overlay(links[pair], part, is_from_first)
+            last_entries[pair] = index
+    # Each link is checked once, and its problems are reported at the entry that changed it last.
+    for pair, index in last_entries.items():
         key: Key = ("network", "links", index)
         problems += located_problems(links[pair], network.links[index], key)
     if problems:
@@ -164,7 +174,10 @@ def _with_properties(
 
 
 def _default_links(network: NetworkPart) -> dict[bool, Link]:
-    """Return the default link by direction: away from the first device, or not."""
+    """Return the link of `network.link` by direction: True away from the first device, False otherwise.
+
+    The directions differ if a preset has different rates for uploads and downloads.
+    """
     plain = Link(frame=None if network.frame is None else int(network.frame))
     return {
         True: overlay(plain, network.link, is_from_first=True),
@@ -173,13 +186,13 @@ def _default_links(network: NetworkPart) -> dict[bool, Link]:
 
 
 def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnostic]:
-    """Yield the unsupported properties of a link, at the part of the scenario that set each last."""
-    impossible = checks.problems(link)
-    # `normal` is the default, so only the part shows that it was asked for.
-    if part.distribution is not None and link.jitter == 0 and not impossible:
+    """Yield the problems of a link, located in the section ``part`` at ``key``, which was the last to change it."""
+    link_problems = checks.problems(link)
+    # `normal` is the default, so only the section shows whether the user asked for it.
+    if part.distribution is not None and link.jitter == 0 and not link_problems:
         text = checks.no_jitter(part.distribution)
-        impossible.append(checks.Impossible("distribution", text))
-    for name, text in impossible:
+        link_problems.append(checks.Impossible("distribution", text))
+    for name, text in link_problems:
         inner = parse_key(name)
         is_set_here = getattr(part, str(inner[0])) is not None
         yield Diagnostic((*key, *inner) if is_set_here else key, text)
@@ -192,7 +205,10 @@ def _named_devices(
     key: Key,
     problems: list[Diagnostic],
 ) -> list[str]:
-    """Return the devices of a list of names (all for an empty list); report invalid names."""
+    """Return the devices in a list of device and group names; all devices for an empty list.
+
+    ``key`` is the entry of the scenario that has the list under ``devices``. Unknown names are added to ``problems``.
+    """
     members: list[str] = []
     for place, name in enumerate(requested):
         # The name of a group comes first: a group may have the name of another group's device.
@@ -234,15 +250,15 @@ def _expand_cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
             problems.append(
                 Diagnostic((*key, "devices"), "a cell requires at least two devices")
             )
-        wrong = rate_problem(part.rate)
-        if wrong is not None:
-            problems.append(Diagnostic((*key, "rate"), wrong))
-        for other, cell in enumerate(cells):
-            # One common device is a gateway between two channels.
+        problem = rate_problem(part.rate)
+        if problem is not None:
+            problems.append(Diagnostic((*key, "rate"), problem))
+        for other_index, cell in enumerate(cells):
+            # One common device is allowed: a gateway between two channels.
             shared = [name for name in members if name in cell.devices]
             if len(shared) > 1:
-                text = f"'{shared[0]}' and '{shared[1]}' are both in cell {other} as well: a pair has one channel"
-                text += ", remove one of them from a cell"
+                text = f"'{shared[0]}' and '{shared[1]}' are both in cell {other_index} as well: "
+                text += "a pair has one channel, remove one of them from a cell"
                 problems.append(Diagnostic((*key, "devices"), text))
         cells.append(Cell(tuple(members), part.rate))
     if problems:
@@ -253,35 +269,31 @@ def _expand_cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
 def _expand_changes(
     scenario: Scenario, devices: Sequence[DeviceSpec], links: dict[Pair, Link]
 ) -> tuple[Change, ...]:
-    names = [device.name for device in devices]
-
-    def unknown_device_text(name: str) -> str | None:
-        for _, text in no_such_devices([((), name)], scenario, names):
-            return text
-        return None
-
-    assert not isinstance(scenario.trace, str), (
-        "loading has put the file's lines in its place"
+    """Parse the scenario's link trace."""
+    assert not isinstance(scenario.trace, str), "`loading` has read the named file"
+    changes, problems = parse_trace(
+        scenario.trace,
+        devices,
+        links,
+        partial(
+            unknown_device_text,
+            scenario=scenario,
+            names=[device.name for device in devices],
+        ),
     )
-    changes, problems = parse_trace(scenario.trace, devices, links, unknown_device_text)
     if problems:
         raise scenario.source.error(problems)
     return changes
 
 
-def no_such_devices(
-    named: Iterable[tuple[Key, str]], scenario: Scenario, names: Collection[str]
-) -> Iterator[tuple[Key, str]]:
-    """Yield (key, message) for each unknown device name."""
-    for key, name in named:
-        if name in names:
-            continue
-        part = scenario.devices.get(name)
-        if part is not None and part.count is not None:
-            last = f" to {name}{part.count}" if part.count > 1 else ""
-            yield (
-                key,
-                f"'{name}' is a group of devices, {name}1{last}: name one of them",
-            )
-        else:
-            yield key, f"unknown device '{name}': {nearest(name, names)}"
+def unknown_device_text(
+    name: str, scenario: Scenario, names: Collection[str]
+) -> str | None:
+    """Return the error text for a name that is not in ``names``, the devices of the scenario; None for a device."""
+    if name in names:
+        return None
+    part = scenario.devices.get(name)
+    if part is None or part.count is None:
+        return f"unknown device '{name}': {nearest(name, names)}"
+    last = f" to {name}{part.count}" if part.count > 1 else ""
+    return f"'{name}' is a group of devices, {name}1{last}: name one of them"

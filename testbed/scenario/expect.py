@@ -17,7 +17,9 @@ class Expectation:
     """The result of checking one condition."""
 
     key: str
+    """Dotted name of the metric, such as ``accuracy`` or ``devices.worker1.bytes_sent``."""
     condition: str
+    """Comparison with the metric, such as ``>= 0.9``."""
     value: Any
     """Value of the metric; None if the run has none."""
     holds: bool

@@ -1,4 +1,8 @@
-"""Conversion of pydantic's validation errors to located diagnostics in plain words."""
+"""Conversion of pydantic's validation errors to located diagnostics in plain words.
+
+Pydantic reports an error as `ErrorDetails`: its type, its key and the invalid value. `_FORMATTERS` maps each type to a
+function that returns the text for users. The JSON schema of the scenario tells which keys exist and what they mean.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +21,28 @@ from testbed.scenario.schema import Scenario
 def explain(
     error: ValidationError, model: type[BaseModel], prefix: Key = ()
 ) -> list[Diagnostic]:
-    """Convert the errors of the scenario section at ``prefix`` to diagnostics."""
+    """Convert the errors of one section, which ``model`` describes, to diagnostics.
+
+    ``prefix`` is the key of the section in the scenario.
+    """
     details = error.errors(include_url=False)
-    misspelt = set()
+    intended_keys = set()
     for detail in details:
         if detail["type"] == "extra_forbidden":
-            misspelt.add(_closest_key(detail["loc"], model))
+            intended_keys.add(_closest_key(detail["loc"], model))
     problems = []
     for detail in details:
-        # A key that is merely misspelt is not missing as well.
-        if detail["type"] != "missing" or detail["loc"] not in misspelt:
+        # A required key that is misspelt would be reported twice: as unknown and as missing.
+        if detail["type"] != "missing" or detail["loc"] not in intended_keys:
             problem = _to_diagnostic(detail, model)
             problems.append(Diagnostic(prefix + problem.key, problem.text))
     return problems
 
 
 def _closest_key(key: Key, model: type[BaseModel]) -> Key:
-    """Return the known key most similar to an unknown one."""
-    close = closest(str(key[-1]), _known_keys(key[:-1], model))
-    return (*key[:-1], *close)
+    """Return the key of the model most similar to an unknown one; its section if none is similar."""
+    *section, name = key
+    return (*section, *closest(str(name), _known_keys(tuple(section), model)))
 
 
 def published_schema() -> dict[str, Any]:
@@ -52,17 +59,18 @@ def published_schema() -> dict[str, Any]:
 @cache
 def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
     schema = model.model_json_schema()
-    for part in (schema, *schema.get("$defs", {}).values()):
-        if "description" in part:
+    for definition in (schema, *schema.get("$defs", {}).values()):
+        if "description" in definition:
             # Examples in docstrings are Python, whereas a schema describes YAML.
-            part["description"] = part["description"].partition("\n\n>>>")[0]
+            text = definition["description"].partition("\n\n>>>")[0]
+            definition["description"] = text
     return schema
 
 
 def _schema_alternatives(
     schema: Mapping[str, Any], model: type[BaseModel]
 ) -> list[Mapping[str, Any]]:
-    """Return the alternatives of one value's schema, references followed."""
+    """Return the schemas of all forms that a value may have, such as a name or a mapping; follows references."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return _schema_alternatives(_schema_of(model)["$defs"][name], model)
@@ -75,17 +83,17 @@ def _schema_alternatives(
     return alternatives
 
 
-def _describe_key(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
+def _schema_at(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
     """Return the JSON schema of one key; empty for an unknown key."""
     schemas: list[Mapping[str, Any]] = [_schema_of(model)]
     for part in key:
-        inner = []
-        for outer in schemas:
-            for schema in _schema_alternatives(outer, model):
-                item = _schema_of_item(schema, part)
+        inner_schemas = []
+        for outer_schema in schemas:
+            for alternative in _schema_alternatives(outer_schema, model):
+                item = _schema_of_item(alternative, part)
                 if isinstance(item, Mapping):
-                    inner.append(item)
-        schemas = inner
+                    inner_schemas.append(item)
+        schemas = inner_schemas
     return schemas[0] if schemas else {}
 
 
@@ -97,143 +105,146 @@ def _schema_of_item(schema: Mapping[str, Any], part: str | int) -> Any:
     properties = schema.get("properties", {})
     if part in properties:
         return properties[part]
-    # Mappings by a user's names have one pattern for all of them.
+    # The values of a mapping by user-chosen names, such as `devices`, have one schema: that of the only pattern.
     for item in schema.get("patternProperties", {}).values():
         return item
     return schema.get("additionalProperties")
 
 
 def _known_keys(key: Key, model: type[BaseModel]) -> list[str]:
+    """Return the names of the keys that may appear directly below a key."""
     names: list[str] = []
-    for alternative in _schema_alternatives(_describe_key(key, model), model):
+    for alternative in _schema_alternatives(_schema_at(key, model), model):
         names += alternative.get("properties", {})
     return names
 
 
-_NO_KEYS = frozenset({"[key]", "[keys]", "[name]"})
-"""Location entries of pydantic errors that are markers instead of keys."""
+_MARKERS = frozenset({"[key]", "[keys]", "[name]"})
+"""Entries of the location of a pydantic error that are no keys of the file.
+
+``[key]`` means that the key of a mapping is invalid; the others are the tags of unions in our models.
+"""
 
 
 def _key_of_error(detail: ErrorDetails) -> Key:
-    *before, last = detail["loc"] or ("[key]",)
-    key = [part for part in before if part not in _NO_KEYS]
-    # An unknown key may have any name, also that of a marker.
-    if detail["type"] == "extra_forbidden" or last not in _NO_KEYS:
+    *outer, last = detail["loc"] or ("[key]",)
+    key = [part for part in outer if part not in _MARKERS]
+    # An unknown key may have any name, even that of a marker.
+    if detail["type"] == "extra_forbidden" or last not in _MARKERS:
         key.append(last)
     return tuple(key)
 
 
 Formatter = Callable[[ErrorDetails, Key, type[BaseModel]], str]
-"""Returns the text for an error at a key of a model."""
+"""Function that returns the text for an error at a key of a model."""
 
 
-def _of_value(text: str) -> Formatter:
-    """Return the formatter of a text about the value, which begins with the value."""
+def _value_formatter(text: str) -> Formatter:
+    """Return a formatter that puts the invalid value before the text, as in ``'x' must be a number``."""
 
-    def formatted(
-        detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]
-    ) -> str:
+    def format_value(detail: ErrorDetails, _key: Key, _model: type[BaseModel]) -> str:
         value = detail["input"]
-        shown = str(value).lower() if isinstance(value, bool) else value
-        return f"'{shown}' " + text.format_map(detail.get("ctx", {}))
+        # YAML writes true and false, Python True and False.
+        yaml_value = str(value).lower() if isinstance(value, bool) else value
+        return f"'{yaml_value}' " + text.format_map(detail.get("ctx", {}))
 
-    return formatted
+    return format_value
 
 
-def _of_structure(text: str) -> Formatter:
-    """Return the formatter of a text about a mapping or a list, which is not repeated."""
-    return lambda detail, _key_of_error, _model: text.format_map(detail.get("ctx", {}))
+def _structure_formatter(text: str) -> Formatter:
+    """Return a formatter for an invalid mapping or list, which is too long to be repeated in the text."""
+    return lambda detail, _key, _model: text.format_map(detail.get("ctx", {}))
 
 
 FORMER_KEYS = {
     "patience": "stall_timeout",
     "return_window": "rejoin_timeout",
 }
-"""Former names of keys with the present ones, beside those that a method declares as `Options.former_keys`."""
+"""Former name -> present name of keys, in addition to `Options.former_keys` of a method."""
 
 
-def _unknown_key(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
-    name, known = str(key[-1]), _known_keys(key[:-1], model)
-    # The schema has the keys of all tasks, so the key belongs to another one.
-    if name in known:
+def _explain_unknown_key(
+    _detail: ErrorDetails, key: Key, model: type[BaseModel]
+) -> str:
+    name = str(key[-1])
+    known_names = _known_keys(key[:-1], model)
+    # The schema has the keys of all tasks, so this key belongs to another task.
+    if name in known_names:
         return f"'{name}' is not a key of this task: remove the key"
-    former = {**FORMER_KEYS, **getattr(model, "former_keys", {})}
-    present = former.get(name)
-    if present in known:
-        return f"'{name}' has been renamed: write '{present}'"
-    return f"unknown key '{name}': {nearest(name, known)}"
+    former_keys = {**FORMER_KEYS, **getattr(model, "former_keys", {})}
+    present_name = former_keys.get(name)
+    if present_name in known_names:
+        return f"'{name}' has been renamed: write '{present_name}'"
+    return f"unknown key '{name}': {nearest(name, known_names)}"
 
 
 def _explain_missing(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
-    about = _describe_key(key, model).get("description")
-    return f"is missing: {about}" if about else "is missing"
+    description = _schema_at(key, model).get("description")
+    return f"is missing: {description}" if description else "is missing"
 
 
-def _explain_raised(
-    detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]
-) -> str:
+def _explain_raised(detail: ErrorDetails, _key: Key, _model: type[BaseModel]) -> str:
     """Return the message of a ValueError raised by one of our validators."""
     return str(detail.get("ctx", {}).get("error", detail["msg"]))
 
 
-def _not_among(
-    detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]
-) -> str:
+def _explain_choice(detail: ErrorDetails, _key: Key, _model: type[BaseModel]) -> str:
     # pydantic gives the choices as text: 'mesh', 'star' or 'line'.
-    expected = re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
+    expected = str(detail.get("ctx", {}).get("expected", ""))
+    choices = re.findall(r"'([^']*)'", expected)
     value = str(detail["input"])
-    return f"invalid value '{value}': {nearest(value, expected)}"
+    return f"invalid value '{value}': {nearest(value, choices)}"
 
 
-def _no_text(detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
+def _explain_text(detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
     value = detail["input"]
     if model is Scenario and key[:1] == ("expect",):
-        like = f"== {str(value).lower()}" if isinstance(value, bool) else ">= 0.9"
-        return f"'{value}' must be text: write a condition such as '{like}'"
+        example = f"== {str(value).lower()}" if isinstance(value, bool) else ">= 0.9"
+        return f"'{value}' must be text: write a condition such as '{example}'"
     return f"'{value}' must be text: write it in quotes"
 
 
-def _no_part(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
+def _explain_section(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
     examples = ", ".join(_known_keys(key, model)[:6])
     return f"must be a mapping, with keys such as {examples}"
 
 
-_WHOLE = _of_value("must be a whole number")
-_NUMBER = _of_value("must be a number")
-_BOOLEAN = _of_value("must be true or false")
+_WHOLE_NUMBER = _value_formatter("must be a whole number")
+_NUMBER = _value_formatter("must be a number")
+_BOOLEAN = _value_formatter("must be true or false")
 _FORMATTERS: Mapping[str, Formatter] = {
-    "extra_forbidden": _unknown_key,
+    "extra_forbidden": _explain_unknown_key,
     "missing": _explain_missing,
     "value_error": _explain_raised,
-    "literal_error": _not_among,
-    "string_type": _no_text,
-    "string_pattern_mismatch": _of_value(
+    "literal_error": _explain_choice,
+    "string_type": _explain_text,
+    "string_pattern_mismatch": _value_formatter(
         "must be a name: lower-case letters, digits and dashes, a letter first, at most 31"
     ),
-    "model_type": _no_part,
-    "model_attributes_type": _no_part,
-    "dict_type": _of_structure("must be a mapping of keys to values"),
-    "tuple_type": _of_structure("must be a list: write [ ... ]"),
-    "too_short": _of_structure(
+    "model_type": _explain_section,
+    "model_attributes_type": _explain_section,
+    "dict_type": _structure_formatter("must be a mapping of keys to values"),
+    "tuple_type": _structure_formatter("must be a list: write [ ... ]"),
+    "too_short": _structure_formatter(
         "is too short: at least {min_length} are needed, not {actual_length}"
     ),
-    "too_long": _of_structure(
+    "too_long": _structure_formatter(
         "is too long: at most {max_length} are possible, not {actual_length}"
     ),
-    "greater_than": _of_value("must be more than {gt:g}"),
-    "greater_than_equal": _of_value("must be at least {ge:g}"),
-    "less_than": _of_value("must be less than {lt:g}"),
-    "less_than_equal": _of_value("must be at most {le:g}"),
-    "int_parsing": _WHOLE,
-    "int_type": _WHOLE,
-    "int_from_float": _WHOLE,
+    "greater_than": _value_formatter("must be more than {gt:g}"),
+    "greater_than_equal": _value_formatter("must be at least {ge:g}"),
+    "less_than": _value_formatter("must be less than {lt:g}"),
+    "less_than_equal": _value_formatter("must be at most {le:g}"),
+    "int_parsing": _WHOLE_NUMBER,
+    "int_type": _WHOLE_NUMBER,
+    "int_from_float": _WHOLE_NUMBER,
     "float_parsing": _NUMBER,
     "float_type": _NUMBER,
-    "finite_number": _of_value("must be a finite number"),
+    "finite_number": _value_formatter("must be a finite number"),
     "bool_parsing": _BOOLEAN,
     "bool_type": _BOOLEAN,
 }
-"""By pydantic's types of errors; other errors keep pydantic's own text."""
+"""Formatters by pydantic's types of errors; errors of other types keep pydantic's own text."""
 
 
 def _to_diagnostic(detail: ErrorDetails, model: type[BaseModel]) -> Diagnostic:

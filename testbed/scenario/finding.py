@@ -21,28 +21,31 @@ SHIPPED = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / SCE
 
 
 def find(path: str | Path) -> Path:
-    """Return the file of a path or name. Raises `InputError` with a suggestion for a missing file."""
-    given = Path(path)
-    if given.exists():
-        return given
-    file = given if given.suffix in (".yaml", ".yml") else Path(f"{given}.yaml")
+    """Return the scenario file of a path or of a name such as ``quickstart``.
+
+    Raises `InputError` with a suggestion for a missing file.
+    """
+    path = Path(path)
+    if path.exists():
+        return path
+    file = path if path.suffix in (".yaml", ".yml") else Path(f"{path}.yaml")
     # Packages come last and are searched only if they are reached: the scan takes about 20 ms.
     for candidate in chain(
         (SCENARIOS / file, file, SHIPPED / file), _in_packages(file)
     ):
         if candidate.exists():
             return candidate
-    raise InputError(f"{given}: no such scenario: {_suggest_file(file)}")
+    raise InputError(f"{path}: no such scenario: {_suggest_file(file)}")
 
 
 def scenarios_in(folder: Path = SHIPPED) -> dict[str, Path]:
     """Return the scenarios of a folder and of all packages by the names accepted by `load`."""
     names = {}
-    for place in sorted(folder.rglob("*.yaml")):
-        names[place.relative_to(folder).with_suffix("").as_posix()] = place
-    for prefix, scenarios in _packaged_folders():
-        for place in sorted(scenarios.glob("*.yaml")):
-            names[f"{prefix}/{place.stem}"] = place
+    for file in sorted(folder.rglob("*.yaml")):
+        names[file.relative_to(folder).with_suffix("").as_posix()] = file
+    for prefix, package_folder in _packaged_folders():
+        for file in sorted(package_folder.glob("*.yaml")):
+            names[f"{prefix}/{file.stem}"] = file
     return names
 
 
@@ -68,14 +71,14 @@ def _in_packages(file: Path) -> Iterator[Path]:
 
 def _suggest_file(file: Path) -> str:
     """Suggest a similar file in the same folder, or a scenario of a similar name."""
-    beside = [str(each) for each in file.parent.glob("*.yaml")]
+    neighbours = [str(each) for each in file.parent.glob("*.yaml")]
     names = [*scenarios_in(SCENARIOS), *scenarios_in()]
     name = file.with_suffix("").as_posix().removeprefix(f"{SCENARIOS}/")
     similar = [
-        *difflib.get_close_matches(str(file), beside, n=1),
+        *difflib.get_close_matches(str(file), neighbours, n=1),
         *difflib.get_close_matches(name, names, n=1),
     ]
-    # A name without its folder is not similar by its letters.
+    # A name that merely lacks its folder has too few letters in common to be a close match.
     for candidate in names:
         if Path(candidate).name == file.stem:
             similar.append(candidate)

@@ -1,6 +1,7 @@
 """Parser of link traces, which change links and device speeds over time.
 
-A trace has lines of ``time,what,value``; a slowdown of 1 restores the full speed::
+A link trace has lines of ``time,what,value``: seconds since the start of the workload, a property of a link or device,
+and the new value of this property. A slowdown of 1 restores the full speed::
 
     0, link source->worker1 rate, 10mbit
     12.5, link source<->worker1 delay, 40ms
@@ -18,7 +19,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from testbed.common.errors import Diagnostic, Key, nearest
+from testbed.common.errors import Diagnostic, nearest
 from testbed.common.quantities import format_speed, parse_duration
 from testbed.faults.device_actions import MIN_FACTOR, ThrottlePart
 from testbed.faults.script import Change, traced_links
@@ -28,16 +29,18 @@ from testbed.network.link import Link, Pair
 from testbed.network.parts import PROPERTIES, LinkPart
 from testbed.scenario.explaining import explain
 
-# Bursts have several values, a line has one.
+# A burst has several values, but a line has one.
 LINK_KEYS = tuple(name for name in PROPERTIES if name != "bursts")
 """Link properties that a trace can change."""
 _DEVICE_KEYS = ("speed", "slowdown")
 """Properties of a device that a trace can change."""
-# A source does not end with '-', which belongs to the arrow.
+# The name of the sender does not end with '-', which belongs to the arrow.
 _LINK = re.compile(r"link\s+([\w-]*\w)\s*(<?->)\s*([\w-]+)\s+(\w+)")
+"""``link SENDER -> RECEIVER KEY``, or with ``<->`` for both directions."""
 _DEVICE = re.compile(r"device\s+([\w-]+)\s+(\w+)")
+"""``device NAME KEY``."""
 _NUMBER = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
-_MOST_PROBLEMS = 10
+_MAX_PROBLEMS = 10
 """Maximum number of reported problems; a wrong trace is often wrong in every line."""
 
 M = TypeVar("M", bound=BaseModel)
@@ -127,12 +130,12 @@ def parse_trace(
         latest = max(latest, change.time)
         for text in _change_problems(change, speeds, links, unknown_device_text):
             report(index, text)
-    # Changes add up, so links are checked after each change. If a line was refused, the indices of changes are not
+    # Changes add up, so links are checked after each change. If a line was refused, the indices of changes differ from
     # those of lines.
     if not problems:
-        # Without effect: only a preset, which lines cannot name, has other rates from the first device.
-        first = devices[0].name
-        for index, pair, link in traced_links(links, parsed, first):
+        # `traced_links` needs the first device for presets only, which lines cannot name.
+        first_device = devices[0].name
+        for index, pair, link in traced_links(links, parsed, first_device):
             for _, text in checks.problems(link):
                 ends = f"from {pair[0]} to {pair[1]}"
                 report(index, f"makes a link {ends} invalid: {text}")
@@ -171,9 +174,8 @@ def _change_problems(
 
 
 def _limit_problems(problems: list[Diagnostic]) -> list[Diagnostic]:
-    if len(problems) <= _MOST_PROBLEMS:
+    if len(problems) <= _MAX_PROBLEMS:
         return problems
-    last = problems[_MOST_PROBLEMS - 1]
-    key: Key = last.key
-    more = f"{last.text}; and {len(problems) - _MOST_PROBLEMS} more like these"
-    return [*problems[: _MOST_PROBLEMS - 1], Diagnostic(key, more)]
+    *shown, last = problems[:_MAX_PROBLEMS]
+    omitted = len(problems) - _MAX_PROBLEMS
+    return [*shown, Diagnostic(last.key, f"{last.text}; and {omitted} more like these")]

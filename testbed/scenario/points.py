@@ -1,4 +1,4 @@
-"""Points of a sweep: their values, labels and names."""
+"""The values, labels and names of a sweep's points. A point is a mapping of dotted keys to swept values."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ def short_keys(keys: Sequence[str]) -> dict[str, str]:
     >>> short_keys(["workload.method.name", "network.link.rate"])
     {'workload.method.name': 'method', 'network.link.rate': 'rate'}
     """
-    parts = {key: key.removesuffix(".name").split(".") for key in keys}
+    split_keys = {key: key.removesuffix(".name").split(".") for key in keys}
     shortened = {}
-    for key, own in parts.items():
-        others = [other for other_key, other in parts.items() if other_key != key]
+    for key, parts in split_keys.items():
+        others = [other for other_key, other in split_keys.items() if other_key != key]
         length = 1
         # One part more as long as another key ends in the same parts.
-        while length < len(own):
-            if own[-length:] not in [other[-length:] for other in others]:
+        while length < len(parts):
+            if parts[-length:] not in [other[-length:] for other in others]:
                 break
             length += 1
-        shortened[key] = " ".join(own[-length:]).replace("_", " ")
+        shortened[key] = " ".join(parts[-length:]).replace("_", " ")
     return shortened

@@ -26,11 +26,11 @@ def build_radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | 
     part = scenario.network.radio
     if part is None:
         return None
-    positions_given = {}
+    fixed_positions = {}
     for name, device in scenario.devices.items():
         if device.position is not None:
-            positions_given[name] = device.position
-    positions = draw_positions(names, positions_given, part.area, seed)
+            fixed_positions[name] = device.position
+    positions = draw_positions(names, fixed_positions, part.area, seed)
     power, sensitivity = part.transmit_power, part.sensitivity
     preset = TRANSCEIVERS[part.preset]
     propagation = Propagation(
@@ -42,7 +42,7 @@ def build_radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | 
     )
     if part.mean_reception is not None:
         power = _power_for_mean_reception(
-            part, propagation, names, positions_given, seed
+            part, propagation, names, fixed_positions, seed
         )
         propagation = replace(propagation, transmit_power=power)
     return Radio(propagation, positions, part.packets, seed)
@@ -52,14 +52,17 @@ def _power_for_mean_reception(
     part: RadioPart,
     propagation: Propagation,
     names: Sequence[str],
-    positions_given: Mapping[str, Position],
+    fixed_positions: Mapping[str, Position],
     seed: int,
 ) -> float:
-    """Return the transmit power in dBm with which the reference configuration has the mean reception ratio."""
+    """Return the transmit power in dBm that gives the mean reception ratio `mean_reception`.
+
+    The mean is over the devices, area and path loss of `mean_reception_at`, by default those of the radio.
+    """
     assert part.mean_reception is not None
     reference = part.mean_reception_at or ReceptionReferencePart()
     positions = draw_positions(
-        reference.devices or names, positions_given, reference.area or part.area, seed
+        reference.devices or names, fixed_positions, reference.area or part.area, seed
     )
     exponent = reference.path_loss_exponent or part.path_loss_exponent
     calibrated = with_mean_reception(
@@ -82,7 +85,7 @@ def _position_problems(
             yield Diagnostic(
                 key, "requires `network.radio`: add a radio, or remove this key"
             )
-        # Devices in one place would all have the reception of distance zero.
+        # A group has one `position`, which would be the same for all of its devices, at distance zero.
         elif device.count is not None:
             yield Diagnostic(
                 key,

@@ -18,18 +18,18 @@ MAX_RUNS = 10_000
 
 @dataclass(frozen=True)
 class _Axis:
-    """Keys whose values change together, mostly a single one."""
+    """One swept key, or the keys under ``together``, whose values change together."""
 
     place: Key
-    """The place of the keys in the scenario."""
+    """The key of the scenario that contains the swept keys, such as ``("sweep", "together")``."""
     values: Mapping[str, Sequence[Any]]
-    """The values of each key, the same number of each."""
+    """Dotted key -> swept values; all keys have equally many values."""
 
     def __len__(self) -> int:
         return max(map(len, self.values.values()))
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return the values of all keys, step by step."""
+        """Return the first values of all keys, then the second values, and so on."""
         keys = list(self.values)
         columns = zip(*self.values.values(), strict=True)
         return [dict(zip(keys, column, strict=True)) for column in columns]
@@ -46,12 +46,14 @@ def check_points(scenario: Scenario) -> None:
             problems.append(Diagnostic(("points", index), "sets no key"))
     if problems:
         raise scenario.source.error(problems)
-    points = len(scenario.points) + sum(math.prod(map(len, axes)) for axes in sweeps)
-    runs = points * scenario.repetitions
+    point_count = len(scenario.points)
+    for axes in sweeps:
+        point_count += math.prod(map(len, axes))
+    runs = point_count * scenario.repetitions
     if runs > MAX_RUNS:
         key = "sweep" if scenario.sweep else "points"
         # The larger factor is the one to reduce.
-        if scenario.repetitions > points:
+        if scenario.repetitions > point_count:
             key = "repetitions"
         text = f"makes {runs:,} runs, more than {MAX_RUNS:,}: use fewer"
         raise scenario.source.error([Diagnostic((key,), text)])
@@ -60,10 +62,10 @@ def check_points(scenario: Scenario) -> None:
 def sweep_points(
     scenario: Scenario,
 ) -> Iterator[tuple[dict[str, Key], dict[str, object]]]:
-    """Yield (places, values) of each point: all combinations of the sweep, then the further points.
+    """Yield (places, values) of each point: all combinations of the sweep, then the entries of ``points``.
 
-    ``places`` are the keys of the scenario that set each value. A scenario without sweep and points has one empty
-    point.
+    ``values`` maps dotted keys to swept values, and ``places`` maps the same dotted keys to the scenario's keys under
+    which these values are written. A scenario without sweep and points has one empty point.
     """
     for axes in _sweep_axes(scenario):
         yield from _axis_combinations(axes)
@@ -78,15 +80,15 @@ def _axis_combinations(
     for axis in axes:
         for key in axis.values:
             places[key] = (*axis.place, key)
-    for chosen in itertools.product(*(axis.steps() for axis in axes)):
+    for combination in itertools.product(*(axis.steps() for axis in axes)):
         point: dict[str, object] = {}
-        for step in chosen:
+        for step in combination:
             point |= step
         yield places, point
 
 
 def _sweep_axes(scenario: Scenario) -> Iterator[list[_Axis]]:
-    """Yield the axes of each sweep; a scenario with neither sweep nor points has one without axes."""
+    """Yield the axes of each sweep; a scenario with neither sweep nor points has one sweep without axes."""
     if scenario.points and not scenario.sweep:
         return
     if isinstance(scenario.sweep, Mapping):
@@ -106,17 +108,18 @@ def _sweep_axes(scenario: Scenario) -> Iterator[list[_Axis]]:
 
 def _axis_problems(axes: Sequence[_Axis]) -> Iterator[Diagnostic]:
     """Yield the problems of the axes of one sweep."""
-    known: set[str] = set()
+    earlier_keys: set[str] = set()
     for axis in axes:
-        first = next(iter(axis.values), "")
+        first_key = next(iter(axis.values), "")
         for key, values in axis.values.items():
             place = (*axis.place, key)
+            needed = len(axis.values[first_key])
             if not values:
                 yield Diagnostic(place, "has no values")
-            elif len(values) != len(axis.values[first]):
-                text = f"needs as many values as '{first}', {len(axis.values[first])}, and has {len(values)}"
+            elif len(values) != needed:
+                text = f"needs as many values as '{first_key}', {needed}, and has {len(values)}"
                 yield Diagnostic(place, text)
-            elif key in known:
+            elif key in earlier_keys:
                 # Of two values for one key, the second would silently win.
                 yield Diagnostic(place, "is swept twice: remove one of the two")
-            known.add(key)
+            earlier_keys.add(key)

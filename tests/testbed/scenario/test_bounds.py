@@ -89,7 +89,7 @@ MANY_PACKETS = (
         (HEAD + WORK + "network: {radio: {area: [1e13, 5]}}", "must be at most 1e+12"),
         (
             HEAD.replace("2", "1000}, c: {count: 500") + WORK,
-            "x.yaml:2: devices: are 1,501, more than 2,000,000 links",
+            "x.yaml:2: devices: a mesh of 1,501 devices has more than 2,000,000 links",
         ),
         # The size is limited before the text is parsed.
         (

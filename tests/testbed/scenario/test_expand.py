@@ -84,7 +84,7 @@ def test_keys_of_device_override_profile():
         (
             # The first device of the group has the same name.
             {"a1": {}, "a": {"count": 1}},
-            "makes a second device called 'a1': rename one of the two",
+            "a second device would be called 'a1': rename one of the two",
         ),
         # 30 letters and the number 10; interfaces and host names are limited.
         ({"a" * 30: {"count": 10}}, "is longer than 31 characters: shorten the name"),
