@@ -28,7 +28,7 @@ def divide(problem: PlanningProblem) -> list[LayerSlices]:
     layers = graph_of(problem.model).layers
     devices = len(problem.devices)
     for layer in layers:
-        if not layer.splits or len(layer.entering) > 1:
+        if not layer.splits or len(layer.main_input) > 1:
             text = "tensor-parallel divides fully connected layers: use the model mlp"
             raise InputError(text, ("model", "name"))
     slices_of = [[] for _ in range(devices)]

@@ -390,7 +390,11 @@ def frozen_part(
 ) -> dict[str, torch.Tensor]:
     """Return the initial weights placed on every device before the run; empty if messages carry all weights."""
     model = problem.model
-    if weights is None or problem.training.frozen_travels or not model.frozen:
+    if (
+        weights is None
+        or problem.training.frozen_travels
+        or not model.frozen_parameters
+    ):
         return {}
     from testbed.ml.models.modules import frozen_names
 
@@ -405,7 +409,7 @@ def with_frozen(problem: PlanningProblem, frozen: Weights) -> PlanningProblem:
     """Return a problem whose model builds frozen weights with given values instead of values drawn from the seed."""
     if not frozen:
         return problem
-    return replace(problem, model=replace(problem.model, given=frozen))
+    return replace(problem, model=replace(problem.model, frozen_state=frozen))
 
 
 def add_frozen(
@@ -413,7 +417,7 @@ def add_frozen(
 ) -> bytes:
     """Add the frozen weights, never sent in messages, to the weights of a finished run; both are safetensors."""
     model = problem.model
-    if problem.training.frozen_travels or not model.frozen:
+    if problem.training.frozen_travels or not model.frozen_parameters:
         return trained
     from testbed.ml.models.modules import frozen_names
 
@@ -446,7 +450,7 @@ def model_of(
             text = f"'{part.title}' is built from layer descriptions, but adapters need a network from a 'file'"
             raise InputError(text, ("training", "lora"))
         model = create(part.name, part.options(), input_spec.shape, classes)
-        return model.initialised(workload.initialisation or "lecun")
+        return model.with_initialisation(workload.initialisation or "lecun")
     if workload.initialisation is not None:
         text = f"'{part.title}' initialises its own weights: remove the key, and initialise the weights in its file"
         raise InputError(text, ("initialisation",))

@@ -454,7 +454,7 @@ def check_tied(method: Method, problem: PlanningProblem, plan: Plan) -> None:
     """
     if problem.workload.task != "train" or "tied_weights" in method.supports:
         return
-    for tied in problem.model.tied:
+    for tied in problem.model.tied_weights:
         for assignment in plan.assignments:
             units = range(assignment.start, assignment.stop)
             held = [unit for unit in tied.units if unit in units]
@@ -491,7 +491,7 @@ def _check_normalisation(method: Method, problem: PlanningProblem) -> None:
     owned = problem.samples.values()
     samples = min([method.samples_at_once(problem), *owned])
     for unit in problem.model.units:
-        if samples < unit.least_samples:
+        if samples < unit.min_samples:
             raise InputError(
                 f"{unit.name} normalises over samples alone, and a batch of {samples} has no variance: "
                 "use larger batches, or fewer micro-batches",
@@ -529,7 +529,7 @@ def _check_last_batch_of(
     # The last batch is cut into as many micro-batches as it has samples, at most.
     micro_batches = workload.batch_size // method.samples_at_once(problem)
     smallest = last // min(micro_batches, last)
-    needed = max(unit.least_samples for unit in problem.model.units)
+    needed = max(unit.min_samples for unit in problem.model.units)
     if smallest < needed:
         text = f"the last batch of {samples} samples has {last}, too few to normalise: use another batch_size"
         raise InputError(text, ("drop_last",))

@@ -79,7 +79,7 @@ class Architecture:
 def sum_tied_gradients(model: Model, parts: Sequence[nn.Module]) -> None:
     """Replace the gradients of all copies of a tied weight by their sum, as the stages of a pipeline do."""
     parameters = [dict(part.named_parameters()) for part in parts]
-    for tied in model.tied:
+    for tied in model.tied_weights:
         copies = []
         for named in parameters:
             copies += [named[name] for name in tied.names if name in named]

@@ -362,7 +362,7 @@ def _view_assignment(
         part=assignment.part,
         copy_for=assignment.copy_for,
         parameters=parameters,
-        frozen=sum(unit.frozen for unit in units),
+        frozen=sum(unit.frozen_parameters for unit in units),
         memory=assignment.memory,
         memory_available=device.memory,
         flops=flops,

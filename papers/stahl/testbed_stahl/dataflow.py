@@ -66,7 +66,7 @@ IDLE = LayerTask()
 def is_alias(layer: GraphLayer, way: Way) -> bool:
     """Return whether a layer only renames outputs of other layers, such as a route layer of YOLOv2."""
     # Through the source, outputs are collected and joined there instead.
-    return way == "direct" and layer.joins
+    return way == "direct" and layer.is_route
 
 
 def by_chunks(layer: GraphLayer, task: LayerTask) -> bool:
@@ -124,14 +124,14 @@ def _without_exchange(
     layer: GraphLayer, devices: int, homes: Homes
 ) -> tuple[LayerTask, ...]:
     """Return the tasks in a layer applied locally to existing elements; empty for other layers."""
-    if layer.joins:
+    if layer.is_route:
         # Readers take the joined parts from the devices that made them.
         return (IDLE,) * devices
     if layer.division == "moves":
         # Every device that reads the output moves the pixels itself; `make_dataflow` removes the other tasks.
         return (_whole_task(layer),) * devices
     # Values of several sources, such as those of a sum, may be on different devices.
-    if not layer.by_channel or len(layer.sources) > 1:
+    if not layer.is_channelwise or len(layer.sources) > 1:
         return ()
     input_homes = homes.get(layer.sources[0], ())
     if not any(home.size for home in input_homes):

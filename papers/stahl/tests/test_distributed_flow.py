@@ -131,7 +131,7 @@ def test_values_are_computed_once_and_reach_devices_that_need_them(
             plan_settings(scheme=scheme, tiled_layers=0, exchange=exchange),
         ).flow
         for value, homes in flow.homes.items():
-            if value < 0 or not flow.graph.layers[value].joins:
+            if value < 0 or not flow.graph.layers[value].is_route:
                 assert sum(home.size for home in homes) == graph.outputs_of(value)
             for device, wanted_pieces in enumerate(flow.wants[value]):
                 available = [homes[device], *parts_received(flow, value, device)]

@@ -61,7 +61,7 @@ def compute_layer(
     values: torch.Tensor,
     pad: tuple[int, ...],
 ) -> torch.Tensor:
-    if layer.by_channel:
+    if layer.is_channelwise:
         assert pad == (0, 0, 0, 0)
         return functional.max_pool2d(values, window(layer).kernel, window(layer).stride)
     assert kernels is not None
@@ -153,7 +153,7 @@ def test_number_of_feature_dominated_layers_of_known_networks() -> None:
     assert feature_dominated_layers(YOLO) == 16
     assert feature_dominated_layers(yolov2(416)) < 16
     vgg = graph_of(create("vgg16", {}, (3, 224, 224), 0))
-    assert vgg.layers[feature_dominated_layers(vgg) - 1].by_channel
+    assert vgg.layers[feature_dominated_layers(vgg) - 1].is_channelwise
     assert feature_dominated_layers(graph_of(create("mlp", {}, (1, 8, 8), 10))) == 0
 
 

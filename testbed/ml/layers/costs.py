@@ -73,7 +73,7 @@ def weight_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
     """Return the bytes of the transmitted weights."""
     values = count_parameters(units)
     if training.frozen_travels:
-        values += sum(unit.frozen for unit in units)
+        values += sum(unit.frozen_parameters for unit in units)
     return BYTES_PER_VALUE * values
 
 

@@ -15,7 +15,7 @@ from testbed.ml.layers.shard import Adjust, Rows, Shard, State
 from testbed.ml.layers.versions import Versions
 from testbed.ml.lazy import torch
 from testbed.ml.method import PlanningProblem
-from testbed.ml.models.chain import Model, Tied
+from testbed.ml.models.chain import Model, TiedWeight
 from testbed.ml.models.shapes import Shape
 from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.optimizers import is_weight
@@ -142,7 +142,7 @@ class ShapeShard:
             for name, (_, _, is_trained) in self._describe_tensors(unit).items():
                 if is_trained:
                     trained.add(name)
-        for tied in self._model.tied:
+        for tied in self._model.tied_weights:
             # A weight shared by units of this part has one gradient.
             own_names = [name for name in tied.names if name in trained]
             trained.difference_update(own_names[1:])
@@ -152,14 +152,14 @@ class ShapeShard:
     def _describe_tensors(self, unit: int) -> dict[str, Description]:
         return _describe_tensors(self._model, unit, self._training.frozen_travels)
 
-    def gradient(self, tied: Tied) -> torch.Tensor:
+    def gradient(self, tied: TiedWeight) -> torch.Tensor:
         """Return a gradient with the shape of `Shard.gradient`."""
         # The weight has one shape in all units that share it; the first of them may belong to another stage.
         described = self._describe_tensors(tied.units[0])
         shape, dtype, _ = described[tied.names[0]]
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def put_gradient(self, tied: Tied, gradient: torch.Tensor) -> None:
+    def put_gradient(self, tied: TiedWeight, gradient: torch.Tensor) -> None:
         """Do nothing: timing-only runs have no gradients of any shape."""
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
@@ -214,7 +214,7 @@ class ShapeShard:
 
 def _output_shape(model: Model, cut: int) -> Shape:
     """Return the shape of one sample's outputs at a cut."""
-    crossing = [shape for _, shape in model.crossing(cut)]
+    crossing = [shape for _, shape in model.crossing_tensors(cut)]
     if len(crossing) == 1:
         return crossing[0]
     # Several tensors cross a cut flattened and joined.

@@ -14,7 +14,7 @@ from testbed.common.seeds import derive
 from testbed.device import Precision
 from testbed.ml.layers.versions import Statistics, Versions
 from testbed.ml.lazy import torch
-from testbed.ml.models.chain import Model, Tied
+from testbed.ml.models.chain import Model, TiedWeight
 from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.optimizers import AVERAGE, is_weight
 from testbed.ml.transfer import make_codec
@@ -256,18 +256,18 @@ class Shard:
                 gradients.append(weight.grad)
         return self._training.norms(gradients)
 
-    def gradient(self, tied: Tied) -> torch.Tensor:
+    def gradient(self, tied: TiedWeight) -> torch.Tensor:
         """Return the accumulated gradient of a weight shared with other stages, with the weight's shape."""
         weight = self._tied_weight(tied)
         if weight.grad is None:
             return torch.zeros_like(weight)
         return weight.grad.clone()
 
-    def put_gradient(self, tied: Tied, gradient: torch.Tensor) -> None:
+    def put_gradient(self, tied: TiedWeight, gradient: torch.Tensor) -> None:
         """Replace the gradient of a tied weight by the sum over all stages, with the weight's shape."""
         self._tied_weight(tied).grad = gradient.clone()
 
-    def _tied_weight(self, tied: Tied) -> torch.nn.Parameter:
+    def _tied_weight(self, tied: TiedWeight) -> torch.nn.Parameter:
         """Return a shared weight by any of its names: units of this shard may use only the second one."""
         for name in tied.names:
             if name in self.versions.latest:

@@ -1,9 +1,15 @@
 """A neural network as a chain of units; methods cut models between units.
 
-A unit reads the output of the previous unit, or of other earlier units (a route), so several tensors may cross a cut:
-`Model.crossing`. Cut i lies before unit i; cut 0 lies before the whole model, and the last cut behind it. Shapes,
-parameters and FLOPs are formulas over plain descriptions of layers, so planning never imports torch; only ``build``
-does. All quantities are for one sample, and values are float32, unless stated otherwise.
+A unit reads the output of the previous unit, or the outputs of any earlier units, so several tensors may cross a cut:
+`Model.crossing_tensors`. Cut i lies before unit i; cut 0 lies before the whole model, and the last cut behind it. A
+route, as Darknet calls it, is a unit without layers: it only joins its inputs.
+
+Parameters are trained values. Frozen parameters are stored and used, but not trained. Weights are the elements of
+matrices and kernels alone, without biases and normalisation parameters.
+
+Shapes, parameters and FLOPs are formulas over plain descriptions of layers, so planning never imports torch; only
+``build`` does. A network from a user's file has no layer descriptions: torch traces and measures it
+(`testbed.ml.models.own`). All quantities are for one sample, and values are float32, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -21,14 +27,14 @@ from testbed.ml.fields import Fields
 from testbed.ml.lazy import nn, torch
 from testbed.ml.models.detection import Detector
 from testbed.ml.models.layers import Layer, build_sequence, shapes_through
-from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT, Made, Shape
+from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT, Shape, UnitOutput
 
 if TYPE_CHECKING:
     from testbed.ml.models.modules import Segment
     from testbed.ml.workload import Initialisation
 
 BACKWARD_OVER_FORWARD = 2.0
-"""Backward computes the gradient of the input and of the weights: two products for each one of forward."""
+"""FLOPs of backward per FLOP of forward: the gradients of input and weights need a matrix product each."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +43,15 @@ class Unit:
 
     name: str
     layers: tuple[Layer, ...]
-    """The layers in a row; empty for a route, whose output is its joined inputs."""
+    """The layers, each of which reads the output of the layer before; empty for a route."""
     input: Shape
-    """Shape of the inputs, joined along the first axis."""
+    """Shape of the input; of several inputs, joined along their first axis."""
     reads: tuple[int, ...] = ()
     """The units whose outputs are the inputs, in this order; empty for the previous unit."""
-    joins: bool = True
-    """Whether several inputs are joined along the first axis; otherwise ``input`` is all their values on one axis."""
+    flattens_inputs: bool = False
+    """Whether several inputs, of any shapes, count as one axis with all their values in ``input``."""
 
-    # A frozen dataclass may cache: nothing that these values depend on changes. Planners ask for them very often.
+    # Planners read these properties very often, and a frozen dataclass may cache: its fields never change.
 
     @cached_property
     def _shapes(self) -> list[Shape]:
@@ -72,16 +78,16 @@ class Unit:
         return values
 
     @cached_property
-    def frozen(self) -> int:
-        """Number of frozen values."""
+    def frozen_parameters(self) -> int:
+        """Number of stored values that are not trained."""
         values = 0
         for layer, shape in self._layer_inputs:
-            values += layer.frozen(shape)
+            values += layer.frozen_parameters(shape)
         return values
 
     @cached_property
     def weights(self) -> int:
-        """Elements of weight matrices and kernels: the parameters without biases and normalisation parameters."""
+        """Number of elements of trained matrices and kernels."""
         elements = 0
         for layer, shape in self._layer_inputs:
             elements += layer.weights(shape)
@@ -110,11 +116,11 @@ class Unit:
         return cost
 
     @property
-    def least_samples(self) -> int:
+    def min_samples(self) -> int:
         """Minimum batch size in training; two if a layer normalises over samples alone."""
         samples = 1
         for layer, shape in self._layer_inputs:
-            samples = max(samples, layer.least_samples(shape))
+            samples = max(samples, layer.min_samples(shape))
         return samples
 
     @property
@@ -124,12 +130,12 @@ class Unit:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of one sample entering the unit."""
+        """Bytes of the unit's input for one sample."""
         return BYTES_PER_VALUE * math.prod(self.input)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of one sample leaving the unit."""
+        """Bytes of the unit's output for one sample."""
         return BYTES_PER_VALUE * math.prod(self.output)
 
     @cached_property
@@ -138,17 +144,19 @@ class Unit:
         values = 0
         for layer, shape in self._layer_inputs:
             values += layer.activations(shape)
-        # Joining several inputs makes a copy of them.
-        if self.joins and len(self.reads) > 1:
+        # Joining several inputs copies them; flattened inputs are only counted, and reach the unit separately.
+        if len(self.reads) > 1 and not self.flattens_inputs:
             values += math.prod(self.input)
         return BYTES_PER_VALUE * values
 
 
 @dataclass(frozen=True)
-class Tied:
-    """A trained weight used by several units, with a name and a copy in each unit.
+class TiedWeight:
+    """A trained weight used by several units, such as the embedding and the head of a language model.
 
-    >>> tied = Tied(("0.embedding.weight", "3.head.weight"), values=640)
+    Each of the units has a copy of the weight, and the gradients of all copies must be added.
+
+    >>> tied = TiedWeight(("0.embedding.weight", "3.head.weight"), values=640)
     >>> tied.units
     (0, 3)
     >>> tied.title
@@ -158,31 +166,32 @@ class Tied:
     """
 
     names: tuple[str, ...]
-    """The weight's names in the module of `Model.build`, in the order of the units: "3.head.weight" in unit 3."""
+    """The weight's names in the module of `Model.build`, in the order of the units: "3.head.weight" is the weight that
+    unit 3 calls "head.weight"."""
     values: int
     """Number of values of the weight."""
 
     @cached_property
     def units(self) -> tuple[int, ...]:
-        """The units using the weight, in order."""
+        """Indices of the units using the weight, ascending and without repetition."""
         indices = []
         for name in self.names:
             index, _, _ = name.partition(".")
             indices.append(int(index))
-        # A unit may use the weight under several names.
+        # A unit may use the weight under several names; a dictionary keeps the order, and each unit once.
         return tuple(dict.fromkeys(indices))
 
     @property
     def title(self) -> str:
-        """The names of the weight in the network."""
-        own_names = []
+        """The weight's names in the user's network, which have no index of a unit, for messages."""
+        network_names = []
         for name in self.names:
-            _, _, own_name = name.partition(".")
-            own_names.append(own_name)
-        return " and ".join(dict.fromkeys(own_names))
+            _, _, network_name = name.partition(".")
+            network_names.append(network_name)
+        return " and ".join(dict.fromkeys(network_names))
 
     def holders(self, cuts: Sequence[int]) -> list[int]:
-        """Return the stages using the weight; ``cuts`` are the first units of all stages."""
+        """Return the stages using the weight, ascending; ``cuts`` is the first unit of each stage, beginning with 0."""
         stages = set()
         for unit in self.units:
             # The last stage that begins at the unit or before.
@@ -191,18 +200,18 @@ class Tied:
 
 
 class Builder(Protocol):
-    """Builds the modules of a network without layer descriptions."""
+    """Builds the torch modules of a network without layer descriptions."""
 
     def __call__(self, first: int, last: int, seed: int) -> list[nn.Module]:
-        """Build units ``first`` to ``last`` (exclusive), each as a module of the unit's inputs."""
+        """Build units ``first`` to ``last`` (exclusive), each as a module with one argument for each input."""
 
     def network(self, seed: int) -> nn.Module:
-        """Build the whole network, whose tensors have the names of the units' tensors without the unit index."""
+        """Build the user's whole network, in which "3.head.weight" of `Model.build` is called "head.weight"."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A whole network; the output of its last unit is the model's output."""
+    """A whole network; the output of the last unit is the model's output."""
 
     name: str
     input: Shape
@@ -211,19 +220,18 @@ class Model:
     """Number of output values of a sample or token; for a detector, the number of classes of objects."""
     units: tuple[Unit, ...]
     detector: Detector | None = None
-    """Decoder of the output as boxes; None for one value per class."""
+    """Decoder of the output as boxes around objects; None for any other network."""
     integers: bool = False
     """Whether samples are integers (int64), such as tokens, instead of float32."""
     fields: Fields = ()
-    """The inputs in a row of numbers, for a network with several inputs; empty for a single input."""
+    """The inputs of a network with several, such as tokens and a mask; empty for a single input."""
     builder: Builder | None = None
-    """Builds modules of a network without layer descriptions; None if all units have layers."""
-    given: Mapping[str, torch.Tensor] = field(
+    """Builds the units of a network without layer descriptions; None for a network described by layers."""
+    frozen_state: Mapping[str, torch.Tensor] = field(
         default_factory=dict, compare=False, repr=False
     )
-    """Values of frozen weights by their names in `build`; absent ones are drawn from the seed."""
-    tied: tuple[Tied, ...] = ()
-    """Trained weights used by several units."""
+    """Values of frozen parameters by name in `build`; frozen parameters without an entry are drawn from the seed."""
+    tied_weights: tuple[TiedWeight, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the shapes between units and of the output; raises ValueError for a mismatch."""
@@ -233,21 +241,21 @@ class Model:
     def _check_inputs(self) -> None:
         for index, unit in enumerate(self.units):
             inputs = self.input_shapes(index)
-            arriving = joined(inputs, whole=unit.joins)
-            if unit.input != arriving:
+            source_shape = joined_shape(inputs, flatten=unit.flattens_inputs)
+            if unit.input != source_shape:
                 raise ValueError(
-                    f"unit '{unit.name}' takes {unit.input}, but {arriving} arrives"
+                    f"unit '{unit.name}' takes {unit.input}, but {source_shape} arrives"
                 )
 
     def _check_output(self) -> None:
         if self.detector is None:
-            # The last axis is that of the classes; those before it, if any, are of tokens.
+            # Classes are along the last axis; a language model has an axis of tokens before it.
             if self.output[-1:] != (self.classes,):
                 raise ValueError(
                     f"{self.name} ends with {self.output}, not with one value for each of {self.classes} classes"
                 )
             return
-        # A detector reads a map: its first axis is that of the channels, and its sides depend on the image.
+        # A detector reads (channels, height, width), where height and width depend on the image.
         channels = self.detector.channels(self.classes)
         if self.output[:1] != channels:
             raise ValueError(
@@ -260,7 +268,7 @@ class Model:
         reasons = []
         for unit in self.units:
             for layer in unit.layers:
-                # Layers of the catalogue have no such attribute.
+                # Only `CountedUnit` has this attribute, the layer of a user's network, whose module imports this one.
                 reason = getattr(layer, "undivided_reason", "")
                 if reason and reason not in reasons:
                     reasons.append(reason)
@@ -269,9 +277,9 @@ class Model:
     @property
     def output(self) -> Shape:
         """Output shape of the model."""
-        return self.made(len(self.units) - 1)
+        return self.output_shape(len(self.units) - 1)
 
-    def made(self, index: int) -> Shape:
+    def output_shape(self, index: int) -> Shape:
         """Return the shape of a unit's output, or of the model's input for `INPUT`."""
         return self.input if index == INPUT else self.units[index].output
 
@@ -287,49 +295,49 @@ class Model:
         >>> create("mlp", {"hidden": [32]}, (1, 8, 8), 10).input_shapes(1)
         [(32,)]
         """
-        return [self.made(read) for read in self.reads(index)]
+        return [self.output_shape(read) for read in self.reads(index)]
 
-    def tied_across(self, cut: int) -> Tied | None:
-        """Return a trained weight used on both sides of a cut; None if no weight is shared across the cut."""
-        for tied in self.tied:
+    def tied_weight_across(self, cut: int) -> TiedWeight | None:
+        """Return a weight used on both sides of a cut, the first of several; None if there is none."""
+        for tied in self.tied_weights:
             if tied.units[0] < cut <= tied.units[-1]:
                 return tied
         return None
 
     @property
     def untied_parts(self) -> int:
-        """Maximum number of contiguous parts without a shared trained weight."""
+        """Largest number of parts into which cuts divide the model so that no two parts use the same weight."""
         parts = 1
         for cut in range(1, len(self.units)):
-            if self.tied_across(cut) is None:
+            if self.tied_weight_across(cut) is None:
                 parts += 1
         return parts
 
-    def crossing(self, cut: int) -> tuple[Made, ...]:
+    def crossing_tensors(self, cut: int) -> tuple[UnitOutput, ...]:
         """Return the tensors crossing the cut before unit ``cut``, in the order of the producing units.
 
-        Before the first unit that is the model's input, after the last its output.
+        The model's input crosses cut 0, and the model's output crosses the last cut.
 
         >>> from testbed.ml.models.catalog import create
-        >>> create("mlp", {"hidden": [32]}, (1, 8, 8), 10).crossing(1)
+        >>> create("mlp", {"hidden": [32]}, (1, 8, 8), 10).crossing_tensors(1)
         ((0, (32,)),)
         """
         return self._crossings[cut]
 
     @cached_property
-    def _crossings(self) -> tuple[tuple[Made, ...], ...]:
-        """For each cut, the units before the cut whose outputs are read after the cut."""
+    def _crossings(self) -> tuple[tuple[UnitOutput, ...], ...]:
+        """The tensors crossing each cut, in the order of the cuts."""
         last = len(self.units) - 1
-        crossings: list[tuple[Made, ...]] = [((last, self.output),)]
-        read_later: set[int] = set()
-        # Backwards: the units read after a cut are those read after the next one, and by the unit between.
+        crossings: list[tuple[UnitOutput, ...]] = [((last, self.output),)]
+        sources: set[int] = set()
+        # Backwards, so that `sources` always has the units before a cut that any unit after the cut reads.
         for index in range(last, -1, -1):
             # This unit lies behind the cut before it, so its own output does not cross that cut.
-            read_later.discard(index)
-            read_later.update(self.reads(index))
+            sources.discard(index)
+            sources.update(self.reads(index))
             tensors = []
-            for read in sorted(read_later):
-                tensors.append((read, self.made(read)))
+            for source in sorted(sources):
+                tensors.append((source, self.output_shape(source)))
             crossings.append(tuple(tensors))
         return tuple(reversed(crossings))
 
@@ -341,29 +349,29 @@ class Model:
         128
         """
         values = 0
-        for _, shape in self.crossing(cut):
+        for _, shape in self.crossing_tensors(cut):
             values += math.prod(shape)
         return BYTES_PER_VALUE * values
 
     def weight_bytes(self, units: range) -> int:
-        """Return the bytes of the trained values of consecutive units; a shared weight counts once."""
+        """Return the bytes of the trained values of consecutive units; a tied weight counts once."""
         weights, _ = self._sums
         repeated = BYTES_PER_VALUE * self._repeated_values(units)
         return weights[units.stop] - weights[units.start] - repeated
 
     def _repeated_values(self, units: range) -> int:
-        """Return the number of values counted repeatedly in consecutive units with shared weights."""
+        """Return how many values the units count too often together, since each of them counts its tied weights."""
         repeated = 0
-        for tied in self.tied:
+        for tied in self.tied_weights:
             copies = len([unit for unit in tied.units if unit in units])
             repeated += tied.values * max(0, copies - 1)
         return repeated
 
     def frozen_bytes(self, units: range) -> int:
-        """Return the bytes of the frozen values of consecutive units."""
+        """Return the bytes of the frozen parameters of consecutive units."""
         values = 0
         for unit in self.units[units.start : units.stop]:
-            values += unit.frozen
+            values += unit.frozen_parameters
         return BYTES_PER_VALUE * values
 
     def activation_bytes(self, units: range) -> int:
@@ -373,7 +381,7 @@ class Model:
 
     @cached_property
     def _sums(self) -> tuple[list[int], list[int]]:
-        """For each cut, the bytes of weights and of activations before the cut.
+        """For each cut, the bytes of parameters and of activations before the cut.
 
         Planners query very many ranges of units; a difference of two sums answers each.
         """
@@ -386,19 +394,19 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Number of trained values; a weight shared by several units counts once."""
+        """Number of trained values; a tied weight counts once."""
         values = sum(unit.parameters for unit in self.units)
         all_units = range(len(self.units))
         return values - self._repeated_values(all_units)
 
     @property
-    def frozen(self) -> int:
-        """Number of frozen values."""
-        return sum(unit.frozen for unit in self.units)
+    def frozen_parameters(self) -> int:
+        """Number of stored values that are not trained."""
+        return sum(unit.frozen_parameters for unit in self.units)
 
     @property
     def weights(self) -> int:
-        """Elements of all weight matrices and kernels."""
+        """Number of elements of trained matrices and kernels."""
         return sum(unit.weights for unit in self.units)
 
     @property
@@ -411,11 +419,11 @@ class Model:
         """FLOPs of forward for one sample."""
         return sum(unit.forward_flops for unit in self.units)
 
-    def initialised(self, how: Initialisation) -> Model:
+    def with_initialisation(self, how: Initialisation) -> Model:
         """Return the same network with another initialisation of all layers."""
         units = []
         for unit in self.units:
-            layers = tuple(layer.initialised(how) for layer in unit.layers)
+            layers = tuple(layer.with_initialisation(how) for layer in unit.layers)
             units.append(replace(unit, layers=layers))
         return replace(self, units=tuple(units))
 
@@ -423,13 +431,13 @@ class Model:
         """Build units ``first`` to ``last`` (exclusive) as one module containing one ``nn.Sequential`` per unit.
 
         The module maps the tensors crossing the cut before ``first`` to the tensors crossing the cut before ``last``.
-        Several tensors cross as one: flattened, and joined in the order of `crossing`. Child i of the result is unit
-        ``first + i`` and is named by the unit's index in the whole model, so state dictionaries of shards of one model
-        can be merged.
+        Several tensors cross as one: flattened, and joined in the order of `crossing_tensors`. Child i of the result is
+        unit ``first + i`` and is named by the unit's index in the whole model, so the state dictionaries of different
+        units can be merged.
 
-        Each unit's weights depend on ``seed`` and the unit's index only: shards of one seed equal the same units of the
-        whole model. No global state is changed, so devices sharing a process may build at the same time; a ``builder``
-        may use torch's global generator and restores its state.
+        Each unit's weights depend on ``seed`` and the unit's index only, so they equal the weights of the same unit in
+        the whole model. No global state is changed, so devices sharing a process may build at the same time; a
+        ``builder`` may use torch's global generator, and then restores the generator's state.
 
         Raises ValueError for unit indices outside the model.
         """
@@ -445,20 +453,20 @@ class Model:
         else:
             built = [self._build_unit(index, seed) for index in indices]
         reads = [self.reads(index) for index in indices]
-        # A cut before each unit, and one behind the last.
-        crossings = [self.crossing(cut) for cut in range(first, last + 1)]
+        # The cut before each unit, and the cut behind the last unit.
+        crossings = [self.crossing_tensors(cut) for cut in range(first, last + 1)]
         segment = Segment(first, built, reads, crossings)
-        self._fill_frozen(segment)
+        self._load_frozen_state(segment)
         return segment
 
-    def _fill_frozen(self, segment: nn.Module) -> None:
-        """Replace weights drawn from the seed by the values given for frozen weights."""
-        if not self.given:
+    def _load_frozen_state(self, segment: nn.Module) -> None:
+        """Replace values drawn from the seed by the values of ``frozen_state``."""
+        if not self.frozen_state:
             return
         with torch.no_grad():
             for name, parameter in segment.named_parameters():
-                if name in self.given:
-                    parameter.copy_(self.given[name])
+                if name in self.frozen_state:
+                    parameter.copy_(self.frozen_state[name])
 
     def _build_unit(self, index: int, seed: int) -> nn.Module:
         from testbed.ml.models.modules import Joined
@@ -469,8 +477,8 @@ class Model:
         layers = build_sequence(unit.layers, unit.input, generator)
         return Joined(*layers) if len(unit.reads) > 1 else layers
 
-    def whole(self, index: int) -> nn.Module:
-        """Build a unit without layer descriptions, as a module of the flattened and joined inputs."""
+    def build_flat_unit(self, index: int) -> nn.Module:
+        """Build a unit without layer descriptions, as a module whose inputs arrive as one tensor, (samples, values)."""
         from testbed.ml.models.modules import SplitInputs
 
         assert self.builder is not None
@@ -480,7 +488,7 @@ class Model:
 
 
 def cost_of(units: Sequence[Unit]) -> Cost:
-    """Return the forward cost of one sample through units.
+    """Return the forward cost of units for one sample.
 
     >>> from testbed.ml.models.catalog import create
     >>> model = create("mlp", {"hidden": [32]}, (1, 8, 8), 10)
@@ -506,7 +514,8 @@ def forward_of(cost: Cost, samples: int) -> Cost:
 def backward_of(cost: Cost, samples: int) -> Cost:
     """Return the backward cost of a batch from ``cost``, the forward cost of one sample.
 
-    A backward reads and writes a gradient for each value of the forward, reads the weights and writes their gradients.
+    A backward accesses a gradient for each value that the forward accesses; it reads the weights, and writes as many
+    gradients of weights.
 
     >>> backward_of(Cost(flops=100.0, accessed=40, weights=20), samples=8).of().flops
     1600.0
@@ -516,17 +525,18 @@ def backward_of(cost: Cost, samples: int) -> Cost:
     )
 
 
-def joined(parts: Sequence[Shape], *, whole: bool = True) -> Shape:
-    """Return the shape of tensors joined along the first axis; raises ValueError for tensors with other further axes.
+def joined_shape(parts: Sequence[Shape], *, flatten: bool = False) -> Shape:
+    """Return the shape of tensors joined along their first axis, (channels, ...).
 
-    If not ``whole``, several tensors are flattened and joined along one axis.
+    With ``flatten``, several tensors are flattened first, so that the result has a single axis. Raises ValueError for
+    tensors that differ beyond the first axis.
 
-    >>> joined([(16, 8, 8), (32, 8, 8)])
+    >>> joined_shape([(16, 8, 8), (32, 8, 8)])
     (48, 8, 8)
-    >>> joined([(16, 8, 8), (10,)], whole=False)
+    >>> joined_shape([(16, 8, 8), (10,)], flatten=True)
     (1034,)
     """
-    if not whole and len(parts) > 1:
+    if flatten and len(parts) > 1:
         values = sum(math.prod(part) for part in parts)
         return (values,)
     further_axes = parts[0][1:]
@@ -549,18 +559,18 @@ def chain(
     routes: Mapping[int, tuple[int, ...]] | None = None,
     detector: Detector | None = None,
 ) -> Model:
-    """Create a model from named runs of layers, deriving all shapes from the input shape.
+    """Create a model from named units, deriving all shapes from the input shape.
 
     Args:
         name: the model's name.
         shape: shape of a sample.
         classes: number of output values of a sample, or of classes that ``detector`` distinguishes.
         layers: name and layers of each unit, in order.
-        routes: for units that do not read the previous unit, the units they read, all by index; the outputs of these
-            are joined along the channels.
+        routes: for units that do not simply read the previous unit: index of the unit -> indices of the units that it
+            reads, whose outputs are joined along the channels.
         detector: decoder of the output as boxes.
 
-    Raises ValueError for routes to later units, and for layers that do not accept the output of the layer before.
+    Raises ValueError for units that read later units, and for layers that do not accept the output of the layer before.
 
     >>> from testbed.ml.models.layers import Flatten, Linear, ReLU
     >>> hidden = [Flatten(), Linear(32), ReLU()]
@@ -576,9 +586,9 @@ def chain(
     units: list[Unit] = []
     for index, (unit_name, unit_layers) in enumerate(layers):
         reads = routes.get(index, ())
-        # Without a route the previous unit; before unit 0 that is `INPUT`.
+        # By default the previous unit; before unit 0 that is `INPUT`.
         sources = reads or (index - 1,)
-        input_shape = joined([outputs[source] for source in sources])
+        input_shape = joined_shape([outputs[source] for source in sources])
         unit = Unit(unit_name, tuple(unit_layers), input_shape, reads)
         units.append(unit)
         outputs[index] = unit.output
@@ -586,11 +596,11 @@ def chain(
 
 
 def _check_routes(routes: Mapping[int, tuple[int, ...]]) -> None:
-    """Raise ValueError for a route from a unit to itself, to later units, or twice to one unit."""
-    for index, wanted in routes.items():
-        is_distinct = len(set(wanted)) == len(wanted) > 0
-        are_earlier = all(INPUT <= read < index for read in wanted)
-        if not is_distinct or not are_earlier:
+    """Raise ValueError for a unit that reads nothing, itself, a later unit, or another unit twice."""
+    for index, sources in routes.items():
+        has_repetition = len(set(sources)) < len(sources)
+        are_earlier = all(INPUT <= source < index for source in sources)
+        if not sources or has_repetition or not are_earlier:
             raise ValueError(
-                f"unit {index} reads {wanted}: name different units before it"
+                f"unit {index} reads {sources}: name different units before it"
             )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from testbed.device import Cost
-from testbed.ml.models.chain import Model, Unit, joined
+from testbed.ml.models.chain import Model, Unit, joined_shape
 from testbed.ml.models.layers import Division, Layer, PixelWindow, shapes_through
 from testbed.ml.models.making import CountedUnit
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT, Shape
@@ -56,14 +56,14 @@ class GraphLayer:
     # Cached, since planners compare very many divisions of the same layers.
 
     @cached_property
-    def entering(self) -> Shape:
+    def main_input(self) -> Shape:
         """Input shape of the main layer."""
         return (math.prod(self.input),) if self.flattens else self.input
 
     @cached_property
     def output(self) -> Shape:
         """Output shape of the last layer in the sequence."""
-        return shapes_through(self.sequence, self.entering)[-1]
+        return shapes_through(self.sequence, self.main_input)[-1]
 
     @cached_property
     def inputs(self) -> int:
@@ -95,7 +95,7 @@ class GraphLayer:
         """(output channels, input channels, ...); () for a layer without one weight tensor."""
         if not self.sequence:
             return ()
-        return self.sequence[0].weight_shape(self.entering)
+        return self.sequence[0].weight_shape(self.main_input)
 
     @cached_property
     def division(self) -> Division:
@@ -104,7 +104,7 @@ class GraphLayer:
         return self.sequence[0].division if self.sequence else "moves"
 
     @property
-    def joins(self) -> bool:
+    def is_route(self) -> bool:
         """Whether the layer is a route."""
         return not self.sequence
 
@@ -114,7 +114,7 @@ class GraphLayer:
         return self.division == "weights"
 
     @property
-    def by_channel(self) -> bool:
+    def is_channelwise(self) -> bool:
         """Whether each output channel depends on one input channel only."""
         return self.division == "channels"
 
@@ -130,16 +130,16 @@ class GraphLayer:
             return 0
         main_layer = self.sequence[0]
         if main_layer.channel_values:
-            return main_layer.weights(self.entering)
+            return main_layer.weights(self.main_input)
         # Of a residual block or a unit computed as a whole, for example, no value belongs to an output channel.
-        return main_layer.parameters(self.entering)
+        return main_layer.parameters(self.main_input)
 
     @cached_property
     def multiplications(self) -> int:
         """R: multiplications with the weights."""
         if not self.sequence:
             return 0
-        flops = self.sequence[0].flops(self.entering)
+        flops = self.sequence[0].flops(self.main_input)
         # A multiply and an add are two FLOPs.
         return int(flops) // 2
 
@@ -160,9 +160,9 @@ class GraphLayer:
         return Slice(outputs, range(self.input_channels), outputs)
 
     @cached_property
-    def summed(self) -> Shape:
+    def main_output(self) -> Shape:
         """Output shape of the main layer, before the element-wise layers."""
-        return self.sequence[0].output(self.entering)
+        return self.sequence[0].output(self.main_input)
 
     def by_outputs(self, channels: Channels) -> Slice:
         """Return the slice computing some output channels from the complete input.
@@ -201,7 +201,7 @@ class GraphLayer:
         # Multiplied before the division: the quotient of the two alone would be rounded.
         flops = 2 * self.multiplications * divided / whole
         weights = BYTES_PER_VALUE * self.weights * divided / whole
-        written = channels * math.prod(self.summed[1:])
+        written = channels * math.prod(self.main_output[1:])
         accessed = BYTES_PER_VALUE * (read + written)
         return Cost(flops, accessed, weights, self.sequence[0].kind)
 
@@ -210,7 +210,7 @@ class GraphLayer:
         total = Cost()
         if not self.sequence:
             return total
-        shape = self.summed
+        shape = self.main_output
         share = channels / self.output_channels
         for layer in self.sequence[1:]:
             total += layer.cost(shape) * share
@@ -349,7 +349,7 @@ def _described_unit(
         numbers = range(len(unit.layers))
         return unit, tuple(map(str, numbers))
     if not counted.described:
-        whole = replace(counted, make=partial(model.whole, index))
+        whole = replace(counted, make=partial(model.build_flat_unit, index))
         return replace(unit, layers=(whole,)), ("",)
     layers = []
     names = []
@@ -358,7 +358,7 @@ def _described_unit(
         # A function has no module; "-" is the name of no tensor.
         names.append(name or "-")
     # Inputs of described layers are joined along the channels, in contrast to those of other traced units.
-    input_shape = joined(model.input_shapes(index))
+    input_shape = joined_shape(model.input_shapes(index))
     described = replace(unit, layers=tuple(layers), input=input_shape)
     return described, tuple(names)
 

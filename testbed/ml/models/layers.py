@@ -129,7 +129,7 @@ class Layer:
         weight = self.weight_shape(shape)
         return math.prod(weight) if weight else 0
 
-    def frozen(self, shape: Shape) -> int:
+    def frozen_parameters(self, shape: Shape) -> int:
         """Number of frozen values, with `requires_grad` off."""
         return 0
 
@@ -153,7 +153,7 @@ class Layer:
         weights = BYTES_PER_VALUE * self.weights(shape)
         return Cost(self.flops(shape), accessed, weights, self.kind)
 
-    def least_samples(self, shape: Shape) -> int:
+    def min_samples(self, shape: Shape) -> int:
         """Minimum batch size in training: the statistics of a single value are undefined."""
         return 1
 
@@ -163,7 +163,7 @@ class Layer:
         """
         raise TypeError(f"{type(self).__name__} has no torch module of its own")
 
-    def initialised(self, how: Initialisation) -> Self:
+    def with_initialisation(self, how: Initialisation) -> Self:
         """Return the same layer with another initialisation."""
         return replace(self, initialisation=how)
 
@@ -486,7 +486,7 @@ class BatchNorm2d(Layer):
         """Return the input shape."""
         return _check_image(shape, "BatchNorm2d")
 
-    def least_samples(self, shape: Shape) -> int:
+    def min_samples(self, shape: Shape) -> int:
         """Two for images of a single pixel, otherwise one."""
         return 2 if math.prod(shape[1:]) == 1 else 1
 
@@ -667,10 +667,10 @@ class Residual(Layer):
     # Devices would have to exchange the values within the block.
     division = "no"
 
-    def initialised(self, how: Initialisation) -> Self:
+    def with_initialisation(self, how: Initialisation) -> Self:
         """Return the same block with another initialisation of all inner layers."""
-        block = tuple(layer.initialised(how) for layer in self.block)
-        shortcut = tuple(layer.initialised(how) for layer in self.shortcut)
+        block = tuple(layer.with_initialisation(how) for layer in self.block)
+        shortcut = tuple(layer.with_initialisation(how) for layer in self.shortcut)
         return replace(self, block=block, shortcut=shortcut)
 
     def output(self, shape: Shape) -> Shape:
@@ -739,11 +739,11 @@ class Residual(Layer):
             cost += layer.cost(input_shape)
         return cost
 
-    def least_samples(self, shape: Shape) -> int:
+    def min_samples(self, shape: Shape) -> int:
         """The largest minimum of the layers of block and shortcut."""
         samples = 1
         for layer, input_shape in self._inner_layers(shape):
-            samples = max(samples, layer.least_samples(input_shape))
+            samples = max(samples, layer.min_samples(input_shape))
         return samples
 
     def draw(

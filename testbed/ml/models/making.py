@@ -79,7 +79,7 @@ class CountedUnit(Layer):
         """Output shape of the unit."""
         return self.shape
 
-    def least_samples(self, shape: Shape) -> int:
+    def min_samples(self, shape: Shape) -> int:
         """Minimum batch size in training."""
         return self.least
 
@@ -87,7 +87,7 @@ class CountedUnit(Layer):
         """Number of trained values."""
         return self.trained
 
-    def frozen(self, shape: Shape) -> int:
+    def frozen_parameters(self, shape: Shape) -> int:
         """Number of frozen values."""
         return self.untrained
 

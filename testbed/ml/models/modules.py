@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from testbed.ml.models.shapes import Made, Shape
+from testbed.ml.models.shapes import Shape, UnitOutput
 
 
 class Sum(nn.Sequential):
@@ -120,7 +120,7 @@ class Segment(nn.Sequential):
         first: int,
         units: Sequence[nn.Module],
         reads: Sequence[Sequence[int]],
-        crossing: Sequence[Sequence[Made]],
+        crossing: Sequence[Sequence[UnitOutput]],
     ) -> None:
         """Take consecutive units of a model.
 
@@ -128,7 +128,7 @@ class Segment(nn.Sequential):
             first: index of the first unit in the model.
             units: a module for each unit.
             reads: for each unit, the units whose outputs the unit reads, by index in the model.
-            crossing: for the cut before each unit and behind the last, the crossing tensors (`Model.crossing`).
+            crossing: for the cut before each unit and behind the last, the crossing tensors (`Model.crossing_tensors`).
         """
         named = OrderedDict()
         for place, unit in enumerate(units):
@@ -162,7 +162,7 @@ class Segment(nn.Sequential):
 
 
 def _split_tensors(
-    packed: torch.Tensor, crossing: Sequence[Made]
+    packed: torch.Tensor, crossing: Sequence[UnitOutput]
 ) -> dict[int, torch.Tensor]:
     """Return the tensors crossing a cut, each (samples, ...), by the units that made them."""
     if len(crossing) == 1:
@@ -178,7 +178,7 @@ def _split_tensors(
 
 
 def _join_tensors(
-    outputs: dict[int, torch.Tensor], crossing: Sequence[Made]
+    outputs: dict[int, torch.Tensor], crossing: Sequence[UnitOutput]
 ) -> torch.Tensor:
     """Return the tensors crossing a cut as one tensor, the inverse of `_split_tensors`."""
     if len(crossing) == 1:

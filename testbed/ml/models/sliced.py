@@ -38,7 +38,7 @@ def cut_tensors(
     the complete state be freed.
     """
     prefixes = tuple(f"{name}." for name in layer.names)
-    is_divisible = layer.splits or layer.by_channel
+    is_divisible = layer.splits or layer.is_channelwise
     tensors = {}
     for name, tensor in state.items():
         is_of_layer = name.startswith(prefixes)
@@ -172,7 +172,7 @@ class SlicedLayer:
         own_weight = self._states[0]["weight"]
         weight = pick(own_weight, 0, rows, self.part.rows)
         weight = pick(weight, 1, columns, self.part.columns)
-        pixels = self.layer.entering[1:]
+        pixels = self.layer.main_input[1:]
         maps = inputs.reshape(len(inputs), len(columns), *pixels)
         products = self.layer.sequence[0].product(maps, weight)
         return products.flatten(1)
@@ -186,7 +186,7 @@ class SlicedLayer:
         """
         channels = self.part.channels if channels is None else channels
         # Features are finished as maps of one pixel, since the normalisation is that of maps.
-        pixels = self.layer.summed[1:] or (1, 1)
+        pixels = self.layer.main_output[1:] or (1, 1)
         maps = sums.reshape(len(sums), len(channels), *pixels)
         return self._finish_maps(maps, channels).flatten(1)
 
@@ -219,18 +219,18 @@ class SlicedLayer:
         """Compute the whole layer from its complete input; (samples, elements) both."""
         if self.layer.splits:
             return self.finish(self.sums(inputs))
-        if self.layer.by_channel:
+        if self.layer.is_channelwise:
             channels = len(self.part.channels)
             pixels = self.layer.input[1:]
             maps = inputs.reshape(len(inputs), channels, *pixels)
             values = self.layer.sequence[0].product(maps, None)
             return self.finish(values.flatten(1))
-        if self.layer.joins:
+        if self.layer.is_route:
             # The values arrive joined.
             return inputs
         if self._whole is None:
             self._whole = self._build_layer()
-        maps = inputs.reshape(len(inputs), *self.layer.entering)
+        maps = inputs.reshape(len(inputs), *self.layer.main_input)
         outputs: torch.Tensor = self._whole(maps)
         return outputs.flatten(1)
 
@@ -263,7 +263,7 @@ class SlicedLayer:
         modules = nn.Sequential()
         sequence = self.layer.sequence
         # A shape more than there are layers: the last one is the output.
-        input_shapes = shapes_through(sequence, self.layer.entering)
+        input_shapes = shapes_through(sequence, self.layer.main_input)
         for layer, shape, state in zip(
             sequence, input_shapes, self._states, strict=False
         ):
@@ -326,9 +326,9 @@ class SlicedShape:
 
     def run(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the output shape of the whole layer, or of some channels: (samples, elements)."""
-        if self.layer.joins:
+        if self.layer.is_route:
             return inputs
-        if self.layer.by_channel:
+        if self.layer.is_channelwise:
             return self._empty_output(inputs, self.part.channels)
         all_channels = range(self.layer.output_channels)
         return self._empty_output(inputs, all_channels)

@@ -25,7 +25,7 @@ from testbed.common import usercode
 from testbed.common.errors import InputError
 from testbed.device import Cost
 from testbed.ml.fields import InputSpec, entry
-from testbed.ml.models.chain import Model, Tied, Unit, joined
+from testbed.ml.models.chain import Model, TiedWeight, Unit, joined_shape
 from testbed.ml.models.described import Described, describe_layers
 from testbed.ml.models.making import KEY, CountedUnit, Maker
 from testbed.ml.models.shapes import INPUT, Shape
@@ -368,7 +368,7 @@ def _has_statistics(module: nn.Module) -> bool:
 
 def _tied_weights(
     steps: _Steps, pieces: Sequence[Sequence[fx.Node]]
-) -> tuple[Tied, ...]:
+) -> tuple[TiedWeight, ...]:
     """Return the trained weights shared by several units."""
     # By identity, as in `_used_parameters`.
     names: dict[int, list[str]] = {}
@@ -381,7 +381,7 @@ def _tied_weights(
             weights[id(weight)] = weight
     shared = []
     for key, weight in weights.items():
-        tied = Tied(tuple(names[key]), weight.numel())
+        tied = TiedWeight(tuple(names[key]), weight.numel())
         if weight.requires_grad and len(tied.units) > 1:
             shared.append(tied)
     return tuple(shared)
@@ -620,9 +620,9 @@ def _make_chain(
         reads = sources if sources != (index - 1,) else ()
         shapes = [steps.shape(node) for node in read]
         # Inputs of a traced unit may have any shapes: they arrive as all values along one axis.
-        arriving = joined(shapes, whole=False)
+        arriving = joined_shape(shapes, flatten=True)
         counted = _measure_unit(steps, piece, result, read)
-        unit = Unit(name, (counted,), arriving, reads, joins=False)
+        unit = Unit(name, (counted,), arriving, reads, flattens_inputs=True)
         units.append(unit)
         graphs.append(_unit_graph(steps, piece, read, result))
     _, _, file_name = usercode.file_of(maker.code.module).rpartition("/")
@@ -635,7 +635,7 @@ def _make_chain(
             integers=input_spec.integers,
             fields=input_spec.fields,
             builder=TracedUnits(maker, tuple(graphs), steps.traced.constants),
-            tied=_tied_weights(steps, pieces),
+            tied_weights=_tied_weights(steps, pieces),
         )
     except ValueError as error:
         raise InputError(str(error), KEY) from None

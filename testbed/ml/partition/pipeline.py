@@ -24,7 +24,7 @@ from testbed.common.errors import InputError
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.ml.data.batches import cut_batch
-from testbed.ml.models.chain import Model, Tied, Unit, backward_of, forward_of
+from testbed.ml.models.chain import Model, TiedWeight, Unit, backward_of, forward_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.partition import cuts as cutting
 from testbed.ml.partition.cuts import Costs, Cuts
@@ -164,22 +164,22 @@ class Chain:
             return costs.stage(index, first, last)
 
         def boundary(index: int, cut: int) -> float:
-            if self._tied_across(cut) is not None:
+            if self._tied_weight_across(cut) is not None:
                 return math.inf
             return costs.boundary(index, cut)
 
         return Costs(stage, boundary)
 
-    def _tied_across(self, cut: int) -> Tied | None:
+    def _tied_weight_across(self, cut: int) -> TiedWeight | None:
         """Return a weight shared by stages on both sides of a cut, if unsupported; None if the cut is allowed."""
         if self.sums_tied:
             return None
-        return self.model.tied_across(cut)
+        return self.model.tied_weight_across(cut)
 
     def _check_tied(self, cuts: Cuts) -> None:
         """Raise `InputError` for cuts between units sharing weights."""
         for cut in cuts[1:-1]:
-            tied = self._tied_across(cut)
+            tied = self._tied_weight_across(cut)
             if tied is not None:
                 names = [self.units[unit].name for unit in tied.units]
                 units = " and ".join(names)
@@ -617,7 +617,7 @@ class SynchronousPipeline(TrainingPipeline):
     def _tied_sizes(self, cuts: Cuts) -> dict[tuple[int, int], int]:
         """Return the bytes of tied gradients between the first stage with a weight and each other stage with it."""
         sizes: dict[tuple[int, int], int] = {}
-        for tied in self.model.tied:
+        for tied in self.model.tied_weights:
             first, *others = tied.holders(cuts[:-1])
             for other in others:
                 before = sizes.get((first, other), 0)
@@ -634,7 +634,7 @@ class SynchronousPipeline(TrainingPipeline):
         names = (self.devices[source].name, self.devices[target].name)
         if names not in self.links:
             raise InputError(
-                f"{names[0]} and {names[1]} use the same weights ({self.model.tied[0].title}) and send each other "
+                f"{names[0]} and {names[1]} use the same weights ({self.model.tied_weights[0].title}) and send each other "
                 f"gradients, but no link leads from {names[0]} to {names[1]}: use the topology mesh or add the link",
                 ("network", "topology"),
             )

@@ -120,7 +120,7 @@ class TiedGradient(
 
     batch: int
     weight: int
-    """Index in `Model.tied`."""
+    """Index in `Model.tied_weights`."""
     tensor: torch.Tensor
 
 

@@ -88,7 +88,7 @@ class StagePosition:
     def holders(self, model: Model) -> list[list[int]]:
         """Return the stages that use each of the model's tied weights, in the order of `Model.tied`."""
         cuts = [first for _, first, _ in self.stages]
-        return [tied.holders(cuts) for tied in model.tied]
+        return [tied.holders(cuts) for tied in model.tied_weights]
 
     @property
     def before(self) -> str | None:

@@ -119,7 +119,7 @@ class SynchronousUpdates:
         """
         stage = self._stage
         position = stage.position
-        tied = stage.problem.model.tied
+        tied = stage.problem.model.tied_weights
         summed_here: list[tuple[int, list[str]]] = []
         """Weights with this stage first, and the devices of the others."""
         summed_elsewhere: list[tuple[int, str]] = []
@@ -158,7 +158,7 @@ class SynchronousUpdates:
     async def _sum_tied(self, batch: int, index: int, others: Sequence[str]) -> None:
         """Add the gradients of ``others``, the other stages' devices, to the own one, and return the sum to them."""
         stage = self._stage
-        tied = stage.problem.model.tied[index]
+        tied = stage.problem.model.tied_weights[index]
         total = stage.shard.gradient(tied)
         cost = Cost(tied.values)
         span = Span("update", batch)
@@ -206,7 +206,7 @@ class SynchronousUpdates:
         model = self._stage.problem.model
         names: set[str] = set()
         holders_by_weight = position.holders(model)
-        for tied, holders in zip(model.tied, holders_by_weight, strict=True):
+        for tied, holders in zip(model.tied_weights, holders_by_weight, strict=True):
             if holders[0] != position.index:
                 names.update(tied.names)
         return names

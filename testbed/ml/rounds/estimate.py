@@ -276,7 +276,7 @@ def make_profile(
         volumes.append(model.cut_bytes(index + 1))
         values = unit.parameters
         if frozen_travels:
-            values += unit.frozen
+            values += unit.frozen_parameters
         states.append(BYTES_PER_VALUE * values)
     return PairProfile(
         device=device,

@@ -61,10 +61,10 @@ def check_support(problem: PlanningProblem, *, trains_plainly: bool) -> None:
         "clipping": training.clip,
         "a precision other than f32": has_other_precision,
         "running statistics, as of batch normalisation": list(module.buffers()),
-        "weights that several layers share": model.tied,
+        "weights that several layers share": model.tied_weights,
         "layers that may draw, such as dropout": has_random_numbers(module),
         "a smaller last batch": not problem.workload.drop_last,
-        "weights that are not trained": model.frozen,
+        "weights that are not trained": model.frozen_parameters,
     }
     unsupported = [reason for reason, applies in reasons.items() if applies]
     if unsupported:

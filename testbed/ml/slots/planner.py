@@ -167,7 +167,7 @@ def layers_of(problem: PlanningProblem[SlotOptions]) -> tuple[GraphLayer, ...]:
     layers: list[GraphLayer] = []
     for index, layer in enumerate(graph.layers):
         follows = layer.sources == (index - 1,)
-        is_pool = layer.by_channel and not layer.parameters
+        is_pool = layer.is_channelwise and not layer.parameters
         if layers and follows and is_pool:
             # A pool stays with its filters, so that devices cast the smaller maps.
             layers[-1] = layers[-1].with_pool(layer)
@@ -576,7 +576,7 @@ def _make_placement(
         parameters += weights
         cost += layer_costs(whole, neurons, samples, problem).forward
         # The newest weights, a gradient, and for each batch under way the weights, inputs and outputs of its forward.
-        pixels = math.prod(whole.summed[1:])
+        pixels = math.prod(whole.main_output[1:])
         outputs = len(neurons) * pixels
         values += weights * (2 + batches)
         values += samples * batches * (whole.inputs + outputs)

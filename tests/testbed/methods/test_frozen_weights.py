@@ -192,11 +192,11 @@ def test_plan_counts_memory_of_frozen_weights(folder: Path) -> None:
     prepared = prepare_method(folder, "federated")
     model = prepared.problem.model
     # The model counts values of 4 bytes.
-    assert 4 * model.frozen == FROZEN_BYTES
+    assert 4 * model.frozen_parameters == FROZEN_BYTES
     all_values = sum(
         weight.numel() for weight in build_whole_model(prepared).parameters()
     )
-    assert model.frozen + model.parameters == all_values
+    assert model.frozen_parameters + model.parameters == all_values
     for assignment in prepared.plan.assignments:
         assert assignment.memory >= FROZEN_BYTES
 

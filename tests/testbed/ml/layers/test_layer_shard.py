@@ -123,7 +123,7 @@ class WholeLayer:
         return cut_tensors(self.layer, part, self.state())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        values = inputs.reshape(len(inputs), *self.layer.entering)
+        values = inputs.reshape(len(inputs), *self.layer.main_input)
         for module in self.modules:
             values = module(values)
         return values.flatten(1)

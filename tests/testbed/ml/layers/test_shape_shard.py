@@ -40,7 +40,7 @@ def shapes_and_types(
 
 def draw_inputs(model: Model, first: int) -> torch.Tensor:
     """Draw two samples for a unit; if several tensors cross the cut, each sample is flat."""
-    shapes = [shape for _, shape in model.crossing(first)]
+    shapes = [shape for _, shape in model.crossing_tensors(first)]
     if len(shapes) == 1:
         return torch.randn(2, *shapes[0])
     return torch.randn(2, sum(map(math.prod, shapes)))

@@ -60,7 +60,7 @@ def test_lecun_bound_gives_variance_of_one_over_inputs(shape: tuple[int, ...]) -
 
 def test_initialisation_applies_to_all_layers() -> None:
     original = create("resnet18", {}, (3, 32, 32), 10)
-    model = original.initialised("torch")
+    model = original.with_initialisation("torch")
     state = model.build(0, len(model.units), seed=1).state_dict()
     for tensor in state.values():
         # Biases and normalisations have one dimension.
@@ -75,7 +75,7 @@ def test_initialisation_applies_to_all_layers() -> None:
 
 
 def test_initial_weights_of_stage_equal_those_of_whole_model() -> None:
-    model = create("resnet18", {}, (3, 32, 32), 10).initialised("torch")
+    model = create("resnet18", {}, (3, 32, 32), 10).with_initialisation("torch")
     count = len(model.units)
     expected = model.build(0, count, seed=1).state_dict()
     stage = model.build(count - 1, count, seed=1).state_dict()

@@ -31,7 +31,7 @@ SMALL = create("yolov2", {}, (3, 64, 96), 0)
 
 def crossing_units(model: Model, cut: int) -> list[int]:
     """Return the indices of the units with an output across a cut."""
-    return [index for index, _ in model.crossing(cut)]
+    return [index for index, _ in model.crossing_tensors(cut)]
 
 
 # ------------------------------------------------------------------------------------------------------ published sizes

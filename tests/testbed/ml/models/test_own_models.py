@@ -83,15 +83,15 @@ def test_transformer_units_end_where_one_tensor_crosses() -> None:
         "embed", "blocks.0", "blocks.0.mlp", "blocks.1", "blocks.1.mlp", "head",
     ]  # fmt: skip
     for cut in range(len(model.units) + 1):
-        assert len(model.crossing(cut)) == 1
+        assert len(model.crossing_tensors(cut)) == 1
 
 
 def test_skip_connections_of_unet_cross_cuts() -> None:
     model = create_network("UNet")
     up = unit_names(model).index("up1")
     assert model.reads(up) == (1, up - 1)
-    assert [index for index, _ in model.crossing(5)] == [1, 3, 4]
-    joins = [layer.joins for layer in graph_of(model).layers]
+    assert [index for index, _ in model.crossing_tensors(5)] == [1, 3, 4]
+    joins = [layer.is_route for layer in graph_of(model).layers]
     assert joins.count(True) == 2
 
 
@@ -121,7 +121,7 @@ def test_parameters_of_layer_used_twice_count_once(tmp_path: Path) -> None:
     # Both units that use the layer hold its parameters.
     assert unit_parameters(model) == [LINEAR_64] * 3 + [650]
     assert model.parameters == 2 * LINEAR_64 + 650
-    assert [tied.names for tied in model.tied] == [
+    assert [tied.names for tied in model.tied_weights] == [
         ("0.1.weight", "2.1.weight"),
         ("0.1.bias", "2.1.bias"),
     ]
