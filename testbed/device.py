@@ -175,7 +175,7 @@ class Device(Protocol):
     async def receive(self) -> Message:
         """Return the next message of any peer, in the order of arrival."""
 
-    async def listen(self, take: Callable[[Message], None]) -> NoReturn:
+    async def listen(self, handler: Callable[[Message], None]) -> NoReturn:
         """Call a function with each message on arrival, instead of `receive`, until cancelled.
 
         Raises what the function raises. A program either listens or receives. On the virtual clock, no task is woken

@@ -306,10 +306,10 @@ class RealDevice:
             tensors[name] = library_of(array).without_values(array)
         return replace(message, tensors=tensors)
 
-    async def listen(self, take: Callable[[Message], None]) -> NoReturn:
-        """Pass each arriving message to ``take``; raises the errors of ``take``."""
+    async def listen(self, handler: Callable[[Message], None]) -> NoReturn:
+        """Pass each arriving message to ``handler``; raises the errors of ``handler``."""
         while True:
-            take(await self.receive())
+            handler(await self.receive())
 
     def receives(self, peer: str) -> bool:
         """Return whether bytes of an incomplete message from the peer have arrived recently."""

@@ -1,6 +1,8 @@
 """The connection from one device to another: a queue at the sender's link, the link, and acknowledgements back.
 
-A message starts to leave when the previous one has left, unless `WINDOW` bytes are unacknowledged by then.
+A message in this queue is a `Parcel`. A parcel starts to leave when the previous parcel has left, unless `WINDOW` bytes
+are unacknowledged by then. Methods with "launch" in their name schedule this transmission and the arrival. Broadcasts
+(`Cast`) do not wait in the queue.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from testbed.network.link import Link
 from testbed.simulation.crossing import (
     PACKET,
     Crossing,
-    has_chance,
     is_passable,
+    is_random_link,
     make_crossing,
 )
 from testbed.simulation.event_queue import EventQueue
@@ -31,7 +33,7 @@ SEND: Form = (
     "send",
     ("peer", "message", "bytes", "start", "duration", "queued", "encode"),
 )
-"""The event of an acknowledged message."""
+"""Name and fields of the event of an acknowledged message."""
 STALL_SECONDS = 2.0
 """Seconds without an answer after which the sender reconnects, as in the agent."""
 CONNECT_SECONDS = 1.0
@@ -64,17 +66,17 @@ class Parcel:
     """A message in transit, until acknowledged."""
 
     __slots__ = (
-        "answer",
-        "begun",
-        "bytes",
-        "called",
+        "answer_delay",
+        "arrival",
+        "call_time",
         "channel",
-        "due",
         "end",
+        "first_start",
         "future",
         "message",
         "remaining",
         "sender",
+        "size",
         "start",
     )
 
@@ -84,30 +86,30 @@ class Parcel:
         sender: Guest,
         message: Message,
         size: int,
-        called: float,
+        call_time: float,
         future: Future[None],
     ) -> None:
         self.channel = channel
         self.sender = sender
         """The program, from one boot to the next, that sends the message."""
         self.message = message
-        self.bytes = size
+        self.size = size
         """Size of the message, without framing."""
-        self.called = called
+        self.call_time = call_time
         """Time of the call of ``send``."""
         self.future = future
         """Done with the acknowledgement; cancelled if the sender gives up."""
         self.remaining = wire_bytes(size)
         """Bytes on the wire still to leave the sender."""
-        self.begun = -1.0
+        self.first_start = -1.0
         """Time when the first byte first left; negative before."""
         self.start = -1.0
-        """Start of the current transmission: of the first byte that had not left before."""
+        """Start of the current transmission, which begins with the first byte that had not left before."""
         self.end = -1.0
         """Time when the last byte leaves."""
-        self.due = -1.0
+        self.arrival = -1.0
         """Time when the last byte arrives; negative while the message waits for a transmission."""
-        self.answer = 0.0
+        self.answer_delay = 0.0
         """Random extra delay of the acknowledgement, in seconds."""
 
 
@@ -117,8 +119,9 @@ class Cast:
 
     message: Message
     header: int
-    """Bytes before the values."""
-    bytes: int
+    """Bytes of the message before the values of its tensors."""
+    size: int
+    """Bytes of the whole message, without framing."""
     number: int
     """Number of the broadcast since the sender's boot."""
     start: float
@@ -142,42 +145,42 @@ class Channel:
         self._event_queue = event_queue
         self.target = target
         self._free_at = 0.0
-        """When the last transmission scheduled so far ends."""
-        self._last_due = 0.0
-        """When the last message scheduled so far arrives; later messages arrive no earlier."""
-        self._last_answer = 0.0
-        """When the last acknowledgement scheduled so far arrives."""
+        """Time when the last transmission scheduled so far ends."""
+        self._last_arrival = 0.0
+        """Time when the last message scheduled so far arrives; later messages arrive no earlier."""
+        self._last_answer_arrival = 0.0
+        """Time when the last acknowledgement scheduled so far arrives."""
         self._unacknowledged = 0
         """Unacknowledged bytes of the current program at the source."""
         # A list, since an empty deque takes 0.7 kB, and a mesh has a million channels.
         self._waiting: list[Parcel] = []
-        """Messages still to arrive in the order of the calls; those in transit come first."""
+        """Parcels that have not arrived, in the order of the calls; parcels in transit come first."""
         self._blocked_since: float | None = None
-        """Instant since which a message waits for the channel to open."""
-        self._chance = False
+        """Time since which a message waits for the channel to open; None if none waits."""
+        self._is_random = False
         """Whether either direction has random behaviour."""
-        self._answered = True
-        """Whether acknowledgements get through."""
-        self._full = False
+        self._passes_answers = True
+        """Whether the link back lets acknowledgements of this channel's messages through."""
+        self._waits_for_window = False
         """Whether a message waits for room in the window."""
         self.source = source
         self.link = link
-        self.largest = largest_message(source.spec, target.spec)
+        self.max_message_size = largest_message(source.spec, target.spec)
         """Maximum message size in bytes that both ends can hold."""
         self.back: Channel
-        """The other direction; see `connect`."""
+        """The channel of the other direction, set by `connect`."""
         self._seed = seed
-        self._changes = 0
-        """Number of links that the channel has had so far, the present one included."""
+        self._link_count = 0
+        """Number of links that the channel has had so far, including the present one; part of the random seed."""
         self.crossing: Crossing | None = None
         """Random processes of the link; None for a deterministic link."""
         self._window: Window | None = None
         """TCP window of the connection; None before the first random transmission."""
-        self._open = self._is_passable()
+        self._is_open = self._is_passable()
         """Whether messages can leave: the link lets packets through, the target is on and the source runs."""
-        self._refused = target.device is None
+        self._target_was_off = target.device is None
         """Whether the target was off at any time since the channel was last open."""
-        self._at_door: list[Parcel] = []
+        self._held_parcels: list[Parcel] = []
         """Messages that arrived at a paused target."""
         self._unanswered: list[tuple[float, Parcel]] = []
         """Delivery times of messages whose acknowledgement is blocked on the way back."""
@@ -192,17 +195,17 @@ class Channel:
     def _apply_link(self) -> None:
         """Restart the random processes of the link and update the return path."""
         link, back = self.link, self.back
-        self._changes += 1
+        self._link_count += 1
         self.crossing = None
-        if has_chance(link):
-            # A new sequence for each change: how much was drawn before must not matter.
+        if is_random_link(link):
+            # A new random sequence for each change: the number of earlier draws must not matter.
             ends = f"{self.source.name} {self.target.name}"
-            seed = f"{self._seed} {ends} {self._changes}"
+            seed = f"{self._seed} {ends} {self._link_count}"
             self.crossing = make_crossing(link, seed)
         is_random = self.crossing is not None or back.crossing is not None
-        self._chance = is_random
-        back._chance = is_random
-        back._answered = is_passable(link)
+        self._is_random = is_random
+        back._is_random = is_random
+        back._passes_answers = is_passable(link)
 
     def _is_passable(self) -> bool:
         return self._is_reachable() and not self.source.paused
@@ -212,7 +215,7 @@ class Channel:
 
     def awaits_acknowledgement(self, device: Guest) -> bool:
         """Return whether a message of this device is unacknowledged."""
-        parcels = [*self._waiting, *self._at_door]
+        parcels = [*self._waiting, *self._held_parcels]
         parcels += [parcel for _, parcel in self._unanswered]
         own = [parcel for parcel in parcels if parcel.sender is device]
         return not all(parcel.future.done() for parcel in own)
@@ -221,75 +224,76 @@ class Channel:
         """Return whether a message has arrived in part."""
         now, delay = self._event_queue.now, self.link.delay
         return any(
-            parcel.due >= 0 and parcel.start + delay <= now for parcel in self._waiting
+            parcel.arrival >= 0 and parcel.start + delay <= now
+            for parcel in self._waiting
         )
 
     def enqueue(self, parcel: Parcel) -> None:
         """Queue a message behind the previous ones."""
         self._waiting.append(parcel)
-        if self._open:
+        if self._is_open:
             if self._unacknowledged < WINDOW:
                 self._launch_parcel(parcel)
             else:
-                self._full = True
+                self._waits_for_window = True
         elif self._blocked_since is None and not self._is_reachable():
-            self._blocked_since = parcel.called
+            self._blocked_since = parcel.call_time
 
     def _launch_parcel(self, parcel: Parcel) -> None:
         # Comparisons instead of max(), which takes most of the time here.
         start = self._free_at
         if start < self._event_queue.now:
             start = self._event_queue.now
-        self._unacknowledged += parcel.bytes
-        wire, least, lag = parcel.remaining, 0.0, 0.0
-        if self._chance:
-            wire, least, lag, parcel.answer = self._draw_crossing(wire)
+        self._unacknowledged += parcel.size
+        wire, min_seconds, lag = parcel.remaining, 0.0, 0.0
+        if self._is_random:
+            wire, min_seconds, lag, parcel.answer_delay = self._draw_crossing(wire)
         end = start + self.link.transmission_time(wire)
         # Over a link that loses packets, TCP's window may take longer than the rate.
-        if end < start + least:
-            end = start + least
-        if parcel.begun < 0:
-            parcel.begun = start
+        if end < start + min_seconds:
+            end = start + min_seconds
+        if parcel.first_start < 0:
+            parcel.first_start = start
         parcel.start = start
         parcel.end = self._free_at = end
-        due = end + (self.link.delay + lag)
+        arrival = end + (self.link.delay + lag)
         # TCP delivers in order: a message waits for earlier ones that were delayed by chance.
-        if due < self._last_due:
-            due = self._last_due
-        self._last_due = parcel.due = due
-        self._event_queue.at(due, _on_arrival, parcel)
+        if arrival < self._last_arrival:
+            arrival = self._last_arrival
+        self._last_arrival = parcel.arrival = arrival
+        self._event_queue.at(arrival, _on_arrival, parcel)
 
     def _launch_waiting(self) -> None:
         """Launch queued messages within the window."""
-        self._full = False
+        self._waits_for_window = False
         for parcel in self._waiting:
-            if parcel.due < 0:
+            if parcel.arrival < 0:
                 if self._unacknowledged >= WINDOW:
-                    self._full = True
+                    self._waits_for_window = True
                     return
                 self._launch_parcel(parcel)
 
     def _mark_for_relaunch(self, parcel: Parcel) -> None:
         """Mark a launched message for another launch."""
-        parcel.due = -1.0
+        parcel.arrival = -1.0
         # Bytes of an earlier boot do not count against the window of the present program.
         if parcel.sender is self.source.device:
-            self._unacknowledged -= parcel.bytes
+            self._unacknowledged -= parcel.size
 
     def _draw_crossing(self, wire: float) -> tuple[float, float, float, float]:
         """Draw a transmission: total bytes sent, minimum duration, and the delays of message and acknowledgement."""
-        least, lag, answer, back = 0.0, 0.0, 0.0, self.back.crossing
+        min_seconds, lag, answer, back = 0.0, 0.0, 0.0, self.back.crossing
         if self.crossing is not None:
             if self._window is None:
                 self._window = Window()
-            unheard = _lose_no_answer if back is None else back.draw_loss
+            unheard = _keep_answer if back is None else back.draw_loss
             spacing = self.link.transmission_time(PACKET)
-            wire, least, lag = self.crossing.draw_message(
+            wire, min_seconds, lag = self.crossing.draw_message(
                 wire, spacing, self.round_trip, self._window, unheard
             )
         if back is not None:
             answer = back.draw_answer(self.round_trip)
-        return wire, least, lag, answer
+        return wire, min_seconds, lag, answer
 
     @property
     def round_trip(self) -> float:
@@ -299,68 +303,70 @@ class Channel:
     def arrive(self, parcel: Parcel) -> None:
         """Deliver a message."""
         # An interrupted message arrives at another time or never; its entry in the event queue is void.
-        if parcel.due != self._event_queue.now:
+        if parcel.arrival != self._event_queue.now:
             return
-        parcel.due = -1.0
+        parcel.arrival = -1.0
         # Messages arrive in the order of the list.
         del self._waiting[0]
         self._blocked_since = None
         if self.target.paused:
-            self._at_door.append(parcel)
-            self.target.held.append((self._deliver_held, parcel))
+            self._held_parcels.append(parcel)
+            self.target.deferred_calls.append((self._deliver_held, parcel))
         else:
             self._deliver_parcel(parcel)
 
     def _deliver_held(self, parcel: Parcel) -> None:
-        self._at_door.remove(parcel)
+        self._held_parcels.remove(parcel)
         self._deliver_parcel(parcel)
 
     def _deliver_parcel(self, parcel: Parcel) -> None:
         """Deliver a message to the device and send the acknowledgement."""
         now, device = self._event_queue.now, self.target.device
         assert device is not None
-        start = parcel.begun + self.link.delay
+        start = parcel.first_start + self.link.delay
         # Reordered packets skip the delay.
         if start > now:
             start = now
-        if self._answered:
-            self._send_answer(parcel, now + (self.back.link.delay + parcel.answer))
+        if self._passes_answers:
+            self._send_answer(
+                parcel, now + (self.back.link.delay + parcel.answer_delay)
+            )
         else:
             self._unanswered.append((now, parcel))
-        device.deliver(parcel.message, parcel.bytes, start, now - start)
+        device.deliver(parcel.message, parcel.size, start, now - start)
 
     def _send_answer(self, parcel: Parcel, when: float) -> None:
-        if when < self._last_answer:
-            when = self._last_answer
-        self._last_answer = when
+        if when < self._last_answer_arrival:
+            when = self._last_answer_arrival
+        self._last_answer_arrival = when
         self._event_queue.at(when, _on_acknowledgement, parcel)
 
     def acknowledge(self, parcel: Parcel) -> None:
         """Process an acknowledgement at the sender."""
         source = self.source
         if source.paused:
-            source.held.append((_on_acknowledgement, parcel))
+            source.deferred_calls.append((_on_acknowledgement, parcel))
             return
         # The sender was switched off meanwhile.
         if parcel.sender is not source.device:
             return
-        self._unacknowledged -= parcel.bytes
-        if self._full and self._open:
+        self._unacknowledged -= parcel.size
+        if self._waits_for_window and self._is_open:
             self._launch_waiting()
         if parcel.future.done():
             return
         parcel.future.set_result(None)
-        now, called = self._event_queue.now, parcel.called
-        queued = parcel.begun - called
+        now, call_time = self._event_queue.now, parcel.call_time
+        queued = parcel.first_start - call_time
         # The last value is 0: encoding takes none of the device's time.
         row = (
             now,
             source.name,
             self.target.name,
             parcel.message.kind,
-            parcel.bytes,
-            called,
-            now - called,
+            parcel.size,
+            call_time,
+            now - call_time,
             queued,
             0.0,
         )
@@ -369,19 +375,19 @@ class Channel:
 
     def withdraw(self, parcel: Parcel) -> None:
         """Remove a message that has not left completely; later ones move up."""
-        has_left = parcel.due >= 0 and parcel.end <= self._event_queue.now
+        has_left = parcel.arrival >= 0 and parcel.end <= self._event_queue.now
         if has_left or parcel not in self._waiting:
             return
         self._interrupt_sending()
         self._waiting.remove(parcel)
         if not self._waiting:
             self._blocked_since = None
-        if self._open:
-            self._relaunch_parcels(self._event_queue.now)
+        if self._is_open:
+            self._relaunch_from(self._event_queue.now)
 
     def refresh(self, link: Link | None = None) -> None:
         """Adapt to a changed link, or to a changed state of a host."""
-        now, was_open = self._event_queue.now, self._open
+        now, was_open = self._event_queue.now, self._is_open
         if was_open:
             self._interrupt_sending()
         if link is not None:
@@ -389,57 +395,57 @@ class Channel:
             self._apply_link()
         if self.target.device is None:
             self._forget_connection()
-        self._open = self._is_passable()
-        if not self._open:
+        self._is_open = self._is_passable()
+        if not self._is_open:
             # A pause of the sender blocks nothing: its own clock stands still.
             is_blocked = self._blocked_since is not None or self._is_reachable()
-            if not is_blocked and any(parcel.due < 0 for parcel in self._waiting):
+            if not is_blocked and any(parcel.arrival < 0 for parcel in self._waiting):
                 self._blocked_since = now
             return
-        self._relaunch_parcels(now if was_open else self._reopens_at(now))
-        self.back._answer_late()
+        self._relaunch_from(now if was_open else self._reopens_at(now))
+        self.back._send_blocked_answers()
 
     def _interrupt_sending(self) -> None:
         """Stop unfinished transmissions and record their progress."""
         now = self._event_queue.now
-        self._last_due = 0.0
+        self._last_arrival = 0.0
         for parcel in self._waiting:
-            if parcel.due < 0:
+            if parcel.arrival < 0:
                 continue
             # A message that has left completely arrives as scheduled.
             if parcel.end <= now:
-                self._last_due = parcel.due
+                self._last_arrival = parcel.arrival
                 continue
             if parcel.start < now:
                 # The part that has left is not sent again.
                 parcel.remaining *= (parcel.end - now) / (parcel.end - parcel.start)
                 self._blocked_since = None
-            elif parcel.begun == parcel.start:
+            elif parcel.first_start == parcel.start:
                 # Its first byte has not left after all.
-                parcel.begun = -1.0
+                parcel.first_start = -1.0
             # Drawn again with the next transmission.
-            parcel.answer = 0.0
+            parcel.answer_delay = 0.0
             self._mark_for_relaunch(parcel)
 
     def _forget_connection(self) -> None:
         """Requeue all unacknowledged messages, because a restarted target has forgotten them."""
-        self._refused = True
+        self._target_was_off = True
         self._window = None
-        arrived = [*(parcel for _, parcel in self._unanswered), *self._at_door]
-        in_transit = [parcel for parcel in self._waiting if parcel.due >= 0]
+        arrived = [*(parcel for _, parcel in self._unanswered), *self._held_parcels]
+        in_transit = [parcel for parcel in self._waiting if parcel.arrival >= 0]
         self._unanswered.clear()
-        self._at_door.clear()
+        self._held_parcels.clear()
         for parcel in (*arrived, *in_transit):
             self._mark_for_relaunch(parcel)
         pending = (*arrived, *self._waiting)
         self._waiting = [parcel for parcel in pending if not parcel.future.done()]
         for parcel in self._waiting:
-            parcel.remaining = wire_bytes(parcel.bytes)
+            parcel.remaining = wire_bytes(parcel.size)
 
     def _reopens_at(self, now: float) -> float:
         """Return the time at which the sender notices the open channel."""
-        since, refused = self._blocked_since, self._refused
-        self._refused = False
+        since, refused = self._blocked_since, self._target_was_off
+        self._target_was_off = False
         if since is None or since == now:
             return now
         # A stopped target answers at once that nobody listens, so attempts follow each other soon.
@@ -450,15 +456,15 @@ class Channel:
         # Over a new connection, messages are sent again from their first byte.
         if attempt - since >= STALL_SECONDS:
             for parcel in self._waiting:
-                if parcel.due < 0:
-                    parcel.remaining = wire_bytes(parcel.bytes)
+                if parcel.arrival < 0:
+                    parcel.remaining = wire_bytes(parcel.size)
         return attempt
 
-    def _relaunch_parcels(self, start: float) -> None:
+    def _relaunch_from(self, start: float) -> None:
         self._free_at = start
         self._launch_waiting()
 
-    def _answer_late(self) -> None:
+    def _send_blocked_answers(self) -> None:
         """Send the acknowledgements blocked so far; the sender's next attempt reveals them."""
         now, unanswered = self._event_queue.now, self._unanswered
         self._unanswered = []
@@ -470,8 +476,8 @@ class Channel:
         """Discard unsent messages of a stopped sender. Bytes that have left still arrive."""
         self._interrupt_sending()
         # A paused sender that is killed is paused no more.
-        self._open = self._is_passable()
-        self._waiting = [parcel for parcel in self._waiting if parcel.due >= 0]
+        self._is_open = self._is_passable()
+        self._waiting = [parcel for parcel in self._waiting if parcel.arrival >= 0]
         self._blocked_since = None
         self._free_at = self._event_queue.now
         self._unacknowledged = 0
@@ -480,7 +486,7 @@ class Channel:
         """Draw the delay in seconds of a broadcast that has just left; None if lost."""
         delay = self.link.delay
         if self.crossing is not None:
-            pieces = range(chunks(cast.bytes))
+            pieces = range(chunks(cast.size))
             # A sum, not any(): all datagrams are drawn, whatever became of the first ones.
             if sum(self.crossing.draw_loss() for _ in pieces):
                 return None
@@ -490,7 +496,7 @@ class Channel:
     def deliver_cast(self, cast: Cast, delay: float) -> None:
         """Deliver a broadcast to the target, subject to random loss."""
         if self.target.paused:
-            self.target.held.append((deliver_casts, ([self], cast, delay)))
+            self.target.deferred_calls.append((deliver_casts, ([self], cast, delay)))
             return
         device, link = self.target.device, self.link
         if device is None:
@@ -517,10 +523,10 @@ class Channel:
         )
         start = cast.start + delay
         now = self._event_queue.now
-        device.deliver(own, cast.bytes, start, now - start, cast.number)
+        device.deliver(own, cast.size, start, now - start, cast.number)
 
 
-def _lose_no_answer() -> bool:
+def _keep_answer() -> bool:
     """Draw that an acknowledgement arrives: its direction of the link loses none."""
     return False
 

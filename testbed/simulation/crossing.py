@@ -1,8 +1,8 @@
 """Random transmission of messages on one direction of a link: loss, corruption, delay and reordering.
 
-A message arrives when the last of its packets does, in whatever order: TCP puts them right. A corrupted packet
-fails its checksum and is as good as lost; one that arrives twice changes nothing. How TCP repeats lost packets, and how
-much slower it sends after a loss, is in `testbed.simulation.reno`.
+A message arrives with the last of its packets, in any order, because TCP restores the order. A corrupted packet fails
+its checksum and counts as lost; a duplicate changes nothing. `testbed.simulation.reno` repeats lost packets and slows
+down after a loss.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from testbed.network import impairments
 from testbed.network.link import Link
 from testbed.simulation.reno import (
     RETRANSMISSION_TIMEOUT,
-    Chance,
+    Draw,
     Transmission,
     Window,
     double_timeout,
@@ -22,9 +22,9 @@ from testbed.wire.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS
 
 PACKET = SEGMENT + TCP_HEADERS + ETHERNET_HEADER
 """Bytes on the wire of a full segment."""
-_ATTEMPTS = 10_000
+_MAX_ATTEMPTS = 10_000
 """Maximum number of attempts, so that a link with nearly total loss cannot block forever."""
-_LATEST = 1000
+_MAX_DRAWN_DELAYS = 1000
 """Number of final packets with drawn delays; earlier ones arrive long before the end."""
 
 
@@ -53,38 +53,38 @@ class Crossing:
         spacing: float,
         round_trip: float,
         window: Window,
-        unheard: Chance,
+        draw_answer_loss: Draw,
     ) -> tuple[float, float, float]:
         """Draw the transmission of a message of ``wire`` bytes, with ``spacing`` seconds per full packet.
 
-        Returns the bytes sent in all; the minimum seconds until they have left, 0 if the rate alone decides; and the
-        lateness of the arrival relative to the last byte's departure plus the link's delay, negative if that byte skips
-        the delay. ``unheard`` draws whether an acknowledgement is lost.
+        Returns the number of bytes sent, including repeated ones; the minimum seconds until they have left, 0 if the
+        rate alone decides; and the lateness of the arrival relative to the last byte's departure plus the link's delay,
+        negative if that byte skips the delay. ``draw_answer_loss`` draws whether an acknowledgement is lost.
         """
         packets = math.ceil(wire / PACKET)
         if self._lost is None and self._corrupted is None:
             return wire, 0.0, self._latest_arrival(packets, spacing)
-        # Packets of equal size: which of them is the smaller last one makes no difference to speak of.
+        # All packets get an equal size, a negligible error: in fact only the last one is smaller.
         size = wire / packets
-        course = Transmission(
+        transmission = Transmission(
             window,
             packets,
             spacing * size / PACKET,
             round_trip,
             self.draw_loss,
-            unheard,
+            draw_answer_loss,
         )
-        course.run()
-        lateness = course.over - course.busy
-        lateness += self._latest_arrival(course.last, spacing)
-        return course.sent * size, course.busy, lateness
+        transmission.run()
+        lateness = transmission.last_departure - transmission.sending_seconds
+        lateness += self._latest_arrival(transmission.last_round_size, spacing)
+        return transmission.sent_packets * size, transmission.sending_seconds, lateness
 
     def draw_answer(self, round_trip: float) -> float:
         """Draw the lateness, relative to the link's delay, of an answer of one packet in a connection's other
         direction."""
         lag = 0.0
         timeout = round_trip + RETRANSMISSION_TIMEOUT
-        for _ in range(_ATTEMPTS):
+        for _ in range(_MAX_ATTEMPTS):
             if not self.draw_loss():
                 break
             lag += timeout
@@ -95,7 +95,7 @@ class Crossing:
         """Return the arrival of the latest packet, relative to the arrival of the final one with the link's delay."""
         if self._delays is None:
             return 0.0
-        drawn = min(packets, _LATEST)
+        drawn = min(packets, _MAX_DRAWN_DELAYS)
         latest = -math.inf
         for behind in range(drawn - 1, -1, -1):
             # A packet sent earlier by some spacings may still be the last to arrive.
@@ -103,14 +103,14 @@ class Crossing:
         return latest - self._delay
 
 
-def has_chance(link: Link) -> bool:
+def is_random_link(link: Link) -> bool:
     """Return whether a link has random behaviour."""
     return bool(link.loss or link.jitter or link.bursts or link.corrupt or link.reorder)
 
 
 def loses_everything(link: Link) -> bool:
     """Return whether every packet is lost by chance."""
-    return has_chance(link) and impairments.expected_loss(link) >= 1
+    return is_random_link(link) and impairments.expected_loss(link) >= 1
 
 
 def is_passable(link: Link) -> bool:
@@ -120,6 +120,6 @@ def is_passable(link: Link) -> bool:
 
 def make_crossing(link: Link, seed: str) -> Crossing | None:
     """Return the random processes of a link; None for a deterministic link."""
-    if not has_chance(link) or loses_everything(link):
+    if not is_random_link(link) or loses_everything(link):
         return None
     return Crossing(link, seed)

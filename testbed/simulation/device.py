@@ -30,18 +30,18 @@ T = TypeVar("T")
 
 _RECEIVED = ("peer", "message", "bytes", "start", "duration", "decode")
 RECEIVE: Form = ("receive", _RECEIVED)
+"""Name and fields of the event of an arrived message."""
 HEAR: Form = ("receive", (*_RECEIVED, "cast"))
-"""Event of an arrived message or broadcast."""
+"""Name and fields of the event of an arrived broadcast."""
 CAST: Form = ("cast", ("peers", "message", "bytes", "start", "duration", "number"))
+"""Name and fields of the event of a sent broadcast."""
 
 
 @cache
 def _work_forms(span: tuple[str, ...]) -> tuple[Form, Form]:
-    """Return the forms of the events at the start and end of work, whose span has the given fields."""
-    return ("begin", span), (
-        "compute",
-        (*span, "start", "duration", "flops", "busy", "deficit"),
-    )
+    """Return the forms of the events at the start and end of work whose span has these fields."""
+    end_fields = (*span, "start", "duration", "flops", "busy", "deficit")
+    return ("begin", span), ("compute", end_fields)
 
 
 def _wake_program(waiting: asyncio.Future[None]) -> None:
@@ -50,7 +50,7 @@ def _wake_program(waiting: asyncio.Future[None]) -> None:
 
 
 class Surroundings(Protocol):
-    """The simulated world as seen by a device."""
+    """The part of `testbed.simulation.world.World` that a device uses."""
 
     loop: VirtualLoop
     event_queue: EventQueue
@@ -69,10 +69,10 @@ class Surroundings(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class _ChargedWork:
-    """One call of ``compute``."""
+class _Work:
+    """One call of `SimulatedDevice.compute`."""
 
-    work: Callable[[], Any]
+    function: Callable[[], Any]
     cost: Cost
     span: Span
     future: asyncio.Future[Any]
@@ -80,11 +80,12 @@ class _ChargedWork:
     """Time when a processor took up the work."""
     remaining: float = 0.0
     """Seconds of work left at the start, or at the last halt."""
-    ends: float = -1.0
+    end: float = -1.0
     """End time; negative if unknown."""
-    share: SharedTransfer | None = None
-    """Share of the cores of a shared machine."""
+    transfer: SharedTransfer | None = None
+    """The work as a transfer over shared cores; None while halted or without shared cores."""
     result: Any = None
+    """Result of the function, handed over at the end time."""
 
 
 class SimulatedDevice:
@@ -100,29 +101,31 @@ class SimulatedDevice:
         self._channels: dict[str, Channel] = {}
         self._inbox: deque[Message] = deque()
         self._receivers: list[asyncio.Future[Message]] = []
+        """Waiting calls of `receive`, in the order of the calls."""
         self._listener: Callable[[Message], None] | None = None
+        """Function of `listen`, which gets each message instead of the inbox."""
         self.host = host
         self.leaving = False
         self.tasks: dict[asyncio.Task[Any], None] = {}
         """Tasks of the program in the order of their start."""
-        self.started = 0
+        self.started_tasks = 0
         """Number of tasks started so far."""
         self.running = True
         """Whether the program has not returned."""
         self.exposed: dict[bool, Callable[[], Mapping[str, Any]]] = {}
-        """Functions that return the weights, by whether they cover only the device's part."""
+        """Functions that return weights: under True those of the device's part of the model, under False all."""
         self._world = world
         self._form: CastForm | None = None
         """Encoding of broadcasts; None before the first one."""
-        self._casts = 0
+        self._cast_count = 0
         """Number of broadcasts since the boot."""
-        self._cast_until = 0.0
+        self._last_cast_end = 0.0
         """Time when the last broadcast has left."""
-        self._queue: list[_ChargedWork] = []
+        self._waiting_work: list[_Work] = []
         """Work waiting for a processor."""
-        self._under_way: list[_ChargedWork] = []
+        self._running_work: list[_Work] = []
         """Work on the processors, also while these are paused."""
-        self._charged = lru_cache(256)(
+        self._cost_of = lru_cache(256)(
             lambda cost: (host.spec.seconds(cost), cost.of().flops)
         )
         """Seconds and FLOPs of a cost; most are charged again and again."""
@@ -148,11 +151,11 @@ class SimulatedDevice:
     def expose(
         self, weights: Callable[[], Mapping[str, Any]], part: bool = False
     ) -> None:
-        """Keep the callable for whoever asks for the weights."""
+        """Register a function that returns all weights, or with ``part`` those of the device's part of the model."""
         self.exposed[part] = weights
 
     async def save(self, name: str, message: Message) -> None:
-        """Keep a copy at the host."""
+        """Store a copy of a message at the host."""
         if self.alive:
             self.host.disk[name] = delivered(message, self.name)[0]
 
@@ -162,13 +165,13 @@ class SimulatedDevice:
 
     async def sleep(self, seconds: float) -> None:
         """Wait on the virtual clock."""
-        # Also a sleep of no length lets other tasks run, as asyncio's does.
+        # As with asyncio, a sleep of zero seconds lets other tasks run.
         if seconds <= 0:
             await asyncio.sleep(0)
             return
-        over: asyncio.Future[None] = self._loop.create_future()
-        self._event_queue.at(self._event_queue.now + seconds, _wake_program, over)
-        await over
+        wake_up: asyncio.Future[None] = self._loop.create_future()
+        self._event_queue.at(self._event_queue.now + seconds, _wake_program, wake_up)
+        await wake_up
 
     def _cast_form(self) -> CastForm:
         """Prepare broadcasting on first use, because most devices never need the list of peers."""
@@ -181,13 +184,13 @@ class SimulatedDevice:
         return channel
 
     async def send(self, peer: str, message: Message) -> None:
-        """Deliver reliably; return when the acknowledgement is back."""
+        """Deliver a message reliably; return when the acknowledgement has arrived."""
         if not self.alive:
             self._stop_program()
         channel = self._channels.get(peer) or self._channel_to(peer)
         # A copy, since the program may change the message while it is in transit.
         sent, size = delivered(message, self.name)
-        if size > channel.largest:
+        if size > channel.max_message_size:
             check_message(size, self.host.spec, channel.target.spec)
         future = asyncio.Future[None](loop=self._loop)
         parcel = Parcel(channel, self, sent, size, self._event_queue.now, future)
@@ -201,7 +204,7 @@ class SimulatedDevice:
             raise
 
     async def cast(self, peers: Collection[str], message: Message) -> None:
-        """Transmit once for all; return when the last byte has left."""
+        """Broadcast a message with one transmission for all peers; return when the last byte has left."""
         if not self.alive:
             self._stop_program()
         channels = [
@@ -215,39 +218,47 @@ class SimulatedDevice:
             check_message(size, self.host.spec, channel.target.spec)
         on_wire = cast_wire_bytes(size)
         seconds = transmission_time(on_wire, self._world.cast_rate(self.name))
-        called = self._event_queue.now
-        start, end = occupy(self._world.cast_media(self.name), called, seconds)
-        # The wait behind the device's own casts is not part of this one's duration.
-        ready = max(called, self._cast_until)
-        self._cast_until = end
-        number = self._casts
-        self._casts += 1
+        call_time = self._event_queue.now
+        start, end = occupy(self._world.cast_media(self.name), call_time, seconds)
+        # The wait for the device's own earlier broadcasts is not part of the duration.
+        ready = max(call_time, self._last_cast_end)
+        self._last_cast_end = end
+        number = self._cast_count
+        self._cast_count += 1
         # The broadcast begins to arrive with its first datagram.
-        first = 0.0
+        first_datagram_seconds = 0.0
         if seconds:
-            first = seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / on_wire
-        cast = Cast(sent, header, size, number, start + first)
+            first_datagram = cast_wire_bytes(min(size, CAST_CHUNK))
+            first_datagram_seconds = seconds * first_datagram / on_wire
+        cast = Cast(sent, header, size, number, start + first_datagram_seconds)
         self._event_queue.at(end, self._propagate_cast, (channels, cast))
-        await self.sleep(end - called)
-        values_of_event = (message.kind, size, ready, end - ready, number)
-        self.add(
-            CAST, (self._event_queue.now, self.name, sorted(peers), *values_of_event)
+        await self.sleep(end - call_time)
+        row = (
+            self._event_queue.now,
+            self.name,
+            sorted(peers),
+            message.kind,
+            size,
+            ready,
+            end - ready,
+            number,
         )
+        self.add(CAST, row)
 
-    def _propagate_cast(self, leaving: tuple[list[Channel], Cast]) -> None:
+    def _propagate_cast(self, departure: tuple[list[Channel], Cast]) -> None:
         # The sender died before the end of the transmission.
         if not self.alive:
             return
-        channels, cast = leaving
-        # One entry of the event queue for all receivers at the same delay, mostly one in all.
-        arriving: dict[float, list[Channel]] = {}
+        channels, cast = departure
+        # One entry of the event queue for all receivers at the same delay; most broadcasts have a single delay.
+        channels_by_delay: dict[float, list[Channel]] = {}
         for channel in channels:
             delay = channel.draw_cast_delay(cast)
             if delay is not None:
-                arriving.setdefault(delay, []).append(channel)
-        for delay, together in arriving.items():
+                channels_by_delay.setdefault(delay, []).append(channel)
+        for delay, group in channels_by_delay.items():
             self._event_queue.at(
-                self._event_queue.now + delay, deliver_casts, (together, cast, delay)
+                self._event_queue.now + delay, deliver_casts, (group, cast, delay)
             )
 
     def deliver(
@@ -281,7 +292,7 @@ class SimulatedDevice:
             self._listener(message)
 
     def _hand_to_waiter(self, message: Message) -> bool:
-        """Give a message to who has waited longest; return False where nobody waits."""
+        """Give a message to the call of `receive` that has waited longest; return False if none waits."""
         while self._receivers:
             receiver = self._receivers.pop(0)
             if not receiver.done():
@@ -303,7 +314,7 @@ class SimulatedDevice:
             if receiver in self._receivers:
                 self._receivers.remove(receiver)
             elif not receiver.cancelled():
-                # A message that came at the very instant of the cancellation must not be lost.
+                # A message that arrived at the instant of the cancellation must not be lost.
                 message = receiver.result()
                 if not self._hand_to_waiter(message):
                     self._inbox.appendleft(message)
@@ -313,10 +324,10 @@ class SimulatedDevice:
         """Return whether a message from the peer is arriving."""
         return self._world.channel(peer, self.name).has_partial_arrival()
 
-    async def listen(self, take: Callable[[Message], None]) -> NoReturn:
+    async def listen(self, handler: Callable[[Message], None]) -> NoReturn:
         """Call a function with each message at its arrival, like a program that only awaits `receive`.
 
-        Raises what ``take`` raises.
+        Raises what ``handler`` raises.
         """
         failed: asyncio.Future[NoReturn] = self._loop.create_future()
         context = copy_context()
@@ -324,33 +335,35 @@ class SimulatedDevice:
         def deliver(message: Message) -> None:
             if self.alive and not failed.done():
                 try:
-                    context.run(take, message)
-                except Exception as error:  # noqa: BLE001 - it is the program's to handle
+                    context.run(handler, message)
+                except Exception as error:  # noqa: BLE001 - the program handles it
                     failed.set_exception(error)
 
         # Messages that arrived before the program began to listen.
         while self._inbox:
-            take(self._inbox.popleft())
+            handler(self._inbox.popleft())
         self._listener = deliver
         try:
             await failed
         finally:
             self._listener = None
-        raise AssertionError("it only ever fails")
+        raise AssertionError("the future `failed` has an exception as its only result")
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Run the work now, and return its result after the charged time."""
+        """Run a function now, and return its result after the charged time of its cost."""
         if not self.alive:
             self._stop_program()
         future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.append(_ChargedWork(work, cost, span, future))
+        self._waiting_work.append(_Work(work, cost, span, future))
         self._begin_work()
         return await future
 
     def _begin_work(self) -> None:
-        """Start queued work on free processors, skipping cancelled work."""
-        while self._queue and len(self._under_way) < self.host.spec.processors:
-            work = self._queue.pop(0)
+        """Start waiting work on free processors, skipping cancelled work."""
+        while (
+            self._waiting_work and len(self._running_work) < self.host.spec.processors
+        ):
+            work = self._waiting_work.pop(0)
             # The caller has been cancelled while the work waited.
             if work.future.done():
                 continue
@@ -362,50 +375,52 @@ class SimulatedDevice:
                 return
             # The result is computed now and handed over when the charged time has passed.
             try:
-                work.result = work.work()
-            except Exception as error:  # noqa: BLE001 - it is the program's to handle
+                work.result = work.function()
+            except Exception as error:  # noqa: BLE001 - the program handles it
                 work.future.set_exception(error)
                 continue
-            work.remaining = self._charged(work.cost)[0] / self.host.factor
-            self._under_way.append(work)
+            work.remaining = self._cost_of(work.cost)[0] / self.host.factor
+            self._running_work.append(work)
             self._continue_work(work)
 
-    def _continue_work(self, work: _ChargedWork) -> None:
+    def _continue_work(self, work: _Work) -> None:
         if self.host.paused:
             return
         if self.host.cores is not None:
             finish = partial(self._finish_work, work)
             uses = ((self.host.cores, 1.0),)
-            work.share = SharedTransfer(work.remaining, 1.0, uses, finish)
-            self._world.sharing.begin(work.share)
+            work.transfer = SharedTransfer(work.remaining, 1.0, uses, finish)
+            self._world.sharing.begin(work.transfer)
             return
-        work.ends = self._event_queue.now + work.remaining
-        self._event_queue.at(work.ends, self._end_work, work)
+        work.end = self._event_queue.now + work.remaining
+        self._event_queue.at(work.end, self._end_work, work)
 
-    def _halt_work(self, work: _ChargedWork) -> None:
-        if work.share is not None:
-            work.remaining = self._world.sharing.stop(work.share)
-            work.share = None
-        elif work.ends >= 0:
-            work.remaining = work.ends - self._event_queue.now
-            work.ends = -1.0
+    def _halt_work(self, work: _Work) -> None:
+        if work.transfer is not None:
+            work.remaining = self._world.sharing.stop(work.transfer)
+            work.transfer = None
+        elif work.end >= 0:
+            work.remaining = work.end - self._event_queue.now
+            work.end = -1.0
 
     def pause(self) -> None:
-        """Stop the processors and hold back the program."""
+        """Stop the processors and suspend the program."""
         self._event_queue.freeze(self)
-        for work in self._under_way:
+        for work in self._running_work:
             self._halt_work(work)
 
     def resume(self) -> None:
         """Resume processors and program."""
         self._event_queue.thaw(self)
-        for work in self._under_way:
+        for work in self._running_work:
             self._continue_work(work)
 
     def change_speed(self, factor: float) -> None:
         """Rescale the remaining work to ``factor`` times the previous speed."""
-        for work in self._under_way:
-            is_unfinished = work.share is not None or work.ends > self._event_queue.now
+        for work in self._running_work:
+            is_unfinished = (
+                work.transfer is not None or work.end > self._event_queue.now
+            )
             if self.host.paused or is_unfinished:
                 self._halt_work(work)
                 work.remaining /= factor
@@ -414,25 +429,25 @@ class SimulatedDevice:
     def kill(self) -> None:
         """Stop the program; its remaining code has no effect."""
         self.alive = False
-        for work in self._under_way:
+        for work in self._running_work:
             self._halt_work(work)
         # Tasks of a paused device must run once more, to be cancelled.
         self._event_queue.thaw(self)
         for task in list(self.tasks):
             task.cancel()
 
-    def _end_work(self, work: _ChargedWork) -> None:
-        if not self.alive or work.ends != self._event_queue.now:
+    def _end_work(self, work: _Work) -> None:
+        if not self.alive or work.end != self._event_queue.now:
             return
         self._finish_work(work)
 
-    def _finish_work(self, work: _ChargedWork) -> None:
-        # Reset, since a pause of no length leaves two entries in the event queue for this instant.
-        work.ends = -1.0
-        work.share = None
-        self._under_way.remove(work)
+    def _finish_work(self, work: _Work) -> None:
+        # Reset, because a pause of zero seconds leaves two entries in the event queue for this instant.
+        work.end = -1.0
+        work.transfer = None
+        self._running_work.remove(work)
         keys, values = work.span.row()
-        now, flops = self._event_queue.now, self._charged(work.cost)[1]
+        now, flops = self._event_queue.now, self._cost_of(work.cost)[1]
         # The host has no part in this clock, so ``busy`` and ``deficit`` are 0.
         row = (now, self.name, *values, work.start, now - work.start, flops, 0.0, 0.0)
         self.add(_work_forms(keys)[1], row)
@@ -453,7 +468,7 @@ class SimulatedDevice:
         for name, channel in self._channels.items():
             if channel.awaits_acknowledgement(self):
                 reasons.append(f"{name} to acknowledge")
-        reasons += [f"its processor ({work.span.name})" for work in self._under_way]
+        reasons += [f"its processor ({work.span.name})" for work in self._running_work]
         if any(not receiver.done() for receiver in self._receivers):
             reasons.append("a message")
         awaited = " and ".join(reasons) or "an event unknown to the testbed"

@@ -9,7 +9,7 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 OWNER: ContextVar[Hashable] = ContextVar("owner", default=None)
-"""Owner of the running code, inherited by its tasks and timers."""
+"""Owner of the running code, usually a device; inherited by tasks and timers that the code starts."""
 
 
 class EmptySchedule(Exception):  # noqa: N818 - the end of a simulation, as in SimPy
@@ -17,7 +17,7 @@ class EmptySchedule(Exception):  # noqa: N818 - the end of a simulation, as in S
 
 
 class TimeLimit(Exception):  # noqa: N818
-    """The next event lies beyond the time limit."""
+    """Raised when the next event lies beyond the time limit."""
 
 
 class Callback:
@@ -65,11 +65,13 @@ class Timer(Callback):
 
 
 class EventQueue:
-    """The event queue of a simulation: runs all ready callbacks, then advances the clock to the next scheduled one.
+    """The event queue of a simulation: runs all ready callbacks, then advances the clock to the next scheduled entry.
 
-    ``failed`` is called with each callback that raised, and its exception.
+    An entry is an action with one argument at a time (`at`). A ready callback waits for its turn at the present time;
+    only callbacks can be cancelled, and suspended with their owner (`freeze`). ``limit`` is the last time in seconds.
+    ``on_failure`` is called with each callback that raised, and its exception.
 
-    >>> event_queue, happened = EventQueue(limit=10.0, failed=print), []
+    >>> event_queue, happened = EventQueue(limit=10.0, on_failure=print), []
     >>> event_queue.at(2.5, happened.append, "an event")
     >>> event_queue.run()
     Traceback (most recent call last):
@@ -80,27 +82,27 @@ class EventQueue:
     """
 
     def __init__(
-        self, limit: float, failed: Callable[[Callback, BaseException], None]
+        self, limit: float, on_failure: Callable[[Callback, BaseException], None]
     ) -> None:
         self.limit = limit
         self.now: float = 0.0
         """Virtual time in seconds; set only by the event queue."""
         self.stopping: bool = False
-        """Whether `run` is to return once nothing is ready."""
-        self._failed = failed
+        """Whether `run` returns as soon as no callback is ready."""
+        self._on_failure = on_failure
         self._ready: deque[Callback] = deque()
-        """Callbacks of the present instant, in order."""
-        self._due: list[tuple[float, int, Callable[[Any], object], Any]] = []
-        """Heap of (time, running number, action, argument)."""
-        # A heap is not stable: the running number keeps equal instants in the order of the calls.
-        self._ties: int = 0
+        """Callbacks of the present time, in order."""
+        self._scheduled: list[tuple[float, int, Callable[[Any], object], Any]] = []
+        """Heap of (time, number of the entry, action, argument)."""
+        # A heap is not stable: the number keeps entries of equal times in the order of the calls.
+        self._last_number: int = 0
         self._frozen: dict[Hashable, list[Callback]] = {}
-        """Callbacks held back, by suspended owner."""
+        """Suspended callbacks, by owner."""
 
     def at(self, when: float, action: Callable[[Any], object], argument: Any) -> None:
-        """Call ``action(argument)`` at an instant; cheaper than `timer`, and cannot be cancelled."""
-        self._ties = ties = self._ties + 1
-        heapq.heappush(self._due, (when, ties, action, argument))
+        """Schedule ``action(argument)`` at a time in seconds; cheaper than `timer`, and cannot be cancelled."""
+        self._last_number = number = self._last_number + 1
+        heapq.heappush(self._scheduled, (when, number, action, argument))
 
     def timer(
         self,
@@ -109,7 +111,7 @@ class EventQueue:
         *args: Any,
         context: Context | None = None,
     ) -> Timer:
-        """Schedule a callback at a time; a past time means next."""
+        """Schedule a callback at a time in seconds; a past time counts as the present."""
         timer = Timer(
             when, callback, args, copy_context() if context is None else context
         )
@@ -138,12 +140,12 @@ class EventQueue:
     def clear(self) -> None:
         """Discard all callbacks and timers."""
         self._ready.clear()
-        self._due.clear()
+        self._scheduled.clear()
 
     def run(self) -> None:
         """Run until stopped. Raises EmptySchedule for an empty queue (deadlock), or TimeLimit."""
         # Local names, since a simulation spends most of its own time in this loop.
-        due, frozen = self._due, self._frozen
+        scheduled, frozen = self._scheduled, self._frozen
         next_ready, pop = self._ready.popleft, heapq.heappop
         while True:
             while self._ready:
@@ -159,12 +161,12 @@ class EventQueue:
                 try:
                     context.run(callback, *handle.args)
                 except BaseException as error:  # noqa: BLE001 - the loop goes on, as asyncio's own loops do
-                    self._failed(handle, error)
+                    self._on_failure(handle, error)
             if self.stopping:
                 return
-            if not due:
+            if not scheduled:
                 raise EmptySchedule
-            if due[0][0] > self.limit:
+            if scheduled[0][0] > self.limit:
                 raise TimeLimit
-            self.now, _, action, argument = pop(due)
+            self.now, _, action, argument = pop(scheduled)
             action(argument)

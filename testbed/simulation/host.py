@@ -15,7 +15,7 @@ from testbed.wire.message import Message
 
 
 class Guest(Protocol):
-    """A program with its device, from one boot to the next."""
+    """A device with its program, from one boot to the next, as its host and its channels see it."""
 
     name: str
     running: bool
@@ -23,7 +23,7 @@ class Guest(Protocol):
     leaving: bool
     """Whether the program has been asked to leave."""
     exposed: dict[bool, Callable[[], Mapping[str, Any]]]
-    """Functions that return the weights of the device."""
+    """Functions that return weights: under True those of the device's part of the model, under False all."""
 
     def deliver(
         self,
@@ -33,16 +33,19 @@ class Guest(Protocol):
         duration: float,
         cast: int | None = None,
     ) -> None:
-        """Put an arrived message into the inbox."""
+        """Put an arrived message of ``size`` bytes into the inbox.
+
+        ``start`` and ``duration`` describe the arrival, in seconds; ``cast`` is the number of a broadcast.
+        """
 
     def write(self, event: str, fields: dict[str, Any]) -> None:
         """Write an event, unless the device is dead."""
 
     def add(self, form: Form, row: Row) -> None:
-        """Record an event by its form, which is faster."""
+        """Record an event as a row of values, which is faster; ``form`` has the names of event and fields."""
 
     def pause(self) -> None:
-        """Stop the processor and hold back the program."""
+        """Stop the processors and suspend the program."""
 
     def resume(self) -> None:
         """Resume processor and program."""
@@ -59,37 +62,39 @@ class Guest(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Host:
-    """A machine that persists across boots of its device."""
+    """The simulated counterpart of a container: persists across boots of its device, and is the target of faults."""
 
     name: str
     spec: DeviceSpec
     number: int
     """Index among the hosts of the world."""
     factor: float = 1.0
-    """Current share of full speed."""
+    """Current speed of the processor as a share of full speed."""
     cores: Shared | None = None
-    """Cores of the shared machine as a rate in seconds of work per second; None for a machine of its own."""
+    """Cores that several hosts share, as a rate in seconds of work per second; None without shared cores."""
     device: Guest | None = None
     """The running device; None while off or booting."""
-    booting: int | None = None
-    """Number of the boot under way."""
+    pending_boot: int | None = None
+    """Number of the boot under way; None without one. A kill during the boot resets it, which voids the boot."""
     boots: int = 0
     """Number of restarts."""
     # On the host, since the device object ends with each boot.
     disk: dict[str, Message] = field(default_factory=dict)
     """Messages saved by programs; persistent across restarts."""
     paused: bool = False
-    held: deque[tuple[Callable[[Any], None], Any]] = field(default_factory=deque)
-    """Arrivals during a pause, with their handlers."""
+    deferred_calls: deque[tuple[Callable[[Any], None], Any]] = field(
+        default_factory=deque
+    )
+    """Functions with their arguments, called when the pause ends: arrivals, and the end of a boot."""
 
     def state(self) -> DeviceState:
         """Return the state of the host; a booting host is up."""
-        if self.device is None and self.booting is None:
+        if self.device is None and self.pending_boot is None:
             return "down"
         return "paused" if self.paused else "up"
 
     def condition(self) -> str:
         """Describe the host's state, and the event awaited by a running program."""
         if self.device is None:
-            return "boots" if self.booting is not None else "is off"
+            return "boots" if self.pending_boot is not None else "is off"
         return "is paused" if self.paused else self.device.waits_for()

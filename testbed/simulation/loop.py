@@ -92,12 +92,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # Running
 
     def run_forever(self) -> None:
-        """Run until `stop` is called; raise EmptySchedule or TimeLimit where nothing is left to run."""
+        """Run until `stop` is called; raise EmptySchedule or TimeLimit if nothing is left to run."""
         if self._closed:
             raise RuntimeError("the loop is closed")
         if asyncio._get_running_loop() is not None:
             raise RuntimeError("another loop is running in this thread")
-        # As asyncio's own loops do: a generator that is not exhausted is closed by the loop.
+        # A generator that is not exhausted is closed by the loop, as by asyncio's own loops.
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(
             firstiter=self._generators.add, finalizer=self._close_generator
@@ -121,14 +121,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
         """Run until a future is done and return its result. Raises RuntimeError for a loop stopped earlier."""
-        made = not asyncio.isfuture(future)
+        is_new_task = not asyncio.isfuture(future)
         awaited: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
         awaited.add_done_callback(self._stop_after)
         try:
             self.run_forever()
         except BaseException:
-            if made and awaited.done() and not awaited.cancelled():
-                # Retrieved, so that asyncio does not log it as never retrieved: it is raised here.
+            if is_new_task and awaited.done() and not awaited.cancelled():
+                # The error is raised here. Without this call, asyncio would log it as never retrieved.
                 awaited.exception()
             raise
         finally:
@@ -139,7 +139,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _stop_after(self, done: asyncio.Future[Any]) -> None:
         error = None if done.cancelled() else done.exception()
-        # These two have left `run_forever` already.
+        # SystemExit and KeyboardInterrupt have left `run_forever` already.
         if not isinstance(error, SystemExit | KeyboardInterrupt):
             self.stop()
 

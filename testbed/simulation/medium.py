@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Medium:
-    """A radio channel, or one device's own transmitter: first come, first served, without interruption.
+    """A radio channel, or the transmitter of one device: transmissions in the order of the calls, without interruption.
 
-    All broadcasts of a cell's devices share one medium; a device without a cell has its own.
+    All broadcasts of a cell's devices share one medium; a device without a cell has its own medium.
     """
 
-    reserved: Callable[[float, float], None] | None = None
-    """Callback for each reservation, since other traffic has to wait."""
+    on_reservation: Callable[[float, float], None] | None = None
+    """Function of start and end, called for each reservation, because other traffic has to wait meanwhile."""
     free_at: float = 0.0
     """End of the last reservation so far."""
 
@@ -33,6 +33,6 @@ def occupy(
     start = max([now, *(medium.free_at for medium in media)])
     for medium in media:
         medium.free_at = start + seconds
-        if medium.reserved is not None:
-            medium.reserved(start, start + seconds)
+        if medium.on_reservation is not None:
+            medium.on_reservation(start, start + seconds)
     return start, start + seconds

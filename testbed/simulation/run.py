@@ -39,8 +39,8 @@ def simulate(
 
     The run ends when the program of the coordinator returns. The run fails when any program raises or all programs wait
     for each other, is interrupted by Ctrl-C, and times out at the scenario's ``time_limit`` (virtual seconds).
-    ``on_event`` receives events as they happen, all or those of some ``names``; ``on_lines`` receives all events as
-    lines of a file, many at a time. Two calls with equal arguments give equal events.
+    ``on_event`` receives events as they happen, all or only events of some ``names``; ``on_lines`` receives all events
+    as lines of a file, many at a time. Two calls with equal arguments give equal events.
     """
     why_not = prepared.scenario.workload.why_not_simulated
     if why_not is not None:
@@ -55,7 +55,7 @@ def simulate(
     shared = method.simulation_state(problem)
 
     def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:
-        # The same facts as in a container, so that no program reads more on this clock.
+        # The same facts as in a container, so that a program that runs here runs there too.
         own_problem, own_plan = method.facts(problem, plan, device.name)
         context = inputs.program_context(
             device.name,
@@ -90,12 +90,12 @@ def simulate(
                 world.events,
                 weights_given=inputs.begins_with_weights,
             )
-            final = None
+            final_weights = None
             parts: dict[str, bytes] = {}
             if problem.workload.is_computed:
-                final = _exposed_weights(world.hosts[plan.coordinator].device)
-                if final is not None:
-                    final = inputs.complete(final)
+                final_weights = _exposed_weights(world.hosts[plan.coordinator].device)
+                if final_weights is not None:
+                    final_weights = inputs.complete(final_weights)
                 if status in UNGATHERED:
                     parts = _exposed_parts(world)
     finally:
@@ -107,7 +107,7 @@ def simulate(
         events=world.events,
         error=error,
         host={"computing": [] if versions is None else [versions]},
-        weights_file=final,
+        weights_file=final_weights,
         parts=parts,
         wall_seconds=time.perf_counter() - began,
     )
@@ -137,7 +137,7 @@ def _run_world(world: World, experiment: Experiment) -> tuple[Status, str | None
 
 
 def _exposed_weights(device: Guest | None, *, part: bool = False) -> bytes | None:
-    """Return the weights exposed by a device as safetensors; None if unavailable."""
+    """Return the weights exposed by a device as safetensors, all or those of its part; None if unavailable."""
     if device is None or part not in device.exposed:
         return None
     weights = device.exposed[part]()
@@ -154,7 +154,7 @@ def _exposed_parts(world: World) -> dict[str, bytes]:
 
 
 def _error_message(error: BaseException | None) -> str:
-    """Return the error for the user: one line, the lines of their own files, or the full traceback."""
+    """Return an error as text: a line, the traceback through files of the user, or the full traceback."""
     if error is None or isinstance(error, TestbedError):
         return str(error)
     return describe_error(error) or "".join(traceback.format_exception(error))

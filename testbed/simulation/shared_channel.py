@@ -1,4 +1,4 @@
-"""A channel between two devices that shares a rate with others: an uplink, a downlink or a radio cell."""
+"""A channel between two devices that shares a rate with other channels: an uplink, a downlink or a radio cell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from testbed.wire.framing import WINDOW
 class SharedChannel(Channel):
     """A channel with one transmission at a time, whose duration depends on concurrent transmissions.
 
-    The constructor takes three further parameters for the shared rates.
+    In contrast to `Channel`, at most one message is scheduled, because its end depends on other transmissions.
     """
 
     def __init__(
@@ -27,42 +27,42 @@ class SharedChannel(Channel):
         link: Link,
         seed: int,
         sharing: Sharing,
-        shareds: Sequence[Shared],
+        shared_rates: Sequence[Shared],
         cell: Shared | None,
     ) -> None:
         super().__init__(event_queue, source, target, link, seed)
         self._sharing = sharing
-        self._shareds = shareds
-        """Limited uplink of the source and downlink of the target."""
+        self._shared_rates = shared_rates
+        """Rates of the source's uplink and of the target's downlink, each only if limited."""
         self._cell = cell
         self._present: Parcel | None = None
         """Message in transmission, or the next one."""
         self._flow: SharedTransfer | None = None
         """The transmission of the present message; None before its start."""
         self._lag = 0.0
-        """Seconds by which chance delays the arrival of the present message."""
+        """Random lateness of the present message's arrival, in seconds."""
 
     def _launch_parcel(self, parcel: Parcel) -> None:
         # The next message starts when the present one has left: see `_finish_leaving`.
         if self._present is not None:
             return
         self._present = parcel
-        self._unacknowledged += parcel.bytes
+        self._unacknowledged += parcel.size
         start = max(self._free_at, self._event_queue.now)
-        if parcel.begun < 0:
-            parcel.begun = start
+        if parcel.first_start < 0:
+            parcel.first_start = start
         # The end is unknown, since it depends on transmissions that begin meanwhile.
-        parcel.start, parcel.end, parcel.due = start, inf, inf
+        parcel.start, parcel.end, parcel.arrival = start, inf, inf
         self._event_queue.at(start, self._start_leaving, (parcel, start))
 
     def _launch_waiting(self) -> None:
-        self._full = False
+        self._waits_for_window = False
         if self._present is not None:
             return
         for parcel in self._waiting:
-            if parcel.due < 0:
-                self._full = self._unacknowledged >= WINDOW
-                if not self._full:
+            if parcel.arrival < 0:
+                self._waits_for_window = self._unacknowledged >= WINDOW
+                if not self._waits_for_window:
                     self._launch_parcel(parcel)
                 return
 
@@ -72,17 +72,19 @@ class SharedChannel(Channel):
         is_present = parcel is self._present and self._flow is None
         if not is_present or parcel.start != start:
             return
-        wire, least, self._lag = parcel.remaining, 0.0, 0.0
-        if self._chance:
-            wire, least, self._lag, parcel.answer = self._draw_crossing(wire)
+        wire, min_seconds, self._lag = parcel.remaining, 0.0, 0.0
+        if self._is_random:
+            wire, min_seconds, self._lag, parcel.answer_delay = self._draw_crossing(
+                wire
+            )
         cap = inf if self.link.rate is None else self.link.rate
-        uses = [(shared, 1.0) for shared in self._shareds]
+        uses = [(shared, 1.0) for shared in self._shared_rates]
         if self._cell is not None:
             # A bit of a slow link occupies the radio channel for longer than a bit at the channel's rate.
             uses.append((self._cell, max(1.0, self._cell.rate / cap)))
-        if least:
+        if min_seconds:
             # TCP's window, not the link, sets the pace.
-            cap = min(cap, wire * 8 / least)
+            cap = min(cap, wire * 8 / min_seconds)
         self._flow = SharedTransfer(wire * 8, cap, uses, self._finish_leaving)
         self._sharing.begin(self._flow)
 
@@ -91,25 +93,25 @@ class SharedChannel(Channel):
         assert parcel is not None
         self._present = self._flow = None
         parcel.end = now
-        due = max(now + (self.link.delay + self._lag), self._last_due)
-        self._last_due = parcel.due = due
-        self._event_queue.at(due, self.arrive, parcel)
+        arrival = max(now + (self.link.delay + self._lag), self._last_arrival)
+        self._last_arrival = parcel.arrival = arrival
+        self._event_queue.at(arrival, self.arrive, parcel)
         self._launch_waiting()
 
     def _interrupt_sending(self) -> None:
         parcel, flow = self._present, self._flow
         if parcel is not None:
             self._present = self._flow = None
-            # The share of the message that has not left.
+            # The share of the message that has not left, 0 to 1.
             left = 1.0
             if flow is not None:
                 left = self._sharing.stop(flow) / flow.whole
             if left < 1:
                 parcel.remaining *= left
                 self._blocked_since = None
-            elif parcel.begun == parcel.start:
-                parcel.begun = -1.0
+            elif parcel.first_start == parcel.start:
+                parcel.first_start = -1.0
             parcel.start = parcel.end = -1.0
-            parcel.answer = 0.0
+            parcel.answer_delay = 0.0
             self._mark_for_relaunch(parcel)
         super()._interrupt_sending()

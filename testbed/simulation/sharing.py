@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 from testbed.simulation.event_queue import EventQueue
 
-_NEARLY = 1 - 1e-12
-"""Relative threshold for a full medium, because rates are sums of floats."""
+_FULL_SHARE = 1 - 1e-12
+"""Share of a rate from which it counts as full, because rates are sums of floats."""
 
 
 @dataclass(eq=False, slots=True)
 class Shared:
-    """A shared rate with its current users."""
+    """A shared rate with its current transmissions."""
 
     rate: float
     """bit/s."""
@@ -33,16 +33,16 @@ class Shared:
 
 @dataclass(eq=False, slots=True)
 class SharedTransfer:
-    """One transmission under way."""
+    """One transmission under way; with shared cores, one piece of work in seconds instead of bits."""
 
     whole: float
-    """Bits."""
+    """Size in bits at the start."""
     cap: float
     """Rate limit in bit/s of the transmission's own link."""
     uses: Sequence[tuple[Shared, float]]
-    """Shared rates with the factor used per bit: above one for a link slower than a radio channel, which occupies the
-    channel longer."""
-    ended: Callable[[], None]
+    """Shared rates with the bits that each bit occupies: more than one if the link is slower than a radio channel and
+    occupies the channel longer."""
+    on_end: Callable[[], None]
     bits: float = field(init=False)
     """Unsent bits at time ``since``."""
     rate: float = 0.0
@@ -55,7 +55,7 @@ class SharedTransfer:
         self.bits = self.whole
 
     def is_stopped(self, level: float, full: Collection[Shared]) -> bool:
-        """Return whether the own link or a full shared rate limits the transmission to a level."""
+        """Return whether a rate of ``level`` bit/s is the maximum: the own link's, or that of a full shared rate."""
         return self.cap <= level or any(shared in full for shared, _ in self.uses)
 
 
@@ -65,7 +65,7 @@ class Sharing:
     def __init__(self, event_queue: EventQueue) -> None:
         self._event_queue = event_queue
         self._touched: dict[Shared, None] = {}
-        """Shared rates whose users have changed at this instant, in the order of the changes."""
+        """Shared rates whose transmissions have changed at this instant, in the order of the changes."""
 
     def begin(self, flow: SharedTransfer) -> None:
         """Add a transmission."""
@@ -80,8 +80,8 @@ class Sharing:
         return max(0.0, flow.bits - flow.rate * (self._event_queue.now - flow.since))
 
     def reserve(self, shared: Shared, start: float, end: float) -> None:
-        """Give casts all of a rate between two instants; times of several casts may not overlap."""
-        # A cast at infinite rate takes no time and keeps nobody waiting.
+        """Reserve the whole rate for a broadcast between two instants; reservations must not overlap."""
+        # A broadcast at infinite rate takes no time, so no transmission waits.
         if end > start:
             self._event_queue.at(start, self._apply_reservation, (shared, end))
             self._event_queue.at(end, self.touch, shared)
@@ -117,13 +117,13 @@ class Sharing:
 
     def _affected_transfers(self) -> list[SharedTransfer]:
         """Return all transmissions connected to the touched rates, directly or indirectly."""
-        shareds = list(self._touched)
+        shared_rates = list(self._touched)
         self._touched.clear()
         # Dictionaries as sets, since the order of a set changes from run to run, and with it the rounding of rates.
-        seen = dict.fromkeys(shareds)
+        seen = dict.fromkeys(shared_rates)
         flows: dict[SharedTransfer, None] = {}
         # The list grows as the search meets further rates.
-        for shared in shareds:
+        for shared in shared_rates:
             for flow in shared.flows:
                 if flow in flows:
                     continue
@@ -131,7 +131,7 @@ class Sharing:
                 for other, _ in flow.uses:
                     if other not in seen:
                         seen[other] = None
-                        shareds.append(other)
+                        shared_rates.append(other)
         return list(flows)
 
     def _end_flow(self, flow: SharedTransfer) -> None:
@@ -139,7 +139,7 @@ class Sharing:
         if flow.ends != self._event_queue.now:
             return
         self._remove_flow(flow)
-        flow.ended()
+        flow.on_end()
 
 
 def max_min_fair_rates(
@@ -152,8 +152,8 @@ def max_min_fair_rates(
     See Bertsekas and Gallager, Data Networks, 2nd edition, section 6.5.2.
 
     >>> uplink = Shared(10e6)
-    >>> slow = SharedTransfer(8e6, 2e6, [(uplink, 1.0)], ended=lambda: None)
-    >>> fast = SharedTransfer(8e6, 50e6, [(uplink, 1.0)], ended=lambda: None)
+    >>> slow = SharedTransfer(8e6, 2e6, [(uplink, 1.0)], on_end=lambda: None)
+    >>> fast = SharedTransfer(8e6, 50e6, [(uplink, 1.0)], on_end=lambda: None)
     >>> list(max_min_fair_rates([slow, fast], now=0.0).values())
     [2000000.0, 8000000.0]
     """
@@ -191,6 +191,6 @@ def _raise_rates(
         return slowest, set()
     full = set()
     for shared, weight in weights.items():
-        if remaining[shared] * _NEARLY <= level * weight:
+        if remaining[shared] * _FULL_SHARE <= level * weight:
             full.add(shared)
     return level, full

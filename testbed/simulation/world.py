@@ -1,4 +1,9 @@
-"""The devices and links of one simulated run."""
+"""The devices and links of one simulated run.
+
+A `World` has a `Host` for each device of the scenario and a `Channel` for each pair of devices that has exchanged a
+message. A `SimulatedDevice` exists from a boot of its host to the next kill. The world is also the target of faults:
+`kill`, `restart`, `pause`, `apply` and similar methods implement `testbed.faults.conditions.FaultTarget`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ from testbed.trace.outcome import without_coordinator
 BOOT_SECONDS = 2.0
 """Seconds from the restart of a device to the start of its program: kernel or container, Python, torch."""
 DEVICES_NAMED = 16
-"""Devices named in the report of a deadlock."""
+"""Maximum number of devices named in the report of a deadlock."""
 
 Program = Callable[[SimulatedDevice], Coroutine[Any, Any, None]]
 
@@ -43,15 +48,13 @@ class ProgramError(Exception):
     """Raised with the cause when a program fails."""
 
 
-class _Cell:
+class _SharedCell:
     """A radio cell: a medium for broadcasts, one at a time, and a shared rate for all other traffic."""
 
     def __init__(self, cell: Cell, sharing: Sharing) -> None:
-        self.cell = cell
-        self.shared = Shared(cell.rate)
-        self.medium = Medium(
-            lambda start, end: sharing.reserve(self.shared, start, end)
-        )
+        self.spec = cell
+        self.rate = Shared(cell.rate)
+        self.medium = Medium(lambda start, end: sharing.reserve(self.rate, start, end))
 
 
 class World:
@@ -75,11 +78,11 @@ class World:
         time_limit: float = float("inf"),
         recorder: Recorder | None = None,
     ) -> None:
-        # The abstract methods that are missing need sockets or threads.
+        # The loop lacks the abstract methods that need sockets or threads.
         self.loop = VirtualLoop(time_limit)  # type: ignore[abstract]
         self.event_queue = self.loop.event_queue
-        self.loop.set_task_factory(_make_owned)
-        self.loop.set_exception_handler(self._lost_error)
+        self.loop.set_task_factory(_create_owned_task)
+        self.loop.set_exception_handler(self._handle_unawaited_error)
         specs = list(devices)
         self.hosts: dict[str, Host] = {}
         for number, spec in enumerate(specs):
@@ -98,7 +101,7 @@ class World:
             cores = Shared(machine.cores)
             for name in machine.devices:
                 self.hosts[name].cores = cores
-        self._cells = [_Cell(cell, self.sharing) for cell in cells]
+        self._cells = [_SharedCell(cell, self.sharing) for cell in cells]
         self._uplinks: dict[str, Shared] = {}
         self._downlinks: dict[str, Shared] = {}
         for name, host in self.hosts.items():
@@ -121,53 +124,59 @@ class World:
     def channel(self, source: str, target: str) -> Channel:
         """Return the channel between two devices. Raises ValueError without a link."""
         # Checked for each message, so the common case comes first.
-        known = self._channels.get((source, target))
-        if known is not None:
-            return known
+        existing = self._channels.get((source, target))
+        if existing is not None:
+            return existing
         # Made on first use: most pairs of a large mesh never exchange a message.
         for pair in ((source, target), (target, source)):
             if pair not in self.current.links:
                 raise ValueError(f"there is no link from {pair[0]} to {pair[1]}")
-        there = self._make_channel(source, target)
-        back = self._make_channel(target, source)
-        Channel.connect(there, back)
-        self._channels[source, target] = there
-        self._channels[target, source] = back
-        return there
+        forward = self._make_channel(source, target)
+        backward = self._make_channel(target, source)
+        Channel.connect(forward, backward)
+        self._channels[source, target] = forward
+        self._channels[target, source] = backward
+        return forward
 
     def _make_channel(self, source: str, target: str) -> Channel:
         pair = (source, target)
-        ends = (self.hosts[source], self.hosts[target])
+        hosts = (self.hosts[source], self.hosts[target])
         link = self.current.link(pair)
         limits = (self._uplinks.get(source), self._downlinks.get(target))
-        shareds = [shared for shared in limits if shared is not None]
-        cell = None
+        access_rates = [limit for limit in limits if limit is not None]
+        cell_rate = None
         for candidate in self._cells:
-            if candidate.cell.carries(pair):
-                cell = candidate.shared
+            if candidate.spec.carries(pair):
+                cell_rate = candidate.rate
                 break
-        if not shareds and cell is None:
-            return Channel(self.event_queue, *ends, link, self._seed)
+        if not access_rates and cell_rate is None:
+            return Channel(self.event_queue, *hosts, link, self._seed)
         return SharedChannel(
-            self.event_queue, *ends, link, self._seed, self.sharing, shareds, cell
+            self.event_queue,
+            *hosts,
+            link,
+            self._seed,
+            self.sharing,
+            access_rates,
+            cell_rate,
         )
 
-    def _cells_of(self, name: str) -> list[_Cell]:
-        return [each for each in self._cells if name in each.cell.devices]
+    def _cells_of(self, name: str) -> list[_SharedCell]:
+        return [cell for cell in self._cells if name in cell.spec.devices]
 
     def cast_media(self, name: str) -> list[Medium]:
         """Return the media occupied by a device's broadcast: its cells' channels, or its own transmitter."""
         if name not in self._cast_media:
-            media = [each.medium for each in self._cells_of(name)]
+            media = [cell.medium for cell in self._cells_of(name)]
             self._cast_media[name] = media or [Medium()]
         return self._cast_media[name]
 
     def cast_rate(self, name: str) -> float | None:
-        """Return the bit/s at which a device casts, right now."""
+        """Return the present rate of a device's broadcasts in bit/s; None if unlimited."""
         if name not in self._cast_rates:
             pairs = [pair for pair in self.current.links if pair[0] == name]
             links = [self.current.link(pair) for pair in pairs]
-            cell_rates = [each.cell.rate for each in self._cells_of(name)]
+            cell_rates = [cell.spec.rate for cell in self._cells_of(name)]
             uplink = self.hosts[name].spec.uplink
             self._cast_rates[name] = broadcast_rate(links, uplink, *cell_rates)
         return self._cast_rates[name]
@@ -175,7 +184,7 @@ class World:
     def start(self) -> None:
         """Switch on every device."""
         for host in self.hosts.values():
-            host.booting = host.boots
+            host.pending_boot = host.boots
             self._boot_device((host, host.boots))
 
     def run(self) -> None:
@@ -199,7 +208,7 @@ class World:
         self.event_queue.limit = self.event_queue.now
         with suppress(EmptySchedule, TimeLimit):
             while True:
-                # A Ctrl-C that ended a task beside a program is raised again in each task that waited for that task.
+                # Ctrl-C ends one task with KeyboardInterrupt, which is raised again in each task that waits for it.
                 with suppress(KeyboardInterrupt):
                     self.loop.run_forever()
         with suppress(EmptySchedule, TimeLimit):
@@ -210,9 +219,9 @@ class World:
     def kill(self, name: str) -> None:
         """Switch off a device: program, inbox and unsent messages are lost."""
         host = self.hosts[name]
-        host.booting = None
+        host.pending_boot = None
         host.paused = False
-        host.held.clear()
+        host.deferred_calls.clear()
         device, host.device = host.device, None
         if device is not None:
             device.kill()
@@ -225,9 +234,9 @@ class World:
     def restart(self, name: str) -> None:
         """Switch on a device; its program starts from scratch after `BOOT_SECONDS`. No effect on a running device."""
         host = self.hosts[name]
-        if host.device is None and host.booting is None:
+        if host.device is None and host.pending_boot is None:
             host.boots += 1
-            host.booting = host.boots
+            host.pending_boot = host.boots
             booted = self.event_queue.now + BOOT_SECONDS
             self.event_queue.at(booted, self._boot_device, (host, host.boots))
 
@@ -240,7 +249,7 @@ class World:
                 self.kill(name)
 
     def pause(self, name: str) -> None:
-        """Stop a device's clock: program, processor and transmissions freeze."""
+        """Suspend a device: program, processors and transmissions stop, and arrivals are deferred."""
         host = self.hosts[name]
         if host.state() != "up":
             return
@@ -256,8 +265,8 @@ class World:
             return
         host.paused = False
         # An arrival may trigger a fault that pauses the host again, or kills it.
-        while host.held and not host.paused:
-            action, argument = host.held.popleft()
+        while host.deferred_calls and not host.paused:
+            action, argument = host.deferred_calls.popleft()
             action(argument)
         if host.device is not None and not host.paused:
             host.device.resume()
@@ -288,9 +297,10 @@ class World:
         for name, factor in changed.speeds.items():
             self.record("speed", target=name, factor=factor, speed=state.speed(name))
             host = self.hosts[name]
-            before, host.factor = host.factor, factor
+            previous_factor = host.factor
+            host.factor = factor
             if host.device is not None:
-                host.device.change_speed(factor / before)
+                host.device.change_speed(factor / previous_factor)
 
     def describe_missing_coordinator(self) -> str | None:
         """Describe the end of the run if the coordinator is off, because all others wait for the coordinator."""
@@ -314,14 +324,14 @@ class World:
 
     def _boot_device(self, boot: tuple[Host, int]) -> None:
         host, number = boot
-        # The host was switched off again meanwhile.
-        if host.booting != number:
+        # The host was switched off meanwhile, so this boot is void.
+        if host.pending_boot != number:
             return
         # A pause during the boot delays the rest of the boot.
         if host.paused:
-            host.held.append((self._boot_device, boot))
+            host.deferred_calls.append((self._boot_device, boot))
             return
-        host.booting = None
+        host.pending_boot = None
         device = host.device = SimulatedDevice(self, host)
         for (_, target), channel in list(self._channels.items()):
             if target == host.name:
@@ -332,7 +342,7 @@ class World:
         )
 
     async def _run_program(self, device: SimulatedDevice) -> None:
-        # The owner is inherited by all tasks and timers that the program starts.
+        # All tasks and timers that the program starts inherit the owner.
         OWNER.set(device)
         task = asyncio.current_task()
         assert task is not None
@@ -346,9 +356,9 @@ class World:
         device.tasks.pop(task, None)
         if not device.alive:
             return
-        # `exception` of a cancelled task raises instead of returning the cancellation.
-        cancelled = asyncio.CancelledError("it cancelled itself")
-        error = cancelled if task.cancelled() else task.exception()
+        # `exception` of a cancelled task would raise the cancellation instead of returning an error.
+        cancellation = asyncio.CancelledError("the program cancelled itself")
+        error = cancellation if task.cancelled() else task.exception()
         if error is not None:
             self._fail_run(device, error)
             return
@@ -369,7 +379,7 @@ class World:
             "state", {"state": "failed", "error": f"{type(error).__name__}: {error}"}
         )
 
-    def _lost_error(
+    def _handle_unawaited_error(
         self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
     ) -> None:
         """Fail the run for an error in an unawaited task."""
@@ -381,7 +391,7 @@ class World:
 
 
 _WORLDS: WeakSet[World] = WeakSet()
-"""Worlds whose memory has not been freed."""
+"""Worlds in memory, for `drop_finished`."""
 
 
 def drop_finished() -> None:
@@ -402,8 +412,8 @@ class _OwnedTask(asyncio.Task[Any]):
         self, owner: SimulatedDevice, program: Coroutine[Any, Any, Any], **options: Any
     ) -> None:
         self.owner = owner
-        owner.started += 1
-        self._number = owner.started + (owner.host.number << 16)
+        owner.started_tasks += 1
+        self._number = owner.started_tasks + (owner.host.number << 16)
         super().__init__(program, **options)
         owner.tasks[self] = None
         self.add_done_callback(owner.forget)
@@ -414,7 +424,7 @@ class _OwnedTask(asyncio.Task[Any]):
         return self._number
 
 
-def _make_owned(
+def _create_owned_task(
     loop: VirtualLoop, program: Coroutine[Any, Any, Any], **options: Any
 ) -> asyncio.Task[Any]:
     """Create a task owned by the device whose code starts the task."""

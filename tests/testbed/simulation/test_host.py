@@ -14,7 +14,7 @@ from tests.testbed.simulation.observations import sleep_for
 def test_device_is_down_before_boot_and_up_while_booting() -> None:
     host = Host("a", DeviceSpec("a", speed=1.0, memory=1.0), 0)
     assert (host.state(), host.condition()) == ("down", "is off")
-    host.booting = 1
+    host.pending_boot = 1
     assert (host.state(), host.condition()) == ("up", "boots")
 
 

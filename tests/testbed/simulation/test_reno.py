@@ -48,15 +48,15 @@ def transmit(
 def test_window_doubles_until_message_fits_and_persists():
     window = Window()
     # Rounds of 10, 20 and 40 packets: the last one needs no further round trip to be complete.
-    assert transmit(70, window=window).over == pytest.approx(2 * TRIP)
+    assert transmit(70, window=window).last_departure == pytest.approx(2 * TRIP)
     assert window.size == 80
-    assert transmit(70, window=window).over == 0
+    assert transmit(70, window=window).last_departure == 0
 
 
 def test_loss_revealed_by_later_packets_halves_window_and_costs_round_trip():
     window = window_of(40)
     transmission = transmit(40, lose_packets([5]), window=window)
-    assert transmission.over == pytest.approx(TRIP)
+    assert transmission.last_departure == pytest.approx(TRIP)
     assert window.size == window.threshold == 20
     # From its threshold the window grows by one packet a round trip.
     transmit(20, window=window)
@@ -66,20 +66,20 @@ def test_loss_revealed_by_later_packets_halves_window_and_costs_round_trip():
 def test_loss_revealed_by_few_later_packets_waits_quarter_of_round_trip():
     # Linux waits a quarter of the smallest round trip (`tcp_rack_reo_wnd`), and some milliseconds of its timer.
     transmission = transmit(8, lose_packets([5]))
-    assert transmission.over == pytest.approx(1.25 * TRIP, abs=TIMER_TICKS)
+    assert transmission.last_departure == pytest.approx(1.25 * TRIP, abs=TIMER_TICKS)
 
 
 def test_retransmission_does_not_occupy_link_without_rate():
     transmission = transmit(8, lose_packets([5]))
-    assert transmission.busy == 0, "all packets left at once"
-    assert transmission.over > TRIP
+    assert transmission.sending_seconds == 0, "all packets left at once"
+    assert transmission.last_departure > TRIP
 
 
 def test_loss_at_end_of_round_is_revealed_by_next_round():
     window = window_of(40)
     # Packet 39 ends the first round; the 20 packets of the second round reveal the loss.
     transmission = transmit(60, lose_packets([39]), window=window)
-    assert transmission.over == pytest.approx(2 * TRIP)
+    assert transmission.last_departure == pytest.approx(2 * TRIP)
     # 40 packets and the 39 acknowledged ones, halved.
     assert window.size == 39
 
@@ -87,7 +87,7 @@ def test_loss_at_end_of_round_is_revealed_by_next_round():
 def test_several_losses_of_one_round_halve_window_once():
     window = window_of(40)
     transmission = transmit(40, lose_packets([5, 9, 20]), window=window)
-    assert transmission.sent == 40 + 3
+    assert transmission.sent_packets == 40 + 3
     assert window.size == 20
 
 
@@ -96,30 +96,30 @@ def test_single_packet_is_repeated_after_timeout_that_doubles(losses, factor):
     timeout = TRIP + RETRANSMISSION_TIMEOUT
     transmission = transmit(1, lose_packets(range(losses)))
     # The probe waits as long as the first time-out, and the second time-out twice as long: 1, 1 + 1 and 1 + 1 + 2.
-    assert transmission.over == pytest.approx(factor * timeout)
+    assert transmission.last_departure == pytest.approx(factor * timeout)
 
 
 def test_lost_end_of_message_waits_for_probe():
     # A probe after two round trips, its acknowledgement, and the round trip of the other lost packet.
     transmission = transmit(8, lose_packets([6, 7]))
-    assert transmission.over == pytest.approx(4 * TRIP, abs=0.01)
+    assert transmission.last_departure == pytest.approx(4 * TRIP, abs=0.01)
 
 
 def test_lost_probe_with_new_packet_is_repeated():
     transmission = transmit(3, lose_packets([0, 1, 2]), window=window_of(2))
-    assert transmission.sent == 6
+    assert transmission.sent_packets == 6
 
 
 def test_lost_last_retransmission_waits_for_timeout():
     window = Window()
     transmission = transmit(4, lose_packets([0, 4]), window=window)
-    assert transmission.over > TRIP + RETRANSMISSION_TIMEOUT
+    assert transmission.last_departure > TRIP + RETRANSMISSION_TIMEOUT
     assert window.size <= 2
 
 
 def test_repeated_timeout_halves_threshold_once():
     window = window_of(40)
-    assert transmit(1, lose_packets([0, 1, 2]), window=window).sent == 4
+    assert transmit(1, lose_packets([0, 1, 2]), window=window).sent_packets == 4
     assert (window.size, window.threshold) == (2, 20)
 
 
@@ -136,7 +136,9 @@ def test_window_grows_after_timeout_while_packets_are_missing():
     transmission = transmit(20, lost, window=window)
     # 1 packet at the time-out, then rounds of 2, 4, 8 and the remaining 4 (RFC 5681, 3.1).
     silence = 1.25 * TRIP + TRIP + RETRANSMISSION_TIMEOUT
-    assert transmission.over == pytest.approx(silence + 4 * TRIP, abs=TIMER_TICKS)
+    assert transmission.last_departure == pytest.approx(
+        silence + 4 * TRIP, abs=TIMER_TICKS
+    )
     assert (window.size, window.threshold) == (10, 10)
 
 
@@ -144,7 +146,7 @@ def test_packet_lost_again_after_timeout_halves_window():
     window = window_of(20)
     # The fourth packet of the round of 8 is lost again, when the window has grown to its threshold of 10.
     lost = lose_packets([*range(19), *range(20, 30), 40])
-    assert transmit(20, lost, window=window).sent == 20 + 10 + 19 + 1
+    assert transmit(20, lost, window=window).sent_packets == 20 + 10 + 19 + 1
     assert (window.size, window.threshold) == (5, 5)
 
 
@@ -153,12 +155,14 @@ def test_round_of_two_packets_follows_timeout_of_lost_probe():
     transmission = transmit(8, lose_packets(range(9)), window=window)
     # Probe, time-out, then rounds of 2, 4 and 1.
     silence = 2 * TRIP + TRIP + RETRANSMISSION_TIMEOUT
-    assert transmission.over == pytest.approx(silence + 3 * TRIP, abs=TIMER_TICKS)
+    assert transmission.last_departure == pytest.approx(
+        silence + 3 * TRIP, abs=TIMER_TICKS
+    )
     assert (window.size, window.threshold) == (5, 5)
 
 
 def test_transmission_ends_even_if_every_packet_is_lost():
-    assert transmit(3, lambda: True).sent > 1000
+    assert transmit(3, lambda: True).sent_packets > 1000
 
 
 @pytest.mark.parametrize("loss", [0.001, 0.01])
@@ -167,7 +171,7 @@ def test_long_transfer_follows_square_root_law(loss):
     packets = 200_000
     transmission = transmit(packets, lambda: draw.random() < loss)
     # Mathis et al. 1997: sqrt(3/2) / sqrt(loss) packets per round trip.
-    mean_window = packets * TRIP / transmission.over
+    mean_window = packets * TRIP / transmission.last_departure
     assert mean_window == pytest.approx((1.5 / loss) ** 0.5, rel=0.1)
 
 
