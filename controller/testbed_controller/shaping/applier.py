@@ -141,7 +141,7 @@ class Applier:
         """Execute ``tc`` commands, then compare the kernel's state with the plan."""
         classes, filters = self._backend.reads(plan)
         # A single process changes and reads the state, since starting tc takes longer than most batches.
-        readings = tc.run_batch(
+        state = tc.run_batch(
             lines,
             [plan.interface, *classes],
             [(plan.interface, "1:"), *filters],
@@ -154,9 +154,9 @@ class Applier:
                 f"TCP may send {segments} packets at once instead of {plan.segments}"
             )
         problems += sender.differences(
-            plan, readings.classes, readings.qdiscs, readings.filters[0]
+            plan, state.classes, state.qdiscs, state.filters[0]
         )
-        problems += self._backend.differences(plan, readings)
+        problems += self._backend.differences(plan, state)
         if self._gate and attached.routes:
             problems += self._gate.differences(plan.interface, attached.routes)
         return problems

@@ -1,4 +1,8 @@
-"""The interface of link backends, their registry, and the transfer of packages' backends into the shaper."""
+"""The interface of link backends, their registry, and the transfer of installed packages' backends into the shaper.
+
+A link backend emulates the delays and losses of links. It runs in the shaper's container, whose image has the testbed's
+own backends only, so an environment variable carries the source text of all others.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,14 @@ from testbed.network.link import Link
 
 if TYPE_CHECKING:
     from testbed_controller.shaping.plan import Access, InterfacePlan
-    from testbed_controller.shaping.tc import Shown
+    from testbed_controller.shaping.tc import KernelState
 
 AUTO = "auto"
 """Selects the first backend with `Backend.automatic` and kernel support."""
-_ENVIRONMENT = "TESTBED_LINK_BACKENDS"
+_VARIABLE = "TESTBED_LINK_BACKENDS"
+"""Environment variable with the backends of packages."""
 _MOST_BYTES = 120_000
-"""Maximum size in bytes; the kernel limits an environment variable to 128 KiB."""
+"""Maximum size of the variable in bytes; the kernel limits it to 128 KiB."""
 
 
 class Backend:
@@ -42,9 +47,11 @@ class Backend:
     name: ClassVar[str]
     """Name for ``--links``."""
     automatic: ClassVar[bool] = False
-    """Whether ``--links auto`` may select the backend, in the order of the registry."""
+    """Whether ``--links auto`` may select the backend; the first such backend with kernel support is selected."""
     requirements: ClassVar[Mapping[str, Callable[[], object]]] = {}
-    """Kernel modules with a test in a scratch namespace, which raises `HostError` without the module."""
+    """Tests by the name of a kernel module, for messages about missing modules.
+
+    A test runs in an empty network namespace and raises `HostError` without the module."""
     uses_queues: ClassVar[bool] = False
     """Whether packets pass netfilter queues, so that their drops are counted."""
     priority: str = "kernel"
@@ -54,9 +61,9 @@ class Backend:
 
     @classmethod
     def check_kernel(cls, trial: InterfacePlan) -> Any:
-        """Shape a small example in a scratch namespace; raises `HostError` if the kernel refuses.
+        """Apply a small plan, ``trial``, in a namespace for tests; raises `HostError` if the kernel refuses.
 
-        The result is passed to `open`.
+        The result, such as the name of a suitable program, is passed to `open`.
         """
 
     @classmethod
@@ -66,7 +73,10 @@ class Backend:
 
     @classmethod
     def link_problem(cls, link: Link, downlink: Access | None) -> str | None:
-        """Return the unsupported property of a link, with a remedy; None for a supported link."""
+        """Return the unsupported property of a link, with a remedy; None for a supported link.
+
+        ``downlink`` is the limit of the receiving device.
+        """
 
     def problem(self, plan: InterfacePlan) -> str | None:
         """Return the unsupported part of a plan in the device's namespace, with a remedy; None for a supported plan."""
@@ -77,18 +87,18 @@ class Backend:
         return None
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
-        """Prepare the interface before ``tc`` runs; with an old plan, only the differences."""
+        """Prepare a device's interface before ``tc`` runs; with an old plan, apply only the differences."""
 
     def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
-        """Return the commands for ``tc -batch``."""
+        """Return the commands for ``tc -batch`` that change the old plan to the new one; without ``old``, all."""
         return []
 
     def reads(self, plan: InterfacePlan) -> tuple[list[str], list[tuple[str, str]]]:
-        """Return interfaces and (interface, parent) pairs whose classes and filters are read back."""
+        """Return the state to read back: interfaces with classes, and (interface, parent) pairs with filters."""
         return [], []
 
-    def differences(self, plan: InterfacePlan, observed: Shown) -> list[str]:
-        """Return the differences between the plan and the kernel's state."""
+    def differences(self, plan: InterfacePlan, observed: KernelState) -> list[str]:
+        """Return the differences between the plan and the kernel's state, one text for each."""
         return []
 
     def statistics(self) -> dict[str, Any]:
@@ -123,14 +133,13 @@ def check_name(name: str) -> str:
     'netem'
     """
     if name != AUTO and name not in LINK_BACKENDS:
-        raise InputError(
-            f"unknown link backend '{name}'; available: {', '.join((AUTO, *LINK_BACKENDS))}"
-        )
+        available = ", ".join((AUTO, *LINK_BACKENDS))
+        raise InputError(f"unknown link backend '{name}'; available: {available}")
     return name
 
 
 def environment_for(names: Iterable[str]) -> dict[str, str]:
-    """Return environment variables with the source code of packages' backends, for a container.
+    """Return the environment variables of the shaper's container that carry these backends, if packages have them.
 
     Raises `InputError` for an unusable package.
     """
@@ -150,12 +159,11 @@ def environment_for(names: Iterable[str]) -> dict[str, str]:
     archive = base64.b64encode(_make_archive(sources)).decode()
     packed = json.dumps({"objects": objects, "packages": archive})
     if len(packed) > _MOST_BYTES:
-        names = ", ".join(objects)
         raise InputError(
-            f"the packages of the link backends {names} are too large for a container's environment "
+            f"the packages of the link backends {', '.join(objects)} are too large for a container's environment "
             f"(more than {_MOST_BYTES:,} bytes compressed): move the backends to a smaller package"
         )
-    return {_ENVIRONMENT: packed}
+    return {_VARIABLE: packed}
 
 
 def _make_archive(sources: Mapping[str, str]) -> bytes:
@@ -171,10 +179,10 @@ def _make_archive(sources: Mapping[str, str]) -> bytes:
 
 
 def adopt_backends(environment: Mapping[str, str]) -> None:
-    """Register the backends of an environment from `environment_for`; raises `HostError`."""
-    if _ENVIRONMENT not in environment:
+    """Register the backends of an environment from `environment_for`; raises HostError if one cannot be imported."""
+    if _VARIABLE not in environment:
         return
-    packed = json.loads(environment[_ENVIRONMENT])
+    packed = json.loads(environment[_VARIABLE])
     # Python imports from the archive whenever a module is first used, so the file stays until the container ends.
     with tempfile.NamedTemporaryFile(
         prefix="testbed-backends-", suffix=".zip", delete=False

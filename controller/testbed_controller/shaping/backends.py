@@ -7,7 +7,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -26,39 +25,54 @@ from testbed_controller.shaping.plan import (
     ReceiverLine,
     SenderClass,
 )
-from testbed_controller.shaping.tc import Shown
+from testbed_controller.shaping.tc import KernelState
 
+MODULES = "sch_htb, cls_u32, sch_ingress, act_mirred, ifb and sch_netem, or xt_NFQUEUE and nfnetlink_queue"
+"""Kernel modules that one of the two backends needs, for messages."""
 MODULES_HELP = (
     "load them as root on the host with modprobe; where that finds none, install the distribution's full kernel "
     "(Debian linux-image-amd64, Ubuntu linux-modules-extra-$(uname -r), Fedora kernel-modules-extra) and boot it; "
     "or run with --runtime simulate, which needs no kernel modules"
 )
 _IPTABLES = ("iptables-nft", "iptables-legacy", "iptables")
-_QUEUE = "-A INPUT -s 198.18.0.1/32 -j NFQUEUE --queue-num 1"
-MODULES = "sch_htb, cls_u32, sch_ingress, act_mirred, ifb and sch_netem, or xt_NFQUEUE and nfnetlink_queue"
-"""Kernel modules required by one of the two backends."""
-_TRIAL = InterfacePlan(
-    "trial",
-    None,
-    None,
-    (SenderClass(0x11, "198.18.0.1", 1_000_000, 300),),
-    (ReceiverLine(1, "198.18.0.1", Link(delay=0.001, loss=0.1), 1000, queued=True),),
-    1,
+"""Programs in the order in which they are tried; kernels may support only one of the two tables of rules."""
+_TRIAL_RULE = "-A INPUT -s 198.18.0.1/32 -j NFQUEUE --queue-num 1"
+_TRIAL_PLAN = InterfacePlan(
+    interface="trial",
+    uplink=None,
+    downlink=None,
+    senders=(
+        SenderClass(number=0x11, address="198.18.0.1", rate=1_000_000, limit=300),
+    ),
+    receivers=(
+        ReceiverLine(
+            number=1,
+            address="198.18.0.1",
+            link=Link(delay=0.001, loss=0.1),
+            limit=1000,
+            queued=True,
+        ),
+    ),
+    segments=1,
 )
+"""Example of a plan, to test the kernel with. RFC 2544 reserves the addresses 198.18.0.0/15 for measurements."""
 
 
 def _tc_trial(words: str) -> Callable[[], object]:
+    """Return a function that runs ``tc`` with these arguments, and raises HostError if the kernel refuses."""
     return lambda: command(["tc", *words.split()])
 
 
-_SENDER: dict[str, Callable[[], object]] = {
+# Each entry tests the kernel module of its name. The tests of a backend run one after the other in one namespace, so a
+# test may use the objects that earlier ones have created.
+_SENDER_MODULES: dict[str, Callable[[], object]] = {
     "sch_htb": _tc_trial("qdisc add dev lo root handle 1: htb"),
     "cls_u32": _tc_trial(
         "filter add dev lo parent 1: protocol ip u32 match ip dst 198.18.0.1/32 flowid 1:1"
     ),
 }
-_NETEM: dict[str, Callable[[], object]] = {
-    **_SENDER,
+_NETEM_MODULES: dict[str, Callable[[], object]] = {
+    **_SENDER_MODULES,
     "ifb": lambda: interfaces.add_ifb("trial-ifb"),
     "sch_netem": _tc_trial("qdisc add dev trial-ifb root netem delay 1ms"),
     "sch_ingress": _tc_trial("qdisc add dev lo ingress"),
@@ -68,7 +82,7 @@ _NETEM: dict[str, Callable[[], object]] = {
 }
 
 
-def _iptables_for_a_queue() -> str:
+def _find_queueing_iptables() -> str:
     """Return an iptables program whose queue rules the kernel accepts; raises HostError without one.
 
     The rule stays in the namespace of the calling thread.
@@ -78,7 +92,7 @@ def _iptables_for_a_queue() -> str:
         try:
             command(
                 [f"{program}-restore", "-w", "--noflush"],
-                f"*filter\n{_QUEUE}\nCOMMIT\n",
+                f"*filter\n{_TRIAL_RULE}\nCOMMIT\n",
             )
         except HostError as error:
             problems.append(str(error))
@@ -87,40 +101,43 @@ def _iptables_for_a_queue() -> str:
     raise HostError("; ".join(problems))
 
 
-_USERSPACE: dict[str, Callable[[], object]] = {
-    **_SENDER,
+_USERSPACE_MODULES: dict[str, Callable[[], object]] = {
+    **_SENDER_MODULES,
     "nfnetlink_queue": nfqueue.check_support,
-    "xt_NFQUEUE": _iptables_for_a_queue,
+    "xt_NFQUEUE": _find_queueing_iptables,
 }
 
 
 class Userspace(Backend):
-    """The backend with NFQUEUE at the receiver's input and a delay line in a separate process."""
+    """The backend in which a process of the shaper, the delay line, holds the packets that arrive at devices.
+
+    iptables rules put these packets into netfilter queues (NFQUEUE), which the delay line reads.
+    """
 
     name = "userspace"
     automatic = True
-    requirements = _USERSPACE
+    requirements = _USERSPACE_MODULES
     uses_queues = True
 
     @classmethod
     def check_kernel(cls, trial: InterfacePlan) -> str:
         """Return an iptables program with support for packet queues; raises HostError without one."""
         nfqueue.check_support()
-        return _iptables_for_a_queue()
+        return _find_queueing_iptables()
 
     @classmethod
     def open(cls, kernel: str, seed: Callable[[], int]) -> Self:
-        """Return a backend for the given iptables program."""
+        """Return a backend; ``kernel`` is the iptables program from `check_kernel`."""
         return cls(kernel, seed)
 
     def __init__(self, iptables: str, seed: Callable[[], int]) -> None:
         self._iptables = iptables
         self._seed = seed
-        self._line = DelayLine()
-        self.priority = self._line.priority
+        self._delay_line = DelayLine()
+        self.priority = self._delay_line.priority
 
     def problem(self, plan: InterfacePlan) -> str | None:
-        """Return an error for duplicates with a strict reverse-path filter, which drops packets on loopback."""
+        """Return the problem of a plan with duplicates if a strict reverse-path filter would drop them on loopback."""
         lines = plan.receivers
         if not any(line.link.up and line.link.duplicate for line in lines):
             return None
@@ -133,20 +150,20 @@ class Userspace(Backend):
         return None
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
-        """Create queues and rules, or change the differing ones."""
+        """Create queues and rules; with an old plan, change those that differ."""
         if old is None:
-            self._line.open(device, open_socket(), _open_injector())
-        # The queue must have a reader before a rule leads packets into it.
-        impairments = self._impairments(device, new, old)
+            self._delay_line.open(device, open_socket(), _open_injector())
+        # The kernel drops packets of a queue without a reader, so the queues come before the rules.
+        impairments = self._changed_impairments(device, new, old)
         if impairments or old is None or old.downlink != new.downlink:
-            self._line.set(device, impairments, new.downlink)
-        receiving_chain(new).apply(
-            self._iptables, None if old is None else receiving_chain(old)
-        )
+            self._delay_line.set(device, impairments, new.downlink)
+        old_chain = None if old is None else receiving_chain(old)
+        receiving_chain(new).apply(self._iptables, old_chain)
 
-    def _impairments(
+    def _changed_impairments(
         self, device: str, plan: InterfacePlan, old: InterfacePlan | None
     ) -> list[QueueImpairment]:
+        """Return the impairments of each queue that is new or different."""
         before = {line.number: line for line in old.receivers} if old else {}
         # A new downlink needs the sizes of packets, which requires all queues to be configured again.
         has_new_downlink = (
@@ -163,33 +180,32 @@ class Userspace(Backend):
                 )
         return changed
 
-    def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
+    def differences(self, plan: InterfacePlan, observed: KernelState) -> list[str]:
         """Return the differences between the plan and the rules and queues of the kernel."""
-        problems = receiving_chain(plan).differences(
-            command([self._iptables, "-w", "-S"])
-        )
-        served = {row["queue"] for row in kernel_queues()}
-        wanted = {line.number for line in plan.receivers if line.queued}
-        # The kernel drops all packets of a queue without a reader.
-        for number in wanted - served:
+        rules = command([self._iptables, "-w", "-S"])
+        problems = receiving_chain(plan).differences(rules)
+        # The kernel lists only queues with a reader.
+        read_queues = {row["queue"] for row in kernel_queues()}
+        planned_queues = {line.number for line in plan.receivers if line.queued}
+        for number in planned_queues - read_queues:
             problems.append(f"netfilter queue {number} has no reader")
         return problems
 
     def forget(self, device: str) -> None:
         """Release an ended device."""
-        self._line.forget(device)
+        self._delay_line.forget(device)
 
     def close(self) -> None:
         """Stop the delay line."""
-        self._line.stop()
+        self._delay_line.stop()
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of the delay line."""
-        return self._line.statistics()
+        return self._delay_line.statistics()
 
     def reset(self) -> None:
         """Reset the lateness statistics."""
-        self._line.reset()
+        self._delay_line.reset()
 
 
 def _read_setting(name: str) -> int:
@@ -210,11 +226,15 @@ def _open_injector() -> socket.socket:
 
 
 class Netem(Backend):
-    """The backend with the kernel's emulator netem, behind an intermediate device for arriving packets."""
+    """The backend with the kernel's emulator netem.
+
+    netem delays packets that leave an interface. Packets that arrive at a device are therefore redirected to an
+    intermediate device (IFB), which they leave again.
+    """
 
     name = "netem"
     automatic = True
-    requirements = _NETEM
+    requirements = _NETEM_MODULES
 
     @classmethod
     def link_problem(cls, link: Link, downlink: Access | None) -> str | None:
@@ -226,10 +246,10 @@ class Netem(Backend):
         """Build a small netem tree in the calling thread's namespace; raises HostError if the kernel refuses."""
         with closing(cls()) as backend:
             backend.apply("trial", None, trial)
-            tc.run_batch(backend.lines(None, trial), [], [], backend.tables)
+            tc.run_batch(backend.lines(None, trial), tables=backend.tables)
 
     def __init__(self) -> None:
-        # Both backends draw delays from the same tables (docs/fidelity.md), so iproute2's own are not used.
+        # Both backends draw delays from the same tables (docs/fidelity.md), so those of iproute2 are not used.
         self._folder = tempfile.TemporaryDirectory(prefix="testbed-tc-")
         self.tables = self._folder.name
         for distribution in get_args(Distribution):
@@ -239,30 +259,34 @@ class Netem(Backend):
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
         """Create the intermediate devices."""
         if old is None:
-            # A shaper that was restarted finds the devices of its predecessor.
+            # A restarted shaper finds the intermediate devices of its predecessor.
             present = interfaces.interface_names()
             if netem.IFB in present:
                 for name in present:
                     if name.startswith(netem.IFB):
                         interfaces.delete_interface(name)
                 command(["tc", "qdisc", "del", "dev", new.interface, "ingress"])
-        wanted = netem.ifbs_of(new)
-        # Listing the interfaces takes a request to the kernel, which most changes of a link can do without.
-        if old is None or wanted > {netem.IFB}:
-            for name in sorted(wanted - interfaces.interface_names()):
+        ifbs = netem.ifbs_of(new)
+        # Most changes use only the IFB that exists already, and need no request to list the interfaces.
+        if old is None or ifbs > {netem.IFB}:
+            for name in sorted(ifbs - interfaces.interface_names()):
                 interfaces.add_ifb(name)
 
     def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
-        """Return the commands for ``tc -batch``."""
+        """Return the commands for the netem tree, or for the changes of an old one."""
         return netem.build(new) if old is None else netem.change(old, new)
 
     def reads(self, plan: InterfacePlan) -> tuple[list[str], list[tuple[str, str]]]:
         """Return the shared intermediate device and the ingress filters for read-back."""
         return [netem.IFB], [(plan.interface, "ffff:")]
 
-    def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
+    def differences(self, plan: InterfacePlan, observed: KernelState) -> list[str]:
         """Return the differences between the plan and the kernel's state."""
-        return netem.differences(plan, shown.classes, shown.qdiscs, shown.filters[1])
+        # The first filters are those of the sending side.
+        ingress_filters = observed.filters[1]
+        return netem.differences(
+            plan, observed.classes, observed.qdiscs, ingress_filters
+        )
 
     def close(self) -> None:
         """Remove the distribution tables."""
@@ -270,29 +294,22 @@ class Netem(Backend):
 
 
 def missing_modules() -> dict[str, list[str]]:
-    """Return the kernel modules missing for each backend, tested in scratch namespaces."""
-    return {
-        name: _find_missing(LINK_BACKENDS.find(name).requirements)
-        for name in LINK_BACKENDS.own
-    }
+    """Return the missing kernel modules of each backend, by the name of the backend."""
+    missing = {}
+    for name in LINK_BACKENDS.own:
+        missing[name] = _find_missing(LINK_BACKENDS.find(name).requirements)
+    return missing
 
 
 def _find_missing(requirements: Mapping[str, Callable[[], object]]) -> list[str]:
     missing = []
-    # All in one namespace: later trials build on what earlier ones have created.
     with closing(Namespace.scratch()) as scratch:
-        for name, trial in requirements.items():
-            if not scratch.run(partial(_succeeds, trial)):
-                missing.append(name)
+        for module, test in requirements.items():
+            try:
+                scratch.run(test)
+            except HostError:
+                missing.append(module)
     return missing
-
-
-def _succeeds(trial: Callable[[], object]) -> bool:
-    try:
-        trial()
-    except HostError:
-        return False
-    return True
 
 
 def choose_backend(
@@ -309,23 +326,25 @@ def choose_backend(
         if wanted == AUTO and not backend.automatic:
             continue
         try:
-            return backend.open(_run_in_scratch(backend.check_kernel), seed), problems
+            kernel = _test_in_scratch(backend.check_kernel)
+            return backend.open(kernel, seed), problems
         except HostError as error:
             problems[name] = str(error)
-    explained = _explain_failures(problems)
-    reasons = "; ".join(f"{name} {reason}" for name, reason in explained.items())
+    reasons = []
+    for name, reason in _explain_failures(problems).items():
+        reasons.append(f"{name} {reason}")
     raise HostError(
-        f"this kernel ({os.uname().release}) cannot shape links: {reasons}; {MODULES_HELP}"
+        f"this kernel ({os.uname().release}) cannot shape links: {'; '.join(reasons)}; {MODULES_HELP}"
     )
 
 
 def _explain_failures(problems: Mapping[str, str]) -> dict[str, str]:
-    """Return the missing kernel modules of each failed backend, or the problem if no module is missing."""
+    """Return a text about each failed backend: its missing kernel modules, or else the problem itself."""
     reasons = {}
     for name, problem in problems.items():
-        lacking = _find_missing(LINK_BACKENDS.find(name).requirements)
-        if lacking:
-            reasons[name] = f"lacks {', '.join(lacking)}"
+        missing = _find_missing(LINK_BACKENDS.find(name).requirements)
+        if missing:
+            reasons[name] = f"lacks {', '.join(missing)}"
         else:
             reasons[name] = f"fails ({problem})"
     return reasons
@@ -336,7 +355,7 @@ def backend_problems() -> dict[str, str]:
     problems = {}
     for name in LINK_BACKENDS.own:
         try:
-            _run_in_scratch(LINK_BACKENDS.find(name).check_kernel)
+            _test_in_scratch(LINK_BACKENDS.find(name).check_kernel)
         except HostError as error:
             problems[name] = str(error)
     reasons = dict.fromkeys(LINK_BACKENDS.own, "")
@@ -345,23 +364,26 @@ def backend_problems() -> dict[str, str]:
     try:
         queueing_iptables()
     except HostError:
-        reasons["gate"] = reasons[Userspace.name]  # the gate needs the same queues
+        # The gate needs the same queues as this backend.
+        reasons["gate"] = reasons[Userspace.name]
     return reasons
 
 
 def queueing_iptables() -> str:
     """Return an iptables program with support for packet queues; raises HostError without kernel support."""
-    return str(_run_in_scratch(Userspace.check_kernel))
+    return str(_test_in_scratch(Userspace.check_kernel))
 
 
-def _run_in_scratch(check_kernel: Callable[[InterfacePlan], Any]) -> Any:
+def _test_in_scratch(check_kernel: Callable[[InterfacePlan], Any]) -> Any:
+    """Apply the sending side of the trial plan in a new namespace, and return the result of ``check_kernel`` there."""
+
+    def test() -> Any:
+        interface = _TRIAL_PLAN.interface
+        pair = f"{interface} type veth peer name trial-peer"
+        command(["ip", "link", "add", *pair.split()])
+        command(["ip", "link", "set", interface, "up"])
+        tc.run_batch(sender.build(_TRIAL_PLAN))
+        return check_kernel(_TRIAL_PLAN)
+
     with closing(Namespace.scratch()) as scratch:
-        return scratch.run(partial(_with_interface, check_kernel))
-
-
-def _with_interface(check_kernel: Callable[[InterfacePlan], Any]) -> Any:
-    pair = f"{_TRIAL.interface} type veth peer name trial-peer"
-    command(["ip", "link", "add", *pair.split()])
-    command(["ip", "link", "set", _TRIAL.interface, "up"])
-    tc.run_batch(sender.build(_TRIAL), [], [])
-    return check_kernel(_TRIAL)
+        return scratch.run(test)

@@ -1,4 +1,4 @@
-"""A chain of iptables rules owned by the shaper, and the rule that leads into it."""
+"""A chain of iptables rules that only the shaper changes, and the rule of a built-in chain that jumps to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from testbed_controller.shaping.plan import InterfacePlan
 
 @dataclass(frozen=True)
 class RuleChain:
-    """A desired chain in the syntax of ``iptables-restore``: one step replaces all rules.
+    """The desired rules of a chain, in the syntax of iptables.
 
     >>> chain = RuleChain("TESTBED", ("INPUT", "-i", "eth0"), ("-s 10.0.0.2/32 -j DROP",))
     >>> chain.lines
@@ -19,7 +19,7 @@ class RuleChain:
 
     name: str
     entry: tuple[str, ...]
-    """Built-in chain and match of the rule that leads here: ``("INPUT", "-i", "eth1")``."""
+    """Built-in chain and match of the entry rule, which jumps to this chain: ``("INPUT", "-i", "eth1")``."""
     rules: tuple[str, ...]
     """Rules without the chain's name, as printed by ``iptables -S``."""
 
@@ -29,7 +29,7 @@ class RuleChain:
         return [f"-A {self.name} {rule}" for rule in self.rules]
 
     def restore_input(self) -> str:
-        """Return the input for ``iptables-restore --noflush`` to replace all rules."""
+        """Return the input for ``iptables-restore --noflush``, which replaces all rules of the chain in one step."""
         lines = ["*filter", f":{self.name} - [0:0]", *self.lines, "COMMIT", ""]
         return "\n".join(lines)
 
@@ -47,13 +47,13 @@ class RuleChain:
             command([f"{iptables}-restore", "-w", "--noflush"], self.restore_input())
         if before is not None:
             return
-        # A restarted shaper finds the entry rule of its predecessor; a second one would lead packets here twice.
+        # A restarted shaper finds the entry rule of its predecessor; with a second one, packets would pass twice.
         present = command([iptables, "-w", "-S", self.entry[0]]).splitlines()
         if self._entry_rule() not in present:
             command([iptables, "-w", "-I", *self.entry, "-j", self.name])
 
     def differences(self, observed: str) -> list[str]:
-        """Compare the chain with the output of ``iptables -S``."""
+        """Compare the chain with the output of ``iptables -S``; return a text for each difference."""
         lines = observed.splitlines()
         present = [line for line in lines if line.startswith(f"-A {self.name} ")]
         problems = []
@@ -71,14 +71,14 @@ class RuleChain:
 def receiving_chain(plan: InterfacePlan) -> RuleChain:
     """Return the chain of the receiving side for backend `userspace`.
 
-    A link that is down drops packets, an impaired one queues them to the user space, and others have no rule.
+    Packets of a link that is down are dropped, packets of an impaired link are put into a netfilter queue, and other
+    links have no rule.
     """
     rules = []
-    for incoming in plan.receivers:
-        # The address is that of the sender, as at the sending side it is that of the receiver.
-        match = f"-s {incoming.address}/32"
-        if not incoming.link.up:
+    for line in plan.receivers:
+        match = f"-s {line.address}/32"
+        if not line.link.up:
             rules.append(f"{match} -j DROP")
-        elif incoming.queued:
-            rules.append(f"{match} -j NFQUEUE --queue-num {incoming.number}")
+        elif line.queued:
+            rules.append(f"{match} -j NFQUEUE --queue-num {line.number}")
     return RuleChain("TESTBED", ("INPUT", "-i", plan.interface), tuple(rules))

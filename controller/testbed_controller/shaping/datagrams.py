@@ -1,4 +1,4 @@
-"""Datagrams that the kernel dropped since a socket's buffer was full."""
+"""The number of datagrams that the kernel dropped because a socket's buffer was full."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from testbed_controller.shaping.namespaces import read_proc
 
 
 def count_unread_datagrams() -> int:
-    """Return the UDP datagrams dropped by full sockets of the calling thread's namespace, since its creation."""
+    """Return the number of UDP datagrams dropped at full sockets since the calling thread's namespace was created."""
     return parse_unread_datagrams(read_proc("snmp"))
 
 
 def parse_unread_datagrams(counters: str) -> int:
-    """Return the dropped UDP datagrams of ``/proc/net/snmp``; 0 if the kernel does not count them.
+    """Return the number of dropped UDP datagrams in ``/proc/net/snmp``; 0 if the kernel does not count them.
 
     The file has two lines for each protocol: names, then values.
 
@@ -20,7 +20,7 @@ def parse_unread_datagrams(counters: str) -> int:
     """
     lines = []
     for line in counters.splitlines():
-        # With the colon: "UdpLite:" has two lines of its own.
+        # The colon excludes the lines of "UdpLite:".
         if line.startswith("Udp: "):
             lines.append(line.split())
     names, values = lines

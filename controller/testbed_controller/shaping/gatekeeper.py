@@ -1,6 +1,8 @@
-"""The process of the gate: it holds leaving packets until their time on the medium is over.
+"""The process of the gate: it holds packets that leave a device until their transmission on the medium ends.
 
-`Media` decides about the order of transmissions; this module executes the decisions in time.
+Rules in each device's namespace put these packets into a netfilter queue, and the kernel holds each packet until this
+process sends a verdict: accept or drop. `Media` computes the times of transmissions; this module executes them. The
+server's requests arrive on a local socket (`helper.py` has the server's end).
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from testbed_controller.shaping import nfqueue
 from testbed_controller.shaping.helper import LatenessHistogram, serve_request
 from testbed_controller.shaping.medium import QUEUE, Media, Route
 
-LIMIT = 5000
-"""Maximum number of waiting packets of one device, above the capacity of its socket buffers."""
+MOST_WAITING = 5000
+"""Maximum number of packets in the netfilter queue of one device, more than its socket buffers can contain."""
 _IP_HEADER = 20
 """Bytes of an IPv4 header without options."""
 _MOST_READ = 64
 """Maximum number of packets read before due packets are released."""
-_EARLY = 60e-6
-"""Earliness of a packet's release, in seconds: about the duration of the way back through the kernel."""
+_EARLY_SECONDS = 60e-6
+"""Time by which a packet is released before the end of its transmission, in seconds: about the time that the kernel
+needs to continue with the packet."""
 
 
 class Loop:
@@ -37,22 +40,28 @@ class Loop:
         self._epoll = select.epoll()
         self._epoll.register(control.fileno(), select.EPOLLIN)
         self._sockets: dict[str, socket.socket] = {}
-        self._names: dict[int, str] = {}
+        self._device_by_descriptor: dict[int, str] = {}
         self._media: Media[bytearray] = Media()
+        """Transmissions, each with the identity of its packet as the item."""
         self._lateness = LatenessHistogram()
+        # Only the IP header of a packet is requested.
         self._buffer = bytearray(4096)
-        self._accept = nfqueue.make_verdict_prefix(QUEUE, nfqueue.ACCEPT)
-        self._drop = nfqueue.make_verdict_prefix(QUEUE, nfqueue.DROP)
+        # A verdict is one of these prefixes, followed by the identity of a packet.
+        self._accept_prefix = nfqueue.make_verdict_prefix(QUEUE, nfqueue.ACCEPT)
+        self._drop_prefix = nfqueue.make_verdict_prefix(QUEUE, nfqueue.DROP)
         self._dropped: Counter[str] = Counter()
-        """Number of packets dropped by a full queue, by device."""
+        """Number of packets dropped because too many were waiting, by device."""
         self._passed = 0
+        """Number of released packets."""
         self._refused = 0
+        """Number of verdicts that the kernel refused."""
         self._overflows = 0
+        """Number of times that the kernel dropped packets because a socket's buffer was full."""
 
     def run(self) -> None:
         """Run until the server disconnects."""
         while True:
-            wait = self._media.next_end - _EARLY - time.monotonic()
+            wait = self._media.next_end - _EARLY_SECONDS - time.monotonic()
             timeout = None if wait == float("inf") else max(0.0, wait)
             # select has a resolution of microseconds, epoll only of milliseconds.
             select.select([self._epoll.fileno()], [], [], timeout)
@@ -62,16 +71,18 @@ class Loop:
                 if descriptor == self._control.fileno():
                     if not serve_request(self._control, self._execute_request, 1):
                         return
-                elif descriptor in self._names:
-                    self._read_packets(self._names[descriptor], woken)
+                elif descriptor in self._device_by_descriptor:
+                    self._read_packets(self._device_by_descriptor[descriptor], woken)
                 self._release_finished()
 
     def _release_finished(self) -> None:
+        """Accept the packets whose transmissions have ended."""
         now = time.monotonic()
-        for made in self._media.finished(now + _EARLY):
-            self._lateness.add(max(0.0, now - made.end), 1)
+        for transmission in self._media.finished(now + _EARLY_SECONDS):
+            self._lateness.add(max(0.0, now - transmission.end), 1)
             self._passed += 1
-            self._send_verdict(str(made.station), self._accept + made.item)
+            verdict = self._accept_prefix + transmission.item
+            self._send_verdict(str(transmission.station), verdict)
 
     def _send_verdict(self, device: str, verdict: bytes) -> None:
         try:
@@ -80,12 +91,14 @@ class Loop:
             self._refused += 1
 
     def _read_packets(self, device: str, woken: float) -> None:
-        """Read packets sent by a device; the monotonic instant ``woken`` stands for the arrival of all."""
-        # The kernel reports the times of received packets only (nfnetlink_queue.c: hooks up to FORWARD).
-        opened = self._sockets[device]
+        """Read packets sent by a device; the monotonic instant ``woken`` is taken for the arrival of all.
+
+        The kernel reports times only for packets that a device receives (nfnetlink_queue.c: hooks up to FORWARD).
+        """
+        netfilter = self._sockets[device]
         for _ in range(_MOST_READ):
             try:
-                length = opened.recv_into(self._buffer)
+                length = netfilter.recv_into(self._buffer)
             except BlockingIOError:
                 return
             except OSError:
@@ -98,6 +111,7 @@ class Loop:
                 self._refused += 1
 
     def _offer_packet(self, device: str, length: int, now: float) -> None:
+        """Queue the packet of the message in the buffer for its medium, or drop the packet."""
         packet = nfqueue.packet_content(self._buffer, length)
         # Offsets in the IPv4 header: total length at byte 2, destination at byte 16.
         size = struct.unpack_from(">H", packet, 2)[0] + ETHERNET_HEADER
@@ -105,7 +119,7 @@ class Loop:
         identity = nfqueue.packet_identity(self._buffer)
         if not self._media.offer(device, address, now, size, identity):
             self._dropped[device] += 1
-            self._send_verdict(device, self._drop + identity)
+            self._send_verdict(device, self._drop_prefix + identity)
 
     def _execute_request(
         self, request: dict[str, Any], descriptors: list[int]
@@ -130,25 +144,27 @@ class Loop:
                 self._lateness = LatenessHistogram()
         return None
 
-    def _open_device(self, device: str, opened: socket.socket) -> None:
+    def _open_device(self, device: str, netfilter: socket.socket) -> None:
         self._close_device(device)
-        opened.setblocking(False)
-        self._sockets[device] = opened
-        self._names[opened.fileno()] = device
-        self._epoll.register(opened.fileno(), select.EPOLLIN)
+        netfilter.setblocking(False)
+        self._sockets[device] = netfilter
+        self._device_by_descriptor[netfilter.fileno()] = device
+        self._epoll.register(netfilter.fileno(), select.EPOLLIN)
         binding = partial(nfqueue.make_bind_message, QUEUE)
-        limits = partial(nfqueue.make_configure_message, QUEUE, LIMIT, _IP_HEADER)
-        nfqueue.configure_socket(opened, binding, self._buffer)
-        nfqueue.configure_socket(opened, limits, self._buffer)
+        limits = partial(
+            nfqueue.make_configure_message, QUEUE, MOST_WAITING, _IP_HEADER
+        )
+        nfqueue.configure_socket(netfilter, binding, self._buffer)
+        nfqueue.configure_socket(netfilter, limits, self._buffer)
 
     def _close_device(self, device: str) -> None:
-        opened = self._sockets.pop(device, None)
-        if opened is None:
+        netfilter = self._sockets.pop(device, None)
+        if netfilter is None:
             return
         self._media.forget(device, time.monotonic())
-        self._epoll.unregister(opened.fileno())
-        del self._names[opened.fileno()]
-        opened.close()
+        self._epoll.unregister(netfilter.fileno())
+        del self._device_by_descriptor[netfilter.fileno()]
+        netfilter.close()
 
     def _get_statistics(self) -> dict[str, Any]:
         usage = os.times()

@@ -20,11 +20,12 @@ class _Ticks:
 
     busy: float
     stolen: float
+    """Ticks in which a task was ready, but the hypervisor ran another virtual machine."""
     total: float
 
     @staticmethod
-    def now() -> _Ticks:
-        """Read the ticks from /proc/stat."""
+    def read() -> _Ticks:
+        """Read the present ticks from /proc/stat."""
         line, _, _ = Path("/proc/stat").read_text().partition("\n")
         fields = [float(field) for field in line.split()[1:]]
         # proc(5): user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user time.
@@ -34,10 +35,11 @@ class _Ticks:
 
 
 class HostMonitor:
-    """A sampler of the host's load between `start` and `stop`; reports nothing without /proc."""
+    """A sampler of the host's load between `start` and `stop`; its summary is empty without /proc."""
 
     def __init__(self) -> None:
         self._samples: list[float] = []
+        """Share of busy processors in each interval."""
         self._first = _Ticks(0.0, 0.0, 0.0)
         self._last = self._first
         self._stopped = threading.Event()
@@ -58,10 +60,12 @@ class HostMonitor:
         return self.summary()
 
     def summary(self) -> dict[str, Any]:
-        """Return the mean load, and the share of saturated samples, so far."""
+        """Return the number of processors, and the shares of busy, saturated and stolen time so far.
+
+        Empty before the first sample.
+        """
         if not self._samples:
             return {}
-        # Time that a hypervisor gave to other virtual machines while a task of this one was ready.
         stolen = self._last.stolen - self._first.stolen
         total = self._last.total - self._first.total
         saturated = sum(sample >= SATURATED for sample in self._samples)
@@ -73,11 +77,12 @@ class HostMonitor:
         }
 
     def _take_samples(self) -> None:
-        self._first = _Ticks.now()
+        self._first = _Ticks.read()
         self._last = self._first
         while not self._stopped.wait(SAMPLE_SECONDS):
-            last = self._last
-            now = _Ticks.now()
-            if now.total > last.total:
-                self._samples.append((now.busy - last.busy) / (now.total - last.total))
-            self._last = now
+            ticks = _Ticks.read()
+            busy = ticks.busy - self._last.busy
+            total = ticks.total - self._last.total
+            if total > 0:
+                self._samples.append(busy / total)
+            self._last = ticks

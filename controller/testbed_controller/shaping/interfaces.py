@@ -23,17 +23,18 @@ from testbed.common.errors import HostError
 from testbed_controller.shaping.namespaces import command
 
 _SIOCETHTOOL = 0x8946
+"""linux/sockios.h: request for settings of a network card."""
 _LINK_SCOPE = 253
-"""linux/rtnetlink.h: directly reachable."""
+"""linux/rtnetlink.h: scope of routes to directly reachable addresses (RT_SCOPE_LINK)."""
 _MAIN_TABLE = 254
-"""linux/rtnetlink.h: the default routing table."""
+"""linux/rtnetlink.h: the default routing table (RT_TABLE_MAIN)."""
 _OF_BRIDGE = 4
-"""linux/neighbour.h: an entry of the bridge of a port."""
+"""linux/neighbour.h: an address in the table of the port's bridge (NTF_MASTER)."""
 _STATIC = 0x40
-"""linux/neighbour.h: a static entry."""
+"""linux/neighbour.h: a static address, which needs no ARP (NUD_NOARP)."""
 _NO_ADDRESS = 1
-"""linux/if_link.h: no automatic IPv6 addresses."""
-# linux/ethtool.h: (get, set) requests of each offload that merges packets into larger ones.
+"""linux/if_link.h: no automatic IPv6 addresses (IN6_ADDR_GEN_MODE_NONE)."""
+# linux/ethtool.h: (get, set) requests of each offload, by which the kernel passes packets on as larger ones.
 _OFFLOADS = {"tso": (0x1E, 0x1F), "gso": (0x23, 0x24), "gro": (0x2B, 0x2C)}
 
 
@@ -43,10 +44,12 @@ class Interface:
 
     name: str
     broadcast: str | None
+    """Broadcast address; None without one."""
 
 
 @contextlib.contextmanager
 def _netlink(purpose: str) -> Iterator[Any]:
+    """Open a netlink connection; an error becomes a HostError that names the purpose."""
     try:
         with IPRoute() as route:
             yield route
@@ -80,9 +83,9 @@ def make_bridge(name: str) -> None:
 def plug_port(
     port: str, bridge: str, interface: str, hardware: str, namespace: int
 ) -> None:
-    """Create a bridge port here, joined to a new interface in another network namespace.
+    """Create a bridge port in this namespace, joined to a new interface in another network namespace.
 
-    ``hardware`` is the MAC address of the interface, ``namespace`` a file descriptor of its namespace.
+    ``hardware`` is the hardware address of the interface, ``namespace`` a file descriptor of its namespace.
     """
     with _netlink(f"adding the port {port}") as route:
         route.link(
@@ -92,23 +95,25 @@ def plug_port(
             peer={"ifname": interface, "net_ns_fd": namespace, "address": hardware},
         )
         _bring_up(route, port, master=socket.if_nametoindex(bridge))
-        # A bridge floods frames to all ports until it has learned the address.
+        # A bridge sends frames to all ports until it has learned the address.
         index = socket.if_nametoindex(port)
         entry = {"lladdr": hardware, "flags": _OF_BRIDGE, "state": _STATIC}
         route.fdb("add", ifindex=index, **entry)
 
 
 def set_neighbours(name: str, hardware: Mapping[str, str]) -> None:
-    """Assign permanent hardware addresses to IPv4 addresses on an interface.
+    """Add permanent entries to the neighbour table of an interface: hardware addresses by IPv4 address.
 
     Permanent entries need no ARP and do not count against the neighbour table's limit, which all namespaces of the
     kernel share: 40 devices that all know each other would fill the table.
     """
-    lines = []
-    for address, other in hardware.items():
-        lines.append(f"neigh replace {address} lladdr {other} nud permanent dev {name}")
-    if lines:
-        command(["ip", "-batch", "-"], "\n".join(lines) + "\n")
+    batch = ""
+    for address, neighbour in hardware.items():
+        batch += (
+            f"neigh replace {address} lladdr {neighbour} nud permanent dev {name}\n"
+        )
+    if batch:
+        command(["ip", "-batch", "-"], batch)
 
 
 def set_address(name: str, address: str, network: IPv4Network) -> None:
@@ -145,7 +150,7 @@ def add_ifb(name: str) -> None:
 
 
 def delete_interface(name: str) -> None:
-    """Delete an interface."""
+    """Delete an interface; raises HostError if none has the name."""
     with _netlink(f"removing the interface {name}") as route:
         route.link("del", ifname=name)
 
@@ -203,19 +208,20 @@ def set_congestion_control(name: str, algorithm: str) -> None:
 
 
 def forbid_offloads(interface: str) -> None:
-    """Disable offloads, so loss and queues apply to real packets as on the wire.
+    """Disable offloads, so that losses and queues apply to packets as on the wire.
 
     Raises HostError if an offload stays enabled.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for name, (read, write) in _OFFLOADS.items():
-            _ethtool(control, interface, write, 0)
+        for name, (get_request, set_request) in _OFFLOADS.items():
+            _ethtool(control, interface, set_request, 0)
             # Some drivers accept the request and keep the offload.
-            if _ethtool(control, interface, read, 0) != 0:
+            if _ethtool(control, interface, get_request, 0) != 0:
                 raise HostError(f"cannot disable {name} of {interface}")
 
 
 def _ethtool(control: socket.socket, interface: str, request: int, value: int) -> int:
+    """Send a request about an interface with a value; return the value after the request."""
     # The request has a pointer to the value (struct ethtool_value), which the kernel changes in place.
     data = array.array("B", struct.pack("II", request, value))
     address, _ = data.buffer_info()

@@ -15,6 +15,7 @@ from testbed.common.errors import HostError
 T = TypeVar("T")
 
 _CLONE_NEWNET = 0x40000000
+"""Constant of linux/sched.h: a network namespace."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -46,9 +47,9 @@ class Namespace:
 
     @classmethod
     def scratch(cls) -> Namespace:
-        """Create an empty namespace, which ends with the last descriptor."""
+        """Create an empty namespace, which ends when it has neither processes nor open descriptors."""
 
-        def enter() -> int:
+        def create() -> int:
             if _libc.unshare(_CLONE_NEWNET) != 0:
                 raise HostError(
                     f"cannot create a network namespace ({os.strerror(ctypes.get_errno())}): run as root"
@@ -56,13 +57,13 @@ class Namespace:
             # /proc/self would be the namespace of the main thread.
             return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
-        return cls(_in_thread(enter))
+        return cls(_in_thread(create))
 
     def run(self, work: Callable[[], T]) -> T:
-        """Call ``work`` in a new thread inside the namespace; return the result.
+        """Call a function in a new thread inside the namespace; return the result.
 
-        Processes and sockets made by ``work`` belong to the namespace, and stay there. The caller's thread does not
-        move: a namespace is a property of a thread, and the caller's may be serving a request.
+        Processes and sockets that the function creates belong to the namespace. A namespace is a property of a thread;
+        the thread of the caller, which may be serving a request, stays in its own.
         """
 
         def enter() -> T:
@@ -97,10 +98,10 @@ def command(
 ) -> str:
     """Run a program with ``text`` as input in the calling thread's namespace; return the output.
 
-    Raises HostError with the program's error output if its exit status is not zero.
+    Raises HostError if the program is missing, fails, or runs longer than 30 s; the message quotes its error output.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             arguments,
             input=text,
             capture_output=True,
@@ -115,21 +116,22 @@ def command(
         ) from error
     except subprocess.TimeoutExpired as error:
         raise HostError(f"'{' '.join(arguments)}' did not end within 30 s") from error
-    if done.returncode != 0:
-        complaint = " ".join(done.stderr.split())
+    if process.returncode != 0:
+        complaint = " ".join(process.stderr.split())
         raise HostError(
             f"'{' '.join(arguments)}' failed: {complaint}{_failed_line(complaint, text)}"
         )
-    return done.stdout
+    return process.stdout
 
 
 def _failed_line(complaint: str, text: str) -> str:
-    """Quote the failed line of a batch, whose number is in iproute2's error (``Command failed -:3``)."""
+    """Quote the failed line of a batch, whose number is in iproute2's error (``Command failed -:3``); else empty."""
     _, separator, number = complaint.rpartition("Command failed -:")
-    lines = text.splitlines()
-    if not separator or not number.isdigit() or not 0 < int(number) <= len(lines):
+    if not separator or not number.isdigit():
         return ""
-    return f" ({lines[int(number) - 1]})"
+    lines = text.splitlines()
+    index = int(number) - 1
+    return f" ({lines[index]})" if 0 <= index < len(lines) else ""
 
 
 def read_proc(path: str) -> str:

@@ -1,8 +1,12 @@
 """The receiving side as ``tc`` commands, for backend `netem`. Pure functions.
 
-Arriving packets are redirected by source to an intermediate device (IFB), whose HTB tree has one netem per source below
-the class of the device's downlink. A duplicating link has its own IFB: recent kernels refuse a duplicating netem beside
-any other on one device, and older ones can loop.
+The kernel queues only packets that leave an interface. Filters therefore redirect the packets that arrive at a device
+to an intermediate device (IFB), an interface that they leave again. Its HTB tree has one leaf per source: a class below
+the class of the downlink, with a netem, the kernel's emulator of delays and losses. With a downlink, a queue follows
+the netem.
+
+A link with duplicates has an IFB of its own: recent kernels refuse a duplicating netem beside any other on one
+interface, and older ones can loop.
 """
 
 from __future__ import annotations
@@ -23,14 +27,15 @@ from testbed_controller.shaping.plan import (
 from testbed_controller.shaping.tc import Tree
 
 IFB = "testbed-ifb"
+"""Name of the IFB for all links without duplicates, and the beginning of the other IFBs' names."""
 _TREE = Tree(IFB, 2)
 _ROOT = f"{_TREE.number}:"
-_INNER = 0x2000
-"""Offset of the handles of queues before a downlink from those of their netems."""
+_QUEUE_HANDLE_OFFSET = 0x2000
+"""Added to the handle of a netem, the result is the handle of the queue before the downlink."""
 _TABLE_UNIT = 8192
 """Value that netem's distribution tables have for one standard deviation."""
-_DRAINING = 20_000
-"""Limit, in packets, of a queue after its downlink was lifted, so that none is lost while draining."""
+_DRAINING_LIMIT = 20_000
+"""Limit of a queue in packets after its downlink was lifted, so that no packet is lost while the queue empties."""
 
 
 def unsupported_property(link: Link, access: Access | None) -> str | None:
@@ -61,7 +66,7 @@ def distribution_table(distribution: Distribution) -> str:
 def netem_arguments(line: ReceiverLine) -> str:
     """Return the arguments of ``tc qdisc ... netem`` for one source.
 
-    A change keeps only the corruption if it is omitted, so corruption is always given; all other properties reset.
+    Corruption is always included, since a changed netem keeps an omitted one; all other omitted properties are reset.
 
     >>> line = ReceiverLine(1, "10.0.0.2", Link(delay=0.005, loss=0.01), limit=10000, queued=True)
     >>> netem_arguments(line)
@@ -95,7 +100,8 @@ def _format_percent(fraction: float) -> str:
 
 
 def _redirected_lines(plan: InterfacePlan) -> dict[int, ReceiverLine]:
-    # A broken link needs a netem too, which drops all its packets; an unimpaired one passes by the tree.
+    """Return the lines of sources whose packets are redirected, by number."""
+    # A link that is down needs a netem too, which drops all its packets. An unimpaired link needs none.
     lines = {}
     for line in plan.receivers:
         if line.queued or not line.link.up:
@@ -103,107 +109,105 @@ def _redirected_lines(plan: InterfacePlan) -> dict[int, ReceiverLine]:
     return lines
 
 
-def device_of(line: ReceiverLine) -> str:
-    """Return the IFB for a source's packets."""
+def ifb_of(line: ReceiverLine) -> str:
+    """Return the name of the IFB for a source's packets."""
     if line.link.up and line.link.duplicate:
         return f"testbed-ifb{line.number}"
     return IFB
 
 
 def ifbs_of(plan: InterfacePlan) -> set[str]:
-    """Return the IFBs of a plan."""
+    """Return the names of the IFBs that a plan needs."""
     names = {IFB}
     for line in _redirected_lines(plan).values():
-        names.add(device_of(line))
+        names.add(ifb_of(line))
     return names
 
 
 def build(plan: InterfacePlan) -> list[str]:
-    """Return the ``tc -batch`` lines leading arriving packets through netem by source; the IFBs must exist."""
-    # The kernel queues only leaving packets: arriving ones are redirected to an IFB, which they leave again.
-    lines = [f"qdisc add dev {plan.interface} ingress", *_TREE.root(plan.downlink)]
+    """Return the ``tc -batch`` commands that lead arriving packets through netem by source; the IFBs must exist."""
+    commands = [f"qdisc add dev {plan.interface} ingress", *_TREE.root(plan.downlink)]
     for line in _redirected_lines(plan).values():
-        lines += _add_source(plan, line)
-    return lines
+        commands += _add_source(plan, line)
+    return commands
 
 
 def change(old: InterfacePlan, new: InterfacePlan) -> list[str]:
-    """Return the lines for changing one plan's leaves into another's; new IFBs must exist.
+    """Return the commands for changing one plan's leaves into another's; new IFBs must exist.
 
     An unneeded leaf stays, so that packets in transit still arrive; only its filter is removed.
     """
     before = _redirected_lines(old)
     after = _redirected_lines(new)
-    lines: list[str] = []
+    commands: list[str] = []
     if old.downlink != new.downlink:
-        lines.append(_TREE.change_access(new.downlink))
+        commands.append(_TREE.change_access(new.downlink))
     for number, line in after.items():
         previous = before.get(number)
         if previous is None:
-            lines += _add_source(new, line)
-        elif previous.address != line.address or device_of(previous) != device_of(line):
-            # The new leaf first: packets are led by the old filter until the new one has a whole way.
-            lines += _leaf_commands(new, line)
-            lines += _remove_filter(old, previous)
-            lines += _add_filter(new, line)
+            commands += _add_source(new, line)
+        elif previous.address != line.address or ifb_of(previous) != ifb_of(line):
+            # The new leaf is complete before a filter leads packets to it.
+            commands += _leaf_commands(new, line)
+            commands += _remove_filter(old, previous)
+            commands += _add_filter(new, line)
         else:
             if netem_arguments(previous) != netem_arguments(line):
-                lines.append(_netem_command(line))
+                commands.append(_netem_command(line))
             if old.downlink != new.downlink:
-                lines += _queue_commands(new, line)
+                commands.append(_queue_command(new, line))
     for number in before.keys() - after.keys():
-        lines += _remove_filter(old, before[number])
-    return lines
+        commands += _remove_filter(old, before[number])
+    return commands
 
 
 def _class_number(line: ReceiverLine) -> int:
+    """Return the number of the leaf's class, which is also the handle of the netem and of the filters."""
     return FIRST_PEER_CLASS + line.number
 
 
 def _netem_command(line: ReceiverLine) -> str:
-    device = device_of(line)
+    ifb = ifb_of(line)
     number = _class_number(line)
-    place = f"parent {_TREE.identity(number)}" if device == IFB else "root"
-    return (
-        f"qdisc replace dev {device} {place} handle {number:x}: {netem_arguments(line)}"
-    )
+    place = f"parent {_TREE.identity(number)}" if ifb == IFB else "root"
+    return f"qdisc replace dev {ifb} {place} handle {number:x}: {netem_arguments(line)}"
 
 
-def _queue_commands(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
-    """Return the commands for the queue before the downlink, after the delay."""
+def _queue_command(plan: InterfacePlan, line: ReceiverLine) -> str:
+    """Return the command for the queue behind the netem and before the downlink."""
     number = _class_number(line)
-    limit = plan.downlink.limit if plan.downlink else _DRAINING
-    return [
-        f"qdisc replace dev {IFB} parent {number:x}:1 handle {_INNER + number:x}: pfifo limit {limit}"
-    ]
+    limit = plan.downlink.limit if plan.downlink else _DRAINING_LIMIT
+    handle = _QUEUE_HANDLE_OFFSET + number
+    return f"qdisc replace dev {IFB} parent {number:x}:1 handle {handle:x}: pfifo limit {limit}"
 
 
 def _leaf_commands(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
-    if device_of(line) != IFB:
+    if ifb_of(line) != IFB:
         return [_netem_command(line)]
     commands = [
         _TREE.leaf("replace", _class_number(line), CEILING),
         _netem_command(line),
     ]
     if plan.downlink:
-        commands += _queue_commands(plan, line)
+        commands.append(_queue_command(plan, line))
     return commands
 
 
 def _add_filter(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     number = _class_number(line)
-    device = device_of(line)
+    ifb = ifb_of(line)
     source = (
         f"protocol ip prio 1 handle 800::{number:x} u32 match ip src {line.address}/32"
     )
-    lines = []
-    if device == IFB:
+    commands = []
+    if ifb == IFB:
         identity = _TREE.identity(number)
-        lines.append(f"filter add dev {IFB} parent {_ROOT} {source} flowid {identity}")
+        to_class = f"parent {_ROOT} {source} flowid {identity}"
+        commands.append(f"filter add dev {IFB} {to_class}")
     # The redirecting filter is last, so that no packet enters an incomplete tree.
-    redirect = f"action mirred egress redirect dev {device}"
-    lines.append(f"filter add dev {plan.interface} parent ffff: {source} {redirect}")
-    return lines
+    redirect = f"action mirred egress redirect dev {ifb}"
+    commands.append(f"filter add dev {plan.interface} parent ffff: {source} {redirect}")
+    return commands
 
 
 def _add_source(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
@@ -212,10 +216,10 @@ def _add_source(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
 
 def _remove_filter(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     handle = f"protocol ip prio 1 handle 800::{_class_number(line):x} u32"
-    lines = [f"filter del dev {plan.interface} parent ffff: {handle}"]
-    if device_of(line) == IFB:
-        lines.append(f"filter del dev {IFB} parent {_ROOT} {handle}")
-    return lines
+    commands = [f"filter del dev {plan.interface} parent ffff: {handle}"]
+    if ifb_of(line) == IFB:
+        commands.append(f"filter del dev {IFB} parent {_ROOT} {handle}")
+    return commands
 
 
 def differences(
@@ -228,28 +232,29 @@ def differences(
 
     The delay distribution is not compared, since the kernel does not report it.
     """
-    wanted = _redirected_lines(plan)
+    lines = _redirected_lines(plan)
     rates = []
-    for line in wanted.values():
-        if device_of(line) == IFB:
+    for line in lines.values():
+        if ifb_of(line) == IFB:
             rates.append((_class_number(line), CEILING))
     problems = _TREE.differences(classes, plan.downlink, rates)
     options_by_handle = {}
     for entry in qdiscs:
         if "handle" in entry:
             options_by_handle[entry.get("dev"), entry["handle"]] = entry["options"]
-    redirected = _redirections(filters)
-    for line in wanted.values():
-        device = device_of(line)
-        where = redirected.pop(inet_aton(line.address).hex(), None)
-        if where != device:
+    redirections = _redirections(filters)
+    for line in lines.values():
+        ifb = ifb_of(line)
+        target = redirections.pop(inet_aton(line.address).hex(), None)
+        if target != ifb:
             problems.append(
-                f"packets from {line.address} are redirected to {where} instead of {device}"
+                f"packets from {line.address} are redirected to {target} instead of {ifb}"
             )
         problems += _line_differences(plan, line, options_by_handle)
-    for key in redirected:
+    # Only redirections that no line needs are left.
+    for source in redirections:
         problems.append(
-            f"packets from {key} (hexadecimal) are redirected without a link"
+            f"packets from {source} (hexadecimal) are redirected without a link"
         )
     return problems
 
@@ -259,25 +264,25 @@ def _line_differences(
     line: ReceiverLine,
     options_by_handle: Mapping[tuple[str | None, str], Mapping[str, Any]],
 ) -> list[str]:
-    """Compare the netem of one source, and the queue behind, with the kernel's."""
+    """Compare the netem of one source, and the queue behind it, with the kernel's state."""
     number = _class_number(line)
-    options = options_by_handle.get((device_of(line), f"{number:x}:"))
+    options = options_by_handle.get((ifb_of(line), f"{number:x}:"))
     if options is None:
         return [f"no netem for {line.address}"]
     problems = [
         f"netem for {line.address} {text}" for text in _netem_differences(line, options)
     ]
-    inner = options_by_handle.get((IFB, f"{_INNER + number:x}:"), {})
-    if plan.downlink and inner.get("limit") != plan.downlink.limit:
+    queue = options_by_handle.get((IFB, f"{_QUEUE_HANDLE_OFFSET + number:x}:"), {})
+    limit = queue.get("limit")
+    if plan.downlink and limit != plan.downlink.limit:
         problems.append(
-            f"the queue of {line.address} before the downlink holds {inner.get('limit')} packets "
-            f"instead of {plan.downlink.limit}"
+            f"the queue of {line.address} before the downlink holds {limit} packets instead of {plan.downlink.limit}"
         )
     return problems
 
 
 def _redirections(filters: Iterable[Mapping[str, Any]]) -> dict[str, str | None]:
-    """Return the target device of redirected packets, by source address in hexadecimal."""
+    """Return the target interface of redirected packets, by source address in hexadecimal."""
     targets = {}
     for entry in filters:
         options = entry.get("options", {})
@@ -290,6 +295,8 @@ def _redirections(filters: Iterable[Mapping[str, Any]]) -> dict[str, str | None]
 
 
 def _netem_differences(line: ReceiverLine, observed: Mapping[str, Any]) -> list[str]:
+    """Compare the options of one netem, as printed by ``tc -j``, with a line."""
+    # A link that is down has the netem of `netem_arguments`: it loses all packets.
     link = line.link if line.link.up else Link(loss=1.0)
     limit = line.limit if line.link.up else 1000
     delay = observed.get("delay", {})

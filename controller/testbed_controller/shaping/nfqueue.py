@@ -1,7 +1,11 @@
-"""NFNETLINK queue messages (linux/netfilter/nfnetlink_queue.h) as bytes, and a check for kernel support.
+"""Messages of netfilter queues (linux/netfilter/nfnetlink_queue.h) as bytes, and a check for kernel support.
 
-A message of the kernel has the queue, the packet's identity, as much of its content as was requested, and possibly its
-arrival time.
+An iptables rule with the target NFQUEUE puts packets into a numbered queue of their network namespace. The kernel holds
+each packet and announces it to the process that has bound the queue to its socket. The process answers with a verdict,
+which accepts the packet, alters it or drops it.
+
+The announcement has the queue, the packet's identity, as much of its content as was requested, and possibly its arrival
+time. Every value behind the fixed headers is an attribute: length, type, content.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from itertools import count
 from testbed.common.errors import HostError
 from testbed_controller.shaping.namespaces import read_proc
 
+# Verdicts: NF_ACCEPT and NF_DROP of linux/netfilter.h.
 ACCEPT = 1
 DROP = 0
 
@@ -42,7 +47,7 @@ _CONFIG_COMMAND, _CONFIG_PARAMETERS, _CONFIG_MAXLEN = 1, 2, 3
 _COMMAND_BIND = 1  # NFQNL_CFG_CMD_BIND
 _COPY_META, _COPY_PACKET = 1, 2  # NFQNL_COPY_META, NFQNL_COPY_PACKET
 WHOLE = 0xFFFF
-"""Number of bytes that requests whole packets."""
+"""Number of content bytes that requests whole packets."""
 
 _HEADER = struct.Struct("=IHHII")  # struct nlmsghdr
 _BODY = struct.Struct(">BBH")  # struct nfgenmsg: family, version, queue
@@ -51,12 +56,16 @@ _STAMP = struct.Struct(">QQ")  # struct nfqnl_msg_packet_timestamp
 _STAMP_SIZE = _ATTRIBUTE.size + _STAMP.size
 _FIRST_ATTRIBUTE = _HEADER.size + _BODY.size
 _SEQUENCES = count(1)
+"""Numbers of configuration messages, which the kernel repeats in its acknowledgements."""
 IDENTITY_SIZE = 4
 """Size of a packet's identity in bytes."""
 
 
 def open_socket(receive_buffer: int = 64 << 20) -> socket.socket:
-    """Open a socket to netfilter in the calling thread's network namespace; raises `HostError`."""
+    """Open a socket to netfilter in the calling thread's network namespace; ``receive_buffer`` is its size in bytes.
+
+    Raises HostError without the capability NET_ADMIN.
+    """
     try:
         netfilter = socket.socket(
             socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER
@@ -83,7 +92,8 @@ def _make_message(
 
 def _make_attribute(kind: int, value: bytes) -> bytes:
     # Padded to a multiple of four bytes, which the length does not count.
-    return _ATTRIBUTE.pack(4 + len(value), kind) + value + bytes(-len(value) % 4)
+    padding = bytes(-len(value) % 4)
+    return _ATTRIBUTE.pack(_ATTRIBUTE.size + len(value), kind) + value + padding
 
 
 def make_bind_message(queue: int, sequence: int) -> bytes:
@@ -133,7 +143,7 @@ def make_altered_verdict(
 
 
 def packet_content(data: bytearray, length: int) -> bytes:
-    """Return the packet content in a message of type `PACKET`, starting with the IP header."""
+    """Return the packet content in a message of type `PACKET`, from the IP header on; empty if none was requested."""
     for at, size, kind in _attributes(data, length):
         if kind == _ATTRIBUTE_PAYLOAD:
             return bytes(data[at + _ATTRIBUTE.size : at + size])
@@ -146,27 +156,26 @@ def _attributes(data: bytearray, length: int) -> Iterator[tuple[int, int, int]]:
     while at + _ATTRIBUTE.size <= length:
         size, kind = _ATTRIBUTE.unpack_from(data, at)
         yield at, size, kind
-        # Attributes are padded to multiples of four bytes. A size of 0 must not repeat one for ever.
-        at += max(_ATTRIBUTE.size, (size + 3) & ~3)
+        # Attributes are padded to multiples of four bytes. A malformed size of 0 must not repeat the attribute forever.
+        padded_size = (size + 3) & ~3
+        at += max(_ATTRIBUTE.size, padded_size)
 
 
 def packet_queue(data: bytearray) -> int:
     """Return the queue number in a message of type `PACKET`."""
-    # Parsed by hand, as below: faster for each packet.
+    # The last field of the body, at a fixed position: indexing is faster than unpacking, and this runs for each packet.
     return data[18] << 8 | data[19]
 
 
 def packet_identity(data: bytearray) -> bytearray:
-    """Return the identity for verdicts: four bytes, ascending in the order of arrival, modulo 2**32.
-
-    The packet header is always the first attribute of the message.
-    """
+    """Return the identity for verdicts: four bytes, ascending in the order of arrival, modulo 2**32."""
+    # The identity begins the content of the first attribute.
     return data[24:28]
 
 
 def check_support() -> None:
     """Bind and release a queue in the calling thread's network namespace; raises HostError without kernel support."""
-    # Opening the socket alone proves nothing: that succeeds without queue support.
+    # A kernel without queues still opens the socket, so a queue is bound.
     with open_socket() as netfilter:
         netfilter.setblocking(False)
         try:
@@ -183,11 +192,11 @@ def configure_socket(
     buffer: bytearray,
     on_packet: Callable[[int], None] = lambda length: None,
 ) -> None:
-    """Send a configuration message with a sequence number, and wait for the kernel's acknowledgement.
+    """Send a configuration message, and wait for the kernel's acknowledgement.
 
-    The socket must be non-blocking. Packet messages may arrive before the acknowledgement: each is read into
-    ``buffer``, and ``on_packet`` is called with its length. Raises OSError if the kernel refuses or does not respond
-    within two seconds.
+    ``make_message`` returns the message for a sequence number. The socket must be non-blocking. Packet messages may
+    arrive before the acknowledgement: each is read into ``buffer``, and ``on_packet`` is called with its length. Raises
+    OSError if the kernel refuses or does not respond within two seconds.
     """
     sequence = next(_SEQUENCES)
     netfilter.send(make_message(sequence))
@@ -202,11 +211,11 @@ def configure_socket(
                 if kind == PACKET:
                     on_packet(length)
                 elif kind == NLMSG_ERROR:
-                    # An error message quotes the header of the request, with its sequence number.
-                    error, _, _, _, answered = struct.unpack_from(
+                    # The message has an error number, 0 for an acknowledgement, and the header of the request.
+                    error, _, _, _, request_sequence = struct.unpack_from(
                         "=iIHHI", buffer, _HEADER.size
                     )
-                    if answered != sequence:
+                    if request_sequence != sequence:
                         continue
                     if error:
                         text = f"the kernel refused a netfilter queue: {os.strerror(-error)}"
@@ -216,15 +225,15 @@ def configure_socket(
 
 
 class TimestampReader:
-    """A reader of arrival times in packet messages, with a cache of their position."""
+    """A reader of arrival times in packet messages, which remembers the position of the time in the last message."""
 
     def __init__(self) -> None:
-        # The position in messages of the present kernels; another one is found by a search.
+        # The position in messages of current kernels. A search corrects a wrong one.
         self._stamp_at = 48
 
     def read(self, data: bytearray, length: int) -> float | None:
         """Return the arrival time (CLOCK_REALTIME, seconds); None if the kernel has not recorded the time."""
-        # The position depends on the attributes before, which are the same for all packets of most namespaces.
+        # The position depends on the attributes before, which are the same for all packets in most namespaces.
         if not self._is_stamp(data, self._stamp_at, length):
             stamp_at = _find_stamp(data, length)
             if stamp_at is None:
@@ -255,8 +264,11 @@ def message_type(data: bytearray) -> int:
 
 
 def kernel_queues() -> list[dict[str, int]]:
-    """Return the netfilter queues of the calling thread's namespace with their drop counters."""
-    # In the order of the kernel's function seq_show of nfnetlink_queue.c.
+    """Return the bound netfilter queues of the calling thread's namespace with their drop counters.
+
+    ``queue_dropped`` counts packets that found the queue full, ``user_dropped`` those that found the socket full.
+    """
+    # In the order in which seq_show prints them (nfnetlink_queue.c of the kernel).
     columns = (
         "queue",
         "port",

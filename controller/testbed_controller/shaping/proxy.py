@@ -1,7 +1,7 @@
 """A reverse proxy to the devices, which have no network except their links.
 
-``/devices/worker1/health`` leads to ``/health`` on the control port of worker1's loopback; other paths belong to the
-shaper.
+A request for ``/devices/worker1/health`` is forwarded as ``/health`` to the control port on worker1's loopback.
+Requests for other paths are forwarded to the shaper's HTTP server.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from testbed.wire.serving import LARGEST_HEAD
 
 HEAD_SECONDS = 5.0
 """Time limit for the head of a connection's first request, in seconds."""
-_END = b"\r\n\r\n"
+_HEAD_END = b"\r\n\r\n"
+"""End of the head of a request: the request line and the headers."""
 _PIECE = 1 << 16
-"""Bytes read at a time."""
+"""Maximum number of bytes read at a time."""
 _TO_DEVICE = re.compile(rb"([A-Z]+ )/devices/([^/ ]+)(?=/)")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
-_NOBODY = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+_BAD_GATEWAY = (
+    b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+)
 
 Connect = Callable[[str], socket.socket]
-"""Function that connects to a device, or to the shaper for an empty name; raises an error if nobody listens."""
+"""Function that connects to a device by name, or to the shaper for an empty name; raises an error on failure."""
 
 
 async def serve(connect: Connect, listening: socket.socket) -> None:
@@ -50,32 +53,34 @@ async def serve(connect: Connect, listening: socket.socket) -> None:
 async def _forward(
     connect: Connect, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    device, head = _split_address(
-        await asyncio.wait_for(reader.readuntil(_END), HEAD_SECONDS)
-    )
+    """Forward all requests of a client's connection."""
+    first_head = await asyncio.wait_for(reader.readuntil(_HEAD_END), HEAD_SECONDS)
+    device, head = _split_address(first_head)
     while True:
         try:
             connected = await asyncio.to_thread(connect, device)
         except Exception:  # noqa: BLE001 - the device is unreachable, whatever the reason
-            writer.write(_NOBODY)
+            writer.write(_BAD_GATEWAY)
             return
         # One connection to the device for all requests of this client, until the client names another device.
         connected.setblocking(False)
-        answers, requests = await asyncio.open_connection(sock=connected)
-        # Both ways at once: a device may answer, or stream events, while a body is still on its way.
-        asking = asyncio.ensure_future(
+        responses, requests = await asyncio.open_connection(sock=connected)
+        # Both directions at once: a device may answer, or stream events, before it has received the whole body.
+        request_task = asyncio.ensure_future(
             _forward_requests(device, head, reader, requests)
         )
-        answering = asyncio.ensure_future(_forward_responses(answers, writer))
+        response_task = asyncio.ensure_future(_forward_responses(responses, writer))
+        tasks = (request_task, response_task)
         try:
-            await asyncio.wait([asking, answering], return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # The device has closed its connection.
+            if not request_task.done():
                 return
-            device, head = asking.result()
+            device, head = request_task.result()
         finally:
-            for way in (asking, answering):
-                way.cancel()
-            await asyncio.gather(asking, answering, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             requests.close()
 
 
@@ -85,28 +90,28 @@ async def _forward_requests(
     reader: asyncio.StreamReader,
     requests: asyncio.StreamWriter,
 ) -> tuple[str, bytes]:
-    """Forward requests to one device; return the first request to another one, after earlier responses."""
-    wanted = device
-    while wanted == device:
+    """Forward requests until one names another device; return this device and the head of its request."""
+    target = device
+    while target == device:
         length = _LENGTH.search(head)
-        left = int(length[1]) if length else 0
+        remaining = int(length[1]) if length else 0
         requests.write(head)
-        while left:
-            piece = await reader.read(min(left, _PIECE))
+        while remaining:
+            piece = await reader.read(min(remaining, _PIECE))
             if not piece:
                 raise ConnectionError("the request is truncated")
             requests.write(piece)
             await requests.drain()
-            left -= len(piece)
-        wanted, head = _split_address(await reader.readuntil(_END))
-    return wanted, head
+            remaining -= len(piece)
+        target, head = _split_address(await reader.readuntil(_HEAD_END))
+    return target, head
 
 
 async def _forward_responses(
-    answers: asyncio.StreamReader, writer: asyncio.StreamWriter
+    responses: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     while True:
-        piece = await answers.read(_PIECE)
+        piece = await responses.read(_PIECE)
         if not piece:
             return
         writer.write(piece)
@@ -115,7 +120,7 @@ async def _forward_responses(
 
 
 def _split_address(head: bytes) -> tuple[str, bytes]:
-    """Return the addressed device, or an empty name, and the request without the prefix."""
+    """Return the device in a request's path, or an empty name, and the head without ``/devices/NAME``."""
     match = _TO_DEVICE.match(head)
     if match is None:
         return "", head
