@@ -27,7 +27,7 @@ from testbed_controller.api.execution import RunOptions, Runtime, run_recorded
 from testbed_controller.api.executors import Executor, InTurn, PlannedRun
 from testbed_controller.results import files
 from testbed_controller.results.exporters import Callback
-from testbed_controller.results.recorder import numbered
+from testbed_controller.results.recorder import create_numbered_folder
 from testbed_controller.results.rows import Row, frame, points, rows
 from testbed_controller.results.run import Run, run_name, run_names
 
@@ -368,7 +368,11 @@ def sweep(
         scenario = loading.validate(tree, scenario.source)
     planned = trials(scenario)
     prepared, refused = prepare_all(planned)
-    folder = Path(out) if out is not None else numbered(Path("results") / scenario.name)
+    folder = (
+        Path(out)
+        if out is not None
+        else create_numbered_folder(Path("results") / scenario.name)
+    )
     names = run_names(planned)
     runs = {}
     for number, each in prepared.items():
@@ -416,7 +420,7 @@ def open_results(folder: str | Path) -> Results:
     >>> testbed.open_results("results/kept")[0].metrics["steps"]
     44
     """
-    folders = files.places(Path(folder))
+    folders = files.run_folders(Path(folder))
     return Results(Result(files.load_any(each)) for each in folders)
 
 
@@ -437,7 +441,7 @@ def _run_one(
         )
     prepared: Prepared = prepare(change(runs[0]) if change else runs[0])
     if out is None:
-        out = numbered(Path("results") / run_name(prepared.trial))
+        out = create_numbered_folder(Path("results") / run_name(prepared.trial))
     folder = Path(out)
     silent = _silent_console()
     initial = InitialWeights(silent)

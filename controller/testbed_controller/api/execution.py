@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from testbed_controller.hosts.placement import LabPart
     from testbed_controller.results.exporters import Callback
     from testbed_controller.results.recorder import Recorder
-    from testbed_controller.results.streams import Following
+    from testbed_controller.results.streams import EventDispatcher
 
 Runtime = Literal["emulate", "simulate"]
 
@@ -71,7 +71,7 @@ def run_recorded(
     error at the end, such as that of an exporter that closes its file, the folder has the finished run.
     """
     from testbed_controller.results.recorder import Recorder
-    from testbed_controller.results.streams import Following
+    from testbed_controller.results.streams import EventDispatcher
 
     # Frees the memory of the last simulation before this run allocates its own.
     drop_finished()
@@ -91,7 +91,10 @@ def run_recorded(
             page = _live_page(recorder.path, runtime, console)
         # An exporter named twice, by the scenario and by an option, writes once.
         exporters = dict.fromkeys([*options.streams, *prepared.scenario.results.to])
-        with page, Following(recorder.path, exporters, options.callbacks) as stream:
+        with (
+            page,
+            EventDispatcher(recorder.path, exporters, options.callbacks) as stream,
+        ):
             outcome = _follow_run(
                 prepared, runtime, initial, console, recorder, stream, options
             )
@@ -136,7 +139,7 @@ def _follow_run(
     initial: InitialWeights,
     console: Console,
     recorder: Recorder,
-    stream: Following,
+    stream: EventDispatcher,
     options: RunOptions,
 ) -> Outcome:
     """Execute a trial and show its progress in the terminal."""
@@ -157,11 +160,11 @@ def _follow_run(
 
         if runtime == "simulate":
             from testbed.simulation import simulate
-            from testbed_controller.results.streams import FOLLOWED
+            from testbed_controller.results.streams import CALLBACK_EVENTS
 
             live.stage("simulating")
             # Events become objects only if shown; the recorder takes them as lines of text, which is much faster.
-            shown = {*FOLLOWED, *SHOWN_EVENTS}
+            shown = {*CALLBACK_EVENTS, *SHOWN_EVENTS}
             lines = recorder.lines if recorder.keeps_events else None
             return simulate(prepared, data, show, weights, names=shown, on_lines=lines)
         from testbed_controller.running.emulation import emulate

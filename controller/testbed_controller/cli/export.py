@@ -89,11 +89,11 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
       testbed export results/sweep --plots
       testbed export results/sweep --latex --metric accuracy --metric 'round_time: Time per round'
     """
-    from testbed_controller.results.exporters import writer_of
-    from testbed_controller.results.files import load, load_metrics, places
+    from testbed_controller.results.exporters import find_writer
+    from testbed_controller.results.files import load, load_metrics, run_folders
 
-    write = writer_of(kind)
-    folders = places(folder)
+    write = find_writer(kind)
+    folders = run_folders(folder)
     # Only the metrics of a sweep: the events of all its runs may exceed the memory.
     load_run = load_metrics if len(folders) > 1 else load
     runs = list(map(load_run, folders))

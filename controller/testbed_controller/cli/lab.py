@@ -206,7 +206,7 @@ def _container_rows(
         return [[run, "", "networks only", "", "", "", ""]]
     rows = []
     for each in containers:
-        activity = current.doing.get(each.name, "")
+        activity = current.activities.get(each.name, "")
         place = [each.address, each.control_url]
         rows.append([run, each.name, each.state, each.since, activity, *place])
     return rows

@@ -47,31 +47,39 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
     from testbed_controller.cli.finished import summarize
     from testbed_controller.report import html
     from testbed_controller.report.terminal import show
-    from testbed_controller.results.files import is_written, load, load_metrics, places
+    from testbed_controller.results.files import (
+        is_complete,
+        load,
+        load_metrics,
+        run_folders,
+    )
     from testbed_controller.results.recorder import rebuild
 
-    run_folders = places(folder)
-    several = run_folders != [folder]
+    folders = run_folders(folder)
+    is_sweep = folders != [folder]
     runs = []
-    for place in run_folders:
-        has_report = is_written(place) and (place / "report.html").is_file()
+    for run_folder in folders:
+        has_report = is_complete(run_folder) and (run_folder / "report.html").is_file()
         # Reading the events of every run of a sweep takes long, and their reports exist already.
-        if has_report and several and not every_run:
-            runs.append(load_metrics(place))
+        if has_report and is_sweep and not every_run:
+            runs.append(load_metrics(run_folder))
             continue
-        run = load(place)
+        run = load(run_folder)
         rebuild(run)
         html.write(run)
-        # Without its events: those of all runs of a sweep may exceed the memory.
-        runs.append(run.alone())
+        # The events of all runs of a sweep may exceed the memory.
+        runs.append(run.without_events())
     console = make_console(quiet=as_json)
-    content = summarize(folder, runs, console) if several else runs[0].metrics
-    if not several:
+    if is_sweep:
+        content = summarize(folder, runs, console)
+        page = folder / "sweep.html"
+    else:
+        content = runs[0].metrics
+        page = folder / "report.html"
         show(console, runs[0])
     if as_json:
         dump(content)
     if show_page == "yes":
-        page = folder / ("sweep.html" if several else "report.html")
         webbrowser.open(page.absolute().as_uri())
 
 
@@ -129,32 +137,35 @@ def compare(
     from testbed.common.lazy import require_extra
     from testbed.trace.events import finite
     from testbed_controller.report import comparison
-    from testbed_controller.report.tables import latex as as_latex
-    from testbed_controller.results.comparison import compare as put_side_by_side
+    from testbed_controller.report.tables import latex as format_latex
+    from testbed_controller.results.comparison import compare as compare_groups
     from testbed_controller.results.comparison import side_by_side
-    from testbed_controller.results.files import load_metrics, places
+    from testbed_controller.results.files import load_metrics, run_folders
 
     if plots is not None:
         require_extra("matplotlib", "plots", "--plots")
     runs = []
     for folder in folders:
-        for place in places(folder):
-            runs.append(load_metrics(place))
+        for run_folder in run_folders(folder):
+            runs.append(load_metrics(run_folder))
     if len(runs) < 2:
         raise InputError(f"{folders[0]}: is a single run: name at least two to compare")
     grouped = side_by_side(runs, series)
-    compared = finite(put_side_by_side(grouped))
+    compared = finite(compare_groups(grouped))
     if as_json:
         dump(compared)
     else:
         comparison.show(make_console(), compared)
+    # With --json, standard output has only the JSON.
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(comparison.render(grouped, compared), encoding="utf-8")
         click.echo(f"written to {out}", err=as_json)
     if latex is not None:
         latex.parent.mkdir(parents=True, exist_ok=True)
-        latex.write_text(as_latex(comparison.metrics_of(compared)), encoding="utf-8")
+        latex.write_text(
+            format_latex(comparison.metrics_of(compared)), encoding="utf-8"
+        )
         click.echo(f"written to {latex}", err=as_json)
     if plots is not None:
         from testbed_controller.report.drawing import save_all

@@ -39,9 +39,9 @@ from testbed_controller.cli.options import (
     watch_option,
 )
 from testbed_controller.cli.printing import dump, make_console
-from testbed_controller.results.exporters import stream_of
+from testbed_controller.results.exporters import find_stream
 from testbed_controller.results.files import keep_finished_runs
-from testbed_controller.results.recorder import numbered
+from testbed_controller.results.recorder import create_numbered_folder
 from testbed_controller.results.run import Run, run_names
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class RunRequest:
 
         def on_finish(number: int, run: Run) -> None:
             # Without its events: those of all runs of a sweep may exceed the memory.
-            finished[number] = run.alone() if several else run
+            finished[number] = run.without_events() if several else run
             if not self.as_json:
                 show_run(console, run, brief=several)
 
@@ -117,7 +117,7 @@ class RunRequest:
         """Raise InputError for options that cannot be combined."""
         # An unknown exporter is refused before the first run, not at its start.
         for name in self.streams:
-            stream_of(name)
+            find_stream(name)
         if self.resume is not None and self.out is not None:
             raise InputError("--out cannot be combined with --resume")
         if self.watch and not self.events:
@@ -241,14 +241,16 @@ class RunRequest:
         names = run_names(planned)
         given = self.resume or self.out
         if len(names) == 1:
-            return [given or numbered(Path("results") / names[0])]
+            return [given or create_numbered_folder(Path("results") / names[0])]
         # The recorder refuses a folder of one run with contents; of a sweep, it sees only the new folders below.
         out = self.out
         if out is not None and out.is_dir() and any(out.iterdir()):
             raise InputError(
                 f"{out}: already exists: name another folder, or continue its runs with --resume"
             )
-        folder = given or numbered(Path("results") / planned[0].scenario.name)
+        folder = given or create_numbered_folder(
+            Path("results") / planned[0].scenario.name
+        )
         return [folder / name for name in names]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from testbed.common.errors import InputError
 from testbed.common.lazy import require_extra
 from testbed_controller.results import perfetto
-from testbed_controller.results.rows import every_table, points, write_tables
+from testbed_controller.results.rows import all_tables, points, write_tables
 from testbed_controller.results.run import Run
 from testbed_controller.results.summary import summary_of
 
@@ -24,7 +24,7 @@ def _write_tables(
     runs: Sequence[Run], folder: Path, metrics: Sequence[str], kind: str
 ) -> None:
     _refuse_metrics(metrics)
-    tables = {"points": points(runs)} if len(runs) > 1 else every_table(runs[0])
+    tables = {"points": points(runs)} if len(runs) > 1 else all_tables(runs[0])
     write_tables(folder, tables, kind)
 
 

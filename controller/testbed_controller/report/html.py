@@ -35,7 +35,7 @@ from testbed_controller.report.tables import Section
 from testbed_controller.report.terminal import VERDICTS
 from testbed_controller.report.thinning import abridged, devices_shown
 from testbed_controller.report.timeline import shaded, timeline
-from testbed_controller.results.recorder import facts_of
+from testbed_controller.results.recorder import scenario_values
 from testbed_controller.results.run import Run
 
 EXPLAINED = {
@@ -141,7 +141,7 @@ def render(run: Run) -> str:
         has_been_down=any(row["down"] for row in metrics["devices"].values()),
         directions=directions(run),
         reproduce=_reproduce_command(run),
-        scenario_text=written(abridged(facts_of(run.trial), "scenario.yaml")),
+        scenario_text=written(abridged(scenario_values(run.trial), "scenario.yaml")),
         plan_text=json.dumps(plan, indent=2),
         manifest=list(_flatten_facts(facts)),
         version=run.manifest["versions"]["testbed"],

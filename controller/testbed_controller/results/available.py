@@ -1,4 +1,8 @@
-"""The metrics that runs have: names, definitions and values, with one name for each member of a group."""
+"""Names, definitions and values of the metrics that runs have.
+
+A method may define one metric for each member of a group, such as each layer: ``layers.<layer>.dropped``. The members
+are known only from the values of a run.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from testbed_controller.results.run import Run
 def all_metrics(runs: Sequence[Run]) -> dict[str, Metric]:
     """Return all metrics available to any of the runs, by name.
 
-    A compared metric with a value for each member of a group, such as ``metrics.<metric>``, is replaced by one metric
-    for each member, such as ``metrics.f1``. The members of other groups, such as layers, would be too many.
+    If `testbed compare` shows a metric of a group, such as ``metrics.<metric>``, one metric for each member, such as
+    ``metrics.f1``, replaces it. Other groups, such as layers, would have too many members and keep their one name.
     """
     metrics: dict[str, Metric] = {}
     for run in runs:
@@ -28,13 +32,13 @@ def all_metrics(runs: Sequence[Run]) -> dict[str, Metric]:
 
 
 def _member_metrics(metric: Metric, metrics: Mapping[str, Any]) -> dict[str, Metric]:
-    """Return a metric for each member of the group of a metric that a run has, by name."""
-    group, _, last = metric.name.partition(".")
+    """Return a metric for each member of a metric's group in the values of a run, by name."""
+    # ``metrics.<metric>``, or ``layers.<layer>.dropped`` with a field of each member.
+    group, _, member_pattern = metric.name.partition(".")
     members = metrics.get(group)
     if not isinstance(members, Mapping):
         return {metric.name: metric}
-    # After the placeholder, such as `<metric>`: a field of each member, or nothing.
-    _, dot, field = last.partition(".")
+    _, dot, field = member_pattern.partition(".")
     definitions = {}
     for member in members:
         name = f"{group}.{member}{dot}{field}"
@@ -49,5 +53,5 @@ def metric_value(metrics: Mapping[str, Any], name: str) -> Any:
     0.9
     """
     value = metrics[name] if name in metrics else look_up(metrics, name)
-    # A group is not one value: its members have names of their own.
+    # A mapping is a group, whose members have names of their own.
     return None if isinstance(value, Mapping) else value

@@ -1,6 +1,7 @@
 """Comparison of runs: metrics, ratios to the first run, and differences between scenarios.
 
-The repetitions of one point on one clock form a group, which is compared as one.
+The repetitions of one point of a sweep on one clock (emulated or simulated) form a group, which is compared by the mean
+of its metrics. Any other run is a group of its own. Each group has a label, the heading of its column.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from testbed_controller.results.available import all_metrics, metric_value
 from testbed_controller.results.run import Run
 from testbed_controller.results.summary import is_number
 
-UNIMPORTANT = (
+IGNORED_KEYS = (
     "description",
     "expect",
     "time_limit",
@@ -29,34 +30,38 @@ UNIMPORTANT = (
     "points",
     "network.subnet",
 )
-"""Scenario keys without effect on metrics."""
-TWO_CLOCKS = 0.10
+"""Scenario keys without effect on the metrics of a run, so that differences need no mention."""
+CLOCK_TOLERANCE = 0.10
 """Maximum relative difference between an emulated and a simulated run of one scenario, in step time or latency."""
 
 
 def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Return the comparison of runs as plain JSON values; see `side_by_side` for the groups.
+    """Return the comparison of groups of runs by label (see `side_by_side`) as plain JSON values.
 
-    ``runs``: path (of the first), label, runtime, count, verdict, status; ``metrics``: name, kind, about, values
-    (means; None where absent), half_widths of their intervals and ratios to the first; ``devices``: per device the
-    share of each activity; ``differences``: dotted key of the scenario -> values; ``warnings``: unrequested
-    differences, untrusted runs; ``clocks``: agreement of the two runtimes on one scenario, or None.
+    - ``runs``: for each group its label, runtime and count of runs, the path of its first run, and the status and
+      verdict of its worst run.
+    - ``metrics``: for each metric its name, kind and meaning (``about``), and for each group the mean (``values``, None
+      if absent), the half width of the confidence interval (``half_widths``) and the ratio to the first group.
+    - ``devices``: for each device and group the share of each activity.
+    - ``differences``: for each dotted key in which the scenarios differ, the values of the groups.
+    - ``warnings``: sentences about untrusted runs, and about differences that no sweep asked for.
+    - ``clocks``: the agreement of an emulated and a simulated run of one scenario, else None.
     """
     groups = list(grouped.values())
-    # The repetitions of a group differ only in their seed.
-    firsts = _first_runs(groups)
-    differences = _scenario_differences(firsts)
-    compared = _Compared(grouped, differences)
+    # The first run stands for its group, as repetitions differ only in their seed.
+    first_runs = _first_runs(groups)
+    differences = _scenario_differences(first_runs)
+    checked = _CheckedGroups(grouped, differences)
     warnings: list[str] = []
     for check in _CHECKS:
-        warnings += check(compared)
+        warnings += check(checked)
     return {
         "runs": [_describe_group(label, group) for label, group in grouped.items()],
         "metrics": list(_metric_rows(groups)),
         "devices": _device_shares(groups),
         "differences": differences,
         "warnings": warnings,
-        "clocks": _compare_clocks(firsts, differences),
+        "clocks": _compare_clocks(first_runs, differences),
     }
 
 
@@ -91,37 +96,37 @@ def _worst_run(group: Sequence[Run]) -> Run:
 def side_by_side(
     runs: Sequence[Run], series: Sequence[str] = ()
 ) -> dict[str, list[Run]]:
-    """Group runs by distinguishing labels, with the repetitions of a point together, in order.
+    """Return the groups of the runs by label, in the order of their first runs.
 
-    ``series`` selects and orders groups, each as its name or as ``NAME: LABEL`` for another label. Raises `InputError`
-    for an unknown name.
+    ``series`` selects and orders groups by label. An entry ``LABEL: NEW LABEL`` also renames the group. Raises
+    `InputError` for an unknown label.
     """
     groups = _group_repetitions(runs)
     labels = _run_labels(_first_runs(groups))
     groups_by_label = dict(zip(labels, groups, strict=True))
-    chosen = {}
+    selected = {}
     for text in series:
-        name, _, label = text.partition(": ")
-        if name not in groups_by_label:
+        label, _, new_label = text.partition(": ")
+        if label not in groups_by_label:
             raise InputError(
-                f"--series: unknown group '{name}': choose one of {'; '.join(groups_by_label)}"
+                f"--series: unknown group '{label}': choose one of {'; '.join(groups_by_label)}"
             )
-        chosen[label or name] = groups_by_label[name]
-    return chosen or groups_by_label
+        selected[new_label or label] = groups_by_label[label]
+    return selected or groups_by_label
 
 
 def _group_repetitions(runs: Sequence[Run]) -> list[list[Run]]:
-    """Return the runs of each point and clock, in the order of the first run of each group."""
-    same_point: dict[str, list[Run]] = {}
+    """Return the groups of repetitions, in the order of the first run of each group."""
+    runs_at_point: dict[str, list[Run]] = {}
     for run in runs:
         # With the folder: the same point of two sweeps is compared, not averaged.
         key = f"{run.outcome.runtime} {run.path.parent} {run.point}"
-        same_point.setdefault(key, []).append(run)
+        runs_at_point.setdefault(key, []).append(run)
     groups: list[list[Run]] = []
-    for group in same_point.values():
-        numbers = {run.trial.repetition for run in group}
-        # Separate runs of one scenario have the same number: they are compared, not averaged.
-        if len(numbers) == len(group):
+    for group in runs_at_point.values():
+        repetitions = {run.trial.repetition for run in group}
+        # Separate runs of one scenario have the same repetition number: they are compared, not averaged.
+        if len(repetitions) == len(group):
             groups.append(group)
         else:
             for run in group:
@@ -131,20 +136,20 @@ def _group_repetitions(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _run_labels(runs: Sequence[Run]) -> list[str]:
-    """Return short distinguishing names of the runs; for runs of one sweep, only the differences."""
-    parts = [_name_parts(run) for run in runs]
-    names = [",".join(each) for each in parts]
-    lengths = {len(each) for each in parts}
-    # Names with the same number of parts are points of one sweep: the parts common to all say nothing.
-    if len(lengths) == 1 and lengths != {1} and len(set(names)) > 1:
-        is_different = []
-        for values in zip(*parts, strict=True):
-            is_different.append(len(set(values)) > 1)
-        names = [",".join(compress(each, is_different)) for each in parts]
-    if len(set(names)) == len(names):
-        return names
-    # Labels are the keys of the groups, so equal ones would hide a run.
-    return [f"{number} {name}" for number, name in enumerate(names, 1)]
+    """Return a short label for each run; for runs of one sweep, only the values in which they differ."""
+    parts_of_runs = [_name_parts(run) for run in runs]
+    labels = [",".join(parts) for parts in parts_of_runs]
+    part_counts = {len(parts) for parts in parts_of_runs}
+    # Names with the same number of parts are points of one sweep: equal parts distinguish nothing and are omitted.
+    if len(part_counts) == 1 and part_counts != {1} and len(set(labels)) > 1:
+        differs = []
+        for values in zip(*parts_of_runs, strict=True):
+            differs.append(len(set(values)) > 1)
+        labels = [",".join(compress(parts, differs)) for parts in parts_of_runs]
+    if len(set(labels)) == len(labels):
+        return labels
+    # Labels are the keys of the groups, so equal labels would hide a run.
+    return [f"{number} {label}" for number, label in enumerate(labels, 1)]
 
 
 def _name_parts(run: Run) -> list[str]:
@@ -185,7 +190,7 @@ def _scenario_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
         keys |= dict.fromkeys(scenario)
     differences = {}
     for key in keys:
-        if _is_below_any(key, UNIMPORTANT):
+        if _is_below_any(key, IGNORED_KEYS):
             continue
         values = [scenario.get(key) for scenario in scenarios]
         # As text, since 1 and true are equal in Python but differ in a scenario.
@@ -195,7 +200,7 @@ def _scenario_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def is_below(key: str, other: str) -> bool:
-    """Return whether a dotted key equals another key or lies below it.
+    """Return whether a dotted key equals another key or is part of its section.
 
     >>> is_below("network.link.rate", "network.link"), is_below("networks", "network")
     (True, False)
@@ -207,16 +212,16 @@ def _is_below_any(key: str, others: Iterable[str]) -> bool:
     return any(is_below(key, other) for other in others)
 
 
-def _metric_rows(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
+def _metric_rows(groups: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
     """Yield a row for each compared metric that any group has, with a value for each group."""
-    for name, metric in all_metrics([*chain.from_iterable(grouped)]).items():
+    for name, metric in all_metrics([*chain.from_iterable(groups)]).items():
         if not metric.compared:
             continue
         values: list[Any] = []
         half_widths = []
-        for group in grouped:
-            in_group = [metric_value(run.metrics, name) for run in group]
-            mean, half_width = _mean_interval(in_group)
+        for group in groups:
+            group_values = [metric_value(run.metrics, name) for run in group]
+            mean, half_width = _mean_interval(group_values)
             values.append(mean)
             half_widths.append(half_width)
         if all(value is None for value in values):
@@ -232,7 +237,7 @@ def _metric_rows(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
 
 
 def _mean_interval(values: Sequence[Any]) -> tuple[Any, float | None]:
-    """Return mean and interval half width of numbers; for other values, the first one."""
+    """Return the mean of numbers and the half width of its interval; without numbers, the first value and None."""
     numbers = [value for value in values if is_number(value)]
     if not numbers:
         return values[0], None
@@ -247,15 +252,15 @@ def _ratio_to_first(value: Any, first: Any) -> float | None:
 
 
 def _device_shares(
-    grouped: Sequence[Sequence[Run]],
+    groups: Sequence[Sequence[Run]],
 ) -> dict[str, list[dict[str, float] | None]]:
     """Return the activity shares of each device by name, with an entry for each group."""
     names: dict[str, None] = {}
-    for run in chain.from_iterable(grouped):
+    for run in chain.from_iterable(groups):
         names |= dict.fromkeys(run.metrics["devices"])
     shares = {}
     for name in names:
-        shares[name] = [_mean_shares(name, group) for group in grouped]
+        shares[name] = [_mean_shares(name, group) for group in groups]
     return shares
 
 
@@ -274,11 +279,13 @@ def _mean_shares(device: str, runs: Sequence[Run]) -> dict[str, float] | None:
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """Groups of runs for comparison checks."""
+class _CheckedGroups:
+    """The input of the checks, which yield the warnings of a comparison."""
 
     groups: Mapping[str, Sequence[Run]]
+    """Runs by label of their group."""
     differences: Mapping[str, Sequence[Any]]
+    """Values of the groups for each scenario key in which they differ."""
 
     @property
     def runs(self) -> list[Run]:
@@ -287,21 +294,21 @@ class _Compared:
 
     @property
     def mixes_programs(self) -> bool:
-        """Whether some runs are of programs and some of a method."""
+        """Whether some runs execute programs of the user and some a method."""
         return len({run.trial.scenario.workload.own_programs for run in self.runs}) > 1
 
     def is_intended(self, key: str) -> bool:
-        """Whether a difference in a key needs no warning: requested by a sweep or by repetitions, or without effect."""
-        # Scenarios are named apart to be compared; the other differences are the reason.
+        """Return whether a difference in a key needs no warning, as a sweep or repetitions ask for it."""
+        # A name has no effect: scenarios that are made to be compared have different names.
         if key == "name" or self._is_swept(key):
             return True
         if key == "seed":
             return self._has_seeds_of_repetitions()
-        # Programs have other workload keys than methods; `_check_tasks` warns about the mixture instead.
+        # Programs have other workload keys than methods; `_check_tasks` yields one warning for all of them.
         return self.mixes_programs and key.startswith("workload.")
 
     def _has_seeds_of_repetitions(self) -> bool:
-        """Whether the seeds of all runs may be those of the repetitions of one scenario."""
+        """Return whether the seeds of all runs may be those of the repetitions of one scenario."""
         seeds: dict[int, int] = {}
         for run in self.runs:
             seed = run.trial.scenario.seed
@@ -316,25 +323,25 @@ class _Compared:
         return seeds == expected
 
     def _is_swept(self, key: str) -> bool:
-        # A swept section, such as a method with its options, changes all keys below.
+        # A sweep over a section, such as a method with its options, changes all keys of the section.
         return any(_is_below_any(key, run.trial.point) for run in self.runs)
 
 
-def _check_tasks(compared: _Compared) -> Iterator[str]:
-    if compared.mixes_programs:
+def _check_tasks(checked: _CheckedGroups) -> Iterator[str]:
+    if checked.mixes_programs:
         yield "some runs execute user programs and others a method: check that their workloads match"
 
 
-def _check_scenarios(compared: _Compared) -> Iterator[str]:
-    for key, values in compared.differences.items():
-        if compared.is_intended(key):
+def _check_scenarios(checked: _CheckedGroups) -> Iterator[str]:
+    for key, values in checked.differences.items():
+        if checked.is_intended(key):
             continue
         texts = ["–" if value is None else str(value) for value in values]
         yield f"the scenarios differ in {key}: {' | '.join(texts)}"
 
 
-def _check_verdicts(compared: _Compared) -> Iterator[str]:
-    for label, group in compared.groups.items():
+def _check_verdicts(checked: _CheckedGroups) -> Iterator[str]:
+    for label, group in checked.groups.items():
         untrusted = [run for run in group if not run.metrics["trusted"]]
         if not untrusted:
             continue
@@ -346,9 +353,9 @@ def _check_verdicts(compared: _Compared) -> Iterator[str]:
         yield f"{name} {verb} not trusted: {reason}"
 
 
-def _check_congestion_control(compared: _Compared) -> Iterator[str]:
+def _check_congestion_control(checked: _CheckedGroups) -> Iterator[str]:
     algorithms = set()
-    for run in compared.runs:
+    for run in checked.runs:
         # The simulator has one model of TCP for all runs.
         if run.outcome.runtime == "emulate":
             fidelity = run.outcome.fidelity
@@ -357,9 +364,9 @@ def _check_congestion_control(compared: _Compared) -> Iterator[str]:
         yield f"TCP's congestion control differs between the runs: {', '.join(sorted(algorithms))}"
 
 
-def _check_processors(compared: _Compared) -> Iterator[str]:
+def _check_processors(checked: _CheckedGroups) -> Iterator[str]:
     processors = set()
-    for run in compared.runs:
+    for run in checked.runs:
         if _processors_of(run):
             processors.add(_describe_processors(run))
     if len(processors) > 1:
@@ -367,8 +374,8 @@ def _check_processors(compared: _Compared) -> Iterator[str]:
         yield f"losses and weights may differ, since the runs computed on {names}"
 
 
-def _check_revisions(compared: _Compared) -> Iterator[str]:
-    if len({run.manifest.get("revision") for run in compared.runs}) > 1:
+def _check_revisions(checked: _CheckedGroups) -> Iterator[str]:
+    if len({run.manifest.get("revision") for run in checked.runs}) > 1:
         yield "the runs were made by different revisions of the testbed"
 
 
@@ -383,8 +390,9 @@ _CHECKS = (
 
 
 def _processors_of(run: Run) -> list[dict[str, Any]]:
-    """Return the processors that computed a run; devices and runs without torch record none, or null."""
+    """Return the processors that computed a run; empty if no device or run had torch."""
     processors = run.manifest.get("host", {}).get("computing", ())
+    # A device without torch is recorded as null.
     return [each for each in processors if each is not None]
 
 
@@ -397,11 +405,12 @@ def _describe_processors(run: Run) -> str:
 def _compare_clocks(
     runs: Sequence[Run], differences: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Compare the first emulated with the first simulated run of one scenario.
+    """Compare the first emulated with the first simulated run of one scenario, by step time or latency.
 
     Returns None for runs of different scenarios, or on one clock only. A run of training has a step time, a run of
     inference a latency.
     """
+    # By runtime: "emulate" or "simulate".
     first_runs: dict[str, Run] = {}
     for run in runs:
         if run.metrics.get("step_time", run.metrics.get("latency")) is not None:
@@ -419,5 +428,5 @@ def _compare_clocks(
         "emulated": emulated,
         "simulated": simulated,
         "ratio": ratio,
-        "agree": abs(ratio - 1) <= TWO_CLOCKS,
+        "agree": abs(ratio - 1) <= CLOCK_TOLERANCE,
     }

@@ -1,6 +1,8 @@
-"""Storage of user-defined metric definitions with the results of a run.
+"""Storage of metric definitions with the results of a run, in ``declared.json``.
 
-Reading results from the stored definitions executes no code from their folder, which may come from somebody else.
+A method in a Python file of the user declares metrics, events, tables and curves as functions (a `MetricsSpec`). Only
+their results are stored, as data: reading results must not execute code from their folder, which may come from
+somebody else. Definitions of installed methods are not stored, since the methods are found by name.
 """
 
 from __future__ import annotations
@@ -40,31 +42,34 @@ _COMMON_FIELDS = {
     "missing",
     "deficit",
 }
-"""Fields common to all entries of ``recovery_list``; methods may add more."""
-_GROUPED_NAME = re.compile(r"(?P<group>[^.<]+)\.<[^.<>]+>(?:\.(?P<last>[^.]+))?")
+"""Fields that every entry of the metric ``recovery_list`` has; methods may add more."""
+_GROUPED_NAME = re.compile(r"(?P<group>[^.<]+)\.<[^.<>]+>(?:\.(?P<field>[^.]+))?")
 """Name of a metric with a value for each member of a group, such as ``layers.<layer>.age`` or ``cache.<device>``."""
 
 
-def declared_by(trial: Trial) -> MetricsSpec:
-    """Return the metric definitions of a trial's method, which may be imported from a user's file."""
+def metrics_spec_of_trial(trial: Trial) -> MetricsSpec:
+    """Return the metric definitions of a trial's method and workload; imports a method of the user from its file."""
     return metrics_spec_of(find_method(trial.scenario), trial.scenario.workload)
 
 
-def keep(
-    folder: Path, trial: Trial, declared: MetricsSpec, metrics: Mapping[str, Any]
+def store_metrics_spec(
+    folder: Path, trial: Trial, spec: MetricsSpec, metrics: Mapping[str, Any]
 ) -> None:
-    """Write the definitions of a user's method into the results folder; ``metrics`` are empty at the start."""
-    # Other methods are found again by name when the results are read.
+    """Write the definitions into the results folder, if the method is in a file of the user.
+
+    ``metrics`` are those of the run, or empty at the start of the run, when rows and tables have no values yet.
+    """
     if trial.scenario.workload.method.file is not None:
-        text = json.dumps(finite(_as_data(declared, metrics)), indent=2, default=str)
+        text = json.dumps(finite(_spec_as_data(spec, metrics)), indent=2, default=str)
         (folder / FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def declared_in(folder: Path, trial: Trial) -> MetricsSpec:
-    """Return the metric definitions stored in a results folder; user-defined ones have their stored values.
+def load_metrics_spec(folder: Path, trial: Trial) -> MetricsSpec:
+    """Return the metric definitions for the results in a folder.
 
-    Damaged files of a user's method, or files of another version, count as no definitions: a report then has the
-    testbed's metrics alone.
+    For a method in a file of the user, the functions of the definitions return the stored values. If its files are
+    damaged or of another version, or if the package of another method is missing, no definitions are returned: a
+    report then has the testbed's metrics alone.
     """
     workload = trial.scenario.workload
     if workload.method.file is None:
@@ -73,17 +78,17 @@ def declared_in(folder: Path, trial: Trial) -> MetricsSpec:
                 methods.get(workload.method.name, workload.task), workload
             )
         except InputError:
-            # The package of the method may have been removed since.
+            # The package of the method may have been removed since the run.
             return NOTHING
     try:
         stored = json.loads((folder / FILE).read_text(encoding="utf-8"))
         file = folder / "metrics.json"
         metrics = {}
-        # Missing while the run is in progress, or if it was cut off.
+        # The file is missing while the run is in progress, and after a crash.
         if file.is_file():
             metrics = json.loads(file.read_text(encoding="utf-8"))
         restored = _restore(stored, metrics)
-        # Names may collide with metrics that the testbed has had since.
+        # Raises ValueError if a newer testbed has a metric of the same name.
         metrics_of(restored)
         return restored
     # AttributeError: a list where a mapping is expected, or the other way round.
@@ -91,22 +96,22 @@ def declared_in(folder: Path, trial: Trial) -> MetricsSpec:
         return NOTHING
 
 
-def _as_data(declared: MetricsSpec, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _spec_as_data(spec: MetricsSpec, metrics: Mapping[str, Any]) -> dict[str, Any]:
     rows = []
     tables = []
     # Rows and tables are functions of the metrics: their results are stored, as the functions cannot be.
     if metrics:
-        for row in declared.rows:
+        for row in spec.rows:
             if row.when is None or row.when(metrics):
                 rows.append(_row_data(row, metrics))
-        tables = [_table_data(table, metrics) for table in declared.tables]
+        tables = [_table_data(table, metrics) for table in spec.tables]
     return {
-        "metrics": [_metric_data(each) for each in declared.metrics],
-        "lists": list(declared.lists or ()),
-        "events": [asdict(event) for event in declared.events],
+        "metrics": [_metric_data(each) for each in spec.metrics],
+        "lists": list(spec.lists or ()),
+        "events": [asdict(event) for event in spec.events],
         "rows": rows,
         "tables": tables,
-        "curves": [asdict(curve) for curve in declared.curves],
+        "curves": [asdict(curve) for curve in spec.curves],
     }
 
 
@@ -142,18 +147,18 @@ def _table_data(table: Table, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restore(stored: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSpec:
-    """Return definitions whose functions return the stored values, whatever record they are given."""
-    added_fields = []
-    for item in metrics.get("recovery_list", ()):
-        own_fields = {}
-        for name in item.keys() - _COMMON_FIELDS:
-            own_fields[name] = item[name]
-        added_fields.append(own_fields)
+    """Return definitions whose functions return the stored values, independent of their argument."""
+    method_fields = []
+    for stored_recovery in metrics.get("recovery_list", ()):
+        fields = {}
+        for name in stored_recovery.keys() - _COMMON_FIELDS:
+            fields[name] = stored_recovery[name]
+        method_fields.append(fields)
 
-    def recovery(item: Recovery, record: RunView) -> dict[str, Any]:
-        # By position: two devices may detect or end their recoveries at the same time.
-        for recomputed, fields in zip(record.recoveries, added_fields, strict=False):
-            if recomputed is item:
+    def recovery_fields(recovery: Recovery, run: RunView) -> dict[str, Any]:
+        # Found by position, since two devices may detect or end their recoveries at the same time.
+        for each, fields in zip(run.recoveries, method_fields, strict=False):
+            if each is recovery:
                 return fields
         return {}
 
@@ -167,7 +172,7 @@ def _restore(stored: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSp
     return MetricsSpec(
         metrics=tuple(definitions),
         lists=lists,
-        recovery=recovery,
+        recovery=recovery_fields,
         events=tuple(EventType(**each) for each in stored["events"]),
         rows=tuple(Row(*row) for row in stored["rows"]),
         tables=tuple(_restore_table(each) for each in stored["tables"]),
@@ -176,7 +181,7 @@ def _restore(stored: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSp
 
 
 def _restore_table(stored: Mapping[str, Any]) -> Table:
-    """Return a table whose columns are looked up by their number."""
+    """Return a table whose columns find their values in an item by the number of the column, as text."""
     columns = []
     for number, (heading, kind, wide) in enumerate(stored["columns"]):
         columns.append(Column(heading, kind, str(number), wide))
@@ -190,18 +195,18 @@ def _restore_table(stored: Mapping[str, Any]) -> Table:
 
 
 def _metric_value(metrics: Mapping[str, Any], name: str) -> Any:
-    """Return a metric from ``metrics.json``; for one such as ``layers.<layer>.age``, the values by layer."""
+    """Return a metric from ``metrics.json``; for a name such as ``layers.<layer>.age``, the values by layer."""
     grouped = _GROUPED_NAME.fullmatch(name)
     if grouped is None:
         return metrics.get(name)
     members = metrics.get(grouped["group"], {})
-    last = grouped["last"]
-    if last is None:
+    field = grouped["field"]
+    if field is None:
         return members
     values = {}
     for member, fields in members.items():
-        if last in fields:
-            values[member] = fields[last]
+        if field in fields:
+            values[member] = fields[field]
     return values
 
 

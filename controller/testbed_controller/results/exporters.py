@@ -1,4 +1,8 @@
-"""The registry of exporters: classes that follow a run in progress, and functions that write finished results."""
+"""The registry of exporters: live exporters, which follow a run in progress, and writers of finished results.
+
+A live exporter is a class derived from `Callback`; `testbed run --stream NAME` creates an instance with the results
+folder. A writer is a function, which `testbed export --format NAME` calls.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
     from testbed_controller.results.run import Run
 
 Writer: TypeAlias = "Callable[[Sequence[Run], Path, Sequence[str]], None]"
-"""Function that writes runs into a folder; the last argument names the selected metrics (empty for all)."""
+"""Function of runs, destination folder and names of selected metrics (empty for all), which writes files."""
 
 
 class Callback:
@@ -47,7 +51,7 @@ class Callback:
         """Handle an injected fault."""
 
     def on_end(self, run: Run | None) -> None:
-        """Handle the finished run; None after an error."""
+        """Handle the end of the run; ``run`` is None after an error."""
 
 
 def _require_callable(candidate: Any) -> Any:
@@ -74,18 +78,18 @@ EXPORTERS = Registry(
     "exporter",
     _require_callable,
 )
-_OTHER_NAMES = {"csv": "stream"}
-"""``--stream csv`` writes ``stream.csv``; the exporter ``csv`` writes tables."""
+_LIVE_NAMES = {"csv": "stream"}
+"""Registered names of live exporters whose name on the command line belongs to a writer: `--stream csv`."""
 
 
 def _is_live(exporter: Any) -> bool:
     return isinstance(exporter, type) and issubclass(exporter, Callback)
 
 
-def stream_of(name: str) -> Callable[[Path], Callback]:
+def find_stream(name: str) -> Callable[[Path], Callback]:
     """Return a live exporter by name. Raises `InputError` for an unknown name."""
-    exporter: Callable[[Path], Callback] = EXPORTERS.find(_OTHER_NAMES.get(name, name))
-    # Both kinds are in one registry, so that packages add either by one entry point.
+    exporter: Callable[[Path], Callback] = EXPORTERS.find(_LIVE_NAMES.get(name, name))
+    # One registry contains both kinds, so that packages add either by one group of entry points.
     if not _is_live(exporter):
         raise InputError(
             f"--stream {name}: writes finished results: use 'testbed export RESULTS_DIR --format {name}'"
@@ -93,7 +97,7 @@ def stream_of(name: str) -> Callable[[Path], Callback]:
     return exporter
 
 
-def writer_of(name: str) -> Writer:
+def find_writer(name: str) -> Writer:
     """Return an exporter of finished results by name. Raises `InputError` for an unknown name."""
     writer: Writer = EXPORTERS.find(name)
     if _is_live(writer):

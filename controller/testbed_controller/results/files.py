@@ -10,6 +10,7 @@ The folder of a sweep contains a folder for each run, ``summary.json`` and ``sum
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from testbed.trace.events import LEADING, Event, find_invalid_field, restore_los
 from testbed.trace.log import EventLog, Form
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome
-from testbed_controller.results.declared import declared_in
+from testbed_controller.results.declared import load_metrics_spec
 from testbed_controller.results.recorder import RUNNING, with_local_sources
 from testbed_controller.results.run import Run
 
@@ -44,25 +45,25 @@ _REQUIRED_METRICS = {
     "verdict",
 }
 """Metrics required by pages of several runs; older runs may lack some."""
-_WITHOUT_EFFECT = ("description", "time_limit")
-"""Scenario keys without effect on any metric."""
+_KEYS_FREE_TO_CHANGE = ("description", "time_limit")
+"""Scenario keys without effect on any metric, which may change before a sweep is resumed."""
 _TAIL_BYTES = 1 << 18
 """Bytes read from the end of the events: some thousand lines, which contain the last step of every device."""
-_AT_ONCE = 4096
+_LINES_AT_ONCE = 4096
 """Number of lines parsed together, which takes half the time of parsing them one by one."""
 _EVENT_TYPES = {(float, str, str), (int, str, str)}
-"""Types of time, device and name of an event."""
-_DAMAGED = (ValueError, KeyError, AttributeError, TypeError)
-"""Exceptions raised by an invalid event line."""
+"""Possible types of an event's time, device and name."""
+_EVENT_ERRORS = (ValueError, KeyError, AttributeError, TypeError)
+"""Exceptions that an invalid event raises when it is parsed, or when metrics are computed from it."""
 
 
 def trial_in(folder: Path) -> Trial:
-    """Return the trial in a results folder, finished or not. Raises `InputError` for a folder without a run."""
+    """Return the trial of a finished or unfinished run. Raises `InputError` for a folder without a run."""
     return _read_trial(folder, _read_manifest(folder))
 
 
 class _ManifestTypes(TypedDict, total=False):
-    """Types of the facts of a manifest that other modules rely on; missing ones are reported by their readers."""
+    """Types of the manifest's values that other modules rely on; their readers report missing keys."""
 
     point: dict[str, Any]
     repetition: int
@@ -103,13 +104,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder}: has no run: name a folder written by `testbed run`, such as results/<run>"
         )
     path = folder / "manifest.json"
-    facts = _read_json(path)
-    _check_types(path, _MANIFEST, facts)
-    return facts
+    manifest = _read_json(path)
+    _check_types(path, _MANIFEST, manifest)
+    return manifest
 
 
 def _check_types(path: Path, types: TypeAdapter[Any], content: object) -> None:
-    """Raise InputError for a value of another type than the testbed writes; further keys are not checked."""
+    """Raise InputError for a value of another type than the testbed writes; keys without a type are not checked."""
     try:
         types.validate_python(content)
     except ValidationError as error:
@@ -120,9 +121,10 @@ def _check_types(path: Path, types: TypeAdapter[Any], content: object) -> None:
         ) from None
 
 
-def _read_trial(folder: Path, facts: Mapping[str, Any]) -> Trial:
+def _read_trial(folder: Path, manifest: Mapping[str, Any]) -> Trial:
+    # The stored scenario is resolved: it has no sweep, and the swept values are in the manifest.
     trial = trials(load_scenario(folder / "scenario.yaml"))[0]
-    return replace(trial, point=facts["point"], repetition=facts["repetition"])
+    return replace(trial, point=manifest["point"], repetition=manifest["repetition"])
 
 
 def load(folder: Path) -> Run:
@@ -130,7 +132,7 @@ def load(folder: Path) -> Run:
 
     A run that crashed, with a truncated last event and no metrics, is loaded as an interrupted run.
     """
-    if is_written(folder) and not (folder / "events.jsonl").is_file():
+    if is_complete(folder) and not (folder / "events.jsonl").is_file():
         raise InputError(
             f"{folder}: has no events, as it was run with --no-events: run it again without this option"
         )
@@ -138,15 +140,15 @@ def load(folder: Path) -> Run:
 
 
 def load_metrics(folder: Path) -> Run:
-    """Load a run without events, with its stored metrics; missing ones are recomputed."""
-    if not is_written(folder):
-        return load(folder).alone()
+    """Load a run without its events, with the stored metrics, or recomputed ones if the stored ones are incomplete."""
+    if not is_complete(folder):
+        return load(folder).without_events()
     stored = _read_json(folder / "metrics.json")
-    # Evaluated from the scenario and the metrics when needed.
+    # `Run.expectations` evaluates them from the scenario and the metrics.
     stored.pop("expectations", None)
     if stored.keys() >= _REQUIRED_METRICS:
         return _load_run(folder, EventLog(), stored)
-    return load(folder).alone()
+    return load(folder).without_events()
 
 
 def load_any(folder: Path) -> Run:
@@ -156,39 +158,38 @@ def load_any(folder: Path) -> Run:
     return load_metrics(folder)
 
 
-def is_written(folder: Path) -> bool:
-    """Return whether a run is complete, including metrics."""
+def is_complete(folder: Path) -> bool:
+    """Return whether a run has ended and its metrics are stored."""
     status = _read_manifest(folder).get("status")
     return status != RUNNING and (folder / "metrics.json").is_file()
 
 
 def _load_run(folder: Path, events: EventLog, stored: dict[str, Any] | None) -> Run:
-    """Load everything except the events; ``stored`` are its metrics, None to compute them."""
-    facts = _read_manifest(folder)
+    """Load a run with these events; ``stored`` are its metrics, None to compute them from the events."""
+    manifest = _read_manifest(folder)
     fidelity: dict[str, Any] = {}
-    # Missing if the run was cut off.
+    # The file is missing if the testbed was killed during the run.
     if (folder / "fidelity.json").is_file():
         fidelity = _read_json(folder / "fidelity.json")
         _check_types(folder / "fidelity.json", _FIDELITY, fidelity)
-    if facts.get("status") == RUNNING:
-        last = events.latest
-        facts |= {
+    if manifest.get("status") == RUNNING:
+        manifest |= {
             "status": "interrupted",
-            "error": f"cut off after {last:.2f} s: testbed ended before the run did",
+            "error": f"cut off after {events.latest:.2f} s: testbed ended before the run did",
         }
     try:
-        trial = _read_trial(folder, facts)
+        trial = _read_trial(folder, manifest)
         plan = Plan.model_validate(_read_json(folder / "plan.json"))
         links = [LinkMeasurement.from_json(item) for item in fidelity.get("links", [])]
         outcome = Outcome(
-            runtime=facts["runtime"],
-            status=facts["status"],
+            runtime=manifest["runtime"],
+            status=manifest["status"],
             events=events,
-            error=facts["error"],
+            error=manifest["error"],
             links=links,
-            host=facts["host"],
+            host=manifest["host"],
             fidelity=fidelity.get("measurements", {}),
-            wall_seconds=facts["wall_seconds"],
+            wall_seconds=manifest["wall_seconds"],
         )
     except KeyError as error:
         raise InputError(
@@ -203,29 +204,33 @@ def _load_run(folder: Path, events: EventLog, stored: dict[str, Any] | None) -> 
         raise InputError(
             f"{folder}: was not written by this version of the testbed: plan.json: {key}"
         ) from None
-    declared = declared_in(folder, trial)
+    metrics_spec = load_metrics_spec(folder, trial)
     if stored is None:
         try:
-            stored = metrics(outcome, trial.experiment, plan, declared)
-        except _DAMAGED as error:
-            # A method's own events hold any value, and older ones may lack a field.
+            stored = metrics(outcome, trial.experiment, plan, metrics_spec)
+        except _EVENT_ERRORS as error:
+            # Events that a method defines may hold any value, and events of older versions may lack a field.
             raise InputError(
                 f"{folder / 'events.jsonl'}: no metrics follow from these events "
                 f"({type(error).__name__}: {error}): the file is damaged, or of another version of the testbed"
             ) from error
-    return Run(folder, trial, plan, outcome, facts, stored, declared)
+    return Run(folder, trial, plan, outcome, manifest, stored, metrics_spec)
 
 
-def places(folder: Path) -> list[Path]:
-    """Return the folders of a run, sweep or repetitions: in the order of the scenario, others by name."""
+def run_folders(folder: Path) -> list[Path]:
+    """Return the folders of all runs in a results folder, which may be that of one run or of a sweep.
+
+    The runs of a sweep are in the order of the scenario; folders that its summary lacks follow, by name. A folder
+    without runs is returned unchanged, so that loading it reports the error.
+    """
     if (folder / "scenario.yaml").is_file() or not folder.is_dir():
         return [folder]
-    names = _names_in_summary(folder)
-    order = {name: number for number, name in enumerate(names)}
+    position_of = {name: i for i, name in enumerate(_names_in_summary(folder))}
     folders = [path.parent for path in folder.glob("[!.]*/scenario.yaml")]
     folders.sort(key=_natural_order)
-    # Stable: folders that the summary lacks stay sorted by name, behind all others.
-    folders.sort(key=lambda path: order.get(path.name, len(order)))
+    # The sort is stable: folders that the summary lacks stay sorted by name, behind all others.
+    last = len(position_of)
+    folders.sort(key=lambda path: position_of.get(path.name, last))
     return folders or [folder]
 
 
@@ -243,33 +248,33 @@ def _names_in_summary(folder: Path) -> list[str]:
 def keep_finished_runs(
     folders: Sequence[Path], trials: Sequence[Trial]
 ) -> dict[int, Run]:
-    """Delete the folders of unfinished runs; return the finished runs of the given trials, without events.
+    """Prepare the folders of a sweep, one for each trial, to be resumed: delete those of unfinished runs.
 
-    The keys are the positions of the folders.
-
-    Raises InputError if a folder contains a run of another trial.
+    Returns the finished runs without events, by their index in ``folders``. Raises InputError if a folder contains a
+    run of another scenario.
     """
     finished_runs = {}
-    for number, (place, trial) in enumerate(zip(folders, trials, strict=True)):
-        if not place.exists():
+    for index, (folder, trial) in enumerate(zip(folders, trials, strict=True)):
+        if not folder.exists():
             continue
-        run = load_metrics(place)
+        run = load_metrics(folder)
         # Results name their Python files relative to their folder.
         wanted_scenario, _ = with_local_sources(trial.scenario)
-        if _scenario_facts(run.trial.scenario) != _scenario_facts(wanted_scenario):
+        if _fixed_values(run.trial.scenario) != _fixed_values(wanted_scenario):
             raise InputError(
-                f"{place}: is a run of another scenario: resume with the original scenario"
+                f"{folder}: is a run of another scenario: resume with the original scenario"
             )
         if run.outcome.status == "finished":
-            finished_runs[number] = run
+            finished_runs[index] = run
         else:
-            shutil.rmtree(place)
+            shutil.rmtree(folder)
     return finished_runs
 
 
-def _scenario_facts(scenario: Scenario) -> dict[str, Any]:
+def _fixed_values(scenario: Scenario) -> dict[str, Any]:
+    """Return the values of a scenario that must be equal to resume a run."""
     return scenario.model_dump(
-        mode="json", by_alias=True, exclude=set(_WITHOUT_EFFECT), exclude_none=True
+        mode="json", by_alias=True, exclude=set(_KEYS_FREE_TO_CHANGE), exclude_none=True
     )
 
 
@@ -310,35 +315,36 @@ def _read_events(path: Path) -> EventLog:
     forms: dict[Form, Form] = {}
     # A write that was cut off may end within a character, which must not hide that the line is a truncated one.
     with path.open(encoding="utf-8", errors="replace") as file:
-        first = 1
+        first_number = 1
         while True:
-            lines = list(islice(file, _AT_ONCE))
+            lines = list(islice(file, _LINES_AT_ONCE))
             if not lines:
                 return events
             try:
                 parsed = _parse_together(lines)
-            except _DAMAGED:
-                for event in _parse_one_by_one(path, lines, first):
+            except _EVENT_ERRORS:
+                for event in _parse_one_by_one(path, lines, first_number):
                     events.append(event)
             else:
                 _add_parsed(events, parsed, forms)
-            first += len(lines)
+            first_number += len(lines)
 
 
 def _parse_together(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Parse lines as one JSON list. Raises one of `_DAMAGED` if any line is invalid."""
+    """Parse lines as one JSON list. Raises one of `_EVENT_ERRORS` if any line is invalid."""
     text = f"[{','.join(lines)}]"
     parsed: list[dict[str, Any]] = json.loads(text)
-    # JSON has no nan: a loss of null is one.
+    # JSON lacks NaN, so a loss of NaN is stored as null.
     if '"loss": null' in text:
         for fields in parsed:
             restore_loss(fields)
-    # All events have few different forms, so the check of the forms is fast.
-    forms = set()
+    # Millions of events have few different combinations of keys and types: each combination is checked once.
+    combinations = set()
     for fields in parsed:
         types = tuple(map(type, fields.values()))
-        forms.add((fields["event"], tuple(fields), types))
-    for event, keys, types in forms:
+        combinations.add((fields["event"], tuple(fields), types))
+    # The first three keys are those of `LEADING`: time, device and event.
+    for event, keys, types in combinations:
         if keys[:3] != LEADING or types[:3] not in _EVENT_TYPES:
             raise ValueError("not events")
         problem = find_invalid_field(event, keys[3:], types[3:])
@@ -350,26 +356,31 @@ def _parse_together(lines: Sequence[str]) -> list[dict[str, Any]]:
 def _add_parsed(
     events: EventLog, parsed: Sequence[dict[str, Any]], forms: dict[Form, Form]
 ) -> None:
-    """Add parsed lines to a log, without an `Event` for each, which would double the time."""
-    add = events.add
+    """Add parsed lines to a log, without an `Event` for each, which would double the time.
+
+    ``forms`` caches the `Form` of each event name and its keys, so that millions of events share few tuples.
+    """
     for fields in parsed:
         keys = tuple(fields)
-        values = tuple(fields.values())
-        kind = values[2]
-        # One tuple for all events of a form, of which a log keeps millions.
-        form = forms.get((kind, keys))
+        time, device, name, *values = fields.values()
+        form = forms.get((name, keys))
         if form is None:
-            form = forms[kind, keys] = (kind, keys[3:])
-        add(form, values[:2] + values[3:])
+            form = forms[name, keys] = (name, keys[3:])
+        events.add(form, (time, device, *values))
 
 
-def _parse_one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Event]:
-    """Parse lines individually, because one is damaged: the last line of an interrupted run, for example."""
+def _parse_one_by_one(
+    path: Path, lines: Sequence[str], first_number: int
+) -> list[Event]:
+    """Parse lines of which one is damaged, such as the truncated last line of an interrupted run, which is skipped.
+
+    ``first_number`` is the number of the first line in the file, for error messages.
+    """
     events = []
-    for number, line in enumerate(lines, first):
+    for number, line in enumerate(lines, first_number):
         try:
             event = _parse_line(line)
-        except _DAMAGED:
+        except _EVENT_ERRORS:
             if line.endswith("\n"):
                 raise InputError(
                     f"{path}:{number}: is not an event: the file is damaged"
@@ -385,7 +396,10 @@ def _parse_one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Even
 
 
 def _parse_line(line: str) -> Event:
-    """Parse the line of one event. Raises one of `_DAMAGED` if time, device or name is missing or of another type."""
+    """Parse the line of one event.
+
+    Raises one of `_EVENT_ERRORS` if time, device or name is missing or of another type.
+    """
     event = Event.from_json(line)
     types = (type(event.time), type(event.device), type(event.event))
     if types not in _EVENT_TYPES:
@@ -408,7 +422,7 @@ class Progress:
     step: int | None = None
     """Last finished step or request."""
     loss: float | None = None
-    doing: dict[str, str] = field(default_factory=dict)
+    activities: dict[str, str] = field(default_factory=dict)
     """Current or last activity by device."""
 
     def __str__(self) -> str:
@@ -425,18 +439,22 @@ def progress(folder: Path) -> Progress:
     state = Progress()
     try:
         with (folder / "events.jsonl").open("rb") as file:
-            size = file.seek(0, 2)
+            size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             text = file.read()
     except FileNotFoundError:
         return state
-    # Reading begins within a line, and the run may be writing the last one.
-    first = 0 if size <= _TAIL_BYTES else text.find(b"\n") + 1
-    for line in text[first : text.rfind(b"\n") + 1].splitlines():
+    lines = text.split(b"\n")
+    # The run may be writing the last line; after a line break, the last entry is empty.
+    lines.pop()
+    # In a longer file, reading began within a line.
+    if size > _TAIL_BYTES and lines:
+        lines.pop(0)
+    for line in lines:
         # `ps` shows all other runs as well, so a damaged line must not end it.
         try:
             event = _parse_line(line.decode())
-        except _DAMAGED:
+        except _EVENT_ERRORS:
             continue
         if _find_invalid_field(event) is not None:
             continue
@@ -445,5 +463,5 @@ def progress(folder: Path) -> Progress:
             state.step = event.fields.get(event.event)
             state.loss = event.fields.get("loss", state.loss)
         elif event.event in ("begin", "compute"):
-            state.doing[event.device] = str(event.fields.get("span"))
+            state.activities[event.device] = str(event.fields.get("span"))
     return state

@@ -1,7 +1,8 @@
 """A run as a trace for ui.perfetto.dev (the Chrome trace event format, JSON).
 
-One process per device with tracks for compute, send and receive, arrows from each send to its reception, one
-process for the faults and their windows, and counters for loss and accuracy.
+In Perfetto's words, each device is a process, whose tracks (threads) for compute, send and receive contain slices: the
+bars of `testbed.trace.gantt`. Flows are arrows from each send to its reception. A further process has the faults and
+recoveries, and counters for loss and accuracy. A record is one JSON object of the format; its key ``ph`` is its type.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import IO, Any
 
 from testbed.trace.disturbances import recoveries, strikes
@@ -20,12 +21,18 @@ from testbed.trace.intervals import lanes
 from testbed.trace.log import EventLog
 
 TRACKS = {"compute": 1, "send": 100, "receive": 200, "down": 300}
-"""First track number of each kind; overlapping activities use further tracks, hence the distance."""
+"""First thread number of each kind of bar; the numbers in between are for tracks of overlapping bars."""
+FAULT_PROCESS = 1
+"""Process number of faults and progress; the devices have the numbers from 2 on."""
+FAULT_THREAD, RECOVERY_THREAD = 1, 2
+"""Thread numbers in the process of the faults."""
+FIRST_FURTHER_FAULT_THREAD = 11
+"""First thread number of faults that overlap those of `FAULT_THREAD`."""
 MOST_BARS = 200_000
 """Maximum number of bars in a trace, due to the memory of a browser; a longer run's trace has the first ones."""
 MOST_COUNTED = 100_000
 """Maximum number of losses and accuracies in the trace; longer series are thinned."""
-_AT_ONCE = 1000
+_RECORDS_AT_ONCE = 1000
 """Number of records encoded together: fewer take up to twice the time, all of them too much memory."""
 CLOCK_SLACK = 0.005
 """Tolerance in seconds for a reception outside its send, due to separate clocks of containers."""
@@ -34,7 +41,10 @@ CLOCK_SLACK = 0.005
 def write(
     file: IO[str], events: Sequence[Event], end: float, title: str = "testbed"
 ) -> None:
-    """Write the trace of a run of ``end`` seconds; ``otherData`` contains the number of omitted bars."""
+    """Write the trace of a run of ``end`` seconds.
+
+    The entry ``otherData`` of the file has the title, and the number of omitted bars as ``left_out``.
+    """
     log = EventLog.made_of(events)
     charted = list(islice(bars(log, end), MOST_BARS))
     charted.sort(key=lambda bar: (bar.start, bar.end))
@@ -44,9 +54,10 @@ def write(
     separator = ""
     records = _trace_records(log, charted, end, title)
     while True:
-        batch = list(islice(records, _AT_ONCE))
+        batch = list(islice(records, _RECORDS_AT_ONCE))
         if not batch:
             break
+        # Without the brackets of each list, the records of all batches form one list.
         file.write(separator + LINES.encode(batch)[1:-1])
         separator = ",\n"
     file.write("\n]}\n")
@@ -57,25 +68,25 @@ def _trace_records(
 ) -> Iterator[dict[str, Any]]:
     """Yield all records of a trace: names of processes and tracks, bars, messages, faults and curves."""
     names = sorted({bar.device for bar in charted} | log.devices - {TESTBED})
-    # Process 1 is that of the faults, so the devices begin with 2.
-    processes = {name: number for number, name in enumerate(names, 2)}
-    yield from _process_records(1, f"{title}: faults and progress", 0)
+    processes = dict(zip(names, count(FAULT_PROCESS + 1), strict=False))
+    title = f"{title}: faults and progress"
+    yield from _process_records(FAULT_PROCESS, title, order=0)
     for name, process in processes.items():
-        yield from _process_records(process, name, process)
+        yield from _process_records(process, name, order=process)
     tracks = _assign_tracks(charted, processes)
-    for (process, thread), label, content in tracks:
+    for (process, thread), label, track_bars in tracks:
         yield _metadata_record("thread_name", process, thread, label)
         yield _metadata_record("thread_sort_index", process, thread, thread)
-        for bar in content:
+        for bar in track_bars:
             yield _slice_record(bar, process, thread)
     # By identity: bars are compared by value, and two of them may be equal.
     track_of: dict[int, TrackId] = {}
-    for track, _, content in tracks:
-        track_of |= dict.fromkeys(map(id, content), track)
+    for track, _, track_bars in tracks:
+        track_of |= dict.fromkeys(map(id, track_bars), track)
     for number, (sent, received) in enumerate(deliveries(charted)):
-        yield from _flow_records(
-            number, sent, track_of[id(sent)], received, track_of[id(received)]
-        )
+        source = track_of[id(sent)]
+        destination = track_of[id(received)]
+        yield from _flow_records(number, sent, source, received, destination)
     yield from _window_records(log, end)
     yield from _counter_records(log)
 
@@ -93,38 +104,43 @@ def _assign_tracks(
         bars_of[bar.device, bar.kind].append(bar)
     tracks = []
     for name, process in processes.items():
-        for kind, first in TRACKS.items():
-            for row, content in enumerate(_split_lanes(bars_of[name, kind])):
-                label = f"{kind} {row + 1}" if row else kind
-                tracks.append(((process, first + row), label, content))
+        for kind, first_thread in TRACKS.items():
+            for number, lane in enumerate(_split_lanes(bars_of[name, kind])):
+                label = f"{kind} {number + 1}" if number else kind
+                tracks.append(((process, first_thread + number), label, lane))
     return tracks
 
 
 def _split_lanes(charted: Sequence[Bar]) -> list[list[Bar]]:
-    """Split bars, given in the order of their starts, into as few rows as possible without overlap in a row."""
-    rows: list[list[Bar]] = []
+    """Split bars, sorted by start, into as few lanes as possible, so that the bars of a lane do not overlap."""
+    bars_of_lanes: list[list[Bar]] = []
     numbers = lanes((bar.start, bar.end) for bar in charted).tolist()
-    for bar, row in zip(charted, numbers, strict=True):
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(bar)
-    return rows
+    for bar, number in zip(charted, numbers, strict=True):
+        # Lanes are numbered in the order of their first bars, so a new lane has the next number.
+        if number == len(bars_of_lanes):
+            bars_of_lanes.append([])
+        bars_of_lanes[number].append(bar)
+    return bars_of_lanes
 
 
 def deliveries(charted: Sequence[Bar]) -> Iterator[tuple[Bar, Bar]]:
-    """Pair each reception with its send: same devices, kind and size, in order, at the same time."""
-    waiting: dict[_Message, deque[Bar]] = defaultdict(deque)
+    """Pair each send with its reception, of the same message type and size between the same devices.
+
+    A reception belongs to the earliest unpaired send that overlaps it in time; both may be without a partner.
+    """
+    unpaired_sends: dict[_Message, deque[Bar]] = defaultdict(deque)
     receptions = []
     for bar in charted:
         if bar.kind == "send":
-            waiting[bar.device, bar.peer, bar.label, bar.size].append(bar)
+            key = (bar.device, bar.peer, bar.label, bar.size)
+            unpaired_sends[key].append(bar)
         elif bar.kind == "receive":
             receptions.append(bar)
     receptions.sort(key=lambda bar: bar.end)
     for received in receptions:
-        sends = waiting[
-            received.peer or "", received.device, received.label, received.size
-        ]
+        sender = received.peer or ""
+        key = (sender, received.device, received.label, received.size)
+        sends = unpaired_sends[key]
         # A send that ended before this reception was lost, or its reception was not recorded.
         while sends and sends[0].end < received.end - CLOCK_SLACK:
             sends.popleft()
@@ -133,7 +149,7 @@ def deliveries(charted: Sequence[Bar]) -> Iterator[tuple[Bar, Bar]]:
 
 
 _Message = tuple[str, str | None, str, int | None]
-"""Source, destination, kind and size of a message."""
+"""Source, destination, type and size in bytes of a message."""
 
 
 def _to_microseconds(seconds: float) -> float:
@@ -167,7 +183,7 @@ def _slice_record(bar: Bar, process: int, thread: int) -> dict[str, Any]:
         "bytes": bar.size,
         "interrupted": bar.interrupted or None,
     }
-    known = {key: value for key, value in details.items() if value is not None}
+    present = {key: value for key, value in details.items() if value is not None}
     start = _to_microseconds(bar.start)
     # "X" is a complete event of the format: one record with start and duration.
     return {
@@ -179,7 +195,7 @@ def _slice_record(bar: Bar, process: int, thread: int) -> dict[str, Any]:
         "ts": start,
         # Between rounded times, so that adjacent slices do not overlap by a rounding error.
         "dur": round(_to_microseconds(bar.end) - start, 3),
-        "args": known,
+        "args": present,
     }
 
 
@@ -201,8 +217,9 @@ def _flow_records(
     received: Bar,
     destination: TrackId,
 ) -> list[dict[str, Any]]:
-    """Return both ends of a flow; an end inside a slice binds the flow to this slice."""
+    """Return the records of both ends of a flow; an end inside a slice binds the flow to this slice."""
     common = {"name": "message", "cat": "message", "id": number}
+    # In the middle, the end is inside the slice of the reception, despite the rounding of times.
     middle = _to_microseconds((received.start + received.end) / 2)
     # "s" and "f" are the start and the finish of a flow; with "bp": "e", its end binds to the enclosing slice.
     return [
@@ -225,46 +242,49 @@ def _flow_records(
 
 
 def _window_records(log: EventLog, end: float) -> list[dict[str, Any]]:
+    """Return slices from each fault to its end, and from each detection to the end of the recovery."""
+    process = FAULT_PROCESS
     records = [
-        _metadata_record("thread_name", 1, 1, "faults"),
-        _metadata_record("thread_name", 1, 2, "recoveries"),
+        _metadata_record("thread_name", process, FAULT_THREAD, "faults"),
+        _metadata_record("thread_name", process, RECOVERY_THREAD, "recoveries"),
     ]
     windows = []
     for strike in strikes(log):
-        # A fault has a duration, and its repair is a moment.
+        # A fault has a duration; its repair is an event without duration.
         start = stop = strike.struck
         if not strike.is_repair:
             start, stop = strike.window(end)
         label = f"{strike.action} {strike.target}"
         windows.append(Bar(TESTBED, "down", start, stop, label))
-    for row, content in enumerate(_split_lanes(windows)):
-        thread = 1
-        # Thread 2 is that of the recoveries.
-        if row:
-            thread = 10 + row
-            label = f"faults {row + 1}"
-            records.append(_metadata_record("thread_name", 1, thread, label))
-        records += [_slice_record(bar, 1, thread) for bar in content]
-    for item in recoveries(log):
-        stop = end if item.resumed is None else item.resumed
-        bar = Bar(TESTBED, "down", item.detected, stop, "recovery")
-        records.append(_slice_record(bar, 1, 2))
+    for number, lane in enumerate(_split_lanes(windows)):
+        thread = FAULT_THREAD
+        if number:
+            thread = FIRST_FURTHER_FAULT_THREAD + number - 1
+            label = f"faults {number + 1}"
+            records.append(_metadata_record("thread_name", process, thread, label))
+        records += [_slice_record(bar, process, thread) for bar in lane]
+    for recovery in recoveries(log):
+        stop = end if recovery.resumed is None else recovery.resumed
+        bar = Bar(TESTBED, "down", recovery.detected, stop, "recovery")
+        records.append(_slice_record(bar, process, RECOVERY_THREAD))
     return records
 
 
 def _counter_records(log: EventLog) -> Iterator[dict[str, Any]]:
-    counted = log.of("step", "evaluate")
-    stride = math.ceil(len(counted) / MOST_COUNTED) or 1
-    for event in islice(counted, 0, None, stride):
+    """Yield the training loss of steps and the accuracy of evaluations."""
+    counted_events = log.of("step", "evaluate")
+    # At least 1, also without events.
+    stride = math.ceil(len(counted_events) / MOST_COUNTED) or 1
+    for event in islice(counted_events, 0, None, stride):
         key = "loss" if event.event == "step" else "accuracy"
         value = event.fields.get(key)
-        # JSON has neither the nan nor the infinity of a diverged run.
+        # JSON lacks NaN and infinity, the losses of a diverged run.
         if isinstance(value, int | float) and math.isfinite(value):
             # "C" is a counter, drawn as a curve.
             yield {
                 "ph": "C",
                 "name": key,
-                "pid": 1,
+                "pid": FAULT_PROCESS,
                 "tid": 0,
                 "ts": _to_microseconds(event.time),
                 "args": {key: value},

@@ -1,4 +1,8 @@
-"""Recording of a run in progress, so that results survive any kind of end, and its manifest."""
+"""Writing of results folders: each event of a run as it happens, so that results survive a crash, and the manifest.
+
+The manifest, `manifest.json`, states how a run was made and how it ended: command, versions, status, and error. The
+files of a results folder are described in `testbed_controller.results.files`, which reads them.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +36,22 @@ from testbed.trace.outcome import Outcome
 from testbed.work import WorkloadPart
 from testbed_controller.lab.paths import ROOT
 from testbed_controller.results import perfetto
-from testbed_controller.results.declared import declared_by, keep
+from testbed_controller.results.declared import (
+    metrics_spec_of_trial,
+    store_metrics_spec,
+)
 from testbed_controller.results.run import Run
 
 RUNNING = "running"
-"""Status of a run in progress or cut off."""
-WITHOUT_EFFECT = (
+"""Status of a run in progress, and of a run whose process was killed."""
+IGNORED_CHANGES = (
     ":!docs",
     ":!papers/*.md",
     ":!papers/*.json",
     ":!papers/*.svg",
     ":!papers/*/figures.yaml",
 )
-"""Files without effect on runs, as git patterns."""
+"""Files without effect on runs, as git patterns that exclude them."""
 RECORDED_PACKAGES = (
     "torch",
     "numpy",
@@ -55,14 +62,18 @@ RECORDED_PACKAGES = (
     "docker",
     "pyroute2",
 )
+"""Packages whose versions are in the manifest."""
 
 
-def manifest(
+def initial_manifest(
     trial: Trial,
     runtime: Literal["emulate", "simulate"],
     weights: Mapping[str, Any] | str | None,
 ) -> dict[str, Any]:
-    """Return the manifest at the start of a run, with status ``running``."""
+    """Return the manifest at the start of a run, with status ``running``.
+
+    ``weights`` describes the initial weights: a text, or properties of their file.
+    """
     versions: dict[str, str | None] = {
         "testbed": VERSION,
         "python": platform.python_version(),
@@ -90,10 +101,10 @@ def manifest(
     }
 
 
-def finished(facts: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
-    """Return the manifest of a finished run, based on its initial ``facts``."""
+def final_manifest(initial: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
+    """Return the manifest at the end of a run."""
     return {
-        **facts,
+        **initial,
         "status": outcome.status,
         "error": outcome.error,
         "wall_seconds": outcome.wall_seconds,
@@ -111,21 +122,21 @@ def _package_version(package: str) -> str | None:
 def revision(checkout: Path = ROOT) -> str | None:
     """Return the git revision of the code, with ``-dirty`` appended if modified; None outside a checkout.
 
-    Changes of files in ``WITHOUT_EFFECT``, such as documentation, are ignored.
+    Changes of files in ``IGNORED_CHANGES``, such as documentation, are ignored.
     """
     if not (checkout / ".git").exists():
         return None
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(checkout), *arguments]
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, timeout=10, check=True
         )
-        return done.stdout.strip()
+        return result.stdout.strip()
 
     try:
         changed = git(
-            "status", "--porcelain", "--untracked-files=no", "--", *WITHOUT_EFFECT
+            "status", "--porcelain", "--untracked-files=no", "--", *IGNORED_CHANGES
         )
         return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
@@ -136,8 +147,8 @@ class Recorder:
     """The results folder of a run, written from its start.
 
     Scenario, plan and manifest are written first, each event as it happens, and derived files at the end. `files.load`
-    also reads the folder of a run that was cut off. Without ``events``, the events and their trace are not written,
-    which take most of the space.
+    also reads the folder of a run whose process was killed. With ``events=False``, the events and their trace, which
+    take most of the space, are not written.
     """
 
     def __init__(
@@ -158,28 +169,30 @@ class Recorder:
         self.path = folder.absolute()
         self._trial = trial
         self._plan = plan
-        self._declared = declared_by(trial)
+        self._metrics_spec = metrics_spec_of_trial(trial)
         self.keeps_events = events
-        self._written = 0
-        self._latest = float("-inf")
-        self._ordered = True
+        self._lines_written = 0
+        self._latest_time = float("-inf")
+        """Time of the last event in seconds of the run."""
+        self._is_ordered = True
+        """Whether the times of all events so far rise."""
         self._is_finished = False
         with self._report_failures():
             self.path.mkdir(parents=True, exist_ok=True)
             if any(self.path.iterdir()):
                 raise _folder_taken(folder)
             self._events = self._open_events(runtime)
-            self._manifest = manifest(trial, runtime, weights)
+            self._manifest = initial_manifest(trial, runtime, weights)
             if owned:
                 self._manifest["owned"] = owned
-            self._manifest_file(self._manifest)
+            self._write_manifest(self._manifest)
             scenario, texts = with_local_sources(trial.scenario)
-            facts = facts_of(replace(trial, scenario=scenario))
-            texts = {"scenario.yaml": written(facts), **texts}
+            values = scenario_values(replace(trial, scenario=scenario))
+            texts = {"scenario.yaml": written(values), **texts}
             for name, text in texts.items():
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.path / name).write_text(text, encoding="utf-8")
-            keep(self.path, trial, self._declared, {})
+            store_metrics_spec(self.path, trial, self._metrics_spec, {})
             _write_json(self.path / "plan.json", plan.model_dump(mode="json"))
 
     def _open_events(self, runtime: Literal["emulate", "simulate"]) -> TextIO:
@@ -199,40 +212,40 @@ class Recorder:
     def event(self, event: Event) -> None:
         """Write an event. Raises `HostError` on failure."""
         self.lines(event.to_json() + "\n")
-        self._ordered = self._ordered and event.time >= self._latest
-        self._latest = event.time
+        if event.time < self._latest_time:
+            self._is_ordered = False
+        self._latest_time = event.time
 
     def lines(self, text: str) -> None:
         """Write event lines, already in order. Raises `HostError` on failure."""
         with self._report_failures():
             self._events.write(text)
-        self._written += text.count("\n")
+        self._lines_written += text.count("\n")
 
     def finish(self, outcome: Outcome) -> Run:
         """Write the outcome and everything computed from the events; return the run."""
-        facts = finished(self._manifest, outcome)
+        manifest = final_manifest(self._manifest, outcome)
         log = EventLog.made_of(outcome.events)
         # Rounded as in the file, so that metrics recomputed from the file are the same.
-        kept = replace(outcome, events=log.rounded(), weights_file=None, parts={})
-        values = metrics(kept, self._trial.experiment, self._plan, self._declared)
-        run = Run(
-            self.path, self._trial, self._plan, kept, facts, values, self._declared
-        )
+        stored = replace(outcome, events=log.rounded(), weights_file=None, parts={})
+        spec = self._metrics_spec
+        values = metrics(stored, self._trial.experiment, self._plan, spec)
+        run = Run(self.path, self._trial, self._plan, stored, manifest, values, spec)
         # Events of several devices may arrive out of order, and some only with the outcome.
-        is_incomplete = not self._ordered or self._written != len(log)
+        must_rewrite = not self._is_ordered or self._lines_written != len(log)
         with self._report_failures():
             self._events.close()
-            if self.keeps_events and is_incomplete:
+            if self.keeps_events and must_rewrite:
                 _replace_file(self.path / "events.jsonl", log.lines())
             if outcome.weights_file is not None:
                 (self.path / "weights.safetensors").write_bytes(outcome.weights_file)
             for device, weights in outcome.parts.items():
                 (self.path / f"weights-{device}.safetensors").write_bytes(weights)
-            keep(self.path, self._trial, self._declared, values)
+            store_metrics_spec(self.path, self._trial, spec, values)
             _write_metrics(run)
             if self.keeps_events:
                 _write_trace(run)
-            self._manifest_file(facts)
+            self._write_manifest(manifest)
         self._is_finished = True
         return run
 
@@ -243,7 +256,7 @@ class Recorder:
         """
         if self._is_finished:
             return
-        if self._written == 0:
+        if self._lines_written == 0:
             self._events.close()
             shutil.rmtree(self.path, ignore_errors=True)
             return
@@ -251,12 +264,12 @@ class Recorder:
         # The error may be a full disk: the written results remain.
         with suppress(OSError):
             self._events.close()
-            self._manifest_file(
+            self._write_manifest(
                 {**self._manifest, "status": "failed", "error": message}
             )
 
-    def _manifest_file(self, facts: Mapping[str, Any]) -> None:
-        text = json.dumps(finite(facts), indent=2, default=str)
+    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        text = json.dumps(finite(manifest), indent=2, default=str)
         _replace_file(self.path / "manifest.json", [text + "\n"])
 
     @contextmanager
@@ -277,7 +290,7 @@ def _folder_taken(folder: Path) -> InputError:
 
 
 def rebuild(run: Run) -> None:
-    """Recompute all derived files of a run: metrics, verdict and trace."""
+    """Write all files again that are computed from the events of a run: metrics, verdict and trace."""
     _write_metrics(run)
     _write_trace(run)
 
@@ -285,7 +298,7 @@ def rebuild(run: Run) -> None:
 def _write_metrics(run: Run) -> None:
     expected = [asdict(expectation) for expectation in run.expectations]
     _write_json(run.path / "metrics.json", {**run.metrics, "expectations": expected})
-    _write_json(run.path / "fidelity.json", _fidelity_facts(run.outcome, run.metrics))
+    _write_json(run.path / "fidelity.json", _fidelity_values(run.outcome, run.metrics))
     if run.metrics["series"]["objects"]:
         _write_json(run.path / "boxes.json", run.metrics["series"]["objects"])
 
@@ -295,43 +308,40 @@ def _write_trace(run: Run) -> None:
         perfetto.write(file, run.outcome.events, run.end, run.trial.scenario.name)
 
 
-def numbered(folder: Path) -> Path:
+def create_numbered_folder(folder: Path) -> Path:
     """Create and return ``folder``, with a number appended if already taken.
 
     Raises HostError if the folder cannot be created.
     """
-    for number in count(1):
-        place = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+    candidate = folder
+    for number in count(2):
         try:
-            place.mkdir(parents=True)
+            candidate.mkdir(parents=True)
             break
         except FileExistsError:
-            pass
+            candidate = folder.with_name(f"{folder.name}-{number}")
         except OSError as error:
             raise HostError(
-                f"{place}: cannot be written: {error.strerror or error}"
+                f"{candidate}: cannot be written: {error.strerror or error}"
             ) from None
-    return place
+    return candidate
 
 
-def facts_of(trial: Trial) -> dict[str, Any]:
+def scenario_values(trial: Trial) -> dict[str, Any]:
     """Return the scenario of a run as plain values by key."""
-    return _scenario_keys(trial.scenario)
-
-
-def _scenario_keys(scenario: Scenario) -> dict[str, Any]:
-    return scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
-    """Return the scenario with relative names of its Python files, and their texts by name.
+    """Prepare a scenario to be stored together with its Python files.
 
-    The texts include the modules that these files import from their own folder.
+    Returns the scenario with the names of its Python files relative to the results folder, and the texts of the files
+    by this name. The texts include the modules that the files import from their own folder.
     """
     sources: dict[str, str] = {}
-    parts: dict[str, Any] = {}
+    changed_parts: dict[str, Any] = {}
     folder = scenario.source.folder
-    for file in _further_files(scenario.workload):
+    for file in _option_files(scenario.workload):
         # Only names without a folder: a path stays valid from the results folder as well.
         if Path(file).name == file:
             code = usercode.read(folder / file, "", ("training", "file"))
@@ -340,31 +350,34 @@ def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
         if part.file is not None:
             code = usercode.read(folder / part.file, part.name, (key, "file"))
             file = _add_sources(sources, code, f"{key}/")
-            parts[key] = part.model_copy(update={"file": file})
-    workload = scenario.workload.model_copy(update=parts)
+            changed_parts[key] = part.model_copy(update={"file": file})
+    workload = scenario.workload.model_copy(update=changed_parts)
     return scenario.model_copy(update={"workload": workload}), sources
 
 
-def _add_sources(sources: dict[str, str], code: Code, folder: str) -> str:
-    """Add the texts of a code object, in a subfolder for conflicting names; return the main file's name."""
+def _add_sources(sources: dict[str, str], code: Code, subfolder: str) -> str:
+    """Add the texts of a code object to ``sources``; return the name of the main file, which is the first one.
+
+    If another file with one of the names has another text, all names are placed in the subfolder.
+    """
     texts = usercode.texts_of(code)
     if any(sources.get(name, text) != text for name, text in texts.items()):
-        texts = {folder + name: text for name, text in texts.items()}
+        texts = {subfolder + name: text for name, text in texts.items()}
     for name, text in texts.items():
         sources.setdefault(name, text)
     return next(iter(texts))
 
 
-def _further_files(workload: WorkloadPart) -> Iterator[str]:
-    """Yield the Python files named by workload keys and method options."""
+def _option_files(workload: WorkloadPart) -> Iterator[str]:
+    """Yield the Python files named by workload keys, and by method options at any depth."""
     yield from workload.files()
-    waiting: list[Mapping[str, Any]] = [workload.method.options()]
-    while waiting:
-        for each in waiting.pop().values():
-            if isinstance(each, Mapping):
-                waiting.append(each)
-                if "file" in each:
-                    yield str(each["file"])
+    sections: list[Mapping[str, Any]] = [workload.method.options()]
+    while sections:
+        for value in sections.pop().values():
+            if isinstance(value, Mapping):
+                sections.append(value)
+                if "file" in value:
+                    yield str(value["file"])
 
 
 def _replace_file(path: Path, lines: Iterable[str]) -> None:
@@ -380,7 +393,7 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _fidelity_facts(outcome: Outcome, values: dict[str, Any]) -> dict[str, Any]:
+def _fidelity_values(outcome: Outcome, values: dict[str, Any]) -> dict[str, Any]:
     links = [item.to_json() for item in outcome.links]
     return {
         "verdict": values["verdict"],

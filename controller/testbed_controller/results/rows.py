@@ -1,4 +1,4 @@
-"""The tables of a run as rows of plain values for other programs."""
+"""The tables of a run as rows of plain values, and their CSV and Parquet files, for other programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from testbed.common.errors import InputError
 from testbed.common.lazy import require_extra
-from testbed.scenario.points import value_label, value_text
+from testbed.scenario.points import value_label
 from testbed_controller.results.available import all_metrics, metric_value
 from testbed_controller.results.run import Run
 
@@ -18,16 +18,23 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Row = dict[str, Any]
+"""Values of one row of a table by column."""
 
 
 def _metric_rows(run: Run) -> list[Row]:
-    """Return the metrics with a single value; metrics of devices or layers have tables of their own."""
+    """Return a row for each metric that has a single value; values by device or layer are omitted."""
     table = []
     for name, metric in all_metrics([run]).items():
         value = metric_value(run.metrics, name)
         if isinstance(value, int | float | str | bool):
-            row = {"metric": name, "value": value}
-            table.append({**row, "kind": metric.kind, "meaning": metric.meaning})
+            table.append(
+                {
+                    "metric": name,
+                    "value": value,
+                    "kind": metric.kind,
+                    "meaning": metric.meaning,
+                }
+            )
     return table
 
 
@@ -45,22 +52,22 @@ def _device_rows(run: Run) -> list[Row]:
 
 
 def _link_rows(run: Run) -> list[Row]:
-    """Return each direction of each link, with nested properties as columns: ``requested.rate``."""
+    """Return a row for each direction of each link, with nested properties as columns such as ``requested.rate``."""
     table = []
-    for row in run.metrics["links"]:
-        columns: Row = {}
-        for key, value in row.items():
+    for link in run.metrics["links"]:
+        row: Row = {}
+        for key, value in link.items():
             if isinstance(value, dict):
-                for name, each in value.items():
-                    columns[f"{key}.{name}"] = each
+                for name, nested_value in value.items():
+                    row[f"{key}.{name}"] = nested_value
             else:
-                columns[key] = value
-        table.append(columns)
+                row[key] = value
+        table.append(row)
     return table
 
 
 def _series_rows(name: str) -> Callable[[Run], list[Row]]:
-    """Return a function that returns a series of a run's metrics as rows."""
+    """Return a function that returns one series of a run, such as its steps, as rows."""
     return lambda run: _copy_rows(run.metrics["series"][name])
 
 
@@ -85,11 +92,11 @@ TABLES: Mapping[str, Callable[[Run], list[Row]]] = {
 }
 """Tables of a run, with functions that compute them. Times and durations are in seconds."""
 _FORMER_TABLES = {"figures": "metrics"}
-"""Former names of tables, with the present ones."""
+"""Former names of tables, with the present names."""
 
 
 def rows(run: Run, table: str) -> list[Row]:
-    """Return a table of a run, a mapping per row. Raises `InputError` for an unknown table."""
+    """Return the rows of a table of `TABLES`. Raises `InputError` for an unknown table."""
     if table in _FORMER_TABLES:
         present = _FORMER_TABLES[table]
         raise InputError(f"the table '{table}' has been renamed: write '{present}'")
@@ -98,7 +105,7 @@ def rows(run: Run, table: str) -> list[Row]:
     return TABLES[table](run)
 
 
-def every_table(run: Run) -> dict[str, list[Row]]:
+def all_tables(run: Run) -> dict[str, list[Row]]:
     """Return all tables of a run by name."""
     return {name: table(run) for name, table in TABLES.items()}
 
@@ -117,7 +124,8 @@ def points(runs: Sequence[Run]) -> list[Row]:
     for run in runs:
         row: Row = {}
         for key, value in run.trial.point.items():
-            row[key] = value_text(value) if value_label(value) else value
+            # A labelled value becomes its label; other values keep their type.
+            row[key] = value_label(value) or value
         row["repetition"] = run.trial.repetition
         row["verdict"] = run.metrics["verdict"]["kind"]
         for metric in _metric_rows(run):
@@ -153,7 +161,7 @@ def write_parquet(path: Path, table_rows: Sequence[Row]) -> None:
 
 
 def _json_text(value: object) -> str:
-    # A text stays as written: as JSON, it would be in quotes.
+    # A text is kept, since JSON would add quotes.
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

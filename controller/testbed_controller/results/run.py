@@ -1,4 +1,4 @@
-"""A finished run as plain data, and its name."""
+"""A run whose results are stored, as plain data, and the names of results folders."""
 
 from __future__ import annotations
 
@@ -25,22 +25,25 @@ from testbed.trace.record import Standstill, pauses
 from testbed.trace.registry import metrics_of
 
 LONGEST_NAME = 200
-"""Characters of the name of a run's folder."""
+"""Maximum number of characters in the name of a run's folder; file systems allow 255 bytes."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run as stored on disk."""
+    """A run as stored in its results folder. The run may have finished, failed, or been interrupted."""
 
     path: Path
+    """Results folder of the run."""
     trial: Trial
     plan: Plan
     outcome: Outcome
     """Outcome without weights."""
     manifest: dict[str, Any]
+    """Content of ``manifest.json``: command, versions, status, and more."""
     metrics: dict[str, Any]
+    """Content of ``metrics.json`` without expectations."""
     declared: MetricsSpec = NOTHING
-    """Metric definitions of the run's method."""
+    """Metric definitions of the run's method and workload."""
 
     @property
     def experiment(self) -> Experiment:
@@ -58,13 +61,13 @@ class Run:
             text = f"{self.path}: unknown metric {error} in `expect`: install the package that the run was made with"
             raise InputError(text) from None
 
-    def alone(self) -> Run:
-        """Return the run without its events, to save memory in sweeps."""
+    def without_events(self) -> Run:
+        """Return the run without its events, since those of all runs of a sweep may exceed the memory."""
         return replace(self, outcome=replace(self.outcome, events=[]))
 
     @property
     def point(self) -> str:
-        """The sweep point as text, equal for all its repetitions."""
+        """The sweep point as text, equal for all repetitions of this point."""
         return json.dumps(self.trial.point, sort_keys=True, default=str)
 
     @property
@@ -74,7 +77,7 @@ class Run:
 
     @property
     def pauses(self) -> list[Standstill]:
-        """Pauses of the work without a fault, by the events that the method declares as pauses."""
+        """Pauses of the work without a fault, such as a change of the partition, from events of the method."""
         log = EventLog.made_of(self.outcome.events)
         return pauses(log.within(-math.inf, self.end), self.declared.events)
 
@@ -94,15 +97,16 @@ def run_name(trial: Trial) -> str:
     name = re.sub(r"[^\w=,.-]", "_", text)
     if len(name) <= LONGEST_NAME:
         return name
-    # File systems allow 255 bytes. The digest keeps apart two names that differ only in the part cut off.
+    # The digest keeps apart two names that differ only in the part cut off.
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{name[: LONGEST_NAME - 9]}-{digest}"
 
 
 def run_names(trials: Sequence[Trial]) -> list[str]:
-    """Return a folder name for each run of a sweep, with a number appended where `run_name` gives one name twice.
+    """Return a different folder name for each run of a sweep.
 
-    Points with the same label have one name, and so have values that differ only in characters such as ``/``.
+    `run_name` returns the same name for points with the same label, and for values that differ only in characters such
+    as ``/``: a number is then appended to all but the first.
     """
     names: list[str] = []
     counts: dict[str, int] = {}

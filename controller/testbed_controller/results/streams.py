@@ -1,4 +1,4 @@
-"""Live export of learning curves: CSV rows, loggers such as TensorBoard, and callbacks."""
+"""Live export of learning curves: CSV rows, loggers such as TensorBoard, and callbacks of users."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from testbed.common.lazy import require_extra
 from testbed.trace.events import Event
-from testbed_controller.results.exporters import Callback, stream_of
+from testbed_controller.results.exporters import Callback, find_stream
 
 if TYPE_CHECKING:
     from testbed_controller.results.run import Run
@@ -22,14 +22,15 @@ SCALARS: Mapping[str, Mapping[str, str]] = {
     "evaluate": {"loss": "loss/test", "accuracy": "accuracy"},
     "request": {"latency": "latency"},
 }
-"""Logged events with their exported fields and names."""
-FOLLOWED = (*SCALARS, "fault")
-"""Events of callbacks."""
+"""Exported fields of each logged event, with the name of their curve in loggers."""
+CALLBACK_EVENTS = (*SCALARS, "fault")
+"""Events with a method in `Callback`."""
 COLUMNS = ("time", "device", "event", "step", "loss", "accuracy", "latency")
+"""Columns of ``stream.csv``."""
 
 
 class Logger(Callback, ABC):
-    """Base of loggers for the scalars of steps, tests and requests."""
+    """Base class of loggers for the scalars of steps, tests and requests."""
 
     @abstractmethod
     def write(self, name: str, value: float, step: int, seconds: float) -> None:
@@ -98,29 +99,30 @@ class MlFlow(Logger):
 
     def __init__(self, folder: Path) -> None:
         library = require_extra("mlflow", "mlflow", "--stream mlflow")
-        # An absolute path: three slashes are part of an SQLite address, and the fourth begins the path.
+        # "sqlite:///" is the prefix of an address, and the absolute path adds a fourth slash.
         address = f"sqlite:///{folder.resolve()}/mlflow.db"
         if library.is_tracking_uri_set():
             address = library.get_tracking_uri()
         self._client = library.MlflowClient(address)
         experiment = self._client.get_experiment_by_name("testbed")
-        number = experiment.experiment_id if experiment else None
-        if number is None:
-            number = self._client.create_experiment("testbed")
-        run = self._client.create_run(number, run_name=folder.name)
-        self._run = run.info.run_id
+        experiment_id = experiment.experiment_id if experiment else None
+        if experiment_id is None:
+            experiment_id = self._client.create_experiment("testbed")
+        run = self._client.create_run(experiment_id, run_name=folder.name)
+        self._run_id = run.info.run_id
 
     def write(self, name: str, value: float, step: int, seconds: float) -> None:
         """Log a metric at a step; the timestamp is the time of the run in milliseconds."""
         self._client.log_metric(
-            self._run, name, value, timestamp=int(1000 * seconds), step=step
+            self._run_id, name, value, timestamp=int(1000 * seconds), step=step
         )
 
     def on_end(self, run: Run | None) -> None:
         """Log the scenario's name and the end status."""
         if run is not None:
-            self._client.set_tag(self._run, "scenario", run.trial.scenario.name)
-        self._client.set_terminated(self._run, "FAILED" if run is None else "FINISHED")
+            self._client.set_tag(self._run_id, "scenario", run.trial.scenario.name)
+        status = "FAILED" if run is None else "FINISHED"
+        self._client.set_terminated(self._run_id, status)
 
 
 class WeightsAndBiases(Logger):
@@ -137,38 +139,44 @@ class WeightsAndBiases(Logger):
         self._run.log({name: value, "at_step": step, "seconds": seconds})
 
     def on_end(self, run: Run | None) -> None:
-        """Close the logger."""
+        """Close the logger, with a nonzero exit code after an error."""
         self._run.finish(exit_code=int(run is None))
 
 
-class Following:
-    """Passes the events of a run to callbacks and, as a context manager, the end of the run.
+class EventDispatcher:
+    """Context manager that passes the events of a run to callbacks, and the end of the run on exit.
 
-    ``kinds`` names exporters that write into ``folder``; ``callbacks`` are further receivers. Raises `InputError` for a
-    logger whose package is not installed.
+    ``exporters`` names live exporters that write into ``folder``; ``callbacks`` are further receivers. Raises
+    `InputError` for a logger whose package is not installed.
     """
 
     def __init__(
-        self, folder: Path, kinds: Iterable[str], callbacks: Sequence[Callback] = ()
+        self, folder: Path, exporters: Iterable[str], callbacks: Sequence[Callback] = ()
     ) -> None:
-        self._callbacks = [*(stream_of(kind)(folder) for kind in kinds), *callbacks]
+        self._callbacks: list[Callback] = []
+        for name in exporters:
+            create = find_stream(name)
+            self._callbacks.append(create(folder))
+        self._callbacks += callbacks
         self.finished: Run | None = None
-        """The finished run, set by the caller once stored."""
+        """The stored run, which the caller sets before the end; None after an error."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         with ExitStack() as stack:
-            # All callbacks are called, the first of them first, even if one raises: the others have files to close.
+            # All callbacks are called even if one raises, as the others have files to close. The stack calls in reverse
+            # order, so the first callback is pushed last.
             for each in reversed(self._callbacks):
                 stack.callback(each.on_end, self.finished)
 
     def event(self, event: Event) -> None:
-        """Pass an event to interested callbacks."""
-        if event.event in FOLLOWED:
+        """Pass an event to the method of each callback for this type of event, such as `Callback.on_step`."""
+        if event.event in CALLBACK_EVENTS:
             for each in self._callbacks:
-                getattr(each, f"on_{event.event}")(event)
+                handle = getattr(each, f"on_{event.event}")
+                handle(event)
 
 
 def _step_of_event(event: Event) -> int:

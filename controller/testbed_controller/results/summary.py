@@ -1,4 +1,8 @@
-"""Summary of sweeps and repetitions: mean and 95 % confidence interval of every metric at every point."""
+"""Summary of a sweep or of repetitions: mean and 95 % confidence interval of every metric at every point.
+
+A point is one combination of the swept values; its repetitions differ in the seed. A run without a sweep has one point,
+an empty mapping.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +20,35 @@ from testbed_controller.results.run import Run
 
 
 def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
-    """Write ``summary.json`` and ``summary.csv`` of the runs in a folder; return their `summary_of`."""
+    """Write ``summary.json`` and ``summary.csv`` into the folder of the runs; return the result of `summary_of`."""
     summary = summary_of(runs)
     text = json.dumps(finite(summary), indent=2, default=str)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
-    write_csv(folder / "summary.csv", _summary_rows(summary))
+    write_csv(folder / "summary.csv", _csv_rows(summary))
     return summary
 
 
 def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the summary of runs of one scenario; events are not required.
+    """Return the content of ``summary.json`` for the runs of one scenario, which need no events.
 
-    ``metrics`` contains ``kind`` and ``brief`` of each metric by name (`testbed.trace.metrics_spec.Metric`). ``points``
-    has one entry for each point of the sweep, in the order of the runs: ``point``, ``runs`` (folder names), ``trusted``
-    (the number of trusted runs), ``metrics`` by name, each with ``mean``, ``ci95`` (half width) and ``n``.
+    ``scenario``: name of the scenario. ``confidence``: level of the intervals, as a share. ``metrics``: ``kind`` and
+    ``brief`` of each metric by name (`testbed.trace.metrics_spec.Metric`).
+
+    ``points``: one entry for each point, in the order of the runs, with its swept values (``point``), the folder names
+    of its ``runs``, the number of ``trusted`` runs, and ``metrics`` by name, each with ``mean``, ``ci95`` (the half
+    width of the interval; None for a single run) and ``n`` (the number of runs that have the metric).
     """
-    groups: dict[str, list[Run]] = {}
+    runs_at_point: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(run.point, []).append(run)
-    points = [_summarize_point(group) for group in groups.values()]
-    # Only metrics with a number: a text, such as a verdict, has no mean.
-    present: set[str] = set()
+        runs_at_point.setdefault(run.point, []).append(run)
+    points = [_summarize_point(group) for group in runs_at_point.values()]
+    # Only metrics whose values are numbers have a mean; the verdict, for example, is a text.
+    numeric_names: set[str] = set()
     for point in points:
-        present |= point["metrics"].keys()
+        numeric_names |= point["metrics"].keys()
     descriptions = {}
     for name, metric in all_metrics(runs).items():
-        if name in present:
+        if name in numeric_names:
             descriptions[name] = {"kind": metric.kind, "brief": metric.brief}
     return {
         "scenario": runs[0].trial.scenario.name if runs else "",
@@ -51,17 +58,17 @@ def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _summarize_point(group: Sequence[Run]) -> dict[str, Any]:
+def _summarize_point(repetitions: Sequence[Run]) -> dict[str, Any]:
     return {
-        "point": group[0].trial.point,
-        "runs": [run.path.name for run in group],
-        "trusted": sum(bool(run.metrics["trusted"]) for run in group),
-        "metrics": _summarize_metrics(group),
+        "point": repetitions[0].trial.point,
+        "runs": [run.path.name for run in repetitions],
+        "trusted": sum(bool(run.metrics["trusted"]) for run in repetitions),
+        "metrics": _summarize_metrics(repetitions),
     }
 
 
 def _summarize_metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    table = {}
+    statistics = {}
     for name in all_metrics(runs):
         numbers = []
         for run in runs:
@@ -70,8 +77,8 @@ def _summarize_metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
                 numbers.append(value)
         if numbers:
             mean, half_width = interval(numbers)
-            table[name] = {"mean": mean, "ci95": half_width, "n": len(numbers)}
-    return table
+            statistics[name] = {"mean": mean, "ci95": half_width, "n": len(numbers)}
+    return statistics
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -83,20 +90,21 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _summary_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield a row for each point: the swept keys, then mean and half width of each metric."""
+def _csv_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield a row for each point: swept values, numbers of runs, then mean and half width of each metric."""
     points = summary["points"]
-    keys: dict[str, None] = {}
+    # A dictionary rather than a set, to keep the order of the keys. Points may have different keys.
+    swept_keys: dict[str, None] = {}
     for point in points:
-        keys |= dict.fromkeys(point["point"])
+        swept_keys |= dict.fromkeys(point["point"])
     for point in points:
         row: Row = {}
-        for key in keys:
+        for key in swept_keys:
             value = point["point"].get(key)
             row[key] = value_label(value) or value
         row["runs"] = len(point["runs"])
         row["trusted"] = point["trusted"]
-        for name, metric in point["metrics"].items():
-            row[name] = metric["mean"]
-            row[f"{name}_ci95"] = metric["ci95"]
+        for name, statistics in point["metrics"].items():
+            row[name] = statistics["mean"]
+            row[f"{name}_ci95"] = statistics["ci95"]
         yield row

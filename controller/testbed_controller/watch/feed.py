@@ -1,4 +1,7 @@
-"""The event stream of a run's folder, live or replayed at a chosen pace."""
+"""The events of a run for its page: from ``events.jsonl`` in the results folder, live or replayed at a chosen pace.
+
+The page has a Gantt chart: an event with a duration, such as a computation, becomes a bar.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,27 @@ from testbed_controller.results.recorder import RUNNING
 
 INTERVAL = 0.25
 """Polling interval of the file and interval of batches, in seconds."""
-HISTORY = 60.0
-"""Length of the time line on the page, in seconds."""
-BARS = {"compute": "compute", "send": "send", "receive": "receive", "cast": "send"}
+BAR_AGE = 60.0
+"""Age in seconds up to which bars are sent; the Gantt chart of the page shows less."""
+BAR_KINDS = {"compute": "compute", "send": "send", "receive": "receive", "cast": "send"}
 """Event types drawn as bars, with the kind of bar."""
 BLOCK = 1 << 20
 """Approximate size of a read, in bytes: the events of a run may exceed the memory."""
-_UNSHOWN = {"begin", "memory", "host", "objects"}
-"""Event types that the page ignores; they are frequent and large."""
+_OMITTED_TYPES = {"begin", "memory", "host", "objects"}
+"""Event types that the page does not need; they are frequent and large."""
 
 
-class Tail:
-    """A reader of a growing file of JSON lines, in blocks of complete lines."""
+class EventFile:
+    """A reader of ``events.jsonl`` while the run still writes lines, in blocks of complete lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self.more = False
+        self.has_more = False
         """Whether the file may have lines beyond the last block."""
 
-    def read_lines(self) -> list[Any]:
-        """Return the lines since the last call, at most one block; empty if the file does not exist yet."""
+    def read_events(self) -> list[dict[str, Any]]:
+        """Return the events after those of the last call, at most one block; empty if the file does not exist yet."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -43,15 +46,16 @@ class Tail:
         except FileNotFoundError:
             return []
         size = sum(map(len, lines))
-        self.more = size >= BLOCK
-        # The run is writing the last line, which is read again when complete.
+        self.has_more = size >= BLOCK
+        # A last line without a line break is still being written; the next call reads it again.
         if lines and not lines[-1].endswith(b"\n"):
-            size -= len(lines.pop())
+            incomplete = lines.pop()
+            size -= len(incomplete)
         self._offset += size
         return [json.loads(line) for line in lines]
 
-    def newest(self) -> float:
-        """Return the time of the last complete line in seconds; 0 without one, or if it exceeds a block."""
+    def latest_time(self) -> float:
+        """Return the time of the last event in the file, in seconds; 0 if the last block has no complete line."""
         try:
             with self._path.open("rb") as file:
                 start = max(0, file.seek(0, SEEK_END) - BLOCK)
@@ -59,51 +63,56 @@ class Tail:
                 text = file.read()
         except FileNotFoundError:
             return 0.0
-        # A line without a line break is still being written.
-        complete, line_break, _ = text.rpartition(b"\n")
+        # The text after the last line break is a line that is still being written.
+        complete_lines, line_break, _ = text.rpartition(b"\n")
         if not line_break:
             return 0.0
-        _, earlier_break, last = complete.rpartition(b"\n")
-        # In the middle of the file, the first line of a block may lack its beginning.
-        if start and not earlier_break:
+        _, line_break_before, last_line = complete_lines.rpartition(b"\n")
+        # The block may begin in the middle of its first line.
+        if start and not line_break_before:
             return 0.0
-        return float(json.loads(last)["time"])
+        return float(json.loads(last_line)["time"])
 
 
 def batches(
-    folder: Path, drawn: Collection[str], pace: float | None = None
+    folder: Path, devices: Collection[str], pace: float | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield batches of ``events`` (see `select_shown`), ``now`` (seconds of the run) and ``over`` (status at the end).
+    """Yield the messages for the page of a run, every `INTERVAL` seconds until the run has ended.
 
-    ``pace`` replays the run from its start at this multiple of real time. Without ``pace``, all existing events are
-    yielded at once, and new ones as they are written.
+    A message has ``events`` (see `select_events`), ``now`` (seconds of the run) and ``over`` (None, or status and error
+    in the last message). ``devices`` are those that the page draws.
+
+    Without ``pace``, all existing events are yielded at once, and new ones as they are written. With ``pace``, the run
+    is replayed from its start at this multiple of real time.
     """
-    tail = Tail(folder / "events.jsonl")
-    began = time.monotonic()
-    waiting: deque[dict[str, Any]] = deque()
+    file = EventFile(folder / "events.jsonl")
+    start = time.monotonic()
+    # Events read from the file whose time has not come yet in a replay.
+    pending: deque[dict[str, Any]] = deque()
     now = 0.0
     while True:
         # Read before the events: the status changes after the last event has been written.
-        status = _end_status(folder)
-        # Live, all events are due, and bars are recent up to the last event of the file.
+        end_status = _end_status(folder)
         if pace is None:
-            horizon = tail.newest()
-            due = math.inf
+            replay_time = math.inf
+            latest_time = file.latest_time()
         else:
-            horizon = due = pace * (time.monotonic() - began)
-        # At a slow pace, events that are due later are left in the file rather than in memory.
-        if not waiting or waiting[-1]["time"] <= horizon:
-            waiting.extend(tail.read_lines())
-        ready = _pop_due(waiting, due)
-        is_behind = tail.more and not waiting
-        # A replay that cannot keep pace shows the time of the last event read.
+            replay_time = latest_time = pace * (time.monotonic() - start)
+        # In a slow replay, later events stay in the file rather than in memory.
+        if not pending or pending[-1]["time"] <= latest_time:
+            pending.extend(file.read_events())
+        ready = _pop_until(pending, replay_time)
+        # Further blocks of the file are read without a pause.
+        is_behind = file.has_more and not pending
         if pace is None or is_behind:
-            latest = max((event["time"] for event in ready), default=0.0)
-            now = max(now, latest)
+            # Also in a replay that is too fast for this machine, the page shows the time of the last event read.
+            newest = max((event["time"] for event in ready), default=0.0)
+            now = max(now, newest)
         else:
-            now = due
-        over = None if waiting or is_behind else status
-        yield {"events": select_shown(ready, drawn, horizon), "now": now, "over": over}
+            now = replay_time
+        over = None if pending or is_behind else end_status
+        events = select_events(ready, devices, latest_time)
+        yield {"events": events, "now": now, "over": over}
         if over:
             return
         if not is_behind:
@@ -111,32 +120,39 @@ def batches(
 
 
 def _end_status(folder: Path) -> dict[str, Any] | None:
-    """Return status and error of a run that has ended; None while in progress."""
-    facts = json.loads((folder / "manifest.json").read_text())
-    if facts["status"] == RUNNING:
+    """Return status and error of a run that has ended; None while the run is in progress."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    if manifest["status"] == RUNNING:
         return None
-    return {"status": facts["status"], "error": facts["error"]}
+    return {"status": manifest["status"], "error": manifest["error"]}
 
 
-def _pop_due(waiting: deque[dict[str, Any]], due: float) -> list[dict[str, Any]]:
-    """Remove and return the events up to a time; an event behind a later one waits for it."""
-    ready = []
-    while waiting and waiting[0]["time"] <= due:
-        ready.append(waiting.popleft())
-    return ready
+def _pop_until(events: deque[dict[str, Any]], end: float) -> list[dict[str, Any]]:
+    """Remove and return the first events, up to the first one after ``end``.
+
+    Events of several devices may be out of order: an earlier event behind a later one stays as well.
+    """
+    popped = []
+    while events and events[0]["time"] <= end:
+        popped.append(events.popleft())
+    return popped
 
 
-def select_shown(
-    events: list[dict[str, Any]], drawn: Collection[str], now: float
+def select_events(
+    events: list[dict[str, Any]], devices: Collection[str], latest_time: float
 ) -> list[dict[str, Any]]:
-    """Return the events for the page: recent bars of the ``drawn`` devices, and all other relevant events."""
+    """Return the events that the page needs: recent bars of these devices, and most other events of all devices.
+
+    Bars are recent up to `BAR_AGE` seconds before ``latest_time``.
+    """
     selected = []
     for event in events:
-        kind = event["event"]
-        if kind in BARS:
-            if event["device"] in drawn and event["time"] >= now - HISTORY:
+        event_type = event["event"]
+        if event_type in BAR_KINDS:
+            is_recent = event["time"] >= latest_time - BAR_AGE
+            if is_recent and event["device"] in devices:
                 selected.append(_make_bar(event))
-        elif kind not in _UNSHOWN:
+        elif event_type not in _OMITTED_TYPES:
             selected.append(event)
     return selected
 
@@ -144,7 +160,7 @@ def select_shown(
 def _make_bar(event: dict[str, Any]) -> dict[str, Any]:
     return {
         "event": "bar",
-        "kind": BARS[event["event"]],
+        "kind": BAR_KINDS[event["event"]],
         "device": event["device"],
         "start": event.get("start", event["time"] - event.get("duration", 0.0)),
         "time": event["time"],

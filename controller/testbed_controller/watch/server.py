@@ -21,7 +21,7 @@ from testbed.trace.metrics_spec import MetricsSpec
 from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised
 from testbed_controller.report.thinning import MOST
-from testbed_controller.results.declared import declared_in
+from testbed_controller.results.declared import load_metrics_spec
 from testbed_controller.results.files import trial_in
 from testbed_controller.watch.feed import batches
 
@@ -51,7 +51,7 @@ def application(
     ).get_template("page.html")
     facts = {"token": token, "strikes": strike is not None}
     trial = trial_in(folder)
-    run = describe_run(trial, declared_in(folder, trial))
+    run = describe_run(trial, load_metrics_spec(folder, trial))
     drawn = frozenset(run["devices"])
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_REQUEST
     app.before_request(lambda: _authorise(token, origin))

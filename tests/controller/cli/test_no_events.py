@@ -31,7 +31,7 @@ def test_run_without_events_has_same_metrics_and_no_large_files(
     results = tmp_path / "without-events"
     run_ring(results, "--repetitions", "2", "--jobs", jobs, "--no-events")
     # The first repetition has the same seed as the single run.
-    first = files.places(results)[0]
+    first = files.run_folders(results)[0]
     metrics = (first / "metrics.json").read_text()
     assert metrics == (with_events / "metrics.json").read_text()
     assert names_in(first) == names_in(with_events) - {"events.jsonl", "trace.json"}

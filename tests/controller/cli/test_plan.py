@@ -14,7 +14,7 @@ from testbed.plan import Assignment, Plan, PlanDetails
 from testbed.trace.metrics import metrics
 from testbed_controller.cli.main import testbed as command_line
 from testbed_controller.report import html
-from testbed_controller.results.recorder import manifest
+from testbed_controller.results.recorder import initial_manifest
 from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
@@ -133,7 +133,7 @@ def test_metrics_and_report_have_all_assignments_of_device(tmp_path):
     values = metrics(outcome, trial.experiment, plan)
     # Starts and stops of both assignments.
     assert values["devices"]["a"]["units"] == [0, 1, 4, 6]
-    facts = manifest(trial, outcome, {})
+    facts = initial_manifest(trial, outcome, {})
     page = html.render(Run(tmp_path, trial, plan, outcome, facts, values))
     # 1 MB of the recorded assignment and 3 MB of the copy.
     assert "unit 0, units 4–5 for b, 4 MB" in page

@@ -82,7 +82,7 @@ def test_values_out_of_range_name_their_option(option: str, value: str) -> None:
 def test_resume_runs_only_missing_runs(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run.main([*RING, "--out", str(out)], standalone_mode=False)
-    first, second, third = files.places(out)
+    first, second, third = files.run_folders(out)
     # A manifest has the time of its run.
     manifests = {}
     for folder in (first, second, third):

@@ -214,7 +214,7 @@ def test_all_columns_fit_narrow_terminal(tmp_path: Path) -> None:
     for index in range(6):
         # As folders of a sweep are named.
         load_recorded(tmp_path / f"sweep,method.schedule=1f1b,rate={index}mbit,loss=1%")
-    runs = [files.load_metrics(folder) for folder in files.places(tmp_path)]
+    runs = [files.load_metrics(folder) for folder in files.run_folders(tmp_path)]
     console = Console(file=io.StringIO(), width=80)
     show(console, compare_runs(runs))
     lines = text_of(console).splitlines()

@@ -17,8 +17,8 @@ from testbed_controller.report import html
 from testbed_controller.report.charts import Axis, DeviceMap, Line, LinePlot, thin
 from testbed_controller.report.drawing import inline
 from testbed_controller.report.timeline import MOST_BARS, timeline
-from testbed_controller.results.declared import declared_by
-from testbed_controller.results.recorder import manifest
+from testbed_controller.results.declared import metrics_spec_of_trial
+from testbed_controller.results.recorder import initial_manifest
 from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
@@ -34,9 +34,9 @@ def make_run(**changes: Any) -> Run:
         trial,
         plan,
         outcome,
-        manifest(trial, outcome, "testbed run recorded.yaml"),
+        initial_manifest(trial, outcome, "testbed run recorded.yaml"),
         metrics(outcome, trial.experiment, plan),
-        declared_by(trial),
+        metrics_spec_of_trial(trial),
     )
 
 

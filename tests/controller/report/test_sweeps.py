@@ -172,7 +172,7 @@ def test_points_are_drawn_in_order_of_scenario(tmp_path: Path) -> None:
         runs.append(load_point(tmp_path, {RATE: rate}))
     summarize(tmp_path, runs)
     # Folders are listed in the order of their names, unless a summary has another.
-    reloaded = [files.load_metrics(folder) for folder in files.places(tmp_path)]
+    reloaded = [files.load_metrics(folder) for folder in files.run_folders(tmp_path)]
     _, _, plot = next(iter(plots(side_by_side(reloaded))))
     figure = drawing.draw(plot)
     (legend,) = figure.legends

@@ -23,8 +23,8 @@ from testbed_controller.report.thinning import (
     standing_out,
 )
 from testbed_controller.report.timeline import shaded, timeline
-from testbed_controller.results.declared import declared_by
-from testbed_controller.results.recorder import manifest
+from testbed_controller.results.declared import metrics_spec_of_trial
+from testbed_controller.results.recorder import initial_manifest
 from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
@@ -62,9 +62,9 @@ def make_crowd(devices: int = MANY, *, equal_links: bool = True) -> Run:
         trial,
         plan.model_copy(update={"assignments": tuple(assignments)}),
         outcome,
-        {**manifest(trial, "simulate", None), "owned": owned},
+        {**initial_manifest(trial, "simulate", None), "owned": owned},
         values,
-        declared_by(trial),
+        metrics_spec_of_trial(trial),
     )
 
 

@@ -14,7 +14,11 @@ from testbed.trace.disturbances import Recovery
 from testbed.trace.metrics_spec import NOTHING, Metric, MetricsSpec
 from testbed.trace.record import RunView
 from testbed_controller.cli.main import testbed
-from testbed_controller.results.declared import FILE, declared_in, keep
+from testbed_controller.results.declared import (
+    FILE,
+    load_metrics_spec,
+    store_metrics_spec,
+)
 from testbed_controller.results.files import load, load_metrics, trial_in
 from tests.helpers import ROOT, recorded
 
@@ -79,7 +83,7 @@ def test_damaged_definitions_are_ignored(
     name: str, content: object, copied: Path
 ) -> None:
     (copied / name).write_text(json.dumps(content))
-    declared = declared_in(copied, trial_in(copied))
+    declared = load_metrics_spec(copied, trial_in(copied))
     # Damaged values leave the definitions valid.
     assert declared == NOTHING or name == "metrics.json"
 
@@ -103,9 +107,9 @@ def test_stored_metric_has_computed_value(
         "cache": {"a": 1.0, "b": 2.0},
         "layers": {"0": {"age": 3.0}, "1": {"age": 4.0, "size": 1.0}},
     }
-    keep(copied, trial, MetricsSpec((metric,)), stored)
+    store_metrics_spec(copied, trial, MetricsSpec((metric,)), stored)
     (copied / "metrics.json").write_text(json.dumps(stored))
-    [restored] = declared_in(copied, trial).metrics
+    [restored] = load_metrics_spec(copied, trial).metrics
     assert restored.compute(recorded.make_record()) == value
 
 
@@ -113,8 +117,8 @@ def test_definitions_with_names_of_testbed_metrics_are_ignored(copied: Path) -> 
     # A later version of the testbed may have a metric with the same name.
     trial = trial_in(copied)
     metric = Metric("accuracy", "share", "any value", lambda _: 0.5)
-    keep(copied, trial, MetricsSpec((metric,)), {})
-    assert declared_in(copied, trial) == NOTHING
+    store_metrics_spec(copied, trial, MetricsSpec((metric,)), {})
+    assert load_metrics_spec(copied, trial) == NOTHING
 
 
 def test_simultaneous_recoveries_keep_their_fields(copied: Path) -> None:
@@ -124,9 +128,9 @@ def test_simultaneous_recoveries_keep_their_fields(copied: Path) -> None:
     items = [{"detected": 2.0, "moved": 1}, {"detected": 2.0, "moved": 2}]
     stored = {"recovery_list": items}
     trial = trial_in(copied)
-    keep(copied, trial, MetricsSpec(), stored)
+    store_metrics_spec(copied, trial, MetricsSpec(), stored)
     (copied / "metrics.json").write_text(json.dumps(stored))
-    restored = declared_in(copied, trial).recovery
+    restored = load_metrics_spec(copied, trial).recovery
     assert restored is not None
     view: RunView = RecoveriesOnly()  # type: ignore[assignment]
     fields = [restored(item, view) for item in view.recoveries]

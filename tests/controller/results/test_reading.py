@@ -52,7 +52,7 @@ def test_killed_run_is_read_up_to_last_event(tmp_path: Path) -> None:
 def test_metrics_of_killed_run_are_computed(tmp_path: Path) -> None:
     folder = start_recorder(tmp_path / "run", 20).path
     run = files.load_metrics(folder)
-    assert run == files.load(folder).alone()
+    assert run == files.load(folder).without_events()
     assert run.metrics["status"] == "interrupted"
 
 
@@ -60,7 +60,7 @@ def test_stored_metrics_are_read_without_events(tmp_path: Path) -> None:
     folder = write_recorded(tmp_path / "run")
     run = files.load(folder)
     (folder / "events.jsonl").write_text("damaged\n")
-    assert files.load_metrics(folder) == run.alone()
+    assert files.load_metrics(folder) == run.without_events()
     # Metrics of an older version are computed again, which needs the events.
     (folder / "metrics.json").write_text('{"status": "finished"}')
     with pytest.raises(InputError, match=r"events\.jsonl:1"):
@@ -81,7 +81,7 @@ def test_progress_has_last_step_and_working_devices(tmp_path: Path) -> None:
     assert state.step == last_step["step"]
     assert state.loss == last_step["loss"]
     computing = {event.device for event in events if event.event == "compute"}
-    assert set(state.doing) == computing
+    assert set(state.activities) == computing
 
 
 def test_progress_ignores_damaged_lines(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_folder_without_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no run"):
         files.load(tmp_path)
     with pytest.raises(InputError, match="has no run"):
-        files.load(files.places(tmp_path / "nowhere")[0])
+        files.load(files.run_folders(tmp_path / "nowhere")[0])
 
 
 @pytest.mark.parametrize(

@@ -96,13 +96,15 @@ def test_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="already exists"):
         write_recorded(tmp_path / "run", events=[])
     assert events.read_bytes() == content
-    assert recorder.numbered(tmp_path / "run").name == "run-2"
+    assert recorder.create_numbered_folder(tmp_path / "run").name == "run-2"
 
 
 def test_simultaneous_runs_with_one_name_have_different_numbers(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "run"
     with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(lambda _: recorder.numbered(folder), range(20)))
+        folders = list(
+            pool.map(lambda _: recorder.create_numbered_folder(folder), range(20))
+        )
     # The first run has no number.
     expected = {"run", *(f"run-{number}" for number in range(2, 21))}
     assert {folder.name for folder in folders} == expected

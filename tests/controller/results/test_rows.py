@@ -17,7 +17,7 @@ from testbed_controller.results import files
 from testbed_controller.results.recorder import Recorder
 from testbed_controller.results.rows import (
     TABLES,
-    every_table,
+    all_tables,
     points,
     rows,
     write_csv,
@@ -119,7 +119,7 @@ def test_lists_of_metrics_are_tables(
 
 
 def test_unknown_table_is_refused_with_known_tables(run: Run) -> None:
-    assert every_table(run).keys() == TABLES.keys()
+    assert all_tables(run).keys() == TABLES.keys()
     message = "unknown table 'event': choose one of metrics, events, "
     with pytest.raises(InputError, match=message):
         rows(run, "event")

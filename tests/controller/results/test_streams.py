@@ -14,7 +14,7 @@ from testbed.trace.events import Event
 from testbed_controller.api import load, simulate
 from testbed_controller.results.exporters import Callback
 from testbed_controller.results.run import Run
-from testbed_controller.results.streams import Following
+from testbed_controller.results.streams import EventDispatcher
 from tests.helpers import recorded
 
 EVENTS = [
@@ -29,7 +29,7 @@ EVENTS = [
 
 def test_csv_rows_are_written_during_run(tmp_path: Path) -> None:
     stream = tmp_path / "stream.csv"
-    with Following(tmp_path, ["csv"]) as run:
+    with EventDispatcher(tmp_path, ["csv"]) as run:
         for exported, event in enumerate(EVENTS):
             run.event(event)
             # The heading is one more line.
@@ -63,7 +63,7 @@ def test_all_callbacks_end_if_one_fails(tmp_path: Path) -> None:
     counting = CountingCallback()
     with (
         pytest.raises(OSError, match="no space left"),
-        Following(tmp_path, [], [FailingCallback(), counting]),
+        EventDispatcher(tmp_path, [], [FailingCallback(), counting]),
     ):
         pass
     assert counting.ends == 1
@@ -79,7 +79,7 @@ SCALARS = [
 
 
 def write_events(folder: Path, exporter: str) -> None:
-    with Following(folder, [exporter]) as run:
+    with EventDispatcher(folder, [exporter]) as run:
         for event in EVENTS:
             run.event(event)
 
@@ -176,7 +176,7 @@ def test_callbacks_are_called_during_run(tmp_path: Path) -> None:
 
 
 def test_run_without_streams_writes_no_files(tmp_path: Path) -> None:
-    with Following(tmp_path, []) as run:
+    with EventDispatcher(tmp_path, []) as run:
         for event in recorded.make_events():
             run.event(event)
     assert list(tmp_path.iterdir()) == []

@@ -49,7 +49,7 @@ def test_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None:
                 recorded.make_plan(),
                 recorded.make_outcome(),
             )
-    runs = [files.load_metrics(folder) for folder in files.places(tmp_path)]
+    runs = [files.load_metrics(folder) for folder in files.run_folders(tmp_path)]
     summary = summarize(tmp_path, runs)
     first, second = summary["points"]
     # In the order of the scenario rather than of folder names.

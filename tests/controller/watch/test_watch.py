@@ -19,7 +19,7 @@ from testbed.trace.events import Event
 from testbed_controller.report.thinning import MOST
 from testbed_controller.results.recorder import Recorder
 from testbed_controller.watch import feed
-from testbed_controller.watch.feed import Tail, batches, select_shown
+from testbed_controller.watch.feed import EventFile, batches, select_events
 from testbed_controller.watch.server import PageServer, application, describe_run
 from tests.helpers import ROOT, recorded
 from tests.helpers.browser import CHROMIUM, Page, open_page
@@ -172,14 +172,14 @@ def test_generated_text_grows_token_by_token(tmp_path: Path) -> None:
 
 def test_incomplete_line_is_read_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    tail = Tail(path)
+    event_file = EventFile(path)
     # The file does not exist yet.
-    assert tail.read_lines() == []
+    assert event_file.read_events() == []
     path.write_text('{"time": 1}\n{"ti')
-    assert tail.read_lines() == [{"time": 1}]
+    assert event_file.read_events() == [{"time": 1}]
     with path.open("a") as file:
         file.write('me": 2}\n')
-    assert tail.read_lines() == [{"time": 2}]
+    assert event_file.read_events() == [{"time": 2}]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_newest_time_is_that_of_last_complete_line(
 ) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(text)
-    assert Tail(path).newest() == time
+    assert EventFile(path).latest_time() == time
 
 
 @pytest.mark.parametrize("pace", [None, 1e9], ids=["live", "replayed"])
@@ -225,7 +225,7 @@ def test_bars_before_visible_time_are_omitted() -> None:
     for end in (1.0, 100.0):
         computation = {"device": "a", "event": "compute", "duration": 0.5}
         events.append({"time": end, **computation})
-    bars = select_shown(events, {"a"}, 100.0)
+    bars = select_events(events, {"a"}, 100.0)
     assert [bar["start"] for bar in bars] == [99.5]
 
 
@@ -249,7 +249,7 @@ def test_only_first_of_many_devices_are_drawn() -> None:
     events = []
     for name in ("client1", f"client{MOST + 1}"):
         events.append({"time": 1.0, "device": name, "event": "compute"})
-    assert [bar["device"] for bar in select_shown(events, drawn, 1.0)] == ["client1"]
+    assert [bar["device"] for bar in select_events(events, drawn, 1.0)] == ["client1"]
 
 
 @pytest.mark.parametrize(
