@@ -80,6 +80,15 @@ def test_timeline_of_interrupted_run_is_exported(tmp_path: Path) -> None:
     assert trace["traceEvents"]
 
 
+def test_export_lists_files_that_it_wrote(tmp_path: Path, run: Run) -> None:
+    runner = CliRunner()
+    tables = runner.invoke(export, [str(run.path), "--csv", "--out", str(tmp_path)])
+    assert "metrics.csv" in tables.output
+    timeline = ["--perfetto", "--out", str(tmp_path)]
+    result = runner.invoke(export, [str(run.path), *timeline])
+    assert result.output == f"written to {tmp_path}: trace.json\n"
+
+
 def test_metrics_with_single_value_are_rows_with_meaning(run: Run) -> None:
     by_name = {row["metric"]: row for row in rows(run, "metrics")}
     assert by_name["accuracy"]["value"] == 0.95
