@@ -391,7 +391,7 @@ def describe(name: str) -> DataSource:
     if name.startswith("synthetic"):
         shape, classes = synthetic.parse(name)
         return DataSource(name, DATASETS["synthetic"].summary, shape, classes)
-    packaged = plugins.find(own.GROUP, name, ("data", "name"))
+    packaged = plugins.find(own.ENTRY_POINTS, name, ("data", "name"))
     if isinstance(packaged, DataSource):
         return replace(packaged, name=name)
     if callable(packaged):
@@ -409,7 +409,7 @@ def describe(name: str) -> DataSource:
 
 def list_names() -> list[str]:
     """Return the names of all data sets, those of installed packages last."""
-    return list({**DATASETS, **plugins.installed(own.GROUP)})
+    return list({**DATASETS, **plugins.installed(own.ENTRY_POINTS)})
 
 
 def part_of(text: str) -> DataPart:

@@ -1,9 +1,14 @@
 """The user's own data: a function in a file or package, ``.npz``, ``.safetensors``, tables, or images.
 
-`load` reads a set as it is stored, checks the arrays, and splits off test samples if the set has none.
+`load` reads a set as it is stored, checks the arrays, and splits off test samples if the set has none. The readers of
+the formats follow the checks.
 
-Arrays are called ``train_images``, ``train_labels``, ``test_images`` and ``test_labels``, or ``x_train``, ``y_train``,
-``x_test`` and ``y_test``; several inputs are ``train_NAME`` and ``test_NAME`` beside the labels. Nothing is unpickled.
+In files, arrays have the names ``train_images``, ``train_labels``, ``test_images`` and ``test_labels``, or ``x_train``,
+``y_train``, ``x_test`` and ``y_test``. If a sample consists of several inputs of the network, such as tokens and a
+mask, each input has an array ``train_NAME`` and ``test_NAME``. Pickles are rejected, since reading one runs code.
+
+The split column (`column` of `workload.data.split`) is the column of a table, or the input, whose values decide which
+device owns a sample; samples with equal values form a group.
 """
 
 from __future__ import annotations
@@ -26,19 +31,20 @@ from testbed.ml.data.split import holdout, is_class
 from testbed.ml.fields import Fields, pack
 from testbed.ml.workload import DataPart, SplitPart
 
-Values: TypeAlias = "npt.NDArray[Any] | Mapping[str, npt.NDArray[Any]]"
-"""Samples, (samples, ...), or several inputs by name."""
-Samples: TypeAlias = "tuple[Values, npt.NDArray[Any]]"
+StoredSamples: TypeAlias = "npt.NDArray[Any] | Mapping[str, npt.NDArray[Any]]"
+"""Samples as stored, before checks: one array, (samples, ...), or several inputs by name, (samples, ...) each."""
+StoredPair: TypeAlias = "tuple[StoredSamples, npt.NDArray[Any]]"
 """Samples and labels as stored, before checks."""
-Arrays: TypeAlias = "tuple[npt.NDArray[Any], npt.NDArray[Any]]"
+CheckedPair: TypeAlias = "tuple[npt.NDArray[Any], npt.NDArray[Any]]"
 """Checked samples and labels, (samples, ...) both; several inputs are one row of numbers for each sample."""
 Groups: TypeAlias = "npt.NDArray[np.int64] | None"
-"""(samples,): the group of each sample by the split column."""
+"""(samples,): the number of each sample's group by the split column; None without a split column."""
 IGNORED = -100
 """The label of a token that counts neither in torch's cross-entropy nor as an answer."""
-GROUP = "testbed.data"
-"""Entry points under which an installed package registers data sets: ``name = "module:object"``, where the object is a
-`DataSource` or a function as of a Python file."""
+ENTRY_POINTS = "testbed.data"
+"""Entry points under which an installed package registers data sets: ``name = "module:object"``. The object is a
+`testbed.ml.data.catalog.DataSource`, or a function that returns (train, test) like a function of a Python file."""
+# Keys of the scenario below `workload`, which errors name.
 _NAME: Key = ("data", "name")
 _FILE: Key = ("data", "file")
 _PATH: Key = ("data", "path")
@@ -46,104 +52,104 @@ _ARRAY_NAMES = (
     (("train_images", "train_labels"), ("test_images", "test_labels")),
     (("x_train", "y_train"), ("x_test", "y_test")),
 )
-"""Accepted names of the arrays of training samples and labels, and of test samples and labels."""
-_NEEDED = "train_images and train_labels or x_train and y_train"
-_HUGGING_FACE = ("dataset_dict.json", "dataset_info.json")
-"""Files that data sets of Hugging Face have on disk, of several parts or of one."""
-_VALUES_AT_ONCE = 1 << 22
-"""Number of values checked at once, of a file that may be larger than memory."""
+"""Accepted array names: ((training samples, training labels), (test samples, test labels)) of each convention."""
+_HUGGING_FACE_FILES = ("dataset_dict.json", "dataset_info.json")
+"""Files of a folder written by Hugging Face's library `datasets`: of a `DatasetDict`, and of a `Dataset`."""
+_VALUES_PER_BLOCK = 1 << 22
+"""Values checked at a time, 16 MB of float32: a file may be larger than memory."""
 _PICTURE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
 
 
 class _StoredSet(NamedTuple):
     """A data set as stored in a file or returned by a function, before checks."""
 
-    train: Samples
-    test: Samples | None = None
-    """None for a set without a test part."""
+    train: StoredPair
+    test: StoredPair | None = None
+    """None for a set without test samples."""
     groups: Groups = None
-    """Groups of the training samples; None unless the file has a split column beside the samples."""
+    """Groups of the training samples; None unless the reader has read the split column already."""
 
 
-def load(part: DataPart, path: Path, test_share: float) -> Dataset:
+def load(data_part: DataPart, path: Path, test_share: float) -> Dataset:
     """Return all samples of the file or folder ``path``; raises `InputError` for malformed data.
 
-    Bytes are scaled to [0, 1]; other values stay as they are, and integers stay int64. If the data have no test part,
-    ``test_share`` of the samples is used for tests. The last two results are cached until their files change.
+    Bytes are scaled to [0, 1], and integers become int64. If the data have no test samples, ``test_share`` of the
+    samples is used for tests. The last two sets are cached until their files change.
     """
-    if is_packaged(part):
+    if is_packaged(data_part):
         # Messages show the name in place of a path. An imported package does not change.
-        path = Path(part.name)
-        changed = 0
+        path = Path(data_part.name)
+        modified = 0
     else:
-        changed = _time_of_change(part, path)
-    column = part.split.column if isinstance(part.split, SplitPart) else None
+        modified = _modification_time(data_part, path)
+    split = data_part.split
+    split_column = split.column if isinstance(split, SplitPart) else None
     # One cached set serves all runs of a sweep: these keys only choose among its samples.
-    unlimited = part.model_copy(
+    unlimited = data_part.model_copy(
         update={"train": None, "test": None, "split": "coordinator"}
     )
-    # As text, since the key of a cache needs a hash.
-    text = unlimited.model_dump_json()
-    return _load_cached(text, path, changed, test_share, column)
+    # `lru_cache` requires arguments with a hash, which a text has.
+    part_json = unlimited.model_dump_json()
+    return _load_cached(part_json, path, modified, test_share, split_column)
 
 
-def is_packaged(part: DataPart) -> bool:
+def is_packaged(data_part: DataPart) -> bool:
     """Return whether the samples come from a function of an installed package."""
-    if part.file is not None or part.path is not None:
+    if data_part.file is not None or data_part.path is not None:
         return False
-    return callable(plugins.find(GROUP, part.name, _NAME))
+    return callable(plugins.find(ENTRY_POINTS, data_part.name, _NAME))
 
 
-def _time_of_change(part: DataPart, path: Path) -> int:
+def _modification_time(data_part: DataPart, path: Path) -> int:
     """Return the sum of the modification times, in ns, of a file, or of a folder and all files in the folder."""
     try:
         total = path.stat().st_mtime_ns
         if path.is_dir():
-            for each in path.rglob("*"):
-                total += each.stat().st_mtime_ns
+            for entry in path.rglob("*"):
+                total += entry.stat().st_mtime_ns
     except OSError as error:
         raise InputError(
             f"{path} cannot be read: {error.strerror}: paths are relative to the scenario",
-            _key_of(part),
+            _key_of(data_part),
         ) from None
     return total
 
 
-def _key_of(part: DataPart) -> Key:
+def _key_of(data_part: DataPart) -> Key:
     """Return the key of the scenario naming the data, for errors."""
-    return _PATH if part.file is None else _FILE
+    return _PATH if data_part.file is None else _FILE
 
 
 @lru_cache(maxsize=2)
 def _load_cached(
-    text: str,
+    part_json: str,
     path: Path,
-    changed: int,
+    modified: int,
     test_share: float,
-    column: str | None,
+    split_column: str | None,
 ) -> Dataset:
-    """Read and check a set; ``text`` is the data part as JSON, ``changed`` distinguishes states of the files."""
-    part = DataPart.model_validate_json(text)
-    stored = _read_set(part, path, column)
-    if column is not None and stored.groups is None:
-        stored = _separate_column(stored, column)
-    return _check_set(part, path, stored, test_share)
+    """Read and check a set; ``modified`` only distinguishes the states of the files in the cache."""
+    data_part = DataPart.model_validate_json(part_json)
+    stored = _read_set(data_part, path, split_column)
+    if split_column is not None and stored.groups is None:
+        stored = _separate_column(stored, split_column)
+    return _check_set(data_part, path, stored, test_share)
 
 
 def _check_set(
-    part: DataPart,
+    data_part: DataPart,
     path: Path,
     stored: _StoredSet,
     test_share: float,
 ) -> Dataset:
-    """Return a set with checked arrays and a test part; raises `InputError` for malformed data."""
-    key = _key_of(part)
-    train, fields = _check_part(stored.train, f"{path}: the training samples", key)
+    """Return a set with checked arrays and test samples; raises `InputError` for malformed data."""
+    key = _key_of(data_part)
+    train, fields = _check_pair(stored.train, f"{path}: the training samples", key)
     groups = stored.groups
     if stored.test is None:
         train, test, groups = _hold_out(train, groups, test_share)
     else:
-        test, test_fields = _check_part(stored.test, f"{path}: the test samples", key)
+        test, test_fields = _check_pair(stored.test, f"{path}: the test samples", key)
         if fields != test_fields:
             names = _list_fields(fields)
             test_names = _list_fields(test_fields)
@@ -153,11 +159,11 @@ def _check_set(
     _, train_labels = train
     _, test_labels = test
     classes = _count_classes(train_labels, test_labels, path, key)
-    return Dataset(part.name, classes, *train, *test, groups, fields)
+    return Dataset(data_part.name, classes, *train, *test, groups, fields)
 
 
 def _list_fields(fields: Fields) -> str:
-    texts = [f"{each.name} {each.shape} {each.kind}" for each in fields]
+    texts = [f"{field.name} {field.shape} {field.kind}" for field in fields]
     return ", ".join(texts)
 
 
@@ -165,27 +171,27 @@ def _list_fields(fields: Fields) -> str:
 
 
 def _hold_out(
-    train: Arrays, groups: Groups, share: float
-) -> tuple[Arrays, Arrays, Groups]:
-    """Move a share of the training samples to the test part; groups remain for training samples alone."""
+    train: CheckedPair, groups: Groups, share: float
+) -> tuple[CheckedPair, CheckedPair, Groups]:
+    """Move a share of the training samples to the test samples; return both and the groups of the training samples."""
     samples, labels = train
-    # Without classes there is nothing to balance: all samples count as one class.
+    # `holdout` takes the same share of each class. Labels that are not classes count as one class.
     classes = labels if is_class(labels) else np.zeros(len(labels), np.int64)
-    kept, moved = holdout(classes, share)
+    train_indices, test_indices = holdout(classes, share)
     # Samples may be a file larger than memory; labels never are.
-    test = (large.take(samples, moved), labels[moved])
-    train = (large.take(samples, kept), labels[kept])
-    kept_groups = None if groups is None else groups[kept]
-    return train, test, kept_groups
+    test = (large.take(samples, test_indices), labels[test_indices])
+    train = (large.take(samples, train_indices), labels[train_indices])
+    train_groups = None if groups is None else groups[train_indices]
+    return train, test, train_groups
 
 
 def _match_types(
-    train: Arrays,
-    test: Arrays,
+    train: CheckedPair,
+    test: CheckedPair,
     path: Path,
     key: Key,
-) -> tuple[Arrays, Arrays]:
-    """Return both parts with samples of one type; raises `InputError` for differing shapes or label types."""
+) -> tuple[CheckedPair, CheckedPair]:
+    """Return training and test samples of one type; raises `InputError` for differing shapes or label types."""
     samples, labels = train
     test_samples, test_labels = test
     shape = samples.shape[1:]
@@ -202,178 +208,184 @@ def _match_types(
             key,
         )
     if samples.dtype != test_samples.dtype:
-        # One part may consist of integers by chance.
+        # One of the two may consist of whole numbers by chance.
         samples = samples.astype(np.float32)
         test_samples = test_samples.astype(np.float32)
     return (samples, labels), (test_samples, test_labels)
 
 
 def _count_classes(
-    train: npt.NDArray[Any],
-    test: npt.NDArray[Any],
+    train_labels: npt.NDArray[Any],
+    test_labels: npt.NDArray[Any],
     path: Path,
     key: Key,
 ) -> int:
     """Return the number of classes, or of predicted values per sample; raises `InputError` for invalid labels."""
-    if train.dtype.kind == "f":
+    if train_labels.dtype.kind == "f":
         # Labels of float32 are the values to predict: one for (samples,), several for (samples, ...).
-        return math.prod(train.shape[1:])
+        return math.prod(train_labels.shape[1:])
     # Classes are numbered from 0, and a class may occur among the test samples alone.
-    highest = max(train.max(initial=0), test.max(initial=0))
+    highest = max(train_labels.max(initial=0), test_labels.max(initial=0))
     classes = 1 + int(highest)
-    count = len(train) + len(test)
+    samples = len(train_labels) + len(test_labels)
     # A year or an identifier as the label would make a network of thousands of outputs.
-    if is_class(train) and classes > count:
+    if is_class(train_labels) and classes > samples:
         raise InputError(
-            f"{path}: labels up to {classes - 1} for {count} samples: number the classes from 0",
+            f"{path}: labels up to {classes - 1} for {samples} samples: number the classes from 0",
             key,
         )
     return classes
 
 
-def _read_set(part: DataPart, path: Path, column: str | None) -> _StoredSet:
-    """Read a file or folder, or call a function; ``column`` is the name of the split column, None without one.
+def _read_set(data_part: DataPart, path: Path, split_column: str | None) -> _StoredSet:
+    """Read a file or folder, or call the user's function.
 
-    Raises `InputError` for keys that the kind of data does not have.
+    Raises `InputError` for keys of the scenario that apply to another kind of data.
     """
-    if part.size is not None and not path.is_dir():
+    if data_part.size is not None and not path.is_dir():
         raise InputError(
             "applies to folders of images only: remove the key", ("data", "size")
         )
-    if part.path is None:
-        _refuse_columns(part)
-        return _from_function(part, path)
+    if data_part.path is None:
+        _refuse_columns(data_part)
+        return _from_function(data_part, path)
     if path.suffix in tables.SUFFIXES:
-        table = tables.read(path, part.label, part.columns, column)
+        table = tables.read(path, data_part.label, data_part.columns, split_column)
         train = (table.samples, table.labels)
         return _StoredSet(train, groups=table.groups)
-    if any((path / name).is_file() for name in _HUGGING_FACE):
-        return _from_hugging_face(part, path)
-    _refuse_columns(part)
-    # A folder with arrays is a set of arrays; any other folder has a folder of images for each class.
+    if any((path / name).is_file() for name in _HUGGING_FACE_FILES):
+        return _from_hugging_face(data_part, path)
+    _refuse_columns(data_part)
+    # A folder without arrays contains a folder of images for each class.
     if path.is_dir() and not any(path.glob("*.npy")):
-        return _from_folders(path, part.size)
+        return _from_folders(path, data_part.size)
     return _from_arrays(path)
 
 
-def _refuse_columns(part: DataPart) -> None:
+def _refuse_columns(data_part: DataPart) -> None:
     """Raise `InputError` for keys of tables."""
-    if part.label or part.columns:
+    if data_part.label or data_part.columns:
         raise InputError(
             "names a table column, which requires a .csv or .parquet file",
             ("data", "label"),
         )
 
 
-def _separate_column(stored: _StoredSet, column: str) -> _StoredSet:
+def _separate_column(stored: _StoredSet, split_column: str) -> _StoredSet:
     """Return a set with the split column as groups instead of as an input of the samples."""
-    train, groups = _pop_column(stored.train, column)
+    train, groups = _pop_column(stored.train, split_column)
     test = stored.test
     if test is not None:
-        # Test samples have no owners.
-        test, _ = _pop_column(test, column)
+        # Test samples are not split, but their inputs must be those of the training samples.
+        test, _ = _pop_column(test, split_column)
     return _StoredSet(train, test, groups)
 
 
-def _pop_column(samples: Samples, column: str) -> tuple[Samples, Groups]:
-    """Return samples without the input ``column``, and the input as groups; None for samples without this input."""
-    values, labels = samples
-    if not isinstance(values, Mapping) or column not in values:
-        # `testbed.ml.data.split` reports the missing column.
-        return samples, None
-    inputs = dict(values)
-    groups = tables.number_values(inputs.pop(column))
-    return (_only_or_all(inputs), labels), groups
+def _pop_column(pair: StoredPair, split_column: str) -> tuple[StoredPair, Groups]:
+    """Return a pair whose samples lack the input ``split_column``, and the groups by this input.
 
-
-def _check_part(samples: Samples, what: str, key: Key) -> tuple[Arrays, Fields]:
-    """Return validated samples and labels, (samples, ...) both, of float32 or int64, and the fields.
-
-    ``what`` names the samples in errors, and ``key`` is the key of the scenario.
+    The groups are None for samples without this input.
     """
-    values, labels = samples
-    if isinstance(values, Mapping):
-        return _check_inputs(values, labels, what, key)
-    _check_count(values, labels, what, key)
-    if values.ndim < 2:
-        _refuse_type(values, what, key)
-    numbers = _convert_numbers(values, what, key)
-    # Among several inputs booleans stay: a mask is passed to the network as such.
+    samples, labels = pair
+    if not isinstance(samples, Mapping) or split_column not in samples:
+        # `testbed.ml.data.split` reports the missing column.
+        return pair, None
+    inputs = dict(samples)
+    groups = tables.number_values(inputs.pop(split_column))
+    return (_unwrap_single(inputs), labels), groups
+
+
+def _check_pair(pair: StoredPair, subject: str, key: Key) -> tuple[CheckedPair, Fields]:
+    """Return samples and labels of float32 or int64, and the inputs of a sample, () if there is one input.
+
+    In this and all other checks, ``subject`` names the samples at the beginning of an error, and ``key`` is the
+    scenario's key of the error.
+    """
+    samples, labels = pair
+    if isinstance(samples, Mapping):
+        return _check_inputs(samples, labels, subject, key)
+    _check_count(samples, labels, subject, key)
+    if samples.ndim < 2:
+        _raise_type_error(samples, subject, key)
+    numbers = _convert_numbers(samples, subject, key)
+    # `_check_inputs` keeps booleans: among several inputs they are a mask, which networks take as booleans.
     if numbers.dtype == bool:
         numbers = numbers.astype(np.float32)
-    return (numbers, _convert_labels(labels, what, key)), ()
+    return (numbers, _convert_labels(labels, subject, key)), ()
 
 
 def _check_inputs(
     inputs: Mapping[str, npt.NDArray[Any]],
     labels: npt.NDArray[Any],
-    what: str,
+    subject: str,
     key: Key,
-) -> tuple[Arrays, Fields]:
+) -> tuple[CheckedPair, Fields]:
     """Return several inputs as one row of numbers for each sample, with the labels and the fields."""
     if not inputs:
-        raise InputError(f"{what}: contain no inputs: give at least one array", key)
+        raise InputError(f"{subject}: contain no inputs: give at least one array", key)
     for name, values in inputs.items():
-        _check_count(values, labels, f"{what}: input '{name}'", key)
+        _check_count(values, labels, f"{subject}: input '{name}'", key)
     numbers = {}
     for name, values in inputs.items():
-        numbers[name] = _convert_numbers(values, f"{what}: input '{name}'", key)
+        numbers[name] = _convert_numbers(values, f"{subject}: input '{name}'", key)
     rows, fields = pack(numbers)
-    return (rows, _convert_labels(labels, what, key)), fields
+    return (rows, _convert_labels(labels, subject, key)), fields
 
 
 def _check_count(
     values: npt.NDArray[Any],
     labels: npt.NDArray[Any],
-    what: str,
+    subject: str,
     key: Key,
 ) -> None:
     """Raise `InputError` for arrays without samples, or with another number of labels."""
     has_axes = values.ndim > 0 and labels.ndim > 0
     if has_axes and len(values) == len(labels) > 0:
         return
-    samples_text = _length_text(values)
-    labels_text = _length_text(labels)
+    samples_text = _count_text(values)
+    labels_text = _count_text(labels)
     raise InputError(
-        f"{what}: {samples_text} samples and {labels_text} labels: give each sample one label",
+        f"{subject}: {samples_text} samples and {labels_text} labels: give each sample one label",
         key,
     )
 
 
-def _length_text(values: npt.NDArray[Any]) -> str:
-    """Return the length of an array, for an error; a single number has none."""
+def _count_text(values: npt.NDArray[Any]) -> str:
+    """Return the text before "samples" or "labels" in an error; a single number has no length."""
     return str(len(values)) if values.ndim else "no array of"
 
 
-def _refuse_type(values: npt.NDArray[Any], what: str, key: Key) -> NoReturn:
+def _raise_type_error(values: npt.NDArray[Any], subject: str, key: Key) -> NoReturn:
     """Raise `InputError` for samples other than arrays of numbers."""
     raise InputError(
-        f"{what}: an array {values.shape} of {values.dtype}: "
+        f"{subject}: an array {values.shape} of {values.dtype}: "
         "give numbers of (samples, ...), such as (samples, 3, 32, 32)",
         key,
     )
 
 
-def _convert_numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
+def _convert_numbers(
+    values: npt.NDArray[Any], subject: str, key: Key
+) -> npt.NDArray[Any]:
     """Return values of float32, int64 or bool, bytes scaled to [0, 1].
 
     Raises `InputError` for other types, for values that are not finite, and for images with the colours last.
     """
-    # numpy's letters for unsigned, integer, float and boolean.
+    # numpy's letters for unsigned integers, integers, floats and booleans.
     if values.dtype.kind not in "uifb":
-        _refuse_type(values, what, key)
+        _raise_type_error(values, subject, key)
     if _has_colours_last(values.shape):
-        text = f"{what}: {values.shape} has the colours last, and torch has them first: numpy.moveaxis(samples, -1, 1)"
+        text = f"{subject}: {values.shape} has the colours last: move them first with numpy.moveaxis(samples, -1, 1)"
         raise InputError(text, key)
     if values.dtype.kind == "b":
         return values
     if values.dtype.kind != "f" and values.dtype != np.uint8:
-        # Without a copy of a file that may be larger than memory, if it has this type already.
+        # A file of int64 may be larger than memory, and must not be copied.
         return values.astype(np.int64, copy=False)
     numbers = _scale_numbers(values)
     if not _is_finite(numbers):
         raise InputError(
-            f"{what}: contain values that are not finite in float32: fix or remove them",
+            f"{subject}: contain values that are not finite in float32: fix or remove them",
             key,
         )
     return numbers
@@ -384,9 +396,9 @@ def _scale_numbers(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     is_bytes = values.dtype == np.uint8
     is_file = isinstance(values, np.memmap)
     if is_file and (is_bytes or values.dtype == np.float32):
-        # It may be larger than memory, and stays a file: `Dataset` scales its bytes as samples are read.
+        # The file may be larger than memory: `Dataset` scales bytes when samples are read.
         return values
-    # Too large a float64 becomes infinite, which the caller reports.
+    # A float64 beyond the range of float32 becomes infinite, which the caller reports.
     with np.errstate(over="ignore"):
         numbers = values.astype(np.float32)
     if is_bytes:
@@ -395,12 +407,13 @@ def _scale_numbers(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _has_colours_last(shape: tuple[int, ...]) -> bool:
-    """Return whether samples look like (height, width, colours): square, and larger than any number of colours."""
+    """Return whether a shape is probably (samples, height, width, colours): square images with 1, 3 or 4 colours."""
     if len(shape) != 4:
         return False
     _, height, width, colours = shape
-    # Grey, RGB, and RGB with transparency.
-    return colours in (1, 3, 4) and height == width > 4
+    is_square = height == width
+    # In images of up to 4 pixels, the second axis could be the colours as well.
+    return colours in (1, 3, 4) and is_square and width > 4
 
 
 def _is_finite(values: npt.NDArray[Any]) -> bool:
@@ -408,7 +421,7 @@ def _is_finite(values: npt.NDArray[Any]) -> bool:
     if values.dtype == np.uint8:
         return True
     values_per_sample = max(1, values[0].size)
-    step = max(1, _VALUES_AT_ONCE // values_per_sample)
+    step = max(1, _VALUES_PER_BLOCK // values_per_sample)
     for begin in range(0, len(values), step):
         block = values[begin : begin + step]
         if not np.isfinite(block).all():
@@ -416,39 +429,46 @@ def _is_finite(values: npt.NDArray[Any]) -> bool:
     return True
 
 
-def _convert_labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
+def _convert_labels(
+    labels: npt.NDArray[Any], subject: str, key: Key
+) -> npt.NDArray[Any]:
     """Return labels of float32 or int64; raises `InputError` for other types and negative classes."""
     is_float = labels.dtype.kind == "f"
-    smallest = -np.inf if is_float else 0
-    if not is_float and labels.ndim > 1:
+    if is_float:
+        smallest = -np.inf
+    elif labels.ndim > 1:
         # Labels of tokens, some of which may be ignored.
         smallest = IGNORED
+    else:
+        smallest = 0
+    # numpy's letters for unsigned integers, integers and floats.
     if labels.dtype.kind in "uif" and labels.min() >= smallest:
-        # Too large a float64 becomes infinite, and is refused.
+        # A float64 beyond the range of float32 becomes infinite, and is rejected below.
         with np.errstate(over="ignore"):
             numbers = labels.astype(np.float32 if is_float else np.int64)
         if np.isfinite(numbers).all():
             return numbers
     given = f"labels {labels.shape} of {labels.dtype}"
-    text = f"{what}: {given}: give whole numbers from 0 for classes, or finite numbers of float32 for what is learned"
+    text = f"{subject}: {given}: give whole numbers from 0 for classes, or finite numbers of float32 to predict"
     raise InputError(text, key)
 
 
 # Functions
 
 
-def _from_function(part: DataPart, path: Path) -> _StoredSet:
-    """Call the user's function, which returns (train, test).
+def _from_function(data_part: DataPart, path: Path) -> _StoredSet:
+    """Call the function of the user's file or of a package, which returns (train, test).
 
-    Each of the two is a pair of arrays or a torch data set; test may be None. Raises `InputError` for other results.
+    Both train and test are a pair of arrays or a torch data set; test may be None. Raises `InputError` for other
+    results.
     """
-    if part.file is None:
-        package = plugins.installed(GROUP)[part.name]
+    if data_part.file is None:
+        package = plugins.installed(ENTRY_POINTS)[data_part.name]
         result = plugins.load(package, _NAME, lambda function: function())
     else:
-        code = usercode.read(path, part.name, _FILE)
+        code = usercode.read(path, data_part.name, _FILE)
         result = usercode.call(code, _FILE)
-    where = f"{path}: {part.name}"
+    where = f"{path}: {data_part.name}"
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise InputError(
             f"{where} returned {type(result).__name__}: return (train, test)", _FILE
@@ -458,42 +478,43 @@ def _from_function(part: DataPart, path: Path) -> _StoredSet:
         raise InputError(
             f"{where} returned no training samples: return (train, test)", _FILE
         )
-    stored_train = _read_part(train, where)
-    stored_test = None if test is None else _read_part(test, where)
+    stored_train = _read_result(train, where)
+    stored_test = None if test is None else _read_result(test, where)
     return _StoredSet(stored_train, stored_test)
 
 
-def _read_part(part: Any, where: str) -> Samples:
-    """Return the training or test part of a set as arrays, from a pair of arrays or an indexable sequence of pairs.
+def _read_result(result: Any, where: str) -> StoredPair:
+    """Return the train or test result of the function as arrays.
 
-    Samples may consist of several inputs, as a mapping or a tuple. Samples of a sequence may also be mappings that
-    contain the label, as in data sets of Hugging Face. ``where`` names the function in errors.
+    The result is a pair of arrays, or an indexable sequence of (sample, label). A sample may consist of several inputs,
+    as a mapping or a tuple. A sequence may also have mappings that contain the label, as in data sets of Hugging Face.
+    ``where`` names the function in errors.
     """
     try:
-        if isinstance(part, tuple) and len(part) == 2:
-            samples, labels = part
+        if isinstance(result, tuple) and len(result) == 2:
+            samples, labels = result
             return _read_inputs(samples, _to_array(labels))
         all_samples = []
         all_labels = []
-        # By index and not by iteration: a torch data set need not end an iteration.
-        for number in range(len(part)):
-            sample, label = _read_sample(part[number])
+        # A torch data set has a length, but iterating over it may never end.
+        for index in range(len(result)):
+            sample, label = _read_sample(result[index])
             all_samples.append(sample)
             all_labels.append(label)
-        inputs = _stack_inputs(all_samples, filling=0)
-        return inputs, _stack_samples(all_labels, filling=IGNORED)
-    # The user's objects may raise any of these: the message names the function, and their text says the rest.
+        inputs = _stack_inputs(all_samples, padding=0)
+        return inputs, _stack_samples(all_labels, padding=IGNORED)
+    # Code of the user may raise any of these errors. The message adds the name of the function.
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         text = "samples and labels must be arrays with samples of one shape, or a data set of such pairs"
         raise InputError(f"{where}: {text}: {error}", _FILE) from None
 
 
-def _read_inputs(samples: Any, labels: npt.NDArray[Any]) -> Samples:
+def _read_inputs(samples: Any, labels: npt.NDArray[Any]) -> StoredPair:
     """Return samples as one array, or as one array for each of several inputs."""
-    # A tuple as long as the labels is a tuple of samples.
-    is_group = isinstance(samples, tuple) and len(samples) != len(labels)
-    if is_group and all(len(each) == len(labels) for each in samples):
-        samples = _number_inputs(samples)
+    # A tuple as long as the labels has one entry for each sample; any other tuple has one for each input.
+    has_inputs = isinstance(samples, tuple) and len(samples) != len(labels)
+    if has_inputs and all(len(values) == len(labels) for values in samples):
+        samples = _name_by_position(samples)
     if not isinstance(samples, Mapping):
         return _to_array(samples), labels
     arrays = {}
@@ -502,12 +523,9 @@ def _read_inputs(samples: Any, labels: npt.NDArray[Any]) -> Samples:
     return arrays, labels
 
 
-def _number_inputs(inputs: Sequence[Any]) -> dict[str, Any]:
-    """Return the inputs of a tuple by position, the names of inputs passed to `forward` in order."""
-    numbered = {}
-    for place, values in enumerate(inputs):
-        numbered[str(place)] = values
-    return numbered
+def _name_by_position(inputs: Sequence[Any]) -> dict[str, Any]:
+    """Return inputs by the names "0", "1", ..., which the network's `forward` receives as positional arguments."""
+    return {str(position): values for position, values in enumerate(inputs)}
 
 
 def _read_sample(item: Any) -> tuple[Any, Any]:
@@ -515,34 +533,37 @@ def _read_sample(item: Any) -> tuple[Any, Any]:
     if not isinstance(item, Mapping):
         sample, label = item
         if isinstance(sample, tuple):
-            sample = _number_inputs(sample)
+            sample = _name_by_position(sample)
         return sample, label
     for name in ("labels", "label"):
         if name in item:
             inputs = dict(item)
             label = inputs.pop(name)
             return inputs, label
-    raise ValueError(f"a sample has {', '.join(item)}, and no 'label' or 'labels'")
+    raise ValueError(
+        f"a sample has the keys {', '.join(item)}: add 'label' or 'labels'"
+    )
 
 
-def _stack_inputs(samples: Sequence[Any], filling: int) -> Values:
-    """Stack samples into one array, or into one array for each of several inputs; shorter ones end with ``filling``."""
+def _stack_inputs(samples: Sequence[Any], padding: int) -> StoredSamples:
+    """Stack samples like `_stack_samples`, into one array for each of several inputs."""
     if not isinstance(samples[0], Mapping):
-        return _stack_samples(samples, filling)
+        return _stack_samples(samples, padding)
     arrays = {}
     for name in samples[0]:
-        arrays[name] = _stack_samples([each[name] for each in samples], filling)
-    return _only_or_all(arrays)
+        values = [sample[name] for sample in samples]
+        arrays[name] = _stack_samples(values, padding)
+    return _unwrap_single(arrays)
 
 
-def _only_or_all(inputs: dict[str, npt.NDArray[Any]]) -> Values:
+def _unwrap_single(inputs: dict[str, npt.NDArray[Any]]) -> StoredSamples:
     """Return the array of a single input, or the mapping of several inputs."""
     return inputs if len(inputs) > 1 else next(iter(inputs.values()))
 
 
-def _stack_samples(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
-    """Stack samples, (samples, ...), padding shorter ones to the longest along the first axis with ``filling``."""
-    arrays = [_to_array(each) for each in values]
+def _stack_samples(samples: Sequence[Any], padding: int) -> npt.NDArray[Any]:
+    """Stack samples or labels to (samples, ...); ``padding`` fills the end of those with a shorter first axis."""
+    arrays = [_to_array(sample) for sample in samples]
     longest = 0
     for array in arrays:
         if array.ndim:
@@ -550,10 +571,10 @@ def _stack_samples(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
     padded = []
     for array in arrays:
         if array.ndim and len(array) < longest:
-            # At the end of the first axis, and nowhere else.
+            # (before, after) of each axis: only the end of the first axis is padded.
             widths = [(0, 0)] * array.ndim
             widths[0] = (0, longest - len(array))
-            array = np.pad(array, widths, constant_values=filling)
+            array = np.pad(array, widths, constant_values=padding)
         padded.append(array)
     return np.stack(padded)
 
@@ -580,15 +601,16 @@ def _from_arrays(path: Path) -> _StoredSet:
     for (samples_name, labels_name), test_names in _ARRAY_NAMES:
         if samples_name in arrays and labels_name in arrays:
             train = (arrays[samples_name], arrays[labels_name])
-            return _StoredSet(train, _test_part(path, arrays, test_names))
-    # Samples of several inputs.
+            return _StoredSet(train, _test_pair(path, arrays, test_names))
+    # Other names are those of several inputs.
     inputs = _inputs_of(arrays, "train_")
     labels = inputs.pop("labels", None)
     test_inputs = _inputs_of(arrays, "test_")
     test_labels = test_inputs.pop("labels", None)
     if not inputs or labels is None:
-        names = ", ".join(arrays) or "nothing"
-        raise InputError(f"{path} holds {names}: it needs {_NEEDED}", _PATH)
+        names = ", ".join(arrays) or "(none)"
+        text = f"{path} has the arrays {names}: name them train_images and train_labels, or x_train and y_train"
+        raise InputError(text, _PATH)
     if bool(test_inputs) != (test_labels is not None):
         raise InputError(
             f"{path} has test samples without labels, or labels without samples: give both or neither",
@@ -598,19 +620,21 @@ def _from_arrays(path: Path) -> _StoredSet:
     return _StoredSet((inputs, labels), test)
 
 
-def _test_part(
+def _test_pair(
     path: Path, arrays: Mapping[str, npt.NDArray[Any]], names: tuple[str, str]
-) -> Arrays | None:
-    """Return the arrays of test samples and test labels, which have the given names; None if both are missing."""
-    given = [arrays[name] for name in names if name in arrays]
-    if not given:
+) -> StoredPair | None:
+    """Return the test samples and test labels with these names; None if both are missing."""
+    samples_name, labels_name = names
+    samples = arrays.get(samples_name)
+    labels = arrays.get(labels_name)
+    if samples is not None and labels is not None:
+        return samples, labels
+    if samples is None and labels is None:
         return None
-    if len(given) == 1:
-        raise InputError(
-            f"{path} holds one of {' and '.join(names)}: it needs both or none", _PATH
-        )
-    samples, labels = given
-    return samples, labels
+    raise InputError(
+        f"{path} has one of {samples_name} and {labels_name}: add the other, or remove both",
+        _PATH,
+    )
 
 
 def _inputs_of(
@@ -627,8 +651,8 @@ def _inputs_of(
 # Data sets of Hugging Face
 
 
-def _from_hugging_face(part: DataPart, path: Path) -> _StoredSet:
-    """Read data saved by `datasets`; each column is an input of the samples, one column alone the only input."""
+def _from_hugging_face(data_part: DataPart, path: Path) -> _StoredSet:
+    """Read data saved by the library `datasets`; each column other than the labels is an input of the samples."""
     library = require_extra(
         "datasets", "datasets", f"{path}: a data set of Hugging Face", _PATH
     )
@@ -638,54 +662,54 @@ def _from_hugging_face(part: DataPart, path: Path) -> _StoredSet:
         raise InputError(
             f"{path}: cannot be read by `datasets`: {error}", _PATH
         ) from None
-    parts = saved if isinstance(saved, Mapping) else {"train": saved}
-    if "train" not in parts:
+    # `datasets` calls the training, validation and test samples splits.
+    splits = saved if isinstance(saved, Mapping) else {"train": saved}
+    if "train" not in splits:
         raise InputError(
-            f"{path} holds {', '.join(parts)}: one must be named train", _PATH
+            f"{path} has the splits {', '.join(splits)}: one must be named train", _PATH
         )
-    train = _read_columns(part, parts["train"], path)
-    # Without a test part, the validation part is used for tests.
+    train = _read_columns(data_part, splits["train"], path)
     for name in ("test", "validation"):
-        if name in parts:
-            return _StoredSet(train, _read_columns(part, parts[name], path))
+        if name in splits:
+            return _StoredSet(train, _read_columns(data_part, splits[name], path))
     return _StoredSet(train)
 
 
-def _read_columns(part: DataPart, rows: Any, path: Path) -> Samples:
-    """Return the chosen columns of a data set of Hugging Face, and the labels."""
-    label, chosen = _choose_columns(part, list(rows.column_names), path)
+def _read_columns(data_part: DataPart, rows: Any, path: Path) -> StoredPair:
+    """Return the columns of the samples and of the labels from a data set of Hugging Face."""
+    label, chosen = _choose_columns(data_part, list(rows.column_names), path)
     inputs = {}
     try:
         for name in chosen:
-            inputs[name] = _stack_samples(rows[name], filling=0)
-        labels = _stack_samples(rows[label], filling=IGNORED)
+            inputs[name] = _stack_samples(rows[name], padding=0)
+        labels = _stack_samples(rows[label], padding=IGNORED)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"{path}: samples must be numbers: name their `columns`: {error}", _PATH
         ) from None
-    return _only_or_all(inputs), labels
+    return _unwrap_single(inputs), labels
 
 
 def _choose_columns(
-    part: DataPart, names: Sequence[str], path: Path
+    data_part: DataPart, names: Sequence[str], path: Path
 ) -> tuple[str, Sequence[str]]:
     """Return the column of the labels and the columns of a sample; raises `InputError` for unknown columns.
 
     Without keys in the scenario, the labels are called "label" or "labels", and all other columns form a sample.
     """
     has_plural = "labels" in names and "label" not in names
-    label = part.label or ("labels" if has_plural else "label")
-    if isinstance(part.columns, Mapping):
+    label = data_part.label or ("labels" if has_plural else "label")
+    if isinstance(data_part.columns, Mapping):
         raise InputError(
             "columns of such a data set are inputs by their own names: write a list",
             ("data", "columns"),
         )
-    chosen = part.columns or [name for name in names if name != label]
+    chosen = data_part.columns or [name for name in names if name != label]
     for name in (label, *chosen):
         if name not in names:
             key = "label" if name == label else "columns"
             raise InputError(
-                f"{path} has no column {name}: there are {', '.join(names)}",
+                f"{path} has no column {name}: available are {', '.join(names)}",
                 ("data", key),
             )
     return label, chosen
@@ -697,7 +721,7 @@ def _choose_columns(
 def _from_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of an .npz file by name."""
     if not zipfile.is_zipfile(path):
-        # numpy would take the file for a pickle, and advise to load it as such.
+        # numpy would regard the file as a pickle, and its error would advise to unpickle it.
         raise InputError(
             f"{path} is not an .npz file: write it with numpy.savez", _PATH
         )
@@ -717,7 +741,7 @@ def _from_safetensors(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of a .safetensors file by name."""
     arrays = {}
     with safe_open(path, framework="numpy") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
+        for name in file.keys():  # noqa: SIM118 - not a mapping, cannot be iterated
             arrays[name] = file.get_tensor(name)
     return arrays
 
@@ -732,7 +756,7 @@ def _read_arrays(path: Path) -> Mapping[str, npt.NDArray[Any]]:
         if path.suffix == ".safetensors":
             return _from_safetensors(path)
     except TypeError as error:
-        # numpy lacks the type, such as bfloat16.
+        # numpy lacks some types of safetensors, such as bfloat16.
         raise InputError(
             f"{path}: cannot be read: {error}: write it as float32", _PATH
         ) from None
@@ -745,7 +769,7 @@ def _read_arrays(path: Path) -> Mapping[str, npt.NDArray[Any]]:
     ) as error:
         text = f"cannot be read: {error}"
         if "pickle" in str(error):
-            # A pickle runs code of whoever wrote it.
+            # Reading a pickle runs code of its author.
             text = "contains Python objects, which are not unpickled for safety: write arrays of numbers"
         raise InputError(f"{path}: {text}", _PATH) from None
     raise InputError(
@@ -765,11 +789,14 @@ def _from_folders(path: Path, size: str | None) -> _StoredSet:
         samples = _read_pictures(path, _class_folders(path), size)
         return _StoredSet(samples)
     classes = _class_folders(train)
-    # The classes are numbered by the training images.
+    # The training images define the classes and their numbers.
     unknown = set(_class_folders(test)) - set(classes)
     if unknown:
         names = ", ".join(sorted(unknown))
-        raise InputError(f"{test}: no training images of {names}", _PATH)
+        raise InputError(
+            f"{test}: the classes {names} have no training images: add some to {train}, or remove these folders",
+            _PATH,
+        )
     train_samples = _read_pictures(train, classes, size)
     return _StoredSet(train_samples, _read_pictures(test, classes, size))
 
@@ -777,16 +804,16 @@ def _from_folders(path: Path, size: str | None) -> _StoredSet:
 def _class_folders(folder: Path) -> list[str]:
     """Return the names of the classes in alphabetical order; raises `InputError` for a class without images."""
     names = []
-    for each in folder.iterdir():
-        # A hidden folder, such as .ipynb_checkpoints, is no class.
-        if each.is_dir() and not each.name.startswith("."):
-            names.append(each.name)
+    for entry in folder.iterdir():
+        # Tools create hidden folders, such as .ipynb_checkpoints.
+        if entry.is_dir() and not entry.name.startswith("."):
+            names.append(entry.name)
     if not names:
         raise InputError(
             f"{folder} contains no folders: put the images of each class into a folder named after the class",
             _PATH,
         )
-    # Sorted, since file systems differ in their order and classes are numbered by it.
+    # Classes are numbered in this order, and file systems list folders in different orders.
     names.sort()
     empty = [name for name in names if not _picture_files(folder / name)]
     if empty:
@@ -798,12 +825,12 @@ def _class_folders(folder: Path) -> list[str]:
 
 
 def _picture_files(folder: Path) -> list[Path]:
-    # In one order on all file systems, since samples are numbered by it.
+    # Samples are numbered in this order, and file systems list files in different orders.
     files = sorted(folder.glob("*"))
     return [file for file in files if file.suffix.lower() in _PICTURE_SUFFIXES]
 
 
-def _read_pictures(folder: Path, classes: list[str], size: str | None) -> Samples:
+def _read_pictures(folder: Path, classes: list[str], size: str | None) -> StoredPair:
     """Return the images of classes, (samples, 3, height, width), and the classes' numbers, (samples,).
 
     ``size`` is HEIGHTxWIDTH; None for images that all have one size. Raises `InputError` for other images.
@@ -823,9 +850,9 @@ def _read_pictures(folder: Path, classes: list[str], size: str | None) -> Sample
         # Without a size in the scenario, the first image decides.
         shape = shape or (3, *pixels)
         if size is None and pixels != shape[1:]:
-            here = f"{picture.height}x{picture.width}, others of {shape[1]}x{shape[2]}"
             raise InputError(
-                f"{file} is of {here}: write `size: HEIGHTxWIDTH`, and all are fitted into it",
+                f"{file} has {picture.height}x{picture.width} pixels, others {shape[1]}x{shape[2]}: write "
+                "`size: HEIGHTxWIDTH`, and all images are fitted into this size",
                 _PATH,
             )
         images.append(pictures.letterbox(picture, shape))

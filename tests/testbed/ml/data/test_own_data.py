@@ -132,7 +132,7 @@ def test_malformed_arrays_are_rejected_with_reason(
 def test_test_samples_without_labels_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "mine.npz"
     np.savez(file, x_train=IMAGES, y_train=LABELS, x_test=IMAGES)
-    message = "holds one of x_test and y_test: it needs both or none"
+    message = "has one of x_test and y_test: add the other, or remove both"
     with pytest.raises(InputError, match=message):
         load_file(file)
 
@@ -202,7 +202,7 @@ def test_folders_of_images_are_classes(tmp_path: Path) -> None:
 def test_images_of_different_sizes_require_size(tmp_path: Path) -> None:
     pets = write_pets(tmp_path / "pets")
     write_picture(pets / "test" / "dogs" / "large.png", (9, 9))
-    message = r"large.png is of 9x9, others of 4x6: write `size: HEIGHTxWIDTH`"
+    message = r"large.png has 9x9 pixels, others 4x6: write `size: HEIGHTxWIDTH`"
     with pytest.raises(InputError, match=message):
         load_file(pets)
     assert load_file(pets, size="8x8").shape == (3, 8, 8)
@@ -223,7 +223,7 @@ def test_malformed_size_is_rejected() -> None:
 def test_class_without_training_images_is_named(tmp_path: Path) -> None:
     pets = write_pets(tmp_path / "pets")
     write_picture(pets / "test" / "birds" / "0.png", (6, 4))
-    with pytest.raises(InputError, match="test: no training images of birds"):
+    with pytest.raises(InputError, match="test: the classes birds have no training images"):
         load_file(pets)
 
 

@@ -184,7 +184,7 @@ def test_table_with_labels_only_is_rejected(tmp_path: Path) -> None:
 def test_images_with_colours_last_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "last.npz"
     np.savez(file, x_train=np.zeros((4, 16, 16, 3)), y_train=np.arange(4) % 2)
-    message = r"colours last, .* numpy.moveaxis\(samples, -1, 1\)"
+    message = r"colours last: move .* numpy.moveaxis\(samples, -1, 1\)"
     with pytest.raises(InputError, match=message):
         load(DataPart(path=str(file)), file)
 
