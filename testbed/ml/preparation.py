@@ -108,13 +108,13 @@ def samples_of(prepared: Prepared, dataset: Dataset, device: str) -> Dataset | N
         return dataset if is_coordinator else None
     own_indices = shares.get(device)
     if own_indices is not None:
-        own_samples = dataset.part(own_indices, tests=is_coordinator)
+        own_samples = dataset.subset(own_indices, tests=is_coordinator)
         return _add_noise(prepared, own_samples, device)
     if not is_coordinator:
         return None
     # A server without training samples still evaluates.
     no_indices = np.empty(0, np.int64)
-    return dataset.part(no_indices, tests=True)
+    return dataset.subset(no_indices, tests=True)
 
 
 def _add_noise(prepared: Prepared, samples: Dataset, device: str) -> Dataset:
@@ -128,7 +128,7 @@ def _add_noise(prepared: Prepared, samples: Dataset, device: str) -> Dataset:
     position = 1 + owners.index(device)
     variance = split.noise * position / len(owners)
     seed = derive(prepared.problem.seed, "noise", device)
-    return samples.noisy(variance**0.5, seed)
+    return samples.with_noise(variance**0.5, seed)
 
 
 def samples_by_class(prepared: Prepared) -> dict[str, dict[int, int]]:
@@ -190,7 +190,7 @@ def load_data(prepared: Prepared) -> Dataset:
     _check_sample_count(prepared, len(dataset.train_labels))
     if workload.data.augment is not None and not is_timing_only:
         dataset = _add_augmentation(prepared, dataset)
-    return dataset if prepared.problem.model.integers else dataset.floats()
+    return dataset if prepared.problem.model.integers else dataset.with_floats()
 
 
 def _check_sample_count(prepared: Prepared, samples: int) -> None:
@@ -212,17 +212,17 @@ def _check_sample_count(prepared: Prepared, samples: int) -> None:
 
 def _add_augmentation(prepared: Prepared, dataset: Dataset) -> Dataset:
     # Imports torch, which runs without augmentation or numbers do not need.
-    from testbed.ml.data.augment import drawing
+    from testbed.ml.data.augment import make_augmentation
 
     scenario = prepared.scenario
     workload = workload_section(scenario)
     samples = len(dataset.train_labels)
     seed = prepared.problem.seed
     try:
-        augmentation = drawing(workload, seed, dataset.shape, samples)
+        augmentation = make_augmentation(workload, seed, dataset.shape, samples)
     except InputError as error:
         raise scenario.source.error([_locate_error(error)]) from None
-    return replace(dataset, drawing=augmentation)
+    return replace(dataset, augmentation=augmentation)
 
 
 # Checks of a scenario

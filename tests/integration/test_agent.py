@@ -181,7 +181,7 @@ def test_program_receives_shard_and_data_and_exposes_weights(
     agent.put_shard(arrays.pack({"w": torch.zeros(2, 3), "kept": unchanged}))
     images, labels = np.zeros((6, 1, 2, 2), np.float32), np.zeros(6, np.int64)
     dataset = Dataset("tiny", 2, images, labels, images, labels)
-    agent.put_data(pack(dataset.part(np.array([0, 2, 3, 5]), tests=False)))
+    agent.put_data(pack(dataset.subset(np.array([0, 2, 3, 5]), tests=False)))
     with pytest.raises(AgentError, match="no weights"):
         agent.weights()
     after = count_events(pair[0])

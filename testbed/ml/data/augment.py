@@ -1,4 +1,7 @@
-"""Augmentation of training images by torchvision transforms, drawn anew in each epoch; devices need no torchvision."""
+"""Augmentation of training images: random transforms of torchvision, with new random numbers in each epoch.
+
+The controller transforms the images of all epochs before a run, so devices need no torchvision.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +17,42 @@ from testbed.ml.data.batches import Indices, steps_per_epoch
 from testbed.ml.lazy import torch
 from testbed.ml.workload import LearningPart
 
-_KEY: Key = ("data", "augment", "transforms")
+_AUGMENT_KEY: Key = ("data", "augment")
+"""Key of the scenario's workload, which errors name."""
+_TRANSFORMS_KEY: Key = (*_AUGMENT_KEY, "transforms")
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """Draws augmented samples as a function of seed, epoch and sample index, independent of owner and time."""
+class Augmentation:
+    """Augments images as a function of seed, epoch and sample index: a sample is the same on every owner."""
 
-    chain: Any
-    """A transform of torchvision: from a picture, (channels, height, width), to a picture of the same shape."""
+    transform: Any
+    """The composed torchvision transforms, from an image, (channels, height, width), to one of the same shape."""
     seed: int
     workload: LearningPart
     """The workload, which gives the number of epochs."""
-    places: Indices
-    """(samples,): indices of the drawn samples among all training samples."""
+    sample_indices: Indices
+    """(samples,): indices, among all training samples, of the samples of this object's subset."""
 
     @property
     def copies(self) -> int:
-        """Number of distinct epochs; later epochs repeat these."""
+        """Number of different augmented versions of a sample; epochs beyond this number repeat the versions."""
         workload = self.workload
         part = workload.data.augment
         if part is not None and part.copies is not None:
             return part.copies
+        # By default, every epoch has a version of its own.
         if workload.steps is None:
             return workload.epochs or 1
+        samples = len(self.sample_indices)
         per_epoch = steps_per_epoch(
-            len(self.places), workload.batch_size, drop_last=workload.drop_last
+            samples, workload.batch_size, drop_last=workload.drop_last
         )
         return math.ceil(workload.steps / per_epoch)
 
-    def part(self, indices: Indices) -> Drawing:
-        """Return the augmentation of some samples, (indices,)."""
-        return replace(self, places=self.places[indices])
+    def subset(self, indices: Indices) -> Augmentation:
+        """Return the augmentation of the samples with these indices, (samples of the subset,), in this subset."""
+        return replace(self, sample_indices=self.sample_indices[indices])
 
     def __call__(
         self,
@@ -57,7 +64,7 @@ class Drawing:
 
         Args:
             images: the images without augmentation, of the same shape.
-            indices: (samples,): the place of each image among the samples of `places`.
+            indices: (samples,): the index of each image in this object's subset.
             epoch: number of the epoch, from 0.
 
         Raises `InputError` for a transform that does not accept the images or changes their shape.
@@ -66,30 +73,33 @@ class Drawing:
         # Transforms draw from the global generators of torch and of Python: both are restored.
         state = random.getstate()
         with torch.random.fork_rng(devices=[]):
-            for number, index in enumerate(indices):
-                place = int(self.places[index])
-                copy = epoch % self.copies
-                seed = derive(self.seed, "augment", copy, place)
-                # The generator of this processor alone, as in `testbed.ml.layers.shard`.
+            copy = epoch % self.copies
+            for position, index in enumerate(indices):
+                sample_index = int(self.sample_indices[index])
+                seed = derive(self.seed, "augment", copy, sample_index)
+                # Not `torch.manual_seed`, which formats the stack for accelerators and takes longer.
                 torch.default_generator.manual_seed(seed)
                 random.seed(seed)
+                image = torch.tensor(images[position])
                 try:
-                    augmented[number] = self.chain(torch.tensor(images[number]))
+                    augmented[position] = self.transform(image)
                 except (TypeError, ValueError, RuntimeError) as error:
                     shape = images.shape[1:]
-                    text = f"pictures of {shape} do not support this transform, or change their shape: {error}"
-                    raise InputError(text, _KEY) from None
+                    text = f"images of {shape} do not support this transform, or change their shape: {error}"
+                    raise InputError(text, _TRANSFORMS_KEY) from None
         random.setstate(state)
         return augmented
 
 
-def drawing(
+def make_augmentation(
     workload: LearningPart,
     seed: int,
     shape: tuple[int, ...],
     samples: int,
-) -> Drawing:
-    """Return the augmentation a workload configures for a number of training samples of one shape.
+) -> Augmentation:
+    """Return the augmentation that a workload configures.
+
+    ``shape`` is the shape of a sample, and ``samples`` the number of training samples.
 
     Raises `InputError` for samples other than images, unknown transforms, and transforms changing the shape.
     """
@@ -97,21 +107,25 @@ def drawing(
     if len(shape) != 3:
         raise InputError(
             f"requires images, but the samples have shape {shape}: remove the key",
-            _KEY[:-1],
+            _AUGMENT_KEY,
         )
-    known = require_extra("torchvision.transforms", "vision", "augmentation", _KEY)
-    steps = []
+    library = require_extra(
+        "torchvision.transforms", "vision", "augmentation", _TRANSFORMS_KEY
+    )
+    transforms = []
     try:
-        for transform in workload.data.augment.transforms:
-            options = dict(transform)
+        for configured in workload.data.augment.transforms:
+            options = dict(configured)
             name = options.pop("name")
-            definition = getattr(known, name)
-            steps.append(definition(**options))
+            transform_class = getattr(library, name)
+            transforms.append(transform_class(**options))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"unknown torchvision transform: {error}", _KEY) from None
-    places = np.arange(samples)
-    augmentation = Drawing(known.Compose(steps), seed, workload, places)
-    # One black picture, so that a transform that fails is reported before the run.
+        text = f"unknown torchvision transform: {error}"
+        raise InputError(text, _TRANSFORMS_KEY) from None
+    sample_indices = np.arange(samples)
+    composed = library.Compose(transforms)
+    augmentation = Augmentation(composed, seed, workload, sample_indices)
+    # The augmentation of a black image reports a failing transform before the run.
     black = np.zeros((1, *shape), np.float32)
-    augmentation(black, places[:1], epoch=0)
+    augmentation(black, sample_indices[:1], epoch=0)
     return augmentation

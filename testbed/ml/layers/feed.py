@@ -203,7 +203,7 @@ class Requests:
 
     def images(self, index: int) -> torch.Tensor:
         """Return the samples of one request, (samples, ...); for images (samples, channels, height, width)."""
-        images = self._dataset.tests(self.samples(index))
+        images = self._dataset.test_batch(self.samples(index))
         return torch.from_numpy(images)
 
     def labels(self, index: int) -> npt.NDArray[Any]:

@@ -237,7 +237,7 @@ def test_samples_keep_shape_and_type(shape: tuple[int, ...], dtype: type) -> Non
     [
         (None, {"name": "x"}, "a name and a number"),
         (None, {"name": "x", "classes": "many"}, "a name and a number"),
-        ({"train_labels": np.arange(4)}, None, "with as many"),
+        ({"train_labels": np.arange(4)}, None, "equal numbers of samples"),
         ({"train_images": np.zeros(5, np.float32)}, None, r"\(samples, ...\)"),
         (
             {"train_images": np.zeros((5, 6), np.float32)},
@@ -249,8 +249,12 @@ def test_samples_keep_shape_and_type(shape: tuple[int, ...], dtype: type) -> Non
             None,
             "one shape and one type",
         ),
-        ({"test_images": np.zeros((2, 1, 2, 2), np.float32)}, None, "of one shape"),
-        ({"train_labels": np.arange(5).astype(np.int32)}, None, "has the arrays"),
+        (
+            {"test_images": np.zeros((2, 1, 2, 2), np.float32)},
+            None,
+            "one shape and one type",
+        ),
+        ({"train_labels": np.arange(5).astype(np.int32)}, None, "needs the arrays"),
     ],
 )
 def test_invalid_dataset_is_refused(
@@ -265,5 +269,5 @@ def test_invalid_dataset_is_refused(
 
 def test_dataset_without_arrays_is_refused() -> None:
     data = b"".join(write(from_numpy({}), {"name": "x", "classes": "3"}))
-    with pytest.raises(TensorError, match="has the arrays"):
+    with pytest.raises(TensorError, match="needs the arrays"):
         unpack(data)

@@ -33,7 +33,7 @@ def test_arrays_of_folder_are_memory_mapped(tmp_path: Path) -> None:
     assert np.allclose(data.batch(np.array([2]), 0), sample)
     values = data.batch(np.array([2]), 0, slice(3, 9))
     assert np.allclose(values, sample.reshape(1, -1)[:, 3:9])
-    assert np.allclose(unpack(pack(data)).tests([1]), images[[1]] / 255)
+    assert np.allclose(unpack(pack(data)).test_batch([1]), images[[1]] / 255)
 
 
 def test_held_out_samples_of_large_arrays_are_memory_mapped(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from testbed.common.errors import InputError
-from testbed.ml.data.augment import Drawing, drawing
+from testbed.ml.data.augment import Augmentation, make_augmentation
 from testbed.ml.data.dataset import Dataset, Images, pack, unpack
 from testbed.ml.preparation import load_data
 from testbed.ml.workload import AugmentPart, DataPart, LearningPart
@@ -42,7 +42,7 @@ def augmented(dataset: Dataset, batch_size: int = 8, **length: int) -> Dataset:
         **length,
     )
     places = np.arange(len(dataset.train_labels))
-    return replace(dataset, drawing=Drawing(add_noise, 1, workload, places))
+    return replace(dataset, augmentation=Augmentation(add_noise, 1, workload, places))
 
 
 def test_augmentation_differs_between_epochs() -> None:
@@ -63,7 +63,7 @@ def test_augmentation_keeps_state_of_global_generators() -> None:
 def test_augmentation_is_independent_of_owner() -> None:
     dataset = augmented(make_dataset(), epochs=5)
     indices = np.array([3, 7])
-    share = dataset.part(indices, tests=False)
+    share = dataset.subset(indices, tests=False)
     # In containers, a device has the augmented copies instead of the transform.
     unpacked = unpack(pack(share))
     assert len(unpacked.train_labels) == 2
@@ -82,13 +82,13 @@ def test_number_of_augmented_copies_follows_from_steps() -> None:
     # With two batches of 8 in an epoch of 20 samples, 7 steps begin 4 epochs.
     assert len(unpack(pack(dataset)).train_images) == 4 * 20
     # A device with three samples has one batch in an epoch.
-    share = dataset.part(np.arange(3), tests=False)
+    share = dataset.subset(np.arange(3), tests=False)
     assert len(unpack(pack(share)).train_images) == 7 * 3
 
 
 def test_device_without_training_samples_has_no_augmented_copies() -> None:
     dataset = augmented(make_dataset(), steps=7)
-    unpacked = unpack(pack(dataset.part(np.arange(0), tests=True)))
+    unpacked = unpack(pack(dataset.subset(np.arange(0), tests=True)))
     assert len(unpacked.train_images) == 0
     assert len(unpacked.test_images) == 4
 
@@ -130,8 +130,8 @@ def apply_transforms(seed: int, epoch: int, *transforms: dict[str, object]) -> I
     workload = LearningPart(
         model={"name": "mlp"}, method={"name": "single"}, epochs=9, data=data
     )
-    augmentation = drawing(workload, seed, PICTURES.shape[1:], len(PICTURES))
-    dataset = replace(make_dataset(), drawing=augmentation)
+    augmentation = make_augmentation(workload, seed, PICTURES.shape[1:], len(PICTURES))
+    dataset = replace(make_dataset(), augmentation=augmentation)
     return dataset.batch(np.arange(20), epoch)
 
 

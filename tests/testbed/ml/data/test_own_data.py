@@ -223,7 +223,9 @@ def test_malformed_size_is_rejected() -> None:
 def test_class_without_training_images_is_named(tmp_path: Path) -> None:
     pets = write_pets(tmp_path / "pets")
     write_picture(pets / "test" / "birds" / "0.png", (6, 4))
-    with pytest.raises(InputError, match="test: the classes birds have no training images"):
+    with pytest.raises(
+        InputError, match="test: the classes birds have no training images"
+    ):
         load_file(pets)
 
 

@@ -109,7 +109,7 @@ def test_blank_dataset_has_labels_and_shapes_without_memory_for_values() -> None
     blank = load(part, blank=True)
     assert (blank.train_labels == full.train_labels).all()
     assert blank.train_images.shape == full.train_images.shape
-    share = blank.part(full.train_labels[:7], tests=True)
+    share = blank.subset(full.train_labels[:7], tests=True)
     assert share.train_images.shape[0] == 7
     # A stride of 0: all samples are the same memory.
     assert share.train_images.strides[0] == 0
