@@ -110,11 +110,11 @@ class FailureDetector:
         self, names: Collection[str], failure_timeout: float
     ) -> None:
         """Wait until all devices have answered, or until the last deadline of the silent devices."""
-        device, sends = self._mailbox.device, self._mailbox.sends
+        device, outbox = self._mailbox.device, self._mailbox.outbox
         deadlines = {}
         for name in names:
             # A ping waits for the messages before it on the link, which may take longer than the timeout.
-            deadlines[name] = sends.due(name) + failure_timeout
+            deadlines[name] = outbox.acknowledgement_deadline(name) + failure_timeout
         while silent := set(names) - self._answers.keys():
             remaining = max(deadlines[name] for name in silent) - device.now()
             if remaining <= 0:

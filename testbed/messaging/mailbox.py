@@ -1,4 +1,8 @@
-"""A program's mailbox: posting, waiting for messages, and background tasks."""
+"""A program's mailbox: posting, waiting for messages, and background tasks.
+
+A method posts and takes `TypedMessage` objects through the `Mailbox`. The mailbox sends through an `Outbox` and runs
+the method's background work as `Tasks`.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,23 @@ from testbed.wire.message import Message, WireError, size
 
 T = TypeVar("T")
 
-SLACK = 2.0
-"""A transfer counts as overdue after this multiple of its predicted time."""
+OVERDUE_FACTOR = 2.0
+"""Multiple of the predicted time of a transfer after which the transfer counts as overdue."""
 
 
 class MailboxFullError(RuntimeError):
-    """Too many messages to one peer are unacknowledged, or too many received messages wait to be taken."""
+    """Raised if too many messages to one peer are unacknowledged, or too many received messages wait to be taken."""
 
 
 @dataclass(eq=False)
 class _Send:
+    """An unacknowledged message."""
+
     peer: str
-    due: float
-    """Instant by which the acknowledgement should have arrived over this link."""
+    deadline: float
+    """Instant after which the acknowledgement is overdue, at the predicted speed of the link."""
     task: asyncio.Task[None]
+    """Task that ends with the acknowledgement."""
 
 
 class Outbox:
@@ -49,7 +56,7 @@ class Outbox:
         """All unacknowledged messages, in the order of the calls; a server may have thousands of peers."""
         self._by_peer: dict[str, dict[_Send, None]] = defaultdict(dict)
         """Unacknowledged messages by peer."""
-        self.acknowledged: Callable[[str, float, float], None] = (
+        self.on_acknowledgement: Callable[[str, float, float], None] = (
             lambda peer, wire_bytes, posted: None
         )
         """Callback for each acknowledged message: peer, size on the wire in bytes, and the instant of posting."""
@@ -67,9 +74,11 @@ class Outbox:
         posted = self._device.now()
         wire_bytes = size(message, self._device.name)
         transfer = transfer_time(self._links, self._device.name, peer, wire_bytes)
-        # The link carries one message after the other, so time starts when the earlier ones are through.
-        due = max(posted, self.due(peer)) + SLACK * transfer
-        send = _Send(peer, due, self._tasks.start(self._device.send(peer, message)))
+        # The link carries one message after the other, so the transfer starts after the earlier ones.
+        start = max(posted, self.acknowledgement_deadline(peer))
+        deadline = start + OVERDUE_FACTOR * transfer
+        task = self._tasks.start(self._device.send(peer, message))
+        send = _Send(peer, deadline, task)
         self._sends[send] = None
         unacknowledged[send] = None
 
@@ -77,7 +86,7 @@ class Outbox:
             del self._sends[send]
             del unacknowledged[send]
             if not task.cancelled() and task.exception() is None:
-                self.acknowledged(peer, wire_bytes, posted)
+                self.on_acknowledgement(peer, wire_bytes, posted)
 
         send.task.add_done_callback(forget_send)
         return send.task
@@ -87,28 +96,29 @@ class Outbox:
         for send in self._sends:
             send.task.cancel()
 
-    def due(self, peer: str) -> float:
-        """Return the instant by which all messages to a peer should be acknowledged, at the speed of the link."""
-        dues = []
+    def acknowledgement_deadline(self, peer: str) -> float:
+        """Return the instant by which all messages to a peer should be acknowledged; the present without messages."""
+        deadlines = []
         for send in self._by_peer[peer]:
             # The task of a cancelled message ends a turn of the loop later, but the link is free already.
             if not send.task.cancelling():
-                dues.append(send.due)
-        return max(dues, default=self._device.now())
+                deadlines.append(send.deadline)
+        return max(deadlines, default=self._device.now())
 
     def is_busy(self) -> bool:
         """Return whether a message is in transit and not overdue."""
         now = self._device.now()
-        return any(send.due >= now for send in self._sends)
+        return any(send.deadline >= now for send in self._sends)
 
     def overdue(self) -> dict[str, float]:
-        """Return how many seconds the acknowledgements are overdue, for each peer with an overdue message."""
+        """Return the seconds since the earliest missed deadline, for each peer with an overdue message."""
         now = self._device.now()
-        late: dict[str, float] = {}
+        seconds_by_peer: dict[str, float] = {}
         for send in self._sends:
-            if send.due < now:
-                late[send.peer] = max(late.get(send.peer, 0.0), now - send.due)
-        return late
+            if send.deadline < now:
+                longest = seconds_by_peer.get(send.peer, 0.0)
+                seconds_by_peer[send.peer] = max(longest, now - send.deadline)
+        return seconds_by_peer
 
 
 def transfer_time(
@@ -120,10 +130,11 @@ def transfer_time(
     >>> transfer_time(links, "a", "b", 1e6)
     1.02
     """
-    outward, return_link = links.get((source, target)), links.get((target, source))
-    if outward is None or return_link is None:
+    forward = links.get((source, target))
+    backward = links.get((target, source))
+    if forward is None or backward is None:
         return 0.0
-    return outward.delay + outward.transmission_time(wire_bytes) + return_link.delay
+    return forward.delay + forward.transmission_time(wire_bytes) + backward.delay
 
 
 class Tasks:
@@ -181,9 +192,12 @@ ANY: Hashable = object()
 
 @dataclass(eq=False)
 class _Waiter:
+    """A call of `Mailbox.take` that waits for a message."""
+
     kinds: tuple[str, ...]
     key: Hashable
     message: asyncio.Future[Any]
+    """Done with the message."""
 
     def matches(self, message: TypedMessage) -> bool:
         if message.kind not in self.kinds or self.key not in (ANY, message.identity):
@@ -212,8 +226,9 @@ class Mailbox:
     otherwise it is stored. Broadcasts are received in the same way. Closing the mailbox withdraws unacknowledged
     messages.
 
-    ``configuration`` is the number of the current assignment of roles. Messages of lower configurations are dropped,
-    and so are messages of higher ones, unless their kind ``opens`` a configuration.
+    A configuration is one assignment of roles to devices, with a number. Messages of lower
+    configurations than the current one are dropped, and so are messages of higher ones, unless their kind ``opens`` a
+    configuration. The key of a message is the value of its fields `TypedMessage.key`.
     """
 
     def __init__(
@@ -226,8 +241,8 @@ class Mailbox:
     ) -> None:
         """``codecs`` convert the tensors of messages to other devices, by kind of message."""
         self.configuration = 0
-        """Number of the current assignment of roles; 0 before the first one."""
-        self.arrived = 0
+        """Number of the current configuration; 0 before the first one."""
+        self.received_count = 0
         """Number of messages received in the configuration that was current at their arrival."""
         self.device = device
         self.links = links
@@ -235,22 +250,22 @@ class Mailbox:
         self._limit = limit
         self._codecs = codecs
         self._tasks = Tasks()
-        self.sends = Outbox(device, links, self._tasks, limit)
+        self.outbox = Outbox(device, links, self._tasks, limit)
         self._handlers: dict[str, Callable[[Any], None]] = {}
         """Handlers by kind of message; see `on`."""
-        self._opened: list[Callable[[], None]] = []
+        self._open_callbacks: list[Callable[[], None]] = []
         """Callbacks of each new configuration; see `on_open`."""
-        self._in_configuration: dict[asyncio.Task[Any], None] = {}
+        self._configuration_tasks: dict[asyncio.Task[Any], None] = {}
         """Unfinished tasks that end with the current configuration."""
         self._waiters: list[_Waiter] = []
         """Calls of `take` that wait for a message, the oldest first."""
-        self._kept: dict[str, dict[Hashable, TypedMessage]] = {}
+        self._stored: dict[str, dict[Hashable, TypedMessage]] = {}
         """Stored messages by kind and key, oldest first."""
-        self._expired: dict[str, Any] = {}
+        self._lowest_keys: dict[str, Any] = {}
         """Lowest valid key by kind; see `discard_before`."""
         self._numbers = count()
         """Keys of stored messages whose kind has no key."""
-        self._news: list[asyncio.Future[Any]] = []
+        self._change_waiters: list[asyncio.Future[Any]] = []
         """Calls of `changed` that wait for the next message."""
 
     async def __aenter__(self) -> Self:
@@ -288,8 +303,8 @@ class Mailbox:
     def start_in_configuration(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a background task until the current configuration ends."""
         task = self._tasks.start(work)
-        self._in_configuration[task] = None
-        task.add_done_callback(lambda _: self._in_configuration.pop(task, None))
+        self._configuration_tasks[task] = None
+        task.add_done_callback(lambda _: self._configuration_tasks.pop(task, None))
         return task
 
     def on(self, kind: type[K], handler: Callable[[K], None]) -> None:
@@ -298,7 +313,7 @@ class Mailbox:
 
     def on_open(self, callback: Callable[[], None]) -> None:
         """Register a callback for the start of each new configuration."""
-        self._opened.append(callback)
+        self._open_callbacks.append(callback)
 
     def open(self, configuration: int) -> None:
         """Switch to a newer configuration and discard all state of the current one; ignore older numbers."""
@@ -306,12 +321,12 @@ class Mailbox:
             return
         # Set first: callbacks and cancelled tasks see the new number.
         self.configuration = configuration
-        self.sends.withdraw()
-        self._kept.clear()
-        self._expired.clear()
-        for task in self._in_configuration:
+        self.outbox.withdraw()
+        self._stored.clear()
+        self._lowest_keys.clear()
+        for task in self._configuration_tasks:
             task.cancel()
-        for callback in self._opened:
+        for callback in self._open_callbacks:
             callback()
 
     def post(self, peer: str, message: TypedMessage) -> asyncio.Future[None]:
@@ -325,7 +340,7 @@ class Mailbox:
             codec = self._codecs.get(message.kind)
             if codec is not None:
                 encoded = codec.pack(encoded)
-            return self.sends.post(peer, encoded)
+            return self.outbox.post(peer, encoded)
         self._dispatch_message(replace(message, sender=peer))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
@@ -363,48 +378,49 @@ class Mailbox:
         try:
             return await _wait_for(future, timeout)
         finally:
-            # Also after a cancellation: a message must not go to a waiter that is gone.
+            # Also after a cancellation, since a message must not go to a cancelled call.
             self._waiters.remove(waiter)
 
     async def peek(self, kind: type[K]) -> K:
         """Wait for a message of a kind and return the oldest one without removal."""
-        while not self._kept.get(kind.kind):
+        while not self._stored.get(kind.kind):
             await self.changed()
-        return next(iter(self._kept[kind.kind].values()))  # type: ignore[return-value]
+        return next(iter(self._stored[kind.kind].values()))  # type: ignore[return-value]
 
     def holds(self, kind: type[TypedMessage], key: Hashable = ANY) -> bool:
         """Return whether a matching message is stored."""
-        kept = self._kept.get(kind.kind, {})
-        return bool(kept) if key is ANY else key in kept
+        messages = self._stored.get(kind.kind, {})
+        return bool(messages) if key is ANY else key in messages
 
     def pop(self, kinds: Kinds[K], key: Hashable = ANY) -> K | None:
         """Remove and return the oldest matching stored message of the first kind that has one, or return None."""
         for name in _kind_names(kinds):
-            kept: dict[Hashable, Any] = self._kept.get(name, {})
-            if kept and key is ANY:
-                return kept.pop(next(iter(kept)))  # type: ignore[no-any-return]
-            if key in kept:
-                return kept.pop(key)  # type: ignore[no-any-return]
+            messages: dict[Hashable, Any] = self._stored.get(name, {})
+            if messages and key is ANY:
+                oldest_key = next(iter(messages))
+                return messages.pop(oldest_key)  # type: ignore[no-any-return]
+            if key in messages:
+                return messages.pop(key)  # type: ignore[no-any-return]
         return None
 
     def discard_before(self, kind: type[TypedMessage], key: Any) -> None:
         """Drop stored and future messages of a kind whose key is lower than ``key``."""
-        self._expired[kind.kind] = key
-        kept = self._kept.get(kind.kind, {})
-        for stored in list(kept):
-            if stored < key:
-                del kept[stored]
+        self._lowest_keys[kind.kind] = key
+        messages = self._stored.get(kind.kind, {})
+        for stored_key in list(messages):
+            if stored_key < key:
+                del messages[stored_key]
 
     async def changed(self, seconds: float | None = None) -> bool:
         """Wait for the arrival of any message, at most ``seconds``; return whether one arrived."""
-        news: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._news.append(news)
+        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._change_waiters.append(waiter)
         try:
-            return bool(await _wait_for(news, seconds))
+            return bool(await _wait_for(waiter, seconds))
         finally:
             # Waits that time out again and again would fill the list.
-            if news in self._news:
-                self._news.remove(news)
+            if waiter in self._change_waiters:
+                self._change_waiters.remove(waiter)
 
     def _dispatch_message(self, message: TypedMessage) -> None:
         if self._is_current(message):
@@ -414,12 +430,12 @@ class Mailbox:
                 handler(message)
             else:
                 self._hand_over(message)
-        if self._news:
+        if self._change_waiters:
             # Swap the list: a woken task may wait again at once.
-            news, self._news = self._news, []
-            for waiting in news:
-                if not waiting.done():
-                    waiting.set_result(True)
+            waiters, self._change_waiters = self._change_waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(True)
 
     def _hand_over(self, message: TypedMessage) -> None:
         """Give a message to the first matching `take`, or store the message."""
@@ -435,22 +451,22 @@ class Mailbox:
         # Messages without a configuration are valid in all of them.
         configuration = getattr(message, "configuration", None)
         if configuration == self.configuration:
-            self.arrived += 1
+            self.received_count += 1
         elif configuration is not None:
             return configuration > self.configuration and message.opens
-        expired = self._expired.get(message.kind)
-        return expired is None or message.identity >= expired
+        lowest_key = self._lowest_keys.get(message.kind)
+        return lowest_key is None or message.identity >= lowest_key
 
     def _store_message(self, message: TypedMessage) -> None:
-        stored = self._kept.setdefault(message.kind, {})
-        # A number keeps messages without a key apart; of two messages with one key, the first is kept.
+        messages = self._stored.setdefault(message.kind, {})
+        # A number distinguishes messages without a key. Of two messages with one key, the first stays.
         key = message.identity if message.key else next(self._numbers)
-        # A program that never takes a kind of message would fill the memory without a word.
-        if len(stored) >= self._limit:
+        # Without the limit, a program that never takes a kind of message would silently fill the memory.
+        if len(messages) >= self._limit:
             raise MailboxFullError(
                 f"{self._limit} messages '{message.kind}' wait to be taken: the limit is reached"
             )
-        stored.setdefault(key, message)
+        messages.setdefault(key, message)
 
 
 def _kind_names(kinds: Kinds[Any]) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
 """Presence of the devices in a run, as the coordinator sees it, and the role of each device.
 
-`Membership` reports which devices reply, have restarted or are silent. Consequences for silent devices, such as new
-roles for the others, are decisions of a recovery policy (`testbed.messaging.supervision.RecoveryPolicy`).
+The coordinator has a `Membership`, which sends each device a `Probe` and reports which devices reply, have restarted or
+are silent. Every device has a `RoleHolder` for its work, with a `Presence` that replies to probes. An incarnation is
+one start of a device's program, identified by its time. Consequences for silent devices, such as new roles for the
+others, are decisions of a recovery policy (`testbed.messaging.supervision.RecoveryPolicy`).
 """
 
 from __future__ import annotations
@@ -23,15 +25,14 @@ class Hello(TypedMessage, kind="hello"):
     """Message to the coordinator: the program has started without state."""
 
     incarnation: float
-    """Start time of the program; a restarted program has a larger one."""
+    """Start time of the program, in seconds; a restart has a later time."""
 
 
 @dataclass(frozen=True)
 class Probe(ConfigurationMessage, kind="probe", opens=True):
     """Message from the coordinator to request an `Alive`.
 
-    A probe of a newer configuration than the device's opens it on the device, which then drops the role of its older
-    one.
+    If the probe's configuration is newer than the device's, the device opens it and drops its role in the older one.
     """
 
     question: int
@@ -75,7 +76,7 @@ MEMBERSHIP_KINDS: tuple[type[TypedMessage], ...] = (Hello, Probe, Alive, Configu
 
 @dataclass(frozen=True)
 class Status:
-    """A device's report on its role: those fields of `Alive` that the method knows, under the same names."""
+    """A device's report on its role: the fields of `Alive` that depend on the method, with the same names."""
 
     holds: int = 0
     actions: int = 0
@@ -115,7 +116,7 @@ class Presence:
     def _compose_reply(
         self, status: Status, configuration: int, question: int
     ) -> Alive:
-        overdue = self._mailbox.sends.overdue()
+        overdue = self._mailbox.outbox.overdue()
         return Alive(
             configuration,
             question,
@@ -138,18 +139,19 @@ class Membership:
         """Devices with a role in the current configuration."""
         self.present: dict[str, float] = {}
         """Incarnation of each device of which a `Hello`, `Alive` or `Configured` has arrived in this configuration."""
-        self.known: dict[str, float] = {}
-        """Incarnation of each device when roles were assigned; if it was absent then, in its first message since."""
+        self.assigned_incarnations: dict[str, float] = {}
+        """Incarnation of each device at the assignment of roles; of a then absent device, in its first later
+        message."""
         self.restarted: set[str] = set()
         """Devices that have restarted since their roles were assigned, and therefore lost their state."""
         self.ready: set[str] = set()
-        """Devices of which a `Configured` has arrived in the current configuration."""
+        """Devices that are ready for their roles: their `Configured` has arrived in the current configuration."""
         self.answers: dict[str, Alive] = {}
         """Replies to the latest probe."""
-        self.answered = 0
-        """Number of replies of the whole run, late ones included; the mailbox drops those of older configurations."""
+        self.reply_count = 0
+        """Number of replies in the whole run, including late replies but not replies of older configurations."""
         self.joiners: set[str] = set()
-        """Devices that have reported and may get a role. The recovery policy removes those to which it gives one."""
+        """Present devices that may get a role. The recovery policy removes a device when it gives the device a role."""
         self.excluded: set[str] = set()
         """Devices that get no role, even if they reply, until the recovery policy removes them from this set."""
         self.refusal: str | None = None
@@ -161,9 +163,9 @@ class Membership:
         self._probes: dict[str, asyncio.Future[None]] = {}
         """The latest probe of each device, done with its acknowledgement."""
         self._question = 0
-        """Number of the latest round of probes, which tells its replies from late ones."""
+        """Number of the latest round of probes, which distinguishes its replies from late ones."""
         mailbox.on_open(self._reset_presence)
-        # A device greets unasked when its program starts, for the first time or again.
+        # A device sends `Hello` without a probe at each start of its program.
         mailbox.on(
             Hello, lambda hello: self._note_presence(hello.sender, hello.incarnation)
         )
@@ -178,7 +180,7 @@ class Membership:
     def mark_configured(self) -> None:
         """Note that roles are assigned now: a device that restarts from now on has lost its role."""
         self.restarted.clear()
-        self.known = dict(self.present)
+        self.assigned_incarnations = dict(self.present)
 
     def exclude(self, names: Collection[str]) -> None:
         """Exclude devices from roles, although they reply: the other devices make no progress with them."""
@@ -218,15 +220,17 @@ class Membership:
         returns True after a message, the wait ends and the result is empty.
         """
         self.ask(reply_seconds)
-        begins = {name: self._mailbox.sends.due(name) for name in reply_seconds}
+        starts = {}
+        for name in reply_seconds:
+            starts[name] = self._mailbox.outbox.acknowledgement_deadline(name)
         while silent := reply_seconds.keys() - self.answers.keys():
             now = self._device.now()
-            left = max(begins[name] + reply_seconds[name] for name in silent) - now
-            if left <= 0:
-                left = self._arriving_seconds(silent, begins, arriving)
-            if left <= 0:
+            remaining = max(starts[name] + reply_seconds[name] for name in silent) - now
+            if remaining <= 0:
+                remaining = self._arriving_seconds(silent, starts, arriving)
+            if remaining <= 0:
                 return silent
-            await self._mailbox.changed(left)
+            await self._mailbox.changed(remaining)
             if stop():
                 break
         return set()
@@ -234,7 +238,7 @@ class Membership:
     def _arriving_seconds(
         self,
         silent: Collection[str],
-        begins: Mapping[str, float],
+        starts: Mapping[str, float],
         arriving: Mapping[str, float],
     ) -> float:
         """Return the seconds to wait for devices whose messages are arriving; not above 0 if none has time left."""
@@ -242,7 +246,7 @@ class Membership:
         end = now
         for name in silent:
             if name in arriving and self._device.receives(name):
-                end = max(end, begins[name] + arriving[name])
+                end = max(end, starts[name] + arriving[name])
         # In short steps, since a message may stop arriving at any moment.
         return min(end - now, ARRIVING_INTERVAL)
 
@@ -256,14 +260,16 @@ class Membership:
         reply.
         """
         self.ask(self.others)
-        heard: Collection[str] = self.present if greeted else self.answers
+        responders: Collection[str] = self.present if greeted else self.answers
         ignored = {*self.excluded, self._device.name}
         while True:
             now = self._device.now()
             remaining = []
             for name, deadline in deadlines.items():
-                # `heard` grows while this function waits.
-                if name not in heard and name not in ignored and deadline > now:
+                # `responders` grows while this function waits.
+                if name in responders or name in ignored:
+                    continue
+                if deadline > now:
                     remaining.append(deadline - now)
             if not remaining:
                 return
@@ -272,8 +278,8 @@ class Membership:
     def _note_presence(self, name: str, incarnation: float) -> None:
         """Note that a device is present, and whether it has restarted or wants to join."""
         self.present[name] = incarnation
-        # A different incarnation than at the assignment of roles: the device has lost its state.
-        if self.known.setdefault(name, incarnation) != incarnation:
+        # The device has restarted since the assignment of roles, and has lost its state.
+        if self.assigned_incarnations.setdefault(name, incarnation) != incarnation:
             self.restarted.add(name)
         has_role = name in self.assigned
         if not has_role and name not in self.excluded:
@@ -287,7 +293,7 @@ class Membership:
             self._logged_refusals[name] = self.refusal
 
     def _handle_answer(self, answer: Alive) -> None:
-        self.answered += 1
+        self.reply_count += 1
         self._note_presence(answer.sender, answer.incarnation)
         # A late reply to an earlier probe shows presence, but its status is outdated.
         if answer.question == self._question:
@@ -320,10 +326,9 @@ class Role(Protocol):
 
 
 class RoleHolder:
-    """The role of one device; from the start of its program it may hold several roles, one after the other.
+    """The role of one device, which may have several roles one after the other.
 
-    A role belongs to a configuration and ends with it: when a newer configuration is opened, the coordinator has
-    assigned the work anew.
+    A role ends with its configuration: when a newer configuration opens, the coordinator assigns all roles again.
     """
 
     def __init__(
@@ -334,7 +339,7 @@ class RoleHolder:
     ) -> None:
         """``status`` receives the report on the role for each probe, and returns it with additions of the method."""
         self.role: Role | None = None
-        # A method adds the replicas on this device, which it keeps also without a role.
+        # A method adds the replicas on this device, which exist independently of a role.
         self.presence = Presence(
             mailbox, coordinator, lambda: status(self._report_status())
         )
@@ -359,7 +364,7 @@ class RoleHolder:
     def assume(self, configuration: int, role_of: Callable[[], Role]) -> bool:
         """Open a configuration and make the device's role in it; return whether the device got the role.
 
-        It does not if it already has a role in this configuration, or if it knows a newer configuration.
+        A device that already has a role in this configuration, or knows a newer one, does not get the role.
         """
         self._mailbox.open(configuration)
         # The coordinator may send the assignment again, and a late one belongs to an earlier configuration.
@@ -399,5 +404,5 @@ class RoleHolder:
         if role is None:
             return Status()
         # A message in transit counts as work: on a slow link, sending may take most of the time.
-        busy = role.computing or self._mailbox.sends.is_busy()
+        busy = role.computing or self._mailbox.outbox.is_busy()
         return Status(self._mailbox.configuration, role.actions, busy)

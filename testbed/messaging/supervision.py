@@ -1,8 +1,9 @@
 """Failure detection for devices that work together, and the loop that recovers from failures.
 
-Detection uses messages alone. After the stall timeout without news, the supervisor probes all devices with a role.
-A slow device replies and is waited for; a silent one, or one without its role, is lost. A reply queues behind the
-device's earlier messages, so a device whose message is still arriving has more time.
+Detection uses messages alone. News are messages of the current configuration other than replies to probes. After the
+stall timeout without news, the supervisor probes all devices with a role. The supervisor waits for a slow device that
+replies; a silent device, or a device without its role, is lost. A reply queues behind the device's earlier messages, so
+a device whose message is still arriving has more time.
 
 Two classes implement `RecoveryPolicy`: `testbed.ml.pipeline.checkpointing.CheckpointRecovery` stops all devices and
 resumes from the last checkpoint; `testbed.ml.pipeline.recovery.ReplicaRecovery` resumes from replicas that the devices
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from testbed.common.errors import TestbedError
-from testbed.messaging.mailbox import ANY, SLACK, Mailbox, transfer_time
+from testbed.messaging.mailbox import ANY, OVERDUE_FACTOR, Mailbox, transfer_time
 from testbed.messaging.membership import Membership, Presence
 from testbed.messaging.typed_messages import TypedMessage
 from testbed.method import PlanningProblem
@@ -30,9 +31,9 @@ K = TypeVar("K", bound=TypedMessage)
 
 _LOG = logging.getLogger(__name__)
 
-MOST_ARRIVING = 8.0
-"""Multiple of the allowed time for a message that is still arriving: a busy host delivers late, but a nearly dead link
-is useless."""
+MAX_ARRIVING_FACTOR = 8.0
+"""Factor on the allowed transfer time for a message that is still arriving. A busy host delivers late and deserves more
+time, but the wait for a nearly dead link must end."""
 MAX_STALL_TIMEOUT_FACTOR = 8.0
 """Upper bound of the learned stall timeout for slow devices, as a multiple of the configured one."""
 
@@ -43,15 +44,15 @@ class Lost(Exception):  # noqa: N818 - a state of the devices, which a recovery 
     def __init__(
         self,
         missing: Collection[str],
-        cut: Collection[str] = (),
-        back: Collection[str] = (),
+        unreachable: Collection[str] = (),
+        restarted: Collection[str] = (),
     ) -> None:
         super().__init__(", ".join(sorted(missing)) or "no progress")
         self.missing = sorted(missing)
         """Devices that are silent, have restarted, or cannot reach a neighbour."""
-        self.cut = frozenset(cut)
-        """The missing devices that reply but cannot reach a neighbour."""
-        self.back = frozenset(back)
+        self.unreachable = frozenset(unreachable)
+        """The missing devices that reply to the coordinator but cannot reach a neighbour."""
+        self.restarted = frozenset(restarted)
         """The missing devices that have restarted without state."""
 
 
@@ -82,7 +83,8 @@ class Supervisor:
     ) -> None:
         """``presence`` is the coordinator's own presence.
 
-        ``backlog`` returns the number of bytes that a device may be sending here when it is probed.
+        ``backlog`` returns the number of bytes that a device with the given assignment may be sending to the
+        coordinator when a probe arrives.
         """
         self.mailbox = mailbox
         self.device = mailbox.device
@@ -91,15 +93,17 @@ class Supervisor:
         self.stall_timeout = max(timeouts.startup, timeouts.stall_timeout)
         """Time without news before devices are probed, in seconds: longer at first, and for slow devices."""
         self.progress = 0
-        """Number of completed tasks: if it is unchanged between two recoveries, the first was fruitless."""
+        """Number of completed tasks; a recovery after which the number does not rise is fruitless."""
         self.layout: Sequence[Assignment] = ()
         """The assignments of units to devices, in the order of the stages."""
         self.presence = presence
         self._backlog = backlog
         self._established = False
         """Whether all devices have been ready for their roles once."""
-        self._still: tuple[int, float] = (-1, 0.0)
-        """Total number of completed tasks on all devices, and the instant of its last change."""
+        self._completed_tasks = -1
+        """Total number of completed tasks on all devices, at the last check; -1 before the first check."""
+        self._last_movement = 0.0
+        """Instant at which the number changed, or at which a device was computing."""
         mailbox.on_open(self.begin)
 
     @property
@@ -121,7 +125,8 @@ class Supervisor:
     def begin(self) -> None:
         """Note the assignment of roles: a later restart loses the role."""
         self.membership.mark_configured()
-        self._still = (-1, 0.0)
+        self._completed_tasks = -1
+        self._last_movement = 0.0
 
     async def take(self, kind: type[K], key: Hashable = ANY) -> K:
         """Take a message as `Mailbox.take` does; raises `Lost` if a required device fails first."""
@@ -137,7 +142,7 @@ class Supervisor:
             # A device that is up again answers every probe, but its part of the work is gone.
             restarted = self.membership.restarted & self.membership.assigned
             if restarted:
-                raise Lost(restarted, back=restarted)
+                raise Lost(restarted, restarted=restarted)
             before = self._count_news()
             has_arrived = await self.mailbox.changed(self.stall_timeout)
             # A message may arrive in the same turn of the loop as the time-out.
@@ -151,29 +156,29 @@ class Supervisor:
             self._established = True
             self.stall_timeout = self.timeouts.stall_timeout
 
-    def learn_stall_timeout(self, lost: Lost, known: Mapping[str, float]) -> None:
+    def learn_stall_timeout(
+        self, lost: Lost, incarnations: Mapping[str, float]
+    ) -> None:
         """Increase the stall timeout if a lost device was running and only slow to reach.
 
-        ``known`` are the incarnations at the assignment of roles: a restarted device is not slow. The device's
-        configuration is no evidence, since a very slow link may not have delivered its role.
+        ``incarnations`` are those at the assignment of roles: a restarted device is not slow. The device's
+        configuration is not considered, since a very slow link may not have delivered the device's role.
         """
         present = self.membership.present
-        for name in self.membership.answers.keys() & {*lost.missing} - lost.cut:
+        for name in self.membership.answers.keys() & {*lost.missing} - lost.unreachable:
             # A changed incarnation means a restart, not slowness.
-            if known.get(name) == present[name]:
-                most = max(
+            if incarnations.get(name) == present[name]:
+                limit = max(
                     self.stall_timeout,
                     MAX_STALL_TIMEOUT_FACTOR * self.timeouts.stall_timeout,
                 )
-                # Doubled once for each loss, however many devices were slow.
-                self.stall_timeout = min(2 * self.stall_timeout, most)
+                # Doubled once for each loss, independent of the number of slow devices.
+                self.stall_timeout = min(2 * self.stall_timeout, limit)
                 return
 
     def _count_news(self) -> int:
-        """Return the number of messages in the current configuration without replies, which rises as long as devices
-        work.
-        """
-        return self.mailbox.arrived - self.membership.answered
+        """Return the number of messages that are news, which rises as long as devices work."""
+        return self.mailbox.received_count - self.membership.reply_count
 
     async def _probe_devices(self) -> None:
         """Probe every device; return if all reply or a message arrives meanwhile, else raise `Lost`."""
@@ -190,9 +195,9 @@ class Supervisor:
         arriving: dict[str, float] = {}
         for part in others:
             # The stall timeout of a device begins after everything queued on its link has arrived.
-            transfer = SLACK * self._transfer_seconds(part)
+            transfer = OVERDUE_FACTOR * self._transfer_seconds(part)
             allowed[part.device] = transfer + self.stall_timeout
-            arriving[part.device] = MOST_ARRIVING * transfer + self.stall_timeout
+            arriving[part.device] = MAX_ARRIVING_FACTOR * transfer + self.stall_timeout
         silent = await members.ping_all(allowed, has_news, arriving)
         if silent:
             raise Lost(silent)
@@ -216,9 +221,9 @@ class Supervisor:
     def _check_movement(self) -> None:
         """Raise `Lost` if all devices reply but none has made progress for too long.
 
-        The lost devices are those that a peer has failed to reach for that time; within the layout, the later of the
-        two. A device outside the layout may be needed for its replicas, so it counts too, except for links from the
-        coordinator.
+        A peer has failed to reach each of the lost devices for that time. Between two devices of the layout, the later
+        stage is lost. A device outside the layout may be needed for its replicas, so it may be lost too, except if the
+        peer is the coordinator.
         """
         own = self.device.name
         standstill = self.timeouts.standstill
@@ -227,22 +232,24 @@ class Supervisor:
         now = self.device.now()
         actions = sum(answers[name].actions for name in order)
         # A computation or a transfer may take long without completing a task.
-        if actions != self._still[0] or any(answers[name].computing for name in order):
-            self._still = (actions, now)
+        is_computing = any(answers[name].computing for name in order)
+        if actions != self._completed_tasks or is_computing:
+            self._completed_tasks = actions
+            self._last_movement = now
             return
-        if now - self._still[1] < standstill:
+        if now - self._last_movement < standstill:
             return
-        cut = set()
+        unreachable = set()
         for name in order:
             for peer, seconds in answers[name].overdue.items():
                 if seconds < standstill:
                     continue
                 if peer in order:
                     # A blocked link concerns two stages, and dropping one of them is enough.
-                    cut.add(max(name, peer, key=order.index))
+                    unreachable.add(max(name, peer, key=order.index))
                 elif name != own:
-                    cut.add(peer)
-        raise Lost(cut, cut)
+                    unreachable.add(peer)
+        raise Lost(unreachable, unreachable=unreachable)
 
 
 MAX_RETRIES_WITH_LOST = 10
@@ -311,7 +318,9 @@ async def run_with_recovery(
                 ) from lost
             # Devices that reply and fail again and again are treated as cut off, which excludes them.
             if fruitless >= MAX_RETRIES_WITH_LOST:
-                lost = Lost(lost.missing, lost.missing, lost.back)
+                lost = Lost(
+                    lost.missing, unreachable=lost.missing, restarted=lost.restarted
+                )
             # A device without contact to a neighbour would block every further configuration.
-            supervisor.membership.exclude(lost.cut)
+            supervisor.membership.exclude(lost.unreachable)
             await recovery.recover(lost, work.start)

@@ -53,7 +53,7 @@ class TypedMessage:
     key: ClassVar[tuple[str, ...]] = ()
     """Fields that identify a message of its kind, possibly ``sender``; without a key, all messages are distinct."""
     opens: ClassVar[bool] = False
-    """Whether the message may belong to a newer configuration than its receiver's; its handler then opens that one."""
+    """Whether a message of a newer configuration than its receiver's is accepted; its handler opens the newer one."""
 
     sender: str = ""
     """Sending device; the receiving runtime sets the field."""
@@ -90,10 +90,10 @@ K = TypeVar("K", bound=TypedMessage)
 
 @dataclass(frozen=True)
 class _Form:
-    """How the fields of one kind of message are encoded."""
+    """The encoding of the fields of one kind of message; every field is in one of these groups, by its name."""
 
     values: tuple[tuple[str, bool], ...]
-    """JSON fields, and whether a None is omitted."""
+    """JSON fields, each with whether a None is omitted."""
     tensors: tuple[str, ...]
     """Fields with one tensor each."""
     fixed: tuple[str, ...]
@@ -129,7 +129,7 @@ def _classify_fields(kind: type[TypedMessage]) -> _Form:
     fixed: list[str] = []
     state = None
     for item in fields(kind):
-        # These three belong to every message, not to the content of its kind.
+        # These fields belong to every message, not to the content of its kind.
         if item.name in ("sender", "padding", "missing"):
             continue
         hint = _without_none(hints[item.name])
@@ -148,8 +148,8 @@ def _without_none(hint: Any) -> Any:
     """Return T for ``T | None``, and any other type unchanged."""
     if get_origin(hint) not in (Union, UnionType):
         return hint
-    others = [argument for argument in get_args(hint) if argument is not NoneType]
-    return others[0] if len(others) == 1 else hint
+    members = [argument for argument in get_args(hint) if argument is not NoneType]
+    return members[0] if len(members) == 1 else hint
 
 
 def _is_tensor(hint: Any) -> bool:

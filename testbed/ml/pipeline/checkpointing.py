@@ -115,7 +115,7 @@ class CheckpointRecovery:
         self._device.record(
             "recovery", phase="detected", step=start, missing=lost.missing
         )
-        known = dict(self._members.known)
+        known = dict(self._members.assigned_incarnations)
         window = self._supervisor.timeouts.rejoin_timeout
         await self._gather_devices(self._members.assigned, window)
         self._supervisor.learn_stall_timeout(lost, known)

@@ -218,7 +218,7 @@ class ReplicatingMember:
         """Units not yet received."""
         self._watches: dict[str, LinkWatch] = {}
         """Watches of the links that this device has measured, by their targets."""
-        mailbox.sends.acknowledged = self._watch_link
+        mailbox.outbox.on_acknowledgement = self._watch_link
         mailbox.on_open(self._abandon_stage)
         mailbox.on(Prepare, self._prepare_stage)
         mailbox.on(FetchedUnit, self._store_unit)

@@ -338,8 +338,8 @@ class ReplicaRecovery:
         """Collect the inventories, and choose the state and stages to resume with."""
         supervisor = self._supervisor
         self._record_detection(lost)
-        known = dict(self._members.known)
-        gone = set(lost.missing) - lost.back
+        known = dict(self._members.assigned_incarnations)
+        gone = set(lost.missing) - lost.restarted
         # A loss that was waited for already is not waited for again.
         awaited = set() if lost is self._waited else gone
         self._mailbox.open(self._mailbox.configuration + 1)
@@ -359,11 +359,11 @@ class ReplicaRecovery:
         members = self._members
         window = supervisor.timeouts.rejoin_timeout
         # A device that is cut off from others, or back after a restart, makes a new configuration necessary.
-        if lost.cut or lost.back or not lost.missing or not window:
+        if lost.unreachable or lost.restarted or not lost.missing or not window:
             return False
         self._record_detection(lost)
         self._waited = lost
-        known = dict(members.known)
+        known = dict(members.assigned_incarnations)
         configuration = self._mailbox.configuration
 
         def has_restarted() -> bool:
@@ -430,7 +430,7 @@ class ReplicaRecovery:
         present = self._present_incarnations(there)
         failure = classify_failure(self._configuration.incarnations, present)
         if failure.lost:
-            raise Lost(failure.lost, back=failure.empty)
+            raise Lost(failure.lost, restarted=failure.empty)
         return there
 
     def adopt(self, partition: StagePartition) -> None:

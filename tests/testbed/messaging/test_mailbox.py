@@ -160,7 +160,7 @@ def test_messages_of_other_configurations_are_dropped():
         assert not mailbox.holds(Numbered, 1)
         assert mailbox.holds(Numbered, 2)
         assert not mailbox.holds(Numbered, 3)
-        assert mailbox.arrived == 1
+        assert mailbox.received_count == 1
 
     run_pair(send, receive)
 
@@ -201,7 +201,7 @@ def test_outbox_reports_busy_and_overdue_messages():
     async def receive(mailbox):
         # Without links, a message is predicted to be acknowledged at once.
         mailbox.links = {}
-        outbox = mailbox.sends
+        outbox = mailbox.outbox
         message = mailbox.post("sender", Text("hello"))
         assert not outbox.overdue()
         assert outbox.is_busy()

@@ -99,7 +99,7 @@ def test_restarted_device_is_recognised_until_next_configuration():
         await mailbox.device.sleep(5)
         assert members.restarted == {"one"}
         # The incarnation is the time of the program's start.
-        assert members.known["one"] == 0.0
+        assert members.assigned_incarnations["one"] == 0.0
         assert members.present["one"] > 0.0
         members.mark_configured()
         assert members.restarted == set()
@@ -116,10 +116,10 @@ def test_cancelled_probe_does_not_delay_next_probe():
         async with Mailbox(device, links, MEMBERSHIP_KINDS) as mailbox:
             members = Membership(mailbox, ("coordinator", "one"))
             members.ask(["one"])
-            due = mailbox.sends.due("one")
+            due = mailbox.outbox.acknowledgement_deadline("one")
             members.ask(["one"])
             assert due > device.now()
-            assert mailbox.sends.due("one") == due
+            assert mailbox.outbox.acknowledgement_deadline("one") == due
 
     async def stay_silent(device):
         await asyncio.get_running_loop().create_future()
@@ -257,7 +257,7 @@ def test_role_is_busy_until_sent_message_is_overdue():
             holder = RoleHolder(mailbox, "coordinator")
             holder.assume(0, lambda: RecordingRole("stage", []))
             # 1.2 s at the planned megabyte a second, and twice that until it is overdue.
-            mailbox.sends.post("two", Message("large", padding=1_200_000))
+            mailbox.outbox.post("two", Message("large", padding=1_200_000))
             await holder.serve()
 
     async def receive_twice(device):

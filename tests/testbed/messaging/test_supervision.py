@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from testbed.common.errors import TestbedError
-from testbed.messaging.mailbox import SLACK, Mailbox
+from testbed.messaging.mailbox import OVERDUE_FACTOR, Mailbox
 from testbed.messaging.membership import MEMBERSHIP_KINDS, Presence, Status
 from testbed.messaging.supervision import (
+    MAX_ARRIVING_FACTOR,
     MAX_RETRIES,
     MAX_RETRIES_WITH_LOST,
-    MOST_ARRIVING,
     Lost,
     Supervisor,
     Timeouts,
@@ -86,7 +86,7 @@ def wait_for_loss(**options):
 def test_silent_device_is_lost_after_stall_timeout():
     time, error = wait_for_loss(faults=[{"kill": "two", "at": "500ms"}])
     assert error.missing == ["two"]
-    assert not error.cut
+    assert not error.unreachable
     # A second without news, and a second without a reply to the probe.
     assert 2 <= time < 2.5
 
@@ -149,7 +149,7 @@ def test_device_is_waited_for_while_message_arrives_slowly():
 def test_device_killed_while_sending_is_lost_after_allowed_time():
     faults = [{"kill": "one", "at": "2s"}]
     # A second without news, a second for the reply, and twice the planned second for the message before it.
-    expected = 1 + 1 + SLACK * 1
+    expected = 1 + 1 + OVERDUE_FACTOR * 1
     loss_time = time_of_loss_while_sending(SLOW_RATE, faults)
     assert loss_time == pytest.approx(expected, abs=0.5)
 
@@ -157,14 +157,14 @@ def test_device_killed_while_sending_is_lost_after_allowed_time():
 def test_device_is_lost_while_message_arrives_too_slowly():
     planned = LINK.transmission_time(size_around(1e6)) + 2 * LINK.delay
     # A second without news, a second for the reply, and the longest time for the message.
-    expected = 1 + 1 + MOST_ARRIVING * SLACK * planned
+    expected = 1 + 1 + MAX_ARRIVING_FACTOR * OVERDUE_FACTOR * planned
     assert time_of_loss_while_sending(8e3) == pytest.approx(expected, abs=0.1)
 
 
 def test_restarted_device_is_lost_on_greeting():
     faults = [{"kill": "two", "at": "500ms", "for": "100ms"}]
     time, error = wait_for_loss(faults=faults, stall_timeout=9)
-    assert error.back == {"two"}
+    assert error.restarted == {"two"}
     # 0.6 s until the restart, 2 s of booting, and the delay of the greeting.
     assert time == pytest.approx(2.61, abs=0.01)
 
@@ -274,7 +274,7 @@ def test_losses_and_recoveries_are_logged(caplog):
 
 
 def test_device_without_contact_to_neighbour_is_excluded():
-    script = ScriptedRecovery(Lost(["one", "two"], cut=["two"]))
+    script = ScriptedRecovery(Lost(["one", "two"], unreachable=["two"]))
     script.run_with_recovery()
     assert script.excluded == {"two"}
 
