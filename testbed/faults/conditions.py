@@ -1,7 +1,10 @@
-"""The state of devices, links and speeds at one moment, the actions that change it, and `apply_step`.
+"""The state of devices, links and speeds at one moment, and the faults and repairs (actions) that change it.
 
-States and actions are values: applying an action returns a new `SystemState`. Containers and the simulator each
-implement `FaultTarget`, which brings a state about.
+States and actions are values: applying an action to a `SystemState` returns a new one. `apply_step` then applies the
+difference to a `FaultTarget`: containers on the real clock, or the simulated world on the virtual clock.
+
+Most actions on links and speeds stay in force until their reversal. Each is stored under a handle, a unique name such
+as ``fault-0`` for the first fault of a scenario.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ ALL = "all"
 """Target of an action on all devices and links."""
 
 V = TypeVar("V")
+"""Type of the value that an action has in the scenario."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,9 @@ class FaultContext:
     links: Mapping[Pair, Link]
     """Links of the scenario."""
     traced: Sequence[tuple[Pair, Link]] = ()
-    """Links after each change of the scenario's trace."""
+    """Each link that the scenario's link trace changes, after each change."""
     time_limit: float = math.inf
-    """Seconds after which the run is over."""
+    """Seconds after which an unfinished run fails."""
     radio: Radio | None = None
     """The radio by which the devices hear each other."""
 
@@ -47,8 +51,9 @@ class FaultContext:
 class FaultAction(Generic[V]):
     """A fault or repair. A subclass defines the scenario key, the effect and the reversal.
 
-    Both clocks carry out the effect: `apply` and `undo` change states of devices; `touches` with `impair`, and `slows`
-    with `slow`, change links and speeds for as long as the action is in force under its handle.
+    Both clocks carry out the effect. An action on devices overrides `apply` and `undo`. An action on links overrides
+    `touches`, which selects the links, and `impair`, which changes them; an action on speeds overrides `slows` and
+    `slow`. Changes of links and speeds last for as long as the action is in force.
 
     >>> from dataclasses import replace
     >>> from testbed.faults.conditions import FaultAction
@@ -58,7 +63,7 @@ class FaultAction(Generic[V]):
     ...     undone_by = ("heal",)
     ...     def touches(self, pair):
     ...         return self.value in pair
-    ...     def impair(self, link, pair, now):
+    ...     def impair(self, link, pair, state):
     ...         return replace(link, up=False)
     """
 
@@ -72,7 +77,7 @@ class FaultAction(Generic[V]):
     schema: ClassVar[Any] = Name
     """Type of the value in a scenario: a device name, or a `ConfigModel` with keys."""
     undoes: ClassVar[tuple[str, ...]] = ()
-    """Names of the actions on the same target undone by this action."""
+    """Names of the actions on the same target that this action undoes; a repair has at least one."""
     undone_by: ClassVar[tuple[str, ...]] = ()
     """Names of further actions on the same target that undo this action."""
     switches: ClassVar[bool] = False
@@ -86,11 +91,14 @@ class FaultAction(Generic[V]):
         return str(self.value)
 
     def named(self) -> list[tuple[Key, str]]:
-        """Return every named device with its key relative to the action."""
+        """Return the key relative to the action, and the name, of every device that the action names."""
         return [((), self.target)]
 
-    def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
-        """Yield the problems of the action in a run, with keys relative to the action. All names are known to exist."""
+    def problems(self, context: FaultContext) -> Iterator[tuple[Key, str]]:
+        """Yield the key relative to the action, and the text, of each problem in a run.
+
+        Called only if all named devices exist.
+        """
         yield from ()
 
     @property
@@ -102,7 +110,7 @@ class FaultAction(Generic[V]):
 
     def mends(self, kind: type[FaultAction[Any]], target: str) -> bool:
         """Return whether this action undoes an action of the given class and target."""
-        # Either class may state it: a package's fault cannot change the testbed's repairs.
+        # Either class may state the relation, because a package's fault cannot extend the testbed's repairs.
         if kind.name not in self.undoes and self.name not in kind.undone_by:
             return False
         return self.target in (ALL, target)
@@ -110,28 +118,34 @@ class FaultAction(Generic[V]):
     def turns(
         self, began: float, ends: float
     ) -> Iterator[tuple[FaultPhase, float]] | None:
-        """Yield phases and times of a repeating action; None for other actions."""
+        """Return the phases and times of a repeating action that strikes from ``began`` to ``ends``, in seconds.
+
+        None for an action that strikes once.
+        """
         return None
 
-    def apply(self, now: SystemState, handle: str) -> SystemState:
-        """Return the state after the action. Raises ValueError for a handle in use."""
-        if not self.undoes:
-            return now.with_action(self, handle)
-        mended = []
-        for broken_handle, broken in now.in_force.items():
-            if self.mends(type(broken), broken.target):
-                mended.append(broken_handle)
-        return now.without_actions(mended)
+    def apply(self, state: SystemState, handle: str) -> SystemState:
+        """Return the state after the action: a fault is put in force, a repair ends the faults that it undoes.
 
-    def undo(self, now: SystemState, handle: str) -> SystemState:
+        Raises ValueError for a handle in use.
+        """
+        if not self.undoes:
+            return state.with_action(self, handle)
+        mended_handles = []
+        for fault_handle, fault in state.in_force.items():
+            if self.mends(type(fault), fault.target):
+                mended_handles.append(fault_handle)
+        return state.without_actions(mended_handles)
+
+    def undo(self, state: SystemState, handle: str) -> SystemState:
         """Return the state without the action; unchanged if already undone."""
-        return now.without_actions([handle])
+        return state.without_actions([handle])
 
     def touches(self, pair: Pair) -> bool:
         """Return whether the action changes a directed link while in force."""
         return False
 
-    def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
+    def impair(self, link: Link, pair: Pair, state: SystemState) -> Link:
         """Return a touched link as changed by the action, in the given state."""
         return link
 
@@ -140,7 +154,10 @@ class FaultAction(Generic[V]):
         return False
 
     def slow(self, factor: float, own: float) -> float:
-        """Return the share of the device's speed left by the action; ``own`` is the full speed in FLOP/s."""
+        """Return the share of the device's full speed left by the action.
+
+        ``factor`` is the share before the action, and ``own`` the full speed in FLOP/s.
+        """
         return factor
 
 
@@ -160,7 +177,8 @@ class StateDiff:
 class SystemState:
     """State of the devices, links and speeds of a run at one moment.
 
-    Actions in force apply on top of each other in order, and on top of values set by a trace or by a user.
+    A link trace or a user's command can set properties of links and shares of speed. The actions in force apply on top
+    of these values, one after the other.
 
     >>> state = SystemState.of([DeviceSpec("a", 1e9, 1e9)], {})
     >>> state.set_speed("a", 0.5).speed("a")
@@ -174,9 +192,9 @@ class SystemState:
     speeds: Mapping[str, float]
     """Full speed in FLOP/s by device, as in the scenario."""
     set_links: Mapping[Pair, Link] = field(default_factory=dict)
-    """Links whose own properties have been set."""
+    """Links set by a link trace or a command, which replace those of the scenario."""
     set_speeds: Mapping[str, float] = field(default_factory=dict)
-    """Explicitly set share of full speed by device; above 1 is faster."""
+    """Share of full speed by device, set by a link trace; above 1 is faster than in the scenario."""
     in_force: Mapping[str, FaultAction[Any]] = field(default_factory=dict)
     """Actions on links and speeds by handle, in the order of application."""
     radio: Radio | None = None
@@ -193,16 +211,17 @@ class SystemState:
         return SystemState(dict.fromkeys(speeds, "up"), links, speeds, radio=radio)
 
     def switch(
-        self, device: str, states: Mapping[DeviceState, DeviceState]
+        self, device: str, transitions: Mapping[DeviceState, DeviceState]
     ) -> SystemState:
-        """Move a device to the next state given by ``states``; unchanged if its state has no entry."""
-        state = self.devices[device]
-        if state not in states:
+        """Return the state after a transition of a device; unchanged if its state has no transition."""
+        device_state = self.devices[device]
+        if device_state not in transitions:
             return self
-        return replace(self, devices={**self.devices, device: states[state]})
+        devices = {**self.devices, device: transitions[device_state]}
+        return replace(self, devices=devices)
 
     def with_action(self, action: FaultAction[Any], handle: str) -> SystemState:
-        """Put an action in force; raise ValueError when the handle is in use."""
+        """Return the state with an action put in force. Raises ValueError for a handle in use."""
         if handle in self.in_force:
             raise ValueError(
                 f"'{handle}' is already active: undo it first, or choose another handle"
@@ -210,18 +229,18 @@ class SystemState:
         return replace(self, in_force={**self.in_force, handle: action})
 
     def without_actions(self, handles: Iterable[str]) -> SystemState:
-        """Remove the actions with the given handles; unknown handles are ignored."""
+        """Return the state without the actions of some handles; unknown handles are ignored."""
         remaining = dict(self.in_force)
         for handle in handles:
             remaining.pop(handle, None)
         return replace(self, in_force=remaining)
 
     def with_links(self, links: Mapping[Pair, Link]) -> SystemState:
-        """Override links of the scenario; actions in force still apply on top."""
+        """Return the state with links that replace those of the scenario."""
         return replace(self, set_links={**self.set_links, **links})
 
     def set_speed(self, device: str, factor: float) -> SystemState:
-        """Set the share of full speed of a device."""
+        """Return the state with another share of full speed of a device."""
         return replace(self, set_speeds={**self.set_speeds, device: factor})
 
     def own_link(self, pair: Pair) -> Link:
@@ -249,12 +268,12 @@ class SystemState:
         return factor
 
     def speed(self, device: str) -> float:
-        """Return the FLOP/s at which a device computes now."""
+        """Return the current speed of a device in FLOP/s."""
         return self.speeds[device] * self.speed_factor(device)
 
     def diff_since(self, earlier: SystemState) -> StateDiff:
         """Return the difference to an earlier state of the same run."""
-        # Only links and speeds that these actions touch can differ: a network may have a million links.
+        # A network may have a million links, so only those that these actions touch, or that were set, are compared.
         changed_actions = [
             *_values_not_in(self.in_force, earlier.in_force),
             *_values_not_in(earlier.in_force, self.in_force),
@@ -263,39 +282,40 @@ class SystemState:
         for name, state in self.devices.items():
             if state != earlier.devices[name]:
                 diff.devices[name] = state
-        for pair in self._suspect_links(earlier, changed_actions):
+        for pair in self._candidate_links(earlier, changed_actions):
             link = self.link(pair)
             if link != earlier.link(pair):
                 diff.links[pair] = link
-        reset = _differing_keys(self.set_speeds, earlier.set_speeds)
+        set_devices = _differing_keys(self.set_speeds, earlier.set_speeds)
         for name in self.speeds:
-            if name in reset or any(action.slows(name) for action in changed_actions):
+            is_slowed = any(action.slows(name) for action in changed_actions)
+            if name in set_devices or is_slowed:
                 factor = self.speed_factor(name)
                 if factor != earlier.speed_factor(name):
                     diff.speeds[name] = factor
         return diff
 
-    def _suspect_links(
+    def _candidate_links(
         self, earlier: SystemState, changed_actions: Collection[FaultAction[Any]]
     ) -> Iterable[Pair]:
-        """Return the links that may differ, in order. A network may have a million links, and most changes
-        touch one."""
-        reset = _differing_keys(self.set_links, earlier.set_links)
-        # Entries of a trace need no pass over all links of the network.
+        """Return the links that may differ from an earlier state, in order."""
+        set_pairs = _differing_keys(self.set_links, earlier.set_links)
+        # A change by a link trace needs no pass over all links of the network.
         if not changed_actions:
-            return sorted(reset)
-        suspect = []
+            return sorted(set_pairs)
+        candidates = []
         for pair in self.links:
-            if pair in reset or any(action.touches(pair) for action in changed_actions):
-                suspect.append(pair)
-        return suspect
+            is_touched = any(action.touches(pair) for action in changed_actions)
+            if pair in set_pairs or is_touched:
+                candidates.append(pair)
+        return candidates
 
 
 K = TypeVar("K")
 
 
 def _differing_keys(one: Mapping[K, object], other: Mapping[K, object]) -> set[K]:
-    """Return the keys whose values are not the same objects."""
+    """Return the keys of either mapping whose values are different objects."""
     if one is other:
         return set()
     keys = one.keys() | other.keys()
@@ -303,18 +323,18 @@ def _differing_keys(one: Mapping[K, object], other: Mapping[K, object]) -> set[K
 
 
 def _values_not_in(one: Mapping[K, V], other: Mapping[K, V]) -> list[V]:
-    """Return the values of ``one`` that ``other`` does not have, by identity, under the same key."""
+    """Return the values of ``one`` for which ``other`` has a different object, or none, under the same key."""
     return [value for key, value in one.items() if other.get(key) is not value]
 
 
 class RecordedStep(Protocol):
-    """A change of the system state: an action, its reversal, trace entries, or a manual setting."""
+    """A change of the system state: an action, its reversal, changes by a link trace, or a user's command."""
 
     @property
     def switches(self) -> bool:
         """Whether the step only changes the state of a device."""
 
-    def apply(self, now: SystemState) -> SystemState:
+    def apply(self, state: SystemState) -> SystemState:
         """Return the state after the step."""
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
@@ -326,13 +346,13 @@ class FaultTarget(Protocol):
 
     @property
     def current(self) -> SystemState:
-        """The links and speeds in force; device states may be stale."""
+        """The current links and speeds. The states of devices may be outdated; `states` returns the current ones."""
 
     def states(self) -> Mapping[str, DeviceState]:
-        """Look up the state of every device."""
+        """Look up the current state of every device."""
 
     def lock(self) -> AbstractContextManager[object]:
-        """Keep others from changing links and speeds within a block."""
+        """Prevent concurrent changes of links and speeds within a block."""
 
     def apply(self, state: SystemState, changed: StateDiff) -> None:
         """Apply changed links and speeds at once; ``state`` is the complete new state."""
@@ -357,13 +377,13 @@ class FaultTarget(Protocol):
 def apply_step(step: RecordedStep, target: FaultTarget) -> StateDiff:
     """Apply a step and return the resulting changes. State changes take no lock because booting is slow."""
     if step.switches:
-        # Looked up, not remembered: a device may have died by itself.
+        # The stored states may be outdated, since a device may have died by itself.
         before = replace(target.current, devices=target.states())
         diff = step.apply(before).diff_since(before)
         for name, state in diff.devices.items():
             _switch_device(target, name, before.devices[name], state)
         return diff
-    # Two steps at once would each start from the same state, and the second undo the first.
+    # Two concurrent steps would start from the same state, and the second one would undo the first.
     with target.lock():
         before = target.current
         after = step.apply(before)

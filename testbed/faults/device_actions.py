@@ -26,21 +26,24 @@ MIN_FACTOR = 1e-6
 
 
 class StateAction(FaultAction[str]):
-    """Changes the state of a device and nothing else."""
+    """Base of actions that only change the state of a device.
+
+    Such an action is never in force under a handle: a killed device that a user has restarted is simply up.
+    """
 
     switches = True
     changes: ClassVar[States]
+    """Transitions of the action."""
     restores: ClassVar[States] = {}
     """Transitions of the reversal; none by default, since a repair is not reverted."""
 
-    # States are not kept in force under a handle: a device that was restarted by hand is simply up.
-    def apply(self, now: SystemState, handle: str) -> SystemState:
+    def apply(self, state: SystemState, handle: str) -> SystemState:
         """Move the device to its next state."""
-        return now.switch(self.value, self.changes)
+        return state.switch(self.value, self.changes)
 
-    def undo(self, now: SystemState, handle: str) -> SystemState:
+    def undo(self, state: SystemState, handle: str) -> SystemState:
         """Restore the previous state of the device."""
-        return now.switch(self.value, self.restores)
+        return state.switch(self.value, self.restores)
 
 
 class Kill(StateAction):
@@ -53,7 +56,7 @@ class Kill(StateAction):
 
 
 class Restart(StateAction):
-    """A killed device boots."""
+    """Boot a killed device."""
 
     name = "restart"
     summary = "a killed device boots again"
@@ -108,14 +111,16 @@ class ThrottlePart(ConfigModel):
     )
 
     @model_validator(mode="after")
-    def _one_figure(self) -> Self:
+    def _check_one_value(self) -> Self:
         if (self.speed is None) == (self.slowdown is None):
             raise ValueError("set exactly one of 'speed' and 'slowdown'")
         return self
 
     def slowed(self, factor: float, own: float) -> float:
-        """Return the remaining share of full speed ``own`` (FLOP/s): a speed replaces the share, a slowdown
-        divides it."""
+        """Return the share of full speed left of the share ``factor``; ``own`` is the full speed in FLOP/s.
+
+        A speed replaces the share, a slowdown divides it.
+        """
         if self.speed is not None:
             return self.speed / own
         return factor / (self.slowdown or 1.0)
@@ -137,11 +142,11 @@ class Throttle(FaultAction[ThrottlePart]):
         """Return the device."""
         return [(("device",), self.value.device)]
 
-    def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
+    def problems(self, context: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield an error for a speed below the minimum."""
         if self.value.speed is None:
             return
-        speeds = {device.name: device.speed for device in setting.devices}
+        speeds = {device.name: device.speed for device in context.devices}
         minimum = speeds[self.value.device] * MIN_FACTOR
         if self.value.speed < minimum:
             yield (

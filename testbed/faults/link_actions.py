@@ -39,13 +39,13 @@ class LinkSetPart(ConfigModel):
     device: Name | None = Field(None, description="all links from and to this device")
 
     @model_validator(mode="after")
-    def _one_target(self) -> Self:
-        named = [
+    def _check_one_target(self) -> Self:
+        targets = [
             self.between is not None,
             self.from_ is not None and self.to is not None,
             self.device is not None,
         ]
-        if sum(named) != 1 or (self.from_ is None) != (self.to is None):
+        if sum(targets) != 1 or (self.from_ is None) != (self.to is None):
             raise ValueError(
                 "name the links with one of 'between', 'from' and 'to', or 'device'"
             )
@@ -61,7 +61,7 @@ class LinkSetPart(ConfigModel):
 
     @property
     def target(self) -> str:
-        """Which links, in words."""
+        """The links as text, such as ``a <-> b``."""
         if self.between is not None:
             return " <-> ".join(self.between)
         return self.device or f"{self.from_} -> {self.to}"
@@ -69,11 +69,8 @@ class LinkSetPart(ConfigModel):
     def named(self) -> list[tuple[Key, str]]:
         """Return every named device with its key."""
         named: list[tuple[Key, str]] = []
-        for key, name in (
-            ("from", self.from_),
-            ("to", self.to),
-            ("device", self.device),
-        ):
+        single = {"from": self.from_, "to": self.to, "device": self.device}
+        for key, name in single.items():
             if name is not None:
                 named.append(((key,), name))
         for place, name in enumerate(self.between or ()):
@@ -105,9 +102,9 @@ class LinkFault(FaultAction[L]):
         """Return the ends of the links."""
         return self.value.named()
 
-    def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
+    def problems(self, context: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield an error for a missing link."""
-        text = self.value.missing_link(setting.links)
+        text = self.value.missing_link(context.links)
         if text is not None:
             yield (), f"{text} to {self.name}"
 
@@ -127,10 +124,10 @@ class Degrade(LinkFault[DegradePart]):
     summary = "override link properties (rate, delay, loss, ...)"
     schema = DegradePart
 
-    def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
+    def problems(self, context: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield errors for missing links and for unknown or impossible properties."""
         part = self.value
-        yield from super().problems(setting)
+        yield from super().problems(context)
         if part.preset is None and not explicit_properties(part):
             yield (
                 (),
@@ -142,22 +139,22 @@ class Degrade(LinkFault[DegradePart]):
                 f"unknown preset '{part.preset}': use one of {', '.join(PRESETS)}",
             )
             return
-        # By identity: a mesh of a thousand devices has a million links, but few values.
+        # A mesh of a thousand devices has a million pairs, which share few `Link` objects: each object is checked once.
         distinct: dict[int, Link] = {}
-        for pair, link in chain(setting.links.items(), setting.traced):
+        for pair, link in chain(context.links.items(), context.traced):
             if part.touches(pair):
                 distinct[id(link)] = link
         for link in distinct.values():
-            # The direction of a preset does not matter here: presets state nothing that could clash.
+            # The direction does not matter here, since a preset's rates and delays are valid in both directions.
             degraded = overlay(link, part, is_from_first=True)
             for name, text in checks.problems(degraded):
                 key = name.partition(".")[0]
-                # A property that the link brings is impossible only beside those of the fault.
+                # The invalid property may be the link's own, if it contradicts a property of the fault.
                 yield (key,) if getattr(part, key) is not None else (), text
 
-    def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
-        """Override the given properties."""
-        return overlay(link, self.value, now.is_from_first(pair))
+    def impair(self, link: Link, pair: Pair, state: SystemState) -> Link:
+        """Override the properties that the scenario gives for the fault."""
+        return overlay(link, self.value, state.is_from_first(pair))
 
 
 class ObstructPart(LinkSetPart):
@@ -175,35 +172,34 @@ class ObstructPart(LinkSetPart):
 class Obstruct(LinkFault[ObstructPart]):
     """Raise the path loss exponent of radio links, and with it the loss of broadcasts.
 
-    A link loses no less than it did: of several obstructions the highest exponent counts.
+    An obstruction never reduces the loss; among several obstructions of a link, the highest exponent decides.
     """
 
     name = "obstruct"
     summary = "links over the air fade faster with distance"
     schema = ObstructPart
 
-    def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
+    def problems(self, context: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield errors for missing links and for an exponent without effect."""
-        yield from super().problems(setting)
-        if setting.radio is None:
+        yield from super().problems(context)
+        if context.radio is None:
             yield (
                 (),
                 "requires `network.radio`: define a radio, or degrade the links' message_loss",
             )
             return
-        own = setting.radio.propagation.path_loss_exponent
+        own = context.radio.propagation.path_loss_exponent
         if self.value.path_loss_exponent <= own:
             yield (
                 ("path_loss_exponent",),
                 f"must be above the radio's own exponent, {own:g}: use a higher one",
             )
 
-    def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
-        """Raise the loss to the share of packets received below the sensitivity."""
-        # `problems` has refused an obstruction without a radio.
-        assert now.radio is not None, "checked before the run"
-        lost = 1 - now.radio.reception_ratio(pair, self.value.path_loss_exponent)
-        return replace(link, message_loss=max(link.message_loss, lost))
+    def impair(self, link: Link, pair: Pair, state: SystemState) -> Link:
+        """Raise the loss to the share of packets that arrive too weak for the receiver."""
+        assert state.radio is not None, "`problems` has refused a missing radio"
+        loss = 1 - state.radio.reception_ratio(pair, self.value.path_loss_exponent)
+        return replace(link, message_loss=max(link.message_loss, loss))
 
 
 class FlapPart(LinkSetPart):
@@ -233,20 +229,20 @@ class Flap(LinkFault[FlapPart]):
             return None
         return "a flap ends after 'times' or after 'for': give one of the two"
 
-    def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
-        """Drop everything."""
+    def impair(self, link: Link, pair: Pair, state: SystemState) -> Link:
+        """Drop all packets."""
         return replace(link, up=False)
 
     def turns(self, began: float, ends: float) -> Iterator[tuple[FaultPhase, float]]:
         """Yield the instants at which the links go down (strike) and come up (undo); the last one is an undo."""
         part = self.value
         for turn in count() if part.times is None else range(part.times):
-            # All turns count from the first, so that delays do not add up.
-            down = began + turn * (part.down + part.up)
-            if down >= ends:
+            # Every outage is timed from the first one, so that delays do not add up.
+            outage_start = began + turn * (part.down + part.up)
+            if outage_start >= ends:
                 return
-            yield "strike", down
-            yield "undo", min(ends, down + part.down)
+            yield "strike", outage_start
+            yield "undo", min(ends, outage_start + part.down)
 
 
 class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
@@ -271,17 +267,18 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
                 named.append(((number, place), name))
         return named
 
-    def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
+    def problems(self, context: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield errors for devices named twice and for groups without effect."""
         listed = Counter(chain.from_iterable(self.value))
         for name in sorted(listed):
             if listed[name] > 1:
                 yield (), f"'{name}' is named twice: a device is in one group"
-        groups = sum(map(bool, self.value))
+        # Empty groups do not count.
+        group_count = sum(map(bool, self.value))
         # Unnamed devices are one more group.
-        if len(listed) < len(setting.devices):
-            groups += 1
-        if groups < 2:
+        if len(listed) < len(context.devices):
+            group_count += 1
+        if group_count < 2:
             yield (
                 (),
                 "has no effect: name at least two groups, or remove devices from the only one",
@@ -300,13 +297,13 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
         # Unnamed devices are in group -1.
         return groups.get(pair[0], -1) != groups.get(pair[1], -1)
 
-    def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
-        """Drop everything."""
+    def impair(self, link: Link, pair: Pair, state: SystemState) -> Link:
+        """Drop all packets."""
         return replace(link, up=False)
 
 
 class Heal(FaultAction[str]):
-    """Every partition, degradation and obstruction is undone, every flap ends."""
+    """Undo every partition, degradation and obstruction, and end every flap."""
 
     name = "heal"
     summary = "undo every partition, degradation and obstruction, end every flap"

@@ -1,4 +1,8 @@
-"""The faults of a scenario file, the registry of their actions, and the checks of both."""
+"""The `faults` section of a scenario file: its model, the registry of fault actions, and the checks of a run's faults.
+
+An action is a fault or a repair, such as `kill` or `heal`. `FaultPart`, one entry of the section, combines an action
+with its time or trigger.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ FAULTS = Registry(
     "fault",
     subclass_of(FaultAction),
 )
-"""Actions in the order of the documentation. Each class defines the type, description and effect of its key."""
+"""Action classes by scenario key, in the order of the documentation."""
 
 
 def _action_of(name: str) -> type[FaultAction[Any]]:
@@ -42,7 +46,7 @@ def _action_of(name: str) -> type[FaultAction[Any]]:
     try:
         return FAULTS.find(name)
     except InputError as error:
-        # A broken package must not keep scenarios from being read that do not use it.
+        # A broken package must not prevent the loading of scenarios without its action.
         attributes = {"schema": _reject_value(error.text), "summary": error.text}
         return type(name, (FaultAction,), attributes)
 
@@ -55,23 +59,24 @@ def _reject_value(text: str) -> Any:
 
 
 ACTIONS = {name: _action_of(name) for name in FAULTS}
-"""By the keys in a scenario."""
+"""Action classes by scenario key, those of installed packages included."""
 _FIELDS: dict[str, Any] = {
     name: (kind.schema | None, Field(None, description=kind.summary))
     for name, kind in ACTIONS.items()
 }
-# Made from the registry, so that an action of a package is a key of a scenario as well.
+# Created from the registry, so that a scenario can have the actions of installed packages, too.
 _Keys: Any = create_model("_Keys", __base__=ConfigModel, **_FIELDS)
+"""A model with one optional field for each action."""
 
 
 def repair_action(name: str, target: str) -> FaultAction[str] | None:
-    """Return the repairing action of a recorded name and target; None if the named action repairs nothing."""
+    """Return the action of a recorded ``fault`` event, given its name and target; None unless it is a repair."""
     kind = ACTIONS.get(name)
     return kind(target) if kind is not None and kind.undoes else None
 
 
 class TriggerPart(ConfigModel):
-    """A moment of the training: 'when worker1 begins backward of batch 205'."""
+    """A moment of the work of a device, as in 'when worker1 begins backward of batch 205'."""
 
     device: Name = Field(description="device whose computation or event is the moment")
     begins: str | None = Field(
@@ -94,7 +99,7 @@ class TriggerPart(ConfigModel):
     )
 
     @model_validator(mode="after")
-    def _one_kind(self) -> Self:
+    def _check_one_kind(self) -> Self:
         if (self.begins is None) == (self.event is None):
             raise ValueError("set exactly one of 'begins' and 'event'")
         return self
@@ -115,7 +120,7 @@ class ActionPart(_Keys):
 
     @property
     def action(self) -> FaultAction[Any]:
-        """The one action given."""
+        """The action of the only key that is set."""
         (action,) = self._actions()
         return action
 
@@ -128,18 +133,14 @@ class ActionPart(_Keys):
         return actions
 
     @model_validator(mode="after")
-    def _one_action(self) -> Self:
+    def _check_one_action(self) -> Self:
         if len(self._actions()) != 1:
             raise ValueError("a fault has exactly one of " + ", ".join(ACTIONS))
         return self
 
 
 class FaultPart(ActionPart):
-    """A fault or repair with its time or trigger.
-
-    At exactly one of ``at`` (seconds after the start of the workload), ``when`` (an event of the training) and
-    ``after`` (seconds after the fault before it in the file).
-    """
+    """A fault or repair with its time or trigger: exactly one of ``at``, ``when`` and ``after``."""
 
     at: Duration | None = Field(
         None, description="time since the start of the workload"
@@ -155,19 +156,17 @@ class FaultPart(ActionPart):
     )
 
     @model_validator(mode="after")
-    def _one_time(self) -> Self:
+    def _check_times(self) -> Self:
         if [self.at, self.when, self.after].count(None) != 2:
-            raise ValueError(
-                "a fault strikes at exactly one of 'at', 'when' and 'after'"
-            )
-        why_not = self.action.reason_against_for
-        if self.for_ is not None and why_not is not None:
-            raise ValueError(why_not)
+            raise ValueError("a fault needs exactly one of 'at', 'when' and 'after'")
+        reason = self.action.reason_against_for
+        if self.for_ is not None and reason is not None:
+            raise ValueError(reason)
         return self
 
 
 def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
-    """Return every device named by a fault, with its key."""
+    """Return the key relative to the fault, and the name, of every device that a fault or its trigger names."""
     action = part.action
     named: list[tuple[Key, str]] = []
     for key, name in action.named():
@@ -179,32 +178,34 @@ def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
 
 def problems(
     faults: Sequence[FaultPart],
-    setting: FaultContext,
+    context: FaultContext,
     spans: Callable[[str], Collection[str] | None],
     events: Mapping[str, Collection[str]],
     batches: int | None = None,
 ) -> list[Diagnostic]:
-    """Return the semantic problems of faults in a run.
+    """Return the problems of faults that depend on the other sections and on the plan of a run.
 
     ``spans`` returns the names of the spans that a device may begin, None if unknown. ``events`` maps recorded events
-    to the trigger keys that can match each. ``batches`` is the number of batches of the workload. Unknown device names
-    are left to `devices_named`; the other keys of a fault with one are not checked.
+    to the trigger keys that can match each. ``batches`` is the number of batches of the workload, None if unknown. A
+    fault with an unknown device is skipped; callers report the name by `devices_named`.
     """
-    names = {device.name for device in setting.devices}
+    names = {device.name for device in context.devices}
     diagnostics: list[Diagnostic] = []
     for index, part in enumerate(faults):
         action = part.action
         # The checks look up the devices by name.
         if any(name not in names for _, name in devices_named(part)):
             continue
-        of_fault = list(_time_problems(index, part, setting.time_limit))
-        for key, text in action.problems(setting):
-            of_fault.append(((action.name, *key), text))
-        of_fault += _repair_problems(part, faults)
+        fault_problems = list(_time_problems(index, part, context.time_limit))
+        for key, text in action.problems(context):
+            fault_problems.append(((action.name, *key), text))
+        fault_problems += _repair_problems(part, faults)
         if part.when is not None:
-            known = spans(part.when.device)
-            of_fault += _trigger_problems(part.when, known, batches, events)
-        for key, text in of_fault:
+            device_spans = spans(part.when.device)
+            fault_problems += _trigger_problems(
+                part.when, device_spans, batches, events
+            )
+        for key, text in fault_problems:
             diagnostics.append(Diagnostic(("faults", index, *key), text))
     return diagnostics
 
@@ -224,24 +225,26 @@ def _time_problems(index: int, part: FaultPart, time_limit: float) -> Problems:
 
 
 def _repair_problems(part: FaultPart, parts: Sequence[FaultPart]) -> Problems:
+    """Yield an error for a repair without an earlier fault on the same target."""
     action = part.action
     if not action.undoes or action.target == ALL:
         return
-    # Times of the faults that the action repairs; a fault with a trigger may strike at any time.
-    times = []
+    fault_times = []
     for other in parts:
         if action.mends(type(other.action), other.action.target):
-            times.append(-math.inf if other.at is None else other.at)
-    breaks = " or ".join(f"{name}s" for name in action.undoes)
-    if not times:
+            # A fault with a trigger may strike at any time.
+            fault_times.append(-math.inf if other.at is None else other.at)
+    # As in "kills or retires".
+    verbs = " or ".join(f"{name}s" for name in action.undoes)
+    if not fault_times:
         yield (
             (action.name,),
-            f"no fault of this scenario {breaks} '{action.target}': nothing to {action.name}",
+            f"no fault of this scenario {verbs} '{action.target}': nothing to {action.name}",
         )
-    elif part.at is not None and min(times) >= part.at:
+    elif part.at is not None and min(fault_times) >= part.at:
         yield (
             ("at",),
-            f"nothing {breaks} '{action.target}' before that: {action.name} it later",
+            f"nothing {verbs} '{action.target}' before that: {action.name} it later",
         )
 
 
@@ -251,14 +254,14 @@ def _trigger_problems(
     batches: int | None,
     events: Mapping[str, Collection[str]],
 ) -> Problems:
-    # Any name may be right where the spans are unknown.
+    # Any name may be right if the spans are unknown.
     if trigger.begins is not None and spans is not None and trigger.begins not in spans:
-        begun = "it has no part in this plan"
+        reason = "it has no part in this plan"
         if spans:
-            begun = f"it begins {', '.join(sorted(spans))}"
+            reason = f"it begins {', '.join(sorted(spans))}"
         yield (
             ("when", "begins"),
-            f"'{trigger.device}' has no computation '{trigger.begins}': {begun}",
+            f"'{trigger.device}' has no computation '{trigger.begins}': {reason}",
         )
         return
     if trigger.event is not None:
@@ -272,7 +275,7 @@ def _trigger_problems(
                     ("when", key),
                     f"the event '{trigger.event}' has no {key}: remove the key",
                 )
-    # The last evaluation is recorded under the number of batches.
+    # The last evaluation has the number `batches`, since it follows the last batch, `batches` - 1.
     if batches is None or trigger.event == "evaluate":
         return
     if trigger.batch is not None and trigger.batch >= batches:

@@ -1,7 +1,8 @@
-"""The schedule of faults and link traces, shared by both runtimes. Pure.
+"""The schedules of a scenario's faults and link trace, shared by both runtimes. They neither wait nor apply anything.
 
-The runtime waits for `FaultScript.next_deadline`, takes the due operations with `pop_due`, passes every event to
-`observe`, applies each `FaultOperation` and reports it `done`. Times relative to another fault (``after``, ``for``)
+A runtime waits until `FaultScript.next_deadline`, takes the due operations with `pop_due`, and passes the events of the
+run to `observe`, which returns the operations that they trigger. The runtime applies each `FaultOperation` and then
+calls `complete`, which schedules the operations that depend on it: times relative to another fault (``after``, ``for``)
 count from the instant at which that fault took effect. The changes of a `LinkTraceScript` all count from the start of
 the workload, so a late change does not delay the next one.
 """
@@ -42,13 +43,14 @@ class FaultOperation:
 
     @property
     def switches(self) -> bool:
-        """Whether the operation only changes the state of a device."""
+        """Whether the operation only changes the state of a device, as in `FaultAction.switches`."""
         return self.action.switches
 
-    def apply(self, now: SystemState) -> SystemState:
+    def apply(self, state: SystemState) -> SystemState:
         """Return the state after the operation. Raises ValueError for a handle in use."""
-        change = self.action.apply if self.phase == "strike" else self.action.undo
-        return change(now, self.handle)
+        if self.phase == "strike":
+            return self.action.apply(state, self.handle)
+        return self.action.undo(state, self.handle)
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the ``fault`` event of the operation."""
@@ -81,22 +83,23 @@ def _batch_of_event(fields: Mapping[str, Any]) -> Any:
 
 
 class FaultScript:
-    """The faults of a scenario in the order of the file, and their progress."""
+    """The faults of a scenario and their progress; an index is the position of a fault in the file."""
 
     def __init__(self, faults: Sequence[FaultPart] = ()) -> None:
         self._faults = [(part, part.action) for part in faults]
-        self._index = {_handle_of(index): index for index in range(len(faults))}
-        """Place in the file of each fault, by its handle."""
+        self._index_of_handle = {
+            _handle_of(index): index for index in range(len(faults))
+        }
         self._struck: set[int] = set()
-        """Places of the faults that have struck at least once."""
+        """Indices of the faults that have struck at least once."""
         self._deadlines: list[tuple[float, int, bool, FaultOperation]] = []
-        """Heap of (time, place in the file, whether it is a reversal, operation)."""
+        """Heap of (time, index, whether the operation is a reversal, operation)."""
         self._under_way: list[FaultOperation] = []
-        """Operations handed out by `pop_due` or `observe`, and not yet reported `done`."""
+        """Operations returned by `pop_due` or `observe`, and not yet passed to `complete`."""
         self._triggers: dict[int, TriggerPart] = {}
-        """Triggers that have not fired, by the places of their faults."""
+        """Triggers that have not fired, by index."""
         self._turns: dict[int, Iterator[tuple[FaultPhase, float]]] = {}
-        """Remaining turns of started repeating actions."""
+        """Remaining turns, by index, of repeating actions that have struck; see `FaultAction.turns`."""
         for index, part in enumerate(faults):
             if part.when is not None:
                 self._triggers[index] = part.when
@@ -104,11 +107,11 @@ class FaultScript:
                 self._schedule_operation(index, "strike", part.at)
 
     def next_deadline(self) -> float | None:
-        """Return the time of the next known operation; None without one."""
+        """Return the time of the next scheduled operation in seconds; None without one."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def pop_due(self, now: float) -> list[FaultOperation]:
-        """Remove and return due operations, by intended time and then by the order of the file."""
+        """Remove and return all operations up to ``now``, by intended time and then by the order of the file."""
         operations = []
         while self._deadlines and self._deadlines[0][0] <= now:
             operations.append(heapq.heappop(self._deadlines)[-1])
@@ -116,20 +119,20 @@ class FaultScript:
         return operations
 
     @property
-    def watched(self) -> frozenset[str]:
-        """Devices with pending triggers; `observe` ignores all others."""
+    def watched_devices(self) -> frozenset[str]:
+        """Devices whose events can fire a trigger; `observe` ignores all others."""
         return frozenset(trigger.device for trigger in self._triggers.values())
 
     @property
-    def events(self) -> frozenset[str]:
-        """Names of events with pending triggers."""
+    def watched_events(self) -> frozenset[str]:
+        """Names of the events that can fire a trigger."""
         return frozenset(trigger.recorded for trigger in self._triggers.values())
 
     def observe(
         self, time: float, device: str, event: str, fields: Mapping[str, Any]
     ) -> list[FaultOperation]:
         """Return the operations triggered by an event. Each trigger fires once."""
-        # Most runs have no triggers, and each event of a run comes here.
+        # Most runs have no triggers, and a run has millions of events.
         if not self._triggers:
             return []
         fired = []
@@ -143,60 +146,63 @@ class FaultScript:
         return operations
 
     def has_pending_start(self, device: str) -> bool:
-        """Return whether a pending or running operation starts a stopped device."""
-        coming = [*self._under_way, *(deadline[-1] for deadline in self._deadlines)]
+        """Return whether an operation that is not complete will start a stopped device."""
+        pending = [*self._under_way, *(deadline[-1] for deadline in self._deadlines)]
         for index, (part, _) in enumerate(self._faults):
             if index not in self._struck:
                 # Only the effect matters here, not the time.
-                coming.append(self._make_operation(index, "strike", math.inf))
+                pending.append(self._make_operation(index, "strike", math.inf))
                 if part.for_ is not None:
-                    coming.append(self._make_operation(index, "undo", math.inf))
-        # Asking the operations themselves keeps this true of actions that packages bring.
+                    pending.append(self._make_operation(index, "undo", math.inf))
+        # The names of actions do not suffice, because packages can register further actions that start devices.
         down = SystemState({device: "down"}, {}, {})
-        for operation in coming:
+        for operation in pending:
             if not operation.switches or operation.action.target != device:
                 continue
             if operation.apply(down).devices[device] != "down":
                 return True
         return False
 
-    def done(self, operation: FaultOperation, actual: float) -> None:
-        """Mark an operation as effective and schedule all dependent ones."""
+    def complete(self, operation: FaultOperation, actual: float) -> None:
+        """Record that an operation took effect at ``actual`` seconds, and schedule all dependent operations."""
         self._under_way.remove(operation)
-        index = self._index[operation.handle]
+        index = self._index_of_handle[operation.handle]
         part, action = self._faults[index]
-        # A repeating action strikes again and again; `for` and `after` count from its first strike.
-        first = operation.phase == "strike" and index not in self._struck
+        # A repeating action strikes several times; `for` and `after` count from its first strike.
+        is_first_strike = operation.phase == "strike" and index not in self._struck
         if action.turns(0.0, 0.0) is not None:
             self._schedule_turn(index, operation.phase, actual)
-        elif first and part.for_ is not None:
+        elif is_first_strike and part.for_ is not None:
             self._schedule_operation(index, "undo", actual + part.for_)
-        if not first:
+        if not is_first_strike:
             return
         self._struck.add(index)
         self._end_turns(action)
-        following = index + 1
-        if following < len(self._faults):
-            wait = self._faults[following][0].after
+        next_index = index + 1
+        if next_index < len(self._faults):
+            wait = self._faults[next_index][0].after
             if wait is not None:
-                self._schedule_operation(following, "strike", actual + wait)
+                self._schedule_operation(next_index, "strike", actual + wait)
 
     def _make_operation(
-        self, index: int, phase: FaultPhase, when: float
+        self, index: int, phase: FaultPhase, intended: float
     ) -> FaultOperation:
-        return FaultOperation(self._faults[index][1], _handle_of(index), phase, when)
+        action = self._faults[index][1]
+        return FaultOperation(action, _handle_of(index), phase, intended)
 
-    def _schedule_operation(self, index: int, phase: FaultPhase, when: float) -> None:
-        operation = self._make_operation(index, phase, when)
-        # At one instant the order of the file holds, and a fault strikes before it is undone.
-        heapq.heappush(self._deadlines, (when, index, phase == "undo", operation))
+    def _schedule_operation(
+        self, index: int, phase: FaultPhase, intended: float
+    ) -> None:
+        operation = self._make_operation(index, phase, intended)
+        # Simultaneous operations are in the order of the file, and a fault strikes before its reversal.
+        heapq.heappush(self._deadlines, (intended, index, phase == "undo", operation))
 
-    def _end_turns(self, action: FaultAction[Any]) -> None:
-        """Cancel the remaining turns of repeating actions undone by this action."""
+    def _end_turns(self, repair: FaultAction[Any]) -> None:
+        """Cancel the remaining turns of all repeating actions that an action undoes."""
         ended = set()
         for index in self._turns:
-            broken = self._faults[index][1]
-            if action.mends(type(broken), broken.target):
+            repeating = self._faults[index][1]
+            if repair.mends(type(repeating), repeating.target):
                 ended.add(index)
         if ended:
             self._turns |= dict.fromkeys(ended, iter(()))
@@ -204,21 +210,21 @@ class FaultScript:
             heapq.heapify(self._deadlines)
 
     def _schedule_turn(self, index: int, phase: FaultPhase, actual: float) -> None:
-        """Schedule the next turn of a repeating action."""
+        """Schedule the next turn of a repeating action, whose latest turn took effect at ``actual`` seconds."""
         if index not in self._turns:
             part, action = self._faults[index]
-            ends = math.inf if part.for_ is None else actual + part.for_
-            turns = action.turns(actual, ends)
-            assert turns is not None
+            end = math.inf if part.for_ is None else actual + part.for_
+            turns = action.turns(actual, end)
+            assert turns is not None, "`complete` has checked that the action repeats"
             self._turns[index] = turns
-            # The first turn is the strike that has just been done.
+            # The first turn is the strike that is already complete.
             next(turns, None)
-        following = next(self._turns[index], None)
-        if following is None and phase == "strike":
-            # An action that struck while another one ended it is undone at once.
-            following = ("undo", actual)
-        if following is not None:
-            self._schedule_operation(index, *following)
+        next_turn = next(self._turns[index], None)
+        if next_turn is None and phase == "strike":
+            # A repair ended the turns during this strike, which must not last.
+            next_turn = ("undo", actual)
+        if next_turn is not None:
+            self._schedule_operation(index, *next_turn)
 
 
 def _handle_of(index: int) -> str:
@@ -227,32 +233,35 @@ def _handle_of(index: int) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """One entry of a trace: a new value of a link property or of a device's speed."""
+    """One line of a link trace: a new value of a link property or of a device's speed."""
 
     time: float
     """Seconds since the start of the workload."""
     what: str
-    """Target as in the trace: ``link a->b rate``, ``device a speed``."""
+    """Changed property as written in the link trace: ``link a->b rate``, ``device a speed``."""
     value: str
+    """New value as written in the link trace, such as ``10mbit``."""
     pairs: tuple[Pair, ...] = ()
     """Changed links, one for each direction; empty for a change of speed."""
     link: LinkPart | None = None
-    """Properties that override those of the links."""
+    """The property and its new value, which override those of the links; None for a change of speed."""
     speed: ThrottlePart | None = None
-    """The device and its new speed, or slowdown relative to full speed."""
+    """The device and its new speed, or slowdown relative to full speed; None for a change of links."""
 
-    def apply(self, now: SystemState) -> SystemState:
+    def apply(self, state: SystemState) -> SystemState:
         """Return the state after the change."""
         if self.link is not None:
             links = {}
             for pair in self.pairs:
-                is_from_first = now.is_from_first(pair)
-                links[pair] = overlay(now.own_link(pair), self.link, is_from_first)
-            now = now.with_links(links)
+                is_from_first = state.is_from_first(pair)
+                links[pair] = overlay(state.own_link(pair), self.link, is_from_first)
+            state = state.with_links(links)
         if self.speed is not None:
             device = self.speed.device
-            now = now.set_speed(device, self.speed.slowed(1.0, now.speeds[device]))
-        return now
+            state = state.set_speed(
+                device, self.speed.slowed(1.0, state.speeds[device])
+            )
+        return state
 
 
 @dataclass(frozen=True)
@@ -266,18 +275,19 @@ class Changes:
 
     def __str__(self) -> str:
         """Return the targets as text."""
-        return f"the trace's '{', '.join(change.what for change in self.changes)}'"
+        targets = ", ".join(change.what for change in self.changes)
+        return f"the trace's '{targets}'"
 
     @property
     def switches(self) -> bool:
         """Whether the step only changes the state of a device: always false."""
         return False
 
-    def apply(self, now: SystemState) -> SystemState:
+    def apply(self, state: SystemState) -> SystemState:
         """Return the state after all changes."""
         for change in self.changes:
-            now = change.apply(now)
-        return now
+            state = change.apply(state)
+        return state
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return a ``trace`` event for each change."""
@@ -293,7 +303,7 @@ class Changes:
 
 
 class LinkTraceScript:
-    """The changes of a trace in the order of time, and their progress."""
+    """The changes of a link trace in the order of time, and their progress."""
 
     def __init__(self, changes: Sequence[Change] = ()) -> None:
         self._changes = changes
@@ -301,13 +311,13 @@ class LinkTraceScript:
         """Index of the first change that is not yet due."""
 
     def next_deadline(self) -> float | None:
-        """Return the instant of the next change; None after the last one."""
+        """Return the time of the next change in seconds; None after the last one."""
         if self._next == len(self._changes):
             return None
         return self._changes[self._next].time
 
     def pop_due(self, now: float) -> Changes:
-        """Remove and return due changes in the order of the trace."""
+        """Remove and return all changes up to ``now``, in the order of the link trace."""
         first = self._next
         while self._next < len(self._changes) and self._changes[self._next].time <= now:
             self._next += 1
@@ -315,13 +325,17 @@ class LinkTraceScript:
 
 
 def traced_links(
-    links: Mapping[Pair, Link], changes: Iterable[Change], first: str
+    links: Mapping[Pair, Link], changes: Iterable[Change], first_device: str
 ) -> Iterator[tuple[int, Pair, Link]]:
-    """Yield (index, pair, link) after each change; ``first`` is the first device of the scenario."""
-    now: dict[Pair, Link] = {}
+    """Yield the index of each change of a link, the pair of devices, and the link after the change.
+
+    ``links`` are those of the scenario, and ``first_device`` is its first device.
+    """
+    changed: dict[Pair, Link] = {}
     for index, change in enumerate(changes):
         for pair in change.pairs:
             if pair in links and change.link is not None:
-                before = now.get(pair) or links[pair]
-                now[pair] = overlay(before, change.link, is_from_first=pair[0] == first)
-                yield index, pair, now[pair]
+                before = changed.get(pair) or links[pair]
+                is_from_first = pair[0] == first_device
+                changed[pair] = overlay(before, change.link, is_from_first)
+                yield index, pair, changed[pair]

@@ -43,13 +43,15 @@ class FaultExecution:
     def __init__(self, world: World, script: FaultScript) -> None:
         self._world = world
         self._script = script
-        self._watched_devices = script.watched
+        self._watched_devices = script.watched_devices
         """Devices whose events may trigger a fault."""
 
     def start(self) -> None:
         """Schedule all faults of known time and watch for the triggers of the others."""
         if self._watched_devices:
-            self._world.recorder.observe(self._observe_event, self._script.events)
+            self._world.recorder.observe(
+                self._observe_event, self._script.watched_events
+            )
         self._schedule_next()
 
     def _schedule_next(self) -> None:
@@ -69,12 +71,12 @@ class FaultExecution:
         )
         for operation in operations:
             # Applying an operation records events, which call this method again.
-            self._watched_devices = self._script.watched
+            self._watched_devices = self._script.watched_devices
             self._apply_operation(operation)
 
     def _apply_operation(self, operation: FaultOperation) -> None:
         _record_and_apply(operation, self._world)
-        self._script.done(operation, self._world.event_queue.now)
+        self._script.complete(operation, self._world.event_queue.now)
         self._world.end_without_coordinator(self._script.has_pending_start)
         self._schedule_next()
 

@@ -510,7 +510,7 @@ class Execution:
         began_field: dict[str, Any] = {}
         if isinstance(step, FaultOperation):
             _LOG.info("%s, applied from %.3f to %.3f s", step, began, actual)
-            self._script.done(step, actual)
+            self._script.complete(step, actual)
             if step.action.waits:
                 began_field = {"began": began}
         for event, fields in step_events(step, changed, self._speeds):

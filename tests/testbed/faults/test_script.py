@@ -35,7 +35,7 @@ def run_script(script, until, latency=0.0):
             # Times are sums of decimal fractions, which binary floats round.
             intended = round(operation.intended, 9)
             operations.append((name_operation(operation), intended))
-            script.done(operation, operation.intended + latency)
+            script.complete(operation, operation.intended + latency)
         deadline = script.next_deadline()
     return operations
 
@@ -48,7 +48,7 @@ def test_duration_counts_from_actual_time_of_fault():
     assert summarize([operation]) == [("kill", "a", 2.0)]
     assert script.next_deadline() is None
     # The kill took effect 0.6 s late, and so will its end.
-    script.done(operation, 2.6)
+    script.complete(operation, 2.6)
     (undo,) = script.pop_due(6)
     assert summarize([undo]) == [("undo kill", "a", 5.6)]
     assert undo.events() == [
@@ -56,7 +56,7 @@ def test_duration_counts_from_actual_time_of_fault():
     ]
     # Error messages contain this text.
     assert str(undo) == "the fault 'undo kill a'"
-    script.done(undo, 5.7)
+    script.complete(undo, 5.7)
     assert script.next_deadline() is None
 
 
@@ -77,7 +77,7 @@ def test_undo_precedes_later_fault_of_file_at_same_time():
     script = make_script(
         {"pause": "b", "at": "1s", "for": "1s"}, {"kill": "b", "at": "2s"}
     )
-    script.done(script.pop_due(1)[0], 1.0)
+    script.complete(script.pop_due(1)[0], 1.0)
     assert summarize(script.pop_due(2)) == [
         ("undo pause", "b", 2.0),
         ("kill", "b", 2.0),
@@ -94,10 +94,10 @@ def test_after_counts_from_actual_time_of_previous_fault():
     (operation,) = script.observe(
         7.0, "a", "begin", {"span": "backward", "batch": 2, "micro": 0}
     )
-    script.done(operation, 7.25)
+    script.complete(operation, 7.25)
     (second,) = script.pop_due(20)
     assert summarize([second]) == [("restart", "a", 10.25)]
-    script.done(second, 11.0)
+    script.complete(second, 11.0)
     assert script.next_deadline() == 12.0
 
 
@@ -126,11 +126,11 @@ def test_after_counts_from_actual_time_of_previous_fault():
 )
 def test_trigger_fires_once_on_matching_event(trigger, event, fields, fires):
     script = make_script({"kill": "b", "when": {"device": "a", **trigger}})
-    assert script.watched == {"a"}
+    assert script.watched_devices == {"a"}
     assert script.observe(1.0, "b", event, fields) == []
     assert bool(script.observe(1.0, "a", event, fields)) == fires
     assert script.observe(2.0, "a", event, fields) == []
-    assert script.watched == (frozenset() if fires else {"a"})
+    assert script.watched_devices == (frozenset() if fires else {"a"})
 
 
 def test_flap_repeats_given_number_of_times():
@@ -185,13 +185,13 @@ def test_throttle_is_undone_after_duration():
 def test_flap_striking_during_heal_is_undone_at_once():
     script = make_script({"flap": FLAP, "at": 0}, {"heal": "all", "at": "3s"})
     (first_strike,) = script.pop_due(0)
-    script.done(first_strike, 0)
+    script.complete(first_strike, 0)
     (first_undo,) = script.pop_due(1)
-    script.done(first_undo, 1)
+    script.complete(first_undo, 1)
     second_strike, heal = script.pop_due(3)
     # Both operations run at the same time, and the strike finishes last.
-    script.done(heal, 3.1)
-    script.done(second_strike, 3.2)
+    script.complete(heal, 3.1)
+    script.complete(second_strike, 3.2)
     assert summarize(script.pop_due(10)) == [("undo flap", "a <-> b", 3.2)]
     assert script.next_deadline() is None
 
@@ -203,12 +203,12 @@ def test_device_may_start_while_restart_is_pending_or_running() -> None:
         {"kill": "b", "at": "4s"},
     )
     (kill,) = script.pop_due(1)
-    script.done(kill, 1)
+    script.complete(kill, 1)
     assert script.has_pending_start("a")
     (restart,) = script.pop_due(3)
     # The restart has been handed out, and is not done yet.
     assert script.has_pending_start("a")
-    script.done(restart, 3)
+    script.complete(restart, 3)
     assert not script.has_pending_start("a")
     assert not script.has_pending_start("b")
 
@@ -220,9 +220,9 @@ def test_device_may_start_at_end_of_kill_but_not_of_pause() -> None:
     )
     assert script.has_pending_start("a")
     for operation in script.pop_due(1):
-        script.done(operation, 1)
+        script.complete(operation, 1)
     assert script.has_pending_start("a")
     assert not script.has_pending_start("b")
     for operation in script.pop_due(3):
-        script.done(operation, 3)
+        script.complete(operation, 3)
     assert not script.has_pending_start("a")

@@ -106,7 +106,7 @@ def test_overrides_set_dotted_keys(write_scenario):
         ),
         (
             "faults=[{heal: all}]",
-            "--set faults=[{heal: all}]: faults.0: a fault strikes at exactly one",
+            "--set faults=[{heal: all}]: faults.0: a fault needs exactly one",
         ),
     ],
 )

@@ -77,7 +77,7 @@ INVALID = [
         "    at: 3s",
         "    at: 3s\n    when: {device: worker1, begins: backward}",
         15,
-        "faults.0: a fault strikes at exactly one of 'at', 'when' and 'after'",
+        "faults.0: a fault needs exactly one of 'at', 'when' and 'after'",
     ),
     (
         "  - kill: worker1\n",
