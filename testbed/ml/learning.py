@@ -89,7 +89,7 @@ class Learning(Workload):
         codes = preparation.codes_of(scenario, given.options)
         source = preparation.described_data(scenario)
         model_code = preparation.model_code(scenario)
-        model = model_of(workload, model_code, source.classes, source.entering)
+        model = model_of(workload, model_code, source.classes, source.input_spec)
         # `divide` adds the number of samples of each device.
         no_samples: dict[str, int] = {}
         return _pose_problem(given, method, model, no_samples, codes, model_code)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from testbed.common import plugins
 from testbed.common.errors import InputError, Key, nearest
@@ -24,16 +25,15 @@ from testbed.ml.fields import Fields, InputSpec
 from testbed.ml.workload import DataPart
 
 Samples = tuple[Bytes, Bytes]
-"""Images and labels as stored in the files."""
+"""Images and labels as stored in the files, (samples, channels, height, width) and (samples,)."""
 LARGE_DIGITS = "digits-28"
+"""Name of the digits enlarged to MNIST's size."""
 DIGITS = ("digits", LARGE_DIGITS)
-"""Names of the embedded sets."""
+"""Names of the sets that are stored in this package."""
 DIGITS_TRAIN = 1438
-"""Training samples of the embedded set, known without an import of its package."""
+"""Number of training samples of `DIGITS`, four fifths of 1,797, as a constant: checks then need not read the file."""
 TEST_SHARE = 0.2
-"""Share of the samples used for tests if a set has no test part."""
-
-
+"""Share of the samples used for tests if a set has no test samples."""
 DATA_FOLDER = Path("data")
 """Parent of the folders created by `testbed setup data`; searched if a scenario gives no folder."""
 SYSTEM_DATA_FOLDER = Path("/usr/share/datasets")
@@ -74,8 +74,10 @@ class DataSource:
     files: tuple[str, ...] = ()
     """Files of the set, each plain or with ``.gz``; empty for sets without a folder."""
     remotes: tuple[Remote, ...] = ()
+    """Downloads from which `testbed setup data` creates the files."""
     read: Callable[[DataSource, Path], tuple[str, Samples, Samples]] | None = None
-    """Function of the source and a folder: the name of the files read, training and test samples."""
+    """Function of the source and a folder: returns the name of the data read, training and test samples. None for
+    ``synthetic`` sets, which `load` generates."""
     from_path: bool = False
     """Whether the scenario names the set's single file."""
     integers: bool = False
@@ -84,7 +86,7 @@ class DataSource:
     """The inputs of a sample, if there are several."""
 
     @property
-    def entering(self) -> InputSpec:
+    def input_spec(self) -> InputSpec:
         """The input of a network trained on the set."""
         return InputSpec(self.shape, self.integers, self.fields)
 
@@ -116,20 +118,20 @@ def _find_first(name: str, folders: Sequence[Path]) -> Path | None:
     return None
 
 
-def _split_parts(samples: Samples) -> tuple[Samples, Samples]:
-    """Divide the samples of a set without a test part into training and test samples."""
+def _hold_out_tests(samples: Samples) -> tuple[Samples, Samples]:
+    """Divide the samples of a set without test samples into training and test samples."""
     images, labels = samples
-    train, test = holdout(labels.astype(np.int64), TEST_SHARE)
-    train_part = (images[train], labels[train])
-    test_part = (images[test], labels[test])
-    return train_part, test_part
+    train_indices, test_indices = holdout(labels.astype(np.int64), TEST_SHARE)
+    train = (images[train_indices], labels[train_indices])
+    test = (images[test_indices], labels[test_indices])
+    return train, test
 
 
-# Readers of sets: each returns the name of the files read, training samples and test samples
+# Readers of sets, for `DataSource.read`
 
 
 def _read_mnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
-    """Read MNIST or a set in the same files; the test part alone is a smaller set with a name of its own."""
+    """Read MNIST or a set in the same files; a folder with the test files alone is a smaller set with another name."""
 
     def read_pair(images: Path, labels: Path) -> Samples:
         height, width = source.shape[1:]
@@ -138,11 +140,11 @@ def _read_mnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples
     train_images, train_labels, test_images, test_labels = (
         files.find(folder, name) for name in source.files
     )
-    has_train_part = train_images is not None or train_labels is not None
-    if not has_train_part and test_images is not None and test_labels is not None:
-        # The test part alone, a seventh of the download, is a small set of its own; its name says so.
+    has_train_files = train_images is not None or train_labels is not None
+    if not has_train_files and test_images is not None and test_labels is not None:
+        # Users may copy the test files alone, a seventh of the download. Results then name the smaller set.
         samples = read_pair(test_images, test_labels)
-        return f"{source.name}-t10k", *_split_parts(samples)
+        return f"{source.name}-t10k", *_hold_out_tests(samples)
     paths = _required_files(source, folder)
     train = read_pair(*paths[:2])
     test = read_pair(*paths[2:])
@@ -151,19 +153,19 @@ def _read_mnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples
 
 def _read_emnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
     """Read a split of EMNIST; raises `InputError` for labels outside its classes."""
-    # The letters are numbered from 1.
-    begin = 1 if source.name == "emnist-letters" else 0
+    # EMNIST numbers letters from 1.
+    first_label = 1 if source.name == "emnist-letters" else 0
 
     def read_pair(images: Path, labels: Path) -> Samples:
         pixels, targets = files.read_idx_pair(
-            images, labels, (28, 28), source.classes + begin
+            images, labels, (28, 28), source.classes + first_label
         )
-        if targets.min() < begin:
+        if targets.min() < first_label:
             raise InputError(
-                f"{labels}: label {targets.min()}, but the classes are numbered from {begin}"
+                f"{labels}: label {targets.min()}, but the classes are numbered from {first_label}"
             )
-        # EMNIST stores its images column by column.
-        return pixels.transpose(0, 1, 3, 2), targets - np.uint8(begin)
+        # EMNIST stores its images column by column, so height and width are exchanged.
+        return pixels.transpose(0, 1, 3, 2), targets - np.uint8(first_label)
 
     paths = _required_files(source, folder)
     train = read_pair(*paths[:2])
@@ -195,19 +197,19 @@ def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Sample
     table = _digits_table()
     levels = table[:, :-1].reshape(-1, 1, 8, 8)
     labels = table[:, -1].copy()
-    # 16 grey levels and black, stretched to the range of a byte like every other set.
+    # Levels 0 to 16 are scaled to the range of a byte, which the other sets have.
     images = np.round(levels * (255 / 16)).astype(np.uint8)
     if source.name == LARGE_DIGITS:
-        # 3 x 8 pixels, and 2 at each edge.
+        # MNIST's 28 pixels are 3 x 8 and a border of 2 at each edge.
         enlarged = images.repeat(3, axis=2).repeat(3, axis=3)
-        unchanged = (0, 0)
-        frame = (2, 2)
-        images = np.pad(enlarged, (unchanged, unchanged, frame, frame))
-    return source.name, *_split_parts((images, labels))
+        no_border = (0, 0)
+        border = (2, 2)
+        images = np.pad(enlarged, (no_border, no_border, border, border))
+    return source.name, *_hold_out_tests((images, labels))
 
 
 def _read_pictures(source: DataSource, path: Path) -> tuple[str, Samples, Samples]:
-    """Read photographs as test samples only: training is impossible without labels."""
+    """Read photographs as test samples with the label 0: without labels, training is impossible."""
     photographs = [pictures.read(path)] if source.from_path else pictures.photos()
     fitted = []
     for picture in photographs:
@@ -218,21 +220,21 @@ def _read_pictures(source: DataSource, path: Path) -> tuple[str, Samples, Sample
     return source.name, no_samples, (images, labels)
 
 
-# MNIST's own names, which Fashion-MNIST has as well.
-_IDX = (
+_MNIST_FILES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
+"""Files of MNIST, and of Fashion-MNIST under the same names."""
 
 
-def _idx_remotes(
+def _mnist_remotes(
     bases: tuple[str, ...], md5s: tuple[str, str, str, str]
 ) -> tuple[Remote, ...]:
-    """Return the downloads of the four files of MNIST or a similar set, from their checksums in the order of `_IDX`."""
+    """Return the downloads of `_MNIST_FILES`, from their checksums in this order."""
     remotes = []
-    for name, md5 in zip(_IDX, md5s, strict=True):
+    for name, md5 in zip(_MNIST_FILES, md5s, strict=True):
         remotes.append(Remote(f"{name}.gz", bases, md5))
     return tuple(remotes)
 
@@ -248,16 +250,22 @@ def _emnist_source(name: str, split: str, summary: str, classes: int) -> DataSou
     names = tuple(f"emnist-{split}-{part}-ubyte" for part in parts)
     archive = Remote(
         "gzip.zip",
-        ("https://biometrics.nist.gov/cs_links/EMNIST/",),
-        "58c8d27c78d21e728a6bc7b3cc06412e",
-        tuple(f"{file}.gz" for file in names),
+        bases=("https://biometrics.nist.gov/cs_links/EMNIST/",),
+        md5="58c8d27c78d21e728a6bc7b3cc06412e",
+        members=tuple(f"{file}.gz" for file in names),
     )
     return DataSource(
-        name, summary, (1, 28, 28), classes, names, (archive,), _read_emnist
+        name,
+        summary,
+        shape=(1, 28, 28),
+        classes=classes,
+        files=names,
+        remotes=(archive,),
+        read=_read_emnist,
     )
 
 
-_CIFAR = (
+_CIFAR_FILES = (
     "data_batch_1.bin",
     "data_batch_2.bin",
     "data_batch_3.bin",
@@ -273,105 +281,108 @@ DATASETS: dict[str, DataSource] = {
         DataSource(
             "digits",
             "1,797 handwritten digits of 8x8, from scikit-learn",
-            (1, 8, 8),
-            10,
+            shape=(1, 8, 8),
+            classes=10,
             read=_read_digits,
         ),
         DataSource(
             LARGE_DIGITS,
             "the same, three times as large in a frame of 2: 28x28 as MNIST",
-            (1, 28, 28),
-            10,
+            shape=(1, 28, 28),
+            classes=10,
             read=_read_digits,
         ),
         DataSource(
             "mnist",
             "70,000 handwritten digits of 28x28",
-            (1, 28, 28),
-            10,
-            _IDX,
-            _idx_remotes(
-                (
+            shape=(1, 28, 28),
+            classes=10,
+            files=_MNIST_FILES,
+            remotes=_mnist_remotes(
+                bases=(
                     "https://ossci-datasets.s3.amazonaws.com/mnist/",
                     "http://yann.lecun.com/exdb/mnist/",
                 ),
-                (
+                md5s=(
                     "f68b3c2dcbeaaa9fbdd348bbdeb94873",
                     "d53e105ee54ea40749a09fcbcd1e9432",
                     "9fb629c4189551a2d022fa330f9573f3",
                     "ec29112dd5afa0611ce80d1b7f02629c",
                 ),
             ),
-            _read_mnist,
+            read=_read_mnist,
         ),
         DataSource(
             "fashion-mnist",
             "70,000 articles of clothing of 28x28",
-            (1, 28, 28),
-            10,
-            _IDX,
-            _idx_remotes(
-                ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
-                (
+            shape=(1, 28, 28),
+            classes=10,
+            files=_MNIST_FILES,
+            remotes=_mnist_remotes(
+                bases=("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+                md5s=(
                     "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
                     "25c81989df183df01b3e8a0aad5dffbe",
                     "bef4ecab320f06d8554ea6380940ec79",
                     "bb300cfdad3c16e7a12a480ee83cd310",
                 ),
             ),
-            _read_mnist,
+            read=_read_mnist,
         ),
         _emnist_source(
             "emnist",
-            "balanced",
-            "131,600 letters and digits of 28x28, equally many of each of 47 classes",
-            47,
+            split="balanced",
+            summary="131,600 letters and digits of 28x28, equally many of each of 47 classes",
+            classes=47,
         ),
         _emnist_source(
             "emnist-letters",
-            "letters",
-            "145,600 letters of 28x28, large and small as one class",
-            26,
+            split="letters",
+            summary="145,600 letters of 28x28, large and small as one class",
+            classes=26,
         ),
         _emnist_source(
-            "emnist-digits", "digits", "280,000 handwritten digits of 28x28", 10
+            "emnist-digits",
+            split="digits",
+            summary="280,000 handwritten digits of 28x28",
+            classes=10,
         ),
         DataSource(
             "cifar10",
             "60,000 colour photographs of 32x32",
-            (3, 32, 32),
-            10,
-            _CIFAR,
-            (
+            shape=(3, 32, 32),
+            classes=10,
+            files=_CIFAR_FILES,
+            remotes=(
                 Remote(
                     "cifar-10-binary.tar.gz",
-                    ("https://www.cs.toronto.edu/~kriz/",),
-                    "c32a1d4ab5d03f1284b67883e8d87530",
-                    _CIFAR,
+                    bases=("https://www.cs.toronto.edu/~kriz/",),
+                    md5="c32a1d4ab5d03f1284b67883e8d87530",
+                    members=_CIFAR_FILES,
                 ),
             ),
-            _read_cifar10,
+            read=_read_cifar10,
         ),
         DataSource(
             "photos",
             "two photographs, from scikit-learn; photos-HxW of any size",
-            (3, *pictures.SIZE),
-            0,
+            shape=(3, *pictures.SIZE),
+            classes=0,
             read=_read_pictures,
         ),
         DataSource(
             "image",
             "a picture of your own, its file named by `path`; image-HxW of any size",
-            (3, *pictures.SIZE),
-            0,
+            shape=(3, *pictures.SIZE),
+            classes=0,
             read=_read_pictures,
             from_path=True,
         ),
         DataSource(
             "synthetic",
             "made up: synthetic-CxHxW[-CLASSES] of any size, prototypes and noise",
-            (1, 8, 8),
-            10,
+            shape=(1, 8, 8),
+            classes=10,
         ),
     )
 }
@@ -386,17 +397,19 @@ def describe(name: str) -> DataSource:
     if name in DATASETS:
         return DATASETS[name]
     if pictures.is_picture(name):
-        kind, picture = pictures.parse(name)
-        return replace(DATASETS[kind], name=name, shape=picture)
+        kind, shape = pictures.parse(name)
+        return replace(DATASETS[kind], name=name, shape=shape)
     if name.startswith("synthetic"):
-        shape, classes = synthetic.parse(name)
-        return DataSource(name, DATASETS["synthetic"].summary, shape, classes)
+        synthetic_shape, classes = synthetic.parse(name)
+        summary = DATASETS["synthetic"].summary
+        return DataSource(name, summary, synthetic_shape, classes)
     packaged = plugins.find(own.ENTRY_POINTS, name, ("data", "name"))
     if isinstance(packaged, DataSource):
         return replace(packaged, name=name)
     if callable(packaged):
-        # Shape and classes are known after a call: see `describe_part`.
-        return DataSource(name, plugins.summarize(packaged), (), 0)
+        # Only a call of the function shows shape and classes: see `describe_part`.
+        summary = plugins.summarize(packaged)
+        return DataSource(name, summary, shape=(), classes=0)
     if packaged is not None:
         raise InputError(
             f"the package's data set '{name}' must be a DataSource or a function",
@@ -408,7 +421,7 @@ def describe(name: str) -> DataSource:
 
 
 def list_names() -> list[str]:
-    """Return the names of all data sets, those of installed packages last."""
+    """Return the names of all data sets; data sets of installed packages come last."""
     return list({**DATASETS, **plugins.installed(own.ENTRY_POINTS)})
 
 
@@ -421,11 +434,11 @@ def part_of(text: str) -> DataPart:
     'mnist'
     """
     # A name after a colon is a function of a Python file, or the label column of a table.
-    place, _, name = text.rpartition(":")
-    if place.endswith(".py"):
-        return DataPart(file=place, name=name)
-    if place.endswith(tables.SUFFIXES):
-        return DataPart(path=place, label=name)
+    file, _, name = text.rpartition(":")
+    if file.endswith(".py"):
+        return DataPart(file=file, name=name)
+    if file.endswith(tables.SUFFIXES):
+        return DataPart(path=file, label=name)
     if Path(text).suffix or Path(text).is_dir():
         return DataPart(path=text)
     return DataPart(name=text)
@@ -443,7 +456,10 @@ def is_own(part: DataPart) -> bool:
 
 
 def describe_part(part: DataPart, path: Path) -> DataSource:
-    """Describe the data of a scenario; raises `InputError`. User data are read for the description."""
+    """Describe the data of a scenario; raises `InputError`.
+
+    Reads the user's own data, whose shape and classes are unknown otherwise.
+    """
     if not is_own(part):
         return describe(part.name)
     dataset = own.load(part, path, TEST_SHARE)
@@ -457,8 +473,8 @@ def describe_part(part: DataPart, path: Path) -> DataSource:
     )
 
 
-def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
-    """Return the labels of a scenario's training samples, (samples,); raises `InputError` like `load`."""
+def train_labels(part: DataPart, folder: Path) -> npt.NDArray[Any]:
+    """Return the labels of a scenario's training samples, (samples, ...); raises `InputError` like `load`."""
     if is_own(part):
         return _limit_samples(own.load(part, folder, TEST_SHARE), part).train_labels
     source = describe(part.name)
@@ -471,14 +487,17 @@ def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
 
 
 def train_groups(part: DataPart, folder: Path) -> npt.NDArray[np.int64] | None:
-    """Return the group of each training sample by the split column, (samples,), or None; raises `InputError`."""
+    """Return a number for each value of the column by which a scenario splits its training samples, (samples,).
+
+    None for a split by other rules; raises `InputError`.
+    """
     if not is_own(part):
         return None
     return _limit_samples(own.load(part, folder, TEST_SHARE), part).groups
 
 
 def known_samples(part: DataPart) -> int | None:
-    """Return the number of training samples of a scenario; None for a number known from the data files only.
+    """Return the number of training samples of a scenario; None if only the data files show the number.
 
     >>> known_samples(DataPart(name="digits"))
     1438
@@ -493,7 +512,8 @@ def known_samples(part: DataPart) -> int | None:
 def problems(part: DataPart, path: Path) -> Iterator[tuple[Key, str]]:
     """Yield (key, problem) for the files of a catalogue set and for the number of requested samples.
 
-    ``path`` is the folder or the file of the set. Samples are not read. Raises `InputError` for an unknown name.
+    The keys are relative to ``workload.data``. ``path`` is the folder or the file of the set. Samples are not read.
+    Raises `InputError` for an unknown name.
     """
     source = describe(part.name)
     if source.files:
@@ -514,8 +534,8 @@ def _folder_problems(
     source: DataSource, name: str, folder: Path
 ) -> Iterator[tuple[Key, str]]:
     """Yield (key, problem) for the folder of a catalogue set; only headers of its files are read."""
-    places = [files.find(folder, each) for each in source.files]
-    present = [path for path in places if path is not None]
+    found = [files.find(folder, file) for file in source.files]
+    present = [path for path in found if path is not None]
     download = f"`testbed setup data {name}` downloads them"
     if not folder.is_dir():
         yield (
@@ -525,7 +545,7 @@ def _folder_problems(
     elif not present:
         yield ("folder",), f"{folder} contains no file of {name}: {download}"
     for file in present:
-        # Files of labels, and of CIFAR-10, declare no size of an image.
+        # Only IDX files of images declare the size of an image.
         if "-images-" not in file.name:
             continue
         try:
@@ -547,14 +567,14 @@ def load(part: DataPart, folder: Path | None = None, *, blank: bool = False) -> 
     ((100, 1, 8, 8), 10)
     """
     if is_own(part):
-        place = folder or Path(part.path or part.file or "")
-        dataset = _limit_samples(own.load(part, place, TEST_SHARE), part)
+        own_path = folder or Path(part.path or part.file or "")
+        dataset = _limit_samples(own.load(part, own_path, TEST_SHARE), part)
         return dataset.blank() if blank else dataset
     source = describe(part.name)
     if source.read is None:
         return synthetic.make(part.name, part.train, part.test, blank=blank)
-    location = _data_location(source, part, folder)
-    name, train, test = source.read(source, location)
+    path = _data_path(source, part, folder)
+    name, train, test = source.read(source, path)
     train_images, train_labels = _take_first(name, "train", train, part.train)
     test_images, test_labels = _take_first(name, "test", test, part.test)
     dataset = Dataset(
@@ -563,7 +583,7 @@ def load(part: DataPart, folder: Path | None = None, *, blank: bool = False) -> 
     return dataset.blank() if blank else dataset
 
 
-def _data_location(source: DataSource, part: DataPart, folder: Path | None) -> Path:
+def _data_path(source: DataSource, part: DataPart, folder: Path | None) -> Path:
     """Return the file or folder to read; raises `InputError` for a missing folder."""
     if not source.files:
         named = part.path if source.from_path else None
@@ -583,10 +603,10 @@ def _data_location(source: DataSource, part: DataPart, folder: Path | None) -> P
 
 
 def _limit_samples(dataset: Dataset, part: DataPart) -> Dataset:
-    """Return a set reduced to the samples a scenario uses."""
+    """Return a set reduced to the first samples, as many as a scenario uses."""
     _check_limit(part.name, "train", len(dataset.train_labels), part.train)
     _check_limit(part.name, "test", len(dataset.test_labels), part.test)
-    # A limit of None keeps all.
+    # `slice(None)`, without a limit, selects all samples.
     train = slice(part.train)
     test = slice(part.test)
     return replace(
@@ -601,21 +621,27 @@ def _limit_samples(dataset: Dataset, part: DataPart) -> Dataset:
 
 def _take_first(
     name: str,
-    part: str,
+    limit_key: str,
     samples: Samples,
     limit: int | None,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Return the first ``limit`` samples as floats; only these are widened to four bytes a pixel."""
+    """Return the first ``limit`` samples, with pixels scaled to [0, 1]; arguments as of `_check_limit`."""
     images, labels = samples
-    _check_limit(name, part, len(images), limit)
+    _check_limit(name, limit_key, len(images), limit)
+    # The limit first: a float takes four times the memory of a byte.
     scaled = images[:limit].astype(np.float32)
     scaled /= 255
     return scaled, labels[:limit].astype(np.int64)
 
 
-def _check_limit(name: str, part: str, samples: int, limit: int | None) -> None:
-    """Raise `InputError` if a scenario asks for more samples than a part, "train" or "test", has."""
+def _check_limit(name: str, limit_key: str, samples: int, limit: int | None) -> None:
+    """Raise `InputError` if the limit of a scenario exceeds the available number of samples.
+
+    ``limit_key`` is the limit's key below `data`: "train" for training samples, "test" for test samples.
+    """
+    kind = "training" if limit_key == "train" else "test"
     if limit is not None and limit > samples:
         raise InputError(
-            f"{name} has {samples} samples in this part, not {limit}", ("data", part)
+            f"{name} has {samples} {kind} samples, not {limit}: use fewer",
+            ("data", limit_key),
         )

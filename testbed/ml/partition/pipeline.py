@@ -633,9 +633,10 @@ class SynchronousPipeline(TrainingPipeline):
         """
         names = (self.devices[source].name, self.devices[target].name)
         if names not in self.links:
+            title = self.model.tied_weights[0].title
             raise InputError(
-                f"{names[0]} and {names[1]} use the same weights ({self.model.tied_weights[0].title}) and send each other "
-                f"gradients, but no link leads from {names[0]} to {names[1]}: use the topology mesh or add the link",
+                f"{names[0]} and {names[1]} use the same weights ({title}) and send each other gradients, but no link "
+                f"leads from {names[0]} to {names[1]}: use the topology mesh or add the link",
                 ("network", "topology"),
             )
         link = self.links[names]

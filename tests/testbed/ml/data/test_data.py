@@ -310,11 +310,11 @@ def test_unknown_name_is_rejected_with_closest_match() -> None:
 
 
 def test_more_samples_than_available_are_rejected(tmp_path: Path) -> None:
-    message = r"data.train: digits has 1438 samples in this part, not 1500"
+    message = r"data.train: digits has 1438 training samples, not 1500"
     with pytest.raises(InputError, match=message):
         load(data_part("digits", train=1500))
     write_mnist(tmp_path)
-    message = r"data.train: mnist has 6 samples in this part, not 7"
+    message = r"data.train: mnist has 6 training samples, not 7"
     with pytest.raises(InputError, match=message):
         train_labels(data_part("mnist", train=7), tmp_path)
 
