@@ -424,9 +424,9 @@ def _check_training(method: Method, problem: PlanningProblem) -> None:
     problem.training.check()
     if problem.workload.training.uses_evaluations:
         _check_early_stopping(method, problem)
-    given_keys = problem.workload.training.given_keys()
+    used_keys = problem.workload.training.used_keys()
     for key, reason in method.refuses.items():
-        if key in given_keys:
+        if key in used_keys:
             text = f"'{method.name}' does not support this ({reason}): remove the key, or use another method"
             raise InputError(text, ("training", *key.split(".")))
 

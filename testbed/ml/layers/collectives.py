@@ -1,7 +1,8 @@
 """Collective operations among several devices, as in MPI and ``torch.distributed``.
 
-Every member calls the same operation, and each receives its part of the result: for example, after an all-reduce all
-members have the sum of their tensors.
+Every member of a group of devices calls the same operation and receives its part of the result: for example, after an
+all-reduce all members have the sum of their tensors. The root of an operation is the member that has its input, or that
+receives its result.
 """
 
 from __future__ import annotations
@@ -29,29 +30,31 @@ class Contribution(
     group: int
     """Number of the group."""
     operation: int
-    """Number of the operation among those of the group, from 0."""
+    """Number of the operation, counted from 0 in each group."""
     step: int
-    """Number of the message within the operation, from 0; only `Group.all_reduce` has several."""
+    """Number of the message within the operation, from 0; only `Group.all_reduce` has several steps."""
     tensors: State
     """The payload by name; a single tensor has the name ``""``."""
 
 
-_ONLY = ""
-"""Name of the tensor in a message with a single one."""
+_SINGLE = ""
+"""Name of the tensor in a message with a single tensor."""
 
 
 class Group:
-    """Devices calling the same operations in the same order; the program's mailbox must register `Contribution`.
+    """Devices that call the same operations in the same order; the program's mailbox must register `Contribution`.
 
-    Operations match by their order, so concurrent activities, such as two requests under way, need separate groups with
-    distinct numbers. An operation waits for missing members: a program surviving the loss of devices opens another
-    configuration of its mailbox, which voids the operations of the previous one. An operation returns once this device
-    has its result; pending sends are withdrawn if its mailbox closes.
+    Operations match by their order, so concurrent activities, such as two requests at once, need separate groups with
+    distinct numbers. An operation waits for every member, also for a failed one: a program that survives the loss of
+    devices opens another configuration of its mailbox, which cancels operations of the previous configuration. An
+    operation returns when this device has its result; messages to other members may still wait in the mailbox, and are
+    discarded if it closes.
 
     Example, in the program of every member::
 
-        group = Group(mailbox, device, members)
-        total = await group.all_reduce(torch.ones(3))
+        async with Mailbox(device, links, (Contribution,)) as mailbox:
+            group = Group(mailbox, members)
+            total = await group.all_reduce(torch.ones(3))
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Group:
         self.members = tuple(members)
         self.device = mailbox.device
         self.rank = self.members.index(self.device.name)
-        """This device's place among the members."""
+        """Index of this device in ``members``."""
         self._mailbox = mailbox
         self._number = number
         self._operations = count()
@@ -70,12 +73,12 @@ class Group:
         """Return the root's tensor, of any shape, on every member; other members pass None."""
         states = None
         if tensor is not None:
-            states = [{_ONLY: tensor}] * len(self.members)
+            states = [{_SINGLE: tensor}] * len(self.members)
         received = await self.scatter(states, root)
-        return received[_ONLY]
+        return received[_SINGLE]
 
     async def scatter(self, states: Sequence[State] | None, root: str) -> State:
-        """Return on each member one of the root's ``states``: the root passes one for each member, others pass None."""
+        """Return on each member its entry of the root's ``states``, which are in member order; others pass None."""
         operation = next(self._operations)
         if states is None:
             return await self._receive_part(operation, root)
@@ -89,7 +92,7 @@ class Group:
         """Return on the root the tensors of all members, of any shapes, in member order; None elsewhere."""
         operation = next(self._operations)
         if self.device.name != root:
-            self._send_part(operation, root, {_ONLY: tensor})
+            self._send_part(operation, root, {_SINGLE: tensor})
             return None
         return await self._collect_parts(operation, tensor)
 
@@ -97,52 +100,52 @@ class Group:
         """Return on every member the tensors of all members, of any shapes, in member order."""
         operation = next(self._operations)
         for member in self.members:
-            self._send_part(operation, member, {_ONLY: tensor})
+            self._send_part(operation, member, {_SINGLE: tensor})
         return await self._collect_parts(operation, tensor)
 
     async def _collect_parts(
         self, operation: int, own: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Return the parts of all members in member order, ``own`` among them."""
+        """Return the parts of all members in member order; ``own`` is the part of this device."""
         parts = []
         for member in self.members:
             if member == self.device.name:
                 parts.append(own)
             else:
                 state = await self._receive_part(operation, member)
-                parts.append(state[_ONLY])
+                parts.append(state[_SINGLE])
         return parts
 
     async def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return on every member the sum of all tensors, which have one shape; the sums are bitwise equal.
 
-        The tensors travel round a ring in as many parts as there are members: every link carries 2 (n - 1) / n of a
-        tensor. The additions take the device's time.
+        A ring all-reduce: the tensor is divided into as many parts as there are n members, and each link of the ring
+        carries 2 (n - 1) / n of the tensor. The additions take the device's time.
         """
         operation = next(self._operations)
         size = len(self.members)
         parts = list(tensor.flatten().tensor_split(size))
-        following = self.members[(self.rank + 1) % size]
-        before = self.members[self.rank - 1]
+        successor = self.members[(self.rank + 1) % size]
+        predecessor = self.members[self.rank - 1]
+        # In the first n - 1 steps (reduce-scatter) each part goes round the ring and every member adds its own values;
+        # in the second n - 1 steps (all-gather) each complete sum goes round once. All members receive the same bits,
+        # since the sum of a part is computed once, by one chain of additions.
         for step in range(2 * (size - 1)):
-            # First each part becomes a sum on its way round, then each sum goes round once more. Each part is summed
-            # by one chain of members, which is why all receive the same bits.
             is_summing = step < size - 1
-            # In the first step a member sends the part of its own rank, and later the part it has just received. The
-            # second time round begins with the part that the member has completed, the one after its rank.
+            # The first step sends the part with the member's own rank, and each later step the part received in the
+            # step before.
             sent = (self.rank - step) % size
-            if not is_summing:
-                sent = (self.rank + size - step) % size
-            self._send_part(operation, following, {_ONLY: parts[sent]}, step)
-            state = await self._receive_part(operation, before, step)
-            received = state[_ONLY]
-            place = (sent - 1) % size
+            self._send_part(operation, successor, {_SINGLE: parts[sent]}, step)
+            state = await self._receive_part(operation, predecessor, step)
+            part = state[_SINGLE]
+            # The predecessor's rank is one less, and so is the part that it sends.
+            received = (sent - 1) % size
             if is_summing:
-                add = partial(torch.add, received, parts[place])
-                cost = Cost(received.numel())
+                add = partial(torch.add, part, parts[received])
+                cost = Cost(part.numel())
                 span = Span("all-reduce", self._number, operation)
-                received = await self.device.compute(add, cost, span)
-            parts[place] = received
+                part = await self.device.compute(add, cost, span)
+            parts[received] = part
         return torch.cat(parts).reshape(tensor.shape)
 
     def _send_part(

@@ -1,10 +1,10 @@
-"""Costs and memory of a stage: FLOPs and accessed bytes of each operation, bytes of memory.
+"""Costs and memory of units that one device computes: FLOPs and accessed bytes of each operation, bytes of memory.
 
-Forward and backward costs are the units' formulas times the samples. `TrainingConfig.update_flops` gives the cost of
-updates. Copying weights (for a checkpoint, or to load or build a shard) costs 1 FLOP for each parameter and for each
-value of the optimizer's state, such as momentum. The loss costs nothing.
+Costs of forwards and backwards are the formulas of the units times the number of samples. `TrainingConfig.update_flops`
+is the cost of updates. A copy of weights (for a checkpoint, or to load or build a shard) costs 1 FLOP for each
+parameter and for each value of the optimizer's state, such as momentum. The loss costs nothing.
 
-The planners use the same functions as the programs, so predicted and charged times agree.
+Planners use the same functions as programs, so predicted and charged times agree.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def update_cost(units: Sequence[Unit], training: TrainingConfig) -> Cost:
 
 
 def copy_cost(units: Sequence[Unit], training: TrainingConfig) -> Cost:
-    """Return the cost of copying the transmitted weights and the optimizer's state, an operation for each value."""
+    """Return the cost of copying the transmitted weights and the optimizer's state: one FLOP for each value."""
     optimizer_values = training.state_values * count_parameters(units)
-    weights = weight_bytes(units, training) / BYTES_PER_VALUE
-    return Cost(optimizer_values + weights)
+    weight_values = weight_bytes(units, training) / BYTES_PER_VALUE
+    return Cost(optimizer_values + weight_values)
 
 
 def weight_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
-    """Return the bytes of the transmitted weights."""
+    """Return the bytes of the weights in messages and checkpoints: without frozen ones unless configured."""
     values = count_parameters(units)
     if training.frozen_travels:
         values += sum(unit.frozen_parameters for unit in units)
@@ -78,7 +78,7 @@ def weight_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
 
 
 def state_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
-    """Return the bytes of the transmitted weights and the optimizer's state.
+    """Return the bytes of the weights and the optimizer's state in messages and checkpoints.
 
     >>> from testbed.ml.models.catalog import create
     >>> from testbed.ml.training.config import TrainingConfig
@@ -86,13 +86,13 @@ def state_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
     >>> state_bytes(model.units, TrainingConfig())
     9640.0
     """
-    # The cost of a copy is an operation for each value.
+    # A copy costs one FLOP for each value, so the FLOPs are the number of values.
     values = copy_cost(units, training).of().flops
     return BYTES_PER_VALUE * values
 
 
 def whole_memory(problem: PlanningProblem[Any], device: DeviceSpec) -> float:
-    """Return the bytes a device needs to hold and compute the whole model."""
+    """Return the bytes that a device needs to train the whole model, or to infer with it, alone."""
     model = problem.model
     units = range(len(model.units))
     samples = problem.workload.batch_size
@@ -108,7 +108,7 @@ def whole_memory(problem: PlanningProblem[Any], device: DeviceSpec) -> float:
 
 
 def whole_seconds(problem: PlanningProblem[Any], device: DeviceSpec) -> float:
-    """Return the seconds one device alone takes for a step, or for a request of an inference workload."""
+    """Return the seconds that one device alone takes for a training step, or for a request of an inference workload."""
     units = problem.model.units
     samples = problem.workload.batch_size
     seconds = device.seconds(forward_cost(units, samples))
@@ -120,7 +120,7 @@ def whole_seconds(problem: PlanningProblem[Any], device: DeviceSpec) -> float:
 
 
 def check_memory(device: DeviceSpec, memory: float) -> None:
-    """Raise `InputError` if ``memory``, the bytes of a device's part, exceeds the memory of the device."""
+    """Raise `InputError` if a device's part of the model needs ``memory`` bytes, and the device has less."""
     if memory > device.memory:
         raise InputError(
             f"{device.name} has {formats.size(device.memory)} of memory, its part of the model needs "

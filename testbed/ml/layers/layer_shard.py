@@ -1,10 +1,11 @@
 """Some neurons of one layer under training, for methods that divide a layer over devices (EdgePipe's super neurons).
 
 A neuron is an output channel: an output feature of a fully connected layer, or a filter of a convolution. A
-`LayerShard` holds all weights that enter its neurons, whereas a `testbed.ml.layers.shard.Shard` holds whole units.
+`LayerShard` holds its neurons with all of their input weights, whereas a `testbed.ml.layers.shard.Shard` holds whole
+units.
 
-The arithmetic of the outputs is in `testbed.ml.models.sliced`; this module adds gradients, updates, and the move of
-neurons from one device to another.
+`testbed.ml.models.sliced` computes the outputs; this module adds gradients, updates, and the move of neurons from one
+device to another.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from testbed.ml.training.schema import OptimizerPart
 _STATISTICS = ("running_mean", "running_var")
 """Running statistics of a normalisation: not trained, but moved with the channel."""
 
-
 Gradients = dict[str, "torch.Tensor"]
-"""Gradients by the name of their parameter, each of its shape."""
+"""Gradients by the name of a parameter, each with the shape of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -38,32 +38,32 @@ class _AutogradForward:
     outputs: torch.Tensor
     """(samples, elements of the neurons)."""
     parameters: dict[str, torch.Tensor]
-    """The parameters used in the forward: an update makes new ones."""
+    """The parameters used in the forward; a later update replaces the parameters of the shard, not these."""
 
     def all_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
         """Return the gradients of the inputs, (samples, elements), and of the parameters.
 
         ``gradient`` is the gradient of the outputs, with their shape.
         """
-        wanted = [self.inputs, *self.parameters.values()]
-        of_inputs, *of_parameters = self._gradients_of(wanted, gradient)
-        assert of_inputs is not None
-        return of_inputs, self._by_name(of_parameters)
+        tensors = [self.inputs, *self.parameters.values()]
+        input_gradient, *parameter_gradients = self._gradients_of(tensors, gradient)
+        assert input_gradient is not None
+        return input_gradient, self._by_name(parameter_gradients)
 
     def parameter_gradients(self, gradient: torch.Tensor) -> Gradients:
         """Return the gradients of the parameters alone."""
-        wanted = list(self.parameters.values())
-        of_parameters = self._gradients_of(wanted, gradient)
-        return self._by_name(of_parameters)
+        tensors = list(self.parameters.values())
+        parameter_gradients = self._gradients_of(tensors, gradient)
+        return self._by_name(parameter_gradients)
 
     def _gradients_of(
-        self, wanted: list[torch.Tensor], gradient: torch.Tensor
+        self, tensors: list[torch.Tensor], gradient: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        # As in `Shard.backward`: the outputs' gradient by this sum is ``gradient``, to the bit, and torch imports less
-        # than if it were passed to `grad`.
+        # As in `Shard.backward`: the derivative of this sum by the outputs is ``gradient``, to the bit, and torch
+        # imports less than with ``gradient`` as an argument of `grad`.
         total = (self.outputs * gradient).sum()
         # A bias may be unused, before a normalisation for example.
-        return torch.autograd.grad(total, wanted, allow_unused=True)
+        return torch.autograd.grad(total, tensors, allow_unused=True)
 
     def _by_name(self, gradients: Sequence[torch.Tensor | None]) -> Gradients:
         named = {}
@@ -84,39 +84,41 @@ class _DenseForward:
     """Name of the bias."""
 
     def all_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
-        of_sums = self.step.of_sums(gradient)
-        of_inputs = self.step.of_inputs(of_sums)
-        return of_inputs, self._by_name(of_sums)
+        sums_gradient = self.step.of_sums(gradient)
+        input_gradient = self.step.of_inputs(sums_gradient)
+        return input_gradient, self._by_name(sums_gradient)
 
     def parameter_gradients(self, gradient: torch.Tensor) -> Gradients:
-        of_sums = self.step.of_sums(gradient)
-        return self._by_name(of_sums)
+        sums_gradient = self.step.of_sums(gradient)
+        return self._by_name(sums_gradient)
 
-    def _by_name(self, of_sums: torch.Tensor) -> Gradients:
-        of_weight, of_bias = self.step.of_parameters(of_sums)
-        return {self.weight: of_weight, self.bias: of_bias}
+    def _by_name(self, sums_gradient: torch.Tensor) -> Gradients:
+        weight_gradient, bias_gradient = self.step.of_parameters(sums_gradient)
+        return {self.weight: weight_gradient, self.bias: bias_gradient}
 
 
 class LayerShard:
     """A slice of a layer with its gradients and optimizer state.
 
-    Values are (samples, elements), channel after channel. Several batches may be under way, each with its own key: in a
-    pipeline a device forwards later batches before the losses of an earlier one arrive. Each backward uses the weights
-    of its forward, whatever updates happened in between, and gradients accumulate until `update`. Arguments and results
-    are never modified later.
+    Inputs and outputs are (samples, elements), with the elements of one channel after those of another. Forwards of
+    several batches may wait for their gradients, each with its own key: in a pipeline a device forwards later batches
+    before the losses of an earlier batch arrive. Each backward uses the weights of its forward, whatever updates
+    happened in between, and gradients accumulate until `update`. Tensors passed to or returned by a shard are never
+    modified later.
     """
 
     def __init__(
         self, layer: GraphLayer, part: Slice, state: State, optimizer: OptimizerPart
     ) -> None:
-        """Take a slice's tensors from `cut_tensors` or `draw_tensors`, and momentum if any.
+        """Hold the slice ``part`` of a layer with its tensors and momentum.
 
-        Raises ValueError for layers that cannot be divided by neurons, slices with incomplete neurons, and dropout,
-        whose masks would depend on the division.
+        ``state`` has the tensors of the slice, from `cut_tensors` or `draw_tensors`, and may have momentum. Raises
+        ValueError for layers that cannot be divided by neurons, slices with incomplete neurons, and dropout, whose
+        masks would depend on the division.
         """
         if not layer.splits:
             raise ValueError(
-                f"{layer.name} is not divided by neurons: use a Shard of its unit"
+                f"{layer.name} cannot be divided by neurons: use a Shard of its unit"
             )
         if part.rows != part.channels:
             raise ValueError(
@@ -132,18 +134,19 @@ class LayerShard:
         self._gradients: dict[str, torch.Tensor] = {}
         self._forwards: dict[Hashable, _AutogradForward | _DenseForward] = {}
         """Forwards that wait for their gradient, by key."""
-        # The closed form takes the bias for granted; a layer with values for each channel has one.
+        # The closed form requires a bias: the only values for each channel that a fully connected layer may have.
         has_bias = layer.sequence[0].channel_values > 0
         self._has_closed_form = is_dense(layer) and has_bias
         """Whether the gradients have a closed form, which is faster than autograd for a few neurons."""
         # `is_dense` allows nothing but a ReLU after the fully connected layer.
-        self._rectified = len(layer.sequence) > 1
-        first = layer.names[0]
-        self._names = (f"{first}.weight", f"{first}.bias")
+        self._has_relu = len(layer.sequence) > 1
+        prefix = layer.names[0]
+        self._dense_names = (f"{prefix}.weight", f"{prefix}.bias")
+        """Names of the weight matrix and the bias, if the layer is fully connected."""
         self._replace_slice(part, state)
 
     def _replace_slice(self, part: Slice, state: State) -> None:
-        """Hold a slice with its tensors and momentum; drop the computations with the previous slice."""
+        """Hold another slice with its tensors and momentum; drop gradients and forwards of the previous slice."""
         self.part = part
         self._tensors = {}
         for name, tensor in weights_of(state).items():
@@ -161,12 +164,12 @@ class LayerShard:
     def _current_layer(self) -> SlicedLayer:
         """The slice with the current weights, tracked by autograd."""
         if self._tracked_layer is None:
-            # Made anew after each update, so that backwards under way keep the weights of their forward.
+            # Created again after each update, since forwards that wait for their gradient need the former parameters.
             self._parameters: dict[str, torch.Tensor] = {}
             for name, tensor in self._tensors.items():
                 if not name.endswith(_STATISTICS):
                     self._parameters[name] = torch.nn.Parameter(tensor)
-            # The statistics are those of this object, so that training updates them in place.
+            # Running statistics are not copied, so that the forwards of training update them in place.
             tensors = self._tensors | self._parameters
             self._tracked_layer = SlicedLayer(
                 self.layer, self.part, tensors, training=True
@@ -176,10 +179,10 @@ class LayerShard:
     def forward(
         self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None
     ) -> torch.Tensor:
-        """Return the outputs of all neurons held, (samples, elements of the neurons).
+        """Return the outputs of all neurons of the slice, (samples, elements of the neurons).
 
-        ``inputs`` is (samples, elements of the input channels ``columns``); missing channels count as zero. None means
-        all channels the shard has weights for.
+        ``inputs`` is (samples, elements of the input channels ``columns``); other channels count as zero. None means
+        all input channels of the slice.
         """
         if self._has_closed_form and columns is None:
             return self._forward_dense(key, inputs)
@@ -192,43 +195,44 @@ class LayerShard:
 
     def _forward_dense(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
         weight, bias = self._weight_tensors()
-        outputs = dense_forward(inputs, weight, bias, rectified=self._rectified)
-        step = DenseStep(inputs, weight, outputs, self._rectified)
-        self._forwards[key] = _DenseForward(step, *self._names)
+        outputs = dense_forward(inputs, weight, bias, rectified=self._has_relu)
+        step = DenseStep(inputs, weight, outputs, self._has_relu)
+        weight_name, bias_name = self._dense_names
+        self._forwards[key] = _DenseForward(step, weight_name, bias_name)
         return outputs
 
     def _weight_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        weight, bias = self._names
-        return self._tensors[weight], self._tensors[bias]
+        """Return the weight matrix and the bias of a fully connected layer."""
+        weight_name, bias_name = self._dense_names
+        return self._tensors[weight_name], self._tensors[bias_name]
 
     def backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
-        """Accumulate gradients; return the gradient of the inputs, (samples, elements), with the shape given to
-        `forward`.
+        """Accumulate the gradients of the parameters; return the gradient of the inputs, (samples, elements).
 
-        ``gradient`` is the gradient of the outputs. If several shards use an input, its gradient is the sum over all
-        shards.
+        ``gradient`` is the gradient of the outputs, with their shape. If several shards use an input, the sum of their
+        results is the gradient of this input.
         """
         forward = self._forwards.pop(key)
-        of_inputs, of_parameters = forward.all_gradients(gradient)
-        self.add_gradients(of_parameters)
-        return of_inputs
+        input_gradient, parameter_gradients = forward.all_gradients(gradient)
+        self.add_gradients(parameter_gradients)
+        return input_gradient
 
     def learn(self, key: Hashable, gradient: torch.Tensor) -> None:
-        """Accumulate gradients as `backward` does for (samples, elements), without the gradient of the inputs.
+        """Accumulate the gradients of the parameters as `backward` does, and compute no gradient of the inputs.
 
         The first layer with weights uses this method, because nobody needs the gradient of the samples.
         """
         forward = self._forwards.pop(key)
-        of_parameters = forward.parameter_gradients(gradient)
-        self.add_gradients(of_parameters)
+        parameter_gradients = forward.parameter_gradients(gradient)
+        self.add_gradients(parameter_gradients)
 
     def infer(
         self, inputs: torch.Tensor, columns: Channels | None = None
     ) -> torch.Tensor:
-        """Return the outputs, (samples, elements), like `forward`, in evaluation mode and without keeping state."""
+        """Return the outputs like `forward`, but in evaluation mode, and store nothing for a backward."""
         if self._has_closed_form and columns is None:
             weight, bias = self._weight_tensors()
-            return dense_forward(inputs, weight, bias, rectified=self._rectified)
+            return dense_forward(inputs, weight, bias, rectified=self._has_relu)
         layer = SlicedLayer(self.layer, self.part, self._tensors)
         with torch.no_grad():
             sums = layer.sums(inputs, columns)
@@ -241,15 +245,15 @@ class LayerShard:
     def update(self, scale: float = 1.0) -> None:
         """Take one optimizer step with ``scale`` times the accumulated gradients, and reset the gradients."""
         gradients = {}
-        changed = {}
+        updated_tensors = {}
         for name, gradient in self._gradients.items():
-            # Not multiplied by 1, which would copy each gradient for nothing.
+            # Multiplying by 1 would copy each gradient for nothing.
             gradients[name] = gradient if scale == 1 else gradient * scale
-            # A copy, since backwards under way need the weights of their forward.
-            changed[name] = self._tensors[name].clone()
-        self._sgd.step(changed, gradients)
+            # A copy, since forwards that wait for their gradient need the former weights.
+            updated_tensors[name] = self._tensors[name].clone()
+        self._sgd.step(updated_tensors, gradients)
         self._gradients.clear()
-        self._tensors.update(changed)
+        self._tensors.update(updated_tensors)
         self._tracked_layer = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -260,13 +264,13 @@ class LayerShard:
         return gradients
 
     def add_gradients(self, gradients: State) -> None:
-        """Add gradients of the same neurons computed earlier."""
-        for name, added in gradients.items():
+        """Add gradients of this shard's parameters, which `backward` or an earlier `gradients` returned."""
+        for name, gradient in gradients.items():
             if name in self._gradients:
-                # Not in place: a gradient may be shared with its sender.
-                self._gradients[name] = self._gradients[name] + added
+                # A sum in place would change the caller's tensor.
+                self._gradients[name] = self._gradients[name] + gradient
             else:
-                self._gradients[name] = added
+                self._gradients[name] = gradient
 
     def drop_gradients(self) -> None:
         """Reset the gradients accumulated since the last update."""
@@ -284,48 +288,54 @@ class LayerShard:
     def give(self, neurons: Channels) -> dict[str, torch.Tensor]:
         """Remove neurons and return their state for another shard's `take`.
 
-        Computations under way and unused gradients are dropped. Raises ValueError for neurons not held.
+        Forwards that wait for their gradient and unused gradients are dropped. Raises ValueError for neurons that the
+        slice lacks.
         """
-        held = self.part.rows
-        remaining = as_channels(set(held) - set(neurons))
-        given = {}
-        kept = {}
+        own_neurons = self.part.rows
+        remaining = as_channels(set(own_neurons) - set(neurons))
+        removed_state = {}
+        remaining_state = {}
         # Axis 0 of every tensor is the neurons: rows of weights, entries of per-channel values.
         for name, tensor in self.state().items():
             # Cloned, so that the state of all neurons can be freed.
-            given[name] = pick(tensor, 0, neurons, held).clone()
-            kept[name] = pick(tensor, 0, remaining, held)
-        self._replace_slice(Slice(remaining, self.part.columns, remaining), kept)
-        return given
+            removed_state[name] = pick(tensor, 0, neurons, own_neurons).clone()
+            remaining_state[name] = pick(tensor, 0, remaining, own_neurons)
+        part = Slice(rows=remaining, columns=self.part.columns, channels=remaining)
+        self._replace_slice(part, remaining_state)
+        return removed_state
 
     def take(self, neurons: Channels, state: State) -> None:
-        """Add neurons with their state, momentum defaulting to zero; drop computations as `give` does.
+        """Add neurons with their state from `give`; drop forwards and gradients as `give` does.
 
-        Raises ValueError for neurons already held.
+        Missing momentum starts from zero. Raises ValueError for neurons that the slice has already.
         """
-        held = self.part.rows
-        if set(held) & set(neurons):
+        own_neurons = self.part.rows
+        if set(own_neurons) & set(neurons):
             raise ValueError(
-                f"{self.layer.name}: some of the neurons {neurons} are held already"
+                f"{self.layer.name}: some of the neurons {neurons} belong to this shard already"
             )
-        own = self.state()
-        # Tensors are joined in this order and then sorted, because a slice numbers its channels in ascending order.
-        joined_order = (*held, *neurons)
-        together = as_channels(joined_order)
-        places = [joined_order.index(neuron) for neuron in together]
-        ascending = torch.tensor(places, dtype=torch.long)
-        joined: dict[str, torch.Tensor] = {}
-        for name in own | dict(state):
-            first = _tensor_or_zeros(own, name)
-            second = _tensor_or_zeros(state, name)
-            joined[name] = torch.cat([first, second]).index_select(0, ascending)
-        self._replace_slice(Slice(together, self.part.columns, together), joined)
+        own_state = self.state()
+        # A slice numbers its channels in ascending order, so the joined tensors are sorted by neuron.
+        joined_neurons = (*own_neurons, *neurons)
+        sorted_neurons = as_channels(joined_neurons)
+        places = [joined_neurons.index(neuron) for neuron in sorted_neurons]
+        order = torch.tensor(places, dtype=torch.long)
+        joined_state: dict[str, torch.Tensor] = {}
+        for name in own_state | dict(state):
+            own_tensor = _tensor_or_zeros(own_state, name)
+            added_tensor = _tensor_or_zeros(state, name)
+            joined = torch.cat([own_tensor, added_tensor])
+            joined_state[name] = joined.index_select(0, order)
+        part = Slice(
+            rows=sorted_neurons, columns=self.part.columns, channels=sorted_neurons
+        )
+        self._replace_slice(part, joined_state)
 
 
 def _tensor_or_zeros(state: State, name: str) -> torch.Tensor:
     """Return a tensor of a state, or zeros in place of a missing momentum."""
     if name in state:
         return state[name]
-    # Momentum begins with the first update, which one of two joined shards may not have had.
+    # Momentum exists from the first update on, which the shard that held the neurons may not have had.
     weight = state[name.removeprefix(MOMENTUM)]
     return torch.zeros_like(weight)

@@ -1,4 +1,8 @@
-"""A device's part of a model with divided layers: the slice of each layer, with the memory and time of the slices."""
+"""The slices of layers that one device holds, if a method divides each layer over the devices: memory, costs, weights.
+
+A `Slice` selects output channels (rows) and input channels (columns) of a layer's weights. The device first computes
+sums of products with these weights; for some channels it also finishes complete sums: bias, normalisation, activation.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ LayerSlices = Sequence[tuple[GraphLayer, Slice]]
 
 
 def count_values(slices: LayerSlices) -> int:
-    """Return the number of values in slices: weights, and the values of each finished channel.
+    """Return the number of values in slices: weights, and for each finished channel those of bias and normalisation.
 
     >>> from testbed.ml.models.catalog import create
     >>> from testbed.ml.models.graph import graph_of
@@ -39,67 +43,70 @@ def count_values(slices: LayerSlices) -> int:
 def place_slices(
     problem: PlanningProblem, device: str, slices: LayerSlices, part: str
 ) -> Assignment:
-    """Return the assignment of a device holding slices of all units; ``part`` describes the slices for display.
+    """Return the assignment of a device that holds slices of all units; ``part`` describes the slices for display.
 
-    The memory is that of the weights and, for a batch, of the largest sum of one layer's input and output.
+    The memory includes the weights, and for a batch the input and output of the layer that needs most for them.
     """
     samples = problem.workload.batch_size
     weights = count_values(slices)
-    most_activations = 0
+    max_activations = 0
     multiplications = 0
     cost = Cost()
     for layer, layer_part in slices:
         outputs = layer.pixels * len(layer_part.rows)
-        most_activations = max(most_activations, layer.inputs + outputs)
+        max_activations = max(max_activations, layer.inputs + outputs)
         multiplications += layer.share(layer.multiplications, layer_part)
         cost += product_cost(layer, layer_part, samples)
     return Assignment(
         device=device,
         start=0,
         stop=len(problem.model.units),
-        memory=float(BYTES_PER_VALUE * (weights + samples * most_activations)),
+        memory=float(BYTES_PER_VALUE * (weights + samples * max_activations)),
         part=part,
         parameters=weights,
-        # A multiplication of a weight and the addition of the product, for one sample.
+        # For one sample: each product of a weight is a multiplication and an addition.
         flops=2.0 * multiplications,
         seconds=problem.device(device).seconds(cost),
     )
 
 
 def product_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
-    """Return the cost of `SlicedLayer.sums` for a batch: the products of a slice's rows and columns."""
+    """Return the cost of `SlicedLayer.sums` for a batch: the products of inputs with the weights of a slice."""
     elements_per_channel = layer.inputs // layer.input_channels
-    read = elements_per_channel * len(part.columns)
-    one_sample = layer.product_cost(read, len(part.rows))
-    return forward_of(one_sample, samples)
+    input_elements = elements_per_channel * len(part.columns)
+    sample_cost = layer.product_cost(input_elements, len(part.rows))
+    return forward_of(sample_cost, samples)
 
 
 def finish_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
     """Return the cost of `SlicedLayer.finish` for a batch: the operations after the products, on a slice's channels."""
-    one_sample = layer.finish_cost(len(part.channels))
-    return forward_of(one_sample, samples)
+    sample_cost = layer.finish_cost(len(part.channels))
+    return forward_of(sample_cost, samples)
 
 
 async def load_slices(
-    group: Group, context: ProgramContext, held: Sequence[LayerSlices]
+    group: Group, context: ProgramContext, member_slices: Sequence[LayerSlices]
 ) -> list[SlicedLayer]:
-    """Return the slices of this device with initial weights, from the coordinator's context or from the seed.
+    """Return the slices of this device with initial weights; every member of the group calls this function.
 
-    ``held`` has the slices of each group member. Loading costs the device one operation for each value.
+    ``member_slices`` has the slices of each group member. If the scenario names a file of weights, the coordinator
+    sends each member its slices; otherwise every member draws them from the seed. Loading costs the device one
+    operation for each value.
     """
     problem = context.problem
-    own = held[group.rank]
-    make: Callable[[], State]
+    own_slices = member_slices[group.rank]
+    make_state: Callable[[], State]
     if problem.workload.model.weights is None:
-        # Every device draws its own slices: nothing is transmitted.
-        make = partial(draw_tensors, problem.model, own, problem.seed)
+        make_state = partial(draw_tensors, problem.model, own_slices, problem.seed)
     else:
-        sent = None
+        member_states = None
         # Only the coordinator has the file.
         if context.weights is not None:
-            sent = [cut_copies(slices, context.weights) for slices in held]
-        received = await group.scatter(sent, context.plan.coordinator)
-        make = partial(dict, received)
-    cost = Cost(count_values(own))
-    state = await group.device.compute(make, cost, Span("load"))
-    return [SlicedLayer(layer, part, state) for layer, part in own]
+            member_states = []
+            for slices in member_slices:
+                member_states.append(cut_copies(slices, context.weights))
+        received = await group.scatter(member_states, context.plan.coordinator)
+        make_state = partial(dict, received)
+    cost = Cost(count_values(own_slices))
+    state = await group.device.compute(make_state, cost, Span("load"))
+    return [SlicedLayer(layer, part, state) for layer, part in own_slices]

@@ -1,7 +1,8 @@
 """Units of a model under training: forward, backward and update.
 
-The same class serves a stage of a pipeline, the layers of a device in federated or split learning, and a device that
-trains the whole model alone. It knows nothing of messages or of the device's time; its callers charge each operation.
+A `Shard` serves as a stage of a pipeline, as the layers of a device in federated or split learning, and as the whole
+model of a device that trains alone. A shard sends no messages and takes no time on the device: its callers charge each
+operation.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from testbed.ml.transfer import make_codec
 State = Mapping[str, "torch.Tensor"]
 """Weights and buffers as `Model.build` names them, and the optimizer's state by ``kind:name``, such as momentum."""
 Key = tuple[Hashable, Hashable]
-"""The batch and the micro-batch of a forward."""
+"""Identifies a forward: its batch (often the training step) and its micro-batch."""
 Rows = tuple[int, int]
-"""First row of a micro-batch in its batch, and the batch's samples: random numbers are drawn for the whole batch."""
+"""Place of a micro-batch in its batch: the index of its first sample, and the number of samples of the batch. Random
+numbers are drawn for the whole batch, so the micro-batch has to find its own rows."""
 Adjust = Callable[[str, "torch.Tensor", "torch.Tensor"], None]
-"""Takes name, values and gradient (of one shape) of a trained tensor, and modifies the gradient in place."""
+"""Modifies a gradient in place; arguments are name, values and gradient of a trained tensor, both of one shape."""
 
 
 def weights_of(state: State) -> dict[str, torch.Tensor]:
@@ -43,7 +45,7 @@ def weights_of(state: State) -> dict[str, torch.Tensor]:
 
 
 def result_of(state: State) -> dict[str, torch.Tensor]:
-    """Return the result of a run: the weights, or their moving averages if configured."""
+    """Return the final weights of a run: moving averages of the weights if configured, otherwise the weights."""
     result = {}
     for name, tensor in weights_of(state).items():
         # Frozen weights and running statistics have no average.
@@ -57,13 +59,13 @@ def unit_of(name: str) -> int:
     >>> unit_of("3.0.weight"), unit_of("momentum:3.0.weight")
     (3, 3)
     """
-    before_layer, _, _ = name.partition(".")
-    _, _, unit = before_layer.rpartition(":")
+    kind_and_unit, _, _ = name.partition(".")
+    _, _, unit = kind_and_unit.rpartition(":")
     return int(unit)
 
 
-def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of units ``first`` to ``last`` (exclusive), including the optimizer's tensors.
+def restrict(state: State, start: int, stop: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of units ``start`` to ``stop`` (exclusive), including the optimizer's tensors.
 
     >>> state = {"0.weight": torch.ones(1), "1.weight": torch.ones(1), "momentum:1.weight": torch.ones(1)}
     >>> list(restrict(state, 1, 2))
@@ -71,39 +73,38 @@ def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
     """
     tensors = {}
     for name, tensor in state.items():
-        if first <= unit_of(name) < last:
+        if start <= unit_of(name) < stop:
             tensors[name] = tensor
     return tensors
 
 
 def has_random_numbers(network: torch.nn.Module) -> bool:
-    """Return whether a network may draw random numbers.
-
-    The graph of a user's network may do so without a module of a known kind.
-    """
+    """Return whether a network may draw random numbers."""
     from torch.fx import GraphModule
     from torch.nn.modules.dropout import _DropoutNd
 
-    kinds = (_DropoutNd, GraphModule)
-    return any(isinstance(module, kinds) for module in network.modules())
+    # The graph of a user's network may call random functions without any module for them.
+    random_types = (_DropoutNd, GraphModule)
+    return any(isinstance(module, random_types) for module in network.modules())
 
 
 class Shard:
-    """Units ``first`` to ``last`` (exclusive) with their gradients and optimizer state.
+    """Units ``start`` to ``stop`` (exclusive) with their gradients and optimizer state.
 
-    Several forwards may be under way at once, distinguished by a key; the intermediate values of a key are kept from
-    its forward to its backward. Arguments and results are never modified later, so devices of one process may share
-    tensors.
+    Several forwards may wait for their backwards at once, distinguished by a `Key`; the intermediate values of a key
+    are kept from its forward to its backward. Tensors passed to or returned by a shard are never modified later, so
+    devices of one process may share them.
 
     Synchronous training computes with the newest weights: gradients accumulate until `update`, in the order of the
-    backwards. Asynchronous training names a version in each forward, and each backward is followed by an update of its
-    own, `advance`. Running statistics of batch normalisation then include only batches whose backward is done: a batch
-    whose forward must be repeated after a failure has left no trace.
+    backwards. Asynchronous training selects a version of the weights in each forward and calls `advance` after each
+    backward, which updates the weights with the gradients of this backward alone. Running statistics of batch
+    normalisation then include only batches whose backward is done, so that a forward repeated after a failure is not
+    counted twice.
 
     >>> from testbed.ml.models import create
     >>> shard = Shard(create("mlp", {"hidden": [8]}, (1, 4, 4), 10), 0, 2, seed=1, training=TrainingConfig())
     >>> samples, labels = torch.zeros(3, 1, 4, 4), torch.tensor([0, 1, 2])
-    >>> loss = shard.forward_loss((0, 0), samples, labels, whole=3.0)
+    >>> loss = shard.forward_loss((0, 0), samples, labels, total_weight=3.0)
     >>> round(loss, 3)
     2.303
     >>> shard.backward((0, 0))
@@ -115,37 +116,37 @@ class Shard:
     def __init__(
         self,
         model: Model,
-        first: int,
-        last: int,
+        start: int,
+        stop: int,
         seed: int,
         training: TrainingConfig,
         precision: Precision = "f32",
     ) -> None:
         from testbed.ml.models.modules import frozen_names
 
-        self.first = first
-        self.last = last
+        self.start = start
+        self.stop = stop
         self._seed = seed
-        self._module = model.build(first, last, seed)
-        self._fixed = frozenset[str]()
-        """Frozen weights excluded from states, because every build of these units has the same."""
+        self._module = model.build(start, stop, seed)
+        self._omitted_names = frozenset[str]()
+        """Names of frozen weights excluded from states, because every build of these units has the same values."""
         if not training.frozen_travels:
-            self._fixed = frozen_names(self._module)
-        self._draws_numbers = has_random_numbers(self._module)
+            self._omitted_names = frozen_names(self._module)
+        self._has_random_numbers = has_random_numbers(self._module)
         self._precision = precision
-        self._narrow_weights()
+        self._quantise_weights()
         self._training = training
         self._optimizer = training.optimizer()
         self._averages: dict[str, torch.Tensor] = {}
         """Moving averages of the trained weights; empty before the first update, and if not requested."""
         self._aliases = _aliases(self._module)
-        """Further names of weights shared by units, with the name known to the optimizer."""
+        """Weights that several units share: each further name, with the name under which the optimizer knows them."""
         self._statistics = Statistics(self._module)
         self.versions = Versions(self._module)
-        self._kept: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Inputs and outputs, or the loss, of forwards that wait for their backward."""
-        self._postponed: dict[Hashable, Callable[[], object]] = {}
-        """Forwards to be repeated just before their backward, keeping intermediate values."""
+        self._forwards: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Forwards that wait for their backward: inputs, and outputs or loss."""
+        self._repetitions: dict[Hashable, Callable[[], object]] = {}
+        """Functions that repeat a forward of `forward_lightly` just before its backward."""
 
     def forward(
         self,
@@ -156,14 +157,14 @@ class Shard:
     ) -> torch.Tensor:
         """Return the outputs of a micro-batch, keeping the intermediate values for the `backward` of the same key.
 
-        ``inputs`` is (samples, ...) with the shape of the cut before ``first``, and the result has the shape of the cut
-        before ``last`` (see `Model.crossing`). If several tensors cross a cut, each sample's tensors are flattened and
-        joined, (samples, values). ``version`` selects the weights in asynchronous training; None selects the newest.
-        ``rows`` is None for a whole batch.
+        ``inputs`` is (samples, ...) with the shape of the cut before ``start``, and the result has the shape of the cut
+        before ``stop`` (see `Model.crossing_tensors`). If several tensors cross a cut, each sample's tensors are
+        flattened and joined, (samples, values). ``version`` is the number of the weights in asynchronous training; None
+        means the newest weights in synchronous training. ``rows`` is None for a whole batch.
         """
         inputs = self._as_leaf(inputs)
         outputs = self._forward_training(key, inputs, version, rows)
-        self._kept[key] = (inputs, outputs)
+        self._forwards[key] = (inputs, outputs)
         return outputs.detach()
 
     def forward_lightly(
@@ -174,8 +175,8 @@ class Shard:
         The repetition draws the same random numbers and leaves the running statistics unchanged.
         """
         with torch.no_grad():
-            outputs = self._run_units(key, inputs, rows)
-        self._postponed[key] = partial(self._repeat_forward, key, inputs, rows)
+            outputs = self._run_batch(key, inputs, rows)
+        self._repetitions[key] = partial(self._repeat_forward, key, inputs, rows)
         return outputs
 
     def _repeat_forward(
@@ -183,36 +184,36 @@ class Shard:
     ) -> None:
         inputs = self._as_leaf(inputs)
         with self._statistics.set_aside(key):
-            outputs = self._run_units(key, inputs, rows)
+            outputs = self._run_batch(key, inputs, rows)
         # The first forward has added this batch to the running statistics already.
         self._statistics.drop(key)
-        self._kept[key] = (inputs, outputs)
+        self._forwards[key] = (inputs, outputs)
 
     def _as_leaf(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the inputs as the beginning of a graph of autograd, with a gradient if the backward needs one."""
+        """Return the inputs as a leaf of autograd's graph, which receives a gradient if the backward returns one."""
         # Nobody needs the gradient of the samples, which enter unit 0.
-        return inputs.detach().requires_grad_(self.first > 0)
+        return inputs.detach().requires_grad_(self.start > 0)
 
     def forward_loss(
         self,
         key: Key,
         inputs: torch.Tensor,
         labels: torch.Tensor,
-        whole: float,
+        total_weight: float,
         version: int | None = None,
         rows: Rows | None = None,
     ) -> float:
-        """Forward a micro-batch through the end of the model; return its part of the mean loss of the batch.
+        """Run a micro-batch through the last units of the model; return its part of the mean loss of the batch.
 
-        ``inputs`` is as in `forward`, ``labels`` (samples,) of classes from 0, or another shape the loss accepts.
-        ``whole`` is the `TrainingConfig.weight` of all labels of the batch. Each micro-batch counts by the weight of
-        its own labels, so the parts sum to the mean loss, and their gradients to the gradient of the mean loss, however
-        the batch is split.
+        ``inputs``, ``version`` and ``rows`` are as in `forward`; ``labels`` is (samples,) of classes from 0, or another
+        shape the loss accepts. ``total_weight`` is the `TrainingConfig.weight` of all labels of the batch. Each
+        micro-batch counts by the weight of its own labels, so the parts sum to the mean loss, and their gradients to
+        the gradient of the mean loss, however the batch is split.
         """
         inputs = self._as_leaf(inputs)
         outputs = self._forward_training(key, inputs, version, rows)
-        loss = self._training.loss(outputs, labels, whole)
-        self._kept[key] = (inputs, loss)
+        loss = self._training.loss(outputs, labels, total_weight)
+        self._forwards[key] = (inputs, loss)
         return float(loss.detach())
 
     def backward(
@@ -224,11 +225,11 @@ class Shard:
         ``gradient`` is None if the forward computed the loss. Raises KeyError for a key without a forward, or with a
         backward already done.
         """
-        if key in self._postponed:
-            repeat_forward = self._postponed.pop(key)
+        if key in self._repetitions:
+            repeat_forward = self._repetitions.pop(key)
             repeat_forward()
-        inputs, outputs = self._kept.pop(key)
-        # Without trained weights before the outputs, nothing has a gradient: all units are frozen.
+        inputs, outputs = self._forwards.pop(key)
+        # Outputs that depend on frozen weights and samples alone have no gradient.
         if outputs.requires_grad:
             loss = outputs
             if gradient is not None:
@@ -245,34 +246,35 @@ class Shard:
             if weight.grad is not None:
                 change(name, weight.detach(), weight.grad)
 
-    def norms(self, without: Collection[str] = ()) -> torch.Tensor:
+    def norms(self, excluded: Collection[str] = ()) -> torch.Tensor:
         """Return the norms of the accumulated gradients, (tensors,): one for each trained tensor with a gradient.
 
-        Tensors in ``without`` are omitted because another stage counts them.
+        ``excluded`` names shared tensors that another stage counts.
         """
         gradients = []
-        for name, weight in self.versions.latest.items():
-            if weight.grad is not None and name not in without:
+        for name, weight in self.versions.newest_parameters.items():
+            if weight.grad is not None and name not in excluded:
                 gradients.append(weight.grad)
         return self._training.norms(gradients)
 
     def gradient(self, tied: TiedWeight) -> torch.Tensor:
-        """Return the accumulated gradient of a weight shared with other stages, with the weight's shape."""
+        """Return the accumulated gradient of a weight shared with other stages; its shape is that of the weight."""
         weight = self._tied_weight(tied)
         if weight.grad is None:
             return torch.zeros_like(weight)
         return weight.grad.clone()
 
     def put_gradient(self, tied: TiedWeight, gradient: torch.Tensor) -> None:
-        """Replace the gradient of a tied weight by the sum over all stages, with the weight's shape."""
+        """Replace the gradient of a shared weight by ``gradient``, the sum over all stages."""
         self._tied_weight(tied).grad = gradient.clone()
 
     def _tied_weight(self, tied: TiedWeight) -> torch.nn.Parameter:
         """Return a shared weight by any of its names: units of this shard may use only the second one."""
+        parameters = self.versions.newest_parameters
         for name in tied.names:
-            if name in self.versions.latest:
-                return self.versions.latest[name]
-        raise KeyError(f"units {self.first} to {self.last} do not use {tied.title}")
+            if name in parameters:
+                return parameters[name]
+        raise KeyError(f"units {self.start} to {self.stop - 1} do not use {tied.title}")
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
         """Take optimizer step ``step``, counted from 0, with the accumulated gradients, and reset the gradients.
@@ -280,8 +282,9 @@ class Shard:
         ``norms`` are the gradient norms of the whole model, (tensors,), for clipping; None if this shard is the whole
         model.
         """
-        gradients = _take_gradients(self.versions.latest)
-        self._step_optimizer(step, self.versions.latest, gradients, norms)
+        parameters = self.versions.newest_parameters
+        gradients = _take_gradients(parameters)
+        self._step_optimizer(step, parameters, gradients, norms)
 
     def _step_optimizer(
         self,
@@ -296,7 +299,7 @@ class Shard:
         self._update_averages(parameters)
 
     def _update_averages(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Update the moving averages by the weights of a new step, if the workload asks for averages."""
+        """Update the moving averages by the weights after a step, if the workload asks for averages."""
         decay = self._training.part.ema
         if decay is None:
             return
@@ -317,16 +320,16 @@ class Shard:
         oldest_needed: int,
         aggregate: int = 0,
     ) -> None:
-        """Make the next version from the newest one, with the gradients computed with ``version``.
+        """Make the next version: the newest version, updated by the gradients that were computed with ``version``.
 
         ``key`` is the key of the batch whose backward was just done: training step and micro-batch. If ``aggregate``
-        exceeds one, the new version is replaced by the mean of the last ``aggregate`` versions, itself included.
+        exceeds one, the new version is replaced by the mean of ``aggregate`` versions: itself and the ones before it.
         Versions before ``oldest_needed`` are freed.
         """
         gradients = _take_gradients(self.versions[version])
         needed = oldest_needed
         if aggregate > 1:
-            # The newest version is one of those to be averaged, so it must not be changed in place.
+            # The mean includes the newest version, so it must not be changed in place.
             needed = min(oldest_needed, self.versions.newest)
         following = self.versions.begin_next(needed)
         step, _ = key
@@ -337,32 +340,32 @@ class Shard:
         self.versions.forget(oldest_needed)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs in evaluation mode, keeping nothing; shapes as in `forward`."""
+        """Return the outputs in evaluation mode, with averaged weights if configured; shapes as in `forward`."""
         # A forward in training may have left the module with an older version.
         self.versions.use(self.versions.newest)
         if self._averages:
             averages = {}
             for name, average in self._averages.items():
                 averages[name] = torch.nn.Parameter(average)
-            self.versions.put(averages)
+            self.versions.use_parameters(averages)
         self._module.eval()
         with torch.no_grad():
-            outputs = self._seed_units(inputs.detach(), "evaluation")
+            outputs = self._run_seeded(inputs.detach(), "evaluation")
         self._module.train()
         # Training continues with the weights, not with their averages.
         self.versions.use(self.versions.newest)
         assert isinstance(outputs, torch.Tensor)
         return outputs.float()
 
-    def _narrow_context(self) -> AbstractContextManager[object]:
+    def _autocast(self) -> AbstractContextManager[object]:
         """Context in which torch's autocast computes in 16 bits, if this is the precision of the device."""
-        kinds = {"f16": torch.float16, "bf16": torch.bfloat16}
-        kind = kinds.get(self._precision)
-        if kind is None:
+        dtypes = {"f16": torch.float16, "bf16": torch.bfloat16}
+        dtype = dtypes.get(self._precision)
+        if dtype is None:
             return nullcontext()
-        return torch.autocast("cpu", dtype=kind)
+        return torch.autocast("cpu", dtype=dtype)
 
-    def _narrow_weights(self) -> None:
+    def _quantise_weights(self) -> None:
         """Quantise matrices and kernels to 8 bits with a scale for each output channel, if the device computes so."""
         if self._precision != "int8":
             return
@@ -371,34 +374,39 @@ class Shard:
         for weight in self._module.parameters():
             # Biases and normalisations, which have one axis, are not quantised.
             if weight.ndim > 1:
-                # Kept as floats: torch's kernels for training know no integers.
+                # The rounded values are stored as floats, since torch's kernels for training reject integers.
                 packed = quantisation.pack(weight.detach())
                 weight.data = quantisation.unpack(packed)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the newest weights, the buffers and the optimizer's state, without frozen weights."""
+        """Return a copy of the newest weights, the buffers and the optimizer's state.
+
+        Frozen weights are omitted unless `TrainingConfig.frozen_travels`.
+        """
         self.versions.use(self.versions.newest)
         state = {}
         for name, tensor in self._module.state_dict().items():
-            if name not in self._fixed:
+            if name not in self._omitted_names:
                 state[name] = tensor.detach().clone()
-        kept = self._optimizer.state()
+        optimizer_state = self._optimizer.state()
         for name, average in self._averages.items():
-            kept[AVERAGE + name] = average.clone()
-        return state | self._with_aliases(kept)
+            optimizer_state[AVERAGE + name] = average.clone()
+        return state | self._with_aliases(optimizer_state)
 
-    def _with_aliases(self, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _with_aliases(
+        self, optimizer_state: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Return the optimizer's state with an entry for each name of a shared weight.
 
         The units that share a weight may become parts of different stages later, and each stage then needs the entry.
         """
         aliased = {}
         for alias, name in self._aliases.items():
-            for key, tensor in kept.items():
-                kind, _, own = key.partition(":")
-                if own == name:
+            for key, tensor in optimizer_state.items():
+                kind, _, parameter_name = key.partition(":")
+                if parameter_name == name:
                     aliased[f"{kind}:{alias}"] = tensor.clone()
-        return kept | aliased
+        return optimizer_state | aliased
 
     def load(self, state: State) -> None:
         """Restore a state returned by `state`; missing optimizer tensors start from zero.
@@ -409,23 +417,23 @@ class Shard:
         weights = weights_of(state)
         for name, tensor in self._module.state_dict().items():
             # States lack the frozen weights, but `load_state_dict` asks for every tensor.
-            if name in self._fixed and name not in weights:
+            if name in self._omitted_names and name not in weights:
                 weights[name] = tensor
         self._module.load_state_dict(weights)
-        self._narrow_weights()
-        # Batches under way are repeated after a restart.
-        self._kept.clear()
-        self._postponed.clear()
+        self._quantise_weights()
+        # Batches whose backward is missing are repeated after a restart.
+        self._forwards.clear()
+        self._repetitions.clear()
         self._statistics.clear()
-        own = {}
+        without_aliases = {}
         for name, tensor in state.items():
             # The optimizer knows a shared weight by one name: the entries of `_with_aliases` are left out.
             _, _, parameter_name = name.partition(":")
             if parameter_name not in self._aliases:
-                own[name] = tensor
-        self._optimizer.load(own)
+                without_aliases[name] = tensor
+        self._optimizer.load(without_aliases)
         self._averages = {}
-        for name, tensor in own.items():
+        for name, tensor in without_aliases.items():
             if name.startswith(AVERAGE):
                 self._averages[name.removeprefix(AVERAGE)] = tensor.clone()
         for parameter in self._module.parameters():
@@ -435,12 +443,12 @@ class Shard:
         self, key: Key, inputs: torch.Tensor, version: int | None, rows: Rows | None
     ) -> torch.Tensor:
         if version is None:
-            return self._run_units(key, inputs, rows)
+            return self._run_batch(key, inputs, rows)
         self.versions.use(version)
         with self._statistics.set_aside(key):
-            return self._run_units(key, inputs, rows)
+            return self._run_batch(key, inputs, rows)
 
-    def _run_units(
+    def _run_batch(
         self, key: Key, inputs: torch.Tensor, rows: Rows | None
     ) -> torch.Tensor:
         """Run the units in order; if any unit draws random numbers, seed every unit by its name and this batch.
@@ -448,57 +456,57 @@ class Shard:
         The draws are therefore independent of the cuts, of the number of micro-batches, and of other devices in the
         process.
         """
-        # Parts of a batch draw what the whole batch draws, and take their rows of it.
+        # All micro-batches of a batch draw the numbers of the whole batch, and use their own rows.
         seed_key = (key[0], 0) if rows else key
-        outputs = self._seed_units(inputs, repr(seed_key), rows)
+        outputs = self._run_seeded(inputs, repr(seed_key), rows)
         # Autocast may have computed 16 bits; messages and losses are float32.
         return outputs.float()
 
-    def _seed_units(
-        self, inputs: torch.Tensor, key: str, rows: Rows | None = None
+    def _run_seeded(
+        self, inputs: torch.Tensor, seed_name: str, rows: Rows | None = None
     ) -> torch.Tensor:
-        begin, samples = rows or (0, len(inputs))
+        first_row, batch_samples = rows or (0, len(inputs))
 
         def seed_unit(name: str) -> None:
-            # Not torch.manual_seed, which formats the stack three times for accelerators that may come.
-            seed = derive(self._seed, "draws", name, key)
+            seed = derive(self._seed, "draws", name, seed_name)
+            # torch.manual_seed would also format the stack three times, to seed accelerators later.
             torch.default_generator.manual_seed(seed)
 
-        if self._draws_numbers:
+        if self._has_random_numbers:
             with (
                 torch.random.fork_rng(devices=[]),
-                _rows_of_batch(begin, len(inputs), samples),
-                self._narrow_context(),
+                _rows_of_batch(first_row, len(inputs), batch_samples),
+                self._autocast(),
             ):
                 outputs = self._module(inputs, seed_unit)
         else:
-            with self._narrow_context():
+            with self._autocast():
                 outputs = self._module(inputs)
         assert isinstance(outputs, torch.Tensor)
         return outputs
 
 
 def _rows_of_batch(
-    begin: int, count: int, samples: int
+    first_row: int, count: int, batch_samples: int
 ) -> AbstractContextManager[object]:
-    """Context in which ``count`` rows receive the random numbers that they have in the whole batch of ``samples``."""
-    if count == samples:
+    """Context in which ``count`` rows receive the random numbers that they have in the batch of ``batch_samples``."""
+    if count == batch_samples:
         return nullcontext()
-    # Imported at its first use, since the module imports torch, and this one only when torch is needed.
+    # Imported here because it imports torch, which planning with the rest of this module does not need.
     from testbed.ml.layers.draws import RowsOfBatch
 
-    return RowsOfBatch(begin, count, samples)
+    return RowsOfBatch(first_row, count, batch_samples)
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Return the additional names of parameters shared by units of a module, each with the first name."""
+    """Return each additional name of a parameter that several units share, with the parameter's first name."""
     first_names = {parameter: name for name, parameter in module.named_parameters()}
     aliases = {}
     for name, weight in module.named_parameters(remove_duplicate=False):
-        first = first_names[weight]
-        # Within one unit both names stay together.
-        if unit_of(name) != unit_of(first):
-            aliases[name] = first
+        first_name = first_names[weight]
+        # Two names within one unit always belong to the same stage, which needs one entry.
+        if unit_of(name) != unit_of(first_name):
+            aliases[name] = first_name
     return aliases
 
 

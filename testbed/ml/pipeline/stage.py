@@ -365,7 +365,7 @@ class _Executor:
             key=(activation.batch, activation.micro),
             inputs=activation.tensor,
             labels=labels[part],
-            whole=stage.problem.training.weight(labels),
+            total_weight=stage.problem.training.weight(labels),
             version=self._policy.version(activation.batch),
             rows=(part.start, activation.samples),
         )

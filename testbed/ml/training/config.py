@@ -1,7 +1,8 @@
-"""The training configuration with all names resolved in torch or in the user's files.
+"""The configuration of training as planners and programs use it, with all names resolved in torch or a user's file.
 
-Plain descent and cross-entropy need no torch for planning. Other names are looked up in torch, and their state and
-computation per weight are measured on a small weight.
+A scenario names an optimizer, a loss, schedules and metrics; `TrainingConfig` creates the objects with these names, and
+reports the state and the computation of the optimizer for each weight. Planning with plain SGD and cross-entropy needs
+no torch. Other optimizers are looked up in torch, and their state and computation are measured on a small weight.
 """
 
 from __future__ import annotations
@@ -18,70 +19,72 @@ from testbed.ml.training.metrics import Metric, aligned, make_metric
 from testbed.ml.training.optimizers import (
     AVERAGE,
     MOMENTUM,
-    Kept,
-    Measured,
     Optimizer,
+    OptimizerMeasurement,
     Sgd,
+    StateShapes,
     TorchOptimizer,
     measure_optimizer,
 )
 from testbed.ml.training.schedules import Schedule
 from testbed.ml.training.schema import TrainingPart
 
-_OPTIMIZER = ("training", "optimizer")
-_LOSS = ("training", "loss")
-_WITHOUT = ("LBFGS", "SparseAdam", "Muon")
-"""Optimizers that need a closure, sparse gradients, or matrices alone."""
-_PROBE = (64, 64)
-"""Shape of the weight for measuring an optimizer's state and computation."""
-_MEASURED: dict[tuple[str, str, tuple[int, ...]], Measured] = {}
-"""Measurements by the optimizer as JSON, the module of its file, and the shape of a weight."""
+_OPTIMIZER_KEY = ("training", "optimizer")
+_LOSS_KEY = ("training", "loss")
+_UNSUPPORTED = ("LBFGS", "SparseAdam", "Muon")
+"""Optimizers of torch that need, in this order, a closure, sparse gradients, and matrices as the only parameters."""
+_PROBE_SHAPE = (64, 64)
+"""Shape of the weight for measuring an optimizer's state and computation: large compared to single counters."""
+_MEASUREMENTS: dict[tuple[str, str, tuple[int, ...]], OptimizerMeasurement] = {}
+"""Measurements by the optimizer's part as JSON, the module of its file, and the shape of a weight."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The configuration of training: optimizer, schedule, loss, metrics and clipping. `check` reports errors."""
+    """The configuration of training: optimizer, schedule, loss, metrics and clipping.
+
+    Names are resolved when they are first needed; `check` resolves all of them to report errors early.
+    """
 
     part: TrainingPart = field(default_factory=TrainingPart)
+    """The keys of the scenario."""
     codes: Mapping[str, Code] = field(default_factory=dict)
     """The text of the user's files, by `NamedPart.title`."""
     steps: int | None = None
     """Training steps of the workload; None if unknown."""
     classes: int = 0
-    """Outputs of the model for a sample, or for each token of a sample."""
+    """Number of outputs of the model for a sample, or for each token of a sample."""
     frozen_travels: bool = False
-    """Whether messages and checkpoints carry weights that are not trained."""
+    """Whether messages and checkpoints include weights that are not trained."""
 
     def check(self) -> None:
-        """Resolve all names; raises `InputError` with the key in the workload."""
-        # Each of these resolves the names of one part: optimizer, loss, schedule and metrics.
+        """Resolve all names; raises `InputError` with the key of the workload that is wrong."""
+        # Each statement resolves the names of one part: optimizer, loss, schedule and metrics.
         _ = self.update_flops
         _ = self._loss_function
         _ = self.settings(0)
         _ = self.metrics()
 
     def optimizer(self) -> Optimizer:
-        """Return a new optimizer without parameters."""
+        """Return a new optimizer, which receives its parameters in each step."""
         if self.part.optimizer.is_plain:
             return Sgd(self.part.optimizer)
         return TorchOptimizer(self._make_optimizer)
 
     def settings(self, step: int) -> Mapping[str, Any]:
-        """Return the schedule's settings of a step, counted from 0, such as ``lr``; empty without a schedule."""
+        """Return the optimizer's settings in a step, counted from 0, such as ``lr``; empty without a schedule."""
         schedule = self._schedule
         return {} if schedule is None else schedule.settings_at(step)
 
-    def kept_shapes(self, shape: tuple[int, ...]) -> Kept:
-        """Return shape and type of the tensors kept beside a weight of ``shape``: optimizer state, moving average.
+    def state_shapes(self, shape: tuple[int, ...]) -> StateShapes:
+        """Return shape and type of the tensors that training adds to a weight of ``shape``: optimizer state, average.
 
-        Keys are kinds with a colon, such as ``momentum:``.
-
-        >>> TrainingConfig(TrainingPart(ema=0.99)).kept_shapes((10, 4))
+        >>> TrainingConfig(TrainingPart(ema=0.99)).state_shapes((10, 4))
         {'average:': ((10, 4), torch.float32)}
         """
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if not self.part.optimizer.is_plain:
-            shapes |= self._measure_optimizer(shape).kept
+            shapes |= self._measure_optimizer(shape).state_shapes
         elif self.part.optimizer.momentum:
             shapes[MOMENTUM] = (shape, torch.float32)
         if self.part.ema:
@@ -90,7 +93,7 @@ class TrainingConfig:
 
     @cached_property
     def state_values(self) -> float:
-        """Additional values per trained value: 1 with momentum, 2 with Adam, and 1 for an average.
+        """State values for each trained value: 1 with momentum, 2 with Adam; 1 more with a moving average of weights.
 
         >>> TrainingConfig(TrainingPart(ema=0.99)).state_values
         1
@@ -98,24 +101,24 @@ class TrainingConfig:
         optimizer = self.part.optimizer
         values: float = 1 if optimizer.momentum else 0
         if not optimizer.is_plain:
-            values = self._measure_optimizer(_PROBE).values
+            values = self._measure_optimizer(_PROBE_SHAPE).values
         if self.part.ema is not None:
             values += 1
         return values
 
     @cached_property
     def update_flops(self) -> float:
-        """Cost of an optimizer step per parameter.
+        """FLOPs of an optimizer step for each trained value.
 
-        2 FLOPs for the step itself, 2 more with momentum, weight decay, clipping and a moving average, each; optimizers
-        other than SGD cost 2 for each operation on all values.
+        A step of SGD has 2, and each of momentum and weight decay adds 2. Other optimizers have 2 for each of their
+        operations on all values. Clipping and a moving average add 2 each.
 
         >>> TrainingConfig(TrainingPart(ema=0.99)).update_flops
         4.0
         """
         optimizer = self.part.optimizer
         if not optimizer.is_plain:
-            flops = self._measure_optimizer(_PROBE).flops
+            flops = self._measure_optimizer(_PROBE_SHAPE).flops
         else:
             flops = 2.0
             if optimizer.momentum:
@@ -138,63 +141,69 @@ class TrainingConfig:
         return metrics
 
     def weight(self, labels: torch.Tensor) -> float:
-        """Return the weight of labels, (samples, ...), in a batch's mean loss, in samples.
+        """Return the weight of labels, (samples, ...), in the mean loss of a batch, as a number of samples.
 
-        A loss ignoring labels divides by the counted ones, and a loss with class weights by their sum.
+        Without ignored labels and class weights this is the number of samples. A sample with two tokens, one of them
+        ignored, has a weight of one half. With class weights, each label counts by the weight of its class.
 
         >>> TrainingConfig().weight(torch.tensor([[3, 1], [2, -100]]))
         1.5
         """
         samples = len(labels)
         criterion = self._loss_function
-        # Labels without values, in timing-only runs, and numbers: none of them is ignored.
+        # Only labels of classes can be ignored: neither numbers, nor the labels of timing-only runs.
         if labels.is_meta or labels.is_floating_point():
             return samples
-        # Its labels are sequences of different lengths, and its mean is that of the samples.
+        # The CTC loss divides by the length of each label sequence first, so all samples count equally.
         if isinstance(criterion, torch.nn.CTCLoss):
             return samples
-        counted: torch.Tensor = labels != _ignored_label(criterion)
-        classes = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
-        if isinstance(criterion, classes) and criterion.weight is not None:
-            # Ignored labels have no class weight: 0 stands in for them, and is multiplied by 0.
-            counted = criterion.weight[labels.where(counted, 0)] * counted
-        share = float(counted.sum()) / labels.numel()
-        return samples * share
+        is_counted = labels != _ignored_label(criterion)
+        label_weights = is_counted
+        weighted_losses = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
+        if isinstance(criterion, weighted_losses) and criterion.weight is not None:
+            # An ignored label is no index of a class weight: class 0 replaces it, and its weight is multiplied by 0.
+            classes = labels.where(is_counted, 0)
+            label_weights = criterion.weight[classes] * is_counted
+        mean_weight = float(label_weights.sum()) / labels.numel()
+        return samples * mean_weight
 
     def loss(
         self,
         outputs: torch.Tensor,
         labels: torch.Tensor,
-        whole: float | None,
+        total_weight: float | None,
     ) -> torch.Tensor:
-        """Return these samples' part of the mean loss of a batch, without axes; arguments are (samples, ...).
+        """Return the part of these samples in the mean loss of a batch, without axes; arguments are (samples, ...).
 
-        ``whole`` is the `weight` of all labels of the batch; None if these are all, with at least one of them counting.
+        ``total_weight`` is the `weight` of all labels of the batch; None if these samples are the whole batch, of which
+        at least one label must not be ignored.
 
         >>> outputs, labels = torch.zeros(2, 4), torch.tensor([0, 3])
-        >>> TrainingConfig().loss(outputs, labels, whole=4.0)
+        >>> TrainingConfig().loss(outputs, labels, total_weight=4.0)
         tensor(0.6931)
         """
-        weight = None if whole is None else self.weight(labels)
+        weight = None if total_weight is None else self.weight(labels)
         if weight == 0:
-            # The mean of no labels would be NaN, and so would its gradients. Zero depends on the outputs, so that the
-            # backward pass reaches all weights.
+            # The mean over no labels would be NaN, and so would its gradients. This zero depends on the outputs, so
+            # that a backward pass gives all weights a gradient of zero.
             return (outputs * 0.0).sum()
         criterion = self._loss_function
         if criterion is None and labels.ndim == 1:
-            return _mean_cross_entropy(aligned(outputs, labels), labels, whole)
+            return _mean_cross_entropy(aligned(outputs, labels), labels, total_weight)
         value = _call_loss(criterion, outputs, labels)
-        # A sum is no mean that would have to be weighted.
+        # Losses with reduction "sum" add up without weights.
         is_sum = getattr(criterion, "reduction", "mean") == "sum"
-        if weight is None or weight == whole or is_sum:
+        if weight is None or weight == total_weight or is_sum:
             return value
-        assert whole is not None
-        return value * (weight / whole)
+        assert total_weight is not None
+        return value * (weight / total_weight)
 
     def count_correct(
         self, outputs: torch.Tensor, labels: torch.Tensor
     ) -> tuple[int, int]:
-        """Return the number of correct answers and of all answers: samples, (samples, ...), or their tokens.
+        """Return the number of correct and of all answers in outputs and labels, both (samples, ...).
+
+        An answer is the most probable class of a sample, or of each token of a sample. Ignored labels do not count.
 
         >>> outputs = torch.tensor([[0.1, 0.9], [0.8, 0.2]])
         >>> TrainingConfig().count_correct(outputs, torch.tensor([1, 1]))
@@ -205,7 +214,7 @@ class TrainingConfig:
             return count_decoded(criterion.blank, outputs, labels), len(labels)
         # Ignored labels are negative.
         is_counted = labels >= 0
-        # Classes are the second axis.
+        # Aligned outputs have the classes on the second axis.
         answers = aligned(outputs, labels).argmax(dim=1)
         is_correct = (answers == labels) & is_counted
         return int(is_correct.sum()), int(is_counted.sum())
@@ -213,7 +222,10 @@ class TrainingConfig:
     def clip_gradients(
         self, gradients: Mapping[str, torch.Tensor], norms: torch.Tensor | None
     ) -> None:
-        """Clip gradients in place; ``norms`` are the norms of the whole model, (tensors,), None for these gradients."""
+        """Clip gradients in place, if the scenario asks for clipping.
+
+        ``norms`` are the gradient norms of the whole model, (tensors,); None if ``gradients`` are the whole model's.
+        """
         clip = self.part.clip
         if clip is None or not gradients:
             return
@@ -233,7 +245,7 @@ class TrainingConfig:
     @staticmethod
     def norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of each gradient, (tensors,), as torch's ``clip_grad_norm_`` does."""
-        # A stage may hold nothing that is trained.
+        # A stage may have no trained weights, and torch cannot stack an empty list.
         if not gradients:
             return torch.zeros(0)
         return torch.stack([torch.linalg.vector_norm(each) for each in gradients])
@@ -245,9 +257,10 @@ class TrainingConfig:
         if part.is_plain:
             return None
         factory = named.find_definition(
-            part, self.codes, _LOSS, torch.nn, torch.nn.Module, "Loss"
+            part, self.codes, _LOSS_KEY, torch.nn, torch.nn.Module, suffix="Loss"
         )
         if part.file is not None and not isinstance(factory, type):
+            # The user's function is the loss itself; a class makes the loss.
             return partial(factory, **part.options())
         options = {}
         for name, value in part.options().items():
@@ -255,7 +268,7 @@ class TrainingConfig:
                 # Class weights, for example, which torch wants as a tensor.
                 value = torch.tensor(value)
             options[name] = value
-        return named.call_definition(factory, part, _LOSS, **options)
+        return named.call_definition(factory, part, _LOSS_KEY, **options)
 
     def _make_optimizer(
         self, parameters: list[torch.nn.Parameter]
@@ -265,27 +278,27 @@ class TrainingConfig:
         factory = named.find_definition(
             part,
             self.codes,
-            _OPTIMIZER,
+            _OPTIMIZER_KEY,
             torch.optim,
             torch.optim.Optimizer,
-            without=_WITHOUT,
+            unsupported=_UNSUPPORTED,
         )
-        made: torch.optim.Optimizer = named.call_definition(
-            factory, part, _OPTIMIZER, parameters, **part.arguments()
+        optimizer: torch.optim.Optimizer = named.call_definition(
+            factory, part, _OPTIMIZER_KEY, parameters, **part.arguments()
         )
-        return made
+        return optimizer
 
-    def _measure_optimizer(self, shape: tuple[int, ...]) -> Measured:
-        """Return the state and the operations of the optimizer for a weight of a shape."""
+    def _measure_optimizer(self, shape: tuple[int, ...]) -> OptimizerMeasurement:
+        """Return the state and the computation of the optimizer for a weight of ``shape``."""
         part = self.part.optimizer
-        # A file that was edited is another module.
+        # The module's name follows from the text of the file, so an edited file is measured again.
         module = self.codes[part.title].module if part.file is not None else ""
-        # Cached outside of this object, since a sweep makes one for each of its runs.
+        # The cache outlives this object, since a sweep creates a configuration for each of its runs.
         key = (part.model_dump_json(), module, shape)
-        if key not in _MEASURED:
+        if key not in _MEASUREMENTS:
             optimizer = TorchOptimizer(self._make_optimizer)
-            _MEASURED[key] = measure_optimizer(optimizer, shape)
-        return _MEASURED[key]
+            _MEASUREMENTS[key] = measure_optimizer(optimizer, shape)
+        return _MEASUREMENTS[key]
 
     @cached_property
     def _schedule(self) -> Schedule | None:
@@ -311,9 +324,9 @@ def _call_loss(
 
 
 def _ignored_label(criterion: Any) -> int:
-    """Return the label ignored by a loss, by default torch's."""
+    """Return the label that a loss ignores; torch's default is -100."""
     if isinstance(criterion, partial):
-        # A function of a file with its options.
+        # A function of a user's file with its options.
         if "ignore_index" in criterion.keywords:
             return int(criterion.keywords["ignore_index"])
         criterion = criterion.func
@@ -321,44 +334,45 @@ def _ignored_label(criterion: Any) -> int:
 
 
 def _mean_cross_entropy(
-    outputs: torch.Tensor, labels: torch.Tensor, whole: float | None
+    outputs: torch.Tensor, labels: torch.Tensor, total_weight: float | None
 ) -> torch.Tensor:
-    """Return the sum of the losses of classes over ``whole``, which is None for the number of counted labels.
-
-    One division: to weight the mean of the part would round twice.
-    """
+    """Return the summed cross-entropy of samples divided by ``total_weight``; None means the samples not ignored."""
+    # The sum is divided once; weighting the mean of these samples would round twice.
     total = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum")
-    if whole is None:
+    if total_weight is None:
         return total / (labels != _ignored_label(None)).sum()
-    return total / whole
+    return total / total_weight
 
 
 def temporal_loss(
     criterion: torch.nn.CTCLoss, outputs: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Return the loss of outputs, (samples, length, classes), for labels, (samples, most labels).
+    """Return the CTC loss of outputs, (samples, time steps, classes), for labels, (samples, length).
 
-    Shorter sequences of labels are padded with negative values.
+    The length is that of the longest sequence of labels; shorter sequences are padded with negative values.
     """
-    # torch wants the time steps first.
+    # torch expects the time steps on the first axis.
     log_probabilities = outputs.log_softmax(-1).movedim(1, 0)
-    samples = len(outputs)
-    length = outputs.shape[1]
-    steps = torch.full((samples,), length, dtype=torch.int64)
-    lengths = (labels >= 0).sum(1)
+    samples, time_steps, _ = outputs.shape
+    output_lengths = torch.full((samples,), time_steps, dtype=torch.int64)
+    label_lengths = (labels >= 0).sum(1)
     value: torch.Tensor = criterion(
-        log_probabilities, labels.clamp(min=0), steps, lengths
+        log_probabilities, labels.clamp(min=0), output_lengths, label_lengths
     )
     return value
 
 
 def count_decoded(blank: int, outputs: torch.Tensor, labels: torch.Tensor) -> int:
-    """Return the number of samples decoded exactly as labelled, by the most probable class; shapes as for the loss."""
+    """Return the number of samples whose decoded sequence equals their labels; shapes are as in `temporal_loss`.
+
+    ``blank`` is the class without a label.
+    """
     correct = 0
-    for classes, wanted in zip(outputs.argmax(-1), labels, strict=True):
+    for classes, padded_labels in zip(outputs.argmax(-1), labels, strict=True):
         # A label that lasts for several time steps is read once; blanks separate equal labels.
         decoded = classes.unique_consecutive()
         decoded = decoded[decoded != blank]
-        if decoded.tolist() == wanted[wanted >= 0].tolist():
+        expected = padded_labels[padded_labels >= 0]
+        if decoded.tolist() == expected.tolist():
             correct += 1
     return correct

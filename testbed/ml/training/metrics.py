@@ -1,4 +1,7 @@
-"""Metrics of outputs beside the loss: metrics of torchmetrics by name, or functions in a user's file."""
+"""Evaluation metrics beside accuracy and loss: classes of torchmetrics by name, or functions in a user's file.
+
+Losses and metrics of torch expect outputs in different layouts; `aligned` converts the outputs of a model.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from testbed.ml.training import named
 from testbed.ml.training.schema import MetricPart
 
 KEY = ("training", "metrics")
+"""Key of metrics in the workload, for errors."""
 
 
 class Metric(Protocol):
-    """Accumulates outputs and labels piece by piece, like torchmetrics."""
+    """A value over outputs and labels that are added batch by batch; the interface of torchmetrics."""
 
     def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
         """Add outputs, (samples, ...), and labels, (samples, ...)."""
@@ -27,7 +31,7 @@ class Metric(Protocol):
 
 
 class _FunctionMetric:
-    """A metric by a function of a file, which is called with all outputs and labels together."""
+    """A metric by a function of a user's file, which is called once with all outputs and all labels."""
 
     def __init__(self, function: Any, options: Mapping[str, Any]) -> None:
         self._function = function
@@ -46,10 +50,10 @@ class _FunctionMetric:
 
 
 def aligned(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return outputs in the layout torch's losses want for labels, (samples, ...), integers or others.
+    """Return outputs, (samples, ...), in the layout that torch's losses expect for labels, (samples, ...).
 
-    Classes of tokens, (samples, length, classes), move to the second axis. A single number per sample, (samples, 1),
-    loses its last axis if the labels lack that axis.
+    With labels of classes, which are integers, classes of tokens, (samples, length, classes), move to the second axis.
+    With other labels, a single number per sample, (samples, 1), loses its last axis if the labels lack this axis.
 
     >>> tokens = torch.zeros(2, 7, dtype=torch.long)
     >>> aligned(torch.zeros(2, 7, 100), tokens).shape
@@ -71,20 +75,20 @@ def make_metric(
     loss: str,
     classes: int,
 ) -> Metric:
-    """Return a new metric; raises `InputError` for an unknown one, or without an installed torchmetrics.
+    """Return a new metric; raises `InputError` if its name is unknown, or if torchmetrics is not installed.
 
-    ``classes`` are the model's outputs. Unless the part gives a ``task``, the loss name decides between single classes
-    and several labels.
+    ``classes`` is the number of the model's outputs. Unless the part has an option ``task``, the name of the ``loss``
+    decides whether a sample has one class or several labels.
     """
     if part.file is not None:
-        # The module and the base class serve names of a library alone.
+        # The module and the base class are unused for a part with a file.
         function = named.find_definition(part, codes, KEY, inspect, object)
         return _FunctionMetric(function, part.options())
     torchmetrics = require_extra(
         "torchmetrics", "metrics", f"the metric '{part.name}'", KEY
     )
     factory = named.find_definition(
-        part, codes, KEY, torchmetrics, torchmetrics.Metric, "Score"
+        part, codes, KEY, torchmetrics, torchmetrics.Metric, suffix="Score"
     )
     defaults = {
         "task": _task_of(loss, classes),
@@ -98,14 +102,15 @@ def make_metric(
             options[key] = value
     options |= part.options()
     if options.get("task") == "multilabel":
-        # torchmetrics rejects both numbers together.
+        # torchmetrics rejects num_classes together with num_labels.
         options.pop("num_classes", None)
-    made: Metric = named.call_definition(factory, part, KEY, **options)
-    return made
+    metric: Metric = named.call_definition(factory, part, KEY, **options)
+    return metric
 
 
 def _task_of(loss: str, classes: int) -> str:
-    """Return the task of torchmetrics for a loss: binary losses take several labels for each sample."""
+    """Return torchmetrics' ``task`` for the name of a loss and the number of the model's outputs."""
+    # Losses with these names compare each output with a label of its own, 0 or 1.
     if not loss.lower().startswith(("bce", "multi-label", "multilabel")):
         return "multiclass"
     return "multilabel" if classes > 1 else "binary"
@@ -119,15 +124,16 @@ def update_metric(
 ) -> None:
     """Add outputs and labels, both (samples, ...), to a metric; raises `InputError` if the metric rejects them.
 
-    Token classes stay last for the perplexity, which expects this layout, and come second for all others; binary labels
-    of several classes become integers.
+    ``name`` is the metric's name in the scenario. Outputs are passed as `aligned` returns them, except to functions of
+    the user and to the perplexity, which expects the classes of tokens on the last axis. Binary labels, which are
+    numbers for the loss, become integers.
     """
-    kind = type(metric).__name__
-    is_binary = kind.startswith(("Multilabel", "Binary"))
-    keeps_layout = isinstance(metric, _FunctionMetric) or kind.endswith("Perplexity")
+    class_name = type(metric).__name__
+    is_binary = class_name.startswith(("Multilabel", "Binary"))
+    has_user_function = isinstance(metric, _FunctionMetric)
     try:
-        if not keeps_layout:
-            # Each label of a binary metric has a value of its own, as if the labels were numbers.
+        if not has_user_function and not class_name.endswith("Perplexity"):
+            # The outputs of a binary metric correspond to labels one by one, as they do for labels that are numbers.
             layout_labels = labels.float() if is_binary else labels
             outputs = aligned(outputs, layout_labels)
         if is_binary:

@@ -21,12 +21,13 @@ def find_definition(
     module: ModuleType,
     base: type,
     suffix: str = "",
-    without: Collection[str] = (),
+    unsupported: Collection[str] = (),
 ) -> Callable[..., Any]:
-    """Return the class of ``module``, derived from ``base``, named by a part, or the definition in its file.
+    """Return the class or function with the name of a part: from the user's file if the part names one, else a class.
 
-    Case, dashes, and a ``suffix`` common to all names of the module are optional. ``codes`` has the text of files by
-    `NamedPart.title`. Raises `InputError` listing the valid names; ``without`` lists unsupported names.
+    Classes are those of ``module`` derived from ``base``, except ``unsupported`` names. In a name, case, dashes, and a
+    ``suffix`` common to the classes of the module are optional. ``codes`` has the text of files by `NamedPart.title`;
+    ``key`` is the part's key in the scenario. Raises `InputError` that lists the available names.
 
     >>> import torch
     >>> part = NamedPart(name="smooth-l1")
@@ -35,24 +36,24 @@ def find_definition(
     """
     if part.file is not None:
         return usercode.function(codes[part.title], (*key, "file"))
-    known = _subclasses(module, base, without)
-    wanted = _normalise_name(part.name, suffix)
-    for name, definition in known.items():
-        if _normalise_name(name, suffix) == wanted:
+    classes = _subclasses(module, base, unsupported)
+    normalised_name = _normalise_name(part.name, suffix)
+    for name, definition in classes.items():
+        if _normalise_name(name, suffix) == normalised_name:
             return definition
     raise InputError(
-        f"{module.__name__} has no '{part.name}' supported here; available: {', '.join(sorted(known))}",
+        f"{module.__name__} has no '{part.name}' supported here; available: {', '.join(sorted(classes))}",
         (*key, "name"),
     )
 
 
 def _subclasses(
-    module: ModuleType, base: type, without: Collection[str]
+    module: ModuleType, base: type, unsupported: Collection[str]
 ) -> dict[str, Callable[..., Any]]:
-    """Return the public classes of a module that are derived from ``base``, by name."""
+    """Return the public classes of a module that are derived from ``base``, by name, without ``unsupported`` ones."""
     classes: dict[str, Callable[..., Any]] = {}
     for name, value in vars(module).items():
-        if name.startswith("_") or name in without:
+        if name.startswith("_") or name in unsupported:
             continue
         if inspect.isclass(value) and issubclass(value, base) and value is not base:
             classes[name] = value
@@ -60,17 +61,20 @@ def _subclasses(
 
 
 def call_definition(
-    called: Callable[..., Any],
+    definition: Callable[..., Any],
     part: NamedPart,
     key: Key,
-    *given: Any,
+    *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Call a class or function with the options of a part; raises `InputError` for wrong options."""
+    """Return the result of a class or function for ``arguments`` and ``options``.
+
+    Raises `InputError` with the key and the name of the part if the definition rejects the options.
+    """
     try:
-        return called(*given, **options)
+        return definition(*arguments, **options)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        # "SGD.__init__() got an unexpected ..." names a method that the user never sees.
+        # In "SGD.__init__() got an unexpected ..." the prefix names a method that the user never sees.
         text = re.sub(r"\w+\.__init__\(\) ", "", str(error))
         raise InputError(
             f"{part.title}: {text or type(error).__name__}", key

@@ -1,7 +1,8 @@
-"""The learning rate as a function of the step: torch's schedulers, run ahead on a dummy optimizer.
+"""The learning rate as a function of the training step, computed by torch's schedulers.
 
-Devices reach a step at different times, and repeat steps after a fault, while a scheduler of torch only counts its own
-steps. A schedule therefore keeps the settings of all steps that the scheduler has reached.
+Devices reach a training step at different times, and repeat steps after a fault, while a scheduler of torch can only
+advance. A `Schedule` therefore advances the scheduler on an optimizer that trains nothing, and stores all settings.
+A schedule's step lasts for `SchedulePart.every` training steps.
 """
 
 from __future__ import annotations
@@ -20,78 +21,85 @@ from testbed.ml.training import named
 from testbed.ml.training.schema import SchedulePart
 
 _KEY = ("training", "schedule")
-_WITHOUT = (
+_UNSUPPORTED = (
     "ReduceLROnPlateau",
     "SequentialLR",
     "ChainedScheduler",
     "LambdaLR",
     "MultiplicativeLR",
 )
-"""Unsupported schedulers: the first depends on measurements and not on the step, the others on further objects."""
-_LENGTHS = ("T_max", "total_steps")
-"""Arguments that are the workload's steps by default."""
+"""Schedulers of torch that depend on measurements instead of the step (the first), or on further objects."""
+_LENGTH_OPTIONS = ("T_max", "total_steps")
+"""Options of torch's schedulers whose default is the length of the schedule."""
 
 
 class Schedule:
-    """The settings of an optimizer at every step, independent of the order of queries."""
+    """The settings of an optimizer in every training step, independent of the order in which steps are queried.
+
+    ``parts`` are consecutive schedules; each but the last has a length, `SchedulePart.steps`.
+    """
 
     def __init__(
         self,
         parts: Sequence[SchedulePart],
         codes: Mapping[str, Code],
         steps: int | None,
-        optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+        make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
-        """``steps`` is the length of the workload, None if unknown. Raises `InputError`."""
+        """Create the schedulers; ``steps`` is the number of training steps of the workload, None if unknown.
+
+        Raises `InputError` for wrong names, options and lengths.
+        """
         _check_lengths(parts)
         every = parts[0].every
         self._every = every
         """Training steps for each step of the schedule."""
-        self._last = None if steps is None else (steps - 1) // every
+        self._last_step = None if steps is None else (steps - 1) // every
         """Last step of the schedule in the workload; None if unknown."""
-        self._optimizer = optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
-        # All in steps of the schedule: where each schedule but the last ends, and the length of the last one.
+        # The parameter has no use: torch's classes require at least one.
+        self._optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
+        # The following numbers count steps of the schedule.
         lengths = [(part.steps or 0) // every for part in parts[:-1]]
         ends = list(accumulate(lengths))
-        remaining = None
+        last_length = None
         if steps is not None:
-            earlier = ends[-1] if ends else 0
-            remaining = math.ceil(steps / every) - earlier
+            last_start = ends[-1] if ends else 0
+            last_length = math.ceil(steps / every) - last_start
         schedulers = []
         for part in parts:
-            length = remaining if part.steps is None else part.steps // every
+            length = last_length if part.steps is None else part.steps // every
             schedulers.append(_make_scheduler(part, codes, length, self._optimizer))
         self._scheduler = schedulers[0]
         if len(schedulers) > 1:
             self._scheduler = torch.optim.lr_scheduler.SequentialLR(
                 self._optimizer, schedulers, ends
             )
-        self._known = [self._current_settings()]
-        """The settings of all steps of the schedule so far."""
+        self._settings = [self._current_settings()]
+        """The settings in each step of the schedule that the scheduler has reached."""
 
     def settings_at(self, step: int) -> Mapping[str, Any]:
-        """Return the optimizer's settings in a training step, counted from 0, such as ``lr``.
+        """Return the optimizer's settings, such as ``lr``, in a training step, counted from 0.
 
         After the last step of the workload the settings stay as they are.
         """
-        wanted = step // self._every
-        if self._last is not None:
-            wanted = min(wanted, self._last)
-        while len(self._known) <= wanted:
+        schedule_step = step // self._every
+        if self._last_step is not None:
+            schedule_step = min(schedule_step, self._last_step)
+        while len(self._settings) <= schedule_step:
             with warnings.catch_warnings():
-                # torch warns that no optimizer took a step, and that SequentialLR names steps.
+                # torch warns that no optimizer took a step, and that SequentialLR passes step numbers.
                 warnings.simplefilter("ignore")
                 try:
                     self._scheduler.step()
                 except ValueError:
-                    # One-cycle knows no more steps than it was made for.
-                    return self._known[-1]
-            self._known.append(self._current_settings())
-        return self._known[wanted]
+                    # OneCycleLR fails after the number of steps that it was created with.
+                    return self._settings[-1]
+            self._settings.append(self._current_settings())
+        return self._settings[schedule_step]
 
     def _current_settings(self) -> Mapping[str, Any]:
         (group,) = self._optimizer.param_groups
-        # One-cycle changes the momentum, too, under the name that the optimizer has for it.
+        # OneCycleLR also changes the momentum, which Adam's classes have as the first of their betas.
         settings: dict[str, Any] = {"lr": float(group["lr"])}
         for key in ("momentum", "betas"):
             if key in group:
@@ -100,7 +108,7 @@ class Schedule:
 
 
 def _check_lengths(parts: Sequence[SchedulePart]) -> None:
-    """Raise `InputError` for inconsistent lengths of consecutive schedules."""
+    """Raise `InputError` if lengths of schedules are missing or too short, or if their steps differ in length."""
     every = parts[0].every
     for part in parts[:-1]:
         if part.steps is None:
@@ -114,8 +122,8 @@ def _check_lengths(parts: Sequence[SchedulePart]) -> None:
                 _KEY,
             )
         if part.steps is not None and part.steps < every:
-            text = f"{part.title}: of {part.steps} steps none is a step of the schedule, which takes {every}"
-            raise InputError(f"{text}: make 'steps' more, or 'every' less", _KEY)
+            text = f"{part.title}: 'steps' is {part.steps}, less than one step of the schedule, 'every' {every}"
+            raise InputError(f"{text}: increase 'steps' or decrease 'every'", _KEY)
 
 
 def _make_scheduler(
@@ -124,25 +132,32 @@ def _make_scheduler(
     steps: int | None,
     optimizer: torch.optim.Optimizer,
 ) -> Any:
-    """Return a scheduler of torch; ``steps`` is its length, None if unknown."""
+    """Return a scheduler of torch; ``steps`` is its length in steps of the schedule, None if unknown."""
     from torch.optim import lr_scheduler
 
     factory = named.find_definition(
-        part, codes, _KEY, lr_scheduler, lr_scheduler.LRScheduler, "LR", _WITHOUT
+        part,
+        codes,
+        _KEY,
+        lr_scheduler,
+        lr_scheduler.LRScheduler,
+        suffix="LR",
+        unsupported=_UNSUPPORTED,
     )
     if part.file is not None:
-        # A function of the step.
+        # A user's function takes the step and returns a factor of the learning rate.
         return named.call_definition(
             lr_scheduler.LambdaLR, part, _KEY, optimizer, lr_lambda=factory
         )
     options = part.options()
     accepted = inspect.signature(factory).parameters
-    missing = [name for name in _LENGTHS if name in accepted and name not in options]
-    # One-cycle takes either its steps, or epochs and steps of an epoch.
-    if missing and "epochs" not in options:
-        length = missing[0]
-        if steps is None:
-            text = f"{part.title}: write '{length}', since how many steps there are is only known with the data"
-            raise InputError(text, _KEY)
-        options[length] = steps
+    # OneCycleLR accepts ``epochs`` and ``steps_per_epoch`` instead of ``total_steps``.
+    if "epochs" not in options:
+        for name in _LENGTH_OPTIONS:
+            if name not in accepted or name in options:
+                continue
+            if steps is None:
+                text = f"{part.title}: set '{name}', since the number of steps depends on data that is not loaded yet"
+                raise InputError(text, _KEY)
+            options[name] = steps
     return named.call_definition(factory, part, _KEY, optimizer, **options)

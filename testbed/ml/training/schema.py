@@ -1,4 +1,8 @@
-"""The training keys of a scenario: torch names with options, or a class or function in a file."""
+"""The keys below ``workload.training`` of a scenario.
+
+Optimizer, schedule, loss and metrics are a `NamedPart` each: the name of a torch class, or of a class or function in a
+user's file, with its options.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,9 @@ from testbed.common.part import ConfigModel
 FILE = "Python file that defines it, relative to the scenario file; it is sent to the devices"
 """Description of the key ``file``."""
 SGD = "sgd"
+"""Default optimizer, which the testbed implements itself."""
 CROSS_ENTROPY = "cross-entropy"
+"""Default loss."""
 
 
 class NamedPart(ConfigModel):
@@ -27,11 +33,13 @@ class NamedPart(ConfigModel):
 
     @property
     def title(self) -> str:
-        """The name shown for a run, and the key of its source text."""
+        """The name for display, with the file if any; source texts of files have this key in dictionaries."""
         return self.name if self.file is None else f"{self.file}:{self.name}"
 
     def options(self) -> dict[str, Any]:
-        """Return the further keys; lists become tuples, as torch expects.
+        """Return the keys that this class does not declare, which are options of the torch class or user's function.
+
+        Lists become tuples, as torch expects.
 
         >>> NamedPart(name="adamw", betas=[0.9, 0.95]).options()
         {'betas': (0.9, 0.95)}
@@ -44,7 +52,7 @@ class NamedPart(ConfigModel):
 
 
 def named_in(part: BaseModel, key: Key) -> Iterator[tuple[Key, NamedPart]]:
-    """Yield all named parts within a part, with their keys relative to the part."""
+    """Yield all named parts within ``part``, each with its key; ``key`` is the key of ``part``."""
     for name in type(part).model_fields:
         value = getattr(part, name)
         if isinstance(value, NamedPart):
@@ -82,7 +90,7 @@ class OptimizerPart(NamedPart):
     )
 
     @model_validator(mode="after")
-    def _one_rate(self) -> Self:
+    def _refuse_torch_key(self) -> Self:
         if "lr" in self.options():
             raise ValueError("use 'learning_rate' instead of 'lr'")
         return self
@@ -98,24 +106,28 @@ class OptimizerPart(NamedPart):
 
     @property
     def rate(self) -> float:
-        """The learning rate of plain SGD."""
+        """The learning rate of plain SGD; 0.05 by default."""
         return 0.05 if self.learning_rate is None else self.learning_rate
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments for the optimizer's class from the scenario.
+        """Return the scenario's arguments for the torch class, by torch's names.
 
         >>> OptimizerPart(name="adam", learning_rate=0.001).arguments()
         {'lr': 0.001}
         """
-        # torch has no default rate for SGD; the other classes have their own.
+        # SGD has the testbed's default rate, also if its options need torch's class.
         rate = self.rate if self._is_sgd else self.learning_rate
-        own = {"lr": rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
-        given = {}
-        for key, value in own.items():
-            # Without a value, torch's default of the class applies.
+        declared = {
+            "lr": rate,
+            "momentum": self.momentum,
+            "weight_decay": self.weight_decay,
+        }
+        arguments = {}
+        for key, value in declared.items():
+            # Without a value, the default of the torch class applies.
             if value is not None:
-                given[key] = value
-        return given | self.options()
+                arguments[key] = value
+        return arguments | self.options()
 
 
 class SchedulePart(NamedPart):
@@ -249,7 +261,6 @@ class TrainingPart(ConfigModel):
             "share of the average"
         ),
     )
-
     lora: LoraPart | None = Field(
         None,
         description="for your own network: train low-rank adapters instead of the weights; default: train all weights",
@@ -262,57 +273,6 @@ class TrainingPart(ConfigModel):
             "running statistics are always included"
         ),
     )
-
-    @property
-    def uses_evaluations(self) -> bool:
-        """Whether evaluations decide the end of training, or the final weights."""
-        return bool(self.until or self.patience or self.best)
-
-    @model_validator(mode="after")
-    def _check_evaluated_names(self) -> Self:
-        known = ["accuracy", "test_loss"]
-        for name in self.metrics:
-            known.append(f"metrics.{name}")
-        used = list(self.until)
-        if self.best:
-            used.append(self.best)
-        for name in used:
-            if name not in known:
-                raise ValueError(
-                    f"an evaluation has no '{name}'; available: {', '.join(known)}"
-                )
-        # Raises ValueError for a condition that cannot be parsed.
-        self.conditions()
-        return self
-
-    def conditions(self) -> dict[str, Condition]:
-        """Return the stopping conditions; raises ValueError for invalid ones."""
-        conditions = {}
-        for name, text in self.until.items():
-            if name == "accuracy":
-                # A share, which may be written in per cent.
-                conditions[name] = parse_condition(text, "share")
-            else:
-                conditions[name] = parse_condition(text, "number")
-        return conditions
-
-    def given_keys(self) -> set[str]:
-        """Return the keys beyond plain descent on cross-entropy, such as ``clip.norm``.
-
-        >>> sorted(TrainingPart(clip={"norm": 1.0}, ema=0.99).given_keys())
-        ['clip', 'clip.norm', 'ema']
-        """
-        uses = {
-            "optimizer": not self.optimizer.is_plain,
-            "schedule": self.schedules,
-            "loss": not self.loss.is_plain,
-            "clip": self.clip,
-            "clip.norm": self.clip is not None and self.clip.norm,
-            "ema": self.ema,
-            "metrics": self.metrics,
-        }
-        return {key for key, value in uses.items() if value}
-
     until: dict[str, str] = Field(
         default_factory=dict,
         description=(
@@ -356,14 +316,14 @@ class TrainingPart(ConfigModel):
                     f"'{key}' is not a valid metric name: use letters, digits and dashes"
                 )
             metrics[key] = part
-            # Anything but a mapping is left for pydantic to reject.
+            # Values of other types stay as they are, so that pydantic rejects them.
             if part is None or isinstance(part, Mapping):
                 metrics[key] = {"name": key, **(part or {})}
         return metrics
 
     @property
     def schedules(self) -> tuple[SchedulePart, ...]:
-        """The schedules in order."""
+        """The schedules in order, also if the scenario has one schedule instead of a list."""
         if self.schedule is None:
             return ()
         if isinstance(self.schedule, SchedulePart):
@@ -371,7 +331,7 @@ class TrainingPart(ConfigModel):
         return self.schedule
 
     def parts(self) -> list[tuple[str, NamedPart]]:
-        """Return the parts that may come from a file, with their keys."""
+        """Return all named parts, which may come from a file, with their keys."""
         parts: list[tuple[str, NamedPart]] = [
             ("optimizer", self.optimizer),
             ("loss", self.loss),
@@ -381,3 +341,53 @@ class TrainingPart(ConfigModel):
         for metric in self.metrics.values():
             parts.append(("metrics", metric))
         return parts
+
+    @property
+    def uses_evaluations(self) -> bool:
+        """Whether evaluations decide the end of training or the final weights."""
+        return bool(self.until or self.patience or self.best)
+
+    @model_validator(mode="after")
+    def _check_evaluated_names(self) -> Self:
+        known = ["accuracy", "test_loss"]
+        for name in self.metrics:
+            known.append(f"metrics.{name}")
+        used = list(self.until)
+        if self.best:
+            used.append(self.best)
+        for name in used:
+            if name not in known:
+                raise ValueError(
+                    f"an evaluation has no '{name}'; available: {', '.join(known)}"
+                )
+        # Called for its ValueError if a condition cannot be parsed.
+        self.conditions()
+        return self
+
+    def conditions(self) -> dict[str, Condition]:
+        """Return the stopping conditions of `until` by the name of a value; raises ValueError for invalid ones."""
+        conditions = {}
+        for name, text in self.until.items():
+            if name == "accuracy":
+                # A share may be written as a percentage.
+                conditions[name] = parse_condition(text, "share")
+            else:
+                conditions[name] = parse_condition(text, "number")
+        return conditions
+
+    def used_keys(self) -> set[str]:
+        """Return the keys that add to plain SGD on cross-entropy, which a method may not support.
+
+        >>> sorted(TrainingPart(clip={"norm": 1.0}, ema=0.99).used_keys())
+        ['clip', 'clip.norm', 'ema']
+        """
+        value_of_key = {
+            "optimizer": not self.optimizer.is_plain,
+            "schedule": self.schedules,
+            "loss": not self.loss.is_plain,
+            "clip": self.clip,
+            "clip.norm": self.clip is not None and self.clip.norm,
+            "ema": self.ema,
+            "metrics": self.metrics,
+        }
+        return {key for key, value in value_of_key.items() if value}

@@ -374,7 +374,7 @@ def test_moved_neurons_train_like_whole_layer(
 def test_neurons_cannot_be_taken_or_given_twice() -> None:
     layer, reference = make_dense()
     shard = LayerShard(layer, layer.whole, reference.state(), PLAIN)
-    with pytest.raises(ValueError, match="held already"):
+    with pytest.raises(ValueError, match="belong to this shard already"):
         shard.take(range(2), shard.state())
     shard.give(range(2))
     with pytest.raises(ValueError, match="not all among"):

@@ -36,7 +36,7 @@ def test_module_computes_with_selected_version() -> None:
     assert not torch.equal(module(inputs), initial_outputs)
     versions.use(0)
     assert torch.equal(module(inputs), initial_outputs)
-    assert set(module.state_dict()) == set(versions.latest)
+    assert set(module.state_dict()) == set(versions.newest_parameters)
 
 
 def test_backward_uses_version_of_its_forward() -> None:
@@ -52,12 +52,14 @@ def test_backward_uses_version_of_its_forward() -> None:
     for parameter, gradient in zip(parameters, expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
     # Gradients belong to the version of the forward, not to the newest one.
-    assert all(parameter.grad is None for parameter in versions.latest.values())
+    assert all(
+        parameter.grad is None for parameter in versions.newest_parameters.values()
+    )
 
 
 def memory_addresses(versions: Versions) -> dict[str, int]:
     addresses = {}
-    for name, parameter in versions.latest.items():
+    for name, parameter in versions.newest_parameters.items():
         addresses[name] = parameter.data_ptr()
     return addresses
 
@@ -97,13 +99,13 @@ def test_restart_renumbers_newest_version() -> None:
 def test_aggregation_replaces_newest_version_by_mean() -> None:
     versions = Versions(make_module())
     initial = {}
-    for name, parameter in versions.latest.items():
+    for name, parameter in versions.newest_parameters.items():
         initial[name] = parameter.detach().clone()
     add_version(versions, oldest_needed=0)
     add_version(versions, oldest_needed=0)
     versions.aggregate(3)
     # The mean of the initial weights plus 0, 1 and 2.
-    for name, parameter in versions.latest.items():
+    for name, parameter in versions.newest_parameters.items():
         torch.testing.assert_close(parameter.detach(), initial[name] + 1.0)
     # Version 1 is unchanged.
     assert torch.equal(versions[1]["0.bias"], initial["0.bias"] + 1.0)

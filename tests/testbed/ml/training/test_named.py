@@ -66,7 +66,7 @@ def test_unknown_name_is_rejected_with_available_names(name: str) -> None:
 
 def test_excluded_name_is_rejected_and_not_listed() -> None:
     with pytest.raises(InputError) as caught:
-        find_scheduler("step", without=("StepLR",))
+        find_scheduler("step", unsupported=("StepLR",))
     assert "MultiStepLR" in caught.value.text
     assert " StepLR" not in caught.value.text
 

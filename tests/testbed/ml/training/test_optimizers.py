@@ -103,7 +103,7 @@ def test_predicted_state_shapes_equal_actual_state(keys: dict[str, object]) -> N
     for key, tensor in optimizer.state().items():
         actual[key] = (tuple(tensor.shape), tensor.dtype)
     predicted = {}
-    for kind, shape_and_type in config.kept_shapes((6, 4)).items():
+    for kind, shape_and_type in config.state_shapes((6, 4)).items():
         predicted[f"{kind}0.w"] = shape_and_type
     assert actual == predicted
 
@@ -135,10 +135,10 @@ def test_numbers_in_optimizer_state_stay_numbers() -> None:
         return torch.optim.SGD(parameters, lr=0.1)
 
     optimizer = TorchOptimizer(make_sgd)
-    optimizer._state = {"0.w": {"step": 3, "scale": 0.5, "buffer": torch.ones(2)}}
+    optimizer._states = {"0.w": {"step": 3, "scale": 0.5, "buffer": torch.ones(2)}}
     restored = TorchOptimizer(make_sgd)
     restored.load(optimizer.state())
-    state = restored._state["0.w"]
+    state = restored._states["0.w"]
     assert state["step"] == 3
     assert state["scale"] == 0.5
     assert torch.equal(state["buffer"], torch.ones(2))
@@ -158,7 +158,7 @@ def test_numbers_in_optimizer_state_stay_numbers() -> None:
             {"loss": {"name": "mse", "colour": 1}},
             "unexpected keyword argument 'colour'",
         ),
-        ({"schedule": {"name": "cosine-annealing"}}, "write 'T_max'"),
+        ({"schedule": {"name": "cosine-annealing"}}, "set 'T_max'"),
         (
             {"schedule": [{"name": "linear"}, {"name": "exponential", "gamma": 0.9}]},
             "set 'steps'",

@@ -137,7 +137,7 @@ def test_every_of_first_schedule_applies_to_all_schedules() -> None:
         ),
         (
             [halving(steps=9, every=10), halving()],
-            "of 9 steps none is a step of the schedule, which takes 10",
+            "'steps' is 9, less than one step of the schedule, 'every' 10",
         ),
         ([halving(), halving()], "exponential: set 'steps', its length"),
         # Schedules whose settings do not follow from the step and plain options.
@@ -174,7 +174,7 @@ def make_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 def test_schedule_that_needs_length_is_rejected_for_unknown_length() -> None:
     # A length of None: the number of training steps is unknown.
     part = SchedulePart(name="one-cycle", max_lr=0.5)
-    message = "one-cycle: write 'total_steps', since how many steps there are"
+    message = "one-cycle: set 'total_steps', since the number of steps"
     with pytest.raises(InputError, match=message):
         Schedule([part], {}, None, make_sgd)
 
