@@ -278,6 +278,7 @@ class VersatileFLReference(EdgePipeReference):
         granularity="link",
         ideal=False,
         thres_fw=None,
+        forward_criterion="larger",
         grad_reuse_bw=None,
         patience=60,
         loss_window=1,
@@ -288,6 +289,7 @@ class VersatileFLReference(EdgePipeReference):
         self.granularity, self.ideal = granularity, ideal
         self.patience, self.loss_window = patience, loss_window
         self.thres_fw, self.grad_reuse_bw = thres_fw, grad_reuse_bw
+        self.forward_criterion = forward_criterion
         self.windows = defaultdict(list)
         """Losses of unfinished windows, by the window's number."""
         self.best_loss, self.best_end = math.inf, None
@@ -314,14 +316,16 @@ class VersatileFLReference(EdgePipeReference):
         return messages
 
     def meets_criterion(self, name, layer, batch, rates):
-        """Return whether all success rates of a batch exceed thres_fw, here and in its forward pass."""
+        """Return whether a batch meets the forward criterion, here and in its forward pass."""
         node = self.nodes[name]
         threshold = self.thres_fw
         if threshold is None:
             # Rounded, since 0.1 * 3 exceeds 0.3 in binary.
             threshold = min(0.5, round(0.1 * node.stage, 9))
         # A mean of rates can exceed an equal threshold by a rounding error.
-        if any(rate < threshold + 1e-9 for rate in rates):
+        if self.forward_criterion == "larger":
+            threshold += 1e-9
+        if any(rate < threshold for rate in rates):
             node.dropped.add((layer, batch))
         return (layer, batch) not in node.dropped
 

@@ -103,14 +103,24 @@ class DynamicUpdate:
             self._since = end
 
 
-def is_valid(rates: Iterable[float], thres_fw: float) -> bool:
+def is_valid(
+    rates: Iterable[float], thres_fw: float, equal_suffices: bool = False
+) -> bool:
     """Return whether a batch meets the forward criterion of Section IV-A: each rate is larger than ``thres_fw``.
+
+    With ``equal_suffices`` a rate equal to the threshold is accepted, too.
 
     >>> is_valid((1.0, 0.75), 0.5), is_valid((1.0, 0.5), 0.5)
     (True, False)
+    >>> is_valid((1.0, 0.5), 0.5, equal_suffices=True)
+    True
     """
-    # Rounded as the threshold is, since a mean of 0.2 and 0.4 exceeds 0.3 by a bit.
-    return all(round(rate, 9) > thres_fw for rate in rates)
+    for rate in rates:
+        # Rounded as the threshold is, since a mean of 0.2 and 0.4 exceeds 0.3 by a bit.
+        excess = round(rate, 9) - thres_fw
+        if excess < 0 or (excess == 0 and not equal_suffices):
+            return False
+    return True
 
 
 def merge_rates(received: Sequence[Rates], layers: int) -> Rates:
@@ -256,7 +266,10 @@ class Maintenance:
         options = self._update.options
         if options.substitution is not True and not received.is_complete:
             return False
-        return not options.forward_criterion or is_valid(rates, self._update.thres_fw)
+        if options.forward_criterion == "none":
+            return True
+        equal_suffices = options.forward_criterion == "at-least"
+        return is_valid(rates, self._update.thres_fw, equal_suffices=equal_suffices)
 
     async def usable_results(self, received: ReceivedParts) -> Usable:
         """Return all results; a batch with missing results has no exact loss, and saved gradients are used.

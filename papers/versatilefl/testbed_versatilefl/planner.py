@@ -50,14 +50,14 @@ class VersatileOptions(SlotOptions):
             "rearrangement": False,
         },
         "naive-zeros": {
-            "forward_criterion": False,
+            "forward_criterion": "none",
             "backward_granularity": "neuron",
             "reuse_gradients": False,
             "rearrangement": False,
         },
         "naive-blocked": {
             "substitution": "tests",
-            "forward_criterion": False,
+            "forward_criterion": "none",
             "backward_granularity": "neuron",
             "reuse_gradients": False,
             "rearrangement": False,
@@ -90,8 +90,10 @@ class VersatileOptions(SlotOptions):
     result_sharing: Literal["layer", "neuron", "ideal"] = "neuron"
     """Results required for new gradients of the output layer: all results on all devices of the layer, or all results
     on a device. `ideal`: no shared result is lost."""
-    forward_criterion: bool = True
-    """Whether a device drops a batch unless its success rates between all layers are larger than `thres_fw`."""
+    forward_criterion: Literal["larger", "at-least", "none"] = "larger"
+    """A device drops a batch unless its success rates between all layers are larger than `thres_fw` (Section IV-A), or
+    `at-least` equal to `thres_fw`, as the first example of Section IV-A reads. `none`: no batch is dropped for its
+    success rates."""
     thres_fw: Fraction | None = None
     """Threshold of the forward criterion. None: from 0 to 0.5, by stages."""
     grad_reuse_bw: int | None = Field(None, ge=0, le=1_000_000)

@@ -135,6 +135,11 @@ def test_batch_is_valid_if_all_success_rates_exceed_threshold(rates, expected):
     assert is_valid(rates, 0.5) is expected
 
 
+def test_equal_rate_suffices_with_criterion_at_least():
+    assert is_valid([0.75, 0.5], 0.5, equal_suffices=True)
+    assert not is_valid([0.75, 0.4], 0.5, equal_suffices=True)
+
+
 def test_rate_equal_to_threshold_is_too_low_despite_rounding():
     assert (0.2 + 0.4) / 2 > 0.3
     assert not is_valid([(0.2 + 0.4) / 2], 0.3)

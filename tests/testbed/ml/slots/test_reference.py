@@ -35,6 +35,9 @@ def random_versatile(draw, seed):
         "patience": draw.randint(1, 5),
         "loss_window": draw.choice([1, 1, 2, 4]),
         "substitute_past_outputs": random.Random(f"past {seed}").random() < 0.3,
+        "forward_criterion": random.Random(f"criterion {seed}").choice(
+            ["larger", "larger", "at-least"]
+        ),
     }
     granularity = draw.choice(["link", "neuron"])
     is_ideal = draw.random() < 0.3
