@@ -2,9 +2,9 @@
 
 One event is one line of ``events.jsonl``: ``time`` (seconds since the workload started, one clock for the whole run),
 ``device`` (or "testbed" for actions of the testbed itself), ``event`` and further fields. `EVENTS` lists the events
-with a meaning in every run; a method defines its own.
+with a meaning in every run; a method can define further events.
 
-``start`` is a ``time``; all durations are seconds.
+The fields of some events need an explanation. ``start`` is a time like ``time``; all durations are seconds.
 
 - compute: ``busy`` is the time that the host needed, ``deficit`` its excess over the charged time (0 if pacing hides
   it), ``late`` the total lateness caused by the host: the deficit, and late starts and wake-ups.
@@ -13,7 +13,7 @@ with a meaning in every run; a method defines its own.
 - send: ``queued`` is the wait behind earlier messages to the peer, ``duration`` the time from the call to the
   acknowledgement. receive: ``duration`` is the time from the first to the last byte.
 - cast: ``start`` is the time when the device's earlier casts had left; ``duration`` includes the wait for a shared
-  channel. ``number`` counts a device's casts since its boot; ``cast`` of a reception is that number.
+  channel. ``number`` counts a device's casts since its boot. ``cast`` of a receive event is the number of the cast.
 - objects: boxes are in shares of the network's input, from its upper left corner.
 """
 
@@ -42,9 +42,9 @@ class EventType:
     """Keys among ``batch`` and ``micro`` that a fault's ``when`` can match (``step`` and ``request`` count as batch);
     None for events that no fault can wait for."""
     fields: tuple[str, ...] = ()
-    """Optional fields."""
+    """Fields that an event may have in addition to ``time``, ``device`` and ``event``."""
     pause: bool = False
-    """Whether work paused for the last ``seconds`` of the event; affected steps are not steady."""
+    """Whether work paused before the event, for as long as its field ``seconds``; affected steps are not steady."""
 
 
 EVENTS = (
@@ -168,79 +168,56 @@ EVENTS = (
     EventType("speed", "new speed of a device", None, ("target", "factor", "speed")),
     EventType("trace", "change by a link trace", None, ("what", "value", "intended")),
 )
-"""Event types with a meaning independent of the method. The last ones are the testbed's own."""
-_FIELDS_BY_TYPE: Mapping[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
-    "a number": (
-        (int, float),
-        (
-            *("start", "duration", "queued", "encode", "decode", "latency"),
-            *("bytes", "number", "flops", "busy", "deficit", "late"),
-            *("waited", "interval", "processor", "computing"),
-            *("intended", "began", "factor", "delay", "of"),
-            *("weights", "activations"),
-        ),
+"""Event types with a meaning independent of the method. The testbed itself writes those from ``fault`` on."""
+_FIELDS_OF_EVENT = {event.name: event.fields for event in EVENTS}
+
+# A field has the same kind of value in all of `EVENTS`. A field that is missing here may have any value.
+_NUMBERS = (
+    "start duration queued encode decode latency bytes number flops busy deficit late "
+    "waited interval processor computing intended began factor delay of weights "
+    "activations"
+)
+# A line has null for a number that is not finite, and a link without a limit has the rate null.
+_NUMBERS_OR_NULL = (
+    "step request batch micro sample samples cast loss accuracy rate speed after"
+)
+_TEXTS = "span message peer source destination target state phase action what"
+_KINDS_OF_FIELDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    **dict.fromkeys(_NUMBERS.split(), ("a number", (int, float))),
+    **dict.fromkeys(
+        _NUMBERS_OR_NULL.split(), ("a number or null", (int, float, NoneType))
     ),
-    # A line has null for a number that is not finite, and a link without a limit has the rate null.
-    "a number or null": (
-        (int, float, NoneType),
-        (
-            *("step", "request", "batch", "micro", "sample", "samples", "cast"),
-            *("loss", "accuracy", "rate", "speed", "after"),
-        ),
-    ),
-    "a text": (
-        (str,),
-        (
-            *("span", "message", "peer", "source", "destination", "target"),
-            *("state", "phase", "action", "what"),
-        ),
-    ),
-    "true or false": ((bool,), ("up",)),
-    "a list": ((list,), ("peers", "boxes")),
+    **dict.fromkeys(_TEXTS.split(), ("a text", (str,))),
+    "up": ("true or false", (bool,)),
+    "peers": ("a list", (list,)),
+    "boxes": ("a list", (list,)),
 }
-"""Kind of value in a file -> its types, and the fields of `EVENTS` with such values; other fields hold any value."""
-
-
-def _field_types() -> dict[str, dict[str, tuple[str, tuple[type, ...]]]]:
-    """Return, for each event of `EVENTS`, the fields with a known kind of value: the kind and its types."""
-    kinds: dict[str, tuple[str, tuple[type, ...]]] = {}
-    for kind, (types, names) in _FIELDS_BY_TYPE.items():
-        for name in names:
-            kinds[name] = (kind, types)
-    by_event = {}
-    for event in EVENTS:
-        by_event[event.name] = {
-            name: kinds[name] for name in event.fields if name in kinds
-        }
-    return by_event
-
-
-_FIELD_TYPES = _field_types()
+"""Field -> description of its values, and their types after a line has been parsed."""
 
 
 def find_invalid_field(
     event: str, names: Iterable[str], types: Iterable[type]
 ) -> str | None:
-    """Return which field of an event in a file has a value of another type than the testbed writes; None if none has.
+    """Return an error text for the first field of a parsed event whose value has a wrong type; None if all are valid.
 
-    Fields of methods' own events hold any value.
+    Only fields that `EVENTS` lists for the event are checked.
 
     >>> find_invalid_field("step", ["step", "loss"], [int, str])
     "field 'loss' must be a number or null"
     """
-    known = _FIELD_TYPES.get(event, {})
-    for name, actual in zip(names, types, strict=True):
-        if name not in known:
+    fields = _FIELDS_OF_EVENT.get(event, ())
+    for name, actual_type in zip(names, types, strict=True):
+        if name not in fields or name not in _KINDS_OF_FIELDS:
             continue
-        kind, expected = known[name]
+        description, expected_types = _KINDS_OF_FIELDS[name]
         # A boolean counts as a number here, as in Python's arithmetic.
-        if not issubclass(actual, expected):
-            return f"field '{name}' must be {kind}"
+        if not issubclass(actual_type, expected_types):
+            return f"field '{name}' must be {description}"
     return None
 
 
 def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:
-    """Return the fields of a ``link`` event: the common properties, and others that differ from their defaults."""
+    """Return the fields of a ``link`` event: those of `EVENTS`, and all others without their default value."""
     fields: dict[str, Any] = {
         "source": source,
         "destination": destination,
@@ -256,7 +233,7 @@ def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:
 
 
 DIGITS = 9
-"""Decimal places of an event's seconds in a file."""
+"""Decimal places of an event's seconds in a file, so a file resolves nanoseconds."""
 LEADING = ("time", "device", "event")
 """Leading keys of every line in a file."""
 
@@ -286,7 +263,7 @@ class _LineEncoder(json.JSONEncoder):
     """JSON encoder that writes null for non-finite numbers, so that every line is valid."""
 
     def encode(self, o: Any) -> str:
-        # A search for non-finite numbers in each event would take longer than the encoding.
+        # Non-finite numbers are rare, and a search for them in each event would take longer than the encoding.
         try:
             return super().encode(o)
         except ValueError:
@@ -295,7 +272,7 @@ class _LineEncoder(json.JSONEncoder):
 
 LINES = _LineEncoder(check_circular=False, allow_nan=False)
 """Encoder of event lines."""
-_NONE: Mapping[str, Any] = {}
+_NO_FIELDS: Mapping[str, Any] = {}
 
 
 # A named tuple, which is created faster than a dataclass: a long run has millions.
@@ -309,7 +286,7 @@ class Event(NamedTuple):
     time: float
     device: str
     event: str
-    fields: Mapping[str, Any] = _NONE
+    fields: Mapping[str, Any] = _NO_FIELDS
 
     def to_json(self) -> str:
         """Return the event as a line without a line end."""
@@ -328,7 +305,7 @@ class Event(NamedTuple):
 
     @staticmethod
     def from_fields(fields: dict[str, Any]) -> Event:
-        """Build an event from the fields of a line; ``fields`` keep only the event's own.
+        """Build an event from all fields of a line, which are changed: they become the fields of the event.
 
         Raises KeyError, TypeError or AttributeError for invalid fields.
         """
