@@ -41,7 +41,7 @@ def main() -> int:
         return error.exit_code
     host = os.environ.get("TESTBED_HOST", "0.0.0.0")
     port = int(os.environ.get("TESTBED_PORT") or CONTROL_PORT)
-    # At once and without cleaning up: the devices' namespaces end with their containers.
+    # At the end of the lease, the process ends at once: the devices' namespaces end with their containers.
     lease = Lease(os.environ, lambda: os._exit(0))
     server.serve(shaping, token, host, port, lease.renew)
     return 0

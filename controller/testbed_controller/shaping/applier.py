@@ -1,4 +1,7 @@
-"""Application of plans to devices' interfaces by ``tc`` and a link backend, with read-back and statistics."""
+"""Application of plans to devices' interfaces by ``tc`` and a link backend, with read-back and statistics.
+
+After each change, the state of the kernel is read and compared with the plan.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from testbed_controller.shaping.medium import Route
 from testbed_controller.shaping.namespaces import command
 from testbed_controller.shaping.nfqueue import kernel_queues
 from testbed_controller.shaping.plan import InterfacePlan, linked_addresses
-from testbed_controller.shaping.registry import Attached, hardware_address
+from testbed_controller.shaping.registry import AttachedDevice, hardware_address
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,12 +77,12 @@ class Applier:
             self._gate_problem = str(error)
         return self._gate is not None
 
-    def problem(self, attached: Attached, plan: InterfacePlan) -> str:
+    def problem(self, attached: AttachedDevice, plan: InterfacePlan) -> str:
         """Return the reason why the backend cannot apply a plan, or an empty text."""
         return attached.namespace.run(partial(self._backend.problem, plan)) or ""
 
     def apply(
-        self, attached: Attached, plan: InterfacePlan, routes: dict[str, Route]
+        self, attached: AttachedDevice, plan: InterfacePlan, routes: dict[str, Route]
     ) -> None:
         """Apply a plan to a device's interface and verify the kernel's state; raises HostError for differences."""
         if attached.plan == plan and (attached.routes or {}) == routes:
@@ -99,7 +102,7 @@ class Applier:
 
     def _apply_inside(
         self,
-        attached: Attached,
+        attached: AttachedDevice,
         old: InterfacePlan | None,
         plan: InterfacePlan,
         routes: dict[str, Route],
@@ -119,10 +122,12 @@ class Applier:
             # Set after the default route exists, since each route of the interface names the algorithm.
             set_congestion_control(interface, CONGESTION_CONTROL)
         if attached.endpoint.network is not None:
-            unknown = linked_addresses(plan) - attached.neighbours
-            hardware = {address: hardware_address(address) for address in unknown}
+            new_neighbours = linked_addresses(plan) - attached.neighbours
+            hardware = {}
+            for address in new_neighbours:
+                hardware[address] = hardware_address(address)
             set_neighbours(interface, hardware)
-            attached.neighbours |= unknown
+            attached.neighbours |= new_neighbours
         if old is None or old.segments != plan.segments:
             bound_segments(interface, plan.segments)
         # The backend first creates the devices and queues to which its tc commands direct packets.
@@ -131,14 +136,14 @@ class Applier:
         lines += self._backend.lines(old, plan)
         return self._differences(attached, plan, lines)
 
-    def differences(self, attached: Attached, plan: InterfacePlan) -> list[str]:
+    def differences(self, attached: AttachedDevice, plan: InterfacePlan) -> list[str]:
         """Return the differences between a device's plan and the state of the kernel."""
         return attached.namespace.run(partial(self._differences, attached, plan))
 
     def _differences(
-        self, attached: Attached, plan: InterfacePlan, lines: Sequence[str] = ()
+        self, attached: AttachedDevice, plan: InterfacePlan, lines: Sequence[str] = ()
     ) -> list[str]:
-        """Execute ``tc`` commands, then compare the kernel's state with the plan."""
+        """Execute ``tc`` commands, then return the differences between the plan and the kernel's state."""
         classes, filters = self._backend.reads(plan)
         # A single process changes and reads the state, since starting tc takes longer than most batches.
         state = tc.run_batch(
@@ -162,7 +167,7 @@ class Applier:
         return problems
 
     def statistics(
-        self, devices: Mapping[str, Attached], *, reset: bool
+        self, devices: Mapping[str, AttachedDevice], *, reset: bool
     ) -> dict[str, Any]:
         """Return queue drops, lateness and sent bytes; ``reset`` clears the lateness."""
         queues = {}
@@ -178,10 +183,10 @@ class Applier:
             "queues": queues,
             "sent": sent,
         }
-        # The helper processes report their own time; this process adds its own, of requests and measurements.
-        own = os.times()
+        # The helper processes have reported their processor time; this process adds that of requests and measurements.
+        usage = os.times()
         seconds = statistics.get("processor_seconds", 0.0)
-        statistics["processor_seconds"] = seconds + own.user + own.system
+        statistics["processor_seconds"] = seconds + usage.user + usage.system
         if self._gate is not None:
             _add_gate(statistics, self._gate.statistics())
         if reset:
@@ -190,7 +195,7 @@ class Applier:
                 self._gate.reset()
         return statistics
 
-    def _queue_counts(self, attached: Attached) -> dict[str, int]:
+    def _queue_counts(self, attached: AttachedDevice) -> dict[str, int]:
         """Count the packets dropped by full queues and sockets, and the bytes sent, in the device's namespace."""
         counts = {"sender_drops": 0, "bytes": 0}
         interface = attached.interface.name

@@ -28,21 +28,23 @@ if TYPE_CHECKING:
     from testbed_controller.shaping.shaper import Shaping
 
 RATES = (10e9, 5e9, 4e9, 3e9, 2e9, 1.5e9, 1e9, 500e6, 200e6, 100e6, 10e6)
-"""Rates in bit/s, tried from the fastest with the delay `DELAY`, so that the backend has to hold packets."""
-DELAY = 1e-3
-"""Delay of the measured link in seconds."""
+"""Rates in bit/s, measured from the fastest."""
+BASE_DELAY = 1e-3
+"""Delay of the link in measurements of rates, in seconds: without a delay, the backend would hold no packets."""
 DELAYS = (0.1e-3, 0.2e-3, 0.5e-3, 1e-3, 2e-3, 5e-3)
-"""Delays in seconds, tried from the shortest."""
+"""Delays in seconds, measured from the shortest."""
 LOAD_RATE = 100e6
 """Rate of the measurement of the cost per packet, in bit/s."""
 BUSY_LIMIT = 0.8
-"""Maximum share of busy processors without interference between devices."""
+"""Share of busy processors up to which devices do not disturb each other."""
 DEVICE_RATE = 10e6
 """Continuous rate of each device in the estimate of the number of devices, in bit/s."""
-_PAIR = ("a", "b")
+_LINK = ("a", "b")
+"""The measured link: sender and receiver."""
 _INTERFACE = "data"
+"""Name of the interface in both namespaces."""
 _TRAINS = 5
-"""Number of packet trains of a measurement."""
+"""Number of packet trains (`trains.py`) in the measurement of the cost per packet."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +67,19 @@ class Capability:
 
 def measure_capability(backend: str = "auto") -> Capability:
     """Measure the link capacity in a few seconds. Raises HostError without kernel support."""
-    # Imported here: Shaping needs pyroute2, which readers of stored results need not have.
+    # Imported here: Shaping needs pyroute2, which programs that only read stored results need not have.
     from testbed_controller.shaping.shaper import Shaping
 
     with (
         _joined_namespaces() as endpoints,
         contextlib.closing(Shaping(backend)) as shaping,
     ):
-        shaping.attach(endpoints, {_PAIR: Link(delay=DELAY), _PAIR[::-1]: Link()})
-        by_rate = [Link(rate=rate, delay=DELAY) for rate in RATES]
-        fastest = _first_faithful(shaping, by_rate)
+        shaping.attach(endpoints, {_LINK: Link(delay=BASE_DELAY), _LINK[::-1]: Link()})
+        by_rate = [Link(rate=rate, delay=BASE_DELAY) for rate in RATES]
+        fastest = _first_within_tolerance(shaping, by_rate)
         by_delay = [Link(delay=delay) for delay in DELAYS]
-        shortest = _first_faithful(shaping, by_delay)
-        cost = _packet_cost(shaping, endpoints[1].pid)
+        shortest = _first_within_tolerance(shaping, by_delay)
+        cost = _measure_packet_cost(shaping, endpoints[1].pid)
         name = str(shaping.facts()["backend"])
     return Capability(
         backend=name,
@@ -89,7 +91,9 @@ def measure_capability(backend: str = "auto") -> Capability:
     )
 
 
-def _first_faithful(shaping: Shaping, links: Sequence[Link]) -> LinkMeasurement | None:
+def _first_within_tolerance(
+    shaping: Shaping, links: Sequence[Link]
+) -> LinkMeasurement | None:
     """Measure links one after the other; return the first measurement within tolerance."""
     for link in links:
         measurement = _measure_link(shaping, link)
@@ -105,22 +109,23 @@ def _count_devices(packet_cost: float) -> int:
 
 
 def _measure_link(shaping: Shaping, link: Link) -> LinkMeasurement:
-    shaping.set({_PAIR: link})
-    [measurement] = shaping.probe([_PAIR])
+    shaping.set({_LINK: link})
+    [measurement] = shaping.probe([_LINK])
     return measurement
 
 
-def _packet_cost(shaping: Shaping, receiver: int) -> float | None:
-    """Measure the processor time of sockets and delay line per packet, while trains of packets pass.
+def _measure_packet_cost(shaping: Shaping, receiver: int) -> float | None:
+    """Measure the processor time of sockets and delay line per packet in seconds, while trains of packets pass.
 
-    The result excludes interrupts and other load of the host.
+    ``receiver`` is the process of the receiving device. The result excludes interrupts and other load of the host, and
+    is None if the clock was too coarse.
     """
-    shaping.set({_PAIR: Link(rate=LOAD_RATE, delay=DELAY)})
+    shaping.set({_LINK: Link(rate=LOAD_RATE, delay=BASE_DELAY)})
     # The shaper runs in this process, so its processor time includes the sockets that send and receive.
     busy_before = shaping.statistics()["processor_seconds"]
     packets_before = _count_received(receiver)
     for _ in range(_TRAINS):
-        shaping.probe([_PAIR])
+        shaping.probe([_LINK])
     packets = _count_received(receiver) - packets_before
     busy: float = shaping.statistics()["processor_seconds"] - busy_before
     # The kernel may count processor time in ticks of 10 ms, and packets that pass within a tick appear to cost nothing.
@@ -145,7 +150,7 @@ def _joined_namespaces() -> Iterator[list[Endpoint]]:
     with contextlib.ExitStack() as stack:
         pids = []
         namespaces = []
-        for _ in _PAIR:
+        for _ in _LINK:
             pid = _start_sleeper(stack).pid
             namespace = Namespace.of_process(pid)
             stack.callback(namespace.close)
@@ -154,7 +159,7 @@ def _joined_namespaces() -> Iterator[list[Endpoint]]:
         peer = f"peer name {_INTERFACE} netns {pids[1]}"
         namespaces[0].run(partial(_run_ip, f"link add {_INTERFACE} type veth {peer}"))
         endpoints = []
-        for number, (name, pid) in enumerate(zip(_PAIR, pids, strict=True)):
+        for number, (name, pid) in enumerate(zip(_LINK, pids, strict=True)):
             # RFC 2544 reserves 198.18.0.0/15 for measurements, so no route of the host is hidden.
             address = f"198.18.0.{number + 1}"
             namespaces[number].run(partial(_configure_interface, address))
@@ -176,7 +181,7 @@ def _start_sleeper(stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
     """Start a process in a new network namespace; the stack ends the process."""
     scratch = Namespace.scratch()
     stack.callback(scratch.close)
-    # The process ends by itself, should this one be killed.
+    # After 600 s the process ends by itself, in case this process is killed before.
     process = scratch.run(lambda: subprocess.Popen(["sleep", "600"]))
     stack.callback(process.wait)
     stack.callback(process.kill)

@@ -53,14 +53,16 @@ def confine() -> None:
     library = ctypes.CDLL(_LIBRARY)
     # ctypes would otherwise cut the pointer down to 32 bits.
     library.seccomp_init.restype = ctypes.c_void_p
-    filter_ = ctypes.c_void_p(library.seccomp_init(_ALLOW))
+    # By default all calls are allowed.
+    rules = ctypes.c_void_p(library.seccomp_init(_ALLOW))
     for name in DENIED:
         number = library.seccomp_syscall_resolve_name(name.encode())
-        _check(library.seccomp_rule_add(filter_, _FAIL | errno.EPERM, number, 0))
-    _check(library.seccomp_load(filter_))
-    library.seccomp_release(filter_)
+        _check(library.seccomp_rule_add(rules, _FAIL | errno.EPERM, number, 0))
+    _check(library.seccomp_load(rules))
+    library.seccomp_release(rules)
 
 
 def _check(result: int) -> None:
+    """Raise OSError for a result of libseccomp that is negative, which is an error number."""
     if result < 0:
         raise OSError(-result, "the kernel rejects the filter of system calls")

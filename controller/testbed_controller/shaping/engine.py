@@ -376,10 +376,10 @@ class Loop:
         """Release the packets that pass the downlink until an instant; return their number."""
         assert device.downlink is not None
         count = 0
-        while device.downlink.due <= until:
+        while device.downlink.next_departure <= until:
             self._deliver_packet(device, *device.downlink.leave())
             count += 1
-        due = device.downlink.due
+        due = device.downlink.next_departure
         if due < device.downlink_next_check:
             device.downlink_next_check = due
             self._schedule_check(device, None, due)

@@ -78,7 +78,7 @@ class Loop:
     def _release_finished(self) -> None:
         """Accept the packets whose transmissions have ended."""
         now = time.monotonic()
-        for transmission in self._media.finished(now + _EARLY_SECONDS):
+        for transmission in self._media.pop_finished(now + _EARLY_SECONDS):
             self._lateness.add(max(0.0, now - transmission.end), 1)
             self._passed += 1
             verdict = self._accept_prefix + transmission.item

@@ -193,6 +193,7 @@ class LatenessHistogram:
     """
 
     BIN = 1e-5
+    """Width of a bin in seconds."""
     BINS = 1000
 
     def __init__(self) -> None:
@@ -210,7 +211,10 @@ class LatenessHistogram:
             self._worst = seconds
 
     def percentile(self, fraction: float) -> float:
-        """Return the lateness of a fraction of packets in seconds; in the last bin, the maximum."""
+        """Return the lateness in seconds that a fraction of packets does not exceed, rounded up to a bin.
+
+        Beyond the last bin, return the maximum.
+        """
         threshold = fraction * sum(self._counts)
         cumulated = 0
         for index, count in enumerate(self._counts[: self.BINS]):
@@ -242,7 +246,7 @@ class QueueImpairment:
 
 
 class DelayLine(Helper):
-    """The server's end of the delay line, with counters for each device and queue."""
+    """The server's end of the delay line; the statistics have counters for each device and queue."""
 
     def __init__(self) -> None:
         super().__init__("testbed_controller.shaping.engine", "delay line")
@@ -250,7 +254,7 @@ class DelayLine(Helper):
     def open(
         self, device: str, netfilter: socket.socket, injector: socket.socket
     ) -> None:
-        """Hand over a device's netfilter socket and its loopback packet socket; the caller's copies are closed."""
+        """Pass a device's netfilter socket and its loopback packet socket to the process; the originals are closed."""
         with netfilter, injector:
             descriptors = (netfilter.fileno(), injector.fileno())
             self.ask({"do": "open", "device": device}, descriptors)
@@ -270,7 +274,7 @@ class DelayLine(Helper):
             "device": device,
             "downlink": None if downlink is None else (downlink.rate, downlink.limit),
         }
-        # Without impairments, one request is sent nevertheless, for the downlink.
+        # At least one request is sent: without impairments, it changes the downlink only.
         for first in range(0, max(1, len(impairments)), _BATCH_SIZE):
             batch = impairments[first : first + _BATCH_SIZE]
             fields = [asdict(impairment) for impairment in batch]
@@ -278,7 +282,7 @@ class DelayLine(Helper):
 
 
 class Gate(Helper):
-    """The server's end of the gate, with the rules in the device's namespace.
+    """The server's end of the gate, which also sets the rules in the namespaces of devices.
 
     The statistics have counters of passed and dropped packets.
     """
@@ -294,7 +298,7 @@ class Gate(Helper):
         old: Mapping[str, Route] | None,
         new: Mapping[str, Route],
     ) -> None:
-        """Lead a device's packets for these addresses through the gate.
+        """Lead a device's packets for these addresses through the gate, in the device's namespace.
 
         ``old`` are the routes applied before in the same namespace; None the first time.
         """

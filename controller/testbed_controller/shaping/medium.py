@@ -1,11 +1,12 @@
 """The times at which packets that share a channel or a rate are transmitted. Callers pass the time: no clock, no I/O.
 
-A channel carries one transmission at a time. The devices of a cell share one. A slow link, and the broadcasts of a
-device over slow links, have a channel of their own: HTB releases a frame at the beginning of its transmission time, so
-the last frame of a message would arrive too early.
+A channel carries one transmission at a time. The devices of a radio cell share a channel. A slow link, and the
+broadcasts of a device over slow links, have a channel of their own: without it, the kernel (HTB) would release a frame
+at the beginning of its transmission time, and the last frame of a message would arrive too early.
 
 Packets for such channels pass the gate (`testbed_controller.shaping.gatekeeper`), a process of the shaper that holds
-each one until its transmission ends. All other packets stay in the kernel.
+each one until its transmission ends. A route has the channels of the packets from one device to one address. Packets
+without a route do not pass the gate.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from testbed_controller.shaping.plan import FRAME, Endpoint, queue_limit
 
 QUEUE = 60_000
 """Number of the gate's netfilter queue in each device's namespace; delay lines have the numbers from 1."""
-GATED_RATE = 25e6
-"""Maximum rate of broadcasts through the gate, in bit/s: above, HTB is early by half a millisecond at most."""
-SLOW_RATE = 5e6
-"""Maximum rate of links through the gate, in bit/s: a frame then takes at least 2.4 ms, so that the 0.1 ms of processor
-time that the gate needs for a packet are little beside it."""
+GATED_BROADCAST_RATE = 25e6
+"""Maximum rate of broadcasts through the gate, in bit/s: faster ones leave too early by half a millisecond at most."""
+GATED_LINK_RATE = 5e6
+"""Maximum rate of links through the gate, in bit/s: at this rate, a frame takes 2.4 ms, much longer than the 0.1 ms of
+processor time that the gate needs for a packet."""
 T = TypeVar("T")
 
 
@@ -39,7 +40,7 @@ def routes_of(
     links: Mapping[Pair, Link],
     cells: Sequence[Cell],
 ) -> dict[str, Route]:
-    """Return the routes of a device that pass the gate, by address: those of cells, broadcasts and slow links.
+    """Return the routes of a device, which lead through the gate, by address: for cells, broadcasts and slow links.
 
     ``endpoints`` has every device by name. A broadcast of a device in several cells occupies all of them at once.
     """
@@ -72,9 +73,9 @@ def _broadcast_route(
     rate = broadcast_rate(links.values(), uplink, *cell_rates)
     if not links or rate is None:
         return None
-    if not own_cells and rate > GATED_RATE:
+    if not own_cells and rate > GATED_BROADCAST_RATE:
         return None
-    # Outside of cells, a channel of the device's own: its broadcasts wait for each other, and for nothing else.
+    # Outside of cells, the broadcasts of a device have a channel of their own: they wait only for each other.
     channels = tuple(map(_channel_name, own_cells)) or (f"broadcasts of {device}",)
     return Route(channels, rate, queue_limit(Link(rate=rate)))
 
@@ -94,7 +95,7 @@ def _unicast_route(
         channel = f"link {pair[0]} -> {pair[1]}"
     if rate is None:
         return None
-    if cell is None and rate > SLOW_RATE:
+    if cell is None and rate > GATED_LINK_RATE:
         return None
     return Route((channel,), rate, queue_limit(replace(link, rate=rate)))
 
@@ -117,12 +118,10 @@ def gate_rules(interface: str, addresses: Iterable[str]) -> RuleChain:
 
 @dataclass(frozen=True)
 class Route:
-    """How packets from a station, a device that sends, to one address are transmitted.
-
-    A transmission occupies all channels at once.
-    """
+    """The way of packets from a station, a device that sends, to one address."""
 
     channels: tuple[Hashable, ...]
+    """Channels that each transmission occupies at once."""
     rate: float
     """Rate on the wire in bit/s."""
     limit: int
@@ -158,15 +157,16 @@ class Media(Generic[T]):
     def __init__(self) -> None:
         self._routes: dict[Hashable, Mapping[Hashable, Route]] = {}
         """Routes of each station by address."""
-        self._free: dict[Hashable, float] = {}
+        self._free_from: dict[Hashable, float] = {}
         """Instant in seconds from which each channel is free."""
-        self._order: dict[Transmission[T], None] = {}
-        """Transmissions that have not ended, in the order of their offers."""
+        self._unfinished: dict[Transmission[T], None] = {}
+        """Transmissions that have not ended, in the order of their offers: a dictionary as an ordered set."""
         self._ends: list[tuple[float, int, Transmission[T]]] = []
         """Heap of the ends in seconds; the number decides between equal ends, as transmissions cannot be compared."""
-        self._ties = 0
+        self._end_count = 0
+        """Number of entries of the heap so far."""
         self._waiting: Counter[tuple[Hashable, Hashable]] = Counter()
-        """Number of packets by station and address, including the one on the air."""
+        """Number of packets by station and address, including the packet in transmission."""
 
     def set_routes(
         self, station: Hashable, routes: Mapping[Hashable, Route], now: float
@@ -184,7 +184,7 @@ class Media(Generic[T]):
             return False
         self._waiting[station, address] += 1
         transmission = Transmission(station, address, size, item)
-        self._order[transmission] = None
+        self._unfinished[transmission] = None
         self._schedule(transmission, now)
         return True
 
@@ -193,25 +193,25 @@ class Media(Generic[T]):
         """Earliest end of a transmission in seconds; infinite without one."""
         return self._ends[0][0] if self._ends else math.inf
 
-    def finished(self, now: float) -> list[Transmission[T]]:
+    def pop_finished(self, now: float) -> list[Transmission[T]]:
         """Return and remove ended transmissions, in the order of the ends."""
         ended = []
         while self._ends and self._ends[0][0] <= now:
             transmission = heapq.heappop(self._ends)[2]
-            # Packets of a removed station stay in the heap, where a removal would take linear time.
-            if transmission in self._order:
+            # A removal from the heap would take linear time, so transmissions of a removed station are skipped here.
+            if transmission in self._unfinished:
                 self._remove(transmission)
                 ended.append(transmission)
         return ended
 
     def _remove(self, transmission: Transmission[T]) -> None:
-        del self._order[transmission]
+        del self._unfinished[transmission]
         self._waiting[transmission.station, transmission.address] -= 1
 
     def forget(self, station: Hashable, now: float) -> None:
-        """Remove a station and its waiting packets; one on the air still occupies its channels until its end."""
+        """Remove a station and its packets; a packet in transmission still occupies its channels until its end."""
         self._routes.pop(station, None)
-        for transmission in list(self._order):
+        for transmission in list(self._unfinished):
             if transmission.station == station:
                 self._remove(transmission)
         self._reschedule(now)
@@ -226,32 +226,32 @@ class Media(Generic[T]):
 
     def _schedule(self, transmission: Transmission[T], now: float) -> None:
         route = self._routes.get(transmission.station, {}).get(transmission.address)
-        # A route may have been removed while its packets waited: they leave at once.
+        # If a route was removed while its packets waited, they leave at once.
         transmission.channels = route.channels if route else ()
         duration = transmission.size * 8 / route.rate if route else 0.0
         start = now
         for channel in transmission.channels:
-            start = max(start, self._free.get(channel, now))
+            start = max(start, self._free_from.get(channel, now))
         transmission.start = start
         transmission.end = start + duration
         for channel in transmission.channels:
-            self._free[channel] = transmission.end
-        self._ties += 1
-        heapq.heappush(self._ends, (transmission.end, self._ties, transmission))
+            self._free_from[channel] = transmission.end
+        self._end_count += 1
+        heapq.heappush(self._ends, (transmission.end, self._end_count, transmission))
 
     def _reschedule(self, now: float) -> None:
-        """Give all waiting transmissions new times, after a change of routes."""
+        """Compute the times of all waiting transmissions again, after a change of routes."""
         # A transmission that has begun keeps its rate: a station does not interrupt a frame.
         on_air = [entry for entry in self._ends if entry[2].start <= now]
-        # All others lose their turns, and are given new ones in the same order.
-        self._free = {}
+        # All others get new times, in the same order.
+        self._free_from = {}
         # In the order of ends, so that the latest end of a channel remains.
         for end, _, transmission in sorted(on_air):
             for channel in transmission.channels:
-                self._free[channel] = end
+                self._free_from[channel] = end
         self._ends = on_air
         heapq.heapify(self._ends)
-        for transmission in list(self._order):
+        for transmission in list(self._unfinished):
             if transmission.start > now:
                 self._schedule(transmission, now)
 
@@ -267,7 +267,7 @@ class Bottleneck(Generic[T]):
     True
     >>> bottleneck.leave()
     'first'
-    >>> bottleneck.enter("a", now=0.0, size=1250, item="second"), bottleneck.due
+    >>> bottleneck.enter("a", now=0.0, size=1250, item="second"), bottleneck.next_departure
     (True, 0.01)
     """
 
@@ -281,14 +281,14 @@ class Bottleneck(Generic[T]):
         self._waiting: dict[Hashable, deque[tuple[int, T]]] = {}
         self._turn: deque[Hashable] = deque()
         """Sources with waiting packets, the next one first."""
-        self._free = -math.inf
+        self._free_from = -math.inf
         """Instant in seconds from which the next packet can leave."""
 
     def alter(self, now: float, rate: float, limit: int) -> None:
         """Change rate and limit; the next packet waits for at most one full frame at the new rate."""
         self.rate = rate
         self.limit = limit
-        self._free = min(self._free, now + 8 * FRAME / rate)
+        self._free_from = min(self._free_from, now + 8 * FRAME / rate)
 
     def enter(self, source: Hashable, now: float, size: int, item: T) -> bool:
         """Queue a packet of ``size`` bytes; return False for a full queue."""
@@ -297,24 +297,24 @@ class Bottleneck(Generic[T]):
             self.dropped += 1
             return False
         # Idle time earns no credit: the next packet leaves at once, and the one after it a transmission time later.
-        if not self._turn and now > self._free:
-            self._free = now
+        if not self._turn and now > self._free_from:
+            self._free_from = now
         if not queue:
             self._turn.append(source)
         queue.append((size, item))
         return True
 
     @property
-    def due(self) -> float:
+    def next_departure(self) -> float:
         """Departure of the next packet in seconds; infinite without one."""
-        return self._free if self._turn else math.inf
+        return self._free_from if self._turn else math.inf
 
     def leave(self) -> T:
-        """Remove and return the packet that leaves at `due`; the next one leaves after the transmission time."""
+        """Remove and return the packet that leaves at `next_departure`, and delay the next by the transmission time."""
         source = self._turn.popleft()
         queue = self._waiting[source]
         size, item = queue.popleft()
-        self._free += size * 8 / self.rate
+        self._free_from += size * 8 / self.rate
         if queue:
             self._turn.append(source)
         return item

@@ -1,8 +1,9 @@
 """The desired configuration of a device's interface as plain data; all functions are pure.
 
-HTB classes limit the rates of packets that a device sends. Packets that it receives pass a delay line, which delays,
-loses or alters them. Where several devices share a channel, a process of the shaper, the gate, decides which packet is
-sent next (`testbed_controller.shaping.gatekeeper`).
+Links are emulated at both of their ends. At the sender, HTB classes of the kernel limit the rate of packets. At the
+receiver, the packets of each link pass a line, which delays, loses or alters them: a queue of the kernel's netem, or of
+the delay line, a process of the shaper. Where several devices share a channel, another process, the gate, decides which
+packet is sent next (`testbed_controller.shaping.gatekeeper`).
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from dataclasses import dataclass, replace
 
 from testbed.network.impairments import longest_delay
 from testbed.network.link import Link, Pair, least_rate
+from testbed.wire.framing import ETHERNET_HEADER
 
 FRAME = 1514
 """Size of a full Ethernet frame in bytes as the kernel charges it, without preamble and checksum."""
 CEILING = 32_000_000_000
 """Rate of an HTB class without a limit, in bit/s: above any host's capacity; as bytes a second it fits into 32 bits."""
 BURST_SECONDS = 2e-4
-"""Data that an idle link may send at once, as time at its rate: enough for a late timer, too little to change the time
-of a message."""
+"""Data that an idle link may send at once, as transmission time at its rate: enough to make up for a late timer, too
+little to change the transmission time of a message."""
 MAX_SEGMENTS = 64
 """Maximum number of packets that TCP may pass down at once; a piece of 64 KiB has fewer."""
 QUEUE_SECONDS = 0.05
-"""Length of a queue beyond a round trip, in seconds."""
+"""Length of a queue beyond the round trip of its link, as transmission time in seconds."""
 
 DEFAULT_CLASS = 1
 """Class of packets that belong to no link."""
@@ -36,17 +38,16 @@ FIRST_PEER_CLASS = 0x10
 """Class of the link to the first peer; others follow."""
 
 NO_LINK = Link(up=False)
-"""Stands for a missing link: packets are dropped."""
+"""Stands for a missing link: it drops all packets."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What the shaper knows of a device."""
+    """A device in the requests to the shaper."""
 
     name: str
     pid: int
-    """A process in the device's network namespace, by its ID in the shaper's namespace; 0 for a device on another host,
-    known only by its address."""
+    """ID of a process in the device's network namespace, as the shaper sees it; 0 for a device on another host."""
     address: str
     """Address of the interface on the data network."""
     uplink: float | None = None
@@ -54,44 +55,45 @@ class Endpoint:
     downlink: float | None = None
     """Maximum total rate of received data in bit/s; None is unlimited."""
     network: str | None = None
-    """Data network, such as ``10.0.0.0/24``, if the shaper has to create the interface and plug it into a bridge
-    that connects only devices; None if the interface exists."""
+    """Data network, such as ``10.0.0.0/24``, if the shaper has to create the interface and connect it to the bridge
+    between devices; None if the interface exists."""
 
 
 @dataclass(frozen=True)
 class SenderClass:
-    """One HTB class, for all packets from the device to one address."""
+    """The HTB class and the queue for all packets from the device to one address."""
 
     number: int
     address: str
     rate: int
-    """bit/s"""
+    """Maximum rate in bit/s."""
     limit: int
-    """Packets that may wait"""
+    """Maximum number of packets in the queue."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """The rate shared by a device's links in one direction."""
+    """The limit of all links of a device together in one direction: its uplink or its downlink."""
 
     rate: int
-    """bit/s"""
+    """Maximum rate in bit/s."""
     limit: int
-    """Packets of one link that may wait for the shared rate"""
+    """Maximum number of packets of one link that wait because of this limit."""
 
 
 @dataclass(frozen=True)
 class ReceiverLine:
-    """Ingress rules and delay line for packets from one address."""
+    """The treatment of the packets that arrive from one address."""
 
     number: int
-    """Number of the sending device, which is also the number of its NFQUEUE or ingress class."""
+    """Number of the sending device; also identifies the queue of the packets (NFQUEUE or class of netem)."""
     address: str
+    """Address of the sending device."""
     link: Link
     limit: int
     """Maximum number of packets in transit."""
     queued: bool
-    """Whether packets need a queue, because they are delayed, lost, altered or counted."""
+    """Whether packets need a queue, because they are delayed, lost or altered, or share a downlink."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,13 @@ class InterfacePlan:
     """The complete configuration of one device's data interface."""
 
     interface: str
+    """Name of the interface."""
     uplink: Access | None
     downlink: Access | None
     senders: tuple[SenderClass, ...]
+    """One for each address to which the device sends."""
     receivers: tuple[ReceiverLine, ...]
+    """One for each address from which packets may arrive."""
     segments: int
     """Maximum number of packets that TCP passes down at once, as one piece."""
 
@@ -113,31 +118,32 @@ def plan_interface(
     broadcast: str | None,
     peers: Mapping[str, tuple[int, str]],
     links: Mapping[Pair, Link],
-    gated: Mapping[str, float] | None = None,
+    gated_rates: Mapping[str, float] | None = None,
 ) -> InterfacePlan:
     """Return the configuration for the links, the uplink and the downlink of a device.
 
     ``peers`` maps every device to its number (from 1) and its address, and ``broadcast`` is the broadcast address; None
     without broadcasts. A pair without a link cannot communicate: its packets are dropped on arrival.
 
-    ``gated`` maps addresses to the rates that the gate enforces. The class of such an address keeps the rate of its
-    link as well, so that packets which already wait there are not released at once when the link becomes slow. Packets
-    from the gate come at that rate, so the class does not delay them.
+    ``gated_rates`` maps addresses to the rates that the gate enforces. The class of such an address has the rate of its
+    link nevertheless. Packets from the gate come at a lower or equal rate, so the class does not delay them. When a
+    link becomes slow and its packets go through the gate from then on, earlier packets still wait in the class, and
+    must not leave at once.
     """
     device = endpoint.name
     uplink = endpoint.uplink
-    gated = gated or {}
+    gated_rates = gated_rates or {}
     senders = []
     receivers = []
     rates = []
-    # In the order of the numbers, so that equal plans are equal lists of commands.
+    # In the order of the numbers, so that equal arguments give equal plans.
     for peer, (number, address) in sorted(peers.items(), key=lambda item: item[1][0]):
         link = links.get((device, peer))
         if link is not None:
             class_number = FIRST_PEER_CLASS + number
             senders.append(_make_sender(class_number, address, link, uplink))
             if link.up:
-                lowest = least_rate(gated.get(address), link.rate, uplink)
+                lowest = least_rate(gated_rates.get(address), link.rate, uplink)
                 rates.append(class_rate(lowest))
         if peer != device:
             incoming = links.get((peer, device), NO_LINK)
@@ -146,7 +152,9 @@ def plan_interface(
             )
     outgoing = [link for (source, _), link in links.items() if source == device]
     if broadcast and outgoing:
-        senders.insert(0, _make_broadcast_sender(broadcast, outgoing, gated, uplink))
+        senders.insert(
+            0, _make_broadcast_sender(broadcast, outgoing, gated_rates, uplink)
+        )
     return InterfacePlan(
         interface,
         _make_access(uplink, outgoing),
@@ -158,7 +166,7 @@ def plan_interface(
 
 
 def linked_addresses(plan: InterfacePlan) -> set[str]:
-    """Return the addresses of a device's communication partners."""
+    """Return the addresses of the devices that a device can send to or receive from."""
     addresses = set()
     for sender in plan.senders:
         # Broadcasts have a class as well, but no device has their address.
@@ -174,8 +182,8 @@ def segment_limit(rates: Iterable[float]) -> int:
     """Return the number of packets that TCP may pass down at once, as one piece.
 
     HTB releases a piece at once, however long its transmission takes: five packets at 250 kbit/s would be 0.2 s early.
-    Packet by packet, however, few hosts reach 1 Gbit/s. One limit applies to the whole interface, and the fastest link
-    determines it; beside a fast link, pieces of a slow one are early by up to their transmission time.
+    Packet by packet, however, few hosts reach 1 Gbit/s. One limit applies to the whole interface, so the fastest of the
+    rates in bit/s determines it; beside a fast link, pieces of a slow one are early by up to their transmission time.
 
     >>> segment_limit([250e3]), segment_limit([250e3, 1e9])
     (1, 16)
@@ -206,23 +214,19 @@ def _make_sender(
 def _make_broadcast_sender(
     broadcast: str,
     outgoing: Sequence[Link],
-    gated: Collection[str],
+    gated_rates: Collection[str],
     uplink: float | None,
 ) -> SenderClass:
-    # As on a radio, one transmission for all receivers uses the rate of the slowest.
-    slowest = min(outgoing, key=_class_rate_of)
+    # As on a radio, one transmission for all receivers uses the rate of the slowest link.
+    slowest = min(outgoing, key=lambda link: class_rate(link.rate))
     # The gate sends each broadcast at the rate of its slowest receiver at that moment.
-    if broadcast in gated:
+    if broadcast in gated_rates:
         slowest = replace(slowest, rate=None)
     return _make_sender(BROADCAST_CLASS, broadcast, slowest, uplink)
 
 
-def _class_rate_of(link: Link) -> int:
-    return class_rate(link.rate)
-
-
 def class_rate(rate: float | None) -> int:
-    """Return the rate of an HTB class in bit/s; a link without a rate needs a class as well.
+    """Return the rate of an HTB class in bit/s; a link without a limit has the class rate `CEILING`.
 
     >>> class_rate(1e6), class_rate(None) == CEILING
     (1000000, True)
@@ -246,7 +250,7 @@ def _make_access(rate: float | None, links: Iterable[Link]) -> Access | None:
 
 
 def burst(rate: float) -> int:
-    """Return the size of HTB's bucket in bytes: `BURST_SECONDS` of the rate, at least about one frame.
+    """Return the size of HTB's bucket in bytes for a rate in bit/s: `BURST_SECONDS` of it, at least about one frame.
 
     A class may send while its bucket is not negative, so a bucket slightly smaller than a frame releases one frame at
     once, and no second one.
@@ -254,8 +258,7 @@ def burst(rate: float) -> int:
     >>> burst(1e6), burst(1e9)
     (1500, 25000)
     """
-    # Less than a frame by the header of Ethernet.
-    return max(FRAME - 14, math.ceil(rate / 8 * BURST_SECONDS))
+    return max(FRAME - ETHERNET_HEADER, math.ceil(rate / 8 * BURST_SECONDS))
 
 
 def queue_limit(link: Link) -> int:
@@ -275,14 +278,14 @@ def queue_limit(link: Link) -> int:
 
 
 def line_limit(link: Link) -> int:
-    """Return the capacity of the delay line in packets: the line represents the wire and must never overflow.
+    """Return the capacity of a link's line in packets: the line represents the wire and must never overflow.
 
     >>> line_limit(Link(rate=8e6, delay=0.01))
     10000
     """
     # The smallest frame of Ethernet without its checksum, in bytes.
     smallest_frame = 60
-    # The content of a wire in bytes, with a margin.
+    # The bytes on the wire at the full rate, with a margin of 20 %.
     most_bytes = 1.2 * class_rate(link.rate) / 8 * longest_delay(link)
     packets = math.ceil(most_bytes / smallest_frame)
     return min(200_000, max(10_000, packets))

@@ -19,12 +19,12 @@ class Planner:
     numbers: Mapping[str, int]
     links: Mapping[Pair, Link]
     cells: Sequence[Cell]
-    gated: bool = True
-    """Whether a gate is available; otherwise no route leads through it."""
+    has_gate: bool = True
+    """Whether a gate is available; without a gate there are no routes."""
 
     def routes(self, name: str, interface: Interface) -> dict[str, Route]:
-        """Return the shared-medium routes of a device, by address."""
-        if not self.gated:
+        """Return the routes of a device that pass the gate, by address."""
+        if not self.has_gate:
             return {}
         return routes_of(
             self.endpoints[name],
@@ -39,28 +39,29 @@ class Planner:
         peers = {}
         for peer, endpoint in self.endpoints.items():
             peers[peer] = (self.numbers[peer], endpoint.address)
-        gated = {}
+        gated_rates = {}
         for address, route in self.routes(name, interface).items():
-            gated[address] = route.rate
+            gated_rates[address] = route.rate
         return plan_interface(
             self.endpoints[name],
             interface.name,
             interface.broadcast,
             peers,
             self.links,
-            gated,
+            gated_rates,
         )
 
-    def media(
+    def routes_of_links(
         self, pairs: Sequence[Pair], interfaces: Mapping[str, Interface]
     ) -> dict[Pair, Route]:
-        """Return the shared-medium routes of the given links whose sender has one of the interfaces."""
+        """Return the routes of the links that pass the gate, if the sender has one of ``interfaces``, by device."""
         by_source = {}
         for name, interface in interfaces.items():
             by_source[name] = self.routes(name, interface)
-        media = {}
+        by_pair = {}
         for source, destination in pairs:
-            route = by_source.get(source, {}).get(self.endpoints[destination].address)
+            address = self.endpoints[destination].address
+            route = by_source.get(source, {}).get(address)
             if route is not None:
-                media[source, destination] = route
-        return media
+                by_pair[source, destination] = route
+        return by_pair

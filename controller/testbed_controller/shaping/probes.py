@@ -124,22 +124,22 @@ class _Tally:
 def measure(
     links: Mapping[Pair, Link],
     devices: Mapping[str, ProbedDevice],
-    media: Mapping[Pair, Route] | None = None,
+    routes: Mapping[Pair, Route] | None = None,
 ) -> list[LinkMeasurement]:
     """Measure links; repeat for links outside their tolerance, since hosts may stall occasionally.
 
-    ``devices`` has every device of the pairs, ``media`` the channels and the rate of each link on a shared medium. The
+    ``devices`` has every device of the pairs, ``routes`` the channels and the rate of each link on a shared medium. The
     results have the order of ``links``.
     """
     results: dict[Pair, LinkMeasurement] = {}
-    media = media or {}
-    representatives = _choose_representatives(links, devices, media)
+    routes = routes or {}
+    representatives = _choose_representatives(links, devices, routes)
     remaining = dict(links)
     last_start = time.monotonic() + _REPEAT_SECONDS
     for _ in range(_ATTEMPTS):
-        tallies = _make_tallies(remaining, devices, media, representatives)
+        tallies = _make_tallies(remaining, devices, routes, representatives)
         with open_sockets(devices, set(chain.from_iterable(remaining))) as ends:
-            _measure_parts(tallies, representatives, media, ends)
+            _measure_parts(tallies, representatives, routes, ends)
         for tally in tallies:
             results[tally.pair] = tally.measurement()
         # Links within their tolerance are not measured again.
@@ -156,17 +156,17 @@ def measure(
 def _choose_representatives(
     links: Mapping[Pair, Link],
     devices: Mapping[str, ProbedDevice],
-    media: Mapping[Pair, Route],
+    routes: Mapping[Pair, Route],
 ) -> set[Pair]:
     """Return the first link of every kind: the links with equal properties, on the same shared channels."""
-    link_counts = Counter(media[pair].channels for pair in links if pair in media)
+    link_counts = Counter(routes[pair].channels for pair in links if pair in routes)
     first_by_kind: dict[tuple[Link, Hashable], Pair] = {}
     for pair, link in links.items():
         # A link that alone uses its channel needs no kind of its own.
         shared_route = None
-        if pair in media and link_counts[media[pair].channels] > 1:
-            shared_route = media[pair]
-        kind = (_limit_rate(pair, link, devices, media), shared_route)
+        if pair in routes and link_counts[routes[pair].channels] > 1:
+            shared_route = routes[pair]
+        kind = (_limit_rate(pair, link, devices, routes), shared_route)
         first_by_kind.setdefault(kind, pair)
     return set(first_by_kind.values())
 
@@ -177,7 +177,7 @@ def measure_half(
     ends: Mapping[str, ProbeSockets | RemoteReceiver],
     measurement_id: bytes,
     begin: float,
-    media: Mapping[Pair, Route],
+    routes: Mapping[Pair, Route],
 ) -> list[dict[str, Any]]:
     """Measure the local ends of links to other hosts, which measure their ends at the same time.
 
@@ -188,12 +188,12 @@ def measure_half(
     - ``delays``: the delays of packets received here, in seconds between the sender's clock and this host's;
     - ``rate``: the measured rate in bit/s;
     - ``asked``: the lowest rate of link, channel and access limits, in bit/s;
-    - ``gate``: the time at the gate in seconds, which only the sender's host knows from ``media``.
+    - ``gate``: the time at the gate in seconds, which only the sender's host knows from ``routes``.
     """
     # Only the sender's host knows the channels of a link, and both ends must choose the same trains, so representatives
-    # and trains are chosen without `media`.
+    # and trains are chosen without `routes`.
     representatives = _choose_representatives(links, devices, {})
-    tallies = _make_tallies(links, devices, media, representatives)
+    tallies = _make_tallies(links, devices, routes, representatives)
     _measure_parts(tallies, representatives, {}, ends, measurement_id, begin)
     return [_half_report(tally) for tally in tallies]
 
@@ -214,7 +214,7 @@ def _half_report(tally: _Tally) -> dict[str, Any]:
 def _measure_parts(
     tallies: Sequence[_Tally],
     representatives: set[Pair],
-    media: Mapping[Pair, Route],
+    routes: Mapping[Pair, Route],
     ends: Mapping[str, ProbeSockets | RemoteReceiver],
     measurement_id: bytes | None = None,
     begin: float | None = None,
@@ -229,7 +229,7 @@ def _measure_parts(
     next_start = begin or -math.inf
     time.sleep(max(0.0, next_start - time.monotonic()))
     next_start += _measure_delays(tallies, ends, measurement_id, begin)
-    for round_trains in _make_trains(tallies, representatives, media, ends):
+    for round_trains in _make_trains(tallies, representatives, routes, ends):
         time.sleep(max(0.0, next_start - time.monotonic()))
         for pair, rate in measure_rates(round_trains, measurement_id).items():
             by_pair[pair].rate = rate
@@ -239,14 +239,14 @@ def _measure_parts(
 def _make_tallies(
     links: Mapping[Pair, Link],
     devices: Mapping[str, ProbedDevice],
-    media: Mapping[Pair, Route],
+    routes: Mapping[Pair, Route],
     representatives: set[Pair],
 ) -> list[_Tally]:
     """Return an empty tally for each link."""
     tallies = []
-    turns, turn_counts = _assign_turns(links, devices, media)
+    turns, turn_counts = _assign_turns(links, devices, routes)
     for pair, requested in links.items():
-        effective = _limit_rate(pair, requested, devices, media)
+        effective = _limit_rate(pair, requested, devices, routes)
         tally = _Tally(pair, requested, effective, packet_count=0)
         downlink = devices[pair[1]].downlink
         tally.is_bound_by_downlink = (
@@ -254,7 +254,7 @@ def _make_tallies(
         )
         tally.turn_count = turn_counts.get(pair, 1)
         tally.turn = turns.get(pair)
-        tally.channels = media[pair].channels if pair in media else None
+        tally.channels = routes[pair].channels if pair in routes else None
         tally.packet_count = _packet_count(
             tally, len(links), is_representative=pair in representatives
         )
@@ -265,13 +265,13 @@ def _make_tallies(
 def _assign_turns(
     pairs: Iterable[Pair],
     devices: Mapping[str, ProbedDevice],
-    media: Mapping[Pair, Route],
+    routes: Mapping[Pair, Route],
 ) -> tuple[dict[Pair, int], dict[Pair, int]]:
     """Return the turn of each link with a shared rate, and the number of turns among the links that share its rates.
 
     Links of the same turn share no rate, so their packets do not delay each other.
     """
-    shared_rates = {pair: _shared_rates(pair, devices, media) for pair in pairs}
+    shared_rates = {pair: _shared_rates(pair, devices, routes) for pair in pairs}
     turns: dict[Pair, int] = {}
     turns_by_rate: dict[Hashable, set[int]] = defaultdict(set)
     for pair, rates_of_pair in shared_rates.items():
@@ -297,11 +297,11 @@ def _assign_turns(
 
 
 def _shared_rates(
-    pair: Pair, devices: Mapping[str, ProbedDevice], media: Mapping[Pair, Route]
+    pair: Pair, devices: Mapping[str, ProbedDevice], routes: Mapping[Pair, Route]
 ) -> set[Hashable]:
     """Return identifiers of the rates that a link shares with others: uplink, downlink, channels."""
     source, destination = pair
-    shared: set[Hashable] = set(media[pair].channels) if pair in media else set()
+    shared: set[Hashable] = set(routes[pair].channels) if pair in routes else set()
     if devices[source].uplink is not None:
         shared.add(("uplink", source))
     if devices[destination].downlink is not None:
@@ -312,7 +312,7 @@ def _shared_rates(
 def _make_trains(
     tallies: Sequence[_Tally],
     representatives: set[Pair],
-    media: Mapping[Pair, Route],
+    routes: Mapping[Pair, Route],
     ends: Mapping[str, ProbeSockets | RemoteReceiver],
 ) -> list[list[Train]]:
     """Return a train for each representative with a rate; the trains of one inner list are sent at the same time."""
@@ -327,7 +327,7 @@ def _make_trains(
                 is_bound_by_downlink=tally.is_bound_by_downlink,
             )
     concurrent_trains = []
-    for pairs_of_round in split_into_rounds(list(trains), media):
+    for pairs_of_round in split_into_rounds(list(trains), routes):
         # In the order of the links, not of the set: all hosts number the trains alike.
         round_trains = [trains[pair] for pair in trains if pair in pairs_of_round]
         concurrent_trains.append(round_trains)
@@ -338,11 +338,11 @@ def _limit_rate(
     pair: Pair,
     link: Link,
     devices: Mapping[str, ProbedDevice],
-    media: Mapping[Pair, Route],
+    routes: Mapping[Pair, Route],
 ) -> Link:
     """Return a link with the lowest rate of link, channel and access limits."""
     source, destination = pair
-    channel_rate = media[pair].rate if pair in media else None
+    channel_rate = routes[pair].rate if pair in routes else None
     rate = least_rate(
         link.rate, devices[source].uplink, devices[destination].downlink, channel_rate
     )
@@ -350,7 +350,7 @@ def _limit_rate(
 
 
 def split_into_rounds(
-    pairs: Sequence[Pair], media: Mapping[Pair, Route] | None = None
+    pairs: Sequence[Pair], routes: Mapping[Pair, Route] | None = None
 ) -> list[set[Pair]]:
     """Split links into rounds whose links share neither a device nor a channel.
 
@@ -361,8 +361,8 @@ def split_into_rounds(
     rounds: list[tuple[set[Pair], set[Hashable]]] = []
     for pair in pairs:
         occupied: set[Hashable] = {*pair}
-        if media and pair in media:
-            occupied.add(media[pair].channels)
+        if routes and pair in routes:
+            occupied.add(routes[pair].channels)
         # The first round with room: a greedy choice, not the least number of rounds.
         for round_pairs, round_occupied in rounds:
             if not round_occupied & occupied:

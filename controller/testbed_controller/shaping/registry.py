@@ -31,19 +31,20 @@ _LOG = logging.getLogger(__name__)
 INTERFACE = "eth0"
 """Name of a device's only interface, on the data network."""
 _BRIDGE = "data"
+"""Name of the bridge that connects the devices."""
 
 
 @dataclass
-class Attached:
+class AttachedDevice:
     """A device whose interface is shaped."""
 
     endpoint: Endpoint
     namespace: Namespace
     interface: Interface
-    process: int
-    """Process descriptor (pidfd) of the device; readable after the end of the process."""
+    pidfd: int
+    """Process descriptor of the device; readable after the end of the process."""
     port: str = ""
-    """Bridge port of a device plugged in by the shaper."""
+    """Name of the bridge port; empty if the interface was not created by the shaper."""
     plan: InterfacePlan | None = None
     """The last verified plan; None before the first, and after a failure."""
     routes: dict[str, Route] | None = None
@@ -51,7 +52,7 @@ class Attached:
     neighbours: set[str] = field(default_factory=set)
     """Addresses with a permanent neighbour entry on the interface."""
 
-    def inherit(self, previous: Attached) -> None:
+    def inherit(self, previous: AttachedDevice) -> None:
         """Adopt the state of an earlier attachment of the same namespace, which is then closed."""
         self.plan = previous.plan
         self.routes = previous.routes
@@ -62,7 +63,7 @@ class Attached:
     def close(self) -> None:
         """Close the file descriptors, which keep the namespace alive."""
         self.namespace.close()
-        os.close(self.process)
+        os.close(self.pidfd)
 
 
 def hardware_address(address: str) -> str:
@@ -78,11 +79,11 @@ def hardware_address(address: str) -> str:
     return ":".join(f"{octet:02x}" for octet in octets)
 
 
-def _any_ended(processes: Iterable[int], seconds: float) -> bool:
+def _any_ended(pidfds: Iterable[int], seconds: float) -> bool:
     """Wait up to ``seconds`` for the end of one of the processes; return whether one has ended."""
     poll = select.poll()
-    for process in processes:
-        poll.register(process, select.POLLIN)
+    for pidfd in pidfds:
+        poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(seconds * 1e3))
 
 
@@ -90,27 +91,27 @@ class Registry:
     """The attached devices by name and number; ``on_removal`` is called with the name of each ended device."""
 
     def __init__(self, on_removal: Callable[[str], None]) -> None:
-        self.devices: dict[str, Attached] = {}
+        self.devices: dict[str, AttachedDevice] = {}
         """Running devices of this host."""
-        self.elsewhere: dict[str, Endpoint] = {}
+        self.remote_endpoints: dict[str, Endpoint] = {}
         """Devices on other hosts, whose interfaces are shaped there."""
         self.numbers: dict[str, int] = {}
-        """Number of each device ever attached, from 1."""
+        """Number of each device ever attached, from 1; it never changes, since queues and classes have this number."""
         self.bridge: Namespace | None = None
-        """Namespace of the bridge between devices; nobody has an address there."""
-        self._ports = itertools.count()
+        """Namespace of the bridge between devices, in which no interface has an address; None without a bridge."""
+        self._port_numbers = itertools.count()
         self._on_removal = on_removal
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
         """The endpoints of all devices, on this host and on others, by name."""
-        endpoints = dict(self.elsewhere)
+        endpoints = dict(self.remote_endpoints)
         for name, attached in self.devices.items():
             endpoints[name] = attached.endpoint
         return endpoints
 
     def add(self, endpoints: Iterable[Endpoint], pool: ThreadPoolExecutor) -> None:
-        """Register new and restarted devices; a registered device keeps number and state."""
+        """Register devices, also restarted ones; a device that is still running keeps its number and its state."""
         # Ended devices are released first, since new devices may have their addresses.
         self.release_ended()
         local_endpoints = []
@@ -119,10 +120,9 @@ class Registry:
             if endpoint.pid:
                 local_endpoints.append(endpoint)
             else:
-                self.elsewhere[endpoint.name] = endpoint
-        if self.bridge is None and any(
-            endpoint.network for endpoint in local_endpoints
-        ):
+                self.remote_endpoints[endpoint.name] = endpoint
+        needs_bridge = any(endpoint.network for endpoint in local_endpoints)
+        if self.bridge is None and needs_bridge:
             self.bridge = Namespace.scratch()
             self.bridge.run(partial(make_bridge, _BRIDGE))
         for attached in pool.map(self._attach_device, local_endpoints):
@@ -135,7 +135,7 @@ class Registry:
                 self._remove(name)
             self.devices[name] = attached
 
-    def _attach_device(self, endpoint: Endpoint) -> Attached:
+    def _attach_device(self, endpoint: Endpoint) -> AttachedDevice:
         with contextlib.ExitStack() as stack:
             namespace = Namespace.of_process(endpoint.pid)
             stack.callback(namespace.close)
@@ -147,21 +147,21 @@ class Registry:
                         f"no interface of {endpoint.name} has the address {endpoint.address}: "
                         "attach the device to the data network"
                     )
-                port = f"p{next(self._ports)}"
+                port = f"p{next(self._port_numbers)}"
                 network = IPv4Network(endpoint.network)
                 interface = self._plug_device(
                     port, namespace, endpoint.address, network
                 )
             # A process ID may be reused, whereas a descriptor always refers to this process.
-            process = os.pidfd_open(endpoint.pid)
-            # The device needs the namespace, which only an error before this line closes.
+            pidfd = os.pidfd_open(endpoint.pid)
+            # The attached device keeps the namespace open; only an error before this line closes it.
             stack.pop_all()
-        return Attached(endpoint, namespace, interface, process, port)
+        return AttachedDevice(endpoint, namespace, interface, pidfd, port)
 
     def _plug_device(
         self, port: str, namespace: Namespace, address: str, network: IPv4Network
     ) -> Interface:
-        """Create a device's interface with the hardware address that the neighbour entries of other devices contain."""
+        """Create a device's interface, with the hardware address that other devices have in their neighbour tables."""
         assert self.bridge is not None
         hardware = hardware_address(address)
         self.bridge.run(
@@ -183,14 +183,14 @@ class Registry:
     def release_ended(self) -> None:
         """Release every ended device, whose open namespace would otherwise still respond."""
         for name, attached in list(self.devices.items()):
-            if _any_ended([attached.process], 0.0):
+            if _any_ended([attached.pidfd], 0.0):
                 self._remove(name)
 
     def await_end(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the end of a device; return whether one has ended."""
-        # The wait holds no lock, and requests may attach devices meanwhile, so a copy is used.
+        # Without a lock, requests may attach devices during the wait, so a copy is used.
         devices = list(self.devices.values())
-        return _any_ended([attached.process for attached in devices], seconds)
+        return _any_ended([attached.pidfd for attached in devices], seconds)
 
     def close(self) -> None:
         """Release all namespaces."""

@@ -39,7 +39,7 @@ def create_application(
 
     @app.before_request
     def authorise() -> Any:
-        # The answer says nothing about the run.
+        # The response contains nothing about the run.
         if flask.request.path == "/health":
             return None
         if authorised(flask.request.environ, token):
@@ -87,43 +87,46 @@ def _wants_reset() -> bool:
 
 
 def _respond(act: _Action) -> dict[str, Any]:
-    """Execute a function on the JSON object of the request, if any; raises InputError for other values."""
+    """Call a function with the JSON object of the request, empty without a body; raises InputError for other values."""
     document = flask.request.get_json() if flask.request.content_length else {}
     if not isinstance(document, dict):
         raise InputError("the body of a request must be a JSON object")
     return act(document) or {}
 
 
-def _read_pairs(asked: Mapping[str, Any]) -> list[Pair]:
-    # JSON has no tuples, and links are found by tuples.
-    return [(source, destination) for source, destination in asked["pairs"]]
+def _read_pairs(request: Mapping[str, Any]) -> list[Pair]:
+    # JSON has lists instead of tuples, and links are found by tuples.
+    return [(source, destination) for source, destination in request["pairs"]]
 
 
-def _attach(shaping: Shaping, asked: Mapping[str, Any]) -> None:
-    shaping.seed = int(asked.get("seed", shaping.seed))
+def _attach(shaping: Shaping, request: Mapping[str, Any]) -> None:
+    shaping.seed = int(request.get("seed", shaping.seed))
     cells = []
-    for fields in asked.get("cells", ()):
+    for fields in request.get("cells", ()):
         cells.append(Cell(tuple(fields["devices"]), fields["rate"]))
-    endpoints = [Endpoint(**fields) for fields in asked["endpoints"]]
-    shaping.attach(endpoints, links_from_json(asked["links"]), cells)
+    endpoints = [Endpoint(**fields) for fields in request["endpoints"]]
+    shaping.attach(endpoints, links_from_json(request["links"]), cells)
 
 
-def _set(shaping: Shaping, asked: Mapping[str, Any]) -> None:
-    shaping.set(links_from_json(asked["links"]))
+def _set(shaping: Shaping, request: Mapping[str, Any]) -> None:
+    shaping.set(links_from_json(request["links"]))
 
 
-def _probe(shaping: Shaping, asked: Mapping[str, Any]) -> dict[str, Any]:
-    measurements = shaping.probe(_read_pairs(asked))
+def _probe(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
+    measurements = shaping.probe(_read_pairs(request))
     return {"measurements": [measurement.to_json() for measurement in measurements]}
 
 
-def _open_ends(shaping: Shaping, asked: Mapping[str, Any]) -> dict[str, Any]:
-    return {"ports": shaping.open_ends(str(asked["run"]), _read_pairs(asked))}
+def _open_ends(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
+    return {"ports": shaping.open_ends(str(request["run"]), _read_pairs(request))}
 
 
-def _probe_half(shaping: Shaping, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _probe_half(shaping: Shaping, request: Mapping[str, Any]) -> dict[str, Any]:
     measurements = shaping.probe_half(
-        str(asked["run"]), _read_pairs(asked), asked["ports"], float(asked["begin"])
+        str(request["run"]),
+        _read_pairs(request),
+        request["ports"],
+        float(request["begin"]),
     )
     return {"measurements": measurements}
 
@@ -131,9 +134,10 @@ def _probe_half(shaping: Shaping, asked: Mapping[str, Any]) -> dict[str, Any]:
 def serve(
     shaping: Shaping, token: str, host: str, port: int, renew: Callable[[], None]
 ) -> None:
-    """Answer requests until the process ends; ``renew`` is called at each renewal of the lease."""
+    """Answer requests until the process ends; ``renew`` is called for each request to renew the lease."""
     listening = socket.create_server((host, port), backlog=128)
-    # On loopback: the proxy alone is reachable from outside, and leads here or on to a device.
+    # The HTTP server is on the loopback. Only the proxy is reachable from outside: it forwards each request to this
+    # server or to a device.
     application = create_application(shaping, token, renew)
     server = PatientServer(("127.0.0.1", 0), application, 8)
 
@@ -149,6 +153,6 @@ def serve(
 
 
 def _release_ended(shaping: Shaping) -> None:
-    """Release ended devices without a request of the controller."""
+    """Release devices as soon as they end, without a request of the controller."""
     while True:
         shaping.wait_for_end(1.0)

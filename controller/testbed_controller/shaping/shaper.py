@@ -1,4 +1,6 @@
-"""The shaper of a run: it attaches devices, changes and reports their links, and measures them.
+"""The shaper of a run on one host: it attaches devices, changes and reports their links, and measures them.
+
+To attach a device means to shape its interface, inside its network namespace, from then on.
 
 `Registry` knows the devices, `Planner` computes the configuration of each interface, `Applier` applies and verifies it,
 and `Prober` opens the sockets of link measurements.
@@ -38,7 +40,7 @@ _CONNECT_SECONDS = 5.0
 
 
 def check_links(links: Mapping[Pair, Link]) -> None:
-    """Raise InputError for links without support by any backend."""
+    """Raise InputError for links that no backend supports."""
     for (source, destination), link in links.items():
         texts = [problem.text for problem in problems(link)]
         if texts:
@@ -70,7 +72,7 @@ class Shaping:
         self._links: dict[Pair, Link] = {}
         self._cells: tuple[Cell, ...] = ()
         self._monitor = HostMonitor()
-        # Each change waits for processes of tc and iptables; more at once would only compete for the processors.
+        # Each change waits for processes of tc and iptables; more threads would only compete for the processors.
         self._pool = ThreadPoolExecutor(
             max_workers=max(2, os.cpu_count() or 2), thread_name_prefix="shape"
         )
@@ -99,10 +101,13 @@ class Shaping:
         links: Mapping[Pair, Link],
         cells: Iterable[Cell] | None = None,
     ) -> None:
-        """Shape the interfaces of these devices, and adapt the interfaces of the others.
+        """Shape the interfaces of these devices, and adapt those of devices that were attached before.
 
-        A device attached earlier in the same namespace is only changed; a restarted one is configured from scratch.
-        ``cells`` replace the existing ones. Raises `InputError` for links of unattached devices.
+        A device that is attached again in the same namespace is only changed; a restarted one is configured from
+        scratch. ``links`` replace the properties of these links, and ``cells`` all cells.
+
+        Raises InputError for links that no backend supports, and HostError for links that this backend does not
+        support or that the kernel refuses.
         """
         endpoints = list(endpoints)
         check_links(links)
@@ -112,23 +117,24 @@ class Shaping:
             names = ", ".join(endpoint.name for endpoint in endpoints)
             _LOG.info("attaching %s", names)
             self.registry.add(endpoints, self._pool)
-            # With devices on this host, links may name others that are attached later.
+            # Devices of this host may have links to devices that are attached later.
             if not any(endpoint.pid for endpoint in endpoints):
-                self._require_known(links)
+                self._require_attached(links)
             self._apply_changes(self.registry.devices, links)
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         """Change these links only; raises `InputError` for an unattached device."""
         check_links(links)
         with self._lock:
-            self._require_known(links)
+            self._require_attached(links)
             self._apply_changes(set(chain.from_iterable(links)), links)
 
-    def _require_known(self, links: Mapping[Pair, Link]) -> None:
-        known = self.registry.numbers
-        for name in sorted(set(chain.from_iterable(links)) - known.keys()):
+    def _require_attached(self, links: Mapping[Pair, Link]) -> None:
+        """Raise InputError if an end of a link was never attached."""
+        attached = self.registry.numbers
+        for name in sorted(set(chain.from_iterable(links)) - attached.keys()):
             raise InputError(
-                f"device '{name}' is not attached; attached: {', '.join(sorted(known))}"
+                f"device '{name}' is not attached; attached: {', '.join(sorted(attached))}"
             )
 
     def _apply_changes(
@@ -138,7 +144,7 @@ class Shaping:
         self.registry.release_ended()
         planner = self._make_planner({**self._links, **links})
         changes = []
-        # All plans are checked before the first change.
+        # All plans are checked before the first change, so that an unsupported link changes nothing.
         for name, attached in sorted(self.registry.devices.items()):
             if name not in names:
                 continue
@@ -150,23 +156,23 @@ class Shaping:
             changes.append((attached, plan, routes))
         self._log_changes(links)
         self._links |= links
-        outcomes = []
+        futures = []
         for change in changes:
-            outcomes.append(self._pool.submit(self._applier.apply, *change))
+            futures.append(self._pool.submit(self._applier.apply, *change))
         # Finish all changes before raising an error: a half-changed lab is worse than a late message.
-        errors = [outcome.exception() for outcome in outcomes]
+        errors = [future.exception() for future in futures]
         for error in errors:
             if error is not None:
                 raise error
 
     def _make_planner(self, links: Mapping[Pair, Link]) -> Planner:
-        """Return a planner for these links, with a gate if needed and possible."""
+        """Return a planner for these links; start the gate for the first route that needs it."""
         planner = Planner(
             self.registry.endpoints, self.registry.numbers, links, self._cells
         )
         for name, attached in self.registry.devices.items():
             if planner.routes(name, attached.interface):
-                planner.gated = self._applier.has_gate(required=bool(self._cells))
+                planner.has_gate = self._applier.has_gate(required=bool(self._cells))
                 break
         return planner
 
@@ -200,7 +206,7 @@ class Shaping:
         if attached is None:
             running = ", ".join(sorted(self.registry.devices)) or "none"
             raise HostError(f"'{name}' is not running; running devices: {running}")
-        # Released meanwhile, the device's own handle would be closed during the connection.
+        # A handle of our own: if the device ends meanwhile, the registry closes its handle.
         namespace = attached.namespace.duplicate()
         try:
             return namespace.run(
@@ -210,7 +216,7 @@ class Shaping:
             namespace.close()
 
     def show(self) -> dict[str, Any]:
-        """Return the requested links, and each device's differences from the kernel's current state."""
+        """Return the requested links, and for each device the differences between its plan and the kernel's state."""
         with self._lock:
             self.registry.release_ended()
             planner = self._make_planner(self._links)
@@ -236,7 +242,7 @@ class Shaping:
             return self._applier.statistics(self.registry.devices, reset=reset)
 
     def close(self) -> None:
-        """Release all resources; the devices keep their settings."""
+        """Release all resources; the interfaces of devices stay shaped."""
         with self._lock:
             self.registry.close()
             self._applier.close()
@@ -255,7 +261,7 @@ class Shaping:
                     f"'{name}' is not running: start the device to measure its links"
                 )
             links = {pair: self._links[pair] for pair in pairs}
-            media = self._media(pairs)
+            routes = self._routes_of(pairs)
             with contextlib.ExitStack() as stack:
                 devices = self._prober.local_devices(names, stack)
                 # The namespaces stay open for the measurement; only an error before this line closes them here.
@@ -263,7 +269,7 @@ class Shaping:
         # Without the lock: a measurement takes seconds, and devices may end or links change meanwhile.
         _LOG.info("measuring %d links", len(links))
         with namespaces:
-            return measure(links, devices, media) if links else []
+            return measure(links, devices, routes) if links else []
 
     def open_ends(self, measurement_id: str, pairs: Sequence[Pair]) -> dict[str, int]:
         """Open sockets for `probe_half`; return the receiver's port of each local device."""
@@ -287,15 +293,15 @@ class Shaping:
             devices, ends, sockets = self._prober.take_ends(
                 measurement_id, set(chain.from_iterable(pairs)), ports
             )
-            media = self._media(pairs)
+            routes = self._routes_of(pairs)
         with sockets:
             return measure_half(
-                links, devices, ends, bytes.fromhex(measurement_id), begin, media
+                links, devices, ends, bytes.fromhex(measurement_id), begin, routes
             )
 
-    def _media(self, pairs: Sequence[Pair]) -> dict[Pair, Route]:
+    def _routes_of(self, pairs: Sequence[Pair]) -> dict[Pair, Route]:
         """Return the routes of these links through the gate; links from other hosts and without a gate are omitted."""
         interfaces = {}
         for name, attached in self.registry.devices.items():
             interfaces[name] = attached.interface
-        return self._make_planner(self._links).media(pairs, interfaces)
+        return self._make_planner(self._links).routes_of_links(pairs, interfaces)

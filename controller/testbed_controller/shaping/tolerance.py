@@ -1,4 +1,4 @@
-"""Tolerances of measured links, the only definition of a trustworthy link. Pure functions."""
+"""Tolerances of measured links: all parts of the testbed trust a link within these. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from testbed.network.link import Link
 
 DELAY_SECONDS = 0.3e-3
 DELAY_FRACTION = 0.02
-"""The tolerance of the median one-way delay is the larger of the two, in seconds."""
+"""The tolerance of a median one-way delay is `DELAY_SECONDS`, or this fraction of the delay if that is longer."""
 RATE_LOWEST, RATE_HIGHEST = 0.96, 1.01
 """Bounds of a measured rate, as shares of the requested rate on the wire."""
 LOSS_CONFIDENCE = 0.99
@@ -28,7 +28,9 @@ def delay_tolerance(delay: float) -> float:
 def binomial_interval(
     packets: int, probability: float, confidence: float = LOSS_CONFIDENCE
 ) -> tuple[int, int]:
-    """Return the central interval of ``packets`` draws, excluding ``(1 - confidence) / 2`` on each side.
+    """Return the smallest and the largest plausible number of lost packets, of ``packets`` with the same loss.
+
+    The number is outside with a probability of at most ``(1 - confidence) / 2`` on each side.
 
     >>> binomial_interval(100, 0.1)
     (3, 18)
@@ -66,7 +68,7 @@ def loss_interval(link: Link, packets: int) -> tuple[int, int]:
     loss = expected_loss(link)
     lowest, highest = binomial_interval(packets, loss)
     mean = packets * loss
-    # The variance of a sum of correlated draws is larger by the factor `memory`.
+    # The variance of a sum of correlated draws is larger by this ratio, so a deviation is larger by its square root.
     scale = math.sqrt(loss_variance_ratio(link))
     lowest = math.floor(mean - (mean - lowest) * scale)
     highest = math.ceil(mean + (highest - mean) * scale)
@@ -76,13 +78,15 @@ def loss_interval(link: Link, packets: int) -> tuple[int, int]:
 def median_tolerance(link: Link, packets: int, gate: float = 0.0) -> float:
     """Return the tolerance of the median delay of ``packets`` packets in seconds, including jitter.
 
-    ``gate`` is the transmission time subtracted from the measurement; the fraction applies to the sum of both.
+    ``gate`` is the time that packets spend at the gate, in seconds. The measured delay excludes this time, but the
+    measurement is as inexact as that of both times together.
     """
     # The variance of the mean of a correlated sequence (first-order autoregression) is larger by this factor.
-    correlated = (1 + link.jitter_correlation) / (1 - link.jitter_correlation)
-    # A median scatters more than a mean, by sqrt(pi / 2) for a normal distribution; 2.6 deviations have 99 % of it.
-    scatter = link.jitter * math.sqrt(math.pi / 2 * correlated / max(1, packets))
-    return delay_tolerance(link.delay + gate) + 2.6 * scatter
+    variance_ratio = (1 + link.jitter_correlation) / (1 - link.jitter_correlation)
+    # The standard deviation of a median is larger than that of a mean, by sqrt(pi / 2) for a normal distribution.
+    deviation = link.jitter * math.sqrt(math.pi / 2 * variance_ratio / max(1, packets))
+    # 99 % of a normal distribution are within 2.6 standard deviations.
+    return delay_tolerance(link.delay + gate) + 2.6 * deviation
 
 
 def describe_deviations(
@@ -95,8 +99,8 @@ def describe_deviations(
 ) -> str | None:
     """Describe the measured values outside their tolerance (rates in bit/s, delay in seconds); None for a good link.
 
-    ``delay`` is the median of the received packets; the link's rate is the lowest on its way, including access limits.
-    ``gate`` is as for `median_tolerance`.
+    ``link`` has the requested values; its rate includes the limits of channels and accesses. ``delay`` is the median of
+    the received packets, None without any. ``gate`` is as for `median_tolerance`.
 
     >>> describe_deviations(Link(rate=1e6, delay=0.005), rate=0.9e6, delay=0.005, sent=30, lost=0)
     'carries 0.9 mbit instead of 1 mbit (96 to 101% are tolerated)'
@@ -107,7 +111,7 @@ def describe_deviations(
         return f"is down, yet {sent - lost} of {sent} packets arrived"
     problems = []
     if delay is None:
-        # A few packets may all be lost on a very lossy link.
+        # On a very lossy link, all of a few packets may be lost.
         if expected_loss(link) < 0.9:
             problems.append(f"none of {sent} packets arrived")
     else:
@@ -128,11 +132,11 @@ def _describe_delay_and_loss(
     link: Link, delay: float, sent: int, lost: int, gate: float
 ) -> list[str]:
     problems = []
-    asked = median_delay(link)
-    bound = median_tolerance(link, sent - lost, gate)
-    if abs(delay - asked) > bound:
+    requested = median_delay(link)
+    tolerance = median_tolerance(link, sent - lost, gate)
+    if abs(delay - requested) > tolerance:
         problems.append(
-            f"delays by {delay * 1e3:.2f} ms instead of {asked * 1e3:g} ms (tolerance {bound * 1e3:.2f} ms)"
+            f"delays by {delay * 1e3:.2f} ms instead of {requested * 1e3:g} ms (tolerance {tolerance * 1e3:.2f} ms)"
         )
     lowest, highest = loss_interval(link, sent)
     if not lowest <= lost <= highest:

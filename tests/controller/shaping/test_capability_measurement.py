@@ -40,4 +40,4 @@ def test_packet_cost_is_unknown_without_packets_or_processor_time(
     packet_counts: Iterator[int] = iter([7, 7 + packets])
     monkeypatch.setattr(capability, "_count_received", lambda _: next(packet_counts))
     shaping = FakeShaping(2.0, 2.0 + busy_seconds)
-    assert capability._packet_cost(shaping, 1) == cost  # type: ignore[arg-type]
+    assert capability._measure_packet_cost(shaping, 1) == cost  # type: ignore[arg-type]

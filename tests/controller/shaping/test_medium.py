@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from testbed.network.link import Cell, Link, Pair
 from testbed_controller.shaping import medium
 from testbed_controller.shaping.medium import (
-    GATED_RATE,
+    GATED_BROADCAST_RATE,
     QUEUE,
     Media,
     Route,
@@ -39,7 +39,8 @@ def make_media(*stations: str, route: Route = CELL_ROUTE) -> Media[str]:
 def finish(media: Media[str], until: float = math.inf) -> list[tuple[str, float]]:
     """Return the finished transmissions as pairs of item and end."""
     return [
-        (transmission.item, transmission.end) for transmission in media.finished(until)
+        (transmission.item, transmission.end)
+        for transmission in media.pop_finished(until)
     ]
 
 
@@ -49,7 +50,7 @@ def test_transmissions_of_a_cell_follow_in_sending_order():
     media.offer("b", "all", 0.1, 2 * SECOND, "second")
     media.offer("a", "all", 0.2, SECOND, "third")
     assert media.next_end == 1.0
-    assert media.finished(0.99) == []
+    assert media.pop_finished(0.99) == []
     assert finish(media, 1.0) == [("first", 1.0)]
     assert finish(media) == [("second", 3.0), ("third", 4.0)]
     media.offer("b", "all", 9.0, SECOND, "after silence")
@@ -171,7 +172,7 @@ def routes_of_a(
 
 def test_fast_links_without_cells_are_not_gated():
     assert routes_of_a(make_links()) == {}
-    assert routes_of_a(make_links(2 * GATED_RATE)) == {}
+    assert routes_of_a(make_links(2 * GATED_BROADCAST_RATE)) == {}
 
 
 def test_slow_broadcasts_have_separate_channel():

@@ -166,22 +166,22 @@ def test_corruption_flips_one_bit_after_ip_header() -> None:
 def test_sources_take_turns_at_bottleneck() -> None:
     # One byte a millisecond, and two waiting packets of each source.
     shared: Bottleneck[str] = Bottleneck(rate=8000, limit=2)
-    assert shared.due == math.inf
+    assert shared.next_departure == math.inf
     for source, item in (("a", "a1"), ("a", "a2"), ("b", "b1")):
         assert shared.enter(source, 1.0, 100, item)
     assert not shared.enter("a", 1.0, 100, "a3")
     assert shared.dropped == 1
     departures = []
-    while shared.due < math.inf:
-        departures.append((round(shared.due, 6), shared.leave()))
+    while shared.next_departure < math.inf:
+        departures.append((round(shared.next_departure, 6), shared.leave()))
     # 100 bytes take a tenth of a second.
     assert departures == [(1.0, "a1"), (1.1, "b1"), (1.2, "a2")]
     # The bottleneck is busy until 1.3; a packet that arrives later passes at once.
     assert shared.enter("b", 1.25, 100, "b2")
-    assert shared.due == pytest.approx(1.3)
+    assert shared.next_departure == pytest.approx(1.3)
     shared.leave()
     assert shared.enter("b", 5.0, 100, "b3")
-    assert shared.due == 5.0
+    assert shared.next_departure == 5.0
 
 
 def test_waiting_messages_pass_once_bottleneck_is_unlimited() -> None:
@@ -190,8 +190,8 @@ def test_waiting_messages_pass_once_bottleneck_is_unlimited() -> None:
         shared.enter("a", 0.0, 1000, number)
     shared.leave()
     # 1,000 bytes take 1,000 seconds at a byte a second.
-    assert shared.due == 1000.0
+    assert shared.next_departure == 1000.0
     shared.alter(2.0, math.inf, 10)
     for _ in range(4):
-        assert shared.due == 2.0
+        assert shared.next_departure == 2.0
         shared.leave()
