@@ -80,7 +80,7 @@ def methods(name: str | None, as_json: bool) -> None:
         except InputError as error:
             if name is not None:
                 raise
-            # A broken package must not hide the methods of the others.
+            # A broken package must not hide the methods of other packages: its entry has the error as its summary.
             entries.append(
                 {
                     "name": each,
@@ -199,7 +199,7 @@ def models(
 
 
 def _load_model(name: str, function: str | None, data: str) -> Model:
-    """Return a model for a data set, by name or from a function in a file."""
+    """Return a model for the samples of a data set; ``function`` is one in the Python file ``name``, else None."""
     from testbed.common import usercode
     from testbed.ml.data.catalog import describe_part, part_of
     from testbed.ml.models.catalog import code_of, create
@@ -211,7 +211,7 @@ def _load_model(name: str, function: str | None, data: str) -> Model:
     code = code_of(name)
     if name.endswith(".py"):
         code = usercode.read(Path(name), function or "", KEY)
-    # A model of the catalogue; packages and files bring code of their own.
+    # Without code, the model is one of the testbed; packages and files have code.
     if code is None:
         return create(name, {}, source.shape, source.classes)
     return create_own(
@@ -288,7 +288,7 @@ def _measure_layers(
     from testbed.scenario.devices import device_with_profile
     from testbed_controller.profiling.layers import measure_layers, measure_whole
 
-    # The file is read first: a mistake in it is reported before the measurement, which takes a while.
+    # The file is read first, so that a mistake is reported before the measurement, which takes a while.
     device = None if profile is None else device_with_profile(profile)
     times = measure_layers(model, batch_size)
     whole = measure_whole(model, batch_size)
@@ -298,20 +298,20 @@ def _measure_layers(
 
 
 def _print_layers(layers: MeasuredLayers, *, fitted: bool) -> None:
-    """Print the time of each layer, and the rates of the device if ``fitted`` to the measurement."""
+    """Print the time of each layer; with ``fitted``, also the rates of the device, which fit the measurement."""
     measured_total = sum(each.seconds for each in layers.times)
     predicted_total = sum(layers.predicted)
     flops_total = sum(each.cost.of().flops for each in layers.times)
     rows = []
-    for each, seconds in zip(layers.times, layers.predicted, strict=True):
+    for each, predicted in zip(layers.times, layers.predicted, strict=True):
         rows.append(
             (
                 each.unit,
                 each.layer,
                 formats.seconds(each.seconds),
                 f"{each.seconds / measured_total:.1%}",
-                formats.seconds(seconds),
-                f"{seconds / predicted_total:.1%}",
+                formats.seconds(predicted),
+                f"{predicted / predicted_total:.1%}",
                 f"{each.cost.of().flops / flops_total:.1%}",
             )
         )
@@ -406,8 +406,9 @@ def _print_presets(title: str, presets: Iterable[_PresetRow]) -> None:
         Column(""),
     )
     rows = []
-    for name, first, second, note, source in presets:
-        rows.append([Cell(name), Cell(first), Cell(second), Cell(note, source)])
+    for name, first_value, second_value, note, source in presets:
+        values = Cell(first_value), Cell(second_value)
+        rows.append([Cell(name), *values, Cell(note, source)])
     console = make_console()
     console.print(draw_section(Section(title, "", "", columns, rows), console.width))
 

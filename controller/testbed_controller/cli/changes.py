@@ -33,19 +33,20 @@ from testbed_controller.running import control
 
 
 def section_class(field: FieldInfo) -> type[ConfigModel] | None:
-    """Return the section class of a key; None for a plain value."""
-    for kind in (field.annotation, *get_args(field.annotation)):
-        if isinstance(kind, type) and issubclass(kind, ConfigModel):
-            return kind
+    """Return the class of the section that a scenario key contains; None for a key with a plain value."""
+    # The annotation of an optional key is a union, whose arguments are the class and None.
+    for annotation in (field.annotation, *get_args(field.annotation)):
+        if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
+            return annotation
     return None
 
 
 def options_of(
     section: type[ConfigModel], excluded: Collection[str] = ()
 ) -> list[click.Parameter]:
-    """Return an option for each key of a section, except the excluded keys.
+    """Return a command option for each key of a scenario section, except the excluded keys.
 
-    The help is the key's description with an example.
+    The help of an option is the description of its key, with an example.
 
     >>> from testbed.network.parts import LinkPart
     >>> [parameter.name for parameter in options_of(LinkPart)][:3]
@@ -70,10 +71,11 @@ def options_of(
 
 
 def _click_type(schema: dict[str, Any]) -> click.Choice[str] | type[int | float | str]:
-    """Return the click type of a value.
+    """Return the click type of a key with this JSON schema.
 
     Quantities such as ``50mbit`` are strings in the schema, and the scenario's validators parse them.
     """
+    # The schema of an optional key has a branch for its values and one for null.
     for branch in (schema, *schema.get("anyOf", ())):
         if "enum" in branch:
             return click.Choice(branch["enum"])
@@ -86,7 +88,6 @@ def _help_text(description: str, schema: dict[str, Any]) -> str:
     text = (description[:1].upper() + description[1:]).replace("`", "")
     if "e.g." in text:
         return text
-    # An optional key has its examples in a branch of the schema, beside the one for null.
     for branch in (schema, *schema.get("anyOf", ())):
         if branch.get("examples"):
             return f"{text}, e.g. {branch['examples'][0]}"
@@ -94,7 +95,7 @@ def _help_text(description: str, schema: dict[str, Any]) -> str:
 
 
 def _parse_pairs(text: str) -> dict[str, str]:
-    """Parse the keys of a nested section, as in ``p=1%,r=20%``."""
+    """Parse the value of an option for a nested section, such as ``p=1%,r=20%``."""
     pairs = {}
     for item in text.split(","):
         key, equals, value = item.partition("=")
@@ -128,7 +129,7 @@ def fault() -> None:
 def _command_parameters(
     action: str, section: type[ConfigModel] | None
 ) -> list[click.Parameter]:
-    """Return the command parameters equivalent to an action's scenario keys."""
+    """Return the arguments and options of an action's command, which replace the action's scenario keys."""
     if section is not None and issubclass(section, LinkSetPart):
         ends = [
             click.Argument(["source"]),
@@ -154,12 +155,12 @@ def _command_parameters(
     return parameters
 
 
-def _scenario_value(given: dict[str, Any]) -> object:
-    """Convert command parameters to the scenario value of an action."""
-    if "groups" in given:
-        return [group.split(",") for group in given["groups"]]
-    # Options that were not given are left to the defaults of the scenario.
-    values = {key: value for key, value in given.items() if value is not None}
+def _scenario_value(arguments: dict[str, Any]) -> object:
+    """Convert the arguments of a command to the value of the action's key in a scenario."""
+    if "groups" in arguments:
+        return [group.split(",") for group in arguments["groups"]]
+    # Absent options have the defaults of the scenario.
+    values = {key: value for key, value in arguments.items() if value is not None}
     if "source" in values:
         source = values.pop("source")
         destination = values.pop("destination", None)
@@ -186,9 +187,9 @@ def _add_command(action: str) -> None:
     section = section_class(field)
 
     @run_option
-    def inject(run_id: str | None, for_: str | None = None, **given: Any) -> None:
-        value = _scenario_value(given)
-        # Flapping lasts until Ctrl-C or for a given time, so this process takes the links down and up itself.
+    def inject(run_id: str | None, for_: str | None = None, **arguments: Any) -> None:
+        value = _scenario_value(arguments)
+        # Flapping lasts until Ctrl-C or for a fixed time, so this process takes the links down and up itself.
         if action == Flap.name:
             _flap_links(run_id, value, for_)
         else:
@@ -206,10 +207,10 @@ for _action in ACTIONS:
 
 def _devices_of(run: str, host: str) -> list[str]:
     """Return the devices of a run on a host. Raises InputError for a host without devices."""
-    hosts = runstate.hosts_of(run)
-    if hosts.get(host):
-        return hosts[host]
-    known = [name for name, devices in hosts.items() if devices]
+    devices_of_hosts = runstate.hosts_of(run)
+    if devices_of_hosts.get(host):
+        return devices_of_hosts[host]
+    known = [name for name, devices in devices_of_hosts.items() if devices]
     if not known:
         raise InputError(
             f"the run '{run}' has all devices on one engine: name devices instead, as in 'testbed fault kill worker1'"
@@ -230,8 +231,8 @@ def _host_command(name: str, action: str, help_text: str) -> None:
         def inject_into(device: str) -> str:
             return control.strike(run, {action: device})
 
-        # In parallel, because all devices of a host fail at the same instant: one after another, those that are left
-        # would notice the loss of the first.
+        # In parallel, because all devices of a host fail at the same instant: in sequence, the remaining devices would
+        # notice the loss of the first.
         with ThreadPoolExecutor(len(devices)) as pool:
             for reply in pool.map(inject_into, devices):
                 click.echo(reply)
@@ -265,12 +266,12 @@ def _flap_links(run_id: str | None, value: Any, for_: str | None) -> None:
         raise InputError(action.reason_against_for)
     send_request = control.connect(runstate.choose(run_id))
     duration = None if for_ is None else _parse_duration_option(for_)
-    turns, late = 0, 0.0
+    down_count, longest_delay = 0, 0.0
     with suppress(KeyboardInterrupt):
         for progress in control.flap(send_request, value, duration):
-            turns, late = progress
+            down_count, longest_delay = progress
     click.echo(
-        f"the links went down {turns} times; the latest change took effect {late * 1e3:.0f} ms late"
+        f"the links went down {down_count} times; each change took effect at most {longest_delay * 1e3:.0f} ms late"
     )
 
 
@@ -323,16 +324,16 @@ def show(
     state = open_lab(runstate.choose(run_id)).shaper.show()
     links = links_from_json(state["links"])
     pairs = control.choose_links(links, source, destination)
-    chosen = {pair: links[pair] for pair in pairs}
+    shown_links = {pair: links[pair] for pair in pairs}
     if as_json:
-        dump({**state, "links": links_to_json(chosen)})
+        dump({**state, "links": links_to_json(shown_links)})
     else:
         click.echo(f"backend {state['backend']}")
         rows = []
-        for pair, properties in chosen.items():
+        for pair, properties in shown_links.items():
             rows.append([*pair, describe(properties.to_json())])
         print_table(["source", "destination", "properties"], rows)
-    # Differences of all devices are reported, even if one link is shown: a device has one configuration for all links.
+    # Differences on all devices are reported, even for a single link: a device has one configuration for all its links.
     differences = []
     for name, device in state["devices"].items():
         for text in device["differences"]:
@@ -373,7 +374,7 @@ def change(
     Other links are not disturbed. The new values hold for the rest of the run, even after later faults and restarts of
     devices. If an active fault overrides a property, the new value takes effect when the fault ends.
     """
-    # Values that the section of a scenario cannot express.
+    # Values that a scenario cannot express, beside the keys of its section.
     direct: dict[str, Any] = {}
     if unlimited:
         direct["rate"] = None
@@ -382,23 +383,23 @@ def change(
     pairs = [(source, destination)]
     if both:
         pairs.append((destination, source))
-    part = {key: value for key, value in properties.items() if value is not None}
-    if unlimited and "rate" in part:
+    section = {key: value for key, value in properties.items() if value is not None}
+    if unlimited and "rate" in section:
         raise InputError(
             "--unlimited cannot be combined with --rate: remove one of them"
         )
-    if not part and not direct:
+    if not section and not direct:
         raise InputError(
             f"the link {source} -> {destination} is unchanged: give at least one option, such as --rate 10mbit"
         )
-    request = {"pairs": pairs, "part": part, "direct": direct}
+    request = {"pairs": pairs, "part": section, "direct": direct}
     send_request = control.connect(runstate.choose(run_id))
     reply = send_request({"set": request})
     for (start, end), changed in links_from_json(reply["links"]).items():
         click.echo(f"{start} -> {end}: {describe(changed.to_json())}")
 
 
-# The argument ``properties`` of the command.
+# The options that the function receives as ``properties``.
 change.params += options_of(LinkPart)
 
 
@@ -420,39 +421,42 @@ def measure(
     state = shaper.show()
     # The shaper reports running devices only.
     running = state["devices"].keys()
-    chosen = control.choose_links(links_from_json(state["links"]), source, destination)
+    links = links_from_json(state["links"])
+    requested_pairs = control.choose_links(links, source, destination)
     # A link can be measured only while both of its ends run.
-    pairs = [pair for pair in chosen if running >= set(pair)]
+    pairs = [pair for pair in requested_pairs if running >= set(pair)]
     if not pairs:
-        ends = sorted(set(chain.from_iterable(chosen)))
+        ends = sorted(set(chain.from_iterable(requested_pairs)))
         names = ", ".join(sorted(running)) or "none"
         raise TestbedError(
             f"no link can be measured: restart the devices that are down (running: {names}; ends of the links: "
             f"{', '.join(ends)})"
         )
-    measured = shaper.probe(pairs)
+    measurements = shaper.probe(pairs)
     if as_json:
-        dump([each.to_json() for each in measured])
+        dump([each.to_json() for each in measurements])
     else:
         header = ["source", "destination", "requested", "rate"]
         header += ["delay", "loss", "packets", "problem"]
-        print_table(header, [_measurement_row(each) for each in measured])
-    problems = sum(each.problem is not None for each in measured)
+        print_table(header, [_measurement_row(each) for each in measurements])
+    problems = sum(each.problem is not None for each in measurements)
     if problems:
         raise TestbedError(
-            f"{problems} of {len(measured)} links are outside their tolerance; the column 'problem' has the reasons"
+            f"{problems} of {len(measurements)} links are outside their tolerance; the column 'problem' has the reasons"
         )
 
 
-def _measurement_row(measured: LinkMeasurement) -> list[str]:
-    rate = formats.NONE if measured.rate is None else formats.rate(measured.rate)
+def _measurement_row(measurement: LinkMeasurement) -> list[str]:
+    rate = formats.NONE
+    if measurement.rate is not None:
+        rate = formats.rate(measurement.rate)
     return [
-        measured.source,
-        measured.destination,
-        describe(measured.expected.to_json()),
+        measurement.source,
+        measurement.destination,
+        describe(measurement.expected.to_json()),
         rate,
-        formats.seconds(measured.delay),
-        formats.share(measured.loss),
-        str(measured.packets),
-        measured.problem or "",
+        formats.seconds(measurement.delay),
+        formats.share(measurement.loss),
+        str(measurement.packets),
+        measurement.problem or "",
     ]

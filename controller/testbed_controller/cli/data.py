@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from testbed.ml.workload import DataPart
 
 _SHADES = " .:-=+*#%@"
-"""Ten levels from black to white."""
+"""Characters for ten levels of brightness, from black to white."""
 
 
 @click.command()
@@ -113,7 +113,7 @@ def data(
 
 
 def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
-    """Return the scenario section for a data set and split."""
+    """Return the section ``workload.data`` of a scenario for a data set and split, as the user would write it."""
     from testbed.ml.data import catalog
     from testbed.ml.workload import DataPart
 
@@ -124,18 +124,19 @@ def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
     if split is None:
         return part
     kind, _, value = split.partition("=")
-    # `iid` is a word in a scenario, and `dirichlet=0.3` a mapping.
-    how: Any = kind
+    # A scenario has a word for `iid`, and a mapping for `dirichlet=0.3`.
+    split_section: Any = kind
     if value:
-        how = {kind: _parse_value(value)}
+        split_section = {kind: _parse_value(value)}
+    section = part.model_dump(exclude_defaults=True)
     try:
-        return parse(DataPart, {**part.model_dump(exclude_defaults=True), "split": how})
+        return parse(DataPart, {**section, "split": split_section})
     except InputError as error:
         raise InputError(f"--split {split}: {error}") from None
 
 
 def _parse_value(text: str) -> Any:
-    """Return a value as a scenario would have it: ``3`` is a number, and ``shop`` a text."""
+    """Parse a value as in a scenario: ``3`` is a number, and ``shop`` a text."""
     try:
         return yamltext.values(text)
     except YAMLError:
@@ -202,7 +203,7 @@ def _describe_dataset(name: str) -> dict[str, Any]:
     try:
         source = describe(name)
     except InputError as error:
-        # A broken package must not hide the data sets of the others.
+        # A broken package must not hide the data sets of other packages: its entry has the error as its summary.
         source = DataSource(name, error.text, (), 0)
     folder = data_place(source.name)
     return {
@@ -254,7 +255,7 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
     from testbed.ml.data.fetch import fetch as download
 
     console = make_console(stderr=True)
-    place = folder or DATA_FOLDER / name
+    destination = folder or DATA_FOLDER / name
     with Progress(
         "{task.description}",
         BarColumn(),
@@ -269,34 +270,38 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
                 bar_of[file] = bars.add_task(file, total=total)
             bars.update(bar_of[file], completed=done, total=total)
 
-        files = download(name, place, bases, show_progress)
-    click.echo(f"{name}: {len(files)} files in {place}")
+        files = download(name, destination, bases, show_progress)
+    click.echo(f"{name}: {len(files)} files in {destination}")
 
 
 def _count_labels(labels: npt.NDArray[Any], classes: int) -> list[int]:
     import numpy as np
 
-    counted: list[int] = np.bincount(labels, minlength=classes).tolist()
-    return counted
+    counts: list[int] = np.bincount(labels, minlength=classes).tolist()
+    return counts
 
 
 def _device_shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
-    """Return the samples of each device, by class if the data set has classes."""
+    """Return the number of samples of each device under a split; by class, if the data set has classes."""
     from testbed.ml.data.split import is_class, split_samples
 
     if part.split == "coordinator":
-        raise InputError("coordinator does not divide the data: name another split")
+        raise InputError(
+            "--split coordinator leaves all samples on one device: name another split"
+        )
     owners = [f"device{number}" for number in range(1, devices + 1)]
     labels = dataset.train_labels
+    # Any seed shows the sizes of the shares; in a run, the seed of the scenario draws the samples.
+    seed = 0
     shares = split_samples(
-        labels, dataset.classes, owners, part.split, 0, dataset.groups
+        labels, dataset.classes, owners, part.split, seed, dataset.groups
     )
     counts: dict[str, Any] = {}
-    for name, share in shares.items():
+    for name, indices in shares.items():
         if is_class(labels):
-            counts[name] = _count_labels(labels[share], dataset.classes)
+            counts[name] = _count_labels(labels[indices], dataset.classes)
         else:
-            counts[name] = len(share)
+            counts[name] = len(indices)
     return counts
 
 
@@ -312,9 +317,9 @@ def _print_facts(dataset: Dataset, facts: Mapping[str, Any]) -> None:
     if per_class:
         labels = f"{dataset.classes} classes"
     click.echo(f"{dataset.name}: {samples_of_size}, {labels}")
-    for part, samples in facts["samples"].items():
-        line = f"  {part}: {samples:,} samples"
-        if counts := per_class.get(part):
+    for subset, samples in facts["samples"].items():
+        line = f"  {subset}: {samples:,} samples"
+        if counts := per_class.get(subset):
             line += f", {min(counts):,} to {max(counts):,} per class"
         click.echo(line)
     for name, share in facts.get("shares", {}).items():

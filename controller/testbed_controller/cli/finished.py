@@ -1,4 +1,4 @@
-"""Output of finished runs, shared by `run` and `report`."""
+"""Output and exit status of finished runs, for `testbed run` and `testbed report`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def explaining(console: Console) -> Iterator[None]:
 
 
 def show_run(console: Console, finished: Run, *, brief: bool) -> None:
-    """Print the results of a run; in brief, one or two lines."""
+    """Print the results of a run; with ``brief``, a finished run in one or two lines."""
     from testbed_controller.report.terminal import show, show_briefly
 
     if brief and finished.outcome.status == "finished":
@@ -51,10 +51,10 @@ def summarize(folder: Path, runs: list[Run], console: Console) -> dict[str, Any]
     from testbed_controller.report import sweep
     from testbed_controller.results import summary
 
-    result = summary.summarize(folder, runs)
-    sweep.write(folder, result, runs)
-    sweep.show(console, result, folder)
-    return result
+    content = summary.summarize(folder, runs)
+    sweep.write(folder, content, runs)
+    sweep.show(console, content, folder)
+    return content
 
 
 def _error_reason(error: str) -> str:
@@ -65,7 +65,7 @@ def _error_reason(error: str) -> str:
 
 def judge(runs: list[Run]) -> None:
     """Raise the error that decides the exit status: a failed or diverged run, or a failed expectation."""
-    # An unfinished run is reported rather than its missed expectations.
+    # In the order of importance: an unfinished run misses expectations only because it has not finished.
     for finished in runs:
         _check_finished(finished)
     diverged = []

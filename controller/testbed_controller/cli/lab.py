@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from testbed_controller.results.files import Progress
 
 
-ERRORS = 2
-"""Number of the stream of standard error, in the engine's frames."""
-PIECE = 1 << 16
-"""Bytes of standard input forwarded at once."""
+STDERR_STREAM = 2
+"""Number of standard error in the frames in which the engine sends the output of a command."""
+INPUT_BLOCK = 1 << 16
+"""Maximum number of bytes of standard input forwarded at once."""
 
 
 @click.command()
@@ -105,23 +105,23 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
         raise InputError("RUN and --all cannot be combined")
     pattern = "*" if everything or (everyone and run is None) else runstate.choose(run)
     engines, removable = _removable_runs(pattern)
-    known = sorted({*engines, *runstate.runs()})
-    matches = fnmatch.filter(known, pattern)
-    own = []
-    others = []
+    known_runs = sorted({*engines, *runstate.runs()})
+    matches = fnmatch.filter(known_runs, pattern)
+    own_runs = []
+    runs_of_others = []
     for each in matches:
         if each in removable:
-            own.append(each)
+            own_runs.append(each)
         else:
-            others.append(each)
-    chosen = matches if everyone else own
+            runs_of_others.append(each)
+    selected = matches if everyone else own_runs
     if pattern != "*":
-        _check_removable(pattern, known, chosen, others)
-    if others and everyone:
-        click.echo(f"removing the runs of other users: {', '.join(others)}")
-    _remove_runs(chosen, engines)
-    if others and not everyone:
-        names = ", ".join(others)
+        _check_selection(pattern, known_runs, selected, runs_of_others)
+    if runs_of_others and everyone:
+        click.echo(f"removing the runs of other users: {', '.join(runs_of_others)}")
+    _remove_runs(selected, engines)
+    if runs_of_others and not everyone:
+        names = ", ".join(runs_of_others)
         click.echo(
             f"kept, since they belong to other users: {names} (--everyone removes them as well)"
         )
@@ -137,26 +137,31 @@ def _remove_runs(runs: Sequence[str], engines: Mapping[str, DockerClient]) -> No
         click.echo("nothing to remove")
 
 
-def _check_removable(
-    pattern: str, known: Sequence[str], chosen: Sequence[str], others: Sequence[str]
+def _check_selection(
+    pattern: str,
+    known_runs: Sequence[str],
+    selected: Sequence[str],
+    runs_of_others: Sequence[str],
 ) -> None:
     """Raise InputError if no run matches the pattern, or only runs of other users do."""
-    if chosen:
+    if selected:
         return
-    if others:
+    if runs_of_others:
+        names = ", ".join(runs_of_others)
         raise InputError(
-            f"the runs {', '.join(others)} belong to other users: write a name in full, or add --everyone"
+            f"the runs {names} belong to other users: write a name in full, or add --everyone"
         )
-    raise InputError(f"unknown run '{pattern}' (runs: {', '.join(known) or 'none'})")
+    names = ", ".join(known_runs) or "none"
+    raise InputError(f"unknown run '{pattern}' (runs: {names})")
 
 
 def _removable_runs(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:
-    """Return the engine of each matching run, and the runs removable without --everyone."""
+    """Return the engine of each run in containers, and the names of runs that are removable without --everyone."""
     from testbed_controller.lab.engine import connect_to_all
     from testbed_controller.lab.removal import abandoned_runs, labelled_runs
 
     engines: dict[str, DockerClient] = {}
-    # A full name is consent enough, so a pattern that equals a name makes that run removable.
+    # A run of another user is removable by its full name, which the pattern then equals.
     removable = {pattern, *runstate.runs()}
     for client in connect_to_all().values():
         engines |= dict.fromkeys(labelled_runs(client), client)
@@ -207,8 +212,8 @@ def _container_rows(
     rows = []
     for each in containers:
         activity = current.activities.get(each.name, "")
-        place = [each.address, each.control_url]
-        rows.append([run, each.name, each.state, each.since, activity, *place])
+        row = [run, each.name, each.state, each.since, activity]
+        rows.append([*row, each.address, each.control_url])
     return rows
 
 
@@ -243,9 +248,9 @@ def logs(device: str, run_id: str | None, follow: bool) -> None:
 
     run = runstate.choose(run_id)
     has_output = False
-    for piece in container_logs(engine_of(run, device), run, device, follow=follow):
+    for block in container_logs(engine_of(run, device), run, device, follow=follow):
         # Bytes, since a program may print anything; flushed, since --follow is read while the program runs.
-        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.write(block)
         sys.stdout.buffer.flush()
         has_output = True
     if not has_output:
@@ -287,47 +292,50 @@ def execute(
 
     # click keeps the `--` that ends its own options as the first word of an unprocessed command.
     words = list(command[1:] if command[0] == "--" else command)
-    chosen = runstate.choose(run_id)
-    client = engine_of(chosen, device)
-    container = container_name(chosen, device)
+    run = runstate.choose(run_id)
+    client = engine_of(run, device)
+    container = container_name(run, device)
     try:
         created = client.api.exec_create(container, words, stdin=pass_input)
     except NotFound:
         raise InputError(
-            f"unknown device '{device}' in {chosen}: see 'testbed ps'"
+            f"unknown device '{device}' in {run}: see 'testbed ps'"
         ) from None
     except APIError as error:
         raise TestbedError(f"{device}: {error.explanation}") from None
-    started = created["Id"]
-    source = sys.stdin.fileno() if pass_input else None
-    for number, part in _output_frames(client, started, source):
-        stream = sys.stderr if number == ERRORS else sys.stdout
-        stream.buffer.write(part)
+    exec_id = created["Id"]
+    input_file = sys.stdin.fileno() if pass_input else None
+    for number, output in _output_frames(client, exec_id, input_file):
+        stream = sys.stderr if number == STDERR_STREAM else sys.stdout
+        stream.buffer.write(output)
         stream.flush()
-    sys.exit(client.api.exec_inspect(started)["ExitCode"])
+    sys.exit(client.api.exec_inspect(exec_id)["ExitCode"])
 
 
 def _output_frames(
-    client: DockerClient, started: str, given: int | None
+    client: DockerClient, exec_id: str, input_file: int | None
 ) -> Iterator[tuple[int, bytes]]:
-    """Start a command, forward input from ``given``, and yield (stream, bytes) of the output."""
-    from docker.utils import socket as frames
+    """Start a command and yield its output as (number of the stream, bytes).
+
+    ``exec_id`` is the engine's name of the command. If ``input_file`` is a file descriptor, the command reads from it.
+    """
+    from docker.utils import socket as docker_socket
 
     # The engine's client wraps the connection in a read-only file, so input is written to the socket below it.
-    connection: Any = client.api.exec_start(started, socket=True)
+    connection: Any = client.api.exec_start(exec_id, socket=True)
 
-    def feed(source: int) -> None:
+    def forward_input(input_file: int) -> None:
         # A command that ends without reading all input closes the connection.
         with suppress(OSError):
             # `sys.stdin` has a lock, which a thread that waits for input would still hold as the interpreter exits.
-            while piece := os.read(source, PIECE):
-                connection._sock.sendall(piece)
+            while block := os.read(input_file, INPUT_BLOCK):
+                connection._sock.sendall(block)
             connection._sock.shutdown(socket.SHUT_WR)
 
-    if given is not None:
-        threading.Thread(target=feed, args=(given,), daemon=True).start()
-    read: Any = frames.frames_iter
-    yield from read(connection, tty=False)
+    if input_file is not None:
+        threading.Thread(target=forward_input, args=(input_file,), daemon=True).start()
+    read_frames: Any = docker_socket.frames_iter
+    yield from read_frames(connection, tty=False)
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""`testbed doctor` and `testbed setup`: check this machine, build images, find hosts, measure a profile."""
+"""`testbed doctor` and `testbed setup`: check this machine, build images, inspect hosts, measure a profile."""
 
 from __future__ import annotations
 
@@ -110,22 +110,22 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
             click.echo(f"removed {tag}")
         return
     client = ensure_engine(say)
-    wanted = ensure_images(client, say)
+    current_images = ensure_images(client, say)
     if prune:
-        for tag in remove_images(client, keep=wanted):
+        for tag in remove_images(client, keep=current_images):
             click.echo(f"removed {tag}", err=True)
     if as_env:
-        click.echo(f"TESTBED_DEVICE_IMAGE={wanted.device}")
-        click.echo(f"TESTBED_SHAPER_IMAGE={wanted.shaper}")
+        click.echo(f"TESTBED_DEVICE_IMAGE={current_images.device}")
+        click.echo(f"TESTBED_SHAPER_IMAGE={current_images.shaper}")
         click.echo(f"TESTBED_TOKEN={secrets.token_urlsafe(24)}")
         return
     rows: list[dict[str, Any]] = []
-    for kind, tag in wanted.by_kind.items():
+    for kind, tag in current_images.by_kind.items():
         # The --prune of another checkout may have removed the tags of base images, whose layers remain in use.
         if image_exists(client, tag):
-            identity = client.images.get(tag).id
+            image_id = client.images.get(tag).id
             size = image_size(client, tag)
-            rows.append({"image": kind, "tag": tag, "id": identity, "bytes": size})
+            rows.append({"image": kind, "tag": tag, "id": image_id, "bytes": size})
     if as_json:
         dump(rows)
         return
@@ -184,8 +184,8 @@ def _engine_columns(engine: HostReport) -> dict[str, str]:
     }
 
 
-def _format_milliseconds(seconds: float | None, form: str = ".2f") -> str:
-    return "" if seconds is None else f"{seconds * 1e3:{form}} ms"
+def _format_milliseconds(seconds: float | None, number_format: str = ".2f") -> str:
+    return "" if seconds is None else f"{seconds * 1e3:{number_format}} ms"
 
 
 @setup.command()
@@ -220,7 +220,7 @@ def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> N
     """
     from testbed_controller.profiling import board
 
-    # The module needs nothing of the testbed, so its source text is the program.
+    # The module imports nothing of the testbed, so its source text is the program.
     if program:
         click.echo(Path(board.__file__).read_text(), nl=False)
         return

@@ -111,22 +111,25 @@ RENAMED = {
     "hosts": "testbed setup hosts",
     "bench": "make bench' in a checkout, or 'python -m tools.bench",
 }
-"""Former names of commands, with their replacements; the message adds the outer quotes of two replacements."""
+"""Former names of commands, with the command lines that replace them.
+
+The message puts each value in single quotes, so a value with two commands contains the inner quotes.
+"""
 GROUP = "testbed.commands"
 """Entry point group of commands in installed packages: ``name = "module:command"``, with click commands."""
 
 _SIGPIPE_STATUS = 128 + signal.SIGPIPE
-"""Exit status of programs whose output nobody reads, as shells report it."""
+"""Exit status of a program whose output is no longer read, as shells report it."""
 
 
-def _command_of(candidate: object) -> click.Command:
+def _require_command(candidate: object) -> click.Command:
     if not isinstance(candidate, click.Command):
         raise TypeError(f"{candidate!r} must be a click.Command")
     return candidate
 
 
 @contextmanager
-def _ending_with_the_reader() -> Iterator[None]:
+def _exit_on_closed_pipe() -> Iterator[None]:
     """Exit quietly once the reader of the output has closed the pipe, as in `testbed ps | head`.
 
     Click's `main` would exit with status 1, the status of a failed run.
@@ -151,13 +154,13 @@ class _LazyGroup(CommandGroup):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
-        """Parse the options of the group; `--help` and `--version` print their text here, before `invoke`."""
-        with _ending_with_the_reader():
+        """Parse the options of the group, where `--help` and `--version` print their text."""
+        with _exit_on_closed_pipe():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the chosen subcommand, whose own options are parsed here."""
-        with _ending_with_the_reader():
+        with _exit_on_closed_pipe():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -168,7 +171,7 @@ class _LazyGroup(CommandGroup):
             point = plugins.installed(GROUP).get(cmd_name)
             if point is None:
                 return None
-            return plugins.load(point, (), _command_of)
+            return plugins.load(point, (), _require_command)
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
@@ -181,13 +184,13 @@ class _LazyGroup(CommandGroup):
         try:
             return super().describe(ctx, name)
         except InputError as error:
-            # A broken package must not hide the commands of the others.
+            # A broken package must not hide the commands of other packages.
             return str(error)
 
 
 @click.group(
     cls=_LazyGroup,
-    # Click wraps help at 80 columns, also in a wider terminal, unless told otherwise.
+    # By default, click wraps help at 80 columns, also in a wider terminal.
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(VERSION, prog_name="testbed")
@@ -225,7 +228,7 @@ def log_to_terminal(level: str) -> None:
     _TERMINAL.setFormatter(LineFormatter())
     for name in PACKAGES:
         logger = logging.getLogger(name)
-        # The log files of a run have handlers of their own, which want info and above.
+        # Log files in results folders have handlers that record info and above, also if the terminal shows less.
         logger.setLevel(min(_TERMINAL.level, logging.INFO))
         logger.addHandler(_TERMINAL)
 
@@ -276,7 +279,7 @@ def _explain_error(error: Exception) -> tuple[str | None, int]:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         text = "the disk is full; written results of a run are kept, and `testbed report` rebuilds its page from them"
         return text, HostError.exit_code
-    # The engine's client is imported only by commands that need it; whatever it raises is about this host.
+    # By module name, since only some commands import the engine's client. Its errors concern this host.
     if type(error).__module__.startswith(("docker.", "requests.", "urllib3.")):
         text = " ".join(str(error).split())
         return f"the container engine: {text}", HostError.exit_code

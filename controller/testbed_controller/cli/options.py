@@ -46,27 +46,27 @@ links_option = click.option(
 
 
 def _split_names(
-    _context: click.Context, _option: click.Parameter, given: str | None
+    _context: click.Context, _option: click.Parameter, text: str | None
 ) -> list[str]:
     names = []
-    for part in (given or "").split(","):
+    for part in (text or "").split(","):
         name = part.strip()
-        # A comma at the end adds no name.
+        # Empty after a comma at the end, and without the option.
         if name:
             names.append(name)
     return names
 
 
 def _parse_placement(
-    _context: click.Context, _option: click.Parameter, given: tuple[str, ...]
+    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, str]:
-    hosts = {}
-    for text in given:
+    host_of = {}
+    for text in texts:
         device, _, host = text.partition("=")
         if not device or not host:
             raise click.BadParameter(f"'{text}' must be DEVICE=HOST")
-        hosts[device] = host
-    return hosts
+        host_of[device] = host
+    return host_of
 
 
 _hosts = click.option(
@@ -99,11 +99,11 @@ def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def with_hosts(
-        hosts: list[str], place: dict[str, str], lab_file: Path | None, **given: Any
+        hosts: list[str], place: dict[str, str], lab_file: Path | None, **others: Any
     ) -> None:
         from testbed_controller.hosts.placement import read_lab
 
-        command(where=read_lab(lab_file, tuple(hosts), place), **given)
+        command(where=read_lab(lab_file, tuple(hosts), place), **others)
 
     return _hosts(_place(_lab(with_hosts)))
 
@@ -141,12 +141,12 @@ class CommandGroup(click.Group):
     """A group that lists the full first sentence of each command; click would truncate it."""
 
     renamed: Mapping[str, str] = {}
-    """Former names of commands, with the replacement command lines."""
+    """Former names of commands, with the command lines that replace them."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the named command; fails for a former name, and names the replacement."""
+        """Return the command that the arguments name; for a former name, exit with a message about the replacement."""
         name = args[0]
         # A package may add a command under a former name.
         if name in self.renamed and self.get_command(ctx, name) is None:

@@ -1,4 +1,8 @@
-"""`testbed plan`: show the placement of the model and its predicted cost before a run."""
+"""`testbed plan`: show the placement of the model and its predicted cost before a run.
+
+A `PlanView` has all facts about one plan, as plain values: `--json` prints it, and the functions at the end of the
+module render its tables and lines. A sweep has a view for each of its points.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.markup import escape
 
-from testbed import method as core
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.device import Cost
+from testbed.method import PlanningProblem as CorePlanningProblem
 from testbed.methods.program.workload import programs_of
 from testbed.ml.layers import costs
 from testbed.ml.method import PlanningProblem
@@ -37,14 +41,14 @@ from testbed_controller.report.tables import (
     plain_table,
 )
 
-CLASSES_SHOWN = 4
-"""Maximum number of classes shown per device, by number of samples; the JSON contains all."""
-
 if TYPE_CHECKING:
     from testbed.method import Alternative
     from testbed.ml.models.chain import Unit
     from testbed.plan import Assignment
     from testbed_controller.hosts.placement import LabPart
+
+CLASSES_SHOWN = 4
+"""Maximum number of classes shown per device, the most frequent ones; the JSON contains all."""
 
 
 @click.command()
@@ -72,14 +76,14 @@ def plan(
       testbed plan quickstart --set workload.method.schedule=gpipe
       testbed plan scenarios/quickstart.yaml --json
     """
-    # Repetitions differ only in their seed: the first one stands for all, also for positions drawn from the seed.
     loaded = load(scenario, overrides)
     if runs_code_from_results(loaded):
         raise InputError(
             f"{scenario}: has Python files in a results folder, which only 'testbed run' executes"
         )
-    points = [each for each in trials(loaded) if each.repetition == 0]
-    prepared_points, refused = prepare_all(points)
+    # Repetitions differ only in their seed: the first one stands for all, also for positions drawn from the seed.
+    first_trials = [each for each in trials(loaded) if each.repetition == 0]
+    prepared_points, refused = prepare_all(first_trials)
     prepared = list(prepared_points.values())
     hosts: Sequence[list[dict[str, Any]]] = [[]] * len(prepared)
     if where.hosts:
@@ -94,15 +98,21 @@ def plan(
 
 @dataclass(frozen=True)
 class AssignmentView:
-    """An assignment of `testbed.plan` with the properties of its device, for display."""
+    """An assignment of units to a device (`testbed.plan.Assignment`), with the properties of the device.
+
+    Speeds are in FLOP/s, rates in bytes/s, memory in bytes, and times in seconds.
+    """
 
     device: str
     profile: str
     speed: float
     memory_rate: float | None
     start: int
+    """Number of the first unit."""
     stop: int
+    """Number after the last unit."""
     units: list[str]
+    """Names of the units; empty for a workload without a model."""
     part: str | None
     copy_for: str | None
     parameters: int
@@ -110,8 +120,10 @@ class AssignmentView:
     memory: float
     memory_available: float
     flops: float
+    """FLOPs of a step or request."""
     compute_time: float | None
     pass_times: dict[str, float]
+    """Times by kind of pass, such as the prefill of a prompt and one token; empty for a single kind."""
 
     @property
     def unit_range(self) -> str:
@@ -138,16 +150,20 @@ class DataView:
     """Data owners with their samples by class."""
 
     samples: int
+    """Number of all training samples."""
     owners: list[dict[str, Any]]
+    """``device``, number of ``samples``, and ``classes``: number of samples by class."""
 
 
 @dataclass(frozen=True)
 class RadioView:
-    """Positions of devices, and the reception ratio of each directed pair."""
+    """Positions of devices in metres, and the packet reception ratio (PRR) of each directed pair."""
 
     area: list[float]
+    """Width and height in metres."""
     positions: dict[str, list[float]]
     prr: dict[str, dict[str, float]]
+    """Reception ratio by sender and receiver."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +197,7 @@ class PlanView:
 
     @property
     def title(self) -> str:
-        """Name of the scenario and, of a sweep, the point, with rich's markup."""
+        """Name of the scenario, and the swept values of the point, with rich's markup."""
         title = f"[bold]{self.scenario}[/bold]"
         point = point_text(self.point)
         if point:
@@ -190,14 +206,17 @@ class PlanView:
 
 
 def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
-    experiment, problem, chosen = prepared.experiment, prepared.problem, prepared.plan
+    problem, plan = prepared.problem, prepared.plan
     names = [device.name for device in problem.devices]
     programs = programs_of(problem.workload, names)
     assignments = []
-    for name in chosen.devices:
-        for assignment in chosen.assignments_of(name):
+    for name in plan.devices:
+        for assignment in plan.assignments_of(name):
             assignments.append(_view_assignment(problem, assignment))
-    idle = [each.name for each in experiment.devices if each.name not in chosen.devices]
+    idle = []
+    for device in prepared.experiment.devices:
+        if device.name not in plan.devices:
+            idle.append(device.name)
     model_name = None
     batch_size = None
     if isinstance(problem, PlanningProblem):
@@ -208,25 +227,25 @@ def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
         point=dict(prepared.trial.point),
         task=problem.workload.task,
         programs={name: part.model_dump() for name, part in programs.items()},
-        method=chosen.method,
+        method=plan.method,
         model=model_name,
         batch_size=batch_size,
         unit=problem.workload.unit,
-        coordinator=chosen.coordinator,
+        coordinator=plan.coordinator,
         assignments=assignments,
         data=_view_data(prepared),
         samples_everywhere="all_samples" in prepared.method.supports,
         radio=_view_radio(prepared),
-        memory={name: chosen.memory(name) for name in chosen.devices},
+        memory={name: plan.memory(name) for name in plan.devices},
         idle=idle,
-        step_time=chosen.step_time,
-        even_step_time=_even_time(prepared),
-        f32_step_time=_plain_time(prepared),
+        step_time=plan.step_time,
+        even_step_time=_even_step_time(prepared),
+        f32_step_time=_f32_step_time(prepared),
         fastest_alone=_fastest_alone(prepared),
-        schedule=prepared.method.draw(chosen),
+        schedule=prepared.method.draw(plan),
         alternatives=list(prepared.method.alternatives(problem)),
-        advice=list(prepared.method.advice(problem, chosen)),
-        details=chosen.details.model_dump(mode="json"),
+        advice=list(prepared.method.advice(problem, plan)),
+        details=plan.details.model_dump(mode="json"),
         hosts=hosts,
     )
 
@@ -242,14 +261,15 @@ def _describe_hosts(
     hosts = capacities(reach_all(where.hosts))
     descriptions = []
     for each in prepared:
-        run = each.experiment
-        placed = place_devices(hosts, run, where.place, where.placement)
-        descriptions.append(describe_placement(placed, run.devices, run.links, hosts))
+        experiment = each.experiment
+        devices, links = experiment.devices, experiment.links
+        host_of = place_devices(hosts, experiment, where.place, where.placement)
+        descriptions.append(describe_placement(host_of, devices, links, hosts))
     return descriptions
 
 
-def _even_time(prepared: Prepared) -> float | None:
-    """Return the predicted step time of an even partition in seconds; None for methods without a search."""
+def _even_step_time(prepared: Prepared) -> float | None:
+    """Return the predicted step time in seconds of an even partition; None if the plan searched no better one."""
     options = prepared.problem.options
     if getattr(options, "partition", None) != "optimal":
         return None
@@ -258,8 +278,8 @@ def _even_time(prepared: Prepared) -> float | None:
     return prepared.method.plan(even).step_time
 
 
-def _plain_time(prepared: Prepared) -> float | None:
-    """Return the predicted step time with all devices in float32; None if all are already."""
+def _f32_step_time(prepared: Prepared) -> float | None:
+    """Return the predicted step time in seconds if all devices used float32; None if all do."""
     problem = prepared.problem
     if all(device.precision == "f32" for device in problem.devices):
         return None
@@ -271,22 +291,23 @@ def _plain_time(prepared: Prepared) -> float | None:
 def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
     """Return the fastest single device and its step time, if faster than the plan; else None.
 
-    Only plans whose devices share one copy of the model are compared: devices with copies of their own do more work.
+    Training is compared only if the devices together hold one copy of the model: with more copies, a step does more
+    work than a single device would.
     """
-    problem, chosen = prepared.problem, prepared.plan
+    problem, plan = prepared.problem, prepared.plan
     if not isinstance(problem, PlanningProblem):
         return None
-    if chosen.step_time is None or len(chosen.devices) < 2:
+    if plan.step_time is None or len(plan.devices) < 2:
         return None
     placed_units = 0
-    for assignment in chosen.assignments:
+    for assignment in plan.assignments:
         placed_units += assignment.stop - assignment.start
     has_one_copy = placed_units == len(problem.model.units)
     if problem.workload.task != "infer" and not has_one_copy:
         return None
     fastest = None
-    least_time = chosen.step_time
-    for device in map(problem.device, chosen.devices):
+    least_time = plan.step_time
+    for device in map(problem.device, plan.devices):
         # A device that cannot hold the whole model is no alternative.
         if costs.whole_memory(problem, device) > device.memory:
             continue
@@ -299,7 +320,7 @@ def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
 
 
 def _view_data(prepared: Prepared) -> DataView | None:
-    """Return the owners of training samples; None if all are the coordinator's."""
+    """Return the devices that own training samples; None if the coordinator has all samples."""
     from testbed.ml.data.catalog import train_labels
 
     counts = prepared.workload.sample_counts(prepared)
@@ -308,28 +329,27 @@ def _view_data(prepared: Prepared) -> DataView | None:
     scenario = prepared.scenario
     labels = train_labels(workload_section(scenario).data, data_folder(scenario))
     owners = []
-    for name, owned in counts.items():
-        samples = sum(owned.values())
-        owners.append({"device": name, "samples": samples, "classes": owned})
+    for name, by_class in counts.items():
+        samples = sum(by_class.values())
+        owners.append({"device": name, "samples": samples, "classes": by_class})
     return DataView(len(labels), owners)
 
 
 def _view_radio(prepared: Prepared) -> RadioView | None:
-    """Return positions and reception; None without a radio."""
-    experiment, part = prepared.experiment, prepared.scenario.network.radio
-    if experiment.radio is None or part is None:
+    """Return positions and reception ratios; None without a radio."""
+    experiment, radio_part = prepared.experiment, prepared.scenario.network.radio
+    if experiment.radio is None or radio_part is None:
         return None
     positions = experiment.radio.positions
     ratios: dict[str, dict[str, float]] = {name: {} for name in positions}
     for (source, destination), link in experiment.links.items():
         ratios[source][destination] = 1 - link.message_loss
-    # Lists, as in the JSON of the command.
-    places = {name: list(place) for name, place in positions.items()}
-    return RadioView(list(part.area), places, ratios)
+    position_lists = {name: list(position) for name, position in positions.items()}
+    return RadioView(list(radio_part.area), position_lists, ratios)
 
 
 def _view_assignment(
-    problem: core.PlanningProblem, assignment: Assignment
+    problem: CorePlanningProblem, assignment: Assignment
 ) -> AssignmentView:
     device = problem.device(assignment.device)
     units: Sequence[Unit] = ()
@@ -341,14 +361,14 @@ def _view_assignment(
         if problem.workload.task == "train":
             cost += costs.backward_cost(units, samples)
     compute_time = assignment.seconds
-    # Without units there is no cost to derive the time from.
+    # A method that states no time: derived from the cost of the units, if the workload has a model.
     if compute_time is None and units:
         compute_time = device.seconds(cost)
     parameters = assignment.parameters
     if parameters is None:
         parameters = sum(unit.parameters for unit in units)
     flops = cost.of().flops
-    # A method that divides layers states its own share, for one sample.
+    # A method that divides layers states the FLOPs of the device's share, for one sample.
     if assignment.flops is not None:
         flops = assignment.flops * samples
     return AssignmentView(
@@ -390,32 +410,35 @@ def _view_blocks(view: PlanView) -> Iterator[Section | str]:
     """Yield tables and lines of markup."""
     if view.programs:
         yield f"{view.title}: programs\n"
-        yield programs_table(view)
-        yield from hosts_table(view)
+        yield _programs_table(view)
+        yield from _hosts_table(view)
         return
     work = f"{view.task} with {view.method}"
     if view.model is not None:
         work = f"{view.task} {view.model} with {view.method}, {view.batch_size} samples per {view.unit}"
     yield f"{view.title}: {work}\n"
-    yield pieces_table(view)
+    yield _assignments_table(view)
     coordinator = "coordinator"
     if not view.data and not view.samples_everywhere:
         coordinator += ", which holds the data"
-    kinds = pass_kinds(view)
-    columns = f"FLOP: per {kinds[-1]}" if kinds else f"FLOP, time: per {view.unit}"
-    yield f"\n[dim]* {coordinator}; of: share of the device's memory; {columns}[/dim]"
-    yield from time_lines(view)
-    yield from hosts_table(view)
+    kinds = _pass_kinds(view)
+    costs_note = f"FLOP, time: per {view.unit}"
+    if kinds:
+        # Each kind has a time column with its own heading; the FLOPs are those of the last kind.
+        costs_note = f"FLOP: per {kinds[-1]}"
+    yield f"\n[dim]* {coordinator}; share: of the device's memory; {costs_note}[/dim]"
+    yield from _time_lines(view)
+    yield from _hosts_table(view)
     if view.data is not None:
-        yield from data_table(view.data)
+        yield from _data_table(view.data)
     if view.radio is not None:
-        yield from radio_table(view.radio)
+        yield from _radio_table(view.radio)
     if view.alternatives:
         yield from alternatives_table(view.alternatives)
 
 
-def programs_table(view: PlanView) -> Section:
-    """Return the command of each device."""
+def _programs_table(view: PlanView) -> Section:
+    """Return the table of each device's command."""
     rows = []
     for name, program in view.programs.items():
         note = "in the background" if program["background"] else ""
@@ -423,29 +446,32 @@ def programs_table(view: PlanView) -> Section:
     return plain_table([Column("device"), Column("command"), Column("")], rows)
 
 
-def pass_kinds(view: PlanView) -> list[str]:
-    """Return the kinds of passes with times of their own; empty for a single kind."""
+def _pass_kinds(view: PlanView) -> list[str]:
+    """Return the kinds of passes that have separate times; empty for a single kind."""
     kinds: dict[str, None] = {}
     for assignment in view.assignments:
         kinds |= dict.fromkeys(assignment.pass_times)
     return list(kinds)
 
 
-def pieces_table(view: PlanView) -> Section:
-    """Return the table of assignments by device; the memory share is the total of a device's assignments."""
+def _assignments_table(view: PlanView) -> Section:
+    """Return the table of assignments by device, with idle devices at the end.
+
+    The memory share in the first row of a device is that of all assignments of the device.
+    """
     rows: list[Sequence[str]] = []
-    kinds = pass_kinds(view)
-    previous = ""
+    kinds = _pass_kinds(view)
+    previous_device = ""
     for assignment in view.assignments:
         name = ""
         share = ""
-        # The assignments of a device are adjacent rows; its name and memory share are on the first of them.
-        if assignment.device != previous:
+        # The assignments of a device are adjacent rows, and the first row has its name and memory share.
+        if assignment.device != previous_device:
             name = assignment.device
             if name == view.coordinator:
                 name += " *"
             share = _memory_share(view, assignment)
-        previous = assignment.device
+        previous_device = assignment.device
         parameters = formats.count(assignment.parameters)
         if assignment.frozen:
             parameters += f" + {formats.count(assignment.frozen)} frozen"
@@ -464,18 +490,11 @@ def pieces_table(view: PlanView) -> Section:
             )
         )
     time_headings = kinds or ["time"]
-    # Parameters, memory, share and FLOP have no value, and neither have the times.
-    empty_cells = [""] * (4 + len(time_headings))
+    headings = ("parameters", "memory", "share", "FLOP", *time_headings)
     for name in view.idle:
-        rows.append((name, "-", *empty_cells))
-    return plain_table(
-        [
-            Column("device"),
-            Column("units"),
-            *number_columns("parameters", "memory", "of", "FLOP", *time_headings),
-        ],
-        rows,
-    )
+        rows.append((name, "-", *[""] * len(headings)))
+    columns = [Column("device"), Column("units"), *number_columns(*headings)]
+    return plain_table(columns, rows)
 
 
 def _memory_share(view: PlanView, assignment: AssignmentView) -> str:
@@ -485,7 +504,7 @@ def _memory_share(view: PlanView, assignment: AssignmentView) -> str:
     return "< 1%" if share == "0%" else share
 
 
-def time_lines(view: PlanView) -> Iterator[str]:
+def _time_lines(view: PlanView) -> Iterator[str]:
     """Yield the predicted time of a step or request, and possible improvements."""
     if view.step_time is not None:
         text = f"predicted {view.unit} time: [bold]{formats.seconds(view.step_time)}[/bold]"
@@ -496,15 +515,14 @@ def time_lines(view: PlanView) -> Iterator[str]:
         yield text
         if view.fastest_alone is not None:
             alone = formats.seconds(view.fastest_alone["step_time"])
-            text = (
-                f"{alone} per {view.unit} instead of {formats.seconds(view.step_time)}"
-            )
+            planned = formats.seconds(view.step_time)
+            text = f"{alone} per {view.unit} instead of {planned}"
             yield f"[yellow]{view.fastest_alone['device']} alone would be faster: {text}[/yellow]"
     for text in view.advice:
         yield f"[yellow]{escape(text)}[/yellow]"
 
 
-def hosts_table(view: PlanView) -> Iterator[Section | str]:
+def _hosts_table(view: PlanView) -> Iterator[Section | str]:
     """Yield the devices and the load of each host of a distributed run."""
     if not view.hosts:
         return
@@ -525,12 +543,12 @@ def hosts_table(view: PlanView) -> Iterator[Section | str]:
     )
 
 
-def data_table(data: DataView) -> Iterator[Section | str]:
+def _data_table(data: DataView) -> Iterator[Section | str]:
     """Yield the samples of each owner."""
     rows = []
     for owner in data.owners:
         counts = owner["classes"]
-        # The most frequent class first; of equally frequent ones, in their own order.
+        # The most frequent class first; equally frequent classes in their own order.
         labels = sorted(counts, key=lambda label: (-counts[label], label))
         largest = [f"{label}: {counts[label]:,}" for label in labels[:CLASSES_SHOWN]]
         if len(labels) > CLASSES_SHOWN:
@@ -551,8 +569,8 @@ def data_table(data: DataView) -> Iterator[Section | str]:
     yield f"\n[dim]{owned:,} of {data.samples:,} training samples; the coordinator has the test samples[/dim]"
 
 
-def radio_table(radio: RadioView) -> Iterator[Section | str]:
-    """Yield the reception ratios: one row per sender, one column per receiver, numbered like the rows."""
+def _radio_table(radio: RadioView) -> Iterator[Section | str]:
+    """Yield a table of reception ratios with a row per sender and a column per receiver, headed by its row number."""
     numbers = {name: str(index) for index, name in enumerate(radio.prr, 1)}
     rows = []
     for name, (x, y) in radio.positions.items():
@@ -575,12 +593,15 @@ def radio_table(radio: RadioView) -> Iterator[Section | str]:
         ],
         rows,
     )
-    meaning = "share of the casts of the row's device that the column's receives"
+    meaning = "share of a row's casts that the device with the column's number receives"
     yield f"\n[dim]packet reception ratio (PRR): {meaning}{mean}[/dim]"
 
 
 def alternatives_table(alternatives: Sequence[Alternative]) -> Iterator[Section | str]:
-    """Yield the requirements of each scheme: those of its largest device, and of the network."""
+    """Yield a table of the costs of each scheme, by which a method can divide the work.
+
+    Weights and memory are those of the device that needs the most.
+    """
     rows = []
     for each in alternatives:
         notes = [] if each.fits else ["does not fit"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_console(**options: Any) -> Console:
-    """Return a console without automatic colours that escapes control characters."""
+    """Return a console without automatic highlighting, which escapes control characters."""
     from testbed_controller.report.tables import VisibleConsole
 
     return VisibleConsole(highlight=False, **options)
@@ -36,7 +36,7 @@ def dump(value: object) -> None:
 
 
 def say(text: str) -> None:
-    """Report progress beside the output proper."""
+    """Print a progress message to standard error, beside the output of a command."""
     click.echo(text, err=True)
 
 
@@ -93,9 +93,9 @@ def _schema_choices(schema: dict[str, Any]) -> list[Any]:
 
 
 def print_catalogue(
-    entries: Sequence[dict[str, Any]], about: Callable[[dict[str, Any]], str]
+    entries: Sequence[dict[str, Any]], describe: Callable[[dict[str, Any]], str]
 ) -> None:
-    """Print entries with their options; ``about`` returns the description of an entry."""
+    """Print a table of options for each entry, such as a method; ``describe`` returns the summary of an entry."""
     from testbed_controller.report.tables import Cell, Column, Section, draw_section
 
     console = make_console()
@@ -103,11 +103,11 @@ def print_catalogue(
     for entry in entries:
         rows = []
         for option in entry["options"]:
-            meaning = option["description"] + _option_notes(option)
-            rows.append([Cell(option["name"]), Cell(meaning.strip())])
+            description = option["description"] + _option_notes(option)
+            rows.append([Cell(option["name"]), Cell(description.strip())])
         for name, values in entry.get("baselines", {}).items():
             rows.append([Cell(f"baseline: {name}"), Cell(_plain_text(values))])
-        summary = about(entry)
+        summary = describe(entry)
         if not rows:
             summary += "; no options"
         section = Section(entry["name"], "", summary, columns, rows)

@@ -1,4 +1,8 @@
-"""`testbed run`: a scenario, whichever runtime, from the file to the report."""
+"""`testbed run`: execute a scenario in containers or on the virtual clock, from the file to the report.
+
+A scenario has several runs if it has a sweep or repetitions. A `Trial` is one of them as data; a `PlannedRun` adds its
+plan and its results folder; an executor runs the planned ones in turn or in parallel.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ from testbed_controller.results.recorder import create_numbered_folder
 from testbed_controller.results.run import Run, run_names
 
 if TYPE_CHECKING:
-    from testbed.scenario.schema import Scenario, Trial
+    from testbed.scenario.schema import Scenario
     from testbed_controller.hosts.lab import AnyLab
     from testbed_controller.hosts.placement import LabPart
 
@@ -69,14 +73,16 @@ class RunRequest:
     links: str
     accept_links: bool
     where: LabPart
+    """Hosts, and the placement of devices on them."""
     one_run_per_host: bool
     weights: Path | None
     streams: tuple[str, ...]
+    """Names of live exporters."""
     watch: bool
     events: bool
     keep: bool
     lab: str | None
-    """Name of the running lab to use; empty for the only one."""
+    """Name of the running lab to use: empty for the only one, None to create the devices of each run."""
     as_json: bool
 
     def execute(self) -> None:
@@ -92,17 +98,17 @@ class RunRequest:
         if self.resume is not None:
             finished = keep_finished_runs(folders, planned)
             console.print(f"{len(finished)} of {len(folders)} runs are already present")
-        several = len(planned) > 1
+        has_several_runs = len(planned) > 1
         pending = {}
         for number, each in prepared.items():
             if number not in finished:
                 pending[number] = PlannedRun(each, folders[number])
 
         def on_finish(number: int, run: Run) -> None:
-            # Without its events: those of all runs of a sweep may exceed the memory.
-            finished[number] = run.without_events() if several else run
+            # The events of all runs of a sweep may exceed the memory.
+            finished[number] = run.without_events() if has_several_runs else run
             if not self.as_json:
-                show_run(console, run, brief=several)
+                show_run(console, run, brief=has_several_runs)
 
         if pending:
             executor = self.executor(self._open_lab(planned[0]))
@@ -132,7 +138,7 @@ class RunRequest:
             self._check_parallel(self._parallel_option)
 
     def _check_lab(self) -> None:
-        """Raise InputError for options of runs that create their own devices."""
+        """Raise InputError for options that a run on an existing lab cannot have."""
         conflicts = {
             "--runtime simulate": self.runtime == "simulate",
             "--resume": self.resume is not None,
@@ -140,8 +146,8 @@ class RunRequest:
             "--hosts": bool(self.where.hosts),
             "--keep": self.keep,
         }
-        for option, is_given in conflicts.items():
-            if is_given:
+        for option, is_used in conflicts.items():
+            if is_used:
                 raise InputError(
                     f"--on cannot be combined with {option}: remove one of the two"
                 )
@@ -156,7 +162,7 @@ class RunRequest:
             raise InputError(f"--each-on-one-host: {text}")
 
     def _check_parallel(self, option: str) -> None:
-        """Raise InputError for options limited to one run at a time."""
+        """Raise InputError for options that parallel runs cannot have; ``option`` makes the runs parallel."""
         if option in ("--cluster", "--jobs") and self.runtime != "simulate":
             text = "containers need the host to themselves: add --runtime simulate, or remove"
             raise InputError(f"{option}: {text} {option}")
@@ -176,7 +182,7 @@ class RunRequest:
 
     @property
     def changes(self) -> list[str]:
-        """Return the changes of the scenario in the form of `--set`, followed by those of dedicated options."""
+        """The changes of the scenario by `--set` and then by options such as `--seed`, as ``KEY=VALUE``."""
         changes = [*self.overrides]
         if self.seed is not None:
             changes.append(f"seed={self.seed}")
@@ -184,7 +190,7 @@ class RunRequest:
             changes.append(f"repetitions={self.repetitions}")
         if self.weights is not None:
             # In quotes, since YAML gives characters such as `#` and `: ` a meaning.
-            path = json.dumps(str(_weights_in(self.weights).absolute()))
+            path = json.dumps(str(_weights_file(self.weights).absolute()))
             changes.append(f"workload.model.weights={path}")
         return changes
 
@@ -223,12 +229,12 @@ class RunRequest:
         return InTurn(self.runtime, options)
 
     def _selected_trials(self, loaded: Scenario) -> list[Trial]:
-        """Return the trials, including host faults; on a running lab, only the first one."""
+        """Return the trials to run, with the faults of hosts; on a running lab, only the first trial."""
         planned = trials(loaded)
         # The lab has the devices and links of the first point.
         if self.lab is not None:
             return planned[:1]
-        # Before anything is prepared, since a process may have to start itself again.
+        # Before anything is prepared, since this process may have to start itself again with other kernels.
         _fix_kernels(planned, self.runtime)
         if self.where.faults and self.runtime == "emulate":
             from testbed_controller.hosts.lab import add_host_faults
@@ -237,20 +243,21 @@ class RunRequest:
         return planned
 
     def _run_folders(self, planned: Sequence[Trial]) -> list[Path]:
-        """Return the folder of each run. Runs of one sweep share a new parent folder."""
+        """Return the results folder of each run. Several runs share a parent folder."""
         names = run_names(planned)
-        given = self.resume or self.out
+        folder = self.resume or self.out
         if len(names) == 1:
-            return [given or create_numbered_folder(Path("results") / names[0])]
-        # The recorder refuses a folder of one run with contents; of a sweep, it sees only the new folders below.
+            return [folder or create_numbered_folder(Path("results") / names[0])]
+        # For a single run, the recorder refuses a folder with contents. For a sweep, it would see only the new
+        # subfolders, so the parent folder is checked here.
         out = self.out
         if out is not None and out.is_dir() and any(out.iterdir()):
             raise InputError(
                 f"{out}: already exists: name another folder, or continue its runs with --resume"
             )
-        folder = given or create_numbered_folder(
-            Path("results") / planned[0].scenario.name
-        )
+        if folder is None:
+            scenario_name = planned[0].scenario.name
+            folder = create_numbered_folder(Path("results") / scenario_name)
         return [folder / name for name in names]
 
 
@@ -332,7 +339,7 @@ class RunRequest:
     "must be those of the scenario; everything else may differ.  [without RUN: the only lab that is up]",
 )
 @metrics_json_option
-def run(**given: Any) -> None:
+def run(**arguments: Any) -> None:
     """Run SCENARIO (a file, or a name in scenarios/) and print the results.
 
     Everything is checked and planned before the first container is created. The exit status is 0 for success, 1 if the
@@ -347,9 +354,9 @@ def run(**given: Any) -> None:
       testbed run my.yaml --repetitions 5 --resume results/five
       testbed up quickstart && testbed run quickstart --on
     """
-    if given["runtime"] == "simulate":
+    if arguments["runtime"] == "simulate":
         _refuse_container_options(click.get_current_context())
-    RunRequest(**given).execute()
+    RunRequest(**arguments).execute()
 
 
 CONTAINER_OPTIONS = {
@@ -360,14 +367,14 @@ CONTAINER_OPTIONS = {
     "place": "--place",
     "lab_file": "--lab",
 }
-"""Options without effect on a simulation, by parameter."""
+"""Options without effect on a simulation, by the name of their argument."""
 
 
 def _refuse_container_options(context: click.Context) -> None:
     """Raise InputError for an option about containers on the command line of a simulation."""
-    for parameter, option in CONTAINER_OPTIONS.items():
-        # A variable such as TESTBED_HOSTS may be set for all commands of a shell.
-        if context.get_parameter_source(parameter) == ParameterSource.COMMANDLINE:
+    for argument, option in CONTAINER_OPTIONS.items():
+        # An environment variable such as TESTBED_HOSTS is accepted, as it may be set for all commands of a shell.
+        if context.get_parameter_source(argument) == ParameterSource.COMMANDLINE:
             raise InputError(
                 f"{option} cannot be combined with --runtime simulate, which has no containers: remove one of the two"
             )
@@ -397,15 +404,16 @@ def _show_all(runs: list[Run], console: Console, *, as_json: bool) -> None:
     judge(runs)
 
 
-def _weights_in(given: Path) -> Path:
-    """Return the weights file: the given file, or the one in a results folder."""
-    if not given.is_dir():
-        return given
-    file = given / WEIGHTS
+def _weights_file(path: Path) -> Path:
+    """Return the path of a file unchanged; for a results folder, the path of its weights."""
+    if not path.is_dir():
+        return path
+    file = path / WEIGHTS
     if not file.is_file():
-        runs = [str(each.parent) for each in sorted(given.glob(f"*/{WEIGHTS}"))]
+        # The folder may be that of a sweep.
+        runs = [str(each.parent) for each in sorted(path.glob(f"*/{WEIGHTS}"))]
         names = ", ".join(runs) or "none here"
         raise InputError(
-            f"--weights: {given} has no {WEIGHTS}: name the results of one run ({names})"
+            f"--weights: {path} has no {WEIGHTS}: name the results of one run ({names})"
         )
     return file

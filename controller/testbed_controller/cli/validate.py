@@ -31,7 +31,7 @@ from testbed_controller.cli.printing import dump
 from testbed_controller.lab.memory import describe_small_memory
 
 LONGEST_NAME = 31
-"""Maximum number of characters in a scenario's name."""
+"""Maximum number of characters in a scenario's name; `testbed.scenario.devices` refuses longer names."""
 
 
 @click.command()
@@ -55,26 +55,25 @@ def init(folder: Path) -> None:
         raise InputError(f"{folder}: already exists: name a new folder")
     name = _scenario_name(folder.resolve().name)
     scenario_file = f"{name}.yaml"
-    study = {}
+    texts = {}
     for template in sorted((SHIPPED / "study").glob("*.*")):
-        study[template.name] = template.read_text()
-    # The templates call the study "study"; here it gets its own name.
-    scenario = study.pop("study.yaml").replace("study.yaml", scenario_file)
-    # In quotes, since YAML reads an unquoted null as no value.
-    study[scenario_file] = scenario.replace(
+        texts[template.name] = template.read_text()
+    # The templates use the name "study" for the scenario and its file.
+    scenario = texts.pop("study.yaml").replace("study.yaml", scenario_file)
+    # In quotes, since YAML would read a name such as null as no value.
+    texts[scenario_file] = scenario.replace(
         "name: study\n", f"name: {json.dumps(name)}\n"
     )
-    test = study["test_study.py"]
-    study["test_study.py"] = test.replace("study.yaml", scenario_file)
+    test = texts["test_study.py"]
+    texts["test_study.py"] = test.replace("study.yaml", scenario_file)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, text in study.items():
+        for file, text in texts.items():
             (folder / file).write_text(text)
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"{folder}: cannot be created: {reason}") from None
-    files = sorted(path.name for path in folder.iterdir())
-    click.echo(f"{folder}: {', '.join(files)}")
+    click.echo(f"written to {folder}: {', '.join(sorted(texts))}")
     run_command = f"testbed run {scenario_file} --runtime simulate"
     click.echo(f"next: cd {shlex.quote(str(folder))} && {run_command}")
 
@@ -141,7 +140,7 @@ def _validate_scenario(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         # Runs of a sweep share most of their advice: each text is shown once, in order.
         advice = [*dict.fromkeys(_advice_for(prepared_by_run.values(), runs))]
     except Exception as error:
-        # An error of one file, also in a user's method, must not end the check of the others.
+        # An error in one file, also in a user's method, must not end the check of the other files.
         text = str(error) if isinstance(error, TestbedError) else describe_error(error)
         if text is None:
             raise
@@ -153,6 +152,7 @@ def _validate_scenario(name: str, overrides: Sequence[str]) -> dict[str, Any]:
             "errors": text.split("\n"),
             "advice": [],
         }
+    # The runs of a sweep may have different numbers of devices and links.
     device_counts = []
     link_counts = []
     for each in runs:
