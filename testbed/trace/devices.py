@@ -1,15 +1,14 @@
 """Metrics of each device: time by activity, bytes, memory and energy.
 
-``compute``, ``send`` and ``receive`` are each a union of intervals and may overlap one another; ``communicate`` is
-sending or receiving while not computing; ``idle`` is the rest without outages, so compute + communicate + down + idle
-is the duration.
+``compute``, ``send`` and ``receive`` are each a union of intervals and may overlap one another. ``communicate`` is the
+time of sending or receiving without computing, and ``idle`` the remaining time in which the device is up, so compute +
+communicate + down + idle is the duration of the run.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from testbed.trace.metrics_spec import Metric
 from testbed.trace.record import RunView
 
 _SPENT = ("compute", "send", "receive", "communicate", "down", "idle")
-"""Activities whose seconds and share are metrics of a device; see the module for their meaning."""
+"""Activities whose seconds and share are metrics of a device; the module's docstring defines them."""
 _COUNTED = (
     "messages_sent",
     "bytes_sent",
@@ -33,11 +32,11 @@ _COUNTED = (
     "busy",
     "deficit",
 )
-"""Metrics of a device that add up over its events; 0 for a device without any."""
-_TOGETHER = 1 << 17
-"""Approximate number of bars processed together: those of all devices of a long run would fill memory."""
+"""Metrics of a device that are sums over its events; 0 for a device without such events."""
+_GROUP_BARS = 1 << 17
+"""Approximate number of bars after which a group of devices is processed; those of all devices would fill memory."""
 KINDS: tuple[BarKind, ...] = ("compute", "send", "receive", "down")
-"""Kinds of bars of the Gantt chart from which all activities follow."""
+"""Kinds of bars (activities of one device in `testbed.trace.gantt`) from which the times of all activities follow."""
 
 
 class DeviceMetric(NamedTuple):
@@ -97,26 +96,27 @@ def devices(record: RunView) -> dict[str, dict[str, Any]]:
     """
     table = {}
     work = _work_by_device(record.log)
-    late = deficits(record.log, record.phase)
-    waiting = waited(record.log, record.phase)
+    late = deficits(record.log, record.steady_phase)
+    waiting = waited(record.log, record.steady_phase)
     activity = _activity_by_device(record)
     for spec in record.experiment.devices:
         row: dict[str, Any] = {"profile": spec.profile, "speed": spec.speed}
-        assignments = record.plan.assignments_of(spec.name)
-        if assignments:
-            ends = chain.from_iterable(
-                (assignment.start, assignment.stop) for assignment in assignments
-            )
-            row["units"] = list(ends)
+        # Start and stop of each assignment, one after the other.
+        units = []
+        for assignment in record.plan.assignments_of(spec.name):
+            units += [assignment.start, assignment.stop]
+        if units:
+            row["units"] = units
         row |= activity[spec.name]
         row |= work.get(spec.name, dict.fromkeys(_COUNTED, 0))
         energy = spec.joules(record.end - row["down"], row["compute"])
         if energy is not None:
             row["energy"] = energy
-        # The mean over processors: one that is late delays a device no more than its part.
+        # The mean over processors, since a late processor delays only its share of the device's work.
         deficit = late.get(spec.name, 0.0) / spec.processors
-        row["deficit_share"] = _share_of(deficit, record.phase)
-        row["waited_share"] = _share_of(waiting.get(spec.name, 0.0), record.phase)
+        wait = waiting.get(spec.name, 0.0)
+        row["deficit_share"] = _share_of(deficit, record.steady_phase)
+        row["waited_share"] = _share_of(wait, record.steady_phase)
         table[spec.name] = row
     return table
 
@@ -129,7 +129,7 @@ def _activity_by_device(record: RunView) -> dict[str, dict[str, float]]:
     for spec in record.experiment.devices:
         group[spec.name] = [record.spans(spec.name, kind) for kind in KINDS]
         bars += sum(map(len, group[spec.name]))
-        if bars >= _TOGETHER:
+        if bars >= _GROUP_BARS:
             activity |= _activity_of_group(group, record.end)
             group, bars = {}, 0
     if group:
@@ -138,51 +138,52 @@ def _activity_by_device(record: RunView) -> dict[str, dict[str, float]]:
 
 
 def _activity_of_group(
-    charted: Mapping[str, Sequence[Intervals]], end: float
+    group: Mapping[str, Sequence[Intervals]], end: float
 ) -> dict[str, dict[str, float]]:
-    """Return the same for a group of devices, given the intervals of each of `KINDS`.
+    """Return the result of `_activity_by_device` for a group of devices, given their intervals of each of `KINDS`.
 
-    The devices lie one behind the other on one axis, which counts the instants at which an interval begins or ends.
-    Thousands of devices then take a few array operations in all, instead of a few for each.
+    All devices are computed in a few array operations: their intervals are placed on one axis, device after device. A
+    position on this axis is the index of an instant in `instants`, plus an offset for the device, so the intervals of
+    different devices cannot overlap.
     """
-    kinds = list(zip(*charted.values(), strict=True))
-    stretches = [np.concatenate(each).clip(0.0, end) for each in kinds]
+    # For each kind, the intervals of every device.
+    by_kind = list(zip(*group.values(), strict=True))
+    times_by_kind = [np.concatenate(each).clip(0.0, end) for each in by_kind]
     instants = np.unique(
-        np.concatenate([(0.0, end), *(each.ravel() for each in stretches)])
+        np.concatenate([(0.0, end), *(times.ravel() for times in times_by_kind)])
     )
-    # Each device begins where the one before ends on the axis.
-    devices = np.arange(len(charted))[:, None] * len(instants)
+    device_offsets = np.arange(len(group))[:, None] * len(instants)
 
-    def on_axis(times: Intervals, owners: Any) -> Intervals:
-        return np.asarray(np.searchsorted(instants, times) + owners, dtype=float)
+    def to_axis(times: Intervals, offsets: Any) -> Intervals:
+        return np.asarray(np.searchsorted(instants, times) + offsets, dtype=float)
 
-    def seconds(part: Intervals) -> list[float]:
-        owners, places = np.divmod(part.astype(int), len(instants))
-        lengths = instants[places[:, 1]] - instants[places[:, 0]]
-        return np.bincount(owners[:, 0], lengths, len(charted)).astype(float).tolist()  # type: ignore[no-any-return]
+    def seconds_by_device(positions: Intervals) -> list[float]:
+        devices, indices = np.divmod(positions.astype(int), len(instants))
+        lengths = instants[indices[:, 1]] - instants[indices[:, 0]]
+        sums = np.bincount(devices[:, 0], lengths, len(group))
+        return sums.astype(float).tolist()  # type: ignore[no-any-return]
 
-    whole = on_axis(np.array([(0.0, end)]), devices)
     unions = []
-    for times, own in zip(stretches, kinds, strict=True):
-        owners = np.repeat(devices, list(map(len, own)), axis=0)
-        unions.append(union(on_axis(times, owners)))
+    for times, intervals_by_device in zip(times_by_kind, by_kind, strict=True):
+        counts = list(map(len, intervals_by_device))
+        offsets = np.repeat(device_offsets, counts, axis=0)
+        unions.append(union(to_axis(times, offsets)))
     *active, down = unions
     # A message that was retried while its sender was down is not activity of the sender.
-    compute, send, receive = (subtract(part, down) for part in active)
+    compute, send, receive = (subtract(each, down) for each in active)
     communicate = subtract(np.concatenate((send, receive)), compute)
-    idle = subtract(whole, np.concatenate((compute, send, receive, down)))
-    columns = map(seconds, (compute, send, receive, communicate, down, idle))
+    whole_run = to_axis(np.array([(0.0, end)]), device_offsets)
+    idle = subtract(whole_run, np.concatenate((compute, send, receive, down)))
+    # In the order of `_SPENT`.
+    activities = (compute, send, receive, communicate, down, idle)
+    columns = map(seconds_by_device, activities)
     rows = {}
-    for name, *values in zip(charted, *columns, strict=True):
-        rows[name] = _with_shares(dict(zip(_SPENT, values, strict=True)), end)
+    for device, *values in zip(group, *columns, strict=True):
+        row = dict(zip(_SPENT, values, strict=True))
+        for name, seconds in zip(_SPENT, values, strict=True):
+            row[f"{name}_share"] = seconds / end if end > 0 else 0.0
+        rows[device] = row
     return rows
-
-
-def _with_shares(seconds: dict[str, float], end: float) -> dict[str, float]:
-    row = dict(seconds)
-    for name, value in seconds.items():
-        row[f"{name}_share"] = value / end if end > 0 else 0.0
-    return row
 
 
 def _work_by_device(log: EventLog) -> dict[str, dict[str, Any]]:
@@ -192,36 +193,38 @@ def _work_by_device(log: EventLog) -> dict[str, dict[str, Any]]:
     )
     messages = log.of("send", "cast", "receive")
     for event, (devices, sizes) in messages.columns("device", "bytes"):
-        way = "received" if event == "receive" else "sent"
-        # Equal messages are counted first: a run has millions of messages of few sizes.
-        alike = Counter(zip(devices, sizes, strict=False))
-        for (device, size), number in alike.items():
-            work[device][f"messages_{way}"] += number
-            work[device][f"bytes_{way}"] += number * (size or 0)
-    computations = log.of("compute")
-    for device, flops, busy, late, deficit in computations.rows(
-        "device", "flops", "busy", "late", "deficit"
-    ):
-        own = work[device]
-        own["flops"] += flops or 0.0
-        own["busy"] += busy or 0.0
-        own["deficit"] += lateness(late, deficit)
+        direction = "received" if event == "receive" else "sent"
+        # Equal messages are counted first, since a run has millions of messages of few sizes.
+        counts = Counter(zip(devices, sizes, strict=False))
+        for (device, size), count in counts.items():
+            work[device][f"messages_{direction}"] += count
+            work[device][f"bytes_{direction}"] += count * (size or 0)
+    rows = log.of("compute").rows("device", "flops", "busy", "late", "deficit")
+    for device, flops, busy, late, deficit in rows:
+        row = work[device]
+        row["flops"] += flops or 0.0
+        row["busy"] += busy or 0.0
+        row["deficit"] += lateness(late, deficit)
     memory = log.of("memory")
     for device, weights, activations in memory.rows("device", "weights", "activations"):
-        # Each event reports a new maximum, so the last one holds.
+        # Each event reports a new maximum, so the last event has the overall maximum.
         work[device] |= {"weights": weights, "activations": activations}
     return work
 
 
 def _share_of(seconds: float, phase: Intervals) -> float:
-    whole = total(phase)
-    return seconds / whole if whole > 0 else 0.0
+    duration = total(phase)
+    return seconds / duration if duration > 0 else 0.0
 
 
 def _mean_of(key: str, record: RunView) -> float | None:
-    planned = set(record.plan.devices)
-    used = [row[key] for name, row in record.cached(devices).items() if name in planned]
-    return fmean(used) if used else None
+    """Return the mean of a device metric over the devices of the plan."""
+    planned_devices = set(record.plan.devices)
+    values = []
+    for name, row in record.cached(devices).items():
+        if name in planned_devices:
+            values.append(row[key])
+    return fmean(values) if values else None
 
 
 def _total_energy(record: RunView) -> float | None:

@@ -1,4 +1,4 @@
-"""Time added by the host to the scenario's own times."""
+"""Time added by the host to the times that follow from the scenario."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class HostTime:
     seconds: float
     """Total duration of the steps or requests."""
     computing: float
+    """Seconds added by late computations."""
     messaging: float
+    """Seconds added by late messages."""
 
     @property
     def share(self) -> float:
-        """Share of their time."""
+        """The added time as a share of the total duration."""
         if self.seconds <= 0:
             return 0.0
         return (self.computing + self.messaging) / self.seconds
@@ -34,10 +36,10 @@ class HostTime:
 def added_time(record: RunView) -> HostTime:
     """Return the time added by the host to undisturbed steps, or to requests."""
     windows = [(step.device, step.window) for step in record.steady]
-    # Requests are asked and answered at the coordinator.
-    windows += [(record.plan.coordinator, window) for window in record.served]
+    # Requests begin and end at the coordinator.
+    windows += [(record.plan.coordinator, window) for window in record.request_windows]
     seconds = sum(end - start for _, (start, end) in windows)
-    # The virtual clock has no host, so the search for paths through a million events would find nothing.
+    # On the virtual clock no host adds time, so the search for paths through a million events would find nothing.
     if record.outcome.runtime == "simulate":
         return HostTime(seconds, 0.0, 0.0)
     packets = record.outcome.fidelity.get("lateness", {}).get("mean", 0.0)
@@ -113,24 +115,30 @@ ROWS = (
 
 
 def lateness(late: float | None, deficit: float | None) -> float:
-    """Return the delay of a computation caused by the host; older logs contain only its time deficit."""
-    return float(late if late is not None else deficit or 0.0)
+    """Return the seconds by which the host delayed a computation, given the fields of its event.
+
+    Logs of older versions have the deficit alone.
+    """
+    if late is not None:
+        return float(late)
+    return float(deficit or 0.0)
 
 
 def waited(log: EventLog, phase: Intervals) -> dict[str, float]:
-    """Return the seconds that each device's threads waited for a processor in a phase, spread evenly over each
-    interval."""
+    """Return the seconds for which each device's threads waited for a processor during a phase.
+
+    A ``host`` event has the wait of a whole interval, so the phase gets the share of the interval that it covers.
+    """
     waits: dict[str, float] = defaultdict(float)
     rows = log.of("host").rows("device", "time", "waited", "interval")
     for device, time, seconds, interval in rows:
         if interval <= 0:
             continue
         start = time - interval
-        # Only the intervals of the phase around this event: a phase may have a million.
+        # A phase may have a million intervals, so only those around this event are clipped.
         first = np.searchsorted(phase[:, 1], start)
         last = np.searchsorted(phase[:, 0], time, "right")
         covered = total(clip(phase[first:last], start, time))
-        # An event has only the sum of its interval, so a phase gets the part of the time that it covers.
         waits[device] += seconds * covered / interval
     return waits
 
@@ -140,17 +148,16 @@ def deficits(log: EventLog, phase: Intervals) -> dict[str, float]:
 
     The intervals of the phase are in order and disjoint.
     """
-    deficit_by_device: dict[str, float] = defaultdict(float)
+    delays: dict[str, float] = defaultdict(float)
     times: list[float] = []
-    lates: list[tuple[str, float]] = []
-    computations = log.of("compute")
-    for device, time, late, deficit in computations.rows(
-        "device", "time", "late", "deficit"
-    ):
+    late_computations: list[tuple[str, float]] = []
+    rows = log.of("compute").rows("device", "time", "late", "deficit")
+    for device, time, late, deficit in rows:
         seconds = lateness(late, deficit)
         if seconds != 0.0:
             times.append(time)
-            lates.append((device, seconds))
-    for device, seconds in compress(lates, contains(phase, np.array(times))):
-        deficit_by_device[device] += seconds
-    return deficit_by_device
+            late_computations.append((device, seconds))
+    is_within = contains(phase, np.array(times))
+    for device, seconds in compress(late_computations, is_within):
+        delays[device] += seconds
+    return delays

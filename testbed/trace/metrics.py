@@ -17,7 +17,7 @@ from testbed.trace.record import RunView
 from testbed.trace.registry import metrics_of
 from testbed.trace.verdict import verdict
 
-MOST_ROWS = 100_000
+MAX_ROWS = 100_000
 """Maximum number of listed steps, evaluations or requests; longer lists are thinned, while metrics use all."""
 Row = TypeVar("Row")
 
@@ -33,7 +33,7 @@ def metrics(
     The metrics by name, which ``expect`` may use, are those of ``metrics_of(declared)``; metrics without the required
     events are absent. Further keys: ``runtime``, ``error``, ``weights`` (their file, or None if they were drawn from
     the seed); ``series`` (``steps``: step, time, seconds, loss, samples, steady, and the
-    device where several report some; ``evaluations``; ``requests``: of more than `MOST_ROWS` every n-th; ``objects``:
+    device where several report some; ``evaluations``; ``requests``: of more than `MAX_ROWS` every n-th; ``objects``:
     boxes of each sample asked about), ``devices`` by name (``testbed.trace.devices``), ``links`` (those used or
     measured), ``fault_list``, ``recovery_list``, ``phase_list`` (``testbed.trace.phases``), ``verdict``
     (``testbed.trace.verdict``), and the lists that the method declares.
@@ -118,6 +118,6 @@ def _series_lists(record: RunView) -> dict[str, list[dict[str, Any]]]:
 
 
 def _thin_rows(rows: Sequence[Row]) -> Iterator[Row]:
-    """Yield all rows, or every n-th of more than `MOST_ROWS`."""
-    step = math.ceil(len(rows) / MOST_ROWS)
+    """Yield all rows, or every n-th of more than `MAX_ROWS`."""
+    step = math.ceil(len(rows) / MAX_ROWS)
     return islice(rows, 0, None, max(1, step))

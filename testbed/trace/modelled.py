@@ -8,11 +8,11 @@ from testbed.network.impairments import expected_loss
 from testbed.network.link import Link
 from testbed.network.parts import LinkPart
 
-MOST_LOSS = 0.05
+MAX_LOSS = 0.05
 """Share of lost packets up to which messages take as long as in containers, within 15 % (docs/fidelity.md)."""
-LEAST_DELAY = 0.01
+MIN_DELAY = 0.01
 """Minimum one-way delay in seconds for exact results: below, a time-out lasts a hundred round trips."""
-MOST_JITTER = 0.3
+MAX_JITTER = 0.3
 """Jitter, as a share of the delay, up to which the same holds; beyond, TCP takes overtaken packets for lost."""
 
 
@@ -28,15 +28,13 @@ def unmodelled_effects(experiment: Experiment) -> list[str]:
     if any(part.duplicate for part in parts):
         texts.append("packets that arrive twice")
     changed_losses = [change.loss or 0.0 for change in changes]
-    if any(map(_loses_much, links)) or max(changed_losses, default=0.0) > MOST_LOSS:
+    if any(map(_loses_much, links)) or max(changed_losses, default=0.0) > MAX_LOSS:
         texts.append(
-            f"TCP where more than {MOST_LOSS:.0%} of the packets are lost, "
-            f"or any on links of less than {LEAST_DELAY * 1e3:g} ms"
+            f"TCP where more than {MAX_LOSS:.0%} of the packets are lost, "
+            f"or any on links of less than {MIN_DELAY * 1e3:g} ms"
         )
-    if any(link.jitter > MOST_JITTER * link.delay for link in links):
-        texts.append(
-            f"TCP where the jitter is more than {MOST_JITTER:.0%} of the delay"
-        )
+    if any(link.jitter > MAX_JITTER * link.delay for link in links):
+        texts.append(f"TCP where the jitter is more than {MAX_JITTER:.0%} of the delay")
     return texts
 
 
@@ -53,6 +51,6 @@ def _changed_properties(experiment: Experiment) -> list[LinkPart]:
 
 
 def _loses_much(link: Link) -> bool:
-    most = MOST_LOSS if link.delay >= LEAST_DELAY else 0.0
+    most = MAX_LOSS if link.delay >= MIN_DELAY else 0.0
     # Rounded, since a loss of 5 % is computed as 5.000000000000004 %.
     return round(expected_loss(link), 9) > most

@@ -1,4 +1,4 @@
-"""How fast a run went before, during and after each disturbance."""
+"""Step times and latencies before, during and after each disturbance: a fault, a recovery or a pause."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from testbed.trace.record import RunView, Step
 
 BEFORE, BETWEEN, AFTER = "before", "between", "after"
 """Phases without a disturbance: up to the first one, between two, after the last one."""
-MOST_NAMED = 8
+MAX_NAMED = 8
 """Maximum number of disturbances named in a row."""
 
 
 @dataclass
 class _Phase:
+    """All pieces of the run with the same disturbances; `phases` cuts the run into pieces."""
+
     name: str
+    """The disturbances, or `BEFORE`, `BETWEEN` or `AFTER`."""
     start: float
-    """Time when the phase first began, in seconds of the run."""
+    """Start of the first piece, in seconds of the run."""
     seconds: float = 0.0
-    """Duration of all pieces of the run with the phase's disturbances."""
-    whole: list[Step] = field(default_factory=list)
+    """Total duration of the pieces."""
+    steps: list[Step] = field(default_factory=list)
     """Comparable steps that lie within one piece."""
     latencies: list[float] = field(default_factory=list)
-    """Seconds of each request within one piece."""
+    """Seconds of each request that lies within one piece."""
 
     def _comparable_durations(self) -> list[float]:
-        """Return the durations of steps of one size: the usual size, or else the most frequent one."""
-        usual = [step.seconds for step in self.whole if step.usual]
-        if usual or not self.whole:
+        """Return the durations of steps of one size: the usual size, or else the most frequent size of the phase."""
+        usual = [step.seconds for step in self.steps if step.usual]
+        if usual or not self.steps:
             return usual
-        # All steps have fewer samples while a device is out; a single step of another size is the end of an epoch.
-        size, number = Counter(step.samples for step in self.whole).most_common(1)[0]
-        if number == 1:
+        # While a device is missing, all steps have fewer samples. A single step of another size is the end of an epoch.
+        size, count = Counter(step.samples for step in self.steps).most_common(1)[0]
+        if count == 1:
             return []
-        return [step.seconds for step in self.whole if step.samples == size]
+        return [step.seconds for step in self.steps if step.samples == size]
 
     def to_json(self) -> dict[str, Any]:
         steps = self._comparable_durations()
@@ -60,8 +63,8 @@ def phases(record: RunView) -> list[dict[str, Any]]:
 
     The run is cut at the start and end of each disturbance (a fault until undone and recovered from, a recovery, a
     pause). A phase is the set of all pieces with the same disturbances. A step or request belongs to the piece that
-    contains it entirely. First steps of devices are excluded, and steps of an unusual number of samples count only in
-    phases without others, such as rounds without a device. ``step_time`` and ``latency`` are medians.
+    contains it entirely. First steps of devices are excluded. Steps of an unusual number of samples count only in
+    phases without usual steps, such as the rounds after a device has left. ``step_time`` and ``latency`` are medians.
     """
     instants = {0.0, record.end}
     for _, window in record.disturbances:
@@ -78,8 +81,8 @@ def phases(record: RunView) -> list[dict[str, Any]]:
     for step in record.steps:
         piece = _piece_index(step.window, cuts)
         if step.comparable and piece is not None:
-            phases_by_name[names[piece]].whole.append(step)
-    for window in record.served:
+            phases_by_name[names[piece]].steps.append(step)
+    for window in record.request_windows:
         piece = _piece_index(window, cuts)
         if piece is not None:
             phases_by_name[names[piece]].latencies.append(window[1] - window[0])
@@ -87,27 +90,28 @@ def phases(record: RunView) -> list[dict[str, Any]]:
 
 
 def _disturbance_names(record: RunView, cuts: Sequence[float]) -> list[str]:
-    """Return the disturbances of each piece between two cuts."""
-    active: dict[int, list[str]] = defaultdict(list)
+    """Return the phase name of each piece between two cuts."""
+    piece_count = len(cuts) - 1
+    disturbances: dict[int, list[str]] = defaultdict(list)
     # Disturbances begin and end at cuts, so each covers whole pieces.
     for name, (start, end) in record.disturbances:
-        first, last = bisect_right(cuts, start) - 1, bisect_right(cuts, end) - 1
-        for piece in range(max(0, first), min(last, len(cuts) - 1)):
-            active[piece].append(name)
-    quiet = [piece for piece in range(len(cuts) - 1) if piece not in active]
+        first = bisect_right(cuts, start) - 1
+        after_last = bisect_right(cuts, end) - 1
+        for piece in range(max(0, first), min(after_last, piece_count)):
+            disturbances[piece].append(name)
     names = []
-    for piece in range(len(cuts) - 1):
-        if piece in active:
-            names.append(" + ".join(dict.fromkeys(active[piece])))
-        elif piece == quiet[0] == 0:
+    for piece in range(piece_count):
+        if piece in disturbances:
+            names.append(" + ".join(dict.fromkeys(disturbances[piece])))
+        elif piece == 0:
             names.append(BEFORE)
         else:
-            names.append(AFTER if piece == len(cuts) - 2 else BETWEEN)
+            names.append(AFTER if piece == piece_count - 1 else BETWEEN)
     return names
 
 
 def _piece_index(window: Interval, cuts: Sequence[float]) -> int | None:
-    """Return the index of the piece around a window; None for a window across a cut."""
+    """Return the index of the piece that contains an interval; None for an interval across a cut."""
     piece = bisect_right(cuts, window[0]) - 1
     if not 0 <= piece < len(cuts) - 1:
         return None
@@ -122,7 +126,7 @@ def _timed_phases(metrics: Metrics) -> list[dict[str, Any]]:
 
 def _phase_name(phase: Mapping[str, Any]) -> str:
     names = phase["name"].split(" + ")
-    if len(names) > MOST_NAMED:
+    if len(names) > MAX_NAMED:
         names = [*names[:2], f"{len(names) - 2} more"]
     return " + ".join(names)
 

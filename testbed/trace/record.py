@@ -1,4 +1,8 @@
-"""View of a finished run for computing metrics, with cached intermediate results."""
+"""`RunView`, the view of a finished run from which all metrics are computed.
+
+Metrics call their `RunView` the record of the run. It computes steps, faults, recoveries and disturbances from the
+events, and caches these results. A step is undisturbed (steady) if no fault, recovery or pause overlaps it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from testbed.trace.intervals import (
 from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome
 
-Computed = TypeVar("Computed")
+Result = TypeVar("Result")
 DescribeRecovery = Callable[[Recovery, "RunView"], dict[str, Any]]
 """Function that extends an entry of ``recovery_list`` from the phases of ``recovery`` events."""
 
@@ -44,13 +48,15 @@ class Step:
     time: float
     """End time of the step."""
     seconds: float
-    """Duration since the device's previous step or the start of the workload."""
+    """Duration since the end of the device's previous step, or since the start of the workload."""
     loss: float | None
+    """Training loss; None in a run without tensors."""
     samples: int | None
+    """Number of training samples; None if the method does not report it."""
     comparable: bool
-    """Whether the step is not the device's first, and contains an evaluation only if most steps do."""
+    """Whether the step is not the device's first, and contains no evaluation (unless most steps contain one)."""
     usual: bool
-    """Whether the step is comparable and has the most frequent number of samples."""
+    """Whether the step is comparable and has the most frequent number of samples in the run."""
     steady: bool
     """Whether the step is usual and undisturbed by faults, recoveries or pauses."""
 
@@ -62,17 +68,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Standstill:
-    """A stretch in which work stood still without a fault."""
+    """A pause of the work without a fault, such as a change of the model partition; times are seconds of the run."""
 
     name: str
-    """Name of the event at its end."""
+    """Name of the event that the method recorded at the end of the pause."""
     start: float
     end: float
 
 
-def pauses(events: Sequence[Event], kinds: Collection[EventType]) -> list[Standstill]:
-    """Return the pauses reported by a method's events, in the order of their ends."""
-    names = [kind.name for kind in kinds if kind.pause]
+def pauses(
+    events: Sequence[Event], event_types: Collection[EventType]
+) -> list[Standstill]:
+    """Return the pauses reported by the events of a method, in the order of their ends."""
+    names = [event_type.name for event_type in event_types if event_type.pause]
     standstills = []
     for event in EventLog.made_of(events).of(*names):
         start = event.time - event.fields["seconds"]
@@ -81,7 +89,10 @@ def pauses(events: Sequence[Event], kinds: Collection[EventType]) -> list[Stands
 
 
 class RunView:
-    """Access to the events and facts of a finished run."""
+    """Access to the events and facts of a finished run.
+
+    A metric is a function of it, such as ``lambda record: len(record.of("lost"))``.
+    """
 
     def __init__(
         self,
@@ -94,17 +105,18 @@ class RunView:
         """Wrap an outcome; ``events`` and ``recovery`` come from the method's `MetricsSpec`."""
         self.outcome = outcome
         self.log = EventLog.made_of(outcome.events)
+        """All events, also those after `end`."""
         self.experiment = experiment
         self.plan = plan
         self.describe_recovery = recovery
-        self._own_events = events
-        self._made: dict[Callable[[RunView], object], object] = {}
+        self._method_events = events
+        self._results: dict[Callable[[RunView], object], object] = {}
 
-    def cached(self, compute: Callable[[RunView], Computed]) -> Computed:
+    def cached(self, compute: Callable[[RunView], Result]) -> Result:
         """Return the result of a function of this view, computed once."""
-        if compute not in self._made:
-            self._made[compute] = compute(self)
-        return self._made[compute]  # type: ignore[return-value]
+        if compute not in self._results:
+            self._results[compute] = compute(self)
+        return self._results[compute]  # type: ignore[return-value]
 
     @cached_property
     def end(self) -> float:
@@ -127,9 +139,12 @@ class RunView:
         return spans(self.log, self.end)
 
     def spans(self, device: str, kind: BarKind, label: str | None = None) -> Intervals:
-        """Return when a device did something, as (n, 2) seconds in the order of starts; of one label, or of all."""
-        labels = self._spans_by_device.get(device, {}).get(kind, {})
-        matching = [own for name, own in labels.items() if label in (None, name)]
+        """Return the intervals of a device's activities of one kind, (n, 2) in seconds, in the order of their starts.
+
+        ``label`` restricts them to one span, or to one kind of message.
+        """
+        by_label = self._spans_by_device.get(device, {}).get(kind, {})
+        matching = [rows for name, rows in by_label.items() if label in (None, name)]
         if len(matching) == 1:
             return matching[0]
         return in_order(np.concatenate(matching)) if matching else np.empty((0, 2))
@@ -146,48 +161,48 @@ class RunView:
 
     @cached_property
     def pauses(self) -> list[Standstill]:
-        """When work stood still without a fault, as the method declares."""
-        return pauses(self.events, self._own_events)
+        """All pauses of the work that the method reports."""
+        return pauses(self.events, self._method_events)
 
     @cached_property
     def last_change(self) -> float:
-        """When the last recovery or pause was over; 0 without one."""
+        """End of the last recovery or pause in seconds of the run; 0 without any."""
         resumed = [item.resumed for item in self.recoveries if item.resumed is not None]
         return max([0.0, *resumed, *(pause.end for pause in self.pauses)])
 
     @cached_property
     def disturbances(self) -> list[tuple[str, Interval]]:
-        """Time spans of disturbances: faults except repairs, recoveries, pauses."""
-        named: list[tuple[str, Interval]] = []
+        """Name and interval of each disturbance: faults except repairs, recoveries and pauses."""
+        disturbances: list[tuple[str, Interval]] = []
         for strike in self.strikes:
             if not strike.is_repair:
                 name = f"{strike.action} {strike.target}"
-                named.append((name, strike.window(self.end)))
+                disturbances.append((name, strike.window(self.end)))
         for pause in self.pauses:
-            named.append((pause.name, (pause.start, pause.end)))
+            disturbances.append((pause.name, (pause.start, pause.end)))
         for recovery in self.recoveries:
             until = self.end if recovery.resumed is None else recovery.resumed
-            named.append(("recovery", (recovery.detected, until)))
-        return named
+            disturbances.append(("recovery", (recovery.detected, until)))
+        return disturbances
 
     @cached_property
     def steps(self) -> list[Step]:
         """All reported training steps in the order of time; repeated steps appear twice."""
-        done = list(self.of("step").rows("device", "time", "step", "loss", "samples"))
-        if not done:
+        rows = list(self.of("step").rows("device", "time", "step", "loss", "samples"))
+        if not rows:
             return []
-        devices, times, _, _, sizes = zip(*done, strict=True)
+        devices, times, _, _, sizes = zip(*rows, strict=True)
         windows = _step_windows(zip(devices, times, strict=True))
         # The last batch of an epoch may be smaller: its step takes less time than the others.
         usual_size, _ = Counter(sizes).most_common(1)[0]
-        whole = [samples == usual_size for samples in sizes]
-        comparable = self._comparable_flags(devices, windows, whole)
+        has_usual_size = [samples == usual_size for samples in sizes]
+        comparable = self._comparable_flags(devices, windows, has_usual_size)
         disturbed = [interval for _, interval in self.disturbances]
         steps = []
-        rows = zip(done, windows, comparable, whole, strict=True)
-        for row, window, is_comparable, is_whole in rows:
-            device, time, number, loss, samples = row
-            usual = is_comparable and is_whole
+        for index, (device, time, number, loss, samples) in enumerate(rows):
+            window = windows[index]
+            is_comparable = comparable[index]
+            usual = is_comparable and has_usual_size[index]
             steps.append(
                 Step(
                     device=device,
@@ -204,58 +219,66 @@ class RunView:
         return steps
 
     def _comparable_flags(
-        self, names: Sequence[str], windows: Sequence[Interval], whole: Sequence[bool]
+        self,
+        devices: Sequence[str],
+        windows: Sequence[Interval],
+        has_usual_size: Sequence[bool],
     ) -> list[bool]:
-        """Return, for each step of the given devices, the value of `Step.comparable`."""
-        # The first step of a device has its start in it: weights are sent, caches are cold.
-        met: set[str] = set()
-        later = []
-        for name in names:
-            later.append(name in met)
-            met.add(name)
-        # Training stands still during an evaluation, so its step is longer than the others.
-        evaluated = [event.time for event in self.of("evaluate")]
-        undivided = [
-            bisect_right(evaluated, start) == bisect_right(evaluated, end)
-            for start, end in windows
-        ]
-        # If most steps contain an evaluation, those without one are the exception, and all are compared.
-        candidates = list(compress(undivided, map(and_, later, whole)))
+        """Return `Step.comparable` of each step, given the device, the interval and the size of each step."""
+        # The first step of a device includes its start: weights are sent, caches are cold.
+        earlier_devices: set[str] = set()
+        is_later = []
+        for device in devices:
+            is_later.append(device in earlier_devices)
+            earlier_devices.add(device)
+        # Training stops during an evaluation, so the step around it is longer than the others.
+        evaluations = [event.time for event in self.of("evaluate")]
+        without_evaluation = []
+        for start, end in windows:
+            before = bisect_right(evaluations, start)
+            without_evaluation.append(before == bisect_right(evaluations, end))
+        # If most steps contain an evaluation, the steps without one are the exception, and all steps are compared.
+        candidates = list(
+            compress(without_evaluation, map(and_, is_later, has_usual_size))
+        )
         if 2 * sum(candidates) < len(candidates):
-            return later
-        return list(map(and_, later, undivided))
+            return is_later
+        return list(map(and_, is_later, without_evaluation))
 
     @cached_property
     def steady(self) -> list[Step]:
-        """The undisturbed steps; all where none is undisturbed."""
+        """The undisturbed steps; all steps if none is undisturbed."""
         return [step for step in self.steps if step.steady] or self.steps
 
     @cached_property
-    def served(self) -> list[Interval]:
-        """When each request was under way."""
+    def request_windows(self) -> list[Interval]:
+        """Interval of each request from its start to its answer."""
         rows = self.of("request").rows("time", "latency")
         return [(time - latency, time) for time, latency in rows]
 
     @cached_property
-    def phase(self) -> Intervals:
-        """Time spans used for step times and latencies; the whole run by default."""
+    def steady_phase(self) -> Intervals:
+        """Intervals of the undisturbed steps, or of the requests in inference; by default the whole run."""
         steady = [step.window for step in self.steps if step.steady]
-        stretches = union(steady or self.served)
-        return stretches if len(stretches) else intervals([(0.0, self.end)])
+        phase = union(steady or self.request_windows)
+        return phase if len(phase) else intervals([(0.0, self.end)])
 
 
 def steps_after(steps: Sequence[Step], moment: float) -> list[Step]:
-    """Return the undisturbed steps started after a time; all except the first for a permanent fault."""
-    later = [step for step in steps if step.window[0] >= moment]
+    """Return the undisturbed steps that started after a moment.
+
+    If a permanent fault disturbs all of them, return these steps without the first.
+    """
+    later_steps = [step for step in steps if step.window[0] >= moment]
     # The first step after a change still fills the pipeline.
-    return [step for step in later if step.steady] or later[1:]
+    return [step for step in later_steps if step.steady] or later_steps[1:]
 
 
 def _step_windows(ends: Iterable[tuple[str, float]]) -> list[Interval]:
-    """Return the window of each step, from the end of the device's previous step (or 0) to its own end."""
-    before: dict[str, float] = {}
+    """Return the interval of each step, given device and end: from the end of the device's previous step, or 0."""
+    previous_ends: dict[str, float] = {}
     windows = []
-    for device, time in ends:
-        windows.append((before.get(device, 0.0), time))
-        before[device] = time
+    for device, end in ends:
+        windows.append((previous_ends.get(device, 0.0), end))
+        previous_ends[device] = end
     return windows

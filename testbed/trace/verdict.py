@@ -52,7 +52,7 @@ shortest delay. Single late packets barely affect a step and are counted above, 
 requested link."""
 CLOCKS = 1e-3
 """Seconds by which clocks of several hosts may be off."""
-NAMED = 5
+MAX_NAMED = 5
 """Maximum number of missing steps, or of devices without events, named in a check."""
 LOST_EVENTS = 0.01
 """Maximum share of sent messages without a recorded reception not explained by a fault."""
@@ -182,8 +182,8 @@ def _name_gaps(log: EventLog, event_name: str) -> list[str]:
     if not recorded or len(recorded) == max(recorded) - min(recorded) + 1:
         return []
     missing = sorted(set(range(min(recorded), max(recorded))) - recorded)
-    numbers = list(map(str, missing[:NAMED]))
-    if len(missing) > NAMED:
+    numbers = list(map(str, missing[:MAX_NAMED]))
+    if len(missing) > MAX_NAMED:
         numbers.append("...")
     plural = "s" if len(missing) > 1 else ""
     return [f"{len(missing)} {event_name}{plural} ({', '.join(numbers)})"]
@@ -194,9 +194,11 @@ def _check_record(record: RunView) -> Check:
     outcome, log, experiment = record.outcome, record.log, record.experiment
     silent = sorted(set(record.plan.devices) - log.devices)
     if silent:
-        more = f" and {len(silent) - NAMED:,} more" if len(silent) > NAMED else ""
+        more = (
+            f" and {len(silent) - MAX_NAMED:,} more" if len(silent) > MAX_NAMED else ""
+        )
         return Check(
-            "events", False, f"no events from {', '.join(silent[:NAMED])}{more}"
+            "events", False, f"no events from {', '.join(silent[:MAX_NAMED])}{more}"
         )
     workload = experiment.workload
     wanted = workload.progress

@@ -249,7 +249,7 @@ def test_devices_in_groups_have_same_values_as_one_by_one(
     monkeypatch: pytest.MonkeyPatch, make_record: Any
 ) -> None:
     in_one_group = devices(make_record())
-    monkeypatch.setattr("testbed.trace.devices._TOGETHER", 1)
+    monkeypatch.setattr("testbed.trace.devices._GROUP_BARS", 1)
     assert devices(make_record()) == in_one_group
 
 
