@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from testbed.ml.models.graph import Graph, GraphLayer
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT
-from testbed.ml.models.slices import NONE, Slice
+from testbed.ml.models.slices import NO_CHANNELS, Slice
 from testbed_stahl.options import PlanSettings
 from testbed_stahl.plan import (
     NOTHING,
@@ -521,7 +521,7 @@ def _slice_of(layer: GraphLayer, task: LayerTask) -> Slice | None:
             columns = range(task.takes.first // pixels, task.takes.last // pixels)
             return Slice(layer.whole.rows, columns, makes)
         case "channels":
-            return Slice(NONE, NONE, makes)
+            return Slice(NO_CHANNELS, NO_CHANNELS, makes)
         case _:
             return None
 

@@ -21,7 +21,7 @@ from testbed.ml.models.layers import (
     MaxPool2d,
 )
 from testbed.ml.models.sliced import SlicedLayer, cut_tensors
-from testbed.ml.models.slices import NONE, Slice
+from testbed.ml.models.slices import NO_CHANNELS, Slice
 from testbed_stahl.candidates import best_candidate
 from testbed_stahl.communication import all_transfers, sent_elements, tile_transfers
 from testbed_stahl.plan import (
@@ -225,7 +225,7 @@ def test_output_parts_and_input_sums_equal_whole_layer(
     assert is_close(torch.cat(outputs, dim=1), whole)
     sums = []
     for channels in non_empty_ranges(input_channels, exact):
-        part = Slice(every, channels, NONE)
+        part = Slice(every, channels, NO_CHANNELS)
         sliced = SlicedLayer(layer, part, cut_tensors(layer, part, state))
         # A channel of 7x5 pixels has 35 values.
         inputs_of_part = flat[:, channels.start * 35 : channels.stop * 35]

@@ -17,7 +17,12 @@ from testbed.ml.layers.shard import State, weights_of
 from testbed.ml.lazy import torch
 from testbed.ml.models.graph import GraphLayer
 from testbed.ml.models.layers import Dropout
-from testbed.ml.models.sliced import DenseStep, SlicedLayer, dense_forward, is_dense
+from testbed.ml.models.sliced import (
+    DenseGradients,
+    SlicedLayer,
+    dense_forward,
+    is_dense,
+)
 from testbed.ml.models.slices import Channels, Slice, as_channels, pick
 from testbed.ml.training.optimizers import MOMENTUM, Sgd
 from testbed.ml.training.schema import OptimizerPart
@@ -77,23 +82,25 @@ class _AutogradForward:
 class _DenseForward:
     """A finished forward of a fully connected layer, whose gradients have a closed form."""
 
-    step: DenseStep
+    gradients: DenseGradients
     weight: str
     """Name of the weight matrix."""
     bias: str
     """Name of the bias."""
 
     def all_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
-        sums_gradient = self.step.of_sums(gradient)
-        input_gradient = self.step.of_inputs(sums_gradient)
+        sums_gradient = self.gradients.sum_gradient(gradient)
+        input_gradient = self.gradients.input_gradient(sums_gradient)
         return input_gradient, self._by_name(sums_gradient)
 
     def parameter_gradients(self, gradient: torch.Tensor) -> Gradients:
-        sums_gradient = self.step.of_sums(gradient)
+        sums_gradient = self.gradients.sum_gradient(gradient)
         return self._by_name(sums_gradient)
 
     def _by_name(self, sums_gradient: torch.Tensor) -> Gradients:
-        weight_gradient, bias_gradient = self.step.of_parameters(sums_gradient)
+        weight_gradient, bias_gradient = self.gradients.parameter_gradients(
+            sums_gradient
+        )
         return {self.weight: weight_gradient, self.bias: bias_gradient}
 
 
@@ -195,10 +202,10 @@ class LayerShard:
 
     def _forward_dense(self, key: Hashable, inputs: torch.Tensor) -> torch.Tensor:
         weight, bias = self._weight_tensors()
-        outputs = dense_forward(inputs, weight, bias, rectified=self._has_relu)
-        step = DenseStep(inputs, weight, outputs, self._has_relu)
+        outputs = dense_forward(inputs, weight, bias, has_relu=self._has_relu)
+        gradients = DenseGradients(inputs, weight, outputs, self._has_relu)
         weight_name, bias_name = self._dense_names
-        self._forwards[key] = _DenseForward(step, weight_name, bias_name)
+        self._forwards[key] = _DenseForward(gradients, weight_name, bias_name)
         return outputs
 
     def _weight_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,7 +239,7 @@ class LayerShard:
         """Return the outputs like `forward`, but in evaluation mode, and store nothing for a backward."""
         if self._has_closed_form and columns is None:
             weight, bias = self._weight_tensors()
-            return dense_forward(inputs, weight, bias, rectified=self._has_relu)
+            return dense_forward(inputs, weight, bias, has_relu=self._has_relu)
         layer = SlicedLayer(self.layer, self.part, self._tensors)
         with torch.no_grad():
             sums = layer.sums(inputs, columns)

@@ -1,8 +1,9 @@
 """A model as a graph of layers, which planners divide by channels, neurons or pixels.
 
-A layer is counted as in papers: a convolution, fully connected layer or pooling (the main layer) together with the
-following normalisation and activation. `testbed.ml.models.layers` has the formulas of single layers; this module
-relates the layers to each other. In contrast to a chain of units, the graph knows the inside of a unit.
+A layer of the graph is counted as in papers: a convolution, fully connected layer or pooling (the main layer) together
+with the following normalisation and activation. `testbed.ml.models.layers` has the formulas of these single layers;
+this module relates them to each other. A unit of the chain (`testbed.ml.models.chain`) may contain several layers of
+the graph. A route is a layer of the graph that only joins the outputs of other layers.
 
 The symbols are those of Stahl et al., "Fully Distributed Deep Learning Inference on Resource-Constrained Edge Devices":
 layer l has M input and K output elements, Q weights and R multiplications. All quantities are per sample. Torch is not
@@ -26,29 +27,30 @@ from testbed.ml.models.slices import Channels, Slice
 
 @dataclass(frozen=True)
 class GraphLayer:
-    """One main layer and the element-wise layers after it; or a route, which only joins the outputs of other layers."""
+    """A main layer and the element-wise layers after it, or a route."""
 
     name: str
     sequence: tuple[Layer, ...]
-    """The layers; the first one is the main layer. Empty for a route, which joins the channels of its sources."""
+    """The main layer, then the element-wise layers; empty for a route."""
     input: Shape
-    """(channels, height, width) or (features,); for a route, the concatenation of all inputs. Flattening does not show:
-    the input of a fully connected layer after a feature map is the map."""
+    """(channels, height, width) or (features,), before any flattening; for a route, of all sources joined along their
+    channels."""
     sources: tuple[int, ...]
-    """Indices of the layers read; `INPUT` is the model's input."""
+    """Indices in the graph of the layers whose outputs are the input; `INPUT` is the model's input."""
     unit: int = 0
-    """Index of its unit in the model."""
+    """Index of the unit in the model that contains the layer."""
     modules: tuple[str, ...] = ()
-    """Names of the layers' modules in their unit, without an added pooling."""
+    """For each layer of ``sequence``, the name of its module within the unit; a pooling added by `with_pool` has none.
+    """
     flattens: bool = False
-    """Whether the input is flattened first."""
+    """Whether the main layer takes features, and reads a feature map flattened."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the layers in `Model.build`."""
+        """Names of the layers' modules in the module of `Model.build`: "3.0" for the first layer of unit 3."""
         names = []
         for module in self.modules:
-            # A unit computed as a whole has no modules of its own.
+            # A unit computed as a whole is one module, whose name within the unit is empty.
             name = f"{self.unit}.{module}" if module else str(self.unit)
             names.append(name)
         return tuple(names)
@@ -57,12 +59,12 @@ class GraphLayer:
 
     @cached_property
     def main_input(self) -> Shape:
-        """Input shape of the main layer."""
+        """Input shape of the main layer, after any flattening."""
         return (math.prod(self.input),) if self.flattens else self.input
 
     @cached_property
     def output(self) -> Shape:
-        """Output shape of the last layer in the sequence."""
+        """Output shape of the last layer of ``sequence``."""
         return shapes_through(self.sequence, self.main_input)[-1]
 
     @cached_property
@@ -99,7 +101,7 @@ class GraphLayer:
 
     @cached_property
     def division(self) -> Division:
-        """How several devices can share the layer."""
+        """How several devices can share the main layer, and thus also the element-wise layers after it."""
         # A route computes nothing.
         return self.sequence[0].division if self.sequence else "moves"
 
@@ -120,23 +122,23 @@ class GraphLayer:
 
     @cached_property
     def window(self) -> PixelWindow | None:
-        """Window of input pixels read for one output pixel, for tiles; None for layers without a window."""
+        """Window of input pixels read for one output pixel; None for layers that cannot be divided into tiles."""
         return self.sequence[0].window if self.sequence else None
 
     @cached_property
     def weights(self) -> int:
-        """Q: weights without biases. Parameters without an entry per channel all count as weights."""
+        """Q: number of weights, without biases. In a layer without values per channel, all parameters are weights."""
         if not self.sequence:
             return 0
         main_layer = self.sequence[0]
         if main_layer.channel_values:
             return main_layer.weights(self.main_input)
-        # Of a residual block or a unit computed as a whole, for example, no value belongs to an output channel.
+        # A residual block, for example, has biases inside, which belong to no output channel of the whole block.
         return main_layer.parameters(self.main_input)
 
     @cached_property
     def multiplications(self) -> int:
-        """R: multiplications with the weights."""
+        """R: number of multiplications with weights."""
         if not self.sequence:
             return 0
         flops = self.sequence[0].flops(self.main_input)
@@ -150,12 +152,12 @@ class GraphLayer:
 
     @property
     def parameters(self) -> int:
-        """All stored values: weights and values per channel."""
+        """Number of stored values: weights and values per channel, running statistics included."""
         return self.weights + self.channel_values * self.output_channels
 
     @cached_property
     def whole(self) -> Slice:
-        """The slice covering the whole layer."""
+        """The slice that is the whole layer."""
         outputs = range(self.output_channels)
         return Slice(outputs, range(self.input_channels), outputs)
 
@@ -175,7 +177,9 @@ class GraphLayer:
         return Slice(channels, self.whole.columns, channels)
 
     def by_inputs(self, columns: Channels, channels: Channels | None = None) -> Slice:
-        """Return the slice of partial sums from some input channels; the device finishes ``channels``, None: all.
+        """Return the slice computing partial sums of all output channels from some input channels.
+
+        ``channels`` are the output channels that the device finishes; None for all.
 
         >>> from testbed.ml.models.catalog import create
         >>> layer = graph_of(create("mlp", {"hidden": [32]}, (1, 8, 8), 10)).layers[0]
@@ -186,21 +190,22 @@ class GraphLayer:
         return Slice(self.whole.rows, columns, finished)
 
     def with_pool(self, pool: GraphLayer) -> GraphLayer:
-        """Return the layer followed by a parameterless pooling, computed by the device finishing a channel."""
+        """Return the layer with a pooling without parameters at the end, computed by the device finishing a channel."""
         return replace(self, sequence=(*self.sequence, *pool.sequence))
 
     def product_cost(self, read: int, channels: int) -> Cost:
-        """Return the cost of the main layer for one sample: from ``read`` input elements to a number of channels.
+        """Return the cost of a part of the main layer for one sample.
 
-        FLOPs and weights are divided like the matrix; all values read and written are counted.
+        The part computes ``channels`` output channels from ``read`` input elements. FLOPs and weights are in proportion
+        to the product of both; all values read and written are counted.
         """
         if not self.sequence:
             return Cost()
         whole = self.inputs * self.output_channels
-        divided = read * channels
+        part = read * channels
         # Multiplied before the division: the quotient of the two alone would be rounded.
-        flops = 2 * self.multiplications * divided / whole
-        weights = BYTES_PER_VALUE * self.weights * divided / whole
+        flops = 2 * self.multiplications * part / whole
+        weights = BYTES_PER_VALUE * self.weights * part / whole
         written = channels * math.prod(self.main_output[1:])
         accessed = BYTES_PER_VALUE * (read + written)
         return Cost(flops, accessed, weights, self.sequence[0].kind)
@@ -218,19 +223,19 @@ class GraphLayer:
         return total
 
     def cost(self, read: int, channels: int) -> Cost:
-        """Return the cost of all layers for one sample: from ``read`` input elements to a number of channels."""
+        """Return the cost of `product_cost` and `finish_cost` together."""
         return self.product_cost(read, channels) + self.finish_cost(channels)
 
-    def share(self, values: int, part: Slice) -> int:
-        """Return how many of ``values``, all weights or all multiplications, are in a slice."""
-        whole = self.output_channels * self.input_channels
-        divided = len(part.rows) * len(part.columns)
-        return values * divided // whole
+    def share(self, total: int, part: Slice) -> int:
+        """Return a slice's share of ``total``, the number of all weights or of all multiplications of the layer."""
+        matrix_elements = self.output_channels * self.input_channels
+        slice_elements = len(part.rows) * len(part.columns)
+        return total * slice_elements // matrix_elements
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Layers in topological order; the output of the last one is the result.
+    """A model as layers in topological order; the output of the last layer is the model's output.
 
     >>> from testbed.ml.models.catalog import create
     >>> graph = graph_of(create("cnn", {}, (1, 8, 8), 10))
@@ -253,15 +258,15 @@ class Graph:
                 raise ValueError(
                     f"layer {index} ({layer.name}) takes the outputs of {sources}, not of earlier ones"
                 )
-            arriving = sum(self.outputs_of(source) for source in sources)
-            # The size of the model's input is only known from the layers that read it.
-            if sources != (INPUT,) and arriving != layer.inputs:
+            source_outputs = sum(self.outputs_of(source) for source in sources)
+            # The size of the model's input is only known from the layers that read the input.
+            if sources != (INPUT,) and source_outputs != layer.inputs:
                 raise ValueError(
-                    f"layer {index} ({layer.name}) takes {layer.inputs} elements, but {arriving} arrive"
+                    f"layer {index} ({layer.name}) takes {layer.inputs} elements, but {source_outputs} arrive"
                 )
 
     def outputs_of(self, index: int) -> int:
-        """Return the output elements of a layer, or the input elements of the model for `INPUT`."""
+        """Return the number of a layer's output elements, or of the model's input elements for `INPUT`."""
         if index == INPUT:
             return self.layers[0].inputs
         return self.layers[index].outputs
@@ -278,18 +283,18 @@ class Graph:
         return tuple(map(tuple, readers))
 
     def follows(self, index: int) -> bool:
-        """Whether a layer reads only the previous layer of the list.
+        """Whether a layer reads only the previous layer of ``layers``.
 
-        Only then can devices reuse their parts of the previous output: pooling and routing in between happen at the
-        source (Stahl et al., Section 5: such layers are counted but not partitioned).
+        Only then can devices reuse their parts of the previous output: pooling and routes in between are computed by
+        the coordinator (Stahl et al., Section 5: such layers are counted but not partitioned).
         """
         return index > 0 and self.layers[index].sources == (index - 1,)
 
     def fuses(self, index: int) -> bool:
-        """Whether the layer can be the first of a fused pair with the next layer.
+        """Whether devices can compute a layer and the next one without exchanging the values between the two.
 
-        The weights of both must be divisible, and no other layer may read the value between the two: that value is
-        never complete on one device.
+        The weights of both must be divisible, and no other layer may read the values between them, since no device ever
+        has all of these.
         """
         following = index + 1
         if following == len(self.layers):
@@ -300,20 +305,20 @@ class Graph:
 
     @cached_property
     def weights(self) -> int:
-        """Q of all layers together."""
+        """Q: number of weights of all layers."""
         return sum(layer.weights for layer in self.layers)
 
     @property
     def multiplications(self) -> int:
-        """R of all layers together."""
+        """R: number of multiplications of all layers."""
         return sum(layer.multiplications for layer in self.layers)
 
 
 def graph_of(model: Model) -> Graph:
-    """Describe a model by its layers.
+    """Return a model as a graph of layers.
 
     A unit with several inputs begins with a route, and a unit without layers is one route. A unit of a user's network
-    that cannot be described by layers is one layer computed as a whole.
+    becomes several layers if it is a plain sequence of known layers, and otherwise one layer that is computed whole.
 
     >>> from testbed.ml.models.catalog import create
     >>> graph = graph_of(create("cnn", {}, (1, 8, 8), 10))
@@ -321,46 +326,46 @@ def graph_of(model: Model) -> Graph:
     ('output', (10,))
     """
     layers: list[GraphLayer] = []
-    # The index in the graph of the last layer of each unit, by the index of the unit.
+    # Index of a unit -> index in the graph of the last layer of the unit.
     last_layers = {INPUT: INPUT}
-    for index, given in enumerate(model.units):
-        unit, names = _described_unit(model, index, given)
+    for index in range(len(model.units)):
+        unit, names = _unit_by_layers(model, index)
         sources = tuple(last_layers[read] for read in model.reads(index))
-        arriving = unit.input
+        input_shape = unit.input
         if len(sources) == 1 and sources[0] != INPUT:
-            # A map that the unit before flattens arrives as it was.
-            arriving = layers[sources[0]].output
-        own_layers = _layers_of_unit(
-            index, unit, names, sources, first=len(layers), shape=arriving
+            # If the source flattens its output, the graph has the shape before.
+            input_shape = layers[sources[0]].output
+        unit_layers = _layers_of_unit(
+            index, unit, names, sources, first=len(layers), shape=input_shape
         )
-        layers += own_layers
+        layers += unit_layers
         # A unit that only flattens has no layer: its readers read its source.
-        last_layers[index] = len(layers) - 1 if own_layers else sources[0]
+        last_layers[index] = len(layers) - 1 if unit_layers else sources[0]
     return Graph(model.name, tuple(layers))
 
 
-def _described_unit(
-    model: Model, index: int, unit: Unit
-) -> tuple[Unit, tuple[str, ...]]:
+def _unit_by_layers(model: Model, index: int) -> tuple[Unit, tuple[str, ...]]:
     """Return a unit as known layers where possible, and the name of each layer's module within the unit."""
-    counted = unit.layers[0] if unit.layers else None
-    if not isinstance(counted, CountedUnit):
+    unit = model.units[index]
+    measured = unit.layers[0] if unit.layers else None
+    if not isinstance(measured, CountedUnit):
         # A unit of a catalogue model, whose modules have the numbers of its layers.
         numbers = range(len(unit.layers))
         return unit, tuple(map(str, numbers))
-    if not counted.described:
-        whole = replace(counted, make=partial(model.build_flat_unit, index))
+    if not measured.described:
+        # Computed as a whole, by a single module.
+        whole = replace(measured, make=partial(model.build_flat_unit, index))
         return replace(unit, layers=(whole,)), ("",)
     layers = []
     names = []
-    for name, layer in counted.described:
+    for name, layer in measured.described:
         layers.append(layer)
-        # A function has no module; "-" is the name of no tensor.
+        # A function has no module; no tensor's name begins with "-".
         names.append(name or "-")
-    # Inputs of described layers are joined along the channels, in contrast to those of other traced units.
+    # Inputs of known layers are joined along the channels, whereas those of a traced unit count as flattened.
     input_shape = joined_shape(model.input_shapes(index))
-    described = replace(unit, layers=tuple(layers), input=input_shape)
-    return described, tuple(names)
+    by_layers = replace(unit, layers=tuple(layers), input=input_shape)
+    return by_layers, tuple(names)
 
 
 def _layers_of_unit(
@@ -376,7 +381,7 @@ def _layers_of_unit(
 
     Args:
         index: index of the unit in the model.
-        unit: the unit, with its layers described.
+        unit: the unit, described by known layers where possible.
         names: name of each layer's module within the unit.
         sources: graph indices of the layers read by the unit.
         first: graph index of the first returned layer.
@@ -384,11 +389,11 @@ def _layers_of_unit(
     """
     layers: list[GraphLayer] = []
     input_shapes = shapes_through(unit.layers, unit.input)
-    groups = _group_layers(unit, joins=len(sources) > 1)
+    groups = _group_layers(unit, has_several_inputs=len(sources) > 1)
     for place, numbers in enumerate(groups):
         flattens = False
         if numbers:
-            # A layer of features after a map: the input of the layer has fewer axes than the arriving value.
+            # A fully connected layer after a feature map has fewer axes in its input than the map.
             main_input = input_shapes[numbers[0]]
             flattens = len(main_input) < len(shape)
         layer = GraphLayer(
@@ -406,19 +411,19 @@ def _layers_of_unit(
     return layers
 
 
-def _group_layers(unit: Unit, *, joins: bool) -> list[list[int]]:
-    """Return the positions in a unit of each main layer with its element-wise followers.
+def _group_layers(unit: Unit, *, has_several_inputs: bool) -> list[list[int]]:
+    """Return for each main layer the positions in the unit of this layer and of the element-wise layers after it.
 
-    An empty group is a route: if the unit ``joins`` several inputs, or has no layers.
+    A unit that has several inputs, or no layers, begins with a route, which is an empty group.
     """
     groups: list[list[int]] = []
-    if joins or not unit.layers:
+    if has_several_inputs or not unit.layers:
         groups.append([])
     for number, layer in enumerate(unit.layers):
         has_main_layer = bool(groups and groups[-1])
         if layer.division == "values" and has_main_layer:
             groups[-1].append(number)
         elif layer.division != "flattens":
-            # An element-wise layer without a main layer before it is a layer of its own.
+            # A main layer, or an element-wise layer without a main layer before it.
             groups.append([number])
     return groups

@@ -1,12 +1,16 @@
-"""Layers as frozen descriptions: shapes, parameters, FLOPs and divisions; torch modules only on request.
+"""Layers as plain descriptions: shapes, parameters, FLOPs and divisions among devices, computed without torch.
+
+`Layer.build` makes the torch module of a description. Only then, and in `Layer.draw` and `Layer.product`, torch is
+imported.
 
 FLOPs are those of convolutions and matrix products, a multiply and an add being two, biases excluded: the convention of
-torch's FLOP counter and of the papers. Activations, pooling and normalisation have none: their cost is their memory
-traffic, `Layer.accesses`, on devices with a rate for it.
+torch's FLOP counter and of the papers. Activations, pooling and normalisation have no FLOPs: they cost the time of
+their memory traffic, `Layer.accesses`, on devices whose profile has a memory rate.
 
-Initial weights are uniform, bounded by the number of connections of a neuron. LeCun's bound is the default: torch's own
-shrinks the signal by 2.4 with every layer, and a chain of layers then needs epochs to begin to learn; He's wider one
-made some seeds of the small networks unstable at a learning rate of 0.05 with momentum 0.9.
+Initial weights are uniform, with a bound that depends on the number of connections of a neuron (`initial_bound`).
+LeCun's bound is the default. Torch's bound shrinks the signal by 2.4 with every layer, and a chain of layers then needs
+epochs to begin to learn; He's wider bound made some seeds of the small networks unstable at a learning rate of 0.05
+with momentum 0.9.
 """
 
 from __future__ import annotations
@@ -24,9 +28,21 @@ from testbed.ml.models.shapes import BYTES_PER_VALUE, Shape
 from testbed.ml.models.slices import Slice, pick
 from testbed.ml.workload import Initialisation
 
+Division = Literal["weights", "channels", "values", "flattens", "moves", "no"]
+"""How several devices can share a layer.
 
-def initial_bound(how: Initialisation, weight: Shape) -> float:
-    """Return the bound on the absolute initial weights of a tensor (outputs, inputs, ...).
+``weights``: by output channels, each of which needs the whole input, or by input channels, with the sums over the
+devices as outputs. ``channels``: each output channel depends on the same input channel only. ``values``: each value
+depends on one input value and on the parameters of its channel only, so the device that has the input also computes
+this layer. ``flattens``: the values stay in their order, so nothing is done. ``moves``: values change places, and
+nothing is computed. ``no``: one device computes the whole layer.
+"""
+_VALUES_PER_BLOCK = 1 << 18
+"""Number of weights drawn at a time, 1 MiB: a device draws all weights of a layer, but stores its slice alone."""
+
+
+def initial_bound(how: Initialisation, weight_shape: Shape) -> float:
+    """Return the largest absolute value of the initial weights of a tensor (outputs, inputs, ...).
 
     With f inputs and g outputs of a neuron, each times the size of the kernel: LeCun et al. (1998) sqrt(3 / f), He et
     al. (2015) sqrt(6 / f), Glorot and Bengio (2010) sqrt(6 / (f + g)), torch's default for linear and convolutional
@@ -35,7 +51,7 @@ def initial_bound(how: Initialisation, weight: Shape) -> float:
     >>> initial_bound("lecun", (10, 300))
     0.1
     """
-    outputs, inputs, *kernel = weight
+    outputs, inputs, *kernel = weight_shape
     kernel_size = math.prod(kernel)
     fan_in = inputs * kernel_size
     match how:
@@ -46,31 +62,18 @@ def initial_bound(how: Initialisation, weight: Shape) -> float:
             return math.sqrt(6 / (fan_in + fan_out))
         case "torch":
             return math.sqrt(1 / fan_in)
-        case _:
+        case "lecun":
             return math.sqrt(3 / fan_in)
-
-
-Division = Literal["weights", "channels", "values", "flattens", "moves", "no"]
-"""How several devices can share a layer.
-
-``weights``: by output channels, each from all of the input, and by input channels, whose sums over the devices are the
-outputs. ``channels``: each output channel is made of one input channel. ``values``: each value by itself, with no more
-than the parameters of its channel, so the device that finishes the channel also computes this layer. ``flattens``: the
-values stay in their order, so nothing is done. ``moves``: values change places, and nothing is computed. ``no``: as a
-whole only.
-"""
-
-_BLOCK = 1 << 18
-"""Number of weights drawn at a time (1 MiB), to discard those not kept before the next block."""
 
 
 @dataclass(frozen=True)
 class PixelWindow:
-    """The square window of input pixels, ``kernel`` x ``kernel``, read for one output pixel."""
+    """The square window of input pixels read for one output pixel."""
 
     kernel: int
+    """Height and width of the window, in pixels."""
     stride: int
-    """Pixels between the windows of neighbouring output pixels."""
+    """Distance between the windows of neighbouring output pixels, in pixels."""
     padding: int
     """Pixels added at each edge of the input."""
     fill: float = 0.0
@@ -79,13 +82,13 @@ class PixelWindow:
 
 @dataclass(frozen=True)
 class Layer:
-    """A frozen description of one layer; the defaults describe an element-wise layer.
+    """A description of one layer; the defaults describe an element-wise layer without parameters.
 
     A description has no input size: the argument ``shape`` of a method is the shape of the layer's input for one
     sample, (channels, height, width) or (features,).
     """
 
-    # Not compared: a network is the same whatever its initial weights.
+    # Not compared: layers with different initial weights are equal to planners.
     initialisation: Initialisation = field(
         default="lecun", kw_only=True, repr=False, compare=False
     )
@@ -93,7 +96,7 @@ class Layer:
 
     @property
     def kind(self) -> Kind:
-        """The kind selecting a device's rates."""
+        """The kind of work; a device may have a speed for each kind."""
         return "activation"
 
     @property
@@ -103,7 +106,7 @@ class Layer:
 
     @property
     def window(self) -> PixelWindow | None:
-        """Window of layers reading neighbouring pixels; None for the others."""
+        """Window of a layer that reads neighbouring pixels, such as a convolution; None for any other layer."""
         return None
 
     @property
@@ -116,7 +119,9 @@ class Layer:
         return shape
 
     def weight_shape(self, shape: Shape) -> Shape:
-        """(output channels, input channels, rows and columns of the kernel); () without one weight tensor."""
+        """(output channels, input channels, rows and columns of the kernel); () for a layer without weights, or with
+        several weight tensors.
+        """
         return ()
 
     def parameters(self, shape: Shape) -> int:
@@ -125,12 +130,13 @@ class Layer:
         return self.weights(shape) + self.channel_values * channels
 
     def weights(self, shape: Shape) -> int:
-        """Elements of weight matrices and kernels: the parameters without biases and normalisation parameters."""
-        weight = self.weight_shape(shape)
-        return math.prod(weight) if weight else 0
+        """Number of elements of matrices and kernels: the parameters without biases and normalisation parameters."""
+        weight_shape = self.weight_shape(shape)
+        # The product of no sizes would be 1.
+        return math.prod(weight_shape) if weight_shape else 0
 
     def frozen_parameters(self, shape: Shape) -> int:
-        """Number of frozen values, with `requires_grad` off."""
+        """Number of stored values that are not trained: parameters whose `requires_grad` is off."""
         return 0
 
     def flops(self, shape: Shape) -> float:
@@ -140,28 +146,31 @@ class Layer:
         return 2.0 * self.weights(shape) * pixels
 
     def activations(self, shape: Shape) -> int:
-        """Values of all outputs within the layer for one sample, including its own output."""
+        """Number of values kept for backward for one sample: the output, and all intermediate results of a block."""
         return math.prod(self.output(shape))
 
     def accesses(self, shape: Shape) -> int:
-        """Values forward reads and writes for one sample: inputs and outputs, without weights."""
+        """Number of values that forward reads and writes for one sample: inputs and outputs, without weights."""
         return math.prod(shape) + math.prod(self.output(shape))
 
     def cost(self, shape: Shape) -> Cost:
         """Return the cost of forward for one sample."""
         accessed = BYTES_PER_VALUE * self.accesses(shape)
         weights = BYTES_PER_VALUE * self.weights(shape)
-        return Cost(self.flops(shape), accessed, weights, self.kind)
+        return Cost(
+            flops=self.flops(shape), accessed=accessed, weights=weights, kind=self.kind
+        )
 
     def min_samples(self, shape: Shape) -> int:
-        """Minimum batch size in training: the statistics of a single value are undefined."""
+        """Minimum batch size in training: more than one for a normalisation whose variance would be undefined."""
         return 1
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Build the torch module with weights drawn from ``generator``; raises TypeError for layers without
-        a module.
+        """Build the torch module with weights drawn from ``generator``.
+
+        Raises TypeError for a layer that only the whole model can build (`CountedUnit`).
         """
-        raise TypeError(f"{type(self).__name__} has no torch module of its own")
+        raise TypeError(f"{type(self).__name__} is built by its model, not alone")
 
     def with_initialisation(self, how: Initialisation) -> Self:
         """Return the same layer with another initialisation."""
@@ -173,26 +182,27 @@ class Layer:
         generator: torch.Generator,
         part: Slice,
     ) -> dict[str, torch.Tensor]:
-        """Return the slice ``part`` of the weights drawn by `build`, by name in the module; empty tensors are omitted.
+        """Draw initial weights as `build` does; return those of the slice ``part`` by their names in the module.
 
-        The generator advances as in `build`, whatever the slice: so each device's later layers equal those of the whole
-        model. An indivisible layer is returned whole.
+        The generator advances as in `build`, whatever the slice, so the layers after this one get the same weights as
+        in the whole model. Empty tensors are omitted. A slice of an indivisible layer is the whole layer.
         """
-        weight = self.weight_shape(shape)
-        if not weight:
+        weight_shape = self.weight_shape(shape)
+        if not weight_shape:
             return {}
-        limit = initial_bound(self.initialisation, weight)
-        kernels = _draw_slice(weight, generator, part, limit)
+        bound = initial_bound(self.initialisation, weight_shape)
+        weight = _draw_slice(weight_shape, generator, part, bound)
         tensors = {}
-        if kernels.numel():
-            tensors["weight"] = kernels
+        if weight.numel():
+            tensors["weight"] = weight
         if not self.channel_values:
             return tensors
         bias = torch.zeros(len(part.channels))
         # torch draws biases as well; the published schemes begin with zeros.
         if self.initialisation == "torch":
-            all_biases = torch.empty(weight[0])
-            all_biases.uniform_(-limit, limit, generator=generator)
+            output_channels = weight_shape[0]
+            all_biases = torch.empty(output_channels)
+            all_biases.uniform_(-bound, bound, generator=generator)
             bias = pick(all_biases, 0, part.channels)
         if bias.numel():
             tensors["bias"] = bias
@@ -204,18 +214,22 @@ class Layer:
         weight: torch.Tensor | None,
         padding: int | None = None,
     ) -> torch.Tensor:
-        """Return the layer's output for some channels, without bias; for the divisions ``weights`` and ``channels``.
+        """Compute some output channels from some input channels, without bias.
 
-        ``inputs`` is (samples, input channels, ...), ``weight`` (output channels, input channels, ...) of the same
-        channels; None for a layer without weights. ``padding`` replaces the layer's own, for a tile that has been
-        padded. Raises TypeError for other divisions.
+        Args:
+            inputs: (samples, input channels, ...).
+            weight: (output channels, input channels, ...) of the same input channels; None for a layer without weights.
+            padding: replaces the layer's padding, for a tile that is already padded; None for the layer's padding.
+
+        Raises TypeError unless the layer's `division` is ``weights`` or ``channels``.
         """
         raise TypeError(f"{type(self).__name__} is not computed channel by channel")
 
 
 def shapes_through(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
-    """Return the input shape of the first layer, then the output shape of each; raises ValueError for unsuitable
-    layers.
+    """Return the input shape of the first layer, then the output shape of each layer.
+
+    Raises ValueError for a layer that does not accept the output of the layer before.
 
     >>> shapes_through([Conv2d(16, padding=1), MaxPool2d(), Flatten()], (1, 8, 8))
     [(1, 8, 8), (16, 8, 8), (16, 4, 4), (256,)]
@@ -229,7 +243,7 @@ def shapes_through(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
 def build_sequence(
     layers: Sequence[Layer], shape: Shape, generator: torch.Generator
 ) -> nn.Sequential:
-    """Build layers in a row, drawing their weights in this order.
+    """Build a sequence of layers, drawing their weights in this order.
 
     >>> build_sequence([Linear(8), ReLU()], (4,), torch.Generator().manual_seed(1))
     Sequential(
@@ -238,65 +252,65 @@ def build_sequence(
     )
     """
     modules = []
-    # A shape more than there are layers: the last one is the output of the row.
     shapes = shapes_through(layers, shape)
+    # Not strict: there is one shape more than there are layers, the output of the last layer.
     for layer, input_shape in zip(layers, shapes, strict=False):
         modules.append(layer.build(input_shape, generator))
     return nn.Sequential(*modules)
 
 
-def _check_image(shape: Shape, layer: str) -> tuple[int, int, int]:
+def _check_image(shape: Shape, layer_name: str) -> tuple[int, int, int]:
     """Return the shape of an image; raises ValueError naming the layer for other inputs."""
     if len(shape) != 3:
-        raise ValueError(f"{layer} needs (channels, height, width), not {shape}")
+        raise ValueError(f"{layer_name} needs (channels, height, width), not {shape}")
     return shape
 
 
-def _window_count(size: int, window: PixelWindow, layer: str) -> int:
+def _window_count(size: int, window: PixelWindow, layer_name: str) -> int:
     """Return the number of window positions along an axis of ``size`` pixels; raises ValueError if there are none."""
-    padded = size + 2 * window.padding
-    positions = (padded - window.kernel) // window.stride + 1
-    if padded < window.kernel or positions < 1:
+    padded_size = size + 2 * window.padding
+    positions = (padded_size - window.kernel) // window.stride + 1
+    if padded_size < window.kernel or positions < 1:
         raise ValueError(
-            f"{layer} of kernel {window.kernel} does not fit into {size} pixels with padding {window.padding}"
+            f"{layer_name} of kernel {window.kernel} does not fit into {size} pixels with padding {window.padding}"
         )
     return positions
 
 
 def _draw_slice(
-    weight: Shape,
+    weight_shape: Shape,
     generator: torch.Generator,
     part: Slice,
-    limit: float,
+    bound: float,
 ) -> torch.Tensor:
-    """Draw a weight tensor between ``-limit`` and ``limit`` in blocks of rows; return a slice of the tensor.
+    """Draw a weight tensor between ``-bound`` and ``bound`` in blocks of rows; return a slice of the tensor.
 
-    ``weight`` is the shape of the whole tensor, (output channels, input channels, rows and columns of the kernel).
+    ``weight_shape`` is that of the whole tensor, (output channels, input channels, rows and columns of the kernel).
     """
-    rows, columns, *kernel = weight
+    rows, columns, *kernel = weight_shape
     values_per_row = columns * math.prod(kernel)
-    step = max(1, _BLOCK // values_per_row)
-    kept = torch.empty(len(part.rows), len(part.columns), *kernel)
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        # Blocks that are not kept are drawn as well: the numbers after them depend on it.
-        block = torch.empty(last - first, columns, *kernel)
-        block.uniform_(-limit, limit, generator=generator)
-        # The rows of the slice rise, so those of a block are neighbours in the slice.
-        begin = bisect_left(part.rows, first)
-        end = bisect_left(part.rows, last)
+    rows_per_block = max(1, _VALUES_PER_BLOCK // values_per_row)
+    drawn = torch.empty(len(part.rows), len(part.columns), *kernel)
+    for block_start in range(0, rows, rows_per_block):
+        block_stop = min(block_start + rows_per_block, rows)
+        # Blocks outside of the slice are drawn as well, since the random numbers after them depend on it.
+        block = torch.empty(block_stop - block_start, columns, *kernel)
+        block.uniform_(-bound, bound, generator=generator)
+        # The rows of the slice are ascending, so the rows from one block are consecutive in the slice.
+        begin = bisect_left(part.rows, block_start)
+        end = bisect_left(part.rows, block_stop)
         if begin < end:
-            rows_of_block = part.rows[begin:end]
-            block = pick(block, 0, rows_of_block, range(first, last))
-            kept[begin:end] = pick(block, 1, part.columns)
-    return kept
+            block_rows = range(block_start, block_stop)
+            block = pick(block, 0, part.rows[begin:end], block_rows)
+            drawn[begin:end] = pick(block, 1, part.columns)
+    return drawn
 
 
 def _assign_weights(module: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Give a module of the meta device its weights, by name.
+    """Replace the weights of a module on the meta device by those of ``state``, by name.
 
-    On the meta device torch draws nothing, so its global generator is left alone. The module's own ``to_empty`` would
-    import sympy on the way: a second and 48 MB on every device.
+    Modules are constructed on the meta device because torch then draws no weights from its global generator. Torch's
+    method for moving a module from there, ``to_empty``, imports sympy: a second and 48 MB on every device.
     """
     for name, values in state.items():
         setattr(module, name, torch.nn.Parameter(values))
@@ -305,7 +319,7 @@ def _assign_weights(module: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.
 
 @dataclass(frozen=True)
 class ReLU(Layer):
-    """max(0, x); with ``ceiling`` 6 the ReLU6 of MobileNet."""
+    """max(0, x); with a ``ceiling`` of 6 the ReLU6 of MobileNet, min(max(0, x), 6)."""
 
     ceiling: float | None = None
 
@@ -318,7 +332,7 @@ class ReLU(Layer):
 
 @dataclass(frozen=True)
 class LeakyReLU(Layer):
-    """x for positive values, ``slope`` x for others."""
+    """x for positive values, ``slope`` times x for others."""
 
     slope: float = 0.1
 
@@ -329,9 +343,10 @@ class LeakyReLU(Layer):
 
 @dataclass(frozen=True)
 class Activation(Layer):
-    """Another activation of `torch.nn` by module name, with its default arguments."""
+    """Any other element-wise activation of `torch.nn`, with default arguments."""
 
     name: str
+    """Name of the module, such as "GELU"."""
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Build the torch module."""
@@ -341,20 +356,21 @@ class Activation(Layer):
 
 @dataclass(frozen=True)
 class Reorganise(Layer):
-    """Darknet's reorganisation layer: fewer pixels, more channels, in its own order of the values."""
+    """Darknet's reorganisation layer: fewer pixels, more channels, in the order of `DarknetReorganise`."""
 
     stride: int = 2
 
     division = "moves"
 
     def output(self, shape: Shape) -> Shape:
-        """(channels stride^2, height / stride, width / stride); raises ValueError if the stride does not divide the
-        sides.
+        """(channels stride^2, height / stride, width / stride).
+
+        Raises ValueError if the stride does not divide height and width, or the stride's square the channels.
         """
         channels, height, width = _check_image(shape, "Reorganise")
         stride = self.stride
         pixels = stride**2
-        # The channels, too, since Darknet reads them as fewer and larger images: see `DarknetReorganise`.
+        # Darknet reads the channels as fewer and larger images, so their number has to be divisible as well.
         if channels % pixels or height % stride or width % stride:
             raise ValueError(
                 f"Reorganise by {stride} needs channels that {pixels} divides and pixels that "
@@ -373,8 +389,8 @@ class Reorganise(Layer):
 class Dropout(Layer):
     """Sets random values to zero in training.
 
-    Masks come from torch's global generator, seeded by the trainer for each unit and batch (`testbed.ml.layers.shard`),
-    so they are independent of the cuts and of other devices in the process.
+    The random numbers come from torch's global generator, which `testbed.ml.layers.shard` seeds for each unit and
+    batch, so they are independent of the cuts and of other devices in the process.
     """
 
     probability: float = 0.5
@@ -408,16 +424,18 @@ class MaxPool2d(Layer):
     """The largest value of each window."""
 
     kernel: int = 2
+    """Height and width of the window, in pixels."""
     stride: int | None = None
-    """None is the kernel's size."""
+    """Distance between windows in pixels; None for the size of the window."""
     padding: int = 0
+    """Pixels added at each edge of the input."""
 
     kind = "pooling"
     division = "channels"
 
     @property
     def window(self) -> PixelWindow:
-        """The pooling window; padding is never the largest value."""
+        """The pooling window, padded with minus infinity, which is never the largest value."""
         stride = self.stride or self.kernel
         return PixelWindow(self.kernel, stride, self.padding, fill=-math.inf)
 
@@ -435,8 +453,9 @@ class MaxPool2d(Layer):
         padding: int | None = None,
     ) -> torch.Tensor:
         """Pool (samples, channels, height, width)."""
-        around = self.padding if padding is None else padding
-        return functional.max_pool2d(inputs, self.kernel, self.stride, around)
+        if padding is None:
+            padding = self.padding
+        return functional.max_pool2d(inputs, self.kernel, self.stride, padding)
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Build the torch module."""
@@ -474,13 +493,15 @@ class GlobalAveragePool2d(Layer):
 class BatchNorm2d(Layer):
     """Normalisation by batch statistics in training and by running statistics in evaluation.
 
-    Each micro-batch is normalised by its own statistics, so a split batch does not give the gradients of the whole one.
-    Running statistics belong to the unit's state, with its weights: they are transmitted and replicated together. They
-    have no versions, since training never reads them; each forward adds to them, in the order of the batches.
+    Each micro-batch is normalised by its own statistics, so the gradients of several micro-batches differ from those of
+    the undivided batch. Running statistics are transmitted and replicated together with the weights. Weights have
+    versions in an asynchronous pipeline, running statistics have none: training never reads them, and each forward
+    updates them, in the order of the batches.
     """
 
     kind = "normalisation"
-    channel_values = 4  # scale, shift, running mean and variance
+    # Scale, shift, running mean and running variance.
+    channel_values = 4
 
     def output(self, shape: Shape) -> Shape:
         """Return the input shape."""
@@ -500,7 +521,7 @@ class BatchNorm2d(Layer):
         generator: torch.Generator,
         part: Slice,
     ) -> dict[str, torch.Tensor]:
-        """Return the identity normalisation with fresh statistics; nothing is random."""
+        """Return the initial values of torch for the channels of the slice; nothing is random."""
         channels = len(part.channels)
         if not channels:
             return {}
@@ -527,23 +548,26 @@ class Conv2d(Layer):
     """
 
     channels: int
+    """Number of output channels."""
     kernel: int = 3
+    """Height and width of the kernel, in pixels."""
     stride: int = 1
     padding: int = 0
+    """Pixels added at each edge of the input."""
     groups: int = 1
     bias: bool = True
 
     @property
     def kind(self) -> Kind:
-        """The kind selecting a device's rates."""
-        # A device may have a rate for each: convolutions of these kinds use a processor differently well.
+        """The kind of convolution; a device may have a speed for each kind."""
+        # Processors reach different shares of their peak speed in convolutions of these kinds.
         if self.groups > 1:
             return "depthwise"
         return "pointwise" if self.kernel == 1 else "convolution"
 
     @property
     def division(self) -> Division:
-        """By output and input channels; indivisible with groups, since no device would need the complete input."""
+        """``weights``; ``no`` with groups, since the formulas of slices assume that outputs need all input channels."""
         return "weights" if self.groups == 1 else "no"
 
     @property
@@ -553,7 +577,7 @@ class Conv2d(Layer):
 
     @property
     def channel_values(self) -> int:
-        """The bias."""
+        """One for the bias, if any."""
         return int(self.bias)
 
     def output(self, shape: Shape) -> Shape:
@@ -580,9 +604,10 @@ class Conv2d(Layer):
     ) -> torch.Tensor:
         """Convolve (samples, some input channels, height, width) to (samples, some output channels, height, width)."""
         assert weight is not None
-        around = self.padding if padding is None else padding
+        if padding is None:
+            padding = self.padding
         return functional.conv2d(
-            inputs, weight, stride=self.stride, padding=around, groups=self.groups
+            inputs, weight, stride=self.stride, padding=padding, groups=self.groups
         )
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
@@ -603,7 +628,7 @@ class Conv2d(Layer):
 
 @dataclass(frozen=True)
 class Linear(Layer):
-    """Fully connected.
+    """A fully connected layer.
 
     >>> layer = Linear(10)
     >>> layer.output((64,)), layer.parameters((64,)), layer.flops((64,))
@@ -611,6 +636,7 @@ class Linear(Layer):
     """
 
     features: int
+    """Number of output features."""
     bias: bool = True
 
     kind = "linear"
@@ -618,7 +644,7 @@ class Linear(Layer):
 
     @property
     def channel_values(self) -> int:
-        """The bias."""
+        """One for the bias, if any."""
         return int(self.bias)
 
     def output(self, shape: Shape) -> Shape:
@@ -650,21 +676,22 @@ class Linear(Layer):
         return _assign_weights(module, self.draw(shape, generator, whole))
 
 
-def _whole_slice(weight: Shape) -> Slice:
-    """Return the slice that is a whole layer, from the shape of its weights."""
-    outputs = range(weight[0])
-    inputs = range(weight[1])
+def _whole_slice(weight_shape: Shape) -> Slice:
+    """Return the slice that is a whole layer, from the shape of the layer's weights."""
+    outputs = range(weight_shape[0])
+    inputs = range(weight_shape[1])
     return Slice(rows=outputs, columns=inputs, channels=outputs)
 
 
 @dataclass(frozen=True)
 class Residual(Layer):
-    """A block added to its input, with a ``shortcut`` layer if the shapes differ."""
+    """The sum of a block's output and its input, as in ResNet: block(x) + shortcut(x)."""
 
     block: tuple[Layer, ...]
     shortcut: tuple[Layer, ...] = ()
+    """Layers that give the input the shape of the block's output; empty if the shapes are equal."""
 
-    # Devices would have to exchange the values within the block.
+    # To share a block, devices would have to exchange values within the block.
     division = "no"
 
     def with_initialisation(self, how: Initialisation) -> Self:
@@ -688,6 +715,7 @@ class Residual(Layer):
         """Each layer of block and shortcut with its input shape; both paths begin with the same input."""
         inner: list[tuple[Layer, Shape]] = []
         for path in (self.block, self.shortcut):
+            # Not strict: there is one shape more than there are layers, the output of the last layer.
             inner += zip(path, shapes_through(path, shape), strict=False)
         return inner
 
@@ -699,14 +727,14 @@ class Residual(Layer):
         return values
 
     def weights(self, shape: Shape) -> int:
-        """Elements of the kernels of block and shortcut."""
+        """Number of elements of the kernels of block and shortcut."""
         elements = 0
         for layer, input_shape in self._inner_layers(shape):
             elements += layer.weights(input_shape)
         return elements
 
     def flops(self, shape: Shape) -> float:
-        """FLOPs of block and shortcut; only matrix products count, and not the sum of the two."""
+        """FLOPs of block and shortcut; adding the two is no matrix product, and does not count."""
         flops = 0.0
         for layer, input_shape in self._inner_layers(shape):
             flops += layer.flops(input_shape)
@@ -752,8 +780,8 @@ class Residual(Layer):
         generator: torch.Generator,
         part: Slice,
     ) -> dict[str, torch.Tensor]:
-        """Return all initial weights, for any slice but an empty one."""
-        # Built in any case: the generator has to advance.
+        """Return the initial weights of the whole block, or none if the slice is empty."""
+        # Also for an empty slice, since the generator has to advance.
         state = self.build(shape, generator).state_dict()
         return dict(state) if part.rows or part.channels else {}
 

@@ -1,4 +1,7 @@
-"""Torch modules of the layers; the only module of this package with an immediate torch import."""
+"""The torch modules that `testbed.ml.models.layers` and `testbed.ml.models.chain` build, besides those of torch itself.
+
+This file imports torch at once, so the two import it only when they build a module: planning needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,10 @@ class Sum(nn.Sequential):
 class DarknetReorganise(nn.Module):
     """Darknet's reorganisation: (C, H, W) to (C s^2, H/s, W/s).
 
-    Darknet reads the C channels as C/s^2 images of s times the height and width, takes every s-th pixel of these
-    images, and writes s^2 C/s^2 = C channels of the old height and width, which are then read with s^2 as many
-    channels. The result differs from a plain space-to-depth, and weights trained with Darknet depend on it.
+    Darknet reads the memory of the C channels as C/s^2 larger images, of height s H and width s W. Every s-th pixel of
+    an image along both axes makes an output channel of H x W pixels, s^2 of them for each image. The memory of these C
+    channels is finally read as (C s^2, H/s, W/s). The order of the values differs from a plain space-to-depth, and
+    weights trained with Darknet depend on the order.
 
     >>> DarknetReorganise(stride=2)(torch.zeros(1, 64, 26, 26)).shape
     torch.Size([1, 256, 13, 13])
@@ -46,20 +50,22 @@ class DarknetReorganise(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Sequential
         """Reorder the values of every sample, (samples, channels, height, width)."""
-        step = self.stride
-        area = step**2
+        stride = self.stride
+        pixels = stride**2
         samples, channels, height, width = input.shape
-        # The same memory as larger images: (height x step) rows of (width x step) pixels.
-        images = input.reshape(samples, channels // area, height, step, width, step)
-        # First the place within each square of step x step pixels, then the square.
+        # Larger images, divided into height x width squares of stride x stride pixels.
+        images = input.reshape(
+            samples, channels // pixels, height, stride, width, stride
+        )
+        # (samples, row in the square, column in the square, image, row of the square, column of the square)
         reordered = images.permute(0, 3, 5, 1, 2, 4)
         return reordered.reshape(
-            samples, channels * area, height // step, width // step
+            samples, channels * pixels, height // stride, width // stride
         )
 
 
 class Joined(nn.Sequential):
-    """Applies its children to the concatenation of several tensors along their first axis.
+    """A sequence of layers whose input is the concatenation of several tensors along their channels.
 
     >>> Joined(nn.Identity())(torch.zeros(1, 16, 8, 8), torch.zeros(1, 32, 8, 8)).shape
     torch.Size([1, 48, 8, 8])
@@ -68,20 +74,20 @@ class Joined(nn.Sequential):
     def forward(self, *parts: torch.Tensor) -> torch.Tensor:
         """Join the inputs, (samples, channels, ...) each, along the channels, and run the children."""
         joined = torch.cat(parts, dim=1)
-        # The children run with the copy alone in memory.
+        # The parts are a copy of the same values, and would stay in memory while the children run.
         del parts
         output: torch.Tensor = super().forward(joined)  # type: ignore[no-untyped-call]
         return output
 
 
 class SplitInputs(nn.Module):
-    """Wraps a unit with several inputs, which arrive as one tensor with all values along one axis."""
+    """Wraps a unit with several arguments, so that it takes one tensor with the values of all arguments."""
 
     def __init__(self, unit: nn.Module, shapes: Sequence[Shape]) -> None:
-        """``shapes`` are those of the unit's inputs for one sample, in order."""
+        """``shapes`` are those of the unit's arguments for one sample, in order."""
         super().__init__()
         self._shapes = shapes
-        # Weights are loaded by the unit's own names, without the wrapper's.
+        # State dictionaries have the names of the unit, without the prefix "unit." of the wrapper.
         self.load_state_dict = unit.load_state_dict  # type: ignore[method-assign]
         self.unit = unit
 
@@ -113,7 +119,7 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
 
 
 class Segment(nn.Sequential):
-    """Consecutive units of a model, each of which reads the outputs of certain earlier units."""
+    """Consecutive units of a model, from the tensors crossing the cut before them to those crossing the cut behind."""
 
     def __init__(
         self,
@@ -122,7 +128,7 @@ class Segment(nn.Sequential):
         reads: Sequence[Sequence[int]],
         crossing: Sequence[Sequence[UnitOutput]],
     ) -> None:
-        """Take consecutive units of a model.
+        """Name the modules of consecutive units by their indices in the model.
 
         Args:
             first: index of the first unit in the model.
@@ -130,10 +136,10 @@ class Segment(nn.Sequential):
             reads: for each unit, the units whose outputs the unit reads, by index in the model.
             crossing: for the cut before each unit and behind the last, the crossing tensors (`Model.crossing_tensors`).
         """
-        named = OrderedDict()
+        units_by_name = OrderedDict()
         for place, unit in enumerate(units):
-            named[str(first + place)] = unit
-        super().__init__(named)
+            units_by_name[str(first + place)] = unit
+        super().__init__(units_by_name)
         self._first = first
         self._reads = reads
         self._crossing = crossing
@@ -143,9 +149,10 @@ class Segment(nn.Sequential):
         input: torch.Tensor,  # noqa: A002 - torch's name of the argument
         before: Callable[[str], object] | None = None,
     ) -> torch.Tensor:
-        """Run the units; ``before`` is called with each unit's name before the unit runs.
+        """Run the units and return the tensors crossing the cut behind them, as one tensor.
 
-        ``input`` is (samples, ...), several tensors flattened and joined. Values are dropped after their last use.
+        ``input`` is (samples, ...), with several tensors flattened and joined. If given, ``before`` is called with each
+        unit's name before the unit runs. Outputs of units are dropped after their last use.
         """
         # Outputs by the index of their unit in the model.
         outputs = _split_tensors(input, self._crossing[0])
@@ -154,23 +161,23 @@ class Segment(nn.Sequential):
                 before(name)
             inputs = [outputs[index] for index in self._reads[place]]
             outputs[self._first + place] = unit(*inputs)
-            # Without this list, too, the inputs would live until the next unit has run.
+            # The list would keep the inputs in memory while the next unit runs.
             del inputs
-            needed = self._crossing[place + 1]
-            outputs = {index: outputs[index] for index, _ in needed}
+            crossing = self._crossing[place + 1]
+            outputs = {index: outputs[index] for index, _ in crossing}
         return _join_tensors(outputs, self._crossing[-1])
 
 
 def _split_tensors(
-    packed: torch.Tensor, crossing: Sequence[UnitOutput]
+    joined: torch.Tensor, crossing: Sequence[UnitOutput]
 ) -> dict[int, torch.Tensor]:
-    """Return the tensors crossing a cut, each (samples, ...), by the units that made them."""
+    """Return the tensors crossing a cut, each (samples, ...), by the index of the unit that computes them."""
     if len(crossing) == 1:
-        # A single tensor crosses with its own shape.
-        [(only, _)] = crossing
-        return {only: packed}
+        # A single tensor is not flattened.
+        [(index, _)] = crossing
+        return {index: joined}
     sizes = [math.prod(shape) for _, shape in crossing]
-    parts = torch.split(packed, sizes, dim=1)
+    parts = torch.split(joined, sizes, dim=1)
     tensors = {}
     for (index, shape), part in zip(crossing, parts, strict=True):
         tensors[index] = part.reshape(-1, *shape)
@@ -182,14 +189,14 @@ def _join_tensors(
 ) -> torch.Tensor:
     """Return the tensors crossing a cut as one tensor, the inverse of `_split_tensors`."""
     if len(crossing) == 1:
-        [(only, _)] = crossing
-        return outputs[only]
+        [(index, _)] = crossing
+        return outputs[index]
     parts = [outputs[index].flatten(1) for index, _ in crossing]
     return torch.cat(parts, dim=1)
 
 
 class ChannelMean(nn.Module):
-    """The mean over height and width.
+    """The mean of each channel, over height and width.
 
     >>> ChannelMean()(torch.ones(2, 16, 8, 8)).shape
     torch.Size([2, 16])

@@ -1,8 +1,10 @@
-"""The arithmetic of layer slices: partial products of some rows and columns, and finishing of channels.
+"""The arithmetic of layer slices: partial sums of some output channels, and the finishing of complete sums.
 
-A slice is a device's part of a layer: rows of the weights are output channels, columns are input channels. With weights
-cut by output channels, each device finishes its outputs. With weights cut by input channels, each device has partial
-sums, and bias, normalisation and activation must wait for the complete sums (Stahl et al., Sections 4.1 and 4.4).
+A slice is a device's part of a layer (`testbed.ml.models.slices`): rows of the weights are output channels, columns are
+input channels. If the weights are cut by output channels, each device computes complete sums of its output channels.
+If the weights are cut by input channels, each device computes partial sums of all output channels. Finishing a channel
+means adding the bias, normalising and activating, for which the sums must be complete (Stahl et al., Sections 4.1 and
+4.4).
 
 Values are flat, (samples, elements), channel after channel, as in messages. All operations are differentiable.
 
@@ -20,22 +22,22 @@ from testbed.ml.lazy import functional, nn, torch
 from testbed.ml.models.chain import Model
 from testbed.ml.models.graph import GraphLayer
 from testbed.ml.models.layers import Linear, ReLU, shapes_through
-from testbed.ml.models.slices import NONE, Channels, Slice, pick
+from testbed.ml.models.slices import NO_CHANNELS, Channels, Slice, pick
 
 Tensors = Mapping[str, "torch.Tensor"]
-"""Weights and per-channel values as `Model.build` names them."""
+"""Tensors by the names in the state dictionary of `Model.build`."""
 
 _COUNTER = "num_batches_tracked"
-"""A counter of batches in torch's normalisations, unused with a fixed momentum."""
+"""Last part of the name of a counter in torch's normalisations, which is unused with a fixed momentum."""
 
 
 def cut_tensors(
     layer: GraphLayer, part: Slice, state: Tensors
 ) -> dict[str, torch.Tensor]:
-    """Return a slice of a layer's tensors by name, without empty tensors; indivisible layers stay whole.
+    """Return a slice of a layer's tensors by name; indivisible layers stay whole, and empty tensors are omitted.
 
-    ``state`` is the complete state of the layer or of the whole model. Slices of ranges are views: `cut_copies` lets
-    the complete state be freed.
+    ``state`` is the complete state of the layer or of the whole model. The result has views if the slice has ranges, so
+    it keeps the complete state in memory; `cut_copies` does not.
     """
     prefixes = tuple(f"{name}." for name in layer.names)
     is_divisible = layer.splits or layer.is_channelwise
@@ -44,54 +46,54 @@ def cut_tensors(
         is_of_layer = name.startswith(prefixes)
         if not is_of_layer or name.endswith(_COUNTER):
             continue
-        own = part.of(tensor) if is_divisible else tensor
-        if own.numel():
-            tensors[name] = own
+        values = part.of(tensor) if is_divisible else tensor
+        if values.numel():
+            tensors[name] = values
     return tensors
 
 
 def cut_copies(
-    held: Iterable[tuple[GraphLayer, Slice]], state: Tensors
+    slices: Iterable[tuple[GraphLayer, Slice]], state: Tensors
 ) -> dict[str, torch.Tensor]:
     """Return copies of the results of `cut_tensors` for each layer, so the complete state can be freed."""
     copies = {}
-    for layer, part in held:
+    for layer, part in slices:
         for name, tensor in cut_tensors(layer, part, state).items():
             copies[name] = tensor.clone()
     return copies
 
 
 def draw_tensors(
-    model: Model, wanted: Iterable[tuple[GraphLayer, Slice]], seed: int
+    model: Model, slices: Iterable[tuple[GraphLayer, Slice]], seed: int
 ) -> dict[str, torch.Tensor]:
     """Draw slices of the model's initial weights, equal to `cut_tensors` of the whole model drawn with this seed.
 
-    Only one block of the weights of other devices is in memory at a time, since a model may not fit into one device.
-    ``wanted`` is in the order of the model. Units of a user's network are built whole and then cut.
+    Weights outside of the slices are in memory only one block at a time, since a model may not fit into one device.
+    ``slices`` are in the order of the model. Units of a user's network are built whole and then cut.
     """
     if model.builder is not None:
-        return _cut_built_units(model, list(wanted), seed)
+        return _cut_built_units(model, list(slices), seed)
     slices_by_unit: dict[int, dict[str, Slice]] = {}
-    for graph_layer, part in wanted:
-        slices = slices_by_unit.setdefault(graph_layer.unit, {})
+    for graph_layer, part in slices:
+        slices_of_unit = slices_by_unit.setdefault(graph_layer.unit, {})
         for name in graph_layer.names:
-            slices[name] = part
+            slices_of_unit[name] = part
     tensors: dict[str, torch.Tensor] = {}
-    for index, slices in slices_by_unit.items():
-        tensors |= _draw_unit(model, index, slices, seed)
+    for index, slices_of_unit in slices_by_unit.items():
+        tensors |= _draw_unit(model, index, slices_of_unit, seed)
     return tensors
 
 
 def _cut_built_units(
-    model: Model, held: Sequence[tuple[GraphLayer, Slice]], seed: int
+    model: Model, slices: Sequence[tuple[GraphLayer, Slice]], seed: int
 ) -> dict[str, torch.Tensor]:
-    """Build each unit of a user's network with a held layer, and cut the unit's tensors."""
-    indices = {layer.unit for layer, _ in held}
+    """Build the units of a user's network that the slices belong to, and cut their tensors."""
+    indices = {layer.unit for layer, _ in slices}
     state: dict[str, torch.Tensor] = {}
     for index in indices:
         state |= model.build(index, index + 1, seed).state_dict()
     # Copies: views would keep the whole units in memory.
-    return cut_copies(held, state)
+    return cut_copies(slices, state)
 
 
 def _draw_unit(
@@ -100,28 +102,28 @@ def _draw_unit(
     slices: Mapping[str, Slice],
     seed: int,
 ) -> dict[str, torch.Tensor]:
-    """Draw the slices of a unit's layers, by module name; layers without a slice are drawn and dropped.
+    """Draw the slices of a unit's layers; ``slices`` are by layer name, such as "3.0" for the first layer of unit 3.
 
     Seed and generator are the same as in `Model.build`, so a slice equals the same part of the whole model.
     """
     unit = model.units[index]
     generator = torch.Generator().manual_seed(derive(seed, "weights", index))
-    nothing = Slice(NONE, NONE, NONE)
+    empty_slice = Slice(NO_CHANNELS, NO_CHANNELS, NO_CHANNELS)
     tensors = {}
     input_shapes = shapes_through(unit.layers, unit.input)
     for number, layer in enumerate(unit.layers):
-        name = f"{index}.{number}"
+        layer_name = f"{index}.{number}"
         # An empty slice advances the generator all the same, for the layers after this one.
-        part = slices.get(name, nothing)
-        drawn = layer.draw(input_shapes[number], generator, part)
-        for key, tensor in drawn.items():
-            if not key.endswith(_COUNTER):
-                tensors[f"{name}.{key}"] = tensor
+        part = slices.get(layer_name, empty_slice)
+        layer_tensors = layer.draw(input_shapes[number], generator, part)
+        for name, tensor in layer_tensors.items():
+            if not name.endswith(_COUNTER):
+                tensors[f"{layer_name}.{name}"] = tensor
     return tensors
 
 
 class SlicedLayer:
-    """A slice of a layer with the slice's tensors, which computes all or some of the channels.
+    """A slice of a layer with the tensors of the slice, on which the device computes.
 
     If the weights are cut by output channels, a device calls `run`, or `sums` and then `finish`. If they are cut by
     input channels, the `sums` of all devices are added, and each device calls `finish` for some channels.
@@ -135,22 +137,22 @@ class SlicedLayer:
         *,
         training: bool = False,
     ) -> None:
-        """Take the tensors of the slice, as returned by `cut_tensors`; tensors of other layers are ignored.
+        """``state`` has the tensors of the slice, as `cut_tensors` returns them; tensors of other layers are ignored.
 
-        With ``training``, normalisation uses batch statistics and updates the running statistics in place.
+        With ``training``, normalisation uses batch statistics and updates the running statistics in ``state`` in place.
         """
         self.layer = layer
         self.part = part
         self._training = training
         self._states = [_tensors_of(name, state) for name in layer.names]
         """The tensors of each layer of ``layer.sequence``."""
-        # A pooling that was added to the layer has no name, and no tensors.
-        unnamed = len(layer.sequence) - len(self._states)
-        self._states += [{}] * unnamed
-        self._following: dict[Channels, nn.Sequential] = {}
-        """The operations after the sums, by the channels that they finish."""
-        self._whole: nn.Sequential | None = None
-        """The module of an indivisible layer; None before its first run."""
+        # A pooling added by `GraphLayer.with_pool` has no name, and no tensors.
+        unnamed_layers = len(layer.sequence) - len(self._states)
+        self._states += [{}] * unnamed_layers
+        self._finishing_modules: dict[Channels, nn.Sequential] = {}
+        """The modules of the layers after the main layer, by the channels that they finish."""
+        self._indivisible_module: nn.Sequential | None = None
+        """The module of an indivisible layer; None before the first run."""
 
     def sums(
         self,
@@ -162,15 +164,17 @@ class SlicedLayer:
 
         Args:
             inputs: the values of the input channels ``columns``, (samples, elements).
-            columns: input channels of the slice; None for all of the slice.
-            rows: output channels of the slice; None for all of the slice.
+            columns: some input channels of the slice; None for all input channels of the slice.
+            rows: some output channels of the slice; None for all output channels of the slice.
 
         Returns: (samples, elements of the output channels).
         """
-        columns = self.part.columns if columns is None else columns
-        rows = self.part.rows if rows is None else rows
-        own_weight = self._states[0]["weight"]
-        weight = pick(own_weight, 0, rows, self.part.rows)
+        if columns is None:
+            columns = self.part.columns
+        if rows is None:
+            rows = self.part.rows
+        slice_weight = self._states[0]["weight"]
+        weight = pick(slice_weight, 0, rows, self.part.rows)
         weight = pick(weight, 1, columns, self.part.columns)
         pixels = self.layer.main_input[1:]
         maps = inputs.reshape(len(inputs), len(columns), *pixels)
@@ -180,32 +184,36 @@ class SlicedLayer:
     def finish(
         self, sums: torch.Tensor, channels: Channels | None = None
     ) -> torch.Tensor:
-        """Add the bias to complete sums of some output channels, normalise and activate; (samples, elements) both.
+        """Add the bias to complete sums of output channels, normalise and activate.
 
-        ``channels`` are output channels of the slice; None for all of the slice.
+        ``sums`` and result are (samples, elements). ``channels`` are the output channels of ``sums``; None for all
+        channels that the slice finishes.
         """
-        channels = self.part.channels if channels is None else channels
-        # Features are finished as maps of one pixel, since the normalisation is that of maps.
+        if channels is None:
+            channels = self.part.channels
+        # Features become maps of one pixel, since the module of a normalisation takes maps only.
         pixels = self.layer.main_output[1:] or (1, 1)
         maps = sums.reshape(len(sums), len(channels), *pixels)
         return self._finish_maps(maps, channels).flatten(1)
 
     def _finish_maps(self, values: torch.Tensor, channels: Channels) -> torch.Tensor:
         """Finish maps of some output channels, (samples, channels, height, width)."""
-        bias = self._states[0].get("bias")
-        if bias is not None:
-            own_bias = pick(bias, 0, channels, self.part.channels)
-            values = values + own_bias[:, None, None]
-        finished: torch.Tensor = self._finishing_layers(channels)(values)
-        return finished
+        slice_bias = self._states[0].get("bias")
+        if slice_bias is not None:
+            bias = pick(slice_bias, 0, channels, self.part.channels)
+            # One value for all pixels of a channel.
+            values = values + bias[:, None, None]
+        outputs: torch.Tensor = self._finishing_module(channels)(values)
+        return outputs
 
     def tile(
         self, inputs: torch.Tensor, around: tuple[int, int, int, int]
     ) -> torch.Tensor:
-        """Compute all channels of a tile from the tile's input, (samples, channels, height, width) both.
+        """Compute all channels of a tile, a rectangle of the output, from the rectangle of the input that it needs.
 
-        ``around`` is the padding of the input in pixels: left, right, top and bottom. Only edges of the whole image are
-        padded; at other edges, the input contains the pixels of neighbouring tiles.
+        Both are (samples, channels, height, width). ``around`` is the padding of the input in pixels: left, right, top
+        and bottom. Only edges of the whole image are padded; at other edges, the input contains the pixels of
+        neighbouring tiles.
         """
         window = self.layer.window
         assert window is not None
@@ -216,7 +224,11 @@ class SlicedLayer:
         return self._finish_maps(values, self.part.channels)
 
     def run(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute the whole layer from its complete input; (samples, elements) both."""
+        """Compute the slice's output channels from all input channels that they need; both are (samples, elements).
+
+        A layer with weights needs the complete input, and a channel-wise layer the slice's channels of the input. An
+        indivisible layer is computed whole.
+        """
         if self.layer.splits:
             return self.finish(self.sums(inputs))
         if self.layer.is_channelwise:
@@ -228,42 +240,42 @@ class SlicedLayer:
         if self.layer.is_route:
             # The values arrive joined.
             return inputs
-        if self._whole is None:
-            self._whole = self._build_layer()
+        if self._indivisible_module is None:
+            self._indivisible_module = self._build_indivisible()
         maps = inputs.reshape(len(inputs), *self.layer.main_input)
-        outputs: torch.Tensor = self._whole(maps)
+        outputs: torch.Tensor = self._indivisible_module(maps)
         return outputs.flatten(1)
 
-    def _finishing_layers(self, channels: Channels) -> nn.Sequential:
-        """Return the operations after the sums for some channels: a narrower normalisation, an activation."""
-        if channels not in self._following:
-            modules = self._build_followers(channels)
-            self._following[channels] = modules.train(self._training)
-        return self._following[channels]
+    def _finishing_module(self, channels: Channels) -> nn.Sequential:
+        """Return the layers after the main layer for some channels: a narrower normalisation, an activation."""
+        if channels not in self._finishing_modules:
+            modules = self._build_finishing(channels)
+            self._finishing_modules[channels] = modules.train(self._training)
+        return self._finishing_modules[channels]
 
-    def _build_followers(self, channels: Channels) -> nn.Sequential:
+    def _build_finishing(self, channels: Channels) -> nn.Sequential:
         modules = nn.Sequential()
         # Element-wise layers accept maps of any size; only the number of channels counts.
         shape = (len(channels), 1, 1)
-        followers = self.layer.sequence[1:]
+        finishing_layers = self.layer.sequence[1:]
         states = self._states[1:]
-        for layer, state in zip(followers, states, strict=True):
+        for layer, slice_state in zip(finishing_layers, states, strict=True):
             module = layer.build(shape, torch.Generator())
-            own = {}
-            for name, tensor in state.items():
-                own[name] = pick(tensor, 0, channels, self.part.channels)
-            # Assigned, not copied: in training, the running statistics of the given state change in place.
+            state = {}
+            for name, tensor in slice_state.items():
+                state[name] = pick(tensor, 0, channels, self.part.channels)
+            # Assigned, not copied: training updates the running statistics of the slice in place.
             # Not strict, since the counter of a normalisation is missing.
-            module.load_state_dict(own, strict=False, assign=True)
+            module.load_state_dict(state, strict=False, assign=True)
             modules.append(module)
         return modules
 
-    def _build_layer(self) -> nn.Sequential:
-        """Return the module of an indivisible layer with the slice's tensors."""
+    def _build_indivisible(self) -> nn.Sequential:
+        """Return the module of an indivisible layer and the layers after it, with the tensors of the slice."""
         modules = nn.Sequential()
         sequence = self.layer.sequence
-        # A shape more than there are layers: the last one is the output.
         input_shapes = shapes_through(sequence, self.layer.main_input)
+        # Not strict: there is one shape more than there are layers, the output of the last layer.
         for layer, shape, state in zip(
             sequence, input_shapes, self._states, strict=False
         ):
@@ -284,9 +296,9 @@ def _tensors_of(module: str, state: Tensors) -> dict[str, torch.Tensor]:
 
 
 class SlicedShape:
-    """The result shapes of `SlicedLayer` in inference, without computation: meta tensors of torch.
+    """The counterpart of `SlicedLayer` that computes no values, only the shapes of results, for timing-only inference.
 
-    The methods have the same arguments as the methods of `SlicedLayer`. Timing-only runs send such tensors.
+    Results are tensors on torch's meta device. The methods have the arguments of those of `SlicedLayer`.
     """
 
     def __init__(self, layer: GraphLayer, part: Slice) -> None:
@@ -312,7 +324,7 @@ class SlicedShape:
     def tile(
         self, inputs: torch.Tensor, around: tuple[int, int, int, int]
     ) -> torch.Tensor:
-        """Return a tile of shape (samples, channels, height, width)."""
+        """Return a tile, (samples, output channels, height, width)."""
         window = self.layer.window
         assert window is not None
         left, right, top, bottom = around
@@ -325,7 +337,7 @@ class SlicedShape:
         return torch.empty(shape, device="meta")
 
     def run(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the output shape of the whole layer, or of some channels: (samples, elements)."""
+        """Return (samples, elements): of the slice's channels if the layer is channel-wise, else of all channels."""
         if self.layer.is_route:
             return inputs
         if self.layer.is_channelwise:
@@ -339,16 +351,17 @@ class SlicedShape:
 
 
 @dataclass(frozen=True)
-class DenseStep:
-    """One forward waiting for its gradient: the closed form of a fully connected layer, with or without a ReLU.
+class DenseGradients:
+    """The gradients of a fully connected layer in closed form, from the values of a forward.
 
-    For y = relu(x W' + b) with the gradient g of y: the gradient of the sums is s = g where y > 0, that of the inputs
-    s W, of the weight s' x, and of the bias the sum of s over the samples.
+    For y = relu(x W' + b) and the gradient g of y, the gradient of the sums x W' + b is s = g where y > 0 and 0
+    elsewhere. The gradient of x is s W, that of W is s' x, and that of b is the sum of s over the samples. Without a
+    ReLU, s = g.
 
     >>> weight = torch.tensor([[1.0, -1.0]])
-    >>> step = DenseStep(torch.tensor([[3.0, 1.0]]), weight, torch.tensor([[2.0]]), rectified=True)
-    >>> sums = step.of_sums(torch.tensor([[0.5]]))
-    >>> step.of_inputs(sums), step.of_parameters(sums)
+    >>> gradients = DenseGradients(torch.tensor([[3.0, 1.0]]), weight, torch.tensor([[2.0]]), has_relu=True)
+    >>> sums = gradients.sum_gradient(torch.tensor([[0.5]]))
+    >>> gradients.input_gradient(sums), gradients.parameter_gradients(sums)
     (tensor([[ 0.5000, -0.5000]]), (tensor([[1.5000, 0.5000]]), tensor([0.5000])))
     """
 
@@ -358,27 +371,29 @@ class DenseStep:
     """(neurons, inputs)."""
     outputs: torch.Tensor
     """(samples, neurons)."""
-    rectified: bool
-    """Whether a ReLU follows."""
+    has_relu: bool
+    """Whether a ReLU follows the sums."""
 
-    def of_sums(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the ReLU's input from the gradient of its output, both (samples, neurons)."""
-        if not self.rectified:
-            return gradient
-        # The output is positive exactly where the input is.
-        return gradient * (self.outputs > 0)
+    def sum_gradient(self, output_gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the sums from the gradient of the outputs, both (samples, neurons)."""
+        if not self.has_relu:
+            return output_gradient
+        # The output of a ReLU is positive exactly where the sum is.
+        return output_gradient * (self.outputs > 0)
 
-    def of_inputs(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the inputs, (samples, inputs), from `of_sums`."""
-        return sums @ self.weight
+    def input_gradient(self, sum_gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the inputs, (samples, inputs), from the gradient of the sums."""
+        return sum_gradient @ self.weight
 
-    def of_parameters(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of weight, (neurons, inputs), and bias, (neurons,), from `of_sums`."""
-        return sums.T @ self.inputs, sums.sum(dim=0)
+    def parameter_gradients(
+        self, sum_gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of weight, (neurons, inputs), and bias, (neurons,), from the gradient of the sums."""
+        return sum_gradient.T @ self.inputs, sum_gradient.sum(dim=0)
 
 
 def is_dense(layer: GraphLayer) -> bool:
-    """Return whether a layer is fully connected and followed by a ReLU at most.
+    """Return whether a layer is fully connected with a ReLU or nothing after it, as `DenseGradients` requires.
 
     >>> from testbed.ml.models.catalog import create
     >>> from testbed.ml.models.graph import graph_of
@@ -394,18 +409,18 @@ def dense_forward(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
-    rectified: bool,
+    has_relu: bool,
 ) -> torch.Tensor:
-    """Return the outputs, (samples, neurons), of inputs, (samples, inputs), after a ReLU if ``rectified``.
+    """Return the outputs, (samples, neurons), of inputs, (samples, inputs), after a ReLU if ``has_relu``.
 
     ``weight`` is (neurons, inputs), ``bias`` (neurons,).
 
     >>> weight = torch.tensor([[1.0, -1.0]])
-    >>> dense_forward(torch.tensor([[3.0, 1.0], [1.0, 3.0]]), weight, None, rectified=True)
+    >>> dense_forward(torch.tensor([[3.0, 1.0], [1.0, 3.0]]), weight, None, has_relu=True)
     tensor([[2.],
             [0.]])
     """
     # As torch's own linear layer: adding the bias to the finished product may round differently.
     sums = inputs @ weight.T if bias is None else torch.addmm(bias, inputs, weight.T)
     # In place: the sums are a new tensor that nobody else reads.
-    return sums.relu_() if rectified else sums
+    return sums.relu_() if has_relu else sums

@@ -86,7 +86,7 @@ class StagePosition:
         return first, last
 
     def holders(self, model: Model) -> list[list[int]]:
-        """Return the stages that use each of the model's tied weights, in the order of `Model.tied`."""
+        """Return the stages that use each tied weight of the model, in the order of `Model.tied_weights`."""
         cuts = [first for _, first, _ in self.stages]
         return [tied.holders(cuts) for tied in model.tied_weights]
 

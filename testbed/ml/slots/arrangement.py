@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from testbed.common.errors import InputError
-from testbed.ml.models.slices import NONE, Channels
+from testbed.ml.models.slices import NO_CHANNELS, Channels
 
 Allocation = Literal["vertical", "hybrid", "horizontal"]
 """Groups of one layer each, groups by equation (1), or one group of all layers."""
@@ -66,7 +66,7 @@ class NeuronAssignment:
 
     def neurons_of(self, device: str, layer: int) -> Channels:
         """Return a device's neurons of a layer; empty for layers of other groups."""
-        return self.layers[layer].get(device, NONE)
+        return self.layers[layer].get(device, NO_CHANNELS)
 
     @property
     def output_layer(self) -> int:

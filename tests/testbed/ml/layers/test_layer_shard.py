@@ -25,7 +25,7 @@ from testbed.ml.models.layers import (
 )
 from testbed.ml.models.sliced import cut_tensors, draw_tensors
 from testbed.ml.models.slices import (
-    NONE,
+    NO_CHANNELS,
     Channels,
     Slice,
     as_channels,
@@ -344,7 +344,7 @@ def test_moved_neurons_train_like_whole_layer(
             state[name] = tensor
     shards = []
     # The first shard has all neurons at first, the second none.
-    for neurons in (range(layer.output_channels), NONE):
+    for neurons in (range(layer.output_channels), NO_CHANNELS):
         part = Slice(neurons, all_inputs, neurons)
         tensors = {}
         for name, tensor in state.items():
@@ -383,7 +383,7 @@ def test_neurons_cannot_be_taken_or_given_twice() -> None:
 
 def test_slice_with_incomplete_neurons_is_rejected() -> None:
     layer, reference = make_dense()
-    by_inputs = Slice(range(NEURONS), range(3), NONE)
+    by_inputs = Slice(range(NEURONS), range(3), NO_CHANNELS)
     with pytest.raises(ValueError, match="divided by inputs"):
         LayerShard(layer, by_inputs, reference.cut_state(by_inputs), PLAIN)
 

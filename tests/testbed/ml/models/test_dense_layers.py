@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from testbed.ml.models import create
 from testbed.ml.models.graph import graph_of
-from testbed.ml.models.sliced import DenseStep, dense_forward, is_dense
+from testbed.ml.models.sliced import DenseGradients, dense_forward, is_dense
 
 
 @given(
@@ -18,11 +18,11 @@ from testbed.ml.models.sliced import DenseStep, dense_forward, is_dense
     inputs=st.integers(1, 6),
     outputs=st.integers(1, 6),
     has_bias=st.booleans(),
-    rectified=st.booleans(),
+    has_relu=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_dense_step_has_outputs_and_gradients_of_autograd(
-    samples: int, inputs: int, outputs: int, has_bias: bool, rectified: bool, seed: int
+def test_dense_layer_has_outputs_and_gradients_of_autograd(
+    samples: int, inputs: int, outputs: int, has_bias: bool, has_relu: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
 
@@ -35,21 +35,21 @@ def test_dense_step_has_outputs_and_gradients_of_autograd(
     bias = draw(outputs) if has_bias else None
     gradient = draw(samples, outputs)
 
-    result = dense_forward(values, weight, bias, rectified=rectified)
-    step = DenseStep(values, weight, result, rectified)
-    sums = step.of_sums(gradient)
-    parameter_gradients = step.of_parameters(sums)
+    result = dense_forward(values, weight, bias, has_relu=has_relu)
+    gradients = DenseGradients(values, weight, result, has_relu)
+    sums = gradients.sum_gradient(gradient)
+    parameter_gradients = gradients.parameter_gradients(sums)
 
     leaves = [values.clone().requires_grad_(), weight.clone().requires_grad_()]
     if bias is not None:
         leaves.append(bias.clone().requires_grad_())
     expected = functional.linear(*leaves)
-    if rectified:
+    if has_relu:
         expected = functional.relu(expected)
     autograd = torch.autograd.grad(expected, leaves, gradient)
 
     torch.testing.assert_close(result, expected.detach())
-    torch.testing.assert_close(step.of_inputs(sums), autograd[0])
+    torch.testing.assert_close(gradients.input_gradient(sums), autograd[0])
     torch.testing.assert_close(parameter_gradients[0], autograd[1])
     if has_bias:
         torch.testing.assert_close(parameter_gradients[1], autograd[2])
