@@ -32,9 +32,9 @@ from testbed.wire.framing import WINDOW, wire_bytes
 
 _EQUAL_WITHIN = 1e-6
 """Seconds within which two times are equal, because times are rounded to nine digits in the log."""
-_LONGEST = 10_000
-"""Maximum number of activities of one path. Every path ends without it, since a path has each activity once; it bounds
-the search for one step in a run with millions of activities."""
+_MAX_ACTIVITIES = 10_000
+"""Maximum number of activities of one path. A path is finite in any case, since it has each activity at most once; the
+limit bounds the search for one step in a run with millions of activities."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,14 @@ class CriticalPaths:
         activities: dict[str, _Activities] = defaultdict(_Activities)
         links = _LinksInForce(log, experiment)
         departures = _index_departures(log, links)
-        fields = ("event", "device", "start", "duration")
-        of_work = ("late", "deficit")
-        of_message = ("peer", "message", "bytes")
-        # One pass for both: activities that end at one instant keep the order of the log.
-        ended = log.of("compute", "receive").rows(*fields, *of_work, *of_message)
-        for event, device, start, duration, *others in ended:
+        common_fields = ("event", "device", "start", "duration")
+        work_fields = ("late", "deficit")
+        message_fields = ("peer", "message", "bytes")
+        # One pass for both events, so that activities with equal ends keep the order of the log.
+        rows = log.of("compute", "receive").rows(
+            *common_fields, *work_fields, *message_fields
+        )
+        for event, device, start, duration, *others in rows:
             late, deficit, peer, kind, size = others
             end = start + duration
             if event == "compute":
@@ -126,26 +128,25 @@ class CriticalPaths:
                     late = deficit or 0.0
                 activities[device].add(end, start, late)
                 continue
-            sent = departures.get((peer, device, kind))
-            departure = None if sent is None else sent.take(end)
+            messages = departures.get((peer, device, kind))
+            departure = None if messages is None else messages.take(end)
             # A sender that was killed before the acknowledgement has not recorded the message.
             if departure is None:
                 continue
-            # Seconds that the link itself needs; None where no single time follows from its properties, as for a cast,
+            # Seconds that the link itself needs; None if no single time follows from its properties, as for a cast,
             # which is sent at the rate of the slowest of several links.
-            needed = None
+            link_seconds = None
             if not departure.is_cast:
-                needed = links.time((peer, device), size or 0, departure.called)
-            if needed is None:
+                link_seconds = links.time((peer, device), size or 0, departure.called)
+            if link_seconds is None:
                 lateness = departure.late + packet_lateness
             else:
-                lateness = max(
-                    0.0, end - departure.called - departure.link_wait - needed
-                )
+                elapsed = end - departure.called - departure.link_wait
+                lateness = max(0.0, elapsed - link_seconds)
             activities[device].add(end, departure.called, lateness, peer)
         self._activities = activities
-        for own in activities.values():
-            own.sort()
+        for device_activities in activities.values():
+            device_activities.sort()
 
     def lateness(self, device: str, interval: Interval) -> PathTime:
         """Return the seconds that the host added to the path back from the end of an interval on a device.
@@ -153,16 +154,18 @@ class CriticalPaths:
         An activity that began before the interval counts with all of its lateness, since the events do not tell when
         the lateness occurred.
         """
-        return self._sum_path(device, interval, lambda own, index: own.lateness[index])
+        return self._sum_path(
+            device, interval, lambda activities, index: activities.lateness[index]
+        )
 
     def spent(self, device: str, interval: Interval) -> PathTime:
         """Return the seconds within an interval of the path back from the end of the interval on a device."""
-        begun, _ = interval
-        return self._sum_path(
-            device,
-            interval,
-            lambda own, index: own.ends[index] - max(own.starts[index], begun),
-        )
+        begin, _ = interval
+
+        def seconds_within(activities: _Activities, index: int) -> float:
+            return activities.ends[index] - max(activities.starts[index], begin)
+
+        return self._sum_path(device, interval, seconds_within)
 
     def _sum_path(
         self,
@@ -170,11 +173,14 @@ class CriticalPaths:
         interval: Interval,
         seconds: Callable[[_Activities, int], float],
     ) -> PathTime:
+        """Return the sum of a function of each activity (its device's activities and its index) over a path."""
         total = PathTime()
-        for own, index in self._walk_path(device, interval):
-            is_computation = own.senders[index] is None
-            spent = seconds(own, index)
-            total += PathTime(spent) if is_computation else PathTime(messaging=spent)
+        for activities, index in self._walk_path(device, interval):
+            spent = seconds(activities, index)
+            if activities.senders[index] is None:
+                total += PathTime(computing=spent)
+            else:
+                total += PathTime(messaging=spent)
         return total
 
     def _walk_path(
@@ -182,25 +188,25 @@ class CriticalPaths:
     ) -> Iterator[tuple[_Activities, int]]:
         """Yield the activities of the path back from the end of an interval on a device, the last one first.
 
-        An activity is given as all activities of its device and its index in them.
+        An activity is yielded as all activities of its device and its index in them.
         """
-        begun, instant = interval
-        # A path takes only activities before the last one taken on the same device. Otherwise two activities that
-        # begin and end at one instant would lead to one another for ever.
-        passed: dict[str, int] = {}
-        for _ in range(_LONGEST):
-            own = self._activities.get(device)
-            if own is None:
+        begin, instant = interval
+        # On each device, the path continues only with activities before the one that it had last. Otherwise two
+        # activities that begin and end at one instant would lead to one another for ever.
+        latest_indices: dict[str, int] = {}
+        for _ in range(_MAX_ACTIVITIES):
+            activities = self._activities.get(device)
+            if activities is None:
                 return
-            index = bisect_right(own.ends, instant + _EQUAL_WITHIN)
-            index = min(index, passed.get(device, index)) - 1
-            if index < 0 or own.ends[index] <= begun:
+            index = bisect_right(activities.ends, instant + _EQUAL_WITHIN)
+            index = min(index, latest_indices.get(device, index)) - 1
+            if index < 0 or activities.ends[index] <= begin:
                 return
-            passed[device] = index
-            yield own, index
-            # A message leads to its sender, a computation to what its device waited for before.
-            device = own.senders[index] or device
-            instant = own.starts[index]
+            latest_indices[device] = index
+            yield activities, index
+            # A message leads to its sender, a computation to the activity that its device waited for before.
+            device = activities.senders[index] or device
+            instant = activities.starts[index]
 
 
 class _LinksInForce:
@@ -234,17 +240,17 @@ class _LinksInForce:
 
     def time(self, pair: Pair, size: float, instant: float) -> float | None:
         """Return the seconds that a message of ``size`` bytes needs; None if the link is random, down or shared."""
-        link = self._known_link(pair, instant)
+        link = self._predictable_link(pair, instant)
         if link is None:
             return None
         return link.delay + link.transmission_time(wire_bytes(size))
 
     def transmission(self, pair: Pair, size: float, instant: float) -> float | None:
         """Return the seconds for which a message of ``size`` bytes occupies the link: `time` without the delay."""
-        link = self._known_link(pair, instant)
+        link = self._predictable_link(pair, instant)
         return None if link is None else link.transmission_time(wire_bytes(size))
 
-    def _known_link(self, pair: Pair, instant: float) -> Link | None:
+    def _predictable_link(self, pair: Pair, instant: float) -> Link | None:
         """Return the link at an instant; None if the time of one message does not follow from its properties."""
         if pair not in self._links or self._sharing & set(pair):
             return None
@@ -319,14 +325,14 @@ class _Departures:
         """
         called, _, _, begun, acknowledged, _ = self._columns
         last = bisect_right(begun, arrival) - 1
-        following = last + 1
-        if following == len(begun) or called[following] > arrival:
+        next_index = last + 1
+        if next_index == len(begun) or called[next_index] > arrival:
             return last
         if last < 0:
-            return following
+            return next_index
         has_arrived = last < self._next
         is_acknowledged = acknowledged[last] < arrival - _EQUAL_WITHIN
-        return following if has_arrived and is_acknowledged else last
+        return next_index if has_arrived and is_acknowledged else last
 
 
 class _LinkQueue:
@@ -366,7 +372,7 @@ class _LinkQueue:
     def add(self, until: float, acknowledged: float, size: float) -> None:
         """Record a message of ``size`` bytes that occupies the link until a time and is acknowledged at a time."""
         self._free = until
-        # What is acknowledged by then leaves room before any later message can leave.
+        # Messages acknowledged by then leave the window before any later message can leave the device.
         while self._unacknowledged and self._unacknowledged[0][0] <= until:
             self._unacknowledged.popleft()
         self._unacknowledged.append((acknowledged, size))

@@ -1,4 +1,8 @@
-"""When faults struck and were undone, and how the method recovered, read from the events of a run."""
+"""Times of injected faults, of their reversals and of the method's recoveries, computed from the events of a run.
+
+A `Strike` is an injected fault (or repair), a `Recovery` a fault as the method noticed it. All times are seconds of the
+run.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,20 @@ from testbed.trace.log import EventLog
 
 @dataclass(frozen=True)
 class Strike:
-    """An injected fault; all times are seconds of the run."""
+    """An injected fault or repair."""
 
     action: str
+    """Key of the action in a scenario, such as ``kill``."""
     target: str
+    """Target as text: a device, a link, groups of devices, or all."""
     intended: float
+    """Time by the scenario; equal to ``struck`` for a user's command."""
     struck: float
+    """Time when the action took effect."""
     undone: float | None = None
+    """Time of the reversal or of a repair; None if the fault lasted until the end."""
     recovered: float | None = None
-    """Time when the method resumed afterwards."""
+    """Time when the method resumed its work afterwards; None if it noticed no fault or never resumed."""
 
     @property
     def is_repair(self) -> bool:
@@ -31,8 +40,7 @@ class Strike:
 
     @property
     def end(self) -> float | None:
-        """Time when the disturbance ended: fault undone and, if detected by the method, recovered from. None
-        if never."""
+        """Time when the disturbance ended: the later of reversal and recovery; None without either."""
         instants = (self.undone, self.recovered)
         return max((each for each in instants if each is not None), default=None)
 
@@ -46,14 +54,17 @@ class Recovery:
     """A fault detected by the method, and recovered from unless ``resumed`` is None."""
 
     detected: float
+    """Time of the first detection."""
     struck: float | None = None
     """Time of the underlying fault; None for a detection without a recorded fault."""
     resumed: float | None = None
+    """Time when the method resumed its work; None if it never did."""
     step: int | None = None
+    """Training step at which the method resumed (or at the detection)."""
     missing: tuple[str, ...] = field(default=())
+    """Devices that the method reported as missing."""
     phases: Mapping[str, Event] = field(default_factory=dict)
-    """Times of further phases reported by the method, by name (the last time of each): before and after the resumption.
-    """
+    """Last event of each further phase that the method reported, before or after the resumption."""
     causes: tuple[Strike, ...] = ()
     """The underlying fault, and others of the same kind or time on missing devices."""
 
@@ -74,19 +85,21 @@ def _device_names(value: Any) -> tuple[str, ...]:
     return tuple(str(name) for name in value)
 
 
-def _is_undone_by(event: Event, action: str, target: str) -> bool:
-    own_action = str(event.fields.get("action"))
-    own_target = str(event.fields.get("target"))
+def _undoes(event: Event, action: str, target: str) -> bool:
+    """Return whether a ``fault`` event undoes an earlier action on a target."""
+    event_action = str(event.fields.get("action"))
+    event_target = str(event.fields.get("target"))
     if event.fields.get("phase") == "undo":
-        return (own_action, own_target) == (action, target)
-    repair = repair_action(own_action, own_target)
+        return (event_action, event_target) == (action, target)
+    repair = repair_action(event_action, event_target)
     # An unknown action comes from a package that this installation lacks.
     if repair is None or action not in ACTIONS:
         return False
     return repair.mends(ACTIONS[action], target)
 
 
-def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
+def _strikes_without_recovery(events: Sequence[Event]) -> list[Strike]:
+    """Return all injected faults in order, without the times of recoveries."""
     faults = list(EventLog.made_of(events).of("fault"))
     strikes = []
     for index, event in enumerate(faults):
@@ -96,10 +109,10 @@ def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
         target = str(event.fields.get("target"))
         undone = None
         for later in faults[index + 1 :]:
-            if _is_undone_by(later, action, target):
+            if _undoes(later, action, target):
                 undone = later.time
                 break
-        # A fault by hand has no intended time and is never late.
+        # A fault by a user's command has no intended time and is never late.
         struck = float(event.fields.get("began", event.time))
         intended = float(event.fields.get("intended", struck))
         strikes.append(Strike(action, target, intended, struck, undone))
@@ -109,13 +122,17 @@ def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
 def _find_cause(
     strikes: Collection[Strike], detected: float, since: float, missing: Collection[str]
 ) -> Strike | None:
-    """Return the most likely fault behind a detection: one on a missing device, else the first since ``since``."""
+    """Return the most likely fault behind a detection; None without one.
+
+    ``since`` is the time of the last resumption. The latest fault on a missing device is returned, or else the first
+    fault since then.
+    """
     recent = []
     on_missing = []
     for strike in strikes:
         if strike.is_repair or strike.struck > detected:
             continue
-        # A fault that the method has already recovered from explains nothing new, unless it lasts.
+        # A fault before the last resumption was recovered from, and explains a new detection only if it still lasts.
         is_recent = strike.struck >= since
         lasts = strike.undone is None or strike.undone > detected
         if is_recent:
@@ -134,15 +151,15 @@ def _find_causes(
     until: float,
     missing: Collection[str],
 ) -> tuple[Strike, ...]:
-    """Return all faults behind a recovery between ``since`` and ``until``."""
+    """Return all faults behind a recovery: the cause, and similar faults on missing devices in this time span."""
     if cause is None:
         return ()
     causes = []
     for strike in strikes:
-        # By intended times: in containers, faults of one instant strike one after another.
-        is_alike = strike.action == cause.action or strike.intended == cause.intended
-        is_meanwhile = since <= strike.struck <= until
-        is_further = strike.target in missing and is_meanwhile and is_alike
+        # Intended times are compared, because simultaneous faults strike one after another in containers.
+        is_similar = strike.action == cause.action or strike.intended == cause.intended
+        is_within = since <= strike.struck <= until
+        is_further = strike.target in missing and is_within and is_similar
         if strike == cause or is_further:
             causes.append(strike)
     return tuple(causes)
@@ -150,24 +167,25 @@ def _find_causes(
 
 def recoveries(events: Sequence[Event]) -> list[Recovery]:
     """Return the recoveries in order; several detections before one resumption are one recovery."""
-    strikes = _bare_strikes(events)
-    detected_faults: list[Recovery] = []
-    detected: Event | None = None
+    strikes = _strikes_without_recovery(events)
+    all_recoveries: list[Recovery] = []
+    # State of the recovery that has been detected and not resumed.
+    detection: Event | None = None
     missing: tuple[str, ...] = ()
     phases: dict[str, Event] = {}
-    since = float("-inf")
+    last_resumption = -math.inf
 
-    def make_recovery(first: Event, last: Event | None) -> Recovery:
-        cause = _find_cause(strikes, first.time, since, missing)
-        until = last.time if last else math.inf
+    def make_recovery(detection: Event, resumption: Event | None) -> Recovery:
+        cause = _find_cause(strikes, detection.time, last_resumption, missing)
+        until = resumption.time if resumption else math.inf
         return Recovery(
-            detected=first.time,
+            detected=detection.time,
             struck=cause.struck if cause else None,
-            resumed=last.time if last else None,
-            step=(last or first).fields.get("step"),
+            resumed=resumption.time if resumption else None,
+            step=(resumption or detection).fields.get("step"),
             missing=missing,
             phases=phases,
-            causes=_find_causes(strikes, cause, since, until, missing),
+            causes=_find_causes(strikes, cause, last_resumption, until, missing),
         )
 
     # A recovery lasts from the first "detected" to the next "resumed"; other phases are the method's own.
@@ -177,23 +195,23 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
         missing = tuple(dict.fromkeys((*missing, *names)))
         if phase == "detected":
             # A second detection before the resumption belongs to the same recovery.
-            detected = detected or event
+            detection = detection or event
             phases = {}
         elif phase == "resumed":
-            detected_faults.append(make_recovery(detected or event, event))
-            detected = None
+            all_recoveries.append(make_recovery(detection or event, event))
+            detection = None
             missing = ()
             phases = {}
-            since = event.time
-        elif detected is not None:
+            last_resumption = event.time
+        elif detection is not None:
             phases[phase] = event
-        elif detected_faults:
+        elif all_recoveries:
             # Some methods report phases after the resumption, such as the last weight that was moved.
-            last = detected_faults[-1]
-            detected_faults[-1] = replace(last, phases={**last.phases, phase: event})
-    if detected is not None:
-        detected_faults.append(make_recovery(detected, None))
-    return detected_faults
+            latest = all_recoveries[-1]
+            all_recoveries[-1] = replace(latest, phases={**latest.phases, phase: event})
+    if detection is not None:
+        all_recoveries.append(make_recovery(detection, None))
+    return all_recoveries
 
 
 def strikes(events: Sequence[Event]) -> list[Strike]:
@@ -205,5 +223,5 @@ def strikes(events: Sequence[Event]) -> list[Strike]:
             recovered.setdefault(strike, recovery.resumed)
     return [
         replace(strike, recovered=recovered.get(strike))
-        for strike in _bare_strikes(events)
+        for strike in _strikes_without_recovery(events)
     ]
