@@ -1,9 +1,9 @@
 """The controller's connection to one host, carried by the engine connection of the docker context.
 
 Each host of a run has a keeper, a container that removes the run from the host if the controller falls silent. In the
-keeper, the controller executes a relay, which forwards connections into the containers of the host. The channel offers
-a port on this machine's loopback for each container. Exchanges of time stamps with the relay synchronise the host's
-clock.
+keeper, the controller executes a relay, which forwards connections into the containers of the host. The channel opens
+a port on this machine's loopback for each container, so that clients on this machine reach the container at a local
+URL. Exchanges of time stamps with the relay measure the offset of the host's clock.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from testbed_controller.lab.clocks import EXCHANGE_SECONDS, MeasuredClock, TimeE
 from testbed_controller.lab.engineaddress import CERTIFICATES, EngineAddress
 
 RELAY = ["python3", "-m", "testbed_controller.hosts.inside.relay"]
+"""Command of the relay in the keeper's container."""
 FIRST_EXCHANGES = 32
-"""Number of time exchanges before a host's clock counts as measured."""
+"""Number of exchanges of time stamps at the start, before the channel is used."""
 LOST_SECONDS = 4.0
 """Silence after which a host counts as lost, in seconds."""
 # "Connection: Upgrade" asks the engine to carry the input and output of the exec over the connection of the request.
@@ -52,7 +53,7 @@ _StreamPair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def _connect(engine: EngineAddress) -> _StreamPair:
-    """Connect to an engine; raises OSError if the engine does not respond."""
+    """Open a byte stream to an engine; raises OSError if the engine does not respond."""
     parts = urlsplit(engine.url)
     if parts.scheme == "unix":
         return await asyncio.open_unix_connection(parts.path)
@@ -75,7 +76,7 @@ def _make_tls_context(engine: EngineAddress) -> ssl.SSLContext | None:
 
 
 class Channel(MeasuredClock):
-    """A connection to the containers of a host, and a measured clock; ended by `close`."""
+    """A connection to the containers of a host, and the measured clock of the host; ended by `close`."""
 
     def __init__(self, host: Host, keeper: str) -> None:
         """Start a relay in the running container ``keeper``; raises HostError if the keeper does not respond."""
@@ -84,7 +85,7 @@ class Channel(MeasuredClock):
         """Monotonic instant of the latest frame with times of the host, in seconds."""
         self._closed = threading.Event()
         self._ports: dict[int, str] = {}
-        """Local URL for the control port of each process in a container, by process ID."""
+        """Local URL of the control port of each container, by the ID of the container's first process."""
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         threading.Thread(
@@ -113,7 +114,7 @@ class Channel(MeasuredClock):
         # 101 Switching Protocols: from here on, the connection carries the input and output of the relay.
         if not answer.startswith(b"HTTP/1.1 101"):
             raise ConnectionError(answer.decode(errors="replace").splitlines()[0])
-        self._streams = Streams(self._writer.write, self._note_times)
+        self._streams = Streams(self._writer.write, self._record_times)
         relay_output = asyncio.StreamReader(limit=1 << 30)
         # Stored, since event loops hold only weak references to tasks.
         self._tasks = [
@@ -125,12 +126,15 @@ class Channel(MeasuredClock):
     # Connections to containers
 
     def url(self, _name: str, inspection: Mapping[str, Any]) -> str:
-        """Return the URL of an inspected container's control port; empty for a stopped container."""
+        """Return the local URL of a container's control port; empty for a stopped container.
+
+        ``inspection`` is the engine's description of the container.
+        """
         pid = int(inspection["State"]["Pid"])
         if not pid or self._closed.is_set():
             return ""
         with self._lock:
-            # Each process has its own port, because clients recognise a restarted container by its new URL.
+            # A restarted container has a new process and gets a new port: clients recognise the restart by the new URL.
             if pid not in self._ports:
                 listening = asyncio.run_coroutine_threadsafe(
                     self._listen_for(pid), self._loop
@@ -139,6 +143,8 @@ class Channel(MeasuredClock):
             return self._ports[pid]
 
     async def _listen_for(self, pid: int) -> int:
+        """Open a local port that leads to the control port of a container; return its number."""
+
         async def forward(
             reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         ) -> None:
@@ -149,11 +155,11 @@ class Channel(MeasuredClock):
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the last sign of life of the host."""
+        """Seconds since the last answer of the host's relay."""
         return time.monotonic() - self._last_answer
 
     async def _exchange_times(self) -> None:
-        # The first frame waits until the relay has started, so others follow only after its answer.
+        # The first frame waits until the relay has started, so further frames follow only after the first answer.
         self._send_time()
         while not len(self.estimator):
             await asyncio.sleep(0.004)
@@ -165,18 +171,19 @@ class Channel(MeasuredClock):
     def _send_time(self) -> None:
         self._streams.send(CLOCK, 0, TIMES.pack(time.monotonic(), 0.0, 0.0))
 
-    def _note_times(self, times: bytes) -> None:
+    def _record_times(self, times: bytes) -> None:
         self._last_answer = time.monotonic()
-        sent, arrived, returned = TIMES.unpack(times)
-        self.estimator.add(TimeExchange(sent, arrived, returned, self._last_answer))
+        sent, arrived, answered = TIMES.unpack(times)
+        self.estimator.add(TimeExchange(sent, arrived, answered, self._last_answer))
 
     def measure_rate(self, byte_count: int) -> float:
         """Measure the rate to the host in bit/s, with a number of bytes that the relay discards."""
-        measuring = self._send_and_measure(byte_count)
-        return asyncio.run_coroutine_threadsafe(measuring, self._loop).result()
+        measurement = self._send_and_measure(byte_count)
+        return asyncio.run_coroutine_threadsafe(measurement, self._loop).result()
 
     async def _send_and_measure(self, byte_count: int) -> float:
         start = time.monotonic()
+        # No connection has the number 0, so the relay discards this data.
         for _ in range(byte_count // PIECE):
             self._streams.send(DATA, 0, bytes(PIECE))
             await self._writer.drain()

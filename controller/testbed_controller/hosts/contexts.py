@@ -1,4 +1,7 @@
-"""Engines of other hosts, reached by docker contexts: ``unix://``, ``tcp://`` and ``ssh://``."""
+"""Connections to the engines of hosts by docker contexts: ``unix://``, ``tcp://`` and ``ssh://``.
+
+The engines of a run's hosts belong to one swarm, Docker's cluster, since only a swarm has networks over several hosts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from testbed_controller.lab.engine import ANSWER_SECONDS, connect_to
 from testbed_controller.lab.engineaddress import SOCKET, EngineAddress, find_context
 
 OLDEST_VERSION = 19
-"""Oldest supported engine version; a common network of older engines is untested."""
+"""Oldest supported major version of Docker; overlay networks of older engines are untested."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,9 @@ class Host:
     """Name of the docker context."""
     client: docker.DockerClient
     address_from_here: EngineAddress
-    """Address of the engine from here."""
+    """Address of the engine for connections from this machine."""
     socket: str
-    """Socket of the engine on its own host."""
+    """Path of the engine's socket on its own host."""
     engine_id: str
     """Node ID in the swarm; outside a swarm, the ID of the engine."""
     node: str
@@ -47,9 +50,11 @@ class Host:
     """Addresses of the swarm's managers known to the node."""
     cores: int
     memory: int
-    """Bytes."""
+    """Memory in bytes."""
     version: str
+    """Version of Docker."""
     kernel: str
+    """Version of the kernel."""
 
 
 def reach(name: str) -> Host:
@@ -116,14 +121,17 @@ def reach_all(names: Sequence[str]) -> dict[str, Host]:
 
 
 def find_manager(hosts: Mapping[str, Host]) -> Host:
-    """Return a host that manages the swarm; raises HostError if the hosts are not in one swarm."""
+    """Return a manager of the swarm among the hosts.
+
+    Raises HostError if the hosts are not in one swarm, or none of them is a manager.
+    """
     for host in hosts.values():
         _check_member(host)
     managers = [host for host in hosts.values() if host.is_manager]
     if not managers:
-        known = ", ".join(next(iter(hosts.values())).managers)
+        addresses = ", ".join(next(iter(hosts.values())).managers)
         raise HostError(
-            f"no manager of the swarm among {', '.join(hosts)}: add the context of one of {known}"
+            f"no manager of the swarm among {', '.join(hosts)}: add the context of one of {addresses}"
         )
     first = managers[0]
     for host in hosts.values():
@@ -137,6 +145,7 @@ def find_manager(hosts: Mapping[str, Host]) -> Host:
 
 
 def _check_member(host: Host) -> None:
+    """Raise HostError if a host is not in a swarm or its Docker is too old."""
     if not host.address:
         raise HostError(
             f"{host.name} is not in a swarm: run 'docker --context HOST swarm init' on one host and "
@@ -149,11 +158,11 @@ def _check_member(host: Host) -> None:
 
 
 def _forward_socket(name: str, url: str) -> Path:
-    """Return a local socket that leads to a remote engine over a single ssh connection.
+    """Return the path of a local socket that leads to a remote engine over a single ssh connection.
 
-    The default limit of sshd, ten sessions per connection, does not count connections to a forwarded socket. The only
-    session runs `cat`, which ends when this process ends or is killed, and the connection ends with it. Raises
-    HostError if ssh is missing or fails.
+    By default, sshd permits ten sessions on a connection; connections to a forwarded socket do not count as sessions.
+    The only session runs `cat`: it ends when this process ends or is killed, and the ssh connection ends with it.
+    Raises HostError if ssh is missing or fails.
     """
     if shutil.which("ssh") is None:
         raise HostError(

@@ -1,4 +1,8 @@
-"""Assignment of devices to hosts, by load or by a lab file. Scenarios never name hosts."""
+"""Assignment of devices to hosts, and faults of hosts.
+
+A lab file, or options of the command line, name the hosts of a run and the hosts of some devices. A placement, by
+default `by_load`, chooses the hosts of the other devices. Scenarios never name hosts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from testbed.scenario.schema import Trial
 from testbed_controller.lab.memory import RESERVED, device_memory
 
 CORE_SPEED = 2e9
-"""Assumed speed of a core in FLOP/s; it compares devices with hosts of unknown speed."""
+"""Assumed speed of a core in FLOP/s, since the speed of hosts is unknown."""
 DEVICE_ACTIONS = {
     "kill_host": "kill",
     "restart_host": "restart",
@@ -57,8 +61,8 @@ class Load:
 class Placement(Protocol):
     """A function that chooses the host of each device, by name.
 
-    ``given`` are the user's choices; the devices of each group in ``together`` share a radio cell and need a common
-    host. `place` verifies both, and the memory of the hosts.
+    ``fixed_hosts`` are the user's choices. ``groups`` are devices that share a radio cell and need a common host.
+    `place` verifies that the result agrees with both, and that the memory of each host suffices.
     """
 
     def __call__(
@@ -66,8 +70,8 @@ class Placement(Protocol):
         devices: Sequence[DeviceSpec],
         links: Mapping[Pair, Link],
         hosts: Mapping[str, Capacity],
-        given: Mapping[str, str],
-        together: Sequence[Sequence[str]],
+        fixed_hosts: Mapping[str, str],
+        groups: Sequence[Sequence[str]],
     ) -> dict[str, str]:
         """Return device -> host."""
 
@@ -91,8 +95,8 @@ def place(
     devices: Sequence[DeviceSpec],
     links: Mapping[Pair, Link],
     hosts: Mapping[str, Capacity],
-    given: Mapping[str, str],
-    together: Sequence[Sequence[str]] = (),
+    fixed_hosts: Mapping[str, str],
+    groups: Sequence[Sequence[str]] = (),
     placement: str = "by-load",
 ) -> dict[str, str]:
     """Return the host of each device, chosen by the named placement.
@@ -101,9 +105,9 @@ def place(
     """
     specs = {device.name: device for device in devices}
     names = list(specs)
-    _check_given(names, hosts, given)
+    _check_fixed_hosts(names, hosts, fixed_hosts)
     choose = PLACEMENTS.find(placement, ("placement",))
-    chosen = choose(devices, links, hosts, given, together)
+    chosen = choose(devices, links, hosts, fixed_hosts, groups)
     # A placement may come from a package, so its result is checked.
     for name in names:
         host = chosen.get(name)
@@ -112,12 +116,12 @@ def place(
                 f"the placement '{placement}' puts '{name}' on {host!r}; the hosts are {', '.join(hosts)}",
                 ("placement",),
             )
-        if host != given.get(name, host):
+        if host != fixed_hosts.get(name, host):
             raise InputError(
-                f"the placement '{placement}' puts '{name}' on {host!r} instead of {given[name]!r}",
+                f"the placement '{placement}' puts '{name}' on {host!r} instead of {fixed_hosts[name]!r}",
                 ("placement",),
             )
-    for group in together:
+    for group in groups:
         if len({chosen[name] for name in group}) > 1:
             raise InputError(
                 f"place: {' and '.join(group)} share a medium and must be on the same host"
@@ -127,10 +131,10 @@ def place(
     return {name: chosen[name] for name in names}
 
 
-def _check_given(
-    names: Sequence[str], hosts: Mapping[str, Capacity], given: Mapping[str, str]
+def _check_fixed_hosts(
+    names: Sequence[str], hosts: Mapping[str, Capacity], fixed_hosts: Mapping[str, str]
 ) -> None:
-    for name, host in given.items():
+    for name, host in fixed_hosts.items():
         if name not in names:
             raise InputError(
                 f"place: unknown device '{name}'; the devices are {', '.join(names)}"
@@ -145,68 +149,75 @@ def by_load(
     devices: Sequence[DeviceSpec],
     links: Mapping[Pair, Link],
     hosts: Mapping[str, Capacity],
-    given: Mapping[str, str],
-    together: Sequence[Sequence[str]] = (),
+    fixed_hosts: Mapping[str, str],
+    groups: Sequence[Sequence[str]] = (),
 ) -> dict[str, str]:
     """Place each device on the host with the least load per core.
 
     Hosts with equal loads are compared by the total rate of the device's links to other hosts, and the smallest wins.
-    Devices with a host in ``given`` are placed first, then the fastest. The devices of a group are placed as one.
+    Devices with a host in ``fixed_hosts`` are placed first, then the fastest. The devices of a group are placed as one.
 
     >>> devices = [DeviceSpec("fast", 4e9, memory=1e9), DeviceSpec("slow", 1e9, memory=1e9)]
     >>> hosts = {"node1": Capacity(4, 16e9), "node2": Capacity(4, 16e9)}
-    >>> by_load(devices, {}, hosts, given={"fast": "node2"})
+    >>> by_load(devices, {}, hosts, fixed_hosts={"fast": "node2"})
     {'fast': 'node2', 'slow': 'node1'}
     """
     specs = {device.name: device for device in devices}
-    groups: dict[str, tuple[str, ...]] = {}
-    for members in together:
-        groups |= dict.fromkeys(members, tuple(members))
-    placed: dict[str, str] = {}
-    # `sorted` is stable: equally fast devices keep the order of the scenario.
-    order = sorted(specs, key=lambda name: (name not in given, -specs[name].speed))
+    group_by_device: dict[str, tuple[str, ...]] = {}
+    for members in groups:
+        group_by_device |= dict.fromkeys(members, tuple(members))
+    host_by_device: dict[str, str] = {}
+    # Devices with a fixed host first, then the fastest; equally fast devices keep the order of the scenario.
+    order = sorted(
+        specs, key=lambda name: (name not in fixed_hosts, -specs[name].speed)
+    )
     for name in order:
-        # The device was placed with another one of its group.
-        if name in placed:
+        # The device was placed together with another one of its group.
+        if name in host_by_device:
             continue
-        group = groups.get(name, (name,))
-        choice = given.get(name)
+        group = group_by_device.get(name, (name,))
+        choice = fixed_hosts.get(name)
         if choice is None:
             costs = {}
             for host in hosts:
-                costs[host] = _cost(group, host, placed, specs, links, hosts)
+                costs[host] = _cost(group, host, host_by_device, specs, links, hosts)
             choice = min(hosts, key=costs.__getitem__)
         for member in group:
-            placed[member] = given.get(member, choice)
-    return placed
+            host_by_device[member] = fixed_hosts.get(member, choice)
+    return host_by_device
 
 
 def _cost(
     group: Sequence[str],
     host: str,
-    placed: Mapping[str, str],
+    host_by_device: Mapping[str, str],
     specs: Mapping[str, DeviceSpec],
     links: Mapping[Pair, Link],
     hosts: Mapping[str, Capacity],
 ) -> tuple[float, float, float]:
-    """Return the cost of a host for a group, to be minimised: lacking memory, load, rate of links between hosts."""
-    # The placement if the group were on this host.
-    after = {**placed, **dict.fromkeys(group, host)}
-    load = loads(after, specs, hosts)[host]
-    lacking = max(0.0, load.memory + RESERVED - hosts[host].memory)
-    leaving = 0.0
-    for (a, b), link in links.items():
-        # Exactly one end is in the group, since links within the group cannot lead to another host.
-        touches_group = (a in group) != (b in group)
-        # Devices that are not placed yet count as being on this host.
-        if touches_group and after.get(a, host) != after.get(b, host):
-            leaving += link.rate or MAX_RATE
+    """Return the cost of a host for a group, to be minimised in this order.
+
+    The values are the lacking memory in bytes, the load per core, and the total rate of the group's links to other
+    hosts in bit/s.
+    """
+    candidate = {**host_by_device, **dict.fromkeys(group, host)}
+    load = loads(candidate, specs, hosts)[host]
+    lacking_memory = max(0.0, load.memory + RESERVED - hosts[host].memory)
+    outgoing_rate = 0.0
+    for (source, destination), link in links.items():
+        # Links within the group cannot lead to another host.
+        has_one_end_in_group = (source in group) != (destination in group)
+        # Devices without a host yet count as being on this host.
+        source_host = candidate.get(source, host)
+        destination_host = candidate.get(destination, host)
+        if has_one_end_in_group and source_host != destination_host:
+            outgoing_rate += link.rate or MAX_RATE
     # The load is rounded, so that the links decide between hosts with nearly equal loads.
-    return lacking, round(load.cores / hosts[host].cores, 2), leaving
+    return lacking_memory, round(load.cores / hosts[host].cores, 2), outgoing_rate
 
 
 def loads(
-    placed: Mapping[str, str],
+    host_by_device: Mapping[str, str],
     specs: Mapping[str, DeviceSpec],
     hosts: Mapping[str, Capacity],
 ) -> dict[str, Load]:
@@ -218,7 +229,7 @@ def loads(
     """
     by_host = {}
     for host, capacity in hosts.items():
-        names = tuple(name for name, place in placed.items() if place == host)
+        names = tuple(_devices_of(host, host_by_device))
         host_specs = [specs[name] for name in names]
         speed = sum(device.speed * device.processors for device in host_specs)
         memory = sum(map(device_memory, host_specs))
@@ -227,11 +238,11 @@ def loads(
 
 
 def _check_memory(
-    placed: Mapping[str, str],
+    host_by_device: Mapping[str, str],
     specs: Mapping[str, DeviceSpec],
     hosts: Mapping[str, Capacity],
 ) -> None:
-    for host, load in loads(placed, specs, hosts).items():
+    for host, load in loads(host_by_device, specs, hosts).items():
         if load.memory > hosts[host].memory - RESERVED:
             raise InputError(
                 f"{host} has {size(hosts[host].memory)} of memory, its {len(load.devices)} devices take at "
@@ -241,19 +252,24 @@ def _check_memory(
 
 
 def describe_placement(
-    placed: Mapping[str, str],
+    host_by_device: Mapping[str, str],
     devices: Sequence[DeviceSpec],
     links: Mapping[Pair, Link],
     hosts: Mapping[str, Capacity],
 ) -> list[dict[str, Any]]:
-    """Return the devices, busy cores, memory in bytes, and outgoing links of each host."""
-    by_host = loads(placed, {device.name: device for device in devices}, hosts)
+    """Return a row for each host, with plain JSON values.
+
+    Besides ``host`` and ``devices``, its keys are ``busy`` and ``cores``, the numbers of busy and of all cores;
+    ``memory`` and ``of``, the minimum memory of the devices and the memory of the host in bytes; and ``leaving``, the
+    number of links to other hosts.
+    """
+    specs = {device.name: device for device in devices}
     rows = []
-    for host, load in by_host.items():
-        leaving = []
+    for host, load in loads(host_by_device, specs, hosts).items():
+        outgoing_links = 0
         for source, destination in links:
-            if placed[source] == host and placed[destination] != host:
-                leaving.append((source, destination))
+            if host_by_device[source] == host and host_by_device[destination] != host:
+                outgoing_links += 1
         rows.append(
             {
                 "host": host,
@@ -262,14 +278,14 @@ def describe_placement(
                 "cores": hosts[host].cores,
                 "memory": load.memory,
                 "of": hosts[host].memory,
-                "leaving": len(leaving),
+                "leaving": outgoing_links,
             }
         )
     return rows
 
 
 class HostFaultPart(ConfigModel):
-    """A fault of all devices on hosts, with its time; see `FaultPart`."""
+    """A fault of all devices on one or several hosts, with its time; see `FaultPart`."""
 
     kill_host: str | None = Field(None, description="kill all devices of the host")
     restart_host: str | None = Field(
@@ -302,14 +318,14 @@ class HostFaultPart(ConfigModel):
     def _set_actions(self) -> list[str]:
         return [name for name in DEVICE_ACTIONS if getattr(self, name) is not None]
 
-    def to_device_faults(self, placed: Mapping[str, str]) -> list[FaultPart]:
-        """Return the corresponding faults of the devices ``placed`` on the hosts.
+    def to_device_faults(self, host_by_device: Mapping[str, str]) -> list[FaultPart]:
+        """Return the corresponding faults of the devices on the hosts.
 
         Raises InputError for a host without devices, and for faults that are invalid in a scenario.
         """
         [action] = self._set_actions()
         hosts = _as_tuple(getattr(self, action))
-        groups = [_devices_on(host, placed, action) for host in hosts]
+        groups = [_require_devices(host, host_by_device, action) for host in hosts]
         moment = self.model_dump(
             mode="json", by_alias=True, exclude_none=True, exclude={*DEVICE_ACTIONS}
         )
@@ -318,8 +334,8 @@ class HostFaultPart(ConfigModel):
         faults = []
         for device in groups[0]:
             faults.append(parse(FaultPart, {DEVICE_ACTIONS[action]: device, **moment}))
-            # ``after`` counts from the previous fault, which is that of the first device for all others: they fail at
-            # the same time.
+            # ``after`` counts from the previous fault. All devices fail at the same time, so each further fault follows
+            # that of the first device at once.
             if "after" in moment:
                 moment["after"] = 0
         return faults
@@ -347,25 +363,25 @@ class LabPart(ConfigModel):
             )
         return self
 
-    def add_faults(self, trial: Trial, placed: Mapping[str, str]) -> Trial:
-        """Return a trial extended by the host faults, as faults of the devices ``placed`` on the hosts.
+    def add_faults(self, trial: Trial, host_by_device: Mapping[str, str]) -> Trial:
+        """Return a trial extended by the host faults, as faults of the devices on the hosts.
 
         Host faults are therefore checked, recorded and reverted like all others. Raises InputError as
         `HostFaultPart.to_device_faults` does.
         """
         faults = [*trial.scenario.faults]
         # Errors about these faults must name the lab file instead of a line of the scenario.
-        places: dict[Key, str] = {}
+        locations: dict[Key, str] = {}
         for number, fault in enumerate(self.faults):
             location = f"--lab: faults.{number}"
             try:
-                device_faults = fault.to_device_faults(placed)
+                device_faults = fault.to_device_faults(host_by_device)
             except InputError as error:
                 raise InputError(f"{location}: {error}") from None
             for device_fault in device_faults:
-                places["faults", len(faults)] = location
+                locations["faults", len(faults)] = location
                 faults.append(device_fault)
-        source = trial.scenario.source.override(places)
+        source = trial.scenario.source.override(locations)
         extended = trial.scenario.model_copy(update={"faults": tuple(faults)})
         experiment = replace(trial.experiment, faults=tuple(faults))
         return replace(
@@ -378,31 +394,38 @@ def read_lab(
     hosts: tuple[str, ...] = (),
     place: Mapping[str, str] | None = None,
 ) -> LabPart:
-    """Return a lab file with overrides from the command line; raises `InputError`."""
+    """Return the lab of a file, with the overrides of the command line; raises `InputError`."""
     if file is None and place and not hosts:
         raise InputError("--place: name the hosts with --hosts")
     keys: dict[str, Any] = {} if file is None else dict(read_keys(file))
     if hosts:
         keys["hosts"] = [*hosts]
-    in_file = keys.get("place") or {}
-    # If the file has another type than a mapping, `parse` refuses it.
-    if place and isinstance(in_file, Mapping):
-        keys["place"] = {**in_file, **place}
+    file_place = keys.get("place") or {}
+    # `parse` refuses a value that is not a mapping.
+    if place and isinstance(file_place, Mapping):
+        keys["place"] = {**file_place, **place}
     try:
         return parse(LabPart, keys)
     except InputError as error:
         raise InputError(f"{file or '--hosts'}: {error}") from None
 
 
-def _as_tuple(named: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (named,) if isinstance(named, str) else named
+def _as_tuple(hosts: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (hosts,) if isinstance(hosts, str) else hosts
 
 
-def _devices_on(wanted: str, placed: Mapping[str, str], action: str) -> list[str]:
-    devices = [name for name, host in placed.items() if host == wanted]
+def _devices_of(host: str, host_by_device: Mapping[str, str]) -> list[str]:
+    return [device for device, other in host_by_device.items() if other == host]
+
+
+def _require_devices(
+    host: str, host_by_device: Mapping[str, str], action: str
+) -> list[str]:
+    """Return the devices of a host; raises InputError if there are none."""
+    devices = _devices_of(host, host_by_device)
     if not devices:
-        known = ", ".join(sorted({*placed.values()}))
+        known = ", ".join(sorted({*host_by_device.values()}))
         raise InputError(
-            f"{action}: no device is on '{wanted}'; hosts with devices: {known}"
+            f"{action}: no device is on '{host}'; hosts with devices: {known}"
         )
     return devices

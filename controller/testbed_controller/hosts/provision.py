@@ -1,13 +1,14 @@
 """Provision of hosts for a run: images, a keeper, and a common network.
 
-Images are built on one engine and copied over the docker contexts to all hosts that lack them. The keeper of a host is
-the container through which the controller reaches all others there, so the run needs no control network.
+Images are built on one engine and copied over the docker contexts to all hosts that lack them. The controller reaches
+the containers of a host through one of them, the keeper, so the run needs no control network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from ipaddress import IPv4Network
 from itertools import chain
 
@@ -20,7 +21,7 @@ from testbed.common.errors import HostError
 from testbed.common.quantities import format_size
 from testbed.wire.token import LEASE
 from testbed_controller.hosts.contexts import Host
-from testbed_controller.hosts.inside.keeper import ENGINE
+from testbed_controller.hosts.inside.keeper import ENGINE_SOCKET
 from testbed_controller.lab.containers import (
     container_name,
     container_settings,
@@ -53,13 +54,14 @@ _REPORT_BYTES = 200 << 20
 def copy_images(
     source: docker.DockerClient, hosts: Iterable[Host], tags: Iterable[str], say: Say
 ) -> None:
-    """Copy missing images to all hosts, several at once.
+    """Copy the images with these tags to all hosts that lack them, several hosts at once.
 
     Raises HostError if a host refuses.
     """
-    wanted = sorted(set(tags))
+    distinct_tags = sorted(set(tags))
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda host: _copy_to_host(source, host, wanted, say), hosts))
+        copy = partial(_copy_to_host, source, tags=distinct_tags, say=say)
+        list(pool.map(copy, hosts))
 
 
 def _copy_to_host(
@@ -102,7 +104,7 @@ def _report_progress(pieces: Iterable[bytes], host: str, say: Say) -> Iterator[b
 def make_overlay(
     manager: Host, hosts: Iterable[Host], run: str, within: str, devices: int
 ) -> IPv4Network:
-    """Create a run's overlay network; return its subnet.
+    """Create a run's overlay network for a number of devices; return its subnet, chosen from the range ``within``.
 
     The devices use the first half of the subnet; each engine takes an address from the second. Raises HostError if the
     manager refuses, or if every subnet is taken on a host.
@@ -144,7 +146,7 @@ def make_keeper(host: Host, state: RunState, image: str) -> str:
         mem_limit=_KEEPER_MEMORY,
         # The keeper needs no network: an exec of the engine carries its connection to the controller, and the mounted
         # socket its requests to the engine.
-        mounts=[Mount(ENGINE, host.socket, type="bind")],
+        mounts=[Mount(ENGINE_SOCKET, host.socket, type="bind")],
         network_mode="none",
         pid_mode="host",
         pids_limit=256,

@@ -29,8 +29,9 @@ def remove_everywhere(
     """Remove a run; return the number of removed containers, networks and volumes.
 
     Hosts are connections or context names. All hosts are tried before the first error is raised. A connected host
-    whose name is in ``lost`` is not contacted and counts as failed. After a failure, the networks of the swarm and the
-    run's state file stay, for a second attempt.
+    whose name is in ``lost`` is not contacted and counts as failed. After a failure, the run's state file stays for a
+    second attempt, and if a host could not be reached, also the networks of the swarm. ``recheck`` is as for
+    `remove_from`.
     """
 
     def connect(host: Host | str) -> Host | TestbedError:
@@ -83,7 +84,7 @@ def remove(
 
 
 def _remove_if_recorded(run: str) -> int:
-    # A run removed by another process has no state file any more.
+    # Without a state file, another process has removed the run already.
     return remove(run, None) if run in runstate.runs() else 0
 
 

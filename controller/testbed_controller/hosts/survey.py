@@ -17,29 +17,33 @@ from testbed_controller.lab.removal import remove_from
 from testbed_controller.lab.runstate import RunState, new_id
 
 _KINDS = ("device", "shaper")
+"""Kinds of images that a host needs."""
 _RATE_BYTES = 32 << 20
 """Amount of data for the measurement of a rate, in bytes."""
 COPIED_BY_FIRST_RUN = "which the first run copies"
-"""End of the texts about missing images; these do not prevent a run."""
+"""End of the texts about missing images, by which `check_hosts` recognises them: they do not prevent a run."""
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """The report about one host; times in seconds, unavailable values are None."""
+    """The report about one host; values are None or empty if the engine does not respond."""
 
     context: str
     node: str = ""
     address: str = ""
     cores: int | None = None
     memory: int | None = None
-    """Bytes."""
+    """Memory in bytes."""
     engine: str = ""
+    """Version of Docker."""
     manager: bool = False
+    """Whether the host is a manager of the swarm."""
     images: tuple[str, ...] = ()
     """Kinds of present images."""
     offset: float | None = None
     """The host's clock minus the controller's, in seconds."""
     uncertainty: float | None = None
+    """Uncertainty of ``offset`` in seconds."""
     round_trip: float | None = None
     """Round trip over the docker context's connection, in seconds."""
     rate: float | None = None
@@ -49,7 +53,7 @@ class HostReport:
 
 
 def survey(wanted: Sequence[str]) -> list[HostReport]:
-    """Return a report about each of these docker contexts; without arguments, about all contexts."""
+    """Return a report about each of these docker contexts; about all contexts if none is named."""
     contexts = list(wanted) or context_names()
     with ThreadPoolExecutor(len(contexts)) as pool:
         reached = list(pool.map(_try_reach, contexts))
@@ -82,6 +86,7 @@ def check_hosts(wanted: Sequence[str]) -> Iterator[HostCheck]:
 
 
 def _try_reach(name: str) -> Host | str:
+    """Return the host of a docker context, or the error message."""
     try:
         return reach(name)
     except TestbedError as error:
@@ -89,6 +94,10 @@ def _try_reach(name: str) -> Host | str:
 
 
 def _make_report(name: str, host: Host | str, duplicate_of: str) -> HostReport:
+    """Return the report about a context; ``host`` is the result of `_try_reach`.
+
+    ``duplicate_of`` is another context of the same engine, empty without one.
+    """
     if isinstance(host, str):
         return HostReport(name, missing=(host,))
     tags = find_tags(host.client)
@@ -109,7 +118,7 @@ def _make_report(name: str, host: Host | str, duplicate_of: str) -> HostReport:
         else:
             missing.append(f"the image of the {kind}, {COPIED_BY_FIRST_RUN}")
     facts: dict[str, float] = {}
-    # Only with the shaper's image, in which the keeper of the measurement runs.
+    # The keeper of the measurement runs in the shaper's image.
     if "shaper" in present:
         try:
             facts = _measure_host(host, tags.shaper)

@@ -96,7 +96,7 @@ def test_unread_connection_does_not_block_the_others() -> None:
             writer.write(b"there?")
             assert await reader.readexactly(6) == b"there?"
         # The window limits the bytes in the queue; a bound on the pieces, most of which have 64 KiB, suffices here.
-        assert pair.host._connections[1].arrived.qsize() <= WINDOW // 1000 + 1
+        assert pair.host._connections[1].arrivals.qsize() <= WINDOW // 1000 + 1
 
     run_test(test)
 
@@ -118,7 +118,7 @@ def test_end_of_data_closes_the_connection() -> None:
         writer.write(b"x")
         assert await reader.readexactly(1) == b"x"
         # An empty piece marks the end of a connection.
-        pair.controller._connections[1].arrived.put_nowait(b"")
+        pair.controller._connections[1].arrivals.put_nowait(b"")
         assert await reader.read() == b""
 
     run_test(test)

@@ -1,8 +1,8 @@
-"""Multiplexing of connections over one pair of byte streams, used by the controller and the keeper of a host.
+"""Multiplexing of connections over one pair of byte streams, between the controller and the relay on a host.
 
-A frame has its kind, the number of its connection, the length of its content, and the content. The controller opens
-connections; each end may send `WINDOW` bytes before the other has forwarded them, so that a slow connection does not
-block the others.
+The streams consist of frames. A frame has its type, the number of its connection, the length of its content, and the
+content. The controller opens connections. On each connection, an end may send `WINDOW` bytes before the other end has
+forwarded them, so that a slow connection does not block the others.
 """
 
 from __future__ import annotations
@@ -14,37 +14,41 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-OPEN, DATA, TAKEN, END, CLOCK = range(5)
+OPEN, DATA, FORWARDED, END, CLOCK = range(5)
 """Frame types: open a connection (target as JSON), data, number of forwarded bytes, end of data, clock times."""
 HEAD = struct.Struct(">BII")
+"""Head of a frame: type, number of the connection, length of the content in bytes."""
 TIMES = struct.Struct(">ddd")
-"""Instants in seconds at which a `CLOCK` frame was sent, received, and returned."""
+"""Content of a `CLOCK` frame: instants in seconds at which the controller sent it, the relay received it, and the relay
+answered. The controller sets the first, the relay the others."""
 PIECE = 1 << 16
-"""Bytes read at a time."""
+"""Maximum number of bytes read at a time."""
 WINDOW = 1 << 20
 """Bytes that an end may send before the other end has forwarded them."""
 
 Connect = Callable[
     [dict[str, Any]], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
 ]
+"""Function that connects to the target of an `OPEN` frame; raises an error on failure."""
 
 
 class _Connection:
     """The state of one connection."""
 
     def __init__(self) -> None:
-        self.arrived: asyncio.Queue[bytes] = asyncio.Queue()
-        """Data to forward; an empty piece marks the end."""
-        self.room = WINDOW
-        """Bytes that may still be sent before the other end has forwarded earlier ones."""
-        self.more_room = asyncio.Event()
+        self.arrivals: asyncio.Queue[bytes] = asyncio.Queue()
+        """Data from the other end that is not forwarded yet; an empty piece marks the end."""
+        self.sendable_bytes = WINDOW
+        """Number of bytes that may be sent before the other end has forwarded earlier ones."""
+        self.may_send = asyncio.Event()
+        """Set whenever `sendable_bytes` increases."""
 
 
 class Streams:
-    """One end of the multiplexer; ``send`` transmits a frame without waiting.
+    """One end of the multiplexer.
 
-    ``connect`` creates the target of a connection opened by the other end; ``on_clock`` receives the times of `CLOCK`
-    frames.
+    ``send`` transmits the bytes of a frame without waiting, and ``on_clock`` is called with the content of each `CLOCK`
+    frame. ``connect`` connects to the target of a connection that the other end opens; the controller needs none.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class Streams:
         self._on_clock = on_clock
         self._connect = connect
         self._connections: dict[int, _Connection] = {}
-        self._last = 0
+        self._last_number = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def handle_frames(self, reader: asyncio.StreamReader) -> None:
@@ -75,9 +79,9 @@ class Streams:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Connect a reader and a writer to a target at the other end, until either side closes."""
-        self._last += 1
-        number = self._last
+        """Connect a local reader and writer to a target at the other end, until either side closes."""
+        self._last_number += 1
+        number = self._last_number
         self._connections[number] = _Connection()
         self.send(OPEN, number, json.dumps(target).encode())
         await self._forward(number, reader, writer)
@@ -91,7 +95,7 @@ class Streams:
         if kind == CLOCK:
             self._on_clock(content)
         elif kind == OPEN:
-            # Before the connection exists: data for it may follow at once.
+            # Registered before the target is connected, since data for the target may follow at once.
             self._connections[number] = _Connection()
             connecting = self._connect_target(number, json.loads(content))
             task = asyncio.get_running_loop().create_task(connecting)
@@ -99,17 +103,18 @@ class Streams:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif connection is None:
-            pass  # already closed here; the other end gets an END frame
+            # The connection is closed at this end, and the other end will get an END frame.
+            return
         elif kind == DATA:
-            connection.arrived.put_nowait(content)
-        elif kind == TAKEN:
-            connection.room += int.from_bytes(content, "big")
-            connection.more_room.set()
+            connection.arrivals.put_nowait(content)
+        elif kind == FORWARDED:
+            connection.sendable_bytes += int.from_bytes(content, "big")
+            connection.may_send.set()
         elif kind == END:
             self._end_connection(connection)
 
     def _end_connection(self, connection: _Connection) -> None:
-        connection.arrived.put_nowait(b"")
+        connection.arrivals.put_nowait(b"")
 
     async def _connect_target(self, number: int, target: dict[str, Any]) -> None:
         assert self._connect is not None
@@ -130,9 +135,9 @@ class Streams:
         incoming = asyncio.ensure_future(self._forward_in(number, writer))
         both = (outgoing, incoming)
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not incoming.done() and not connection.arrived.empty():
-            # The local side has closed its half; what has arrived for it is still delivered.
-            connection.arrived.put_nowait(b"")
+        if not incoming.done() and not connection.arrivals.empty():
+            # The local side sends no more, but it still gets the data that has arrived for it.
+            connection.arrivals.put_nowait(b"")
             await incoming
         for direction in both:
             direction.cancel()
@@ -147,14 +152,14 @@ class Streams:
                 piece = await reader.read(PIECE)
                 if not piece:
                     return
-                while connection.room <= 0:
-                    connection.more_room.clear()
-                    await connection.more_room.wait()
-                connection.room -= len(piece)
+                while connection.sendable_bytes <= 0:
+                    connection.may_send.clear()
+                    await connection.may_send.wait()
+                connection.sendable_bytes -= len(piece)
                 self.send(DATA, number, piece)
 
     async def _forward_in(self, number: int, writer: asyncio.StreamWriter) -> None:
-        arrived = self._connections[number].arrived
+        arrived = self._connections[number].arrivals
         with suppress(OSError):
             while True:
                 piece = await arrived.get()
@@ -162,5 +167,5 @@ class Streams:
                     return
                 writer.write(piece)
                 await writer.drain()
-                # After draining, so that the other end never sends more than the target takes.
-                self.send(TAKEN, number, len(piece).to_bytes(4, "big"))
+                # After draining, so that the other end does not send faster than the target receives.
+                self.send(FORWARDED, number, len(piece).to_bytes(4, "big"))
