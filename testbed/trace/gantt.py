@@ -1,4 +1,7 @@
-"""The bars of a Gantt chart, computed from the events of a run."""
+"""The bars of a Gantt chart, computed from the events of a run.
+
+A bar is one activity of one device: a computation, a transmission, a reception, or an outage.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,16 @@ _KINDS: dict[str, BarKind] = {
     "receive": "receive",
     "cast": "send",
 }
+"""Event -> kind of its bar."""
 CHARTED = tuple(_KINDS)
 """Events drawn as bars."""
 Moments: TypeAlias = "npt.NDArray[np.float64]"
-"""Seconds of the run, (events,)."""
+"""Times of several events in seconds of the run, (events,)."""
 _Work = tuple[str, str | None, int | None, int | None]
 """Device, span, batch and micro-batch of a computation."""
 
 
-# A named tuple, which is created faster than a dataclass: a long run has millions.
+# A named tuple, which is created faster than a dataclass: a long run has millions of bars.
 class Bar(NamedTuple):
     """One activity of one device, in seconds of the run."""
 
@@ -52,7 +56,7 @@ def run_end(events: Sequence[Event], coordinator: str) -> float:
     """Return the end of the workload: the end of the coordinator's program, or else the time of the last event."""
     log = EventLog.made_of(events)
     for event in log.of("state"):
-        # Other states of the coordinator do not count: after a fault, its program starts again.
+        # A stopped or failed program of the coordinator is no end, because the program starts again after a fault.
         is_finished = event.fields.get("state") == "finished"
         if is_finished and event.device == coordinator and event.time > 0:
             return event.time
@@ -71,10 +75,10 @@ def outages(events: Sequence[Event], end: float) -> list[Bar]:
         if strike.action not in ("kill", "pause"):
             continue
         returned = strike.undone
-        later = [time for time in starts[strike.target] if time > strike.struck]
-        if later and strike.action == "kill":
-            # `undone` is the order to restart; booting and loading the model take time after that.
-            returned = min(later)
+        later_starts = [time for time in starts[strike.target] if time > strike.struck]
+        if later_starts and strike.action == "kill":
+            # `undone` is the time of the restart, after which the device boots and loads its model.
+            returned = min(later_starts)
         until = end if returned is None else returned
         bars.append(Bar(strike.target, "down", strike.struck, until, strike.action))
     return bars
@@ -83,9 +87,10 @@ def outages(events: Sequence[Event], end: float) -> list[Bar]:
 def bars(
     events: Sequence[Event], end: float, near: Sequence[Interval] | None = None
 ) -> Iterator[Bar]:
-    """Yield all bars, or those that overlap given intervals; ``end`` closes unfinished ones.
+    """Yield all bars, or only those that overlap one of the intervals ``near``.
 
-    The bars are in no particular order within a few thousand events.
+    Bars without a recorded end last until ``end``, the end of the run. The order of the bars is arbitrary within a few
+    thousand events.
     """
     log = EventLog.made_of(events)
     fields = ("device", "span", "message", "peer", "peers", "batch", "micro", "bytes")
@@ -94,10 +99,10 @@ def bars(
         times = (starts.tolist(), stops.tolist())
         rows: Iterable[tuple[Any, ...]] = zip(*times, *columns, strict=False)
         if near is not None:
-            # Selected as arrays: a report draws a few steps of a run of millions of events.
-            inside = [(starts < to) & (since < stops) for since, to in near]
-            chosen = np.logical_or.reduce(inside)
-            rows = compress(rows, chosen) if chosen.any() else ()
+            # Selected by arrays, since a report draws few of the millions of events of a run.
+            overlapping = [(starts < to) & (since < stops) for since, to in near]
+            is_near = np.logical_or.reduce(overlapping)
+            rows = compress(rows, is_near) if is_near.any() else ()
         for start, stop, device, span, message, peer, peers, batch, micro, size in rows:
             if kind == "compute":
                 yield Bar(device, kind, start, stop, span or "", None, batch, micro)
@@ -115,14 +120,14 @@ def bars(
 def _charted_columns(
     log: EventLog, *fields: str
 ) -> Iterator[tuple[str, Moments, Moments, Sequence[Iterable[Any]]]]:
-    """Yield, for groups of similar events, their name, start and end times, ``(events,)``, and the requested fields."""
+    """Yield the event name, the start and end times, and the requested fields of each group of `CHARTED` events."""
     for name, columns in log.of(*CHARTED).columns(
         "start", "duration", "queued", *fields
     ):
         start, duration, queued, *others = columns
         starts = np.fromiter(start, float)
         stops = starts + np.fromiter(duration, float, len(starts))
-        # Waiting behind earlier messages is not sending.
+        # The wait behind earlier messages does not count as sending.
         if name == "send":
             waited = np.fromiter((each or 0.0 for each in queued), float, len(starts))
             starts = np.minimum(starts + waited, stops)
@@ -133,75 +138,88 @@ def _unrecorded_bars(log: EventLog, end: float) -> Iterator[Bar]:
     """Yield bars without a recorded end: outages and interrupted work."""
     down = outages(log, end)
     yield from down
-    unfinished = _begun_more_often_than_done(log)
-    if not unfinished:
+    start_times: dict[_Work, list[float]] = {
+        work: [] for work in _find_unfinished_work(log)
+    }
+    if not start_times:
         return
     fields = ("event", "time", "device", "span", "batch", "micro")
     for name, time, *work in log.of("begin", "compute").rows(*fields):
-        times = unfinished.get(tuple(work))
+        times = start_times.get(tuple(work))
         if times is None:
             continue
         if name == "begin":
             times.append(time)
         elif times:
-            # The last of several equal ones has ended: an earlier one was lost in a restart.
+            # The computation that began last has ended; an earlier equal one was lost in a restart.
             times.pop()
-    lost = []
-    for key, times in unfinished.items():
-        lost += [(key, time) for time in times]
-    yield from _interrupted_bars(lost, log, down, end)
+    interrupted = []
+    for key, times in start_times.items():
+        interrupted += [(key, time) for time in times]
+    yield from _interrupted_bars(interrupted, log, down, end)
 
 
-def _begun_more_often_than_done(log: EventLog) -> dict[_Work, list[float]]:
-    """Return candidates for interrupted work by counting, to keep only unfinished work in memory."""
+def _find_unfinished_work(log: EventLog) -> list[_Work]:
+    """Return the computations that began more often than they ended."""
     if not log.of("begin"):
-        return {}
-    left: dict[_Work, int] = {}
+        return []
+    # Starts minus ends of each computation.
+    balances: dict[_Work, int] = {}
     fields = ("device", "span", "batch", "micro")
     for name, columns in log.of("begin", "compute").columns(*fields):
         change = 1 if name == "begin" else -1
         for work in zip(*columns, strict=False):
-            balance = left.pop(work, 0) + change
+            balance = balances.pop(work, 0) + change
             # Finished work leaves the dictionary, which would otherwise grow to all computations of the run.
             if balance:
-                left[work] = balance
-    return {work: [] for work, balance in left.items() if balance > 0}
+                balances[work] = balance
+    return [work for work, balance in balances.items() if balance > 0]
 
 
 def _interrupted_bars(
-    lost: Sequence[tuple[_Work, float]], log: EventLog, down: Sequence[Bar], end: float
+    interrupted: Sequence[tuple[_Work, float]],
+    log: EventLog,
+    down: Sequence[Bar],
+    end: float,
 ) -> Iterator[Bar]:
-    """Yield unfinished work, until the device died or its processor started other work."""
-    done: dict[str, list[Interval]] = {work[0]: [] for work, _ in lost}
-    begun: defaultdict[str, list[float]] = defaultdict(list)
-    for work, time in lost:
-        begun[work[0]].append(time)
+    """Yield the bars of interrupted computations, given with their start times.
+
+    A bar ends when the device died or when its processor started other work.
+    """
+    completed: dict[str, list[Interval]] = {}
+    interrupted_starts: defaultdict[str, list[float]] = defaultdict(list)
+    for (device, *_), start in interrupted:
+        completed[device] = []
+        interrupted_starts[device].append(start)
     computations = log.of("compute")
     for device, start, duration in computations.rows("device", "start", "duration"):
-        if device in done:
-            done[device].append((start, start + duration))
-    for (device, span, batch, micro), time in lost:
-        own = intervals(sorted(done[device]))
-        starts, ends = own[:, 0], np.sort(own[:, 1])
-        # The log does not say when lost work ended. The device has as many processors as ever computed at once: the
-        # first later start that finds all of them busy shows that the lost work no longer occupied one.
-        processors = int(lanes(own).max(initial=-1)) + 1
-        lost_later = [start for start in begun[device] if start > time]
-        later = np.sort([*starts[starts > time], *lost_later])
-        started = np.searchsorted(starts, later, "right")
-        running = started - np.searchsorted(ends, later, "right")
-        needed = later[running >= processors]
-        died = [bar.start for bar in down if bar.device == device and bar.start >= time]
-        stop = min(*(needed[:1].tolist() or [end]), *(died or [end]))
+        if device in completed:
+            completed[device].append((start, start + duration))
+    for (device, span, batch, micro), start in interrupted:
+        work = intervals(sorted(completed[device]))
+        starts, ends = work[:, 0], np.sort(work[:, 1])
+        # The log lacks the end of interrupted work. The device has as many processors as ever computed at once. The
+        # first later start that finds all of them busy shows that the interrupted work no longer occupied a processor.
+        processors = int(lanes(work).max(initial=-1)) + 1
+        later_interrupted = [
+            each for each in interrupted_starts[device] if each > start
+        ]
+        later_starts = np.sort([*starts[starts > start], *later_interrupted])
+        started = np.searchsorted(starts, later_starts, "right")
+        running = started - np.searchsorted(ends, later_starts, "right")
+        reused = later_starts[running >= processors][:1].tolist()
+        died = [
+            bar.start for bar in down if bar.device == device and bar.start >= start
+        ]
+        stop = min(*(reused or [end]), *(died or [end]))
         yield Bar(
-            device,
-            "compute",
-            time,
-            stop,
-            span or "",
-            None,
-            batch,
-            micro,
+            device=device,
+            kind="compute",
+            start=start,
+            end=stop,
+            label=span or "",
+            batch=batch,
+            micro=micro,
             interrupted=True,
         )
 
@@ -211,12 +229,13 @@ def spans(
 ) -> dict[str, dict[BarKind, dict[str, Intervals]]]:
     """Return the intervals of all bars by device, kind and label, each in the order of their starts.
 
-    The intervals are those of `bars`, computed by columns instead of one by one: a long run has millions.
+    The intervals are those of `bars`, computed by columns instead of one by one, since a long run has millions.
     """
     log = EventLog.made_of(events)
-    # Each (device, kind, label) gets the next number at its first use.
+    # Each group (device, kind, label) gets the next number at its first use.
     numbers: defaultdict[tuple[str, BarKind, str], int] = defaultdict(count().__next__)
-    indices, began, ended = array("i"), array("d"), array("d")
+    # Three columns with a value for each bar.
+    groups, starts, ends = array("i"), array("d"), array("d")
     for name, begin, stop, (device, span, message) in _charted_columns(
         log, "device", "span", "message"
     ):
@@ -224,27 +243,27 @@ def spans(
         texts = span if name == "compute" else message
         labels = (text or "" for text in texts)
         keys = zip(device, repeat(_KINDS[name]), labels, strict=False)
-        indices.extend(map(numbers.__getitem__, keys))
-        began.frombytes(begin.tobytes())
-        ended.frombytes(stop.tobytes())
+        groups.extend(map(numbers.__getitem__, keys))
+        starts.frombytes(begin.tobytes())
+        ends.frombytes(stop.tobytes())
     for bar in _unrecorded_bars(log, end):
-        indices.append(numbers[bar.device, bar.kind, bar.label])
-        began.append(bar.start)
-        ended.append(bar.end)
-    # By device, kind and label, then by start, then by end.
-    order = np.lexsort((np.asarray(ended), np.asarray(began), np.asarray(indices)))
-    counts = np.bincount(indices, minlength=len(numbers)).tolist()
-    # Each of these columns has 80 MB for ten million bars, so they are freed as early as possible.
-    del indices
-    both = np.empty((len(order), 2))
-    both[:, 0] = np.asarray(began)[order]
-    del began
-    both[:, 1] = np.asarray(ended)[order]
-    del ended, order
-    stretches: dict[str, dict[BarKind, dict[str, Intervals]]] = {}
+        groups.append(numbers[bar.device, bar.kind, bar.label])
+        starts.append(bar.start)
+        ends.append(bar.end)
+    # `lexsort` sorts by its last argument first: by group, then by start, then by end.
+    order = np.lexsort((np.asarray(ends), np.asarray(starts), np.asarray(groups)))
+    counts = np.bincount(groups, minlength=len(numbers)).tolist()
+    # Each of these columns has up to 80 MB for ten million bars, so they are freed as early as possible.
+    del groups
+    ordered = np.empty((len(order), 2))
+    ordered[:, 0] = np.asarray(starts)[order]
+    del starts
+    ordered[:, 1] = np.asarray(ends)[order]
+    del ends, order
+    by_device: dict[str, dict[BarKind, dict[str, Intervals]]] = {}
     first = 0
     for (device, kind, label), length in zip(numbers, counts, strict=True):
-        by_label = stretches.setdefault(device, {}).setdefault(kind, {})
-        by_label[label] = both[first : first + length]
+        by_label = by_device.setdefault(device, {}).setdefault(kind, {})
+        by_label[label] = ordered[first : first + length]
         first += length
-    return stretches
+    return by_device
