@@ -1,4 +1,7 @@
-"""A lab over several engines: a `Lab` on each with its devices, combined into one."""
+"""A lab over several engines: a `Lab` on each with its devices, its parts, combined into one.
+
+A host that the controller cannot reach for some seconds is lost. Its devices count as down until it responds again.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 GOSSIP_SECONDS = 6.0
-"""Time for the hosts of a swarm to learn about new containers, in seconds."""
+"""Maximum time in which the hosts of a swarm learn about new containers, in seconds."""
 
 
 class HostsLab(RunLab):
@@ -84,7 +87,7 @@ class HostsLab(RunLab):
         super().__init__(state, trial, subnet)
         self._hosts = hosts
         self.lost: set[str] = set()
-        """Hosts that no longer respond; `_Changes` updates the set, and devices on these hosts count as down."""
+        """Hosts that no longer respond; `_Changes` updates the set."""
         self._channels: dict[str, Channel] = {}
         self.parts: dict[str, Lab] = {}
         """The part of the lab on each host."""
@@ -112,7 +115,7 @@ class HostsLab(RunLab):
         cls,
         trial: Trial,
         hosts: Sequence[str],
-        given: Mapping[str, str],
+        fixed_hosts: Mapping[str, str],
         *,
         links: str = "auto",
         progress: Progress | None = None,
@@ -120,7 +123,7 @@ class HostsLab(RunLab):
         keep: bool = False,
         placement: str = "by-load",
     ) -> HostsLab:
-        """Create a lab on the engines of these docker contexts; ``given`` assigns devices to hosts.
+        """Create a lab on the engines of these docker contexts; ``fixed_hosts`` assigns devices to hosts.
 
         Further arguments and errors are those of `Lab.create`; also raises HostError if hosts do not respond or are not
         in one swarm.
@@ -128,23 +131,25 @@ class HostsLab(RunLab):
         say = progress or (lambda _text: None)
         experiment = trial.experiment
         check_devices(experiment)
-        reached = reach_all(hosts)
-        manager = find_manager(reached)
-        placed = place_devices(capacities(reached), experiment, given, placement)
-        builder = _choose_build_engine(reached, say)
+        host_by_name = reach_all(hosts)
+        manager = find_manager(host_by_name)
+        host_by_device = place_devices(
+            capacities(host_by_name), experiment, fixed_hosts, placement
+        )
+        builder = _choose_build_engine(host_by_name, say)
         images = ensure_images(builder, say)
         devices = device_images(
             builder, trial.scenario.workload, experiment, images, say
         )
         tags = [images.shaper, *devices.values()]
-        copy_images(builder, reached.values(), tags, say)
+        copy_images(builder, host_by_name.values(), tags, say)
         # Hosts without a device also have an entry, because each host has a keeper and a shaper.
-        by_host: dict[str, list[str]] = {name: [] for name in reached}
-        for device, host in placed.items():
-            by_host[host].append(device)
-        state = new_state(trial, None, results, keep=keep, hosts=by_host)
+        devices_by_host: dict[str, list[str]] = {name: [] for name in host_by_name}
+        for device, host in host_by_device.items():
+            devices_by_host[host].append(device)
+        state = new_state(trial, None, results, keep=keep, hosts=devices_by_host)
         reaper = Reaper(state.run, "testbed_controller.hosts.removal")
-        remove = partial(remove_everywhere, state.run, reached.values())
+        remove = partial(remove_everywhere, state.run, host_by_name.values())
         with reaper.guarding(remove, keep=keep), ExitStack() as cleanup_after_error:
             # The state is written before anything is created, so that `testbed down` finds the run if this process is
             # killed.
@@ -152,15 +157,19 @@ class HostsLab(RunLab):
             say("creating the network")
             allowed_range = trial.scenario.network.subnet
             subnet = make_overlay(
-                manager, reached.values(), state.run, allowed_range, len(placed)
+                manager,
+                host_by_name.values(),
+                state.run,
+                allowed_range,
+                len(host_by_device),
             )
             # Keepers start before devices, since the controller reaches the containers of a host through its keeper.
-            with ThreadPoolExecutor(len(reached)) as pool:
+            with ThreadPoolExecutor(len(host_by_name)) as pool:
                 start = partial(make_keeper, state=state, image=images.shaper)
-                list(pool.map(start, reached.values()))
-            lab = cls(state, trial, reached, subnet)
+                list(pool.map(start, host_by_name.values()))
+            lab = cls(state, trial, host_by_name, subnet)
             cleanup_after_error.callback(lab._close_channels)
-            say(f"starting {len(placed)} devices, and a shaper on each host")
+            say(f"starting {len(host_by_device)} devices, and a shaper on each host")
             populate = partial(
                 Lab.populate,
                 images=devices,
@@ -185,9 +194,9 @@ class HostsLab(RunLab):
     def open(cls, run_id: str) -> HostsLab:
         """Open an existing lab, from any process; raises the errors of `Lab.open`."""
         state = runstate.read(run_id)
-        reached = reach_all([*state.hosts])
-        subnet = _overlay_subnet(find_manager(reached).client, run_id)
-        lab = cls(state, trial_of(state), reached, subnet)
+        host_by_name = reach_all([*state.hosts])
+        subnet = _overlay_subnet(find_manager(host_by_name).client, run_id)
+        lab = cls(state, trial_of(state), host_by_name, subnet)
         lab.refresh()
         return lab
 
@@ -196,9 +205,9 @@ class HostsLab(RunLab):
     @property
     def broadcast(self) -> str | None:
         """The broadcast address of the data network; None for devices on several hosts."""
-        with_devices = [devices for devices in self._state.hosts.values() if devices]
         # The overlay network (a VXLAN) does not carry broadcasts between hosts.
-        if len(with_devices) > 1:
+        used_hosts = [host for host, names in self._state.hosts.items() if names]
+        if len(used_hosts) > 1:
             return None
         return str(self.subnet.broadcast_address)
 
@@ -215,9 +224,9 @@ class HostsLab(RunLab):
     @cached_property
     def shaper(self) -> Shapers:
         """The combined shapers of all hosts."""
-        parts = {name: part.shaper for name, part in self.parts.items()}
+        shapers = {name: part.shaper for name, part in self.parts.items()}
         return Shapers(
-            parts, self._state, self._channels, self.experiment.links, self.lost
+            shapers, self._state, self._channels, self.experiment.links, self.lost
         )
 
     def refresh(self) -> None:
@@ -231,7 +240,7 @@ class HostsLab(RunLab):
         return states
 
     def facts(self) -> dict[str, Any]:
-        """Return the properties for a run's manifest: those of the first host, and of each host by name."""
+        """Return the properties for a run's manifest: those of the first host, and under ``hosts`` those of each."""
         part_facts = self._call_on_all(lambda part: part.facts())
         host_facts = dict(zip(self.parts, part_facts, strict=True))
         for name, channel in self._channels.items():
@@ -256,38 +265,41 @@ class HostsLab(RunLab):
 
     def agent(self, name: str) -> Agent:
         """Return the client of a device's agent."""
-        return self._lab_with(name).agent(name)
+        return self._part_with(name).agent(name)
 
     def changes(self, on_return: Callable[[float], None]) -> _Changes:
-        """Return an iterator over the container changes on all hosts."""
+        """Return an iterator over the container changes on all hosts.
+
+        ``on_return`` is called with the length of a silence in seconds when a host responds again.
+        """
         return _Changes(self, on_return)
 
     def kill(self, name: str) -> None:
         """Kill the device's container."""
-        self._lab_with(name).kill(name)
+        self._part_with(name).kill(name)
 
     def start(self, name: str) -> None:
         """Start the device again."""
-        self._lab_with(name).start(name)
+        self._part_with(name).start(name)
 
     def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
         """Shape the links of a started device and wait until its agent is healthy."""
         if links is not None:
             links = self.shaper.emulated_links(links)
-        self._lab_with(name).admit(name, links)
+        self._part_with(name).admit(name, links)
 
     def pause(self, name: str) -> None:
         """Freeze all processes of the device."""
-        self._lab_with(name).pause(name)
+        self._part_with(name).pause(name)
 
     def resume(self, name: str) -> None:
         """Continue a paused device."""
-        self._lab_with(name).resume(name)
+        self._part_with(name).resume(name)
 
     def ending(self, name: str, wait_seconds: float = 0.0) -> Ending | None:
         """Return the cause of a container's end; None for a running container.
 
-        If ``name`` is `SHAPER`, return the cause for the first shaper that has ended on any host.
+        If ``name`` is `SHAPER`, return the cause for the first host whose shaper has ended.
         """
         if name == SHAPER:
             return self._shaper_ending()
@@ -309,7 +321,7 @@ class HostsLab(RunLab):
         """Remove the run from all hosts; see `Lab.down`. Lost hosts are cleaned up in the background."""
         for part in self.parts.values():
             part.over.set()
-        # A lost host may respond again by now; then it is cleaned up with the others.
+        # A lost host that responds again by now is cleaned up with the others.
         lost = set()
         for name in self.lost:
             if self._channels[name].silent_seconds > LOST_SECONDS:
@@ -349,18 +361,18 @@ class HostsLab(RunLab):
         self.shaper.set(crossing)
 
     def _explain_blocked_path(self, source: str, destination: str) -> str:
-        """Return an error message with the ports to open between two hosts."""
+        """Return an error message that names the ports to open between two hosts."""
         api = find_manager(self._hosts).client.api
         name = network_name(self.run_id, "data")
         network = api.inspect_network(name, verbose=True)
         peers = {str(peer["IP"]) for peer in network.get("Peers") or ()}
-        ends = [self._hosts[source], self._hosts[destination]]
-        # Port 7946 announces containers, 4789 carries their packets (VXLAN).
+        hosts = [self._hosts[source], self._hosts[destination]]
+        # Hosts announce containers over port 7946, and packets of containers use port 4789 (VXLAN).
         ports = "TCP and UDP 7946, and UDP 4789"
         # Peers of the network have found each other over port 7946, so this port is open.
-        if all(end.address in peers for end in ends):
+        if all(host.address in peers for host in hosts):
             ports = "UDP 4789"
-        names = " and ".join(f"{end.name} ({end.address})" for end in ends)
+        names = " and ".join(f"{host.name} ({host.address})" for host in hosts)
         return (
             f"the overlay network carries nothing from {source} to {destination}: open {ports} between {names}; if "
             f"they are open, 'docker swarm leave' and 'join' {destination} again"
@@ -370,7 +382,7 @@ class HostsLab(RunLab):
         for channel in self._channels.values():
             channel.close()
 
-    def _lab_with(self, device: str) -> Lab:
+    def _part_with(self, device: str) -> Lab:
         host = self._host_of(device)
         if host in self.lost:
             raise HostError(f"{device} {self.describe_silence(host)}")
@@ -400,20 +412,20 @@ class HostsLab(RunLab):
             except HostError as error:
                 raise HostError(f"on {host}: {error}") from error
 
-        present = [name for name in self.parts if name not in self.lost]
+        responding = [name for name in self.parts if name not in self.lost]
         with ThreadPoolExecutor(len(self.parts)) as pool:
-            return list(pool.map(attempt, present))
+            return list(pool.map(attempt, responding))
 
 
 def _choose_build_engine(
-    reached: Mapping[str, Host], say: Progress
+    host_by_name: Mapping[str, Host], say: Progress
 ) -> docker.DockerClient:
     """Return the engine that builds the images: this machine's, or the first host's."""
-    # If the chosen engine is remote, only ssh may lead to it, which plain clients do not support.
+    # A remote engine may be reachable only by ssh, which plain clients do not support.
     engine = chosen_engine()
     if engine.is_local:
         return ensure_engine(say, engine)
-    first = next(iter(reached.values()))
+    first = next(iter(host_by_name.values()))
     return first.client
 
 
@@ -442,7 +454,7 @@ def capacities(hosts: Mapping[str, Host]) -> dict[str, Capacity]:
 def place_devices(
     hosts: Mapping[str, Capacity],
     experiment: Experiment,
-    given: Mapping[str, str],
+    fixed_hosts: Mapping[str, str],
     placement: str,
 ) -> dict[str, str]:
     """Return the host of each device.
@@ -451,34 +463,37 @@ def place_devices(
     one host.
     """
     cells = [cell.devices for cell in experiment.cells]
-    return place(experiment.devices, experiment.links, hosts, given, cells, placement)
+    return place(
+        experiment.devices, experiment.links, hosts, fixed_hosts, cells, placement
+    )
 
 
 def add_host_faults(original: Sequence[Trial], where: LabPart) -> list[Trial]:
-    """Return trials extended by host faults; raises the errors of `LabPart.add_faults` and `place`."""
+    """Return trials extended by the host faults of a lab; raises the errors of `LabPart.add_faults` and `place`."""
     host_capacities = capacities(reach_all(where.hosts))
     trials = []
     for trial in original:
-        placed = place_devices(
+        host_by_device = place_devices(
             host_capacities, trial.experiment, where.place, where.placement
         )
-        trials.append(where.add_faults(trial, placed))
+        trials.append(where.add_faults(trial, host_by_device))
     return trials
 
 
 class _Changes:
     """An iterator over container changes on several hosts, and over the loss of hosts.
 
-    A host that is silent for `LOST_SECONDS` is lost, and its devices are lost with it. When the host responds again,
-    its devices are reported in their current states.
+    A host that is silent for `LOST_SECONDS` is lost, and its devices are reported in the state ``lost``. When the host
+    responds again, ``on_return`` is called with the length of the silence in seconds, and its devices are reported in
+    their current states.
     """
 
     def __init__(self, lab: HostsLab, on_return: Callable[[float], None]) -> None:
         self._lab = lab
         self._on_return = on_return
-        self._parts = {
-            name: part.changes(on_return) for name, part in lab.parts.items()
-        }
+        self._changes_by_host = {}
+        for name, part in lab.parts.items():
+            self._changes_by_host[name] = part.changes(on_return)
         self._queue: queue.SimpleQueue[DeviceContainer | Exception | None] = (
             queue.SimpleQueue()
         )
@@ -486,9 +501,9 @@ class _Changes:
 
     def __iter__(self) -> Iterator[DeviceContainer]:
         """Yield each changed container; raises HostError if an engine stops responding."""
-        for host, part in self._parts.items():
+        for host, changes in self._changes_by_host.items():
             threading.Thread(
-                target=self._follow, args=(host, part), name="changes", daemon=True
+                target=self._follow, args=(host, changes), name="changes", daemon=True
             ).start()
         threading.Thread(target=self._watch_hosts, name="hosts", daemon=True).start()
         while True:
@@ -499,9 +514,10 @@ class _Changes:
                 raise change
             yield change
 
-    def _follow(self, host: str, part: Iterable[DeviceContainer]) -> None:
+    def _follow(self, host: str, changes: Iterable[DeviceContainer]) -> None:
+        """Pass the changes on one host to the iterator, except while the host is lost."""
         try:
-            for container in part:
+            for container in changes:
                 if host not in self._lab.lost:
                     self._queue.put(container)
         except Exception as error:  # noqa: BLE001 - raised by the iteration
@@ -510,6 +526,7 @@ class _Changes:
                 self._queue.put(error)
 
     def _watch_hosts(self) -> None:
+        """Report the loss and the return of hosts until the iteration ends."""
         last_silence: dict[str, float] = {}
         while not self._over.wait(0.5):
             for host, channel in self._lab._channels.items():
@@ -522,8 +539,8 @@ class _Changes:
                     self._readmit(host, last_silence[host])
 
     def _lose(self, host: str, silent: float) -> None:
-        # Added before the update, because `_follow` ignores the engine's changes of containers on lost hosts: these
-        # changes must not contradict the loss.
+        # Added before the update: from then on, `_follow` ignores the engine's changes of this host's containers, which
+        # would contradict the loss.
         self._lab.lost.add(host)
         _LOG.info("the host %s is lost: silent for %.1f s", host, silent)
         self._update(host, partial(replace, state="lost", control_url=""))
@@ -531,6 +548,7 @@ class _Changes:
     def _update(
         self, host: str, change: Callable[[DeviceContainer], DeviceContainer]
     ) -> None:
+        """Change all devices of a host and report them."""
         part = self._lab.parts[host]
         for name, container in part.devices.items():
             part.devices[name] = change(container)
@@ -539,7 +557,7 @@ class _Changes:
     def _readmit(self, host: str, silent: float) -> None:
         """Report the devices of a host again, unless its keeper has removed the run there.
 
-        On a host with a removed run, the shaper has ended, and the host stays lost.
+        An ended shaper shows that the run was removed; then the host stays lost.
         """
         part = self._lab.parts[host]
         with suppress(HostError, DockerException, requests.RequestException):
@@ -553,8 +571,8 @@ class _Changes:
     def close(self) -> None:
         """End the iteration."""
         self._over.set()
-        for part in self._parts.values():
-            part.close()
+        for changes in self._changes_by_host.values():
+            changes.close()
         self._queue.put(None)
 
 
@@ -579,16 +597,16 @@ def open_lab(run_id: str) -> AnyLab:
 
 
 def engine_of(run_id: str, device: str) -> docker.DockerClient:
-    """Return the engine of a run's device; raises HostError if it does not respond.
+    """Return a connection to the engine of a run's device; raises HostError if the engine does not respond.
 
-    Runs of other users are expected on the chosen engine.
+    A run without a state file, such as that of another user, is expected on the chosen engine of this user.
     """
     hosts = runstate.hosts_of(run_id)
     if not hosts:
         return connect_to_run(run_id)
     # For a container that is not a device, such as the shaper, the first host is chosen.
-    chosen = next(iter(hosts))
+    device_host = next(iter(hosts))
     for host, devices in hosts.items():
         if device in devices:
-            chosen = host
-    return reach(chosen).client
+            device_host = host
+    return reach(device_host).client

@@ -1,6 +1,11 @@
 """The combined shapers of several hosts: each shapes the traffic that its devices send and receive.
 
-The delay of the real path between two hosts is measured, and only the remaining delay is emulated.
+A path is the way through the real network from one host to another. The delay of each path is measured, and the
+shapers emulate only the remaining delay of the links on it.
+
+The two hosts of a link between hosts measure one half each: the sender's host sends packets with time stamps of its
+clock, and the receiver's host subtracts these stamps from its own times. Combining the halves of both directions shows
+the difference of the clocks.
 """
 
 from __future__ import annotations
@@ -27,68 +32,66 @@ from testbed_controller.lab.runstate import RunState
 from testbed_controller.shaping import tolerance
 
 HostPath = tuple[str, str]
-"""The path through the real network from one host to another: (source host, destination host)."""
+"""A path: (source host, destination host)."""
 T = TypeVar("T")
 _ATTEMPTS = 3
 """Maximum number of measurements of links between hosts; links within their tolerance are not repeated."""
-_AHEAD_SECONDS = 0.3
-"""Time from the requests to the start of a measurement, in seconds; by then every host has received its request."""
+_LEAD_SECONDS = 0.3
+"""Time from the requests to the common start of a measurement, in seconds: enough for a request to each host."""
 _MIN_UNCERTAINTY = 5e-5
-"""Smallest uncertainty of a clock in seconds, for measured round trips of zero."""
+"""Added to the uncertainty of a clock in seconds, since a measured round trip may be zero."""
 
 
 def combine_halves(
     requested: Mapping[Pair, Link],
     halves: Mapping[str, Iterable[Mapping[str, Any]]],
-    host: Mapping[str, str],
+    host_by_device: Mapping[str, str],
     offsets: Mapping[str, float],
 ) -> tuple[list[LinkMeasurement], dict[HostPath, tuple[float, float]]]:
-    """Combine the measurements of links between hosts; also return the result of `_clock_differences`.
+    """Combine the halves of measured links between hosts; also return the result of `_clock_differences`.
 
-    The sender's host and the receiver's host each measure one half of a link. ``halves`` are the results of
-    `testbed_controller.shaping.probes.measure_half` by host, ``host`` is the host of each device, and ``offsets`` are
-    the offsets of the hosts' clocks from the controller's clock in seconds.
+    ``halves`` are the results of `testbed_controller.shaping.probes.measure_half` by host, ``host_by_device`` is the
+    host of each device, and ``offsets`` are the offsets of the hosts' clocks from the controller's clock in seconds.
     """
-    sent_by, received_by = _reports_by_end(halves, host)
-    raw: dict[Pair, list[float]] = {}
+    sent_by, received_by = _reports_by_end(halves, host_by_device)
+    # Raw delays are the differences of two time stamps, one of each host, so they include the clock difference.
+    raw_delays: dict[Pair, list[float]] = {}
     for pair in requested:
-        # The sender's host measures the time that a packet waits in the gate before it leaves (see the
-        # glossary), and the receiver's host measures the arrivals.
-        gate = sent_by[pair]["gate"]
-        raw[pair] = [delay - gate for delay in received_by[pair]["delays"]]
+        # Only the sender's host knows how long a packet stays at the gate before the delay of the link begins.
+        gate_seconds = sent_by[pair]["gate"]
+        delays = received_by[pair]["delays"]
+        raw_delays[pair] = [delay - gate_seconds for delay in delays]
     medians = {}
     for pair, link in requested.items():
-        if raw[pair]:
-            medians[pair] = (link, statistics.median(raw[pair]))
-    differences = _clock_differences(medians, host)
-    measured = []
+        if raw_delays[pair]:
+            medians[pair] = (link, statistics.median(raw_delays[pair]))
+    differences = _clock_differences(medians, host_by_device)
+    measurements = []
     for pair, link in requested.items():
-        source_host, destination_host = host[pair[0]], host[pair[1]]
-        # The offsets over the docker contexts are less accurate, but they need no packets in both directions.
-        by_contexts = offsets[destination_host] - offsets[source_host]
-        difference, _ = differences.get(
-            (source_host, destination_host), (by_contexts, 0.0)
-        )
-        # A raw delay is the difference of two time stamps, one of each host, so it includes the clock difference.
-        delays = [delay - difference for delay in raw[pair]]
-        measured.append(
+        source_host, destination_host = host_by_device[pair[0]], host_by_device[pair[1]]
+        # Without packets in both directions, the less accurate offsets over the docker contexts remain.
+        difference = offsets[destination_host] - offsets[source_host]
+        if (source_host, destination_host) in differences:
+            difference, _ = differences[source_host, destination_host]
+        delays = [delay - difference for delay in raw_delays[pair]]
+        measurements.append(
             _make_measurement(pair, link, delays, sent_by[pair], received_by[pair])
         )
-    return measured, differences
+    return measurements, differences
 
 
 def _reports_by_end(
-    halves: Mapping[str, Iterable[Mapping[str, Any]]], host: Mapping[str, str]
+    halves: Mapping[str, Iterable[Mapping[str, Any]]], host_by_device: Mapping[str, str]
 ) -> tuple[dict[Pair, Mapping[str, Any]], dict[Pair, Mapping[str, Any]]]:
-    """Return the reports of the senders' hosts and of the receivers' hosts, by link."""
+    """Return the report of the sender's host and the report of the receiver's host for each link."""
     sent_by: dict[Pair, Mapping[str, Any]] = {}
     received_by: dict[Pair, Mapping[str, Any]] = {}
     for name, half in halves.items():
         for report in half:
             source, destination = report["source"], report["destination"]
-            if host[source] == name:
+            if host_by_device[source] == name:
                 sent_by[source, destination] = report
-            if host[destination] == name:
+            if host_by_device[destination] == name:
                 received_by[source, destination] = report
     return sent_by, received_by
 
@@ -105,14 +108,15 @@ def _make_measurement(
     lost = sent - len(delays)
     delay = statistics.median(delays) if delays else None
     rate = received_by["rate"]
-    slowest = replace(link, rate=received_by["asked"])
+    # The rate includes the limits of both devices' accesses.
+    effective = replace(link, rate=received_by["asked"])
     problem = tolerance.describe_deviations(
-        slowest, rate, delay, sent, lost, sent_by["gate"]
+        effective, rate, delay, sent, lost, sent_by["gate"]
     )
     return LinkMeasurement(
         *pair,
         requested=link,
-        limit=slowest.rate,
+        limit=effective.rate,
         rate=rate,
         delay=delay,
         loss=lost / sent if sent else None,
@@ -122,29 +126,39 @@ def _make_measurement(
 
 
 def _clock_differences(
-    raw: Mapping[Pair, tuple[Link, float]], host: Mapping[str, str]
+    medians: Mapping[Pair, tuple[Link, float]], host_by_device: Mapping[str, str]
 ) -> dict[HostPath, tuple[float, float]]:
     """Return the clock difference between two hosts, and the round trip beyond the requested delays, in seconds.
+
+    ``medians`` has the requested link and the median of the raw delays of each link. The clock difference is the clock
+    of the destination host minus the clock of the source host.
 
     If delays are longer than requested in one direction and shorter in the other, then the clocks differ. Packets of
     the data network show the difference more accurately than the connections of the docker contexts. Only pairs of
     hosts with packets in both directions are included.
     """
-    beyond: dict[HostPath, list[float]] = defaultdict(list)
-    for (source, destination), (link, delay) in raw.items():
-        beyond[host[source], host[destination]].append(delay - median_delay(link))
-    excess = {path: statistics.median(delays) for path, delays in beyond.items()}
+    excess_by_link: dict[HostPath, list[float]] = defaultdict(list)
+    for (source, destination), (link, delay) in medians.items():
+        path = (host_by_device[source], host_by_device[destination])
+        excess_by_link[path].append(delay - median_delay(link))
+    excess = {}
+    for path, delays in excess_by_link.items():
+        excess[path] = statistics.median(delays)
     differences = {}
-    for (a, b), there in excess.items():
-        back = excess.get((b, a))
-        if back is not None:
+    for (source_host, destination_host), forward in excess.items():
+        backward = excess.get((destination_host, source_host))
+        if backward is not None:
             # As in NTP: a clock difference lengthens one direction and shortens the other by the same time.
-            differences[a, b] = ((there - back) / 2, max(0.0, there + back))
+            difference = (forward - backward) / 2
+            round_trip = max(0.0, forward + backward)
+            differences[source_host, destination_host] = (difference, round_trip)
     return differences
 
 
-def sample_links(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pair]:
-    """Return the most informative link for each path between hosts: fast, and with little random delay.
+def sample_links(
+    links: Mapping[Pair, Link], host_by_device: Mapping[str, str]
+) -> list[Pair]:
+    """Return the best link to measure each path with: little random delay, few losses, and then a high rate.
 
     >>> host = {"a": "node1", "b": "node2", "c": "node2"}
     >>> sample_links({("a", "b"): Link(rate=1e6), ("a", "c"): Link(rate=1e9)}, host)
@@ -154,7 +168,7 @@ def sample_links(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pa
         list
     )
     for pair, link in links.items():
-        path = host[pair[0]], host[pair[1]]
+        path = host_by_device[pair[0]], host_by_device[pair[1]]
         if path[0] == path[1] or not link.up:
             continue
         # The lowest rank is the best. The jitter comes first, since random delays hide the delay of the path.
@@ -164,16 +178,19 @@ def sample_links(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pa
 
 
 def path_delays(
-    measured: Iterable[LinkMeasurement], host: Mapping[str, str]
+    measurements: Iterable[LinkMeasurement], host_by_device: Mapping[str, str]
 ) -> dict[HostPath, float]:
     """Return the delay of each path in seconds: the measured delay minus the requested delay of a link on it.
 
-    During the measurement, the full requested delay must have been emulated.
+    During the measurements, the full requested delays must have been emulated.
     """
     delays = {}
-    for measurement in measured:
+    for measurement in measurements:
         if measurement.delay is not None:
-            path = (host[measurement.source], host[measurement.destination])
+            path = (
+                host_by_device[measurement.source],
+                host_by_device[measurement.destination],
+            )
             excess = measurement.delay - median_delay(measurement.requested)
             # On a short path, the error of the measurement may exceed the delay, and the difference may be negative.
             delays[path] = max(0.0, excess)
@@ -182,7 +199,7 @@ def path_delays(
 
 def links_to_emulate(
     links: Mapping[Pair, Link],
-    host: Mapping[str, str],
+    host_by_device: Mapping[str, str],
     delays: Mapping[HostPath, float],
 ) -> dict[Pair, Link]:
     """Return the links to emulate: the requested links minus the delays of their paths.
@@ -195,7 +212,7 @@ def links_to_emulate(
     """
     to_emulate = {}
     for pair, link in links.items():
-        path = host[pair[0]], host[pair[1]]
+        path = host_by_device[pair[0]], host_by_device[pair[1]]
         path_delay = delays.get(path, 0.0)
         # Emulation can only add to the delay of a path.
         if link.up and path_delay > link.delay + tolerance.delay_tolerance(link.delay):
@@ -211,10 +228,7 @@ def links_to_emulate(
 
 
 class PathBlocked(HostError):  # noqa: N818 - a state of the path
-    """The data network carries no packets from one host to another.
-
-    With ``passes_small``, small packets pass and full frames do not.
-    """
+    """The data network carries no packets from one host to another, or, with ``passes_small``, only small ones."""
 
     def __init__(
         self, source: str, destination: str, *, passes_small: bool = False
@@ -235,7 +249,10 @@ class Shapers:
         links: Mapping[Pair, Link],
         lost: Collection[str] = (),
     ) -> None:
-        """``parts`` are the shapers by host, ``links`` the links of the scenario; ``lost`` hosts are not called."""
+        """Combine ``parts``, the shapers by host, for the ``links`` of the scenario.
+
+        ``lost`` is a live collection of hosts without contact, whose shapers are not called.
+        """
         self._lost = lost
         self._parts = parts
         self._host_by_device: dict[str, str] = {}
@@ -261,7 +278,7 @@ class Shapers:
         measurements = self._probe_between_hosts(
             sample_links(self._requested, self._host_by_device)
         )
-        limited: list[HostPath] = []
+        paths_with_rate: list[HostPath] = []
         rates = []
         for measurement in measurements:
             path = (
@@ -272,12 +289,12 @@ class Shapers:
                 if expected_loss(measurement.requested) < 1:
                     raise PathBlocked(*path)
             elif measurement.requested.rate:
-                limited.append(path)
+                paths_with_rate.append(path)
                 rates.append(measurement.rate)
         # A measured rate shows that full frames pass. Of links with equal properties, only one has a rate measurement,
         # so a single measured rate suffices.
-        if limited and not any(rates):
-            raise PathBlocked(*limited[0], passes_small=True)
+        if paths_with_rate and not any(rates):
+            raise PathBlocked(*paths_with_rate[0], passes_small=True)
         delays = path_delays(measurements, self._host_by_device)
         return [(*path, delay) for path, delay in delays.items()]
 
@@ -299,56 +316,59 @@ class Shapers:
 
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
         """Measure links between the devices themselves."""
-        wanted = list(pairs)
-        across = []
-        within: dict[str, list[Pair]] = defaultdict(list)
-        for pair in wanted:
+        pairs = list(pairs)
+        between_hosts = []
+        within_host: dict[str, list[Pair]] = defaultdict(list)
+        for pair in pairs:
             if self.connects_hosts(pair):
-                across.append(pair)
+                between_hosts.append(pair)
             else:
-                within[self._host_by_device[pair[0]]].append(pair)
-        measured = self._probe_between_hosts(across) if across else []
-        for host, host_links in within.items():
-            measured += self._parts[host].probe(host_links)
+                within_host[self._host_by_device[pair[0]]].append(pair)
+        measurements = self._probe_between_hosts(between_hosts) if between_hosts else []
+        for host, host_pairs in within_host.items():
+            measurements += self._parts[host].probe(host_pairs)
         by_pair = {}
-        for measurement in measured:
+        for measurement in measurements:
             by_pair[measurement.source, measurement.destination] = measurement
-        return [by_pair[pair] for pair in wanted]
+        return [by_pair[pair] for pair in pairs]
 
     def _probe_between_hosts(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
         """Measure links between hosts; repeat for links outside their tolerance."""
-        latest: dict[Pair, LinkMeasurement] = {}
+        last_measurement: dict[Pair, LinkMeasurement] = {}
         remaining = list(pairs)
         for _ in range(_ATTEMPTS):
             if not remaining:
                 break
             for measurement in self._measure_once(remaining):
-                latest[measurement.source, measurement.destination] = measurement
-            remaining = [pair for pair in remaining if latest[pair].problem]
-        return [latest[pair] for pair in pairs]
+                pair = (measurement.source, measurement.destination)
+                last_measurement[pair] = measurement
+            remaining = [pair for pair in remaining if last_measurement[pair].problem]
+        return [last_measurement[pair] for pair in pairs]
 
     def _measure_once(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
+        """Measure links between hosts once, and align the hosts' clocks by the result."""
         requested = {pair: self._requested[pair] for pair in pairs}
-        run = secrets.token_hex(8)
+        measurement_id = secrets.token_hex(8)
         shapers = {}
         for name in sorted(set(chain.from_iterable(pairs))):
             host = self._host_by_device[name]
             shapers[host] = self._parts[host]
         with ThreadPoolExecutor(len(shapers)) as pool:
             ports: dict[str, int] = {}
-            open_ends = methodcaller("open_ends", run, pairs)
-            for opened in pool.map(open_ends, shapers.values()):
-                ports |= opened
-            begin = time.monotonic() + _AHEAD_SECONDS
+            open_ends = methodcaller("open_ends", measurement_id, pairs)
+            for host_ports in pool.map(open_ends, shapers.values()):
+                ports |= host_ports
+            begin = time.monotonic() + _LEAD_SECONDS
             offsets = {}
             for host in shapers:
-                offsets[host] = (
-                    self._channels[host].estimator.offset.to_host(begin) - begin
-                )
+                offset = self._channels[host].estimator.offset
+                offsets[host] = offset.to_host(begin) - begin
 
             def measure_at(host: str) -> list[dict[str, Any]]:
-                there = begin + offsets[host]
-                return shapers[host].probe_half(run, pairs, ports, there)
+                host_begin = begin + offsets[host]
+                return shapers[host].probe_half(
+                    measurement_id, pairs, ports, host_begin
+                )
 
             halves = dict(zip(shapers, pool.map(measure_at, shapers), strict=True))
         measurements, differences = combine_halves(
@@ -363,21 +383,22 @@ class Shapers:
         offsets: Mapping[str, float],
         differences: Mapping[HostPath, tuple[float, float]],
     ) -> None:
-        """Set the clocks of the hosts by packets between them, which are more accurate than the contexts' connections.
+        """Correct the offsets of the hosts' clocks by the measured differences between hosts.
 
-        The clocks are aligned with the clock of the first host. An error of that clock is common to all hosts, so it
-        does not change the order of events.
+        ``at`` is the instant of the measurement on the controller's clock. Packets between hosts are more accurate than
+        the docker contexts' connections, by which the ``offsets`` were measured. The clocks are aligned with the clock
+        of the first host: an error of that clock is common to all hosts, so it does not change the order of events.
         """
         first = next(iter(offsets))
         for host in offsets:
             if (first, host) not in differences:
                 continue
             difference, round_trip = differences[first, host]
-            # The round trip excludes the requested delays, which now include the delays of the paths. Those delays may
-            # be asymmetric too, so they count as uncertainty.
-            there = self._delay_by_path.get((first, host), 0.0)
-            back = self._delay_by_path.get((host, first), 0.0)
-            round_trip += there + back
+            # The round trip excludes the requested delays, of which the paths cause a part. The delays of paths may be
+            # asymmetric, so they count as uncertainty.
+            forward = self._delay_by_path.get((first, host), 0.0)
+            backward = self._delay_by_path.get((host, first), 0.0)
+            round_trip += forward + backward
             uncertainty = round_trip + _MIN_UNCERTAINTY
             offset = offsets[first] + difference
             self._channels[host].estimator.add_permanent(at, offset, uncertainty)
@@ -447,7 +468,7 @@ class Shapers:
 
 
 def merge_statistics(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the statistics of several shapers; each key gets its largest number, or its first text.
+    """Merge the statistics of several shapers: each key has the largest of its numbers, or the first of its texts.
 
     >>> merge_statistics([{"host_load": 0.5, "backend": "netem"}, {"host_load": 0.9, "backend": "netem"}])
     {'host_load': 0.9, 'backend': 'netem'}
@@ -455,9 +476,10 @@ def merge_statistics(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for report in reports:
         for name, value in report.items():
-            known = result.get(name)
+            current = result.get(name)
+            is_number = isinstance(value, int | float)
             if isinstance(value, dict):
-                result[name] = merge_statistics([known or {}, value])
-            elif known is None or (isinstance(value, int | float) and value > known):
+                result[name] = merge_statistics([current or {}, value])
+            elif current is None or (is_number and value > current):
                 result[name] = value
     return result
