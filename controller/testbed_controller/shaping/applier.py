@@ -62,19 +62,18 @@ class Applier:
     def has_gate(self, *, required: bool) -> bool:
         """Start the gate on first use; return whether a gate is available.
 
-        Raises HostError if the gate is ``required`` and the kernel lacks netfilter queues.
-
-        Without a gate, HTB paces broadcasts and slow links; only a radio cell requires a gate.
+        Without a gate, HTB paces broadcasts and slow links; only a radio cell requires a gate. Raises HostError if the
+        gate is ``required`` and the kernel lacks netfilter queues.
         """
-        if self._gate is not None or self._gate_problem:
-            return self._gate is not None
-        try:
-            self._gate = Gate(queueing_iptables())
-        except HostError as error:
-            if required:
-                text = f"a radio cell needs netfilter queues, which this kernel lacks: {error}"
-                raise HostError(text) from error
-            self._gate_problem = str(error)
+        if self._gate is None and not self._gate_problem:
+            try:
+                self._gate = Gate(queueing_iptables())
+            except HostError as error:
+                self._gate_problem = str(error)
+        if self._gate is None and required:
+            raise HostError(
+                f"a radio cell needs netfilter queues, which this kernel lacks: {self._gate_problem}"
+            )
         return self._gate is not None
 
     def problem(self, attached: AttachedDevice, plan: InterfacePlan) -> str:
