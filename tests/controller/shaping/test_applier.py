@@ -30,5 +30,5 @@ def test_radio_cell_without_gate_is_refused_also_after_a_slow_link(
     assert not plain_applier.has_gate(required=False)
     assert plain_applier.facts()["gate"] == "no queues"
     for _ in range(2):
-        with pytest.raises(HostError, match="a radio cell needs .*: no queues"):
+        with pytest.raises(HostError, match=r"a radio cell needs .*: no queues"):
             plain_applier.has_gate(required=True)
