@@ -59,7 +59,7 @@ class Applier:
             "gate": gate,
         }
 
-    def has_gate(self, *, required: bool) -> bool:
+    def ensure_gate(self, *, required: bool) -> bool:
         """Start the gate on first use; return whether a gate is available.
 
         Without a gate, HTB paces broadcasts and slow links; only a radio cell requires a gate. Raises HostError if the

@@ -31,6 +31,7 @@ GATED_LINK_RATE = 5e6
 """Maximum rate of links through the gate, in bit/s: at this rate, a frame takes 2.4 ms, much longer than the 0.1 ms of
 processor time that the gate needs for a packet."""
 T = TypeVar("T")
+"""The caller's representation of a packet."""
 
 
 def routes_of(
@@ -62,16 +63,19 @@ def routes_of(
 
 
 def _broadcast_route(
-    device: str, links: Mapping[Pair, Link], cells: Iterable[Cell], uplink: float | None
+    device: str,
+    outgoing: Mapping[Pair, Link],
+    cells: Iterable[Cell],
+    uplink: float | None,
 ) -> Route | None:
     """Return the route of a device's broadcasts; None for fast broadcasts outside of all cells."""
     own_cells = []
     for cell in cells:
-        if any(cell.carries(pair) for pair in links):
+        if any(cell.carries(pair) for pair in outgoing):
             own_cells.append(cell)
     cell_rates = [cell.rate for cell in own_cells]
-    rate = broadcast_rate(links.values(), uplink, *cell_rates)
-    if not links or rate is None:
+    rate = broadcast_rate(outgoing.values(), uplink, *cell_rates)
+    if not outgoing or rate is None:
         return None
     if not own_cells and rate > GATED_BROADCAST_RATE:
         return None

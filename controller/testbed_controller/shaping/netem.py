@@ -28,8 +28,11 @@ from testbed_controller.shaping.tc import Tree
 
 IFB = "testbed-ifb"
 """Name of the IFB for all links without duplicates, and the beginning of the other IFBs' names."""
+# The sending side has the tree with number 1.
 _TREE = Tree(IFB, 2)
 _ROOT = f"{_TREE.number}:"
+_DOWN_LIMIT = 1000
+"""Limit in packets of the netem of a link that is down, which drops every packet; this is netem's default."""
 _QUEUE_HANDLE_OFFSET = 0x2000
 """Added to the handle of a netem, the result is the handle of the queue before the downlink."""
 _TABLE_UNIT = 8192
@@ -74,7 +77,7 @@ def netem_arguments(line: ReceiverLine) -> str:
     """
     link = line.link
     if not link.up:
-        return "netem limit 1000 loss random 100% corrupt 0%"
+        return f"netem limit {_DOWN_LIMIT} loss random 100% corrupt 0%"
     words = [f"netem limit {line.limit}"]
     if link.delay:
         words.append(f"delay {link.delay * 1e6:.0f}us")
@@ -112,7 +115,7 @@ def _redirected_lines(plan: InterfacePlan) -> dict[int, ReceiverLine]:
 def ifb_of(line: ReceiverLine) -> str:
     """Return the name of the IFB for a source's packets."""
     if line.link.up and line.link.duplicate:
-        return f"testbed-ifb{line.number}"
+        return f"{IFB}{line.number}"
     return IFB
 
 
@@ -298,7 +301,7 @@ def _netem_differences(line: ReceiverLine, observed: Mapping[str, Any]) -> list[
     """Compare the options of one netem, as printed by ``tc -j``, with a line."""
     # A link that is down has the netem of `netem_arguments`: it loses all packets.
     link = line.link if line.link.up else Link(loss=1.0)
-    limit = line.limit if line.link.up else 1000
+    limit = line.limit if line.link.up else _DOWN_LIMIT
     delay = observed.get("delay", {})
     loss = observed.get("loss-random", {}).get("loss", 0.0)
     # Keys and tolerances of the kernel's Gilbert-Elliott model: p, r, 1-h and 1-k of netem's manual page.

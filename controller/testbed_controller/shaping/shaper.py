@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
@@ -114,8 +114,8 @@ class Shaping:
         with self._lock:
             if cells is not None:
                 self._cells = tuple(cells)
-            names = ", ".join(endpoint.name for endpoint in endpoints)
-            _LOG.info("attaching %s", names)
+            names = [endpoint.name for endpoint in endpoints]
+            _LOG.info("attaching %s", ", ".join(names))
             self.registry.add(endpoints, self._pool)
             # Devices of this host may have links to devices that are attached later.
             if not any(endpoint.pid for endpoint in endpoints):
@@ -160,10 +160,9 @@ class Shaping:
         for change in changes:
             futures.append(self._pool.submit(self._applier.apply, *change))
         # Finish all changes before raising an error: a half-changed lab is worse than a late message.
-        errors = [future.exception() for future in futures]
-        for error in errors:
-            if error is not None:
-                raise error
+        wait(futures)
+        for future in futures:
+            future.result()
 
     def _make_planner(self, links: Mapping[Pair, Link]) -> Planner:
         """Return a planner for these links; start the gate for the first route that needs it."""
@@ -172,7 +171,7 @@ class Shaping:
         )
         for name, attached in self.registry.devices.items():
             if planner.routes(name, attached.interface):
-                planner.has_gate = self._applier.has_gate(required=bool(self._cells))
+                planner.has_gate = self._applier.ensure_gate(required=bool(self._cells))
                 break
         return planner
 

@@ -27,8 +27,8 @@ def test_radio_cell_without_gate_is_refused_also_after_a_slow_link(
     monkeypatch.setattr(applier, "queueing_iptables", fail_without_queues)
     plain_applier = Applier("plain", lambda: 0)
     # Slow links do without a gate.
-    assert not plain_applier.has_gate(required=False)
+    assert not plain_applier.ensure_gate(required=False)
     assert plain_applier.facts()["gate"] == "no queues"
     for _ in range(2):
         with pytest.raises(HostError, match=r"a radio cell needs .*: no queues"):
-            plain_applier.has_gate(required=True)
+            plain_applier.ensure_gate(required=True)
