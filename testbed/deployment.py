@@ -1,7 +1,7 @@
 """The deployment of a device: the facts about a run that its agent receives before the program starts.
 
-The controller writes it and the agent reads it. Neither a scenario nor the links of other devices travel, unless the
-method's program needs those links (`testbed.method.Method.facts`).
+The controller writes a `Deployment` as JSON and the agent reads it with `read`. It contains neither the scenario nor
+the links of other devices, unless the method's program needs those links (`testbed.method.Method.facts`).
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class Deployment(BaseModel):
     plan: Plan
     """The part of the plan relevant to the device."""
     kinds: tuple[Link, ...] = ()
-    """The distinct links."""
+    """The distinct properties of links."""
     links: tuple[tuple[str, str, int], ...] = ()
     """Source, destination and index into `kinds` of each link known to the program."""
     peers: dict[str, Peer] = {}
     """Peers of the device by name."""
     broadcast: str | None = None
-    """Address of the data network."""
+    """Broadcast address of the data network."""
 
     @model_validator(mode="after")
     def _check_indices(self) -> Self:
@@ -112,11 +112,13 @@ class Deployment(BaseModel):
             for source, destination, index in self.links
         }
         options = method.Options.model_validate(workload.method.options())
-        given: PlanningProblem = PlanningProblem(
+        base_problem: PlanningProblem = PlanningProblem(
             tuple(devices), links, workload, options, self.seed
         )
         facts = {**self.facts, **self.own_facts}
-        return method, workload_of(workload).rebuild_problem(given, method, facts)
+        return method, workload_of(workload).rebuild_problem(
+            base_problem, method, facts
+        )
 
 
 def read(body: bytes | bytearray) -> Deployment:
@@ -167,28 +169,30 @@ class Deployments:
         problem, plan = self.method.facts(self.problem, self.plan, device)
         numbers: dict[Link, int] = {}
         # By identity, since pairs share link objects and a comparison of two links takes long.
-        known: dict[int, int] = {}
+        numbers_by_id: dict[int, int] = {}
         links = []
         peers = {}
         for pair, link in problem.links.items():
-            if id(link) not in known:
-                known[id(link)] = numbers.setdefault(link, len(numbers))
-            links.append((*pair, known[id(link)]))
+            if id(link) not in numbers_by_id:
+                numbers_by_id[id(link)] = numbers.setdefault(link, len(numbers))
+            links.append((*pair, numbers_by_id[id(link)]))
             source, destination = pair
             # A message and its acknowledgement take both directions.
             if source == device and (destination, device) in problem.links:
                 peers[destination] = self._peer_entry(device, destination)
-        own = {
+        device_fields = {
             "device": device,
             "kinds": [link.to_json() for link in numbers],
             "links": links,
             "peers": peers,
             "own_facts": workload_of(problem.workload).own_facts(problem),
         }
-        # The coordinator gets the whole plan, which may be long, in text that is ready.
+        # The coordinator gets the whole plan, which may be long and is serialised once.
         plan_text = self._plan_json if plan is self.plan else plan.model_dump_json()
+        # Three JSON texts are joined to one object, without parsing them again.
         common = self._common_fields.removesuffix("}")
-        return f'{common},"plan":{plan_text},{_to_json_text(own)[1:]}'.encode()
+        own = _to_json_text(device_fields).removeprefix("{")
+        return f'{common},"plan":{plan_text},{own}'.encode()
 
     def _peer_entry(self, device: str, peer: str) -> dict[str, str]:
         return {
@@ -261,12 +265,12 @@ def deployments(
     """
     method_code, work_code = code_of(prepared.method), code_of(prepared.workload)
     if method_code is not None and work_code is not None:
-        # A package with both is sent once.
-        own = {}
+        # A package with both is sent once, with the workload.
+        sources = {}
         for name, text in method_code.sources.items():
             if name not in work_code.sources:
-                own[name] = text
-        method_code = method_code.model_copy(update={"sources": own})
+                sources[name] = text
+        method_code = method_code.model_copy(update={"sources": sources})
     return Deployments(
         prepared.method,
         prepared.problem,

@@ -1,8 +1,9 @@
 """The interface between a method's program and its device, on the wall clock and on the virtual clock.
 
-In a container ``testbed_agent.device`` implements it on the wall clock; in simulation ``testbed.simulation`` does on a
-virtual one. A program is an ``async`` function of a device and a `ProgramContext`; it may start tasks of its own, but
-all waiting goes through the device or through asyncio primitives, never through threads or real time.
+The class `Device` is this interface. ``testbed_agent.device`` implements it in containers, on the wall clock, and
+``testbed.simulation.device`` in simulations, on a virtual clock. A program is an ``async`` function of a device and a
+`ProgramContext`. The program may start tasks, but it must wait only through the device or asyncio primitives, never
+through threads or real time.
 """
 
 from __future__ import annotations
@@ -74,11 +75,12 @@ class Cost:
         weights: float = 0.0,
         kind: Kind = "other",
     ) -> None:
-        """Work of one kind; costs add up to work of several."""
-        before = _FIELDS * KINDS.index(kind)
-        after = _FIELDS * (len(KINDS) - 1) - before
+        """Create the cost of work in layers of one kind; the sum of costs has work of several kinds."""
+        zeros_before = _FIELDS * KINDS.index(kind)
+        zeros_after = _FIELDS * (len(KINDS) - 1) - zeros_before
+        work = (flops, accessed, weights)
         self._set_amounts(
-            (*repeat(0.0, before), flops, accessed, weights, *repeat(0.0, after))
+            (*repeat(0.0, zeros_before), *work, *repeat(0.0, zeros_after))
         )
 
     def _set_amounts(self, amounts: tuple[float, ...]) -> None:
@@ -109,11 +111,12 @@ class Cost:
         """Return the total work of the given kinds of layers."""
         amounts = self._amounts
         if len(kinds) < len(KINDS):
-            chosen: list[float] = []
+            selected: list[float] = []
             for kind in kinds:
-                first = _FIELDS * KINDS.index(kind)
-                chosen += self._amounts[first : first + _FIELDS]
-            amounts = tuple(chosen)
+                start = _FIELDS * KINDS.index(kind)
+                selected += self._amounts[start : start + _FIELDS]
+            amounts = tuple(selected)
+        # Every third amount, from the first, second or third one on, belongs to the same field of `Work`.
         return Work(*(sum(amounts[field::_FIELDS]) for field in range(_FIELDS)))
 
 
@@ -164,8 +167,8 @@ class Device(Protocol):
         Retries without limit while the peer is down or unreachable. Cancelling the call withdraws the message unless
         all bytes have left; ``asyncio.timeout`` limits the wait. Several sends may run as concurrent tasks and keep the
         link busy: up to `testbed.wire.framing.WINDOW` bytes leave before the first acknowledgement returns. A peer that
-        restarts is the same peer with an empty inbox: methods number their configurations and ignore messages of older
-        ones.
+        restarts is the same peer with an empty inbox, so methods number the assignments of roles (configurations) and
+        ignore messages of older configurations.
         """
 
     async def cast(self, peers: Collection[str], message: Message) -> None:
@@ -188,8 +191,8 @@ class Device(Protocol):
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
         """Run a computation on one of the device's processors and charge its cost as time.
 
-        Calls queue up and begin in the order of the calls, as many at once as the device has processors: one, unless
-        the scenario says otherwise. Records ``begin`` and ``compute``.
+        Computations begin in the order of the calls, as many at once as the device has processors (one by default).
+        Records the events ``begin`` and ``compute``.
         """
 
     async def sleep(self, seconds: float) -> None:
@@ -209,7 +212,7 @@ class Device(Protocol):
         """Seconds since the workload started; one clock for all devices of the run."""
 
     def record(self, event: str, **fields: Any) -> None:
-        """Write an event to the run's log; see ``testbed.trace.events`` for the ones with a meaning."""
+        """Write an event to the run's log; ``testbed.trace.events`` lists the events that metrics use."""
 
     def expose(
         self, weights: Callable[[], Mapping[str, Any]], part: bool = False

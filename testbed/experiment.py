@@ -32,26 +32,27 @@ class Experiment:
     faults: tuple[FaultPart, ...] = ()
     """Faults in the order of the scenario."""
     cells: tuple[Cell, ...] = ()
-    """Radio cells; a pair of devices is in one at most."""
+    """Radio cells; a pair of devices is in at most one cell."""
     changes: tuple[Change, ...] = ()
     """Changes of links and speeds from the scenario's link trace, in the order of time."""
     radio: Radio | None = None
     """Positions and propagation model of devices on radio; None without radio. Reception ratios are stored in the
     links."""
     machines: tuple[Machine, ...] = ()
-    """Computers shared by several devices; each device is on at most one."""
+    """Computers shared by several devices; each device is on at most one computer."""
 
     def sharing_devices(self) -> tuple[DeviceSpec, ...]:
-        """Return the devices with the speed left to each while all devices on its machine compute."""
+        """Return the devices with the speed that each has while all devices on its machine compute."""
         processors = {device.name: device.processors for device in self.devices}
         shares: dict[str, float] = {}
         for machine in self.machines:
-            wanted = sum(processors[name] for name in machine.devices)
-            shares |= dict.fromkeys(machine.devices, min(1.0, machine.cores / wanted))
+            computations = sum(processors[name] for name in machine.devices)
+            share = min(1.0, machine.cores / computations)
+            shares |= dict.fromkeys(machine.devices, share)
         devices = []
         for device in self.devices:
             share = shares.get(device.name, 1.0)
-            # A device of its own stays the same object, and its speeds are not rounded.
+            # At full speed, the device stays the same object, and its speeds are not rounded.
             devices.append(device.with_share(share) if share < 1 else device)
         return tuple(devices)
 
@@ -67,7 +68,8 @@ class Experiment:
         for pair, link in self.links.items():
             sender, receiver = pair
             cell = cell_of(pair, self.cells)
-            shared = None if cell is None else cell.rate
-            rate = least_rate(link.rate, uplinks[sender], downlinks[receiver], shared)
+            cell_rate = None if cell is None else cell.rate
+            access_rates = (uplinks[sender], downlinks[receiver])
+            rate = least_rate(link.rate, *access_rates, cell_rate)
             bounded[pair] = replace(link, rate=rate)
         return bounded

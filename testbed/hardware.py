@@ -1,4 +1,7 @@
-"""Device hardware: speeds, memory, and named profiles with the source of each value."""
+"""Device hardware: speeds, memory, and named profiles with the source of each value.
+
+A speed is in FLOP/s, where a multiply and an add are two operations. A memory rate is in bytes per second.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class DeviceSpec:
 
     name: str
     speed: float
-    """FLOP/s of each processor, used for pacing (a multiply and an add are two)."""
+    """FLOP/s of each processor, used for pacing."""
     memory: float
     """Bytes; the container's limit and the planner's bound."""
     cpus: float | None = None
@@ -153,21 +156,21 @@ class DeviceSpec:
 
 
 _COPIES = 2
-"""A sender holds a message and its encoded form; a receiver holds the bytes and their copy in the model."""
+"""Number of copies of a message in memory: at the sender, the message and its encoded form; at the receiver, the bytes
+and their copy in the model."""
 
-_ALWAYS_HELD = 1 << 20
+_ALWAYS_ACCEPTED = 1 << 20
 """Size in bytes of a message accepted by every device; methods measure links with a quarter of this size."""
 
 
-def largest_message(*ends: DeviceSpec) -> int:
+def largest_message(*devices: DeviceSpec) -> int:
     """Return the size in bytes of the largest message that fits the memory of all given devices.
 
     >>> largest_message(DeviceSpec("a", 1e9, memory=8e9), DeviceSpec("b", 1e9, memory=1e9))
     500000000
     """
-    # Half the memory: see `_COPIES`.
-    memory = min(device.memory for device in ends)
-    return max(_ALWAYS_HELD, int(memory / _COPIES))
+    memory = min(device.memory for device in devices)
+    return max(_ALWAYS_ACCEPTED, int(memory / _COPIES))
 
 
 def check_message(size: int, sender: DeviceSpec, receiver: DeviceSpec) -> None:

@@ -27,7 +27,7 @@ Baselines = Mapping[str, Mapping[str, Any]]
 
 
 class Options(ConfigModel):
-    """Base of a method's options: unknown keys are refused; `testbed show methods` shows each one's docstring."""
+    """Base of a method's options; unknown keys are refused. `testbed show methods` shows the docstrings of options."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
     baselines: ClassVar[Baselines] = {}
@@ -53,11 +53,11 @@ class Options(ConfigModel):
             raise ValueError(
                 f"unknown baseline '{name}': {nearest(str(name), cls.baselines)}"
             )
-        for key, fixed in cls.baselines[name].items():
-            # A value that differs would be a system that no publication measured under this name.
-            if value.get(key, fixed) != fixed:
+        for key, baseline_value in cls.baselines[name].items():
+            # With another value, it would be a system that no publication measured under this name.
+            if value.get(key, baseline_value) != baseline_value:
                 raise ValueError(
-                    f"the baseline '{name}' implies {key}: {json.dumps(fixed)}: remove '{key}'"
+                    f"the baseline '{name}' implies {key}: {json.dumps(baseline_value)}: remove '{key}'"
                 )
         return {**value, **cls.baselines[name]}
 
@@ -84,13 +84,13 @@ class Alternative:
     chosen: bool
     """Whether the plan uses this alternative."""
     fits: bool
-    """Whether every device has the memory."""
+    """Whether every device has enough memory."""
     weights: Mapping[str, int]
     """Elements of weights on each device; biases and normalisation left out."""
     memory: Mapping[str, float]
-    """Bytes of memory needed by device name."""
+    """Needed bytes of memory, by device name."""
     longest_path: int
-    """Multiplications one after the other, for one sample."""
+    """Number of multiplications for one sample that cannot be computed at the same time."""
     communication: float
     """Transmitted elements per sample, by the formulas of the publication."""
     elements: int
@@ -104,7 +104,7 @@ class Alternative:
     notes: str = ""
     """Remarks for the table of `testbed plan`."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Values of JSON."""
+    """Further values, as JSON, for `testbed plan --json`."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class PlanningProblem(Generic[ProblemOptions]):
     """The input of a planner. On a device, the problem contains only the facts returned by `Method.facts`."""
 
     devices: tuple[DeviceSpec, ...]
-    """Devices in the order of the scenario; the first is the source."""
+    """Devices in the order of the scenario; in most methods the first is the coordinator."""
     links: Mapping[Pair, Link]
     workload: WorkloadPart
     options: ProblemOptions
@@ -286,7 +286,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         return problem, plan.part_of(device)
 
     def simulation_state(self, problem: Any) -> Any:
-        """Return an object through which the devices of a simulation compute together; None where each is alone."""
+        """Return an object through which the devices of a simulation compute together; None if they compute alone."""
         return None
 
     def largest_messages(

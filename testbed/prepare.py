@@ -66,9 +66,9 @@ def prepare(trial: Trial) -> Prepared:
 
 
 def prepare_all(runs: Sequence[Trial]) -> tuple[dict[int, Prepared], list[str]]:
-    """Prepare the runs of a sweep; return the valid runs and the error texts of the rejected ones, by number.
+    """Prepare the runs of a sweep; return the valid runs by number, and the error texts of the rejected runs.
 
-    A text names the point and the seed. Raises `InputError` where all are refused.
+    A text names the point and the seed. Raises `InputError` if all runs are rejected.
     """
     prepared: dict[int, Prepared] = {}
     refused: list[str] = []
@@ -84,7 +84,7 @@ def prepare_all(runs: Sequence[Trial]) -> tuple[dict[int, Prepared], list[str]]:
             reasons.append(error)
             refused.append(f"{', '.join(names)}: {error}")
     if not prepared:
-        # One reason for all points concerns the scenario, not its sweep.
+        # If all points have the same error, the scenario is wrong and not its sweep.
         if len({str(error) for error in reasons}) == 1:
             raise reasons[0]
         raise InputError("\n".join(refused))
@@ -98,14 +98,14 @@ def raise_refused(refused: Sequence[str]) -> None:
 
 
 def _make_plan(method: Method, problem: PlanningProblem) -> Plan:
-    """Return the plan of a method; raises `InputError`, also where a user's own planner raises something else."""
+    """Return the plan of a method; raises `InputError`, also for any other error in a planner of the user."""
     try:
         return method.plan(problem)
+    except TestbedError:
+        raise
     except Exception as error:
-        text = (
-            None if isinstance(error, TestbedError) else usercode.describe_error(error)
-        )
-        # Without a line of the user's, an error is a fault of the testbed: it keeps its traceback.
+        text = usercode.describe_error(error)
+        # An error outside the user's files is a fault of the testbed, and keeps its traceback.
         if text is None:
             raise
         raise InputError(text, ("method", "file")) from error
@@ -114,7 +114,7 @@ def _make_plan(method: Method, problem: PlanningProblem) -> Plan:
 def build_problem(trial: Trial) -> tuple[Method, PlanningProblem]:
     """Return the method of a trial and the problem for its planner.
 
-    Raises `InputError` where the workload names what does not exist or what does not fit. Needs no data files.
+    Raises `InputError` if the workload names unknown or incompatible items. Reads no data files.
     """
     scenario, experiment = trial.scenario, trial.experiment
     workload = scenario.workload
@@ -122,10 +122,12 @@ def build_problem(trial: Trial) -> tuple[Method, PlanningProblem]:
         method = find_method(scenario)
         options = method.Options.model_validate(workload.method.options())
         links, devices = experiment.bounded_links(), experiment.sharing_devices()
-        given: PlanningProblem = PlanningProblem(
+        base_problem: PlanningProblem = PlanningProblem(
             devices, links, workload, options, scenario.seed
         )
-        return method, workload_of(workload).extend_problem(given, scenario, method)
+        return method, workload_of(workload).extend_problem(
+            base_problem, scenario, method
+        )
     except InputError as error:
         raise scenario.source.error([_locate_error(error, trial)]) from None
 
@@ -160,12 +162,12 @@ def _message_problems(
         # A message to oneself is handed over without being encoded.
         if sender == receiver:
             continue
-        ends = devices[sender], devices[receiver]
+        sender_and_receiver = devices[sender], devices[receiver]
         try:
-            check_message(int(size + ENVELOPE), *ends)
+            check_message(int(size + ENVELOPE), *sender_and_receiver)
         except TestbedError as error:
-            smaller = min(ends, key=lambda device: device.memory)
-            # One is enough: the others usually have the same size.
+            smaller = min(sender_and_receiver, key=lambda device: device.memory)
+            # One error is enough: the other messages usually have the same size.
             return [Diagnostic(_device_key(smaller.name, trial.scenario), str(error))]
     return []
 
@@ -199,7 +201,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
                 f"method '{method.name}' does not support graceful shutdown: use kill"
             )
         elif action.target == plan.coordinator:
-            text = f"'{plan.coordinator}' is the coordinator of the run, which would then end"
+            text = f"'{plan.coordinator}' is the coordinator of the run, which would then end: use another device"
         else:
             continue
         problems.append(Diagnostic(("faults", index, "retire"), text))
@@ -207,12 +209,11 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
 
 
 def _device_key(name: str, scenario: Scenario, field: str = "memory") -> Key:
-    """Return the scenario key of a property of a device."""
+    """Return the scenario key of a device's property; the key of the device if its profile sets the property."""
     for part_name, part in scenario.devices.items():
         if name in device_names(part_name, part):
-            # Without the key, the property is the profile's.
-            own = (field,) if field in part.model_fields_set else ()
-            return ("devices", part_name, *own)
+            field_key = (field,) if field in part.model_fields_set else ()
+            return ("devices", part_name, *field_key)
     return ("devices",)
 
 

@@ -46,23 +46,22 @@ def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         yield from workload_of(workload).problems(scenario, None)
         return
     if workload.task not in method.tasks:
-        can = " and ".join(method.tasks)
+        supported = ", ".join(method.tasks)
         yield Diagnostic(
             ("workload", "task"),
-            f"the method '{method.name}' cannot {workload.task}: it can {can}",
+            f"the method '{method.name}' does not support the task '{workload.task}'; supported: {supported}",
         )
     try:
         method.Options.model_validate(workload.method.options())
     except ValidationError as error:
         yield from explain(error, method.Options, ("workload", "method"))
-        named: Key = ("workload", "method", "name")
-        # --set of the name alone leaves options of another method, which this one refuses.
-        if scenario.source.where(named).startswith("--set"):
-            text = (
-                "keeps the other options as they were; to replace them as well, write "
-            )
+        name_key: Key = ("workload", "method", "name")
+        # --set of the name alone leaves the options of another method, which this method refuses.
+        if scenario.source.where(name_key).startswith("--set"):
             yield Diagnostic(
-                named, f"{text}--set 'workload.method={{name: {method.name}}}'"
+                name_key,
+                "leaves the options of the former method in place; to remove them, write "
+                f"--set 'workload.method={{name: {method.name}}}'",
             )
     yield from workload_of(workload).problems(scenario, method)
 
@@ -82,9 +81,11 @@ def metrics_spec_of(method: Method, workload: WorkloadPart) -> MetricsSpec:
 def _metrics_specs(scenario: Scenario) -> list[MetricsSpec]:
     """Return the definitions of a run's metrics; for an unknown method, those of all methods."""
     method = _method_or_problem(scenario)
-    # The unknown method is reported; its metrics must not be reported as unknown, too.
-    known = methods.METHODS.values() if isinstance(method, Diagnostic) else [method]
-    return [metrics_spec_of(candidate, scenario.workload) for candidate in known]
+    # An unknown method has an error already; its metrics must not cause another one.
+    candidates = (
+        methods.METHODS.values() if isinstance(method, Diagnostic) else [method]
+    )
+    return [metrics_spec_of(candidate, scenario.workload) for candidate in candidates]
 
 
 def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
@@ -118,15 +119,15 @@ def _expect_problems(
         key: Key = ("expect", name)
         parts = name.split(".")
         # A name such as devices.worker1.bytes_sent.
-        of_device = parts[0] == "devices" and len(parts) == 3
-        if of_device:
+        is_device_metric = parts[0] == "devices" and len(parts) == 3
+        if is_device_metric:
             unknown_device = unknown_device_text(parts[1], trial.scenario, names)
             if unknown_device is not None:
                 yield Diagnostic(key, unknown_device)
         try:
             parse_condition(text, metric_kind(name, metrics))
         except KeyError:
-            if of_device:
+            if is_device_metric:
                 unknown = f"unknown metric of a device '{parts[-1]}'"
                 suggestion = nearest(parts[-1], OF_DEVICES)
             elif name in former:

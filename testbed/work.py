@@ -68,11 +68,11 @@ class WorkloadPart(ConfigModel):
     method: MethodPart = Field(description="method that divides the work among devices")
 
     progress: ClassVar[str] = "step"
-    """The event by which the run progresses; a run without any is not trusted."""
+    """The event by which the run progresses; the verdict rejects a run without such an event."""
     unit: ClassVar[str] = "step"
     """Name of a unit of work in messages to users."""
     needs_record: ClassVar[bool] = True
-    """Whether programs have to record the unit's event themselves."""
+    """Whether programs have to record the event `progress` themselves."""
     why_not_simulated: ClassVar[str | None] = None
     """Reason why the workload requires containers; None if it also runs on the virtual clock."""
     uses_gpu: ClassVar[bool] = False
@@ -80,7 +80,7 @@ class WorkloadPart(ConfigModel):
     counts_links: ClassVar[bool] = True
     """Whether the number of bytes on each link is known."""
     own_programs: ClassVar[bool] = False
-    """Whether devices run programs of the user's and not of a method, so other kinds of work are not comparable."""
+    """Whether devices run the user's programs instead of a method's; such runs are not comparable with other runs."""
 
     def on_containers(self) -> Self:
         """Return the section for a device in a container."""
@@ -88,7 +88,7 @@ class WorkloadPart(ConfigModel):
 
     @property
     def is_computed(self) -> bool:
-        """Whether values are computed, not times alone."""
+        """Whether the run computes values, and not only times."""
         return True
 
     @property
@@ -148,7 +148,7 @@ class WorkloadPart(ConfigModel):
         try:
             part: type[Self] = find_workload(task).Part
         except InputError as error:
-            # A package that cannot be imported: pydantic adds the key to a ValueError only.
+            # The package cannot be imported. Pydantic adds the key only to a ValueError.
             raise ValueError(error.text) from None
         return part.model_validate(value)
 
@@ -185,7 +185,7 @@ def find_workload(task: str) -> Any:
     >>> find_workload("program").name
     'program'
     """
-    # Not cached: a device registers a workload after it may have asked for the task.
+    # Without a cache, because a device may register a workload after the first look-up of its task.
     return _registered.get(task) or _load_workload(task)
 
 
@@ -196,7 +196,5 @@ def _load_workload(task: str) -> Any:
         return getattr(importlib.import_module(module), name)()
     workload = plugins.find(GROUP, task, ("task",))
     if workload is None:
-        raise InputError(
-            f"'{task}' is not possible here: {nearest(task, tasks())}", ("task",)
-        )
+        raise InputError(f"unknown task '{task}': {nearest(task, tasks())}", ("task",))
     return workload()

@@ -1,6 +1,7 @@
 """The contract of a workload: scenario keys, the inputs and programs of devices, and report sections.
 
-A kind is a class registered under the entry points `testbed.workloads`; docs/extending.md has a complete example.
+A workload is a kind of work, such as training. Its class is registered under the entry points `testbed.workloads`;
+docs/extending.md has a complete example.
 """
 
 from __future__ import annotations
@@ -125,13 +126,13 @@ class Workload(ABC):
         return iter(())
 
     def extend_problem(
-        self, given: PlanningProblem, scenario: Scenario, method: Method
+        self, base_problem: PlanningProblem, scenario: Scenario, method: Method
     ) -> PlanningProblem:
-        """Extend the generic problem by the facts of this workload. Pure.
+        """Extend the generic ``base_problem`` by the facts of this workload. Pure.
 
         Reads code that the scenario names, but no data. Raises `InputError` with keys below `workload`.
         """
-        return given
+        return base_problem
 
     def divide(
         self, scenario: Scenario, method: Method, problem: PlanningProblem
@@ -163,10 +164,10 @@ class Workload(ABC):
         return {}
 
     def rebuild_problem(
-        self, given: PlanningProblem, method: Method, facts: Mapping[str, Any]
+        self, base_problem: PlanningProblem, method: Method, facts: Mapping[str, Any]
     ) -> PlanningProblem:
         """Rebuild the problem on a device from the generic problem and the facts. Raises `InputError`."""
-        return given
+        return base_problem
 
     def begin(self, workload: WorkloadPart) -> None:
         """Set process-wide state before a scenario's code is imported. Raises `InputError`."""

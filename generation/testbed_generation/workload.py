@@ -316,12 +316,12 @@ class Generate(Workload):
             yield Diagnostic(error.key, error.text)
 
     def extend_problem(
-        self, given: PlanningProblem, scenario: Scenario, method: Method
+        self, base_problem: PlanningProblem, scenario: Scenario, method: Method
     ) -> GenerateProblem:
         """Return the planning problem with the model and the requests; raises `InputError`."""
         model, requests, end = self._describe_model(scenario)
         draft = _draft_model(_part_of(scenario), scenario, model)
-        return _make_problem(given, model, requests, end, draft)
+        return _make_problem(base_problem, model, requests, end, draft)
 
     def _describe_model(
         self, scenario: Scenario
@@ -368,7 +368,7 @@ class Generate(Workload):
         }
 
     def rebuild_problem(
-        self, given: PlanningProblem, method: Method, facts: Mapping[str, Any]
+        self, base_problem: PlanningProblem, method: Method, facts: Mapping[str, Any]
     ) -> GenerateProblem:
         """Return the problem on a device, from the result of `facts`."""
 
@@ -383,7 +383,7 @@ class Generate(Workload):
             # JSON has lists instead of tuples.
             prompt = tuple(values["prompt"])
             requests.append(Request(**{**values, "prompt": prompt}))
-        return _make_problem(given, model, tuple(requests), facts["end"], draft)
+        return _make_problem(base_problem, model, tuple(requests), facts["end"], draft)
 
     def load(self, prepared: Prepared) -> Loaded:
         """Read the text of all tokens, and all weights if the scenario names a file."""

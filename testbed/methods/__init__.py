@@ -65,7 +65,7 @@ class _Registry(Mapping[str, "Method"]):
 METHODS: Mapping[str, Method] = _Registry()
 """All methods: the testbed's own, then those of installed packages.
 
-A key ``TASK.NAME`` is a method NAME that a package brings for one task, beside the method NAME for other tasks.
+A key ``TASK.NAME`` is a package's method NAME for one task only; the key NAME is the method for all other tasks.
 """
 
 
@@ -85,8 +85,10 @@ def get(name: str, task: str = "") -> Method:
 
 
 def find(workload: WorkloadPart, folder: Path) -> Method:
-    """Return the method of a scenario, loaded from a file relative to ``folder`` if given. Raises `InputError` as `get`
-    does."""
+    """Return the method of a scenario, loaded from its file relative to ``folder`` if the scenario names one.
+
+    Raises `InputError` as `get` does.
+    """
     part = workload.method
     if part.file is None:
         return get(part.name, workload.task)

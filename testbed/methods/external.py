@@ -1,6 +1,6 @@
 """Methods from a file named by a scenario, or from an installed package.
 
-Devices are sent their source text (`testbed.common.usercode`): they have neither the file nor the package.
+Devices have neither the file nor the package, so they receive the source text as a `testbed.common.usercode.Code`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def from_file(file: Path, name: str) -> Method:
 
 def from_code(code: Code) -> Method:
     """Import a method from source text. Raises `InputError` describing the problem."""
-    return _make_instance(_method_classes(usercode.load(code, FILE_KEY), code), code)
+    module = usercode.load(code, FILE_KEY)
+    return _make_instance(_method_classes(module, code), code)
 
 
 def register_work(code: Code) -> None:
@@ -39,7 +40,7 @@ def register_work(code: Code) -> None:
     for candidate in vars(usercode.load(code, ("task",))).values():
         if not inspect.isclass(candidate) or not issubclass(candidate, Workload):
             continue
-        # Its own name: a subclass without one inherits that of another workload.
+        # Only a name defined in the class itself: a subclass may inherit the name of another workload.
         if vars(candidate).get("name") == code.name:
             register_workload(code.name, candidate())
 
@@ -50,7 +51,7 @@ def _method_classes(module: ModuleType, code: Code) -> dict[str, type[Method]]:
     for candidate in vars(module).values():
         if not inspect.isclass(candidate) or not issubclass(candidate, Method):
             continue
-        # The file may import methods of the testbed, which are not its own.
+        # The file may import methods of the testbed, which it does not define.
         is_own = candidate.__module__ in code.sources
         if is_own and isinstance(vars(candidate).get("name"), str):
             classes[candidate.name] = candidate
@@ -60,10 +61,10 @@ def _method_classes(module: ModuleType, code: Code) -> dict[str, type[Method]]:
 def _make_instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
     file = usercode.file_of(code.module)
     if code.name not in classes:
-        known = ", ".join(classes) or "none"
+        defined = ", ".join(classes) or "none"
         raise InputError(
-            f"{file} defines no method '{code.name}': a class derived from Method with `name = \"{code.name}\"` is "
-            f"looked for (there: {known})",
+            f"{file} defines no method '{code.name}': add a class derived from Method with `name = \"{code.name}\"` "
+            f"(methods of the file: {defined})",
             FILE_KEY,
         )
     method_class = classes[code.name]
@@ -91,7 +92,7 @@ def make(method_class: type[Method]) -> Method:
 def code_of(method: Method | Workload) -> Code | None:
     """Return the source text of a method or workload for devices; None for the testbed's own.
 
-    Raises `InputError` for none or too much text.
+    Raises `InputError` if the source text is unavailable or too long.
     """
     module = type(method).__module__
     # Every device has the testbed's own packages.

@@ -80,19 +80,19 @@ class Learning(Workload):
 
     def extend_problem(
         self,
-        given: core.PlanningProblem,
+        base_problem: core.PlanningProblem,
         scenario: Scenario,
         method: core.Method,
     ) -> PlanningProblem:
         """Describe the data and create the model, without weights."""
         workload = preparation.workload_section(scenario)
-        codes = preparation.codes_of(scenario, given.options)
+        codes = preparation.codes_of(scenario, base_problem.options)
         source = preparation.described_data(scenario)
         model_code = preparation.model_code(scenario)
         model = model_of(workload, model_code, source.classes, source.input_spec)
         # `divide` adds the number of samples of each device.
         no_samples: dict[str, int] = {}
-        return _pose_problem(given, method, model, no_samples, codes, model_code)
+        return _pose_problem(base_problem, method, model, no_samples, codes, model_code)
 
     def divide(
         self,
@@ -150,17 +150,19 @@ class Learning(Workload):
 
     def rebuild_problem(
         self,
-        given: core.PlanningProblem,
+        base_problem: core.PlanningProblem,
         method: core.Method,
         facts: Mapping[str, Any],
     ) -> PlanningProblem:
         """Return the problem on a device, with a model created from the facts."""
         known = Facts.model_validate(facts)
-        assert isinstance(given.workload, LearningPart)
+        assert isinstance(base_problem.workload, LearningPart)
         input_spec = InputSpec(known.shape, known.integers, known.fields)
-        model = model_of(given.workload, known.model_code, known.classes, input_spec)
+        model = model_of(
+            base_problem.workload, known.model_code, known.classes, input_spec
+        )
         return _pose_problem(
-            given, method, model, known.samples, known.codes, known.model_code
+            base_problem, method, model, known.samples, known.codes, known.model_code
         )
 
     def begin(self, workload: WorkloadPart) -> None:
@@ -327,7 +329,7 @@ class LearningInputs(Inputs):
 
 
 def _pose_problem(
-    given: core.PlanningProblem,
+    base_problem: core.PlanningProblem,
     method: core.Method,
     model: Model,
     samples: Mapping[str, int],
@@ -335,13 +337,13 @@ def _pose_problem(
     model_code: Code | None,
 ) -> PlanningProblem:
     """Extend a problem by model, samples by device, and source texts of the user's files."""
-    assert isinstance(given.workload, LearningPart)
+    assert isinstance(base_problem.workload, LearningPart)
     return PlanningProblem(
-        devices=given.devices,
-        links=given.links,
-        workload=given.workload,
-        options=given.options,
-        seed=given.seed,
+        devices=base_problem.devices,
+        links=base_problem.links,
+        workload=base_problem.workload,
+        options=base_problem.options,
+        seed=base_problem.seed,
         model=model,
         samples=samples,
         codes=codes,

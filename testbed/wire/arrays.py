@@ -1,7 +1,8 @@
 """Conversion of message arrays between bytes and array libraries (numpy, torch, or an entry point of
 `testbed.arrays`).
 
-A message's arrays are encoded by the library of their type and decoded by the library that the process has chosen.
+A message's arrays are encoded by the library of their type and decoded by the library that the process has chosen with
+`choose`. In between, an array is a `testbed.wire.tensors.Raw`: its bytes, type and shape.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ def library_of(array: Any) -> ArrayLibrary:
     return _library_of(type(array))  # type: ignore[arg-type]  # the hash of a class
 
 
-class _Chosen:
-    """The array library of the process; one for all messages, since a program expects one type of array."""
+class _Decoding:
+    """The array library of the process for received messages; one, since a program expects one type of array."""
 
-    name = "torch"
+    library_name = "torch"
 
 
 def choose(name: str) -> None:
@@ -91,7 +92,7 @@ def choose(name: str) -> None:
         arrays.choose("numpy")  # a device whose programs do not need torch
     """
     library(name)
-    _Chosen.name = name
+    _Decoding.library_name = name
 
 
 def is_array_type(hint: Any) -> bool:
@@ -116,7 +117,7 @@ def to_raw(arrays: Mapping[str, Any]) -> list[Raw]:
 
 def from_raw(raws: Sequence[Raw]) -> dict[str, Any]:
     """Return arrays of the chosen library; raises TensorError for unsupported types and shapes."""
-    return library(_Chosen.name).from_raw(raws)
+    return library(_Decoding.library_name).from_raw(raws)
 
 
 def pack(arrays: Mapping[str, Any]) -> bytes:

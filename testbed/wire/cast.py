@@ -1,12 +1,12 @@
 """Compact encoding of broadcasts: at 250 kbit/s, every 320 bytes of overhead cost 10 ms.
 
-Every device knows all names of its run, so a name is encoded as an index into the sorted names and the audience as
-a bitmap. The sender's incarnation and the sequence number precede each datagram (`testbed_agent.casting`) and are not
-repeated here. The fields in order:
+Every device knows all names of its run, so a name is encoded as an index into the sorted names, and the audience (the
+receiving devices) as a bitmap. The sender's incarnation and the sequence number precede each datagram
+(`testbed_agent.casting`) and are not repeated here. The header is all bytes before the values. The fields in order:
 
 ==================  ====================================================================================
 two bytes           index of the sender, little-endian
-a bit a device      whether the broadcast is for the device, from the lowest bit of the first byte on
+one bit per device  whether the broadcast is for the device, from the lowest bit of the first byte on
 text                kind of the message
 length, JSON        the fields; empty if the message has none
 one byte            number of tensors
@@ -34,9 +34,9 @@ from testbed.wire.message import HEADER_LIMIT, Message, WireError
 from testbed.wire.tensors import Raw, TensorError
 
 HEADER = 64
-"""Bytes before the values of a cast that carries one tensor and two small fields, at most, among 64 devices."""
+"""Maximum header size, in bytes, of a broadcast with one tensor and two small fields among 64 devices."""
 _TYPES = tuple(safetensors.ITEM_SIZES)
-"""Types of tensors; the code of a type, one byte, is its place here."""
+"""Types of tensors; the one-byte code of a type is its index in this tuple."""
 
 
 def size_around(tensor: float) -> float:
@@ -57,11 +57,11 @@ class CastForm:
         self.name = name
         # Sorted, so that all devices agree on the indices.
         self._names = sorted({name, *devices})
-        self._places = {name: place for place, name in enumerate(self._names)}
-        self._bitmap = math.ceil(len(self._names) / 8)
-        """Bytes of the audience."""
+        self._indices = {name: index for index, name in enumerate(self._names)}
+        self._audience_bytes = math.ceil(len(self._names) / 8)
+        """Size of the audience's bitmap, in bytes."""
         self._header_sizes: dict[object, int] = {}
-        """Size in bytes of each form of header so far."""
+        """Cached results of `header_size`, by the properties of a message that determine them."""
 
     def header_size(self, message: Message, peers: Collection[str], fields: int) -> int:
         """Return the size of `header` in bytes, mostly from a cache; raises the same errors.
@@ -72,11 +72,12 @@ class CastForm:
             (name, tensor.dtype, tensor.shape)
             for name, tensor in message.tensors.items()
         )
-        # The names and values of the fields do not matter for the size, and neither does the audience.
-        form = (message.kind, fields, message.padding, *tensors)
-        size = self._header_sizes.get(form)
+        # Only the length of the fields' text affects the size; the size of the audience is constant.
+        properties = (message.kind, fields, message.padding, *tensors)
+        size = self._header_sizes.get(properties)
         if size is None:
-            size = self._header_sizes[form] = len(self.header(message, peers))
+            size = len(self.header(message, peers))
+            self._header_sizes[properties] = size
         return size
 
     def header(self, message: Message, peers: Collection[str]) -> bytes:
@@ -84,12 +85,12 @@ class CastForm:
 
         Raises WireError if the fields are too long or not JSON, or if a tensor's type has no wire encoding.
         """
-        audience = sum(1 << self._places[peer] for peer in set(peers))
-        encoded = bytearray(self._places[self.name].to_bytes(2, "little"))
-        encoded += audience.to_bytes(self._bitmap, "little")
+        audience = sum(1 << self._indices[peer] for peer in set(peers))
+        encoded = bytearray(self._indices[self.name].to_bytes(2, "little"))
+        encoded += audience.to_bytes(self._audience_bytes, "little")
         try:
             fields = b""
-            # An empty object would take two of the bytes that this encoding saves.
+            # Without fields, no bytes: an empty JSON object would take two.
             if message.fields:
                 text = json.dumps(dict(message.fields), separators=(",", ":"))
                 fields = text.encode()
@@ -138,41 +139,42 @@ class CastForm:
 
     def _decode(self, reader: _Reader) -> tuple[Message, int] | None:
         sender = self._names[int.from_bytes(reader.take_bytes(2), "little")]
-        audience = int.from_bytes(reader.take_bytes(self._bitmap), "little")
-        if not audience >> self._places[self.name] & 1:
+        audience = int.from_bytes(reader.take_bytes(self._audience_bytes), "little")
+        if not audience >> self._indices[self.name] & 1:
             return None
         kind = reader.read_text()
         text = reader.take_bytes(reader.read_length())
         fields = json.loads(text) if text else {}
         if not isinstance(fields, dict):
             raise WireError("the fields must be a JSON object")
-        described = []
+        descriptions = []
         for _ in range(reader.take_bytes(1)[0]):
             name = reader.read_text()
             code, axes = reader.take_bytes(2)
             shape = tuple(reader.read_length() for _ in range(axes))
-            described.append((name, _TYPES[code], shape))
+            descriptions.append((name, _TYPES[code], shape))
         padding = reader.read_length()
-        header = reader.place
+        header_size = reader.position
         raw = []
-        for name, dtype, shape in described:
+        for name, dtype, shape in descriptions:
             size = math.prod(shape) * safetensors.ITEM_SIZES[dtype]
             # A copy, since values are not aligned inside the datagrams.
             values = bytearray(reader.take_bytes(size))
             raw.append(Raw(name, dtype, shape, memoryview(values)))
-        if reader.left != padding:
+        if reader.remaining != padding:
             raise WireError("payload length does not match the header")
         tensors = arrays.from_raw(raw) if raw else {}
-        return Message(kind, fields, tensors, sender, padding), header
+        return Message(kind, fields, tensors, sender, padding), header_size
 
 
 def with_gaps(
     message: Message, header: int, frame: int, lost: Iterable[int]
 ) -> Message | None:
-    """Return a broadcast without the given lost frames of ``frame`` bytes each, numbered from 0.
+    """Return a broadcast with zeros instead of the values in lost frames.
 
-    A value is missing if any of its bytes is lost; `Message.missing` marks it and the value becomes zero. Returns None
-    if a lost frame holds some of the ``header`` bytes, since nothing can be decoded then.
+    A frame has ``frame`` bytes, and ``lost`` are the numbers of lost frames, counted from 0. A value is missing if any
+    of its bytes is lost; `Message.missing` marks missing values. Returns None if a lost frame contains some of the
+    first ``header`` bytes, since the broadcast cannot be decoded then.
     """
     lost = sorted(lost)
     if lost and lost[0] * frame < header:
@@ -182,15 +184,16 @@ def with_gaps(
     end = header
     for name, tensor in message.tensors.items():
         start, end = end, end + tensor.nbytes
-        size = safetensors.ITEM_SIZES[safetensors.type_of(name, tensor)]
+        item_size = safetensors.ITEM_SIZES[safetensors.type_of(name, tensor)]
         gaps = np.zeros(math.prod(tensor.shape), np.bool_)
         for number in lost:
-            # Offsets of the frame from the first value of this tensor; a value cut by a frame's edge is lost.
-            first_byte = number * frame - start
-            first = first_byte // size
-            last = math.ceil((first_byte + frame) / size)
-            # Negative offsets are in an earlier tensor, not at the end of this one.
-            gaps[max(0, first) : max(0, last)] = True
+            # Byte offset of the frame from the first value of this tensor.
+            frame_offset = number * frame - start
+            # A value that is partly in the frame is lost as well, so the bounds are rounded outwards.
+            first = frame_offset // item_size
+            stop = math.ceil((frame_offset + frame) / item_size)
+            # A negative bound is in an earlier tensor. As an index, it would count from the end of this tensor.
+            gaps[max(0, first) : max(0, stop)] = True
         if gaps.any():
             library = arrays.library_of(tensor)
             shaped = gaps.reshape(tuple(tensor.shape))
@@ -204,18 +207,19 @@ class _Reader:
     """A cursor over the bytes of a broadcast; raises IndexError at the end."""
 
     def __init__(self, data: bytes | bytearray) -> None:
-        self.place = 0
+        self.position = 0
         self._data = memoryview(data)
 
     @property
-    def left(self) -> int:
-        return len(self._data) - self.place
+    def remaining(self) -> int:
+        return len(self._data) - self.position
 
     def take_bytes(self, count: int) -> bytes:
-        if count > self.left:
+        if count > self.remaining:
             raise IndexError("the broadcast is truncated")
-        self.place += count
-        return bytes(self._data[self.place - count : self.place])
+        start = self.position
+        self.position += count
+        return bytes(self._data[start : self.position])
 
     def read_text(self) -> str:
         return self.take_bytes(self.take_bytes(1)[0]).decode()
@@ -228,7 +232,7 @@ class _Reader:
             if not byte & 0x80:
                 return value
             shift += 7
-            # Seven bytes hold every possible length; malformed bytes must not build huge numbers.
+            # Seven bytes of 7 bits hold every possible length; malformed bytes must not build huge numbers.
             if shift > 42:
                 raise ValueError("a length has more than seven bytes")
 

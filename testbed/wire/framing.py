@@ -11,15 +11,15 @@ import math
 MTU = 1500
 """Maximum bytes of an IP packet on Ethernet."""
 ETHERNET_HEADER = 14
-"""Destination, source and type; the kernel's shaper does not see the preamble and the checksum."""
+"""Bytes of destination, source and type; the kernel's shaper does not count the preamble and the checksum."""
 TCP_HEADERS = 20 + 32
-"""IPv4, and TCP with its timestamp option."""
+"""Bytes of the headers of IPv4 and of TCP with its timestamp option."""
 SEGMENT = MTU - TCP_HEADERS
 """Bytes of a stream in one full TCP segment: 1448."""
 CAST_HEADER = 20
 """Bytes of the agent's header in each datagram: run, broadcast number and part number."""
 CAST_HEADERS = 20 + 8 + CAST_HEADER
-"""IPv4, UDP and the agent's header."""
+"""Bytes of the headers of IPv4, UDP and the agent in each datagram."""
 CAST_CHUNK = MTU - CAST_HEADERS
 """Bytes of a broadcast in one datagram: 1452."""
 CAST_BUFFER = 8 << 20

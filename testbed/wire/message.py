@@ -1,4 +1,4 @@
-"""Messages between devices and their encoding (see ``encode``)."""
+"""Messages between devices, their encoding (`encode`), and their size without encoding (`content_size`)."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ class Message:
 
 
 MAGIC = b"EDGE"
-"""First bytes of every message, to refuse what is no message."""
+"""First bytes of every message, by which other data is detected."""
 VERSION = 1
-"""Version of the encoding; another one is refused."""
+"""Version of the encoding; messages of other versions are refused."""
 HEADER_LIMIT = 1 << 20
 """Maximum size of a message's JSON header, in bytes."""
 ENVELOPE = 320
-"""Approximate overhead, in bytes, of a message with one tensor, such as an activation: prefix and headers."""
+"""Approximate bytes of a message with one tensor, such as an activation, besides the values: prefix and headers."""
 _PREFIX = struct.Struct("<4sB3xIQ")
 """Magic, version, size of the JSON header, size of the safetensors body (the padding is not counted)."""
 
 
 class WireError(ValueError):
-    """The bytes are not a valid message, or a message cannot be encoded."""
+    """Raised for bytes that are not a valid message, and for a message that cannot be encoded."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _copy_for_receiver(
 def _content_size(message: Message, sender: str, fields: int) -> int:
     """Return the encoded size of a message whose fields take ``fields`` bytes of JSON."""
     padding = message.padding
-    header = fields + _size_around(message.kind, sender, padding)
+    header = fields + _header_size_without_fields(message.kind, sender, padding)
     _check_header(header, message.kind)
     content = _PREFIX.size + header
     if message.tensors:
@@ -206,10 +206,9 @@ def _read_back(message: Message) -> tuple[Mapping[str, Any], int]:
 
 
 @lru_cache(10_000)
-def _size_around(kind: str, sender: str, padding: int) -> int:
-    """Return the size of a header without the fields."""
-    texts = _quoted_size(kind) + _quoted_size(sender) + len(str(padding))
-    return _SIZE_WITHOUT_TEXTS + texts
+def _header_size_without_fields(kind: str, sender: str, padding: int) -> int:
+    values = _quoted_size(kind) + _quoted_size(sender) + len(str(padding))
+    return _CONSTANT_HEADER_SIZE + values
 
 
 # Cached for names of kinds, devices and fields, of which a run has few.
@@ -219,9 +218,9 @@ def _quoted_size(text: str) -> int:
 
 
 def _flat_size(fields: Mapping[str, Any]) -> int:
-    """Return the JSON size of an object without nested values, or 0 if only encoding can tell."""
+    """Return the JSON size of an object without nested values, or 0 if the size is known only by encoding."""
     # Most messages have a few numbers: adding up lengths is several times as fast as encoding them.
-    # Two braces, and each field is counted with a comma, of which the last one has none.
+    # The loop counts a comma for each field, one more than JSON has.
     length = len("{}") - 1
     for key, value in fields.items():
         kind = type(value)
@@ -275,21 +274,21 @@ def decode(data: Buffer) -> Envelope:
     except (ValueError, RecursionError) as error:
         raise WireError("the header of the message is not JSON") from error
     _check_header_values(header, padding=len(view) - end - body_size)
-    arrived = {}
+    tensors = {}
     if body_size:
         try:
-            arrived = arrays.unpack(view[end : end + body_size])
+            tensors = arrays.unpack(view[end : end + body_size])
         except TensorError as error:
             raise WireError(str(error)) from error
     message = Message(
-        header["kind"], header["fields"], arrived, header["sender"], header["padding"]
+        header["kind"], header["fields"], tensors, header["sender"], header["padding"]
     )
     return Envelope(message, header["incarnation"], header["sequence"])
 
 
 def _check_header_values(header: Any, padding: int) -> None:
     is_object = isinstance(header, dict)
-    # Exact types: true is an instance of int.
+    # Exact types, since True is an instance of int.
     if not is_object or {key: type(header[key]) for key in header} != _HEADER_TYPES:
         raise WireError(
             "the header of the message has missing, unknown or mistyped keys"
@@ -311,8 +310,8 @@ _HEADER_TYPES = {
     "sequence": int,
     "padding": int,
 }
-_SIZE_WITHOUT_TEXTS = (
+_CONSTANT_HEADER_SIZE = (
     len('{"kind":,"fields":,"sender":,"incarnation":,"sequence":,"padding":}') + 14 + 2
 )
-"""Size of a header without its texts: the keys, 14 digits of incarnation (nanoseconds of a machine that has been up for
-a day) and 2 digits of sequence number."""
+"""Bytes of a header without kind, fields, sender and padding: the keys, 14 digits of incarnation (nanoseconds of a
+machine that has been up for a day) and 2 digits of sequence number."""

@@ -1,4 +1,8 @@
-"""An HTTP server that assigns a thread to a request only after its complete head: slow senders block nobody."""
+"""An HTTP server that assigns a thread to a request only after its complete head, so slow senders occupy no thread.
+
+The server derives from waitress. In waitress's terms, a channel is a connection, and a task is the response to one
+request. The head of a request is its first line and its headers.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,14 @@ MOST_WAITING = 256
 LARGEST_HEAD = 1 << 16
 """Maximum size of a request's head in bytes."""
 _PIECE = 1 << 16
-"""Bytes received or sent in one call."""
-_UNSENT = 1 << 20
-"""Maximum number of buffered response bytes per connection; beyond, the application waits."""
-_NEVER_A_FILE = 1 << 30
-"""Bytes of a response beyond which waitress would use a temporary file, which no response of an agent should need."""
-_LOOK_SECONDS = 1
+"""Maximum number of bytes received or sent in one call."""
+_MAX_UNSENT = 1 << 20
+"""Maximum number of buffered response bytes per connection; at this number, the application waits."""
+_FILE_THRESHOLD = 1 << 30
+"""Bytes of a response beyond which waitress would use a temporary file; too high for any response of an agent."""
+_CHECK_SECONDS = 1
 """Seconds between two checks for stalled connections."""
-_LONGEST_REFUSAL = 4000
+_MAX_REFUSAL = 4000
 """Maximum size of a refusal as JSON in bytes; a refusal may quote the request."""
 
 # Waitress would warn about each request that waits for a thread.
@@ -42,10 +46,10 @@ logging.getLogger("waitress.queue").disabled = True
 def refusal(text: str) -> str:
     """Return the reason for a refused request without control characters, at most 4,000 bytes long as JSON."""
     printable = escape_control(text)
-    if len(json.dumps(printable)) <= _LONGEST_REFUSAL:
+    if len(json.dumps(printable)) <= _MAX_REFUSAL:
         return printable
-    # In JSON a character takes up to twelve bytes.
-    return escape_control(text, _LONGEST_REFUSAL // 12 - 4)
+    # In JSON a character takes up to twelve bytes; 48 bytes remain for the number of omitted characters.
+    return escape_control(text, _MAX_REFUSAL // 12 - 4)
 
 
 class Body(io.RawIOBase):
@@ -74,7 +78,8 @@ class Body(io.RawIOBase):
         size = min(len(buffer), self.left)
         if self.early:
             count = min(size, len(self.early))
-            buffer[:count], self.early = self.early[:count], self.early[count:]
+            buffer[:count] = self.early[:count]
+            self.early = self.early[count:]
         else:
             count = self._receive_into(memoryview(buffer)[:size]) if size else 0
         self.left -= count
@@ -209,12 +214,12 @@ class PatientServer(TcpWSGIServer):
             port=port,
             threads=threads,
             connection_limit=2 * MOST_WAITING,
-            cleanup_interval=_LOOK_SECONDS,
+            cleanup_interval=_CHECK_SECONDS,
             recv_bytes=_PIECE,
             max_request_header_size=LARGEST_HEAD,
             max_request_body_size=sys.maxsize,
-            outbuf_high_watermark=_UNSENT,
-            outbuf_overflow=_NEVER_A_FILE,
+            outbuf_high_watermark=_MAX_UNSENT,
+            outbuf_overflow=_FILE_THRESHOLD,
             log_socket_errors=False,
             clear_untrusted_proxy_headers=False,
         )
@@ -231,7 +236,7 @@ class PatientServer(TcpWSGIServer):
         """Answer requests until `stop` is called."""
         try:
             while not self._stopping:
-                wasyncore.poll2(_LOOK_SECONDS, self._map)
+                wasyncore.poll2(_CHECK_SECONDS, self._map)
         finally:
             for channel in list(self.active_channels.values()):
                 channel.handle_close()

@@ -23,7 +23,7 @@ HEADER_LIMIT = 1 << 20
 """Maximum size of the JSON header, in bytes; enough for ten thousand tensors."""
 _ALIGNMENT = 64
 """Tensors begin at multiples of this number of bytes, so that a buffer is used without a copy."""
-_LARGEST = 1 << 48
+_MAX_ELEMENTS = 1 << 48
 """Maximum size of an axis and of a tensor in elements, far below the overflow of 64 bits."""
 ITEM_SIZES = {
     "BOOL": 1,
@@ -55,7 +55,7 @@ _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 class TensorError(ValueError):
-    """The bytes are not a valid safetensors body, or a tensor cannot be encoded."""
+    """Raised for bytes that are not a valid safetensors body, and for a tensor that cannot be encoded."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,9 @@ def write(
             "data_offsets": (start, end),
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    # JSON allows trailing spaces, which align the values for torch and numpy.
-    text += b" " * (-(offset + 8 + len(text)) % _ALIGNMENT)
+    # JSON allows trailing spaces, which align the values for torch and numpy. The length of the header takes 8 bytes.
+    values_start = offset + 8 + len(text)
+    text += b" " * (-values_start % _ALIGNMENT)
     if len(text) > HEADER_LIMIT:
         raise TensorError(
             f"{len(tensors)} tensors need a header of {len(text)} bytes; at most {HEADER_LIMIT} are allowed"
@@ -105,7 +106,7 @@ def write(
 
 def size(tensors: Mapping[str, Any], offset: int = 0) -> int:
     """Return the size of `write`'s result in bytes for tensors of any shapes; raises TensorError as `write` does."""
-    # Each entry is counted with a comma after it, of which the last one has none.
+    # The loop counts a comma for each entry, one more than JSON has.
     header = len("{}") - 1
     end = 0
     for name, tensor in tensors.items():
@@ -116,8 +117,9 @@ def size(tensors: Mapping[str, Any], offset: int = 0) -> int:
             f':{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{start},{end}]}},'
         )
         header += len(quoted(name)) + len(entry)
-    start = offset + 8 + header
-    return start - start % -_ALIGNMENT + end - offset
+    values_start = offset + 8 + header
+    alignment_spaces = -values_start % _ALIGNMENT
+    return values_start + alignment_spaces + end - offset
 
 
 def type_of(name: str, tensor: Any) -> str:
@@ -190,7 +192,7 @@ def _parse_entry(
     # A list is not hashable, so its type is checked before the look-up.
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise TensorError(f"tensor '{name}' has an unknown dtype")
-    if not _whole_numbers(offsets) or len(offsets) != 2:
+    if not _are_sizes(offsets) or len(offsets) != 2:
         raise TensorError(f"tensor '{name}' lies outside the body")
     first, end = offsets
     if not first <= end <= available:
@@ -204,17 +206,17 @@ def _parse_entry(
 
 def _is_shape(value: object) -> bool:
     # numpy before version 2 has at most 32 axes.
-    if not _whole_numbers(value) or len(value) > 32:
+    if not _are_sizes(value) or len(value) > 32:
         return False
     # Zeros are skipped, so that an empty axis does not hide huge other ones.
     elements = math.prod(size for size in value if size)
-    return elements <= _LARGEST
+    return elements <= _MAX_ELEMENTS
 
 
-def _whole_numbers(value: object) -> TypeGuard[list[int]]:
-    # Exactly int, since true is an instance; bounded, since a product of huge numbers takes long.
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    # Exactly int, since True is an instance of int; bounded, since a product of huge numbers takes long.
     return isinstance(value, list) and all(
-        type(item) is int and 0 <= item <= _LARGEST for item in value
+        type(item) is int and 0 <= item <= _MAX_ELEMENTS for item in value
     )
 
 

@@ -54,34 +54,34 @@ def data_token(token: str, sender: str, receiver: str) -> str:
 
 LEASE = "TESTBED_LEASE"
 """Environment variable with a container's lease in seconds; without the variable, the container has no lease."""
-_TICK = 5.0
-"""Maximum seconds between two looks at the time that is left."""
+_MAX_TICK = 5.0
+"""Maximum seconds between two checks of the remaining time."""
 
 
 class Lease:
-    """A timer with a call of ``end`` unless renewed in time.
+    """A timer that calls ``end`` unless renewed in time.
 
     Time is counted in short sleeps of this process, so a paused or starved process does not use up its lease.
     """
 
     def __init__(self, environment: Mapping[str, str], end: Callable[[], None]) -> None:
         self._seconds = float(environment.get(LEASE) or "inf")
-        self._left = self._seconds
+        self._remaining = self._seconds
         self._end = end
         if environment.get(LEASE):
             threading.Thread(target=self._count_down, name="lease", daemon=True).start()
 
     def renew(self) -> None:
         """Restart the countdown."""
-        self._left = self._seconds
+        self._remaining = self._seconds
 
     def _count_down(self) -> None:
-        # Sleeping does not count while the container is paused, unlike the monotonic clock.
-        # A short lease is looked at more often: it may end up to a tick late.
-        tick = min(_TICK, self._seconds / 4)
-        while self._left > 0:
+        # The monotonic clock would also count the time during which the container is paused.
+        # The lease ends up to a tick late, so a short lease has a shorter tick.
+        tick = min(_MAX_TICK, self._seconds / 4)
+        while self._remaining > 0:
             time.sleep(tick)
-            self._left -= tick
+            self._remaining -= tick
         _LOG.warning(
             "the lease of %g s was not renewed: this container stops", self._seconds
         )

@@ -437,7 +437,11 @@ def test_workload_of_package_is_planned_simulated_and_reported(
     [
         ("prompts", "promts", "unknown key 'promts': did you mean 'prompts'?"),
         ("task: talk", "task: talks", "did you mean 'talk'?"),
-        ("echo", "idle", "the method 'idle' cannot talk: it can infer"),
+        (
+            "echo",
+            "idle",
+            "the method 'idle' does not support the task 'talk'; supported: infer",
+        ),
         (
             "task: talk",
             "task: torn",

@@ -347,7 +347,7 @@ def test_task_unsupported_by_method_is_refused(file):
     text = VALID.replace("task: train", "task: infer")
     text = text.replace("epochs: 2", "requests: 3")
     assert error_lines(file, text)[0] == (
-        "small.yaml:11: workload.task: the method 'pipeline' cannot infer: it can train"
+        "small.yaml:11: workload.task: the method 'pipeline' does not support the task 'infer'; supported: train"
     )
 
 

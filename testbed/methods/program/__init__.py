@@ -44,7 +44,7 @@ PORT = 29500
 _LAST_LINES = 5
 """Number of output lines quoted in the error of a failed program."""
 LONGEST = 1 << 20
-"""Bytes of a line; a longer one is recorded as several."""
+"""Maximum bytes of a recorded line; a longer line is recorded as several."""
 CHUNK = 1 << 16
 """Bytes of output read at a time."""
 _COLLECT_SECONDS = 1.0
@@ -96,27 +96,27 @@ class Program(Method[Options]):
     )
 
     def plan(self, problem: PlanningProblem[Options]) -> Plan:
-        """Plan without dividing any work. Every device with a program has a link to the coordinator, which
-        collects the exits.
+        """Choose the coordinator, which collects the ends of all programs; there is no work to divide.
 
-        Raises `InputError` where such a link is missing, or nothing would end.
+        The coordinator needs links to all devices whose programs end. Raises `InputError` if no device has these links,
+        or if no program ends.
         """
         programs = _programs_by_device(problem)
         ending = [name for name, part in programs.items() if not part.background]
         if not ending:
             raise InputError(
-                "all stay in the background: the run would be over at once",
+                "all programs stay in the background, so the run would end at once: remove `background` from one",
                 ("programs",),
             )
         names = [device.name for device in problem.devices]
-        # In the order of preference: a device whose program ends has the least to wait for.
+        # In the order of preference: a device whose program ends waits for one program less.
         for candidate in (*ending, *programs, *names):
             if _is_linked(problem, candidate, ending):
                 break
         else:
-            text = f"no device has links with all whose programs end, {', '.join(ending)}, to know when the run is over"
             raise InputError(
-                f"{text}: add links, or write `background: true` for some",
+                "one device must have links with all devices whose programs end, to know the end of the run: add links "
+                f"or write `background: true` for some of {', '.join(ending)}",
                 ("programs",),
             )
         assignments = tuple(
@@ -216,13 +216,15 @@ async def execute(
             raise TestbedError(
                 f"{part.command[0]} cannot be run: {error.strerror}"
             ) from None
-        status, last = await _follow_output(device, process, tree)
+        status, last_lines = await _follow_output(device, process, tree)
     device.record("exit", status=status)
     if status != 0:
-        text = f"{' '.join(part.command)} ended with {_describe_status(status)}: {last or 'no output'}"
+        command = " ".join(part.command)
+        reason = last_lines or "no output"
+        text = f"{command} ended with {_describe_status(status)}: {reason}"
         if count_memory_kills() > killed_before:
-            held = formats.size(problem.device(device.name).memory)
-            text += f"; the device ran out of memory: its container is held to {held}: give it more"
+            limit = formats.size(problem.device(device.name).memory)
+            text += f"; the device ran out of memory: its container has {limit}: increase `memory` of the device"
         raise TestbedError(text)
 
 
@@ -246,12 +248,12 @@ def _place_files(folder: Path, files: Mapping[str, bytes]) -> None:
 async def _follow_output(
     device: Device, process: Process, tree: ProcessTree
 ) -> tuple[int, str]:
-    """Record a program's output until its end; return its exit status and the last lines of its errors.
+    """Record a program's output until its end; return its exit status and the last lines of its stderr.
 
     The program's descendants are killed at its end or on cancellation, since they may keep pipes open and ports
     occupied.
     """
-    last: deque[str] = deque(maxlen=_LAST_LINES)
+    last_errors: deque[str] = deque(maxlen=_LAST_LINES)
 
     async def follow(stream: asyncio.StreamReader, name: str) -> None:
         lines = LineSplitter()
@@ -266,7 +268,7 @@ async def _follow_output(
         print(text, file=sys.stderr if name == "stderr" else sys.stdout, flush=True)
         # Python underlines the failed expression in a line of its own.
         if name == "stderr" and text.strip(" ^~"):
-            last.append(text.strip())
+            last_errors.append(text.strip())
         fields = parse_event(text)
         if fields is None:
             device.record("output", stream=name, text=text)
@@ -285,11 +287,11 @@ async def _follow_output(
         await asyncio.to_thread(_await_end, process.pid)
     finally:
         collecting.cancel()
-        # Not `Process.kill`, which takes the status of a process that has ended from the one who waits for it.
+        # `Process.kill` would consume the exit status of an ended process, which asyncio has to read.
         tree.kill(process.pid)
     for reader in readers:
         await reader
-    return await process.wait(), " | ".join(last)
+    return await process.wait(), " | ".join(last_errors)
 
 
 async def _collect_orphans(tree: ProcessTree, program: int) -> None:
@@ -315,25 +317,26 @@ class LineSplitter:
     """
 
     def __init__(self) -> None:
-        self._begun = b""
+        self._rest = b""
         """Bytes of the incomplete last line."""
 
     def split(self, chunk: bytes) -> Iterator[str]:
         """Yield the lines completed by more output; a line longer than `LONGEST` bytes is split."""
-        *lines, begun = (self._begun + chunk).split(b"\n")
+        *lines, rest = (self._rest + chunk).split(b"\n")
         yield from map(_decode_line, lines)
         # Carriage returns at the end may belong to a line's end.
-        visible = len(begun.rstrip(b"\r"))
+        visible = len(rest.rstrip(b"\r"))
         # Earlier states of a redrawn line are dropped now: a progress bar may never end its line.
-        self._begun = begun[begun.rfind(b"\r", 0, visible) + 1 :]
-        if len(self._begun) > LONGEST:
+        start = rest.rfind(b"\r", 0, visible) + 1
+        self._rest = rest[start:]
+        if len(self._rest) > LONGEST:
             yield from self.finish()
 
     def finish(self) -> Iterator[str]:
         """Yield the incomplete last line, if any."""
-        begun, self._begun = self._begun, b""
-        if begun:
-            yield _decode_line(begun)
+        rest, self._rest = self._rest, b""
+        if rest:
+            yield _decode_line(rest)
 
 
 def _decode_line(line: bytes) -> str:
@@ -369,9 +372,9 @@ def parse_event(line: str) -> dict[str, Any] | None:
     if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
         return None
     name = fields["event"]
-    known = {each.name for each in (*EVENTS, *Program.declared.events)}
+    reserved = {event.name for event in (*EVENTS, *Program.declared.events)}
     needed, optional = _NUMBERS.get(name, ((), ()))
-    if name in known and not needed:
+    if name in reserved and not needed:
         return None
     if not _has_numbers(fields, needed, optional):
         return None

@@ -24,20 +24,21 @@ _OOM_COUNTERS = (
 
 
 class ProcessTree:
-    """The descendants of this process, except those of processes that run already.
+    """The descendants of this process that start after the creation of this object, such as a program and its children.
 
-    A process may leave its group and session, but not its ancestors: orphans come to this process, which collects them.
-    Meanwhile this process must start only the program, since other children would be reaped and killed as well.
+    A process may leave its group and session, but not its ancestors: the kernel gives orphans to this process, which
+    reaps them (reads their exit status, so that they vanish). Meanwhile this process must start only the program, since
+    other children would be reaped and killed as well.
     """
 
     def __init__(self) -> None:
-        # In a container this process is number 1 and receives orphans anyway; in tests, the system's first would.
+        # In a container this process is number 1 and receives orphans anyway; elsewhere, the system's first would.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._earlier = set(_own_descendants(frozenset()))
-        """Numbers of processes that ran before; they are neither reaped nor killed."""
+        """Numbers of descendants that ran before; this object neither reaps nor kills them."""
 
     def collect_orphans(self, program_pid: int) -> None:
-        """Reap exited orphans; the program itself is awaited elsewhere."""
+        """Reap exited orphans, but not the program, whose exit status asyncio reads."""
         own = os.getpid()
         processes = _visible_processes()
         # The kernel reuses the numbers of ended processes.
@@ -55,17 +56,17 @@ class ProcessTree:
         Takes milliseconds, and `_END_SECONDS` at most; logs processes that still run then.
         """
         deadline = time.monotonic() + _END_SECONDS
-        # Again and again, since a process may fork between the listing and its kill.
+        # In a loop, since a process may fork between the listing and its kill.
         while True:
-            left = self._running_descendants(program_pid)
-            if not left:
+            remaining = self._running_descendants(program_pid)
+            if not remaining:
                 return
-            for pid in left:
+            for pid in remaining:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.collect_orphans(program_pid)
             if time.monotonic() > deadline:
-                numbers = ", ".join(map(str, left))
+                numbers = ", ".join(map(str, remaining))
                 _LOG.warning("processes %s of the program survive SIGKILL", numbers)
                 return
             time.sleep(0.002)
@@ -74,8 +75,8 @@ class ProcessTree:
         running = []
         for pid, state in _own_descendants(self._earlier).items():
             # The program's own exit status is collected elsewhere, so it stays as a zombie.
-            is_over = pid == program_pid and state == "Z"
-            if not is_over:
+            is_ended_program = pid == program_pid and state == "Z"
+            if not is_ended_program:
                 running.append(pid)
         return running
 
@@ -96,7 +97,7 @@ def _visible_processes() -> dict[int, tuple[str, int]]:
 
 
 def _own_descendants(excluded: Collection[int]) -> dict[int, str]:
-    """Return the state of each descendant of this process by process number, without the ``excluded`` and theirs."""
+    """Return the state of each descendant by process number, without ``excluded`` processes and their descendants."""
     processes = _visible_processes()
     children: dict[int, list[int]] = {}
     for pid, (_, parent) in processes.items():

@@ -1,4 +1,7 @@
-"""The `program` workload: the user's own programs, with scenario keys and files for devices."""
+"""The `program` workload: the scenario keys of the user's own programs, and their files for the devices.
+
+`testbed.methods.program` runs the programs.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,10 @@ def programs_of(workload: WorkloadPart, names: Sequence[str]) -> dict[str, Progr
 def by_device(
     written: Mapping[str, ProgramPart], names: Sequence[str]
 ) -> dict[str, ProgramPart]:
-    """Return each device's program in the order of the devices. Raises `InputError` for an unknown name."""
+    """Return each device's program in the order of the devices.
+
+    ``written`` are the programs of the scenario by device or group of devices. Raises `InputError` for an unknown name.
+    """
     # A `count` names the devices of a group by the group's name and a number.
     groups = {name: name.rstrip("0123456789") for name in names}
     for entry in written:
@@ -159,7 +165,7 @@ class ProgramsProblem(PlanningProblem[Options]):
 
     workload: ProgramWorkloadPart
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Files by their names in the scenario: of all programs, and on a device of its own program (`Method.facts`)."""
+    """Files by their names in the scenario: of all programs; on a device, only of its program (`Method.facts`)."""
 
 
 class Programs(Workload):
@@ -169,10 +175,10 @@ class Programs(Workload):
     Part = ProgramWorkloadPart
 
     def extend_problem(
-        self, given: PlanningProblem, scenario: Scenario, method: Method
+        self, base_problem: PlanningProblem, scenario: Scenario, method: Method
     ) -> PlanningProblem:
         """Read the files of all programs; raises `InputError`."""
-        return _with_files(given, _read_files(scenario))
+        return _with_files(base_problem, _read_files(scenario))
 
     def own_facts(self, problem: PlanningProblem) -> Mapping[str, Any]:
         """Return the files of a device's program, to which the method's `facts` has reduced the problem."""
@@ -183,11 +189,12 @@ class Programs(Workload):
         return {"files": encoded}
 
     def rebuild_problem(
-        self, given: PlanningProblem, method: Method, facts: Mapping[str, Any]
+        self, base_problem: PlanningProblem, method: Method, facts: Mapping[str, Any]
     ) -> PlanningProblem:
         """Rebuild the problem of a device with the files of its program."""
         return _with_files(
-            given, TypeAdapter(dict[str, Base64Bytes]).validate_python(facts["files"])
+            base_problem,
+            TypeAdapter(dict[str, Base64Bytes]).validate_python(facts["files"]),
         )
 
 
@@ -209,21 +216,21 @@ def _read_files(scenario: Scenario) -> dict[str, bytes]:
     """Return the files of all programs by name. Raises `InputError`."""
     assert isinstance(scenario.workload, ProgramWorkloadPart)
     contents: dict[str, bytes] = {}
-    left = MOST_BYTES
+    remaining = MOST_BYTES
     for device, part in scenario.workload.programs.items():
         for name in part.files:
             if name in contents:
                 continue
             file = scenario.source.folder / name
             try:
-                with file.open("rb") as opened:
-                    # One byte more shows that the file is too large, without all of it in memory.
-                    contents[name] = opened.read(left + 1)
+                with file.open("rb") as stream:
+                    # One byte more shows that the file is too large, without the whole file in memory.
+                    contents[name] = stream.read(remaining + 1)
             except OSError as error:
                 text = f"{file} cannot be read ({error.strerror}): name a file, relative to the scenario"
                 raise InputError(text, ("programs", device, "files")) from None
-            left -= len(contents[name])
-            if left < 0:
+            remaining -= len(contents[name])
+            if remaining < 0:
                 raise InputError(
                     f"the files of all programs are more than {formats.size(MOST_BYTES)}: use an image with them",
                     ("programs",),

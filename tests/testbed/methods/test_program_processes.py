@@ -190,7 +190,7 @@ def test_kill_by_kernel_for_lack_of_memory_is_reported(
     monkeypatch.setattr(program, "count_memory_kills", lambda: next(counts))
     with pytest.raises(
         TestbedError,
-        match=r"ended with signal SIGKILL.*ran out of memory: its container is held to",
+        match=r"ended with signal SIGKILL.*ran out of memory: its container has",
     ):
         run_python(KILL_ITSELF)
 
