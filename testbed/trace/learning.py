@@ -1,4 +1,4 @@
-"""How well the model learned."""
+"""Metrics of learning: losses, accuracy, and whether training has diverged."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ def _last_evaluation(record: RunView) -> dict[str, Any]:
     return dict(evaluations[-1].fields) if evaluations else {}
 
 
-def _is_lost(loss: float | None) -> bool:
+def _is_not_finite(loss: float | None) -> bool:
     return loss is not None and not math.isfinite(loss)
 
 
 def _has_diverged(record: RunView) -> bool | None:
-    """Return True where the last training loss or test loss is not a finite number, None elsewhere."""
+    """Return True if the last training loss or the last test loss is not finite, otherwise None."""
     test_loss = _last_evaluation(record).get("loss")
     training_loss = record.steps[-1].loss if record.steps else None
-    # None instead of False: the metric is absent from runs that learn as they should.
-    return True if _is_lost(test_loss) or _is_lost(training_loss) else None
+    if _is_not_finite(test_loss) or _is_not_finite(training_loss):
+        return True
+    # None instead of False, so that the metric is absent from runs that have not diverged.
+    return None
 
 
 def _describe_divergence(record: RunView) -> str | None:
-    """Return device and time of the first non-finite numbers in a diverged run."""
+    """Return device and step, or round, of the first non-finite numbers in a diverged run; None for other runs."""
     if not _has_diverged(record):
         return None
-    # The server's own check comes first: it names the device that sent the numbers.
-    lost = list(record.of("diverged").rows("time", "target", "step"))
+    # `min` returns the first of equal times. So the server's check, which names the device that sent the numbers,
+    # precedes a report of the same time.
+    divergences = list(record.of("diverged").rows("time", "target", "step"))
     reports = record.events.of("step", "evaluate")
     for time, device, step, loss in reports.rows("time", "device", "step", "loss"):
-        if _is_lost(loss):
-            lost.append((time, device, step))
-    _, device, step = min(lost, key=lambda row: row[0])
+        if _is_not_finite(loss):
+            divergences.append((time, device, step))
+    _, device, step = min(divergences, key=lambda divergence: divergence[0])
     unit = "round" if record.of("round") else "step"
     return f"{device}, {unit} {step}"
 

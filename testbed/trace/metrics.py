@@ -18,7 +18,7 @@ from testbed.trace.registry import metrics_of
 from testbed.trace.verdict import verdict
 
 MAX_ROWS = 100_000
-"""Maximum number of listed steps, evaluations or requests; longer lists are thinned, while metrics use all."""
+"""Maximum number of listed steps, evaluations or requests. Longer lists are thinned; metrics use all entries."""
 Row = TypeVar("Row")
 
 
@@ -28,18 +28,17 @@ def metrics(
     plan: Plan,
     declared: MetricsSpec = NOTHING,
 ) -> dict[str, Any]:
-    """Return the metrics of a run as plain JSON values, in seconds, bytes, bit/s and fractions of one.
+    """Return the contents of ``metrics.json`` as plain values, in seconds, bytes, bit/s and fractions of one.
 
-    The metrics by name, which ``expect`` may use, are those of ``metrics_of(declared)``; metrics without the required
-    events are absent. Further keys: ``runtime``, ``error``, ``weights`` (their file, or None if they were drawn from
-    the seed); ``series`` (``steps``: step, time, seconds, loss, samples, steady, and the
-    device where several report some; ``evaluations``; ``requests``: of more than `MAX_ROWS` every n-th; ``objects``:
-    boxes of each sample asked about), ``devices`` by name (``testbed.trace.devices``), ``links`` (those used or
-    measured), ``fault_list``, ``recovery_list``, ``phase_list`` (``testbed.trace.phases``), ``verdict``
-    (``testbed.trace.verdict``), and the lists that the method declares.
+    ``declared`` are the definitions of the method and its workload. The metrics by name, which ``expect`` may use, are
+    those of ``metrics_of(declared)``; metrics without the required events are absent. Further keys:
 
-    The steady phase contains every step except a device's first, steps of an unusual number of samples, and steps with
-    a fault, recovery or pause in their time, or with an evaluation unless most steps have one.
+    - ``runtime``, ``error``, and ``weights`` (their file, or None if they were drawn from the seed),
+    - ``series``: ``steps`` (with the device if several devices report steps), ``evaluations``, ``requests``, and
+      ``objects`` (boxes of each sample),
+    - ``devices`` by name (`testbed.trace.devices`), ``links`` (those used or measured; `testbed.trace.traffic`),
+    - ``fault_list``, ``recovery_list`` (`testbed.trace.recovery`), ``phase_list`` (`testbed.trace.phases`),
+    - ``verdict`` (`testbed.trace.verdict`), and the lists that the method declares.
     """
     record = RunView(outcome, experiment, plan, declared.events, declared.recovery)
     result: dict[str, Any] = {
@@ -47,11 +46,12 @@ def metrics(
         "error": outcome.error,
         "weights": experiment.workload.initial_weights,
     }
-    groups: dict[str, Mapping[str, Any]] = {}
+    # Metrics with a value for each layer or other member are added last, below the key of their group.
+    grouped: dict[str, Mapping[str, Any]] = {}
     for name, metric in metrics_of(declared).items():
         value = metric.compute(record)
         if isinstance(value, Mapping):
-            groups[name] = value
+            grouped[name] = value
         elif value is not None:
             result[name] = value
     result |= {
@@ -69,28 +69,34 @@ def metrics(
         if items:
             result[name] = items
     result["verdict"] = record.cached(verdict)
-    for name, values in groups.items():
-        _add_group(result, name, values)
-    # JSON has no NaN: a loss that is not finite is null.
-    clean: dict[str, Any] = finite(result)
-    return clean
+    for name, values in grouped.items():
+        _add_grouped_metric(result, name, values)
+    # JSON has no NaN, so a loss that is not finite becomes null.
+    plain: dict[str, Any] = finite(result)
+    return plain
 
 
-def _add_group(result: dict[str, Any], name: str, values: Mapping[str, Any]) -> None:
-    """Add the values of a metric such as ``layers.<layer>.dropped``, or ``metrics.<metric>`` without a last part."""
+def _add_grouped_metric(
+    result: dict[str, Any], name: str, values: Mapping[str, Any]
+) -> None:
+    """Add the values of a metric with a value for each member of a group.
+
+    The metric ``layers.<layer>.dropped`` adds ``{"layers": {"2": {"dropped": value}}}``, and ``metrics.<metric>`` adds
+    ``{"metrics": {"f1": value}}``.
+    """
     # A method may compute a mapping for a name without a placeholder, which is then the group itself.
     group, *placeholder_and_last = name.split(".")
-    last = placeholder_and_last[1:]
+    last_parts = placeholder_and_last[1:]
     members = result.setdefault(group, {})
     for member, value in values.items():
-        if last:
-            members[member] = members.get(member, {}) | {last[0]: value}
+        if last_parts:
+            members[member] = members.get(member, {}) | {last_parts[0]: value}
         else:
             members[member] = value
 
 
 def _series_lists(record: RunView) -> dict[str, list[dict[str, Any]]]:
-    names_devices = len({step.device for step in record.steps}) > 1
+    has_several_devices = len({step.device for step in record.steps}) > 1
     steps = []
     for step in _thin_rows(record.steps):
         row: dict[str, Any] = {
@@ -101,7 +107,7 @@ def _series_lists(record: RunView) -> dict[str, list[dict[str, Any]]]:
             "samples": step.samples,
             "steady": step.steady,
         }
-        if names_devices:
+        if has_several_devices:
             row["device"] = step.device
         steps.append(row)
 

@@ -24,8 +24,8 @@ Item = Mapping[str, Any]
 class Metric:
     """A named value of a run, as in ``metrics.json`` and ``expect``.
 
-    A name such as ``layers.<layer>.dropped`` defines one value per layer (or other bracketed item), such as
-    ``layers.2.dropped``.
+    A name with a placeholder, such as ``layers.<layer>.dropped``, defines a value for each layer (or other member),
+    such as ``layers.2.dropped``.
 
     >>> from testbed.trace.metrics_spec import Metric
     >>> Metric("tokens_lost", "number", "tokens without a return", lambda run: len(run.of("lost"))).name
@@ -49,7 +49,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the report's summary; omitted if a referenced metric is missing.
+    """A line of the report's summary; omitted if a metric in its templates is missing.
 
     ``text`` and ``note`` are templates: ``{step_time}`` is replaced by the metric, formatted by its kind. Either may be
     a function of the metrics that returns the template.
@@ -57,7 +57,9 @@ class Row:
 
     label: str
     text: str | Callable[[Metrics], str]
+    """Template of the value beside the label."""
     note: str | Callable[[Metrics], str] = ""
+    """Template of the explanation after the value."""
     when: Callable[[Metrics], object] | None = None
     """Condition for the row; default: always."""
 
@@ -85,7 +87,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a report; absent where nothing is listed."""
+    """A table of a report; absent without items."""
 
     title: str
     note: str
@@ -102,7 +104,7 @@ class Table:
 
 @dataclass(frozen=True)
 class TimeSeries:
-    """A chart of a report over the time of the run; absent where nothing is listed."""
+    """A chart of a report over the time of the run; absent without items."""
 
     title: str
     note: str
@@ -116,7 +118,7 @@ class TimeSeries:
     stacked: bool = False
     """Whether lines are step functions stacked on top of each other."""
     marks: str | None = None
-    """Name of a list at whose times a stacked chart has a vertical line."""
+    """Name of a list of items with a ``time``, at which a stacked chart has vertical lines."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,10 @@ class MetricsSpec:
     tables: tuple[Table, ...] = ()
     curves: tuple[TimeSeries, ...] = ()
     former_metrics: Mapping[str, str] = field(default_factory=dict)
-    """Former names of metrics with the present ones: a former name in ``expect`` is refused with the present one."""
+    """Former name -> present name of renamed metrics. The error for a former name in ``expect`` has the present one."""
 
     def joined(self, other: MetricsSpec) -> MetricsSpec:
-        """Return both definitions combined, these first; at most one may define ``recovery``."""
+        """Return the definitions of both, in this order; at most one of them may define ``recovery``."""
         if NOTHING in (self, other):
             return other if self == NOTHING else self
         lists = {**(self.lists or {}), **(other.lists or {})}
@@ -153,28 +155,29 @@ class MetricsSpec:
 
 
 NOTHING = MetricsSpec()
+"""The definitions of a method without metrics, events and report sections of its own."""
 
 
 def events_of(declared: MetricsSpec) -> dict[str, tuple[str, ...]]:
-    """Return the event names that a fault can wait for, each with its matchable keys.
+    """Return the events that a fault's trigger can name, each with the keys that the trigger can match.
 
     >>> events_of(NOTHING)["compute"]
     ('batch', 'micro')
     """
     keys = {}
-    for kind in (*EVENTS, *declared.events):
-        if kind.keys is not None:
-            keys[kind.name] = kind.keys
+    for event_type in (*EVENTS, *declared.events):
+        if event_type.keys is not None:
+            keys[event_type.name] = event_type.keys
     return keys
 
 
 def by_name(metrics: Iterable[Metric]) -> dict[str, Metric]:
     """Return metrics by their names. Raises ValueError for a duplicate name."""
-    named: dict[str, Metric] = {}
+    result: dict[str, Metric] = {}
     for metric in metrics:
-        if metric.name in named:
+        if metric.name in result:
             raise ValueError(
                 f"two metrics are called '{metric.name}': rename one of them"
             )
-        named[metric.name] = metric
-    return named
+        result[metric.name] = metric
+    return result

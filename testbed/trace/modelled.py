@@ -11,21 +11,23 @@ from testbed.network.parts import LinkPart
 MAX_LOSS = 0.05
 """Share of lost packets up to which messages take as long as in containers, within 15 % (docs/fidelity.md)."""
 MIN_DELAY = 0.01
-"""Minimum one-way delay in seconds for exact results: below, a time-out lasts a hundred round trips."""
+"""One-way delay in seconds from which `MAX_LOSS` applies. Below, any loss is modelled less exactly, because a time-out
+of TCP lasts a hundred round trips."""
 MAX_JITTER = 0.3
-"""Jitter, as a share of the delay, up to which the same holds; beyond, TCP takes overtaken packets for lost."""
+"""Jitter, as a share of the delay, up to which messages take as long as in containers. Beyond, TCP regards overtaken
+packets as lost."""
 
 
 def unmodelled_effects(experiment: Experiment) -> list[str]:
     """Return a text for each link property that the virtual clock does not model."""
-    # By identity: a mesh of a thousand devices has a million links, but few values.
+    # A mesh of a thousand devices has a million pairs, which share few `Link` objects: each object is checked once.
     links = list({id(link): link for link in experiment.links.values()}.values())
     changes = _changed_properties(experiment)
-    parts: list[Link | LinkPart] = [*links, *changes]
+    links_and_changes: list[Link | LinkPart] = [*links, *changes]
     texts = []
-    if any(part.limit is not None for part in parts):
+    if any(each.limit is not None for each in links_and_changes):
         texts.append("queue limits")
-    if any(part.duplicate for part in parts):
+    if any(each.duplicate for each in links_and_changes):
         texts.append("packets that arrive twice")
     changed_losses = [change.loss or 0.0 for change in changes]
     if any(map(_loses_much, links)) or max(changed_losses, default=0.0) > MAX_LOSS:
@@ -51,6 +53,6 @@ def _changed_properties(experiment: Experiment) -> list[LinkPart]:
 
 
 def _loses_much(link: Link) -> bool:
-    most = MAX_LOSS if link.delay >= MIN_DELAY else 0.0
+    max_loss = MAX_LOSS if link.delay >= MIN_DELAY else 0.0
     # Rounded, since a loss of 5 % is computed as 5.000000000000004 %.
-    return round(expected_loss(link), 9) > most
+    return round(expected_loss(link), 9) > max_loss

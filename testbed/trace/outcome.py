@@ -16,7 +16,8 @@ Status = Literal["finished", "failed", "timed out", "interrupted"]
 
 
 UNGATHERED: Collection[Status] = ("failed", "timed out")
-"""End statuses for which the weights of single devices are kept, because the coordinator may lack them."""
+"""End statuses for which the results contain the weights of each device, because the coordinator may not have gathered
+them."""
 
 
 def without_coordinator(coordinator: str) -> str:
@@ -27,10 +28,13 @@ def without_coordinator(coordinator: str) -> str:
 def ended(
     status: Status, error: str | None, events: Iterable[Event], *, weights_given: bool
 ) -> tuple[Status, str | None]:
-    """Return end status and error of a run; unused initial weights are an error."""
+    """Return the final status and error of a run that has ended, given its status and error until now.
+
+    A finished run with initial weights (``weights_given``) has failed if its program never loaded them.
+    """
     if status != "finished" or not weights_given:
         return status, error
-    # Without this check, a program of the user's that ignores the weights would train from the seed unnoticed.
+    # Without this check, a user's program that ignores the weights would train from the seed unnoticed.
     if any(event.event == "weights" for event in events):
         return status, error
     return "failed", (
@@ -53,10 +57,11 @@ class LinkMeasurement:
     loss: float | None = None
     """Fraction of probe packets lost."""
     packets: int = 0
+    """Number of probe packets."""
     problem: str | None = None
-    """Description of the deviation from the tolerance."""
+    """Description of a deviation beyond the tolerance; None without such a deviation."""
     limit: float | None = None
-    """Lowest rate on the way in bit/s: the link's, an access's or a cell's; None without any."""
+    """Lowest rate in bit/s of the link, the access of both devices, and their cell; None if no rate is limited."""
 
     @property
     def expected(self) -> Link:
@@ -71,10 +76,10 @@ class LinkMeasurement:
 
     def measured(self) -> dict[str, Any] | None:
         """Return the measured properties as plain values; None without a measurement."""
-        measured = {"rate": self.rate, "delay": self.delay, "loss": self.loss}
-        if set(measured.values()) == {None}:
+        properties = {"rate": self.rate, "delay": self.delay, "loss": self.loss}
+        if set(properties.values()) == {None}:
             return None
-        return {**measured, "packets": self.packets}
+        return {**properties, "packets": self.packets}
 
     @staticmethod
     def from_json(written: Mapping[str, Any]) -> LinkMeasurement:
@@ -90,9 +95,11 @@ class Outcome:
     runtime: Literal["emulate", "simulate"]
     status: Status
     events: Sequence[Event]
-    """In the order of time."""
+    """Events in the order of time."""
     error: str | None = None
+    """Error message; None for a run without errors."""
     links: list[LinkMeasurement] = field(default_factory=list)
+    """Measurements before the run; empty for a simulation."""
     host: dict[str, Any] = field(default_factory=dict)
     """Facts about the host for the manifest: kernel, processor, link backend, engine, image digests."""
     fidelity: dict[str, Any] = field(default_factory=dict)
@@ -102,10 +109,11 @@ class Outcome:
     parts: Mapping[str, bytes] = field(default_factory=dict)
     """Model parts by device as safetensors, for a run that ended before the coordinator gathered the whole model."""
     wall_seconds: float = 0.0
+    """Duration of the run on the clock of the host."""
 
     @cached_property
     def weights(self) -> dict[str, Any] | None:
-        """Return the weights as arrays; `weights_file` can be stored without an array library."""
+        """The weights of `weights_file` as arrays by name, which require an array library."""
         if self.weights_file is None:
             return None
         # A copy that is writable, since arrays share memory with their bytes.

@@ -1,4 +1,7 @@
-"""Speed of training before and after disturbances, and utilisation of the bottleneck."""
+"""Metrics of training steps: their number and duration, before, during and after disturbances.
+
+`testbed.trace.record` defines steady (undisturbed) steps, disturbances and the last change.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from testbed.wire.framing import wire_bytes
 
 
 def _final_steps(record: RunView) -> list[Step]:
-    """Return each step in its last execution."""
-    # A recovery repeats steps since the checkpoint; their first execution had no lasting effect.
+    """Return the last execution of each step of each device."""
+    # A recovery repeats the steps since the checkpoint, so their first execution had no lasting effect.
     return list({(step.device, step.step): step for step in record.steps}.values())
 
 
@@ -34,9 +37,9 @@ def _median_seconds(steps: Sequence[Step]) -> float | None:
 
 
 def _first_detected_fault(record: RunView) -> float | None:
-    """Return the instant of the first fault that was detected; None without one."""
-    struck = [item.struck for item in record.recoveries if item.struck is not None]
-    return min(struck, default=None)
+    """Return the time of the first fault that was detected; None without one."""
+    times = [item.struck for item in record.recoveries if item.struck is not None]
+    return min(times, default=None)
 
 
 def _step_time_before(record: RunView) -> float | None:
@@ -82,37 +85,41 @@ def _step_time_during(record: RunView) -> float | None:
 
 
 def busiest_share(record: RunView) -> float | None:
-    """Return the highest utilisation of any processor or link during the steps after the last change; None without
-    such steps."""
+    """Return the utilisation of the busiest device or link during the steps after the last change.
+
+    None without such steps. Processors of one device count with their mean.
+    """
     steps = steps_after(record.steps, record.last_change)
     windows = union(step.window for step in steps)
     seconds = total(windows)
     if seconds <= 0:
         return None
-    busy = []
+    device_seconds = []
     for spec in record.experiment.devices:
         computing = record.spans(spec.name, "compute")
         # Computations that overlap ran on different processors, whose busy times add up.
         processors = lanes(computing)
-        own = 0.0
+        busy = 0.0
         for number in range(processors.max(initial=-1) + 1):
             work = union(computing[processors == number])
-            own += total(work) - total(subtract(work, windows))
-        busy.append(own / spec.processors)
-    carried: defaultdict[Pair, float] = defaultdict(float)
+            # Only the work within the windows counts.
+            busy += total(work) - total(subtract(work, windows))
+        device_seconds.append(busy / spec.processors)
+    link_seconds: defaultdict[Pair, float] = defaultdict(float)
     sent = record.of("send")
     times = np.fromiter((time for (time,) in sent.rows("time")), float)
     rows = sent.rows("device", "peer", "bytes")
     for device, peer, size in compress(rows, contains(windows, times)):
         link = record.experiment.links.get((device, peer))
         if link is not None:
-            carried[device, peer] += link.transmission_time(wire_bytes(size))
-    # A message that was acknowledged within the windows may have left before them.
-    return min(1.0, max([*busy, *carried.values()], default=0.0) / seconds)
+            link_seconds[device, peer] += link.transmission_time(wire_bytes(size))
+    busiest = max([*device_seconds, *link_seconds.values()], default=0.0)
+    # More than 1 is possible, since a message acknowledged within the windows may have left before them.
+    return min(1.0, busiest / seconds)
 
 
 def _of_steps(compute: Callable[[RunView], float]) -> Callable[[RunView], float | None]:
-    """Wrap a metric to return None without steps."""
+    """Wrap a metric so that it is None for a run without steps."""
     return lambda record: compute(record) if record.steps else None
 
 
@@ -253,8 +260,10 @@ METRICS = (
 
 
 def _steps_note(metrics: Metrics) -> str:
-    again = ", {steps_repeated} of them done again" if metrics["steps_repeated"] else ""
-    return "{samples_per_second} samples/s" + again
+    note = "{samples_per_second} samples/s"
+    if metrics["steps_repeated"]:
+        note += ", {steps_repeated} of them done again"
+    return note
 
 
 def _time_note(metrics: Metrics) -> str:

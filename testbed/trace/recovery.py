@@ -1,4 +1,4 @@
-"""Metrics of faults and recoveries."""
+"""Metrics of faults and recoveries, and their lists in ``metrics.json``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _completed_recoveries(record: RunView) -> list[Recovery]:
 def _detection_time(record: RunView) -> float | None:
     times = []
     for recovery in record.recoveries:
-        # Without a recorded fault, such as a link that is too slow, nobody knows when the cause began.
+        # A cause that is no recorded fault, such as a link that is too slow, has no known start.
         if recovery.struck is not None:
             times.append(recovery.detected - recovery.struck)
     return max(times, default=None)
@@ -34,8 +34,11 @@ def _resume_time(record: RunView) -> float | None:
 
 
 def _recovery_time(record: RunView) -> float | None:
-    durations = [recovery.duration for recovery in record.recoveries]
-    return max((each for each in durations if each is not None), default=None)
+    durations = []
+    for recovery in record.recoveries:
+        if recovery.duration is not None:
+            durations.append(recovery.duration)
+    return max(durations, default=None)
 
 
 METRICS = (
@@ -84,7 +87,7 @@ METRICS = (
 
 
 def faults(record: RunView) -> list[dict[str, Any]]:
-    """Return ``fault_list``: every injected fault."""
+    """Return ``fault_list``: every injected fault or repair, with its lateness in seconds."""
     rows = []
     for strike in record.strikes:
         late = strike.struck - strike.intended
@@ -93,37 +96,37 @@ def faults(record: RunView) -> list[dict[str, Any]]:
 
 
 def recovery_list(record: RunView) -> list[dict[str, Any]]:
-    """Return every detected fault, with the method's own report of the recovery.
+    """Return ``recovery_list``: every detected fault, with the fields that the method adds.
 
     ``deficit`` is the lateness of computations in seconds caused by the host during the recovery: the mean over the
     processors of the worst device.
     """
     describe = record.describe_recovery
     rows = []
-    for item in record.recoveries:
-        row = _recovery_item(item, record)
+    for recovery in record.recoveries:
+        row = _recovery_row(recovery, record)
         if describe is not None:
-            row |= describe(item, record)
+            row |= describe(recovery, record)
         rows.append(row)
     return rows
 
 
-def _recovery_item(item: Recovery, record: RunView) -> dict[str, Any]:
-    begun = item.detected if item.struck is None else item.struck
+def _recovery_row(recovery: Recovery, record: RunView) -> dict[str, Any]:
+    start = recovery.detected if recovery.struck is None else recovery.struck
     # Without a resumption there is no time that the host could have prolonged.
-    until = begun if item.resumed is None else item.resumed
-    late = deficits(record.log.within(begun, until), intervals([(begun, until)]))
+    end = start if recovery.resumed is None else recovery.resumed
+    delays = deficits(record.log.within(start, end), intervals([(start, end)]))
     processors = {spec.name: spec.processors for spec in record.experiment.devices}
     deficit = 0.0
-    for name, seconds in late.items():
+    for name, seconds in delays.items():
         deficit = max(deficit, seconds / processors.get(name, 1))
     return {
-        "struck": item.struck,
-        "detected": item.detected,
-        "resumed": item.resumed,
-        "seconds": item.duration,
-        "step": item.step,
-        "missing": list(item.missing),
+        "struck": recovery.struck,
+        "detected": recovery.detected,
+        "resumed": recovery.resumed,
+        "seconds": recovery.duration,
+        "step": recovery.step,
+        "missing": list(recovery.missing),
         "deficit": deficit,
     }
 
@@ -140,7 +143,8 @@ LAST_ROWS = (
     Row(
         "Unrecovered",
         "{unrecovered}",
-        "faults that were noticed and not outlived",
+        "faults detected and not recovered from",
         when=lambda metrics: metrics["unrecovered"],
     ),
 )
+"""Rows of the report after those of the method."""

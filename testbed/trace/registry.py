@@ -1,4 +1,7 @@
-"""The registry of metrics: common ones, the method's own, and those of installed packages."""
+"""The registry of metrics: those of every run, of a method, and of installed packages.
+
+``declared`` is in all functions the `MetricsSpec` of a method and its workload.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +51,13 @@ OF_DEVICES: Mapping[str, devices.DeviceMetric] = devices.OF_DEVICES
 
 
 def metrics_of(declared: MetricsSpec) -> dict[str, Metric]:
-    """Return the metrics of a run with the given definitions. Raises ValueError for a duplicate name.
+    """Return all metrics of a run by name. Raises ValueError for a duplicate name.
 
-    Metrics of packages come last, without those whose name the testbed or the method uses.
+    Metrics of packages come last; a name of the testbed or of the method has priority over that of a package.
     """
     metrics = by_name([*COMMON.values(), *declared.metrics])
     _check_keys(declared, metrics)
-    # A package must not break a method whose metric has the same name.
+    # A package must not break a method that has a metric of the same name.
     for name, metric in _packaged_metrics().items():
         metrics.setdefault(name, metric)
     return metrics
@@ -72,7 +75,7 @@ RESERVED = {
     "phase_list",
     "verdict",
 }
-"""Keys of ``metrics.json`` that every run has besides its metrics."""
+"""Keys of ``metrics.json`` that every run has in addition to its metrics."""
 
 
 def _check_keys(declared: MetricsSpec, metrics: Mapping[str, Metric]) -> None:
@@ -82,10 +85,10 @@ def _check_keys(declared: MetricsSpec, metrics: Mapping[str, Metric]) -> None:
             raise ValueError(
                 f"the metric '{metric.name}' has the name of a part of metrics.json: rename the metric"
             )
-    # Of layers.<layer>.dropped, the key is layers.
-    used = RESERVED | {name.partition(".")[0] for name in metrics}
+    # The key of the metric layers.<layer>.dropped is layers.
+    used_keys = RESERVED | {name.partition(".")[0] for name in metrics}
     for name in declared.lists or ():
-        if name in used:
+        if name in used_keys:
             raise ValueError(
                 f"the list '{name}' has the name of a metric or of a part of metrics.json: rename the list"
             )
@@ -93,7 +96,7 @@ def _check_keys(declared: MetricsSpec, metrics: Mapping[str, Metric]) -> None:
 
 @cache
 def _packaged_metrics() -> Mapping[str, Metric]:
-    """Return the metrics of installed packages; a broken package is logged, since every run asks for all metrics."""
+    """Return the metrics of installed packages; a broken package is only logged, since it affects every run."""
     metrics: dict[str, Metric] = {}
     for point in plugins.installed(GROUP).values():
         try:
@@ -128,13 +131,13 @@ def _as_metrics(declared: Any) -> tuple[Metric, ...]:
 
 def rows_of(declared: MetricsSpec) -> tuple[Row, ...]:
     """Return the summary rows of the report."""
-    # The method's rows come between the results and the rows about the run itself.
+    # The method's rows come between those of the results and those of the run itself.
     common = (*learning.ROWS, *pace.ROWS, *requests.ROWS, *recovery.ROWS)
     return (*common, *declared.rows, *recovery.LAST_ROWS, *course.ROWS, *host.ROWS)
 
 
 def tables_of(declared: MetricsSpec) -> tuple[Table, ...]:
-    """Return the tables of the report."""
+    """Return the tables of the report, the method's last."""
     return (phases.TABLE, *declared.tables)
 
 
@@ -156,7 +159,7 @@ def metric_kind(name: str, metrics: Mapping[str, Metric]) -> MetricKind:
 
 
 def is_member(name: str, grouped: str) -> bool:
-    """Return whether a name is that of one member of a grouped metric.
+    """Return whether a name is that of one member of a metric whose name has a placeholder.
 
     >>> is_member("layers.2.dropped", "layers.<layer>.dropped"), is_member("metrics.f1", "metrics.<metric>")
     (True, True)

@@ -131,7 +131,7 @@ def busiest_seconds(
     log = EventLog.made_of(events)
     computations = log.of("compute")
     for device, start, duration in computations.rows("device", "start", "duration"):
-        # Alternately starts and ends.
+        # Starts and ends alternate.
         computing[device].extend((start, start + duration))
     arrivals = log.of("receive").within(*window)
     rows = arrivals.rows("device", "peer", "bytes", "cast")

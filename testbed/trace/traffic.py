@@ -22,19 +22,19 @@ def _sum_of_links(key: str, record: RunView) -> int:
 
 
 def _reception_ratio(record: RunView) -> float | None:
-    meant = sum(len(peers) for (peers,) in record.of("cast").rows("peers"))
-    heard = sum(record.cached(_count_heard).values())
-    return heard / meant if meant else None
+    intended = sum(len(peers) for (peers,) in record.of("cast").rows("peers"))
+    received = sum(record.cached(_count_received_casts).values())
+    return received / intended if intended else None
 
 
-def _count_heard(record: RunView) -> Counter[Pair]:
-    """Return the number of received casts by directed pair of devices."""
-    heard: Counter[Pair] = Counter()
-    received = record.of("receive")
-    for _, (peers, own, casts) in received.columns("peer", "device", "cast"):
+def _count_received_casts(record: RunView) -> Counter[Pair]:
+    """Return the number of received casts by sender and receiver."""
+    counts: Counter[Pair] = Counter()
+    receptions = record.of("receive")
+    for _, (senders, receivers, casts) in receptions.columns("peer", "device", "cast"):
         is_cast = (cast is not None for cast in casts)
-        heard.update(compress(zip(peers, own, strict=False), is_cast))
-    return heard
+        counts.update(compress(zip(senders, receivers, strict=False), is_cast))
+    return counts
 
 
 def _cast_time(record: RunView) -> float | None:
@@ -95,58 +95,67 @@ METRICS = (
 
 @dataclass(slots=True)
 class LinkUse:
-    """Traffic on a directed link."""
+    """Traffic on a directed link; a broadcast counts on the link to each of its receivers."""
 
     messages: int = 0
+    """Number of messages, casts included."""
     bytes: int = 0
+    """Bytes of the messages without headers."""
     wire_bytes: float = 0.0
     """Bytes with all headers."""
     casts: int = 0
+    """Number of casts."""
 
-    def add(self, number: int, content: int, *, is_cast: bool) -> None:
-        """Count a number of equal messages of so many bytes."""
-        framed = cast_wire_bytes(content) if is_cast else wire_bytes(content)
-        self.messages += number
-        self.bytes += number * content
-        self.wire_bytes += number * framed
-        self.casts += number if is_cast else 0
+    def add(self, count: int, size: int, *, is_cast: bool) -> None:
+        """Add a number of equal messages of ``size`` bytes."""
+        size_on_wire = cast_wire_bytes(size) if is_cast else wire_bytes(size)
+        self.messages += count
+        self.bytes += count * size
+        self.wire_bytes += count * size_on_wire
+        self.casts += count if is_cast else 0
 
 
 def _link_uses(record: RunView) -> dict[Pair, LinkUse]:
     """Return the traffic of each used directed link, in the order of first use."""
-    # A run sends millions of messages and few kinds of them: equal ones are counted first.
-    alike: Counter[tuple[str, str, tuple[str, ...], int]] = Counter()
+    # Equal messages are counted first, since a run sends millions of messages of few kinds.
+    counts: Counter[tuple[str, str, tuple[str, ...], int]] = Counter()
     sent = record.events.of("send", "cast")
-    for event, (own, peer, peers, sizes) in sent.columns(
+    for event, (senders, peer, peers, sizes) in sent.columns(
         "device", "peer", "peers", "bytes"
     ):
         # A tuple for each message: its one receiver, or all receivers of a broadcast.
         receivers_of: Iterable[tuple[str, ...]] = zip(peer, strict=False)
         if event == "cast":
             receivers_of = (tuple(names or ()) for names in peers)
-        contents = (size or 0 for size in sizes)
-        alike.update(zip(repeat(event), own, receivers_of, contents, strict=False))
+        plain_sizes = (size or 0 for size in sizes)
+        counts.update(
+            zip(repeat(event), senders, receivers_of, plain_sizes, strict=False)
+        )
     uses: defaultdict[Pair, LinkUse] = defaultdict(LinkUse)
-    for (event, device, receivers, content), number in alike.items():
+    for (event, sender, receivers, size), count in counts.items():
         for receiver in receivers:
-            uses[device, receiver].add(number, content, is_cast=event == "cast")
+            uses[sender, receiver].add(count, size, is_cast=event == "cast")
     return uses
 
 
 def links(record: RunView) -> list[dict[str, Any]]:
     """Return one row per used or measured directed link, in the order of the experiment."""
-    uses, heard = _link_uses(record), record.cached(_count_heard)
-    known, bounded = record.experiment.links, record.experiment.bounded_links()
+    uses = _link_uses(record)
+    received_casts = record.cached(_count_received_casts)
+    scenario_links = record.experiment.links
+    bounded = record.experiment.bounded_links()
     measured = {(item.source, item.destination): item for item in record.outcome.links}
     # Cached, since most of a thousand links have the same properties.
     as_dict = cache(lambda link: link and asdict(link))
     rows = []
-    for pair in dict.fromkeys([*known, *uses]):
+    for pair in dict.fromkeys([*scenario_links, *uses]):
         if pair not in uses and pair not in measured:
             continue
         use = uses.get(pair, LinkUse())
         measurement = measured.get(pair)
-        requested = measurement.requested if measurement else known.get(pair)
+        requested = scenario_links.get(pair)
+        if measurement is not None:
+            requested = measurement.requested
         rows.append(
             {
                 "source": pair[0],
@@ -154,7 +163,7 @@ def links(record: RunView) -> list[dict[str, Any]]:
                 "messages": use.messages,
                 "bytes": use.bytes,
                 "casts": use.casts,
-                "casts_heard": heard[pair],
+                "casts_heard": received_casts[pair],
                 "requested": as_dict(requested),
                 "rate_at_best": bounded[pair].rate if pair in bounded else None,
                 "measured": measurement.measured() if measurement else None,
