@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import math
 import select
 import socket
 import struct
@@ -89,7 +90,7 @@ class _Partial:
     start: float
     """Monotonic instant of the first datagram."""
     count: int
-    """Number of datagrams in all."""
+    """Total number of datagrams."""
     chunks: dict[int, bytes] = field(default_factory=dict)
     """Received parts by their number."""
 
@@ -157,7 +158,7 @@ class Caster:
             raise ValueError(
                 "the deployment has no broadcast address: broadcasts need all devices on one host"
             )
-        count = -(-len(body) // CAST_CHUNK)
+        count = math.ceil(len(body) / CAST_CHUNK)
         if count > _MOST_CHUNKS:
             raise ValueError(
                 f"a broadcast of {len(body)} bytes is too large; at most {_MOST_CHUNKS * CAST_CHUNK} are allowed"
@@ -256,12 +257,12 @@ class Caster:
             return
         if decoded is None:
             return
-        sent, header = decoded
+        complete, header_size = decoded
         # A device cannot send from another's address. A message with the name of another device is an impersonation and
         # is dropped.
-        if self._sources.get(sent.sender) != source:
+        if self._sources.get(complete.sender) != source:
             return
-        message = self._receive_filter(sent, header, number)
+        message = self._receive_filter(complete, header_size, number)
         if message is None or not inbox.reserve(size):
             return
         is_delivered = False

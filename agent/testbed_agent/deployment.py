@@ -1,4 +1,8 @@
-"""The decoded deployment of a device: its method, its planning problem, and its peers."""
+"""The decoded deployment of a device: its method, its planning problem, and its peers.
+
+The controller sends a `testbed.deployment.Deployment` as JSON. `read_deployment` checks that this device is meant, and
+turns the JSON into the objects that the program needs.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,10 @@ class Peer:
 
     address: Address
     slowness: float
-    """Round-trip time of a few full packets over the scenario's links, in seconds (`testbed.network.link`)."""
-    sent: str
+    """Round-trip time of a few full packets over the scenario's links, in seconds (`testbed.network.link.slowness`)."""
+    send_token: str
     """Token of the messages to the peer."""
-    received: str
+    receive_token: str
     """Token of the messages from the peer."""
 
 
@@ -36,13 +40,18 @@ class Deployment:
     """The controller's instructions for the device."""
 
     work: Workload
+    """Kind of work, such as training."""
     method: Method
     problem: PlanningProblem
+    """The planning problem, with only the facts for this device."""
     plan: Plan
+    """The device's part of the plan; on the coordinator, the whole plan."""
     peers: Mapping[str, Peer]
+    """The other devices by name."""
     broadcast: Address | None
+    """Destination of broadcasts; None if the network has no broadcast address."""
     message_loss: Mapping[str, float]
-    """Initial fraction of each peer's broadcasts lost as whole messages."""
+    """Initial fraction of each peer's broadcasts lost as whole messages, by peer."""
 
 
 def read_deployment(body: bytes | bytearray, settings: Settings) -> Deployment:
@@ -67,19 +76,24 @@ def _decode(body: bytes | bytearray, settings: Settings) -> Deployment:
             f"device: unknown name '{name}'; the deployment has {', '.join(document.devices)}"
         )
     work = workload_of(document.workload)
-    work.begin(document.workload)  # must precede the import of scenario files
+    # Sets process-wide state, which must precede the import of the scenario's code by `problem`.
+    work.begin(document.workload)
     method, problem = document.problem()
     peers = {}
     message_loss = {}
     for peer, entry in document.peers.items():
-        there = problem.links.get((name, peer))
-        back = problem.links.get((peer, name))
-        if there is None or back is None:
+        forward = problem.links.get((name, peer))
+        backward = problem.links.get((peer, name))
+        if forward is None or backward is None:
             raise InputError(f"peers: '{peer}' needs links in both directions")
-        peer_address = parse_address(entry.address, DATA_PORT)
-        round_trip = slowness(there, back)
-        peers[peer] = Peer(peer_address, round_trip, entry.sent, entry.received)
-        message_loss[peer] = back.message_loss
+        peers[peer] = Peer(
+            address=parse_address(entry.address, DATA_PORT),
+            slowness=slowness(forward, backward),
+            send_token=entry.sent,
+            receive_token=entry.received,
+        )
+        # Only broadcasts from the peer are received here.
+        message_loss[peer] = backward.message_loss
     broadcast = None
     if document.broadcast is not None:
         broadcast = parse_address(document.broadcast, CAST_PORT)

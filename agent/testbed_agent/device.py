@@ -68,7 +68,7 @@ class RealDevice:
         """Delivery to each peer that has been sent a message."""
         self.totals = Totals()
         largest = largest_message(spec)
-        tokens = {name: peer.received for name, peer in peers.items()}
+        tokens = {name: peer.receive_token for name, peer in peers.items()}
         self.inbox = Inbox(tokens, settings.inbox_limit, self._handle_arrival, largest)
         self._loop = asyncio.get_running_loop()
         self._spec = spec
@@ -77,7 +77,7 @@ class RealDevice:
         # A link may have changed between the deployment and the start of the program.
         self._slowness |= slowness or {}
         self._is_computed = problem.workload.is_computed
-        """Whether the run has values, not times alone."""
+        """Whether the run computes values, and not only times."""
         self._specs = {device_spec.name: device_spec for device_spec in problem.devices}
         self._origin = origin
         self._time = DeviceTime(max(origin, time.monotonic()))
@@ -238,12 +238,12 @@ class RealDevice:
         if peer not in self.lanes:
             target = self._peers[peer]
             self.lanes[peer] = Lane(
-                peer, target.address, target.sent, self._slowness[peer]
+                peer, target.address, target.send_token, self._slowness[peer]
             )
         # The program gets a result a moment before it is due (see `testbed_agent.pacing`), but a message with the
         # result must not leave before.
         delivery = await self.lanes[peer].deliver(body, not_before=call_instant)
-        self._time.advance_to(delivery.ended)
+        self._time.advance_to(delivery.acknowledged)
         self.totals.count_message("sent", len(body))
         self.record(
             "send",
@@ -251,8 +251,8 @@ class RealDevice:
             message=message.kind,
             bytes=len(body),
             start=call_instant - self._origin,
-            duration=delivery.ended - call_instant,
-            queued=max(0.0, delivery.begun - call_instant - encode_seconds),
+            duration=delivery.acknowledged - call_instant,
+            queued=max(0.0, delivery.first_byte - call_instant - encode_seconds),
             encode=encode_seconds,
         )
 
@@ -313,8 +313,9 @@ class RealDevice:
 
     def receives(self, peer: str) -> bool:
         """Return whether bytes of an incomplete message from the peer have arrived recently."""
-        silent = time.monotonic() - self.inbox.arriving.get(peer, -math.inf)
-        return silent < STALL_SECONDS + self._slowness.get(peer, 0.0)
+        last_bytes = self.inbox.arriving.get(peer, -math.inf)
+        silent_seconds = time.monotonic() - last_bytes
+        return silent_seconds < STALL_SECONDS + self._slowness.get(peer, 0.0)
 
     def _handle_arrival(self, arrival: Arrival) -> None:
         """Record and queue a new message; broadcasts come from their receiving thread."""

@@ -27,7 +27,10 @@ def disk_usage(folder: Path) -> int:
 
 
 class Disk:
-    """Messages by name, in a separate folder for each workload."""
+    """The messages that a program saves on its device, by name.
+
+    Each workload has its own folder, named by its start, so a program never reads messages of an earlier workload.
+    """
 
     def __init__(self, settings: Settings, origin: float) -> None:
         """``origin`` is the start of the workload, equal for all starts of the device within the workload."""

@@ -22,8 +22,9 @@ BLOCK_BYTES = 1 << 15
 class EventLog:
     """The events since the device's boot, or the newest ones within ``limit`` bytes of memory.
 
-    The newest lines are stored uncompressed for live readers; older ones are compressed. Writing never waits for a
-    reader. A reader whose next line was dropped is refused instead of getting a gap.
+    An event is one line of JSON, numbered from 0. The newest lines are stored uncompressed for live readers; older
+    lines are compressed in blocks. Writing never waits for a reader. A reader whose next line was dropped is refused,
+    so no reader has a gap.
 
     >>> log = EventLog(limit=1 << 20)
     >>> log.append('{"event": "step"}')
@@ -56,7 +57,7 @@ class EventLog:
             self._recent.append(data)
             self._recent_bytes += len(data)
             self._changed.notify_all()
-            # Half of the lines stay uncompressed, so that a live reader finds them.
+            # The newer half of the lines stays uncompressed, where live readers read.
             if self._recent_bytes > 2 * BLOCK_BYTES:
                 self._compress_oldest()
 

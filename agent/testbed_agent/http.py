@@ -7,8 +7,8 @@ from typing import Any, TypeGuard
 from testbed.wire.serving import STALLED_AFTER, refusal
 
 
-class Refused(Exception):  # noqa: N818 - what the agent does, in the caller's words
-    """An error response with a status and a text."""
+class Refused(Exception):  # noqa: N818 - a response, not a defect
+    """Raised to refuse a request, with the HTTP status and the text of the response."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(refusal(text))

@@ -1,4 +1,8 @@
-"""Metrics of a device in the text format of Prometheus."""
+"""Metrics of a device in the text format of Prometheus, for ``GET /metrics``.
+
+In Prometheus, a metric family is a metric name with one sample for each label value. A counter only rises; a gauge may
+rise and fall.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ if TYPE_CHECKING:
     from testbed_agent.runner import Runner
 
 _STATES = ("idle", "ready", "running", "finished", "failed", "stopped")
-_COUNTED = {
+"""States of `testbed_agent.runner.Runner`."""
+_COUNTER_TEXTS = {
     "compute_seconds": "Computing time of the program on this device.",
     "deficit_seconds": "Time by which the host was slower than the device.",
     "late_seconds": "Time by which the host made the program's work late.",
@@ -22,22 +27,26 @@ _COUNTED = {
     "steps": "Training steps recorded by this device.",
     "requests": "Inferences recorded by this device.",
 }
-_LEARNED = {
+"""Help texts of the counters in `testbed_agent.device.Totals.counts`."""
+_LEARNING_TEXTS = {
     "loss": "Loss of the last training step.",
     "accuracy": "Accuracy of the last test.",
     "test_loss": "Loss of the last test.",
 }
+"""Help texts of the gauges in `testbed_agent.device.Totals.learned`."""
 
 
 def render_metrics(runner: Runner, resident: int) -> bytes:
     """Return the device's metrics as Prometheus text; ``resident`` is the agent's memory in bytes."""
-    states = {f'{{state="{state}"}}': float(state == runner.state) for state in _STATES}
+    states = {}
+    for state in _STATES:
+        states[f'{{state="{state}"}}'] = float(state == runner.state)
     lines = [
         *_family("state", "gauge", "1 for the device's current state.", states),
         *_gauge("resident_bytes", "Resident memory of the agent.", resident),
         *_gauge(
             "speed_factor",
-            "Current speed of the processor as a share of its own speed.",
+            "Current speed of the processor as a multiple of its speed in the scenario.",
             runner.pace.factor,
         ),
         *_counter("events", "Events recorded.", runner.log.count),
@@ -49,11 +58,11 @@ def render_metrics(runner: Runner, resident: int) -> bytes:
 
 def _program_metrics(device: RealDevice) -> Iterator[str]:
     totals = device.totals
-    for name, text in _COUNTED.items():
+    for name, text in _COUNTER_TEXTS.items():
         yield from _counter(name, text, totals.counts.get(name, 0.0))
     # Copies, here and below: the program's thread may add an entry during the iteration.
     for name, value in list(totals.learned.items()):
-        yield from _gauge(name, _LEARNED[name], value)
+        yield from _gauge(name, _LEARNING_TEXTS[name], value)
     yield from _gauge(
         "inbox_messages", "Messages waiting for the program.", device.waiting
     )
@@ -72,11 +81,14 @@ def _program_metrics(device: RealDevice) -> Iterator[str]:
 
 
 def _family(name: str, kind: str, text: str, samples: Mapping[str, float]) -> list[str]:
-    """Return the lines of a metric family; label values are device and state names, which need no escaping."""
-    full = f"testbed_{name}"
-    lines = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
+    """Return the lines of a metric family; ``samples`` are values by labels, such as ``{state="idle"}``.
+
+    Label values are names of devices and states, which need no escaping.
+    """
+    full_name = f"testbed_{name}"
+    lines = [f"# HELP {full_name} {text}", f"# TYPE {full_name} {kind}"]
     for labels, value in samples.items():
-        lines.append(f"{full}{labels} {_format_number(value)}")
+        lines.append(f"{full_name}{labels} {_format_number(value)}")
     return lines
 
 

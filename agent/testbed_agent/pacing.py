@@ -30,8 +30,9 @@ _PR_SET_TIMERSLACK = 29
 T = TypeVar("T")
 
 Charge = Callable[[float], float]
-"""Function from the processor time on the host to the computing time on the device, both in seconds."""
+"""Function from the processor time on the host to the charged computing time on the device, both in seconds."""
 _TASKS = Path("/proc/self/task")
+"""Folder with an entry for each thread of this process; Linux calls a thread a task."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Pace:
     """The speed of the processors over time, as a multiple of their speed in the scenario. Thread-safe.
 
     >>> pace = Pace()
-    >>> pace.due(origin=10.0, charge=0.5)
+    >>> pace.end_time(origin=10.0, charge=0.5)
     10.5
     """
 
@@ -62,20 +63,20 @@ class Pace:
         self._lock = threading.Lock()
         self._steps: list[tuple[float, float]] = [(-math.inf, 1.0)]
         """Monotonic instant of each change, and the speed from then on."""
-        self._watchers: list[threading.Event] = []
+        self._change_events: list[threading.Event] = []
         """Events set at each change; see `watch`."""
 
     def watch(self) -> threading.Event:
         """Return an event that is set at each speed change, for a thread that waits for the end of a task."""
         changed = threading.Event()
         with self._lock:
-            self._watchers.append(changed)
+            self._change_events.append(changed)
         return changed
 
     def forget(self, changed: threading.Event) -> None:
         """Stop setting an event of `watch`."""
         with self._lock:
-            self._watchers.remove(changed)
+            self._change_events.remove(changed)
 
     @property
     def factor(self) -> float:
@@ -93,10 +94,10 @@ class Pace:
             )
         with self._lock:
             self._steps.append((time.monotonic(), factor))
-            for changed in self._watchers:
+            for changed in self._change_events:
                 changed.set()
 
-    def due(self, origin: float, charge: float) -> float:
+    def end_time(self, origin: float, charge: float) -> float:
         """Return the end of a task that needs ``charge`` seconds at full speed and starts at ``origin``.
 
         Both instants are monotonic. The result holds as long as the speed does not change again.
@@ -290,7 +291,11 @@ class Processors:
         lateness: float,
         changed: threading.Event,
     ) -> float:
-        """Execute a task; return the instant at which the processor is free again."""
+        """Execute a task; return the instant at which the processor is free again.
+
+        ``start`` is the begin on the host, ``origin`` the begin on the device, and ``lateness`` the delay of ``origin``
+        by the host, in seconds.
+        """
         processor_time = time.thread_time()
         try:
             result = item.work()
@@ -319,7 +324,7 @@ class Processors:
         while True:
             # Cleared before the speed is read, since a change after the reading must end the wait.
             changed.clear()
-            due = self._pace.due(origin, charge)
+            due = self._pace.end_time(origin, charge)
             remaining = max(due, busy_until) - LEAD_SECONDS - time.monotonic()
             if remaining <= 0 or self._stop.is_set():
                 return due

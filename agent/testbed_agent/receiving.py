@@ -1,7 +1,8 @@
 """Reception of messages over the data network: each once and in order, into a bounded inbox.
 
-Messages are HTTP requests, which the program's event loop reads itself: every additional thread would cost a wake-up
-and a wait for the interpreter's lock.
+The `DataServer` accepts a `_Connection` from each peer; a connection reads messages and puts an `Arrival` for each into
+the `Inbox`. Messages are HTTP requests, which the program's event loop reads without further threads: every additional
+thread would cost a wake-up and a wait for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Arrival:
 
 
 class Inbox:
-    """A bounded buffer of received messages without duplicates, delivered in order.
+    """The gate for received messages: authenticates senders, drops duplicates and limits the memory of messages.
 
     Room is reserved before a body is read, so that many large messages cannot exhaust the device's memory together.
 
@@ -80,7 +81,8 @@ class Inbox:
         # Reentrant, because `deliver` is called with the lock, and may call `release`.
         self._lock = threading.RLock()
         self._latest: dict[tuple[str, bool], tuple[int, int]] = {}
-        """Newest (incarnation, sequence number) by sender; broadcasts are counted separately."""
+        """Newest (incarnation, sequence number) by (sender, whether for broadcasts), since broadcasts have their own
+        sequence."""
         self.bytes = 0
         """Number of bytes reserved by arriving and waiting messages."""
 
@@ -336,8 +338,9 @@ class _Connection:
     def _parse_head(self, head: bytes) -> tuple[Inbox, str, int]:
         """Return the inbox, the sender and the body size of a message; raises `Refused`."""
         request, *lines = head.decode("latin-1").split("\r\n")
-        # A malformed request line has fewer words; padding turns it into an unknown path.
-        method, path = [*request.split(" "), "", ""][:2]
+        # A malformed request line has fewer than two words; empty words then stand for the rest, an unknown path.
+        words = [*request.split(" "), "", ""]
+        method, path = words[:2]
         headers = {}
         for line in lines:
             name, _, value = line.partition(":")

@@ -68,19 +68,19 @@ class Runner:
         """Current fraction of each peer's broadcasts that this device loses."""
         self._slowness: dict[str, float] = {}
         """Current round-trip time of a few packets to each peer, in seconds."""
-        self._input: Any = None
-        """The device's data set, as decoded by its kind of work."""
+        self._samples: Any = None
+        """The device's data, as decoded by its kind of work (`testbed.workload.Workload.read_data`)."""
         self._weights: dict[str, Any] | None = None
         self.computing: dict[str, Any] | None = None
         """The processor and the compute kernels of programs; None before torch is imported."""
         self._task: asyncio.Task[None] | None = None
         """The task of the running program."""
-        self._ending: asyncio.Task[None] | None = None
+        self._finish_task: asyncio.Task[None] | None = None
         """The task that waits for the program's end; stored because event loops hold only weak references to tasks."""
-        self._begun: Loop | None = None
-        """The program's event loop; None until the first use of `_start_loop`."""
-        self._beginning = threading.Lock()
-        """Held while the loop is created, since two threads may need it first."""
+        self._loop: Loop | None = None
+        """The program's event loop; None until the first call of `_start_loop`."""
+        self._loop_lock = threading.Lock()
+        """Guards the creation of the loop, since two threads may need the loop first."""
         self._program_ended = threading.Event()
         """Set when the program has ended; cleared at its start."""
         threading.Thread(target=self._await_peer, name="peers", daemon=True).start()
@@ -99,16 +99,16 @@ class Runner:
 
     def _start_loop(self) -> Loop:
         """Return the program's loop, which starts on demand: asyncio takes 7 MB, too much for an idle device."""
-        with self._beginning:
-            if self._begun is None:
+        with self._loop_lock:
+            if self._loop is None:
                 from testbed_agent.loop import Loop
 
-                self._begun = Loop()
-                self._begun.call_soon(self._data.serve)
+                self._loop = Loop()
+                self._loop.call_soon(self._data.serve)
                 threading.Thread(
-                    target=self._begun.run_until_exit, name="program", daemon=True
+                    target=self._loop.run_until_exit, name="program", daemon=True
                 ).start()
-            return self._begun
+            return self._loop
 
     def _await_peer(self) -> None:
         """Start the loop when the first peer connects, even if no program is running."""
@@ -140,7 +140,7 @@ class Runner:
             self._set_slowness(
                 {name: peer.slowness for name, peer in deployment.peers.items()}
             )
-            self._input = None
+            self._samples = None
             self._weights = None
             self.error = None
             self.device = None
@@ -164,10 +164,10 @@ class Runner:
             # Checked again, since the data was decoded without the lock, so that `health` and `stop` need not wait.
             self.require_ready("data")
             _LOG.info("received %d bytes of training and test samples", len(body))
-            self._input = data
+            self._samples = data
 
     def put_shard(self, body: bytearray) -> None:
-        """Store initial weights for the program; raises `Refused` for invalid weights."""
+        """Store the device's shard, its part of the initial weights; raises `Refused` for invalid weights."""
         try:
             weights = arrays.unpack(body)
         except tensors.TensorError as error:
@@ -242,7 +242,7 @@ class Runner:
         return arrays.pack(exposed)
 
     def start(self, origin: float) -> None:
-        """Run the program; ``origin`` is the monotonic instant at which the workload begins."""
+        """Run the program from ``origin`` on, the monotonic instant at which the workload begins on all devices."""
         with self._lock:
             self.require_ready("a start")
             assert self._deployment is not None
@@ -293,7 +293,9 @@ class Runner:
         self._task = self._start_loop().create_task(
             self._run_program(deployment, origin)
         )
-        self._ending = self._start_loop().create_task(self._finish(self._task, origin))
+        self._finish_task = self._start_loop().create_task(
+            self._finish(self._task, origin)
+        )
 
     def _cancel_program(self) -> None:
         if self._task is not None:
@@ -350,7 +352,7 @@ class Runner:
             settings.device,
             problem,
             deployment.plan,
-            self._input,
+            self._samples,
             self._weights,
             lambda: device.record("weights"),
         )
@@ -379,7 +381,7 @@ class Runner:
             self._data.inbox = None
             raise
         finally:
-            # After a normal end, the inbox stays: the device acknowledges messages, as any machine that is on.
+            # After a normal end, the inbox stays, since a device that is on acknowledges messages.
             device.close()
 
     def _record(

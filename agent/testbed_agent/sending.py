@@ -7,6 +7,7 @@ acknowledged its data for a while, however long the message takes as a whole. Wi
 would need four wake-ups of threads instead of one, which takes half a millisecond on a small host.
 
 The acknowledgement of a message is its HTTP response. The acknowledgements of bytes, between kernels, are called TCP's.
+A `Lane` orders the messages to one peer and repeats them after a break; a `Connection` transfers their bytes.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class Connection:
         self._check_kept()
 
     def _check_kept(self) -> None:
-        # Between requests a peer sends nothing: readable data is a response to nothing or the end of the stream.
+        # Between requests a peer sends nothing, so readable data is an error of the peer or the end of the stream.
         with self._in_use() as link, contextlib.suppress(BlockingIOError):
             link.recv(1, socket.MSG_PEEK)
             raise ConnectionResetError("the peer has closed the idle connection")
@@ -326,16 +327,18 @@ def _parse_response(received: bytes) -> tuple[Response, bytes] | None:
     return (number, text[:length]), text[length:]
 
 
-class Rejected(Exception):  # noqa: N818 - what the peer did
-    """The peer refused the message for good."""
+class Rejected(Exception):  # noqa: N818 - an action of the peer
+    """Raised if the peer refuses the message for good."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """Monotonic instants of a message's first byte and acknowledgement."""
+    """The times of an acknowledged message."""
 
-    begun: float
-    ended: float
+    first_byte: float
+    """Monotonic instant at which the first byte left."""
+    acknowledged: float
+    """Monotonic instant of the acknowledgement."""
 
 
 # Compared by identity: messages with the same bytes are different messages, and only one of them may be withdrawn.
@@ -352,8 +355,8 @@ class _Outgoing:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     """Done with the acknowledgement or a final refusal; cancelled for a withdrawn message."""
-    begun: float = 0.0
-    """Monotonic instant of the first byte, or 0 before."""
+    first_byte: float = 0.0
+    """Monotonic instant at which the first byte left; 0 before."""
 
     @property
     def size(self) -> int:
@@ -382,8 +385,8 @@ class Lane:
         self._offset = 0
         """Number of bytes written of the next message."""
         self._unacknowledged = 0
-        """Bytes in the bodies of the messages that were begun on this connection and are unacknowledged."""
-        self._broken_off = False
+        """Bytes in the bodies of unacknowledged messages of which at least one byte was written to this connection."""
+        self._must_reconnect = False
         """Whether a partially written message was withdrawn."""
         self._backoff = BACKOFF_SECONDS
         """Pause before the next attempt after a broken connection, in seconds."""
@@ -426,20 +429,20 @@ class Lane:
         if self._sending is None or self._sending.done():
             self._connection.close()
         else:
-            # Closing now would pull the socket away from under the task, which still waits for events of the socket.
+            # The task still waits for events of the socket, so the socket is closed after the task's end.
             self._sending.add_done_callback(lambda _: self._connection.close())
             self._sending.cancel()
 
     def _withdraw_message(self, outgoing: _Outgoing) -> None:
         if outgoing not in self._messages:
             return
-        place = self._messages.index(outgoing)
-        if place < self._written:
+        index = self._messages.index(outgoing)
+        if index < self._written:
             return  # already sent; the response is ignored
-        if place == self._written and self._offset:
+        if index == self._written and self._offset:
             # The peer waits for the rest of the announced body, so only a new connection can begin another message.
-            # The message stays at its place until then; `_start_over` drops it.
-            self._broken_off = True
+            # The message keeps its position until then; `_start_over` drops it.
+            self._must_reconnect = True
         else:
             self._messages.remove(outgoing)
         self._connection.wake()
@@ -454,7 +457,7 @@ class Lane:
         self._written = 0
         self._offset = 0
         self._unacknowledged = 0
-        self._broken_off = False
+        self._must_reconnect = False
 
     async def _send_all(self) -> None:
         """Send until every message is acknowledged or withdrawn."""
@@ -470,7 +473,7 @@ class Lane:
                         await asyncio.sleep(self._backoff)
                         self._backoff = min(2 * self._backoff, BACKOFF_SECONDS_MOST)
         except Exception as error:
-            # A defect of the sender: without this, programs would wait for an acknowledgement for ever.
+            # The testbed has a defect. The error must reach the programs, which would otherwise wait for ever.
             _LOG.exception("sending to %s failed", self.peer)
             for message in self._messages:
                 if not message.delivered.done():
@@ -484,7 +487,7 @@ class Lane:
         self._problem = problem
 
     async def _exchange_messages(self) -> None:
-        """Write messages and read responses until none is left; raises `ConnectionLost`."""
+        """Write messages and read responses until no message is left; raises `ConnectionLost`."""
         loop = asyncio.get_running_loop()
         while self._messages:
             writing, next_due = self._write_due()
@@ -496,7 +499,7 @@ class Lane:
             finally:
                 if timer is not None:
                     timer.cancel()
-            if self._broken_off:
+            if self._must_reconnect:
                 self._connection.abort()
                 raise ConnectionLost(
                     "a partially sent message was withdrawn", retry_at_once=True
@@ -531,17 +534,17 @@ class Lane:
         pieces: list[bytes | memoryview] = []
         for index in range(self._written, len(self._messages)):
             outgoing = self._messages[index]
-            # A message that has begun to leave is finished, whatever the window and the time.
+            # The rest of a partially written message is not subject to the window and to `not_before`.
             if not offset:
                 if room <= 0:
                     break
                 if outgoing.not_before > now:
                     return pieces, outgoing.not_before
                 room -= len(outgoing.body)
-            head = len(outgoing.head)
-            if offset >= head:
+            head_size = len(outgoing.head)
+            if offset >= head_size:
                 # A view: slicing bytes would copy the rest of a large message at each call.
-                pieces.append(memoryview(outgoing.body)[offset - head :])
+                pieces.append(memoryview(outgoing.body)[offset - head_size :])
             else:
                 pieces += [outgoing.head[offset:], outgoing.body]
             total += outgoing.size - offset
@@ -557,7 +560,7 @@ class Lane:
             if not self._offset:
                 self._unacknowledged += len(outgoing.body)
                 # A message that is sent again keeps the instant at which it first left.
-                outgoing.begun = outgoing.begun or time.monotonic()
+                outgoing.first_byte = outgoing.first_byte or time.monotonic()
             step = min(written, outgoing.size - self._offset)
             written -= step
             self._offset += step
@@ -593,7 +596,7 @@ class Lane:
             _LOG.debug("%s: acknowledged %d bytes", self.peer, len(acknowledged.body))
         if not acknowledged.delivered.done():
             acknowledged.delivered.set_result(
-                Delivery(acknowledged.begun, time.monotonic())
+                Delivery(acknowledged.first_byte, time.monotonic())
             )
 
 

@@ -22,26 +22,32 @@ class Settings:
     """
 
     run: str
+    """Name of the run."""
     device: str
+    """Name of the device in the scenario."""
     token: str
+    """Token that authorises the controller's requests to this device."""
     control: Address = ("127.0.0.1", CONTROL_PORT)
-    """The control server listens on loopback only: shaper or keeper connect from inside the container."""
+    """Address of the control server: on loopback, since shaper or keeper connect from inside the container."""
     data: Address = ("0.0.0.0", DATA_PORT)
+    """Address of the server for messages of other devices, over TCP."""
     cast: Address = ("0.0.0.0", CAST_PORT)
+    """Address at which broadcasts arrive, over UDP."""
     disk: str = "/state"
     """Folder that survives a restart of the device."""
     disk_limit: int = 4 << 30
-    """Disk quota in bytes; a program beyond is cancelled."""
+    """Disk quota in bytes; a program that exceeds the quota is cancelled."""
     inbox_limit: int = 64 << 20
-    """Capacity of the inbox in bytes; beyond, senders have to retry."""
+    """Capacity of the inbox in bytes; if the inbox is full, senders have to retry."""
     event_limit: int = 16 << 20
-    """Size of the compressed event log in bytes; beyond, the oldest events are dropped."""
+    """Maximum size of the compressed event log in bytes; the oldest events are dropped."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Settings:
-        """Read ``TESTBED_RUN``, ``TESTBED_DEVICE``, ``TESTBED_TOKEN`` and the optional addresses, limits and disk.
+        """Read ``TESTBED_RUN``, ``TESTBED_DEVICE``, ``TESTBED_TOKEN`` and an optional variable for each other field.
 
-        Raises SystemExit with the name of a missing or invalid variable.
+        Examples are ``TESTBED_DISK`` and ``TESTBED_DATA_ADDRESS``. Raises SystemExit with the name of a missing or
+        invalid variable.
         """
         missing = []
         for name in ("TESTBED_RUN", "TESTBED_DEVICE", "TESTBED_TOKEN"):
@@ -49,6 +55,7 @@ class Settings:
                 missing.append(name)
         if missing:
             raise SystemExit(f"agent: set {', '.join(missing)} in the environment")
+        # By the text of the annotation, since annotations are not evaluated here.
         parsers: Mapping[Any, Callable[[str], Any]] = {
             "str": str,
             "int": _parse_bytes,

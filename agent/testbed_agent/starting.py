@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class HealthFirst:
     """A WSGI application that answers ``/health`` itself and creates the Flask application on the first other request.
 
-    The import of Flask takes half of an agent's start. A run shapes its links when all agents are healthy. Without this
-    class, 20 agents that start at once on two cores would be healthy after twice the time.
+    The import of Flask takes half of an agent's start, and a run continues only when all agents are healthy. Without
+    this class, 20 agents that start at once on two cores would be healthy after twice the time.
     """
 
     def __init__(self, runner: Runner, renew: Callable[[], None]) -> None:

@@ -120,8 +120,8 @@ def test_messages_do_not_wait_for_earlier_acknowledgements(receiver: Receiver) -
 
     deliveries = asyncio.run(main())
     assert receiver.numbers == list(range(50))
-    begins = [delivery.begun for delivery in deliveries]
-    ends = [delivery.ended for delivery in deliveries]
+    begins = [delivery.first_byte for delivery in deliveries]
+    ends = [delivery.acknowledged for delivery in deliveries]
     assert max(begins) < min(ends)
     assert ends == sorted(ends)
 
@@ -348,7 +348,7 @@ def test_message_does_not_leave_before_earliest_instant(
         delayed.cancel()
         earliest = time.monotonic() + 0.1
         delivery = await lane.deliver(numbered_message(2), not_before=earliest)
-        assert earliest <= delivery.begun
+        assert earliest <= delivery.first_byte
         lane.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))

@@ -246,16 +246,16 @@ def test_speed_applies_from_instant_of_change(clock: Clock) -> None:
     pace = Pace()
     pace.set(0.5)
     clock.now = 101.0
-    assert pace.due(101.0, 0.2) == pytest.approx(101.0 + 0.2 / 0.5)
+    assert pace.end_time(101.0, 0.2) == pytest.approx(101.0 + 0.2 / 0.5)
     clock.now = 101.1
     pace.set(0.25)
     # Until 101.1, half the speed has done 0.05 s of the charge.
-    assert pace.due(101.0, 0.2) == pytest.approx(101.1 + 0.15 / 0.25)
+    assert pace.end_time(101.0, 0.2) == pytest.approx(101.1 + 0.15 / 0.25)
     clock.now = 101.3
     pace.set(1.0)
     # From 101.1 to 101.3, a quarter of the speed has done another 0.05 s.
-    assert pace.due(101.0, 0.2) == pytest.approx(101.3 + 0.1)
-    assert pace.due(101.3, 0.2) == pytest.approx(101.5)
+    assert pace.end_time(101.0, 0.2) == pytest.approx(101.3 + 0.1)
+    assert pace.end_time(101.3, 0.2) == pytest.approx(101.5)
     assert pace.factor == 1.0
 
 
