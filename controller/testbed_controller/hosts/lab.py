@@ -129,20 +129,13 @@ class HostsLab(RunLab):
         in one swarm.
         """
         say = progress or (lambda _text: None)
-        experiment = trial.experiment
-        check_devices(experiment)
+        check_devices(trial.experiment)
         host_by_name = reach_all(hosts)
         manager = find_manager(host_by_name)
         host_by_device = place_devices(
-            capacities(host_by_name), experiment, fixed_hosts, placement
+            capacities(host_by_name), trial.experiment, fixed_hosts, placement
         )
-        builder = _choose_build_engine(host_by_name, say)
-        images = ensure_images(builder, say)
-        devices = device_images(
-            builder, trial.scenario.workload, experiment, images, say
-        )
-        tags = [images.shaper, *devices.values()]
-        copy_images(builder, host_by_name.values(), tags, say)
+        shaper_image, device_image = _provide_images(host_by_name, trial, say)
         # Hosts without a device also have an entry, because each host has a keeper and a shaper.
         devices_by_host: dict[str, list[str]] = {name: [] for name in host_by_name}
         for device, host in host_by_device.items():
@@ -165,15 +158,15 @@ class HostsLab(RunLab):
             )
             # Keepers start before devices, since the controller reaches the containers of a host through its keeper.
             with ThreadPoolExecutor(len(host_by_name)) as pool:
-                start = partial(make_keeper, state=state, image=images.shaper)
+                start = partial(make_keeper, state=state, image=shaper_image)
                 list(pool.map(start, host_by_name.values()))
             lab = cls(state, trial, host_by_name, subnet)
             cleanup_after_error.callback(lab._close_channels)
             say(f"starting {len(host_by_device)} devices, and a shaper on each host")
             populate = partial(
                 Lab.populate,
-                images=devices,
-                shaper_image=images.shaper,
+                images=device_image,
+                shaper_image=shaper_image,
                 links=links,
                 say=lambda _text: None,
             )
@@ -415,6 +408,19 @@ class HostsLab(RunLab):
         responding = [name for name in self.parts if name not in self.lost]
         with ThreadPoolExecutor(len(self.parts)) as pool:
             return list(pool.map(attempt, responding))
+
+
+def _provide_images(
+    host_by_name: Mapping[str, Host], trial: Trial, say: Progress
+) -> tuple[str, dict[str, str]]:
+    """Build missing images and copy them to all hosts; return the tags of the shaper's and of each device's image."""
+    builder = _choose_build_engine(host_by_name, say)
+    images = ensure_images(builder, say)
+    workload = trial.scenario.workload
+    device_image = device_images(builder, workload, trial.experiment, images, say)
+    tags = [images.shaper, *device_image.values()]
+    copy_images(builder, host_by_name.values(), tags, say)
+    return images.shaper, device_image
 
 
 def _choose_build_engine(
