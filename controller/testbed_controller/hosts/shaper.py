@@ -86,12 +86,12 @@ def _reports_by_end(
     """Return the report of the sender's host and the report of the receiver's host for each link."""
     sent_by: dict[Pair, Mapping[str, Any]] = {}
     received_by: dict[Pair, Mapping[str, Any]] = {}
-    for name, half in halves.items():
-        for report in half:
+    for host, reports in halves.items():
+        for report in reports:
             source, destination = report["source"], report["destination"]
-            if host_by_device[source] == name:
+            if host_by_device[source] == host:
                 sent_by[source, destination] = report
-            if host_by_device[destination] == name:
+            if host_by_device[destination] == host:
                 received_by[source, destination] = report
     return sent_by, received_by
 

@@ -76,71 +76,71 @@ class Applier:
             )
         return self._gate is not None
 
-    def problem(self, attached: AttachedDevice, plan: InterfacePlan) -> str:
+    def problem(self, device: AttachedDevice, plan: InterfacePlan) -> str:
         """Return the reason why the backend cannot apply a plan, or an empty text."""
-        return attached.namespace.run(partial(self._backend.problem, plan)) or ""
+        return device.namespace.run(partial(self._backend.problem, plan)) or ""
 
     def apply(
-        self, attached: AttachedDevice, plan: InterfacePlan, routes: dict[str, Route]
+        self, device: AttachedDevice, plan: InterfacePlan, routes: dict[str, Route]
     ) -> None:
         """Apply a plan to a device's interface and verify the kernel's state; raises HostError for differences."""
-        if attached.plan == plan and (attached.routes or {}) == routes:
+        if device.plan == plan and (device.routes or {}) == routes:
             return
-        name = attached.endpoint.name
-        old = attached.plan
+        name = device.endpoint.name
+        old = device.plan
         # A failure leaves an unknown state, and then the next plan must be applied from scratch.
-        attached.plan = None
-        problems = attached.namespace.run(
-            lambda: self._apply_inside(attached, old, plan, routes)
+        device.plan = None
+        problems = device.namespace.run(
+            lambda: self._apply_inside(device, old, plan, routes)
         )
         if problems:
             raise HostError(
                 f"links of {name} could not be applied: {'; '.join(problems)}"
             )
-        attached.plan = plan
+        device.plan = plan
 
     def _apply_inside(
         self,
-        attached: AttachedDevice,
+        device: AttachedDevice,
         old: InterfacePlan | None,
         plan: InterfacePlan,
         routes: dict[str, Route],
     ) -> list[str]:
         """Apply a plan in the device's namespace; return the remaining differences."""
-        name = attached.endpoint.name
+        name = device.endpoint.name
         interface = plan.interface
-        if self._gate is not None and (routes or attached.routes):
-            routes_before = attached.routes
+        if self._gate is not None and (routes or device.routes):
+            routes_before = device.routes
             # After a failure, the gate must be set up from scratch, too.
-            attached.routes = None
+            device.routes = None
             self._gate.apply(name, interface, routes_before, routes)
-            attached.routes = routes
+            device.routes = routes
         if old is None:
             forbid_offloads(interface)
             route_by_default(interface)
             # Set after the default route exists, since each route of the interface names the algorithm.
             set_congestion_control(interface, CONGESTION_CONTROL)
-        if attached.endpoint.network is not None:
-            new_neighbours = linked_addresses(plan) - attached.neighbours
+        if device.endpoint.network is not None:
+            new_neighbours = linked_addresses(plan) - device.neighbours
             hardware = {}
             for address in new_neighbours:
                 hardware[address] = hardware_address(address)
             set_neighbours(interface, hardware)
-            attached.neighbours |= new_neighbours
+            device.neighbours |= new_neighbours
         if old is None or old.segments != plan.segments:
             bound_segments(interface, plan.segments)
         # The backend first creates the devices and queues to which its tc commands direct packets.
         self._backend.apply(name, old, plan)
         lines = sender.build(plan) if old is None else sender.change(old, plan)
         lines += self._backend.lines(old, plan)
-        return self._differences(attached, plan, lines)
+        return self._differences(device, plan, lines)
 
-    def differences(self, attached: AttachedDevice, plan: InterfacePlan) -> list[str]:
+    def differences(self, device: AttachedDevice, plan: InterfacePlan) -> list[str]:
         """Return the differences between a device's plan and the state of the kernel."""
-        return attached.namespace.run(partial(self._differences, attached, plan))
+        return device.namespace.run(partial(self._differences, device, plan))
 
     def _differences(
-        self, attached: AttachedDevice, plan: InterfacePlan, lines: Sequence[str] = ()
+        self, device: AttachedDevice, plan: InterfacePlan, lines: Sequence[str] = ()
     ) -> list[str]:
         """Execute ``tc`` commands, then return the differences between the plan and the kernel's state."""
         classes, filters = self._backend.reads(plan)
@@ -161,8 +161,8 @@ class Applier:
             plan, state.classes, state.qdiscs, state.filters[0]
         )
         problems += self._backend.differences(plan, state)
-        if self._gate and attached.routes:
-            problems += self._gate.differences(plan.interface, attached.routes)
+        if self._gate and device.routes:
+            problems += self._gate.differences(plan.interface, device.routes)
         return problems
 
     def statistics(
@@ -171,8 +171,8 @@ class Applier:
         """Return queue drops, lateness and sent bytes; ``reset`` clears the lateness."""
         queues = {}
         sent = {}
-        for name, attached in sorted(devices.items()):
-            counts = attached.namespace.run(partial(self._queue_counts, attached))
+        for name, device in sorted(devices.items()):
+            counts = device.namespace.run(partial(self._queue_counts, device))
             sent[name] = counts.pop("bytes")
             queues[name] = counts
         statistics = {
@@ -194,10 +194,10 @@ class Applier:
                 self._gate.reset()
         return statistics
 
-    def _queue_counts(self, attached: AttachedDevice) -> dict[str, int]:
+    def _queue_counts(self, device: AttachedDevice) -> dict[str, int]:
         """Count the packets dropped by full queues and sockets, and the bytes sent, in the device's namespace."""
         counts = {"sender_drops": 0, "bytes": 0}
-        interface = attached.interface.name
+        interface = device.interface.name
         text = command(["tc", "-s", "-j", "qdisc", "show", "dev", interface])
         for entry in json.loads(text):
             # Packets are dropped by the leaves of the queue tree, and the root counts the bytes of all leaves.
@@ -205,7 +205,7 @@ class Applier:
                 counts["sender_drops"] += entry.get("drops", 0)
             if entry.get("root"):
                 counts["bytes"] += entry.get("bytes", 0)
-        if self._backend.uses_queues or attached.routes:
+        if self._backend.uses_queues or device.routes:
             counts["queue_dropped"] = 0
             counts["user_dropped"] = 0
             for row in kernel_queues():

@@ -34,11 +34,11 @@ class Prober:
         """Return devices of this host with open namespaces, which the stack closes."""
         devices = {}
         for name in names:
-            attached = self._registry.devices[name]
+            device = self._registry.devices[name]
             # A handle of our own: the registry closes its handle if the device ends during the measurement.
-            namespace = attached.namespace.duplicate()
+            namespace = device.namespace.duplicate()
             stack.callback(namespace.close)
-            endpoint = attached.endpoint
+            endpoint = device.endpoint
             devices[name] = ProbedDevice(
                 namespace, endpoint.address, endpoint.uplink, endpoint.downlink
             )

@@ -106,8 +106,8 @@ class Registry:
     def endpoints(self) -> dict[str, Endpoint]:
         """The endpoints of all devices, on this host and on others, by name."""
         endpoints = dict(self.remote_endpoints)
-        for name, attached in self.devices.items():
-            endpoints[name] = attached.endpoint
+        for name, device in self.devices.items():
+            endpoints[name] = device.endpoint
         return endpoints
 
     def add(self, endpoints: Iterable[Endpoint], pool: ThreadPoolExecutor) -> None:
@@ -125,15 +125,15 @@ class Registry:
         if self.bridge is None and needs_bridge:
             self.bridge = Namespace.scratch()
             self.bridge.run(partial(make_bridge, _BRIDGE))
-        for attached in pool.map(self._attach_device, local_endpoints):
-            name = attached.endpoint.name
+        for device in pool.map(self._attach_device, local_endpoints):
+            name = device.endpoint.name
             previous = self.devices.get(name)
-            if previous and previous.namespace.identity == attached.namespace.identity:
-                attached.inherit(previous)
+            if previous and previous.namespace.identity == device.namespace.identity:
+                device.inherit(previous)
             elif previous:
                 # A restarted container has a new namespace, in which nothing is configured yet.
                 self._remove(name)
-            self.devices[name] = attached
+            self.devices[name] = device
 
     def _attach_device(self, endpoint: Endpoint) -> AttachedDevice:
         with contextlib.ExitStack() as stack:
@@ -172,30 +172,30 @@ class Registry:
 
     def _remove(self, name: str) -> None:
         _LOG.info("%s has ended: its links are released", name)
-        attached = self.devices.pop(name)
-        if attached.port and self.bridge is not None:
+        device = self.devices.pop(name)
+        if device.port and self.bridge is not None:
             # The kernel may have deleted the port together with its other end.
             with contextlib.suppress(HostError):
-                self.bridge.run(partial(delete_interface, attached.port))
+                self.bridge.run(partial(delete_interface, device.port))
         self._on_removal(name)
-        attached.close()
+        device.close()
 
     def release_ended(self) -> None:
         """Release every ended device, whose open namespace would otherwise still respond."""
-        for name, attached in list(self.devices.items()):
-            if _any_ended([attached.pidfd], 0.0):
+        for name, device in list(self.devices.items()):
+            if _any_ended([device.pidfd], 0.0):
                 self._remove(name)
 
     def await_end(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the end of a device; return whether one has ended."""
         # Without a lock, requests may attach devices during the wait, so a copy is used.
         devices = list(self.devices.values())
-        return _any_ended([attached.pidfd for attached in devices], seconds)
+        return _any_ended([device.pidfd for device in devices], seconds)
 
     def close(self) -> None:
         """Release all namespaces."""
-        for attached in self.devices.values():
-            attached.close()
+        for device in self.devices.values():
+            device.close()
         self.devices.clear()
         if self.bridge is not None:
             self.bridge.close()

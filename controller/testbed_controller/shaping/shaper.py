@@ -131,10 +131,10 @@ class Shaping:
 
     def _require_attached(self, links: Mapping[Pair, Link]) -> None:
         """Raise InputError if an end of a link was never attached."""
-        attached = self.registry.numbers
-        for name in sorted(set(chain.from_iterable(links)) - attached.keys()):
+        numbers = self.registry.numbers
+        for name in sorted(set(chain.from_iterable(links)) - numbers.keys()):
             raise InputError(
-                f"device '{name}' is not attached; attached: {', '.join(sorted(attached))}"
+                f"device '{name}' is not attached; attached: {', '.join(sorted(numbers))}"
             )
 
     def _apply_changes(
@@ -145,15 +145,15 @@ class Shaping:
         planner = self._make_planner({**self._links, **links})
         changes = []
         # All plans are checked before the first change, so that an unsupported link changes nothing.
-        for name, attached in sorted(self.registry.devices.items()):
+        for name, device in sorted(self.registry.devices.items()):
             if name not in names:
                 continue
-            plan = planner.plan(name, attached.interface)
-            problem = self._applier.problem(attached, plan)
+            plan = planner.plan(name, device.interface)
+            problem = self._applier.problem(device, plan)
             if problem:
                 raise HostError(f"links to {name}: {problem}")
-            routes = planner.routes(name, attached.interface)
-            changes.append((attached, plan, routes))
+            routes = planner.routes(name, device.interface)
+            changes.append((device, plan, routes))
         self._log_changes(links)
         self._links |= links
         futures = []
@@ -169,8 +169,8 @@ class Shaping:
         planner = Planner(
             self.registry.endpoints, self.registry.numbers, links, self._cells
         )
-        for name, attached in self.registry.devices.items():
-            if planner.routes(name, attached.interface):
+        for name, device in self.registry.devices.items():
+            if planner.routes(name, device.interface):
                 planner.has_gate = self._applier.ensure_gate(required=bool(self._cells))
                 break
         return planner
@@ -201,12 +201,12 @@ class Shaping:
 
     def connect(self, name: str, port: int) -> socket.socket:
         """Return a connection to a port on a device's loopback; raises OSError or `HostError`."""
-        attached = self.registry.devices.get(name)
-        if attached is None:
+        device = self.registry.devices.get(name)
+        if device is None:
             running = ", ".join(sorted(self.registry.devices)) or "none"
             raise HostError(f"'{name}' is not running; running devices: {running}")
         # A handle of our own: if the device ends meanwhile, the registry closes its handle.
-        namespace = attached.namespace.duplicate()
+        namespace = device.namespace.duplicate()
         try:
             return namespace.run(
                 lambda: socket.create_connection(("127.0.0.1", port), _CONNECT_SECONDS)
@@ -220,12 +220,12 @@ class Shaping:
             self.registry.release_ended()
             planner = self._make_planner(self._links)
             devices = {}
-            for name, attached in sorted(self.registry.devices.items()):
-                plan = planner.plan(name, attached.interface)
+            for name, device in sorted(self.registry.devices.items()):
+                plan = planner.plan(name, device.interface)
                 devices[name] = {
-                    "address": attached.endpoint.address,
-                    "interface": attached.interface.name,
-                    "differences": self._applier.differences(attached, plan),
+                    "address": device.endpoint.address,
+                    "interface": device.interface.name,
+                    "differences": self._applier.differences(device, plan),
                 }
             links = links_to_json(dict(sorted(self._links.items())))
             return {
@@ -301,6 +301,6 @@ class Shaping:
     def _routes_of(self, pairs: Sequence[Pair]) -> dict[Pair, Route]:
         """Return the routes of these links through the gate; links from other hosts and without a gate are omitted."""
         interfaces = {}
-        for name, attached in self.registry.devices.items():
-            interfaces[name] = attached.interface
+        for name, device in self.registry.devices.items():
+            interfaces[name] = device.interface
         return self._make_planner(self._links).routes_of_links(pairs, interfaces)
