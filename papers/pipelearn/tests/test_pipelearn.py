@@ -96,7 +96,7 @@ def test_mini_batch_size_is_rounded_down() -> None:
         1,
     ]
     for wrong in (0, 101):
-        with pytest.raises(ValueError, match="take 1 to 100"):
+        with pytest.raises(ValueError, match="has 1 to 100 mini-batches"):
             mini_batch(100, wrong)
 
 

@@ -1,7 +1,8 @@
-"""The program of a device with data: train a round on its own samples whenever the server requests one.
+"""The program of a device with data, which trains a round on its own samples whenever the server requests one.
 
-`LocalTraining` trains a round; `Client` receives the requests and sends the results. Methods without a server use
-`LocalTraining` alone.
+`Client` receives the requests and sends the results, `LocalTraining` trains a round, and hooks of a method define how:
+`TrainLocal` does the training of a `LocalRound`, and `Sent` computes the message to the server. Methods without a
+server use `LocalTraining` alone.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from testbed.wire.message import Message
 
 @dataclass(frozen=True)
 class LocalRound:
-    """The arguments of a device's training in a round."""
+    """One round of a device: the argument of the hook `TrainLocal`, which may also fill ``own`` and ``sends``."""
 
     number: int
     """Number of the round, from 0."""
     steps: range
     """Iterations of the round, counted through all rounds."""
     layers: Layers
-    """The device's layers, with the weights of ``start``."""
+    """The device's layers; before the training their weights are those of ``start``."""
     share: LocalDataset
     """The device's samples."""
     start: State
@@ -51,38 +52,44 @@ class LocalRound:
     device: str
     """The device's name."""
     devices: int
-    """Number of devices with data, in this round or not."""
+    """Number of all devices with data, whether or not they participate in this round."""
     rate: float
     """Learning rate of the round's first iteration."""
     extra: State = field(default_factory=dict)
     """Tensors sent by the server beside the weights; see `Hooks.extra`."""
     own: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors the device keeps between rounds, by any names; saved to the disk before the update is sent."""
+    """Tensors that the device keeps between rounds, by any names; saved to the disk before the update is sent."""
     sends: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors sent beside the update, by any names, available to the server's `merge` as `Trained.extra`."""
+    """Tensors to send with the update, by any names; the server's hook `Merge` finds them in `Trained.extra`."""
 
     async def gradients(self, step: int) -> float:
         """Do forward and backward with all samples of an iteration; return the mean loss of the samples."""
         mini_batches = self.share.iteration(
             step, needs_values=self.layers.computes_values
         )
-        # A device that trains the whole model has one mini-batch of an iteration, number 0.
+        # A device that trains the whole model has a single mini-batch in each iteration.
         ((images, labels),) = mini_batches
+        micro = 0
         samples = len(labels)
-        whole = self.layers.training.weight(labels)
-        loss = await self.layers.forward_loss(step, 0, images, labels, samples, whole)
-        await self.layers.backward(step, 0, samples)
+        total_weight = self.layers.training.weight(labels)
+        loss = await self.layers.forward_loss(
+            step, micro, images, labels, samples, total_weight
+        )
+        await self.layers.backward(step, micro, samples)
         return loss
 
 
 TrainLocal = Callable[[LocalRound], Awaitable[float | None]]
-"""Hook: trains the layers of a device for a round; returns the mean loss, None where the server computes it."""
+"""Hook: trains the layers of a device for a round; returns the mean loss, or None if the server computes the loss."""
 Sent = Callable[[State, State], State]
 """Hook: takes initial and trained weights of a round; returns the tensors to send to the server."""
 
 
 async def train_whole(local: LocalRound, change: Adjust | None = None) -> float:
-    """Take a step in every iteration on the whole model; ``change`` alters the gradients before each step."""
+    """Take an optimizer step in every iteration on the whole model, and return the mean loss of the iterations.
+
+    ``change`` modifies the gradients before each step.
+    """
     losses = []
     for step in local.steps:
         losses.append(await local.gradients(step))
@@ -110,40 +117,39 @@ def send_difference(start: State, trained: State) -> State:
 
 
 class Changes:
-    """A hook around another hook `Sent`: sends weight changes as a codec transmits them.
+    """A hook `Sent` for messages with a lossy codec: sends changes of weights, with error feedback.
 
-    A codec that compresses drops a part of each change. The dropped part is added to the change of the next round
-    (error feedback), so that it reaches the server later. If the other hook sends changes itself, these are used.
-    Integers, such as the number of batches seen, are sent unchanged.
+    The codec rounds or drops a part of each change. This error is added to the change of the next round, so that it
+    reaches the server later. Integers, such as the number of batches seen, are sent unchanged.
     """
 
-    def __init__(self, sent: Sent, by: Codec) -> None:
-        """``sent`` is the other hook, and ``by`` the codec of the messages."""
-        self._send_changes = sent
+    def __init__(self, sent: Sent, codec: Codec) -> None:
+        """``sent`` is the method's own hook; the difference of weights replaces its result if it is `send_weights`."""
+        self._compute_changes = sent
         if sent is send_weights:
-            self._send_changes = send_difference
-        self._codec = by
-        self._dropped: dict[str, torch.Tensor] = {}
-        """The part of each change that the codec has dropped so far."""
+            self._compute_changes = send_difference
+        self._codec = codec
+        self._errors: dict[str, torch.Tensor] = {}
+        """The part of each tensor's changes that the server has not received yet."""
 
     def __call__(self, start: State, trained: State) -> State:
-        """Return the changes the server will add."""
-        changes = dict(self._send_changes(start, trained))
+        """Return the changes as the server will decode them."""
+        changes = dict(self._compute_changes(start, trained))
         for name, change in changes.items():
-            # Timing-only runs have no values to drop.
+            # Timing-only runs have no values that could be lost.
             if change.is_floating_point() and not change.is_meta:
-                wanted = change + self._dropped.get(name, 0)
-                packed = self._codec.pack(wanted)
+                corrected = change + self._errors.get(name, 0)
+                packed = self._codec.pack(corrected)
                 changes[name] = self._codec.unpack(packed)
-                self._dropped[name] = wanted - changes[name]
+                self._errors[name] = corrected - changes[name]
         return changes
 
 
 def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
-    """Return the training of a device that has the first layers, while the server has the rest.
+    """Return the hook for a device that trains the first layers while the server trains the remaining layers.
 
     Algorithm 1 of PipeLearn, lines 4 to 13: forward all mini-batches of an iteration, then do each backward once the
-    gradient of the mini-batch has arrived, then update.
+    gradient of the mini-batch has arrived, then update. The server computes the loss.
     """
 
     async def train(local: LocalRound) -> None:
@@ -160,18 +166,23 @@ async def _train_iteration(
     layers = local.layers
     mini_batches = local.share.iteration(step, needs_values=layers.computes_values)
     samples = 0
-    weight: float = 0
+    total_weight: float = 0
     for _, labels in mini_batches:
         samples += len(labels)
-        weight += layers.training.weight(labels)
-    # The message has no field for the usual case, in which each sample counts as one.
-    whole = None if weight == samples else weight
+        total_weight += layers.training.weight(labels)
     begin = 0
     for micro, (images, labels) in enumerate(mini_batches):
         outputs = await layers.forward(step, micro, images, samples, begin=begin)
         begin += len(labels)
         activation = DeviceActivation(
-            mailbox.configuration, step, micro, samples, outputs, labels, whole
+            configuration=mailbox.configuration,
+            iteration=step,
+            micro=micro,
+            samples=samples,
+            tensor=outputs,
+            labels=labels,
+            # Usually each sample counts as one, and the message is shorter without the field.
+            whole=None if total_weight == samples else total_weight,
         )
         mailbox.post(server, activation)
     for micro, (_, labels) in enumerate(mini_batches):
@@ -188,7 +199,7 @@ async def _train_iteration(
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Trains a device's layers on its samples, one round at a time, from given weights."""
+    """The training of a device's layers on its samples, one round at a time, by the hooks of a method."""
 
     share: LocalDataset
     length: RoundLength
@@ -198,7 +209,7 @@ class LocalTraining:
     devices: int = 1
     """Number of devices with data."""
     stack: Stack | None = None
-    """Computes this training together with those of other devices, while ``layers`` have no numbers."""
+    """Computes this training together with the trainings of other devices; ``layers`` then compute no values."""
 
     def steps(self, number: int) -> range:
         """Return the iterations of a round, counted through all rounds."""
@@ -210,25 +221,27 @@ class LocalTraining:
         return sum(counts)
 
     async def train(self, number: int, start: State) -> tuple[float | None, State]:
-        """Train a round from given weights; return the mean loss and the tensors to send for the new weights."""
-        no_extra: State = {}
-        no_own: State = {}
-        loss, sent, _ = await self.train_round(number, start, no_extra, no_own)
+        """Train a round from the weights ``start``; return the mean loss and the tensors to send.
+
+        For methods without a server, which exchange no tensors beside the weights.
+        """
+        loss, sent, _ = await self.train_round(number, start, extra={}, own={})
         return loss, sent
 
     async def train_round(
         self, number: int, start: State, extra: State, own: State
     ) -> tuple[float | None, State, LocalRound]:
-        """Train a round with the server's additional tensors and the device's own state, as in `LocalRound`.
+        """Train a round from the weights ``start``; ``extra`` and ``own`` are fields of `LocalRound`.
 
-        Returns the mean loss, the tensors to send, and the round with the state that its training has left.
+        Returns the mean loss, the tensors to send, and the `LocalRound` after the training, whose ``own`` and ``sends``
+        the hook may have changed.
         """
         steps = self.steps(number)
         layers = self.layers
-        stacked = None
+        stacked_training = None
         if self.stack is not None:
             # Registered before any computation, so that trainings of other devices can be computed with this one.
-            stacked = self.stack.begin(self.share, steps, start)
+            stacked_training = self.stack.begin(self.share, steps, start)
         await layers.load(start, number)
         local = LocalRound(
             number=number,
@@ -244,19 +257,19 @@ class LocalTraining:
         )
         loss = await self.train_local(local)
         trained: State = layers.weights()
-        if stacked is not None:
-            loss, trained = stacked.finish()
+        if stacked_training is not None:
+            loss, trained = stacked_training.finish()
         return loss, self.sent(start, trained), local
 
 
 OWN = "own"
-"""Name under which a device's disk keeps `LocalRound.own`."""
+"""Key of `LocalRound.own` on a device's disk."""
 
 
 class Client:
-    """Receives the server's requests, trains, and sends the results, on one device.
+    """The program of a device: receives the server's requests, trains, and sends the results.
 
-    A device that restarts runs a new client, which knows nothing of the rounds before.
+    A restarted device runs a new client. Of earlier rounds only `LocalRound.own` remains, which is on the disk.
     """
 
     def __init__(
@@ -267,46 +280,34 @@ class Client:
         *,
         is_alone: bool = True,
     ) -> None:
-        """``is_alone``: a round needs the server at its beginning and end only, not in each iteration."""
+        """Register the handlers of messages.
+
+        ``is_alone`` is whether a device trains without the server between the beginning and the end of a round.
+        """
         self._mailbox = mailbox
         self._server = server
         self._training = training
-        self._alone = is_alone
+        self._is_alone = is_alone
         self._incarnation = mailbox.device.now()
-        self._running: asyncio.Task[None] | None = None
+        """Start of this program, in seconds."""
+        self._round: asyncio.Task[None] | None = None
+        """The training of the newest round."""
         mailbox.on(Begin, self._begin_round)
         mailbox.on(Ping, self._answer_ping)
 
     async def serve(self) -> None:
-        """Train whenever the server requests a round, until cancelled."""
+        """Greet the server, and train whenever it requests a round, until the program is cancelled."""
         self._mailbox.post(self._server, Hello(self._incarnation))
-        # Messages are handled in the background until the program is cancelled.
+        # The handlers of messages work in the background, so this future never gets a result.
         await asyncio.get_running_loop().create_future()
 
-    def _answer_ping(self, ping: Ping) -> None:
-        self._mailbox.start(self._report_idle(ping.sender))
-
-    async def _report_idle(self, server: str) -> None:
-        """Answer once the device is idle: a device invited earlier would be late again."""
-        running = self._running
-        if running is not None and not running.done():
-            if self._alone:
-                await asyncio.wait([running])
-            else:
-                # The server has left the round, which therefore never ends. The computation of a layer cannot be
-                # cancelled: an empty one behind it ends when the device is idle.
-                running.cancel()
-                nothing = Cost()
-                await self._mailbox.device.compute(lambda: None, nothing, Span("idle"))
-        self._mailbox.post(server, Here())
-
     def _begin_round(self, begin: Begin) -> None:
-        """Start a round, cancelling a previous one still running."""
+        """Start a round, and cancel the previous one if it still runs."""
         self._mailbox.open(begin.configuration)
-        # The server has left an earlier round, or attempt at this one, and would ignore its update.
-        if self._running is not None:
-            self._running.cancel()
-        self._running = self._mailbox.start(self._train_and_send(begin))
+        # The server has ended the earlier round, or attempt at this round, and would ignore its update.
+        if self._round is not None:
+            self._round.cancel()
+        self._round = self._mailbox.start(self._train_and_send(begin))
 
     async def _train_and_send(self, begin: Begin) -> None:
         """Train the round of an invitation, and send the update."""
@@ -320,7 +321,7 @@ class Client:
             last=steps.stop,
         )
         self._mailbox.post(self._server, begun)
-        # None in the first round, and for methods that keep nothing.
+        # The disk has nothing in the first round, and for methods without state on devices.
         saved = device.saved(OWN)
         own: State = {} if saved is None else saved.tensors
         start, extra = split_extra(begin.state)
@@ -328,9 +329,8 @@ class Client:
             begin.round, start, extra, own
         )
         if local.own:
-            # Before the update is sent: a crash in between must not lose state that the server counts on.
-            kept = Message(OWN, {}, local.own)
-            await device.save(OWN, kept)
+            # Saved before the update is sent: after the update the server relies on this state, even after a crash.
+            await device.save(OWN, Message(OWN, {}, local.own))
         update = Update(
             configuration=begin.configuration,
             samples=training.samples(begin.round),
@@ -338,3 +338,20 @@ class Client:
             state=with_extra(weights, local.sends),
         )
         self._mailbox.post(self._server, update)
+
+    def _answer_ping(self, ping: Ping) -> None:
+        self._mailbox.start(self._report_idle(ping.sender))
+
+    async def _report_idle(self, server: str) -> None:
+        """Answer a ping once the device is idle, since a busy device would miss the next round as well."""
+        unfinished = self._round
+        if unfinished is not None and not unfinished.done():
+            if self._is_alone:
+                await asyncio.wait([unfinished])
+            else:
+                # The server has ended the round, and the device would wait forever for gradients. The current
+                # computation cannot be cancelled; an empty computation queues behind it, and ends when it has ended.
+                unfinished.cancel()
+                no_cost = Cost()
+                await self._mailbox.device.compute(lambda: None, no_cost, Span("idle"))
+        self._mailbox.post(server, Here())

@@ -1,4 +1,7 @@
-"""Evaluation without a server: each device has its own weights, and the plan's coordinator scores all of them."""
+"""Evaluation of methods without a server: each device has its own weights, and the coordinator evaluates all of them.
+
+`Consensus` is the part of the devices' programs; `CONSENSUS` declares its events and metrics.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,17 @@ from testbed.trace.record import RunView
 
 @dataclass(frozen=True)
 class Snapshot(TypedMessage, kind="snapshot", key=("step", "sender")):
-    """To the coordinator: a device's weights after a number of rounds."""
+    """To the coordinator: a device's weights after a round."""
 
     step: int
+    """Number of rounds before."""
     state: State
 
 
 def distance(states: Sequence[State], mean: State) -> float:
-    """Return the distance of the devices' weights from the mean: the root of the mean squared Euclidean distance.
+    """Return the distance of the devices' weights from their mean: the root of the mean squared Euclidean distance.
 
-    ``states`` has the weights of each device, and ``mean`` the mean of all.
+    ``states`` has the weights of each device, and ``mean`` the mean over the devices.
 
     >>> import torch
     >>> states = [{"w": torch.tensor([0.0])}, {"w": torch.tensor([6.0])}]
@@ -42,7 +46,7 @@ def distance(states: Sequence[State], mean: State) -> float:
     for state in states:
         square = 0.0
         for name, tensor in mean.items():
-            # Counters, such as the number of batches seen, have no distance.
+            # Integers are counters, such as the number of batches seen, and do not count.
             if tensor.is_floating_point():
                 difference = state[name] - tensor
                 square += float((difference**2).sum())
@@ -51,16 +55,16 @@ def distance(states: Sequence[State], mean: State) -> float:
 
 
 class Consensus:
-    """Evaluation of a method without a server: the coordinator scores every device's weights and the mean weights.
+    """Evaluation of a method without a server: the coordinator evaluates each device's weights and the mean weights.
 
-    The coordinator does this beside its own training. Every device calls `report` after the same rounds, and `finish`
-    at the end.
+    The coordinator evaluates in the background of its own training. Every device, the coordinator included, calls
+    `report` after the same rounds, and `finish` at the end.
     """
 
     def __init__(
         self, mailbox: Mailbox, context: ProgramContext, report_timeout: float
     ) -> None:
-        """``report_timeout``: seconds after its own report that the coordinator waits for the other reports."""
+        """``report_timeout`` is how many seconds the coordinator waits for other reports after its own report."""
         self._mailbox = mailbox
         self._coordinator = context.plan.coordinator
         self._others = []
@@ -68,7 +72,8 @@ class Consensus:
             if name != self._coordinator:
                 self._others.append(name)
         self._report_timeout = report_timeout
-        self._scoring: asyncio.Task[None] | None = None
+        self._evaluation: asyncio.Task[None] | None = None
+        """On the coordinator, the evaluation of the newest report."""
         if mailbox.device.name == self._coordinator:
             assert context.dataset is not None
             units = len(context.problem.model.units)
@@ -76,40 +81,40 @@ class Consensus:
             self._tests = Requests(context.dataset, context.problem.workload.batch_size)
 
     async def report(self, step: int, state: State) -> None:
-        """Send a device's weights after a round to the coordinator, which scores incoming weights in the background."""
+        """Send this device's weights after ``step`` rounds to the coordinator; there, start the evaluation."""
         if self._mailbox.device.name != self._coordinator:
             self._mailbox.post(self._coordinator, Snapshot(step, state))
         else:
-            self._scoring = self._mailbox.start(
-                self._score_round(step, state, self._scoring)
+            self._evaluation = self._mailbox.start(
+                self._evaluate_round(step, state, self._evaluation)
             )
 
     async def finish(self) -> None:
-        """On the coordinator, return once all reports are scored; elsewhere, stay until the end of the run."""
-        if self._scoring is None:
-            # A future without a result: the runtime cancels the program at the end of the run.
+        """On the coordinator, return after the last evaluation; on other devices, wait until the end of the run."""
+        if self._evaluation is None:
+            # This future never gets a result: the runtime cancels the program at the end of the run.
             await asyncio.get_running_loop().create_future()
         else:
-            await self._scoring
+            await self._evaluation
 
-    async def _score_round(
-        self, step: int, own: State, before: asyncio.Task[None] | None
+    async def _evaluate_round(
+        self, step: int, own_state: State, previous: asyncio.Task[None] | None
     ) -> None:
-        """Collect the reports of a round in which ``own`` are the coordinator's weights; record the scores.
+        """Collect the reports after ``step`` rounds, evaluate all weights and their mean, and record the scores.
 
-        ``before`` is the scoring of the previous round.
+        ``own_state`` has the coordinator's weights, and ``previous`` is the evaluation of the report before.
         """
         device = self._mailbox.device
         deadline = device.now() + self._report_timeout
-        if before is not None:
-            # Rounds are scored one after the other, since all use the same layers.
-            await before
-        states = {device.name: own}
+        if previous is not None:
+            # One evaluation at a time, since all use the same layers.
+            await previous
+        states = {device.name: own_state}
         for name in self._others:
             snapshot = await self._mailbox.take(
                 Snapshot, (step, name), deadline=deadline
             )
-            # A device that is off or late is left out, and recorded below.
+            # The evaluation omits a device that is off or late.
             if snapshot is not None:
                 states[name] = snapshot.state
         # Each device counts as one, however many samples it has.
@@ -120,9 +125,9 @@ class Consensus:
             score = await evaluation(self._layers, state, self._tests, step)
             if score.accuracy is not None:
                 accuracies[name] = score.accuracy
-        # Timing-only runs have shapes without values.
-        has_numbers = not any(tensor.is_meta for tensor in mean.values())
-        if has_numbers:
+        # Tensors of timing-only runs have shapes only.
+        has_values = not any(tensor.is_meta for tensor in mean.values())
+        if has_values:
             device.record(
                 "consensus",
                 step=step,
@@ -131,13 +136,13 @@ class Consensus:
             )
         score = await evaluation(self._layers, mean, self._tests, step)
         device.record("evaluate", step=step, **score.fields())
-        missed = [name for name in self._others if name not in states]
-        if missed and has_numbers:
-            device.record("missed", round=step, devices=missed)
+        missing = [name for name in self._others if name not in states]
+        if missing and has_values:
+            device.record("missed", round=step, devices=missing)
 
 
 def _last_accuracies(record: RunView) -> list[float]:
-    """Return the accuracies of the devices' weights in the last scored round; empty without rounds."""
+    """Return the accuracies of the devices' weights in the last evaluation; empty without evaluations."""
     events = record.of("consensus")
     if not events:
         return []

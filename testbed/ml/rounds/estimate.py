@@ -1,16 +1,17 @@
-"""Phases 1 and 2 of PipeLearn's optimisation (Zhang et al., III-C): the stage graph, and the time of an epoch.
+"""Phases 1 and 2 of PipeLearn's optimisation (Zhang et al., III-C): the profile of layers, and the time of an epoch.
 
-In one iteration a device trains a batch of B samples, cut into N mini-batches, together with the server. The device
+In one iteration a device trains a batch of B samples, divided into N mini-batches, together with the server. The device
 forwards the mini-batches through its layers one after the other and uploads each output of its last layer. The server
 does forward and backward of the remaining layers, and the device does its backwards after all its forwards. Each of
-these steps of one mini-batch is a stage. Stages of one kind run in the order of the mini-batches: one upload at a time,
-one download at a time. N = 1 is an iteration of split (federated) learning.
+these operations on one mini-batch is a stage r, which takes t(r) seconds and ends at T(r). Stages of one kind run in
+the order of the mini-batches: one upload at a time, one download at a time. With N = 1 this is an iteration of split
+(federated) learning.
 
 The times equal those charged by the testbed: `DeviceSpec.seconds`, bytes on the wire over the link's rate, the link's
-delay. The paper gives a mini-batch 1/N of the time of a batch; here a mini-batch has floor(B/N) samples and their time,
-and the remaining samples of a batch belong to the next batch. An epoch takes the time of all its samples.
+delay. In the paper a mini-batch takes 1/N of the time of a batch; here a mini-batch has floor(B/N) samples and their
+time, and the remaining samples of a batch belong to the next batch. An epoch takes the time of all its samples.
 
-The index k of the paper's symbols, for the device, is left out: each function has one device.
+The paper's symbols have an index k for the device, which is omitted here because each function concerns one device.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ AGGREGATION_FLOPS = 2.0
 
 
 def mini_batch(batch_size: int, parallel_batches: int) -> int:
-    """Return the samples of a mini-batch, B' = floor(B/N), equation (2).
+    """Return the number of samples of a mini-batch, B' = floor(B/N), equation (2).
 
     Raises ValueError for more mini-batches than samples.
 
@@ -46,7 +47,7 @@ def mini_batch(batch_size: int, parallel_batches: int) -> int:
     """
     if not 1 <= parallel_batches <= batch_size:
         raise ValueError(
-            f"a batch of {batch_size} cannot be cut into {parallel_batches} mini-batches: take 1 to {batch_size}"
+            f"a batch of {batch_size} samples has 1 to {batch_size} mini-batches, not {parallel_batches}"
         )
     return batch_size // parallel_batches
 
@@ -58,9 +59,9 @@ def iterations(
     *,
     drop_last: bool = True,
 ) -> int:
-    """Return the iterations of an epoch, floor(|D| / B'N), at least one: Algorithm 1, line 3.
+    """Return the number of iterations of an epoch, floor(|D| / B'N), at least one: Algorithm 1, line 3.
 
-    ``samples`` is |D|, the number of the device's samples. Without ``drop_last`` the remaining samples are one more
+    ``samples`` is |D|, the number of the device's samples. Without ``drop_last`` the remaining samples form one more
     iteration.
 
     >>> iterations(samples=100, batch_size=32, parallel_batches=3)
@@ -72,12 +73,12 @@ def iterations(
 
 @dataclass(frozen=True)
 class Choice:
-    """P and N of one device."""
+    """The parameters that are optimised for a device: P and N."""
 
     split_point: int
-    """P: the layers 1..P are the device's, all others the server's."""
+    """P: the device trains layers 1 to P, the server all later layers."""
     parallel_batches: int = 1
-    """N: the mini-batches of an iteration."""
+    """N: number of mini-batches of an iteration."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class LayerTimes:
     backward: float
     """Seconds for each sample."""
     update: float
+    """Seconds for an update of the layer's weights."""
     forward_weights: float = 0.0
     """Seconds for reading the weights, once for a mini-batch of any size."""
     backward_weights: float = 0.0
@@ -100,26 +102,26 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class PairProfile:
-    """The profile of Phase 1 for one device and the server; layers q = 1..Q in their order."""
+    """The profile of Phase 1 for one device and the server; each tuple has an entry for each layer q = 1 to Q."""
 
     device: tuple[LayerTimes, ...]
-    """Times of all layers on the device."""
+    """Times of the layers on the device."""
     server: tuple[LayerTimes, ...]
-    """Times of all layers on the server."""
+    """Times of the layers on the server."""
     volumes: tuple[int, ...]
-    """Bytes of one sample's output of layer q; the gradient of the output is as large."""
+    """Bytes of each layer's output for one sample; the gradient of the output is as large."""
     states: tuple[int, ...]
-    """Bytes of the weights of layer q."""
+    """Bytes of each layer's weights."""
     up: Link
-    """From the device to the server."""
+    """Link from the device to the server."""
     down: Link
-    """From the server to the device."""
+    """Link from the server to the device."""
     transfer: RoundEncodingPart = UNENCODED
     """Encoding of messages."""
 
     @property
     def depth(self) -> int:
-        """Q."""
+        """Q, the number of layers."""
         return len(self.device)
 
     def durations(self, split: int, samples: int) -> dict[Kind, float]:
@@ -130,28 +132,29 @@ class PairProfile:
         own_layers = self.device[:split]
         server_layers = self.server[split:]
         volume = self.volumes[split - 1]
-        # Equation (9) has the activations alone; here their labels travel with them.
+        # Equation (9) has the activations only; here messages also contain the labels.
         activation_share = encoded_share(self.transfer.activations)
         per_sample = volume * activation_share + BYTES_PER_LABEL
         activation = size_around(samples * per_sample)
         gradient_share = encoded_share(self.transfer.gradients)
         gradient = size_around(samples * volume * gradient_share)
+        # In the order of equations (5) to (10).
         return {
-            "forward": _forward_seconds(own_layers, samples),  # (5)
-            "server forward": _forward_seconds(server_layers, samples),  # (6)
-            "backward": _backward_seconds(own_layers, samples),  # (7)
-            "server backward": _backward_seconds(server_layers, samples),  # (8)
-            "upload": self.up.transmission_time(activation),  # (9)
-            "download": self.down.transmission_time(gradient),  # (10)
+            "forward": _forward_seconds(own_layers, samples),
+            "server forward": _forward_seconds(server_layers, samples),
+            "backward": _backward_seconds(own_layers, samples),
+            "server backward": _backward_seconds(server_layers, samples),
+            "upload": self.up.transmission_time(activation),
+            "download": self.down.transmission_time(gradient),
         }
 
     def iteration_time(self, choice: Choice, batch_size: int) -> float:
-        """Return the seconds of one iteration: T(b_N) and the device's update.
+        """Return the seconds of one iteration: T(b_N), the end of the device's last backward, and the device's update.
 
-        The server updates while the device still does its backwards.
+        The server's update takes no further time, since the device still does its backwards then.
         """
-        count = choice.parallel_batches
-        samples = mini_batch(batch_size, count)
+        mini_batches = choice.parallel_batches
+        samples = mini_batch(batch_size, mini_batches)
         durations = self.durations(choice.split_point, samples)
         delays: dict[Kind, float] = {
             "upload": self.up.delay,
@@ -159,37 +162,38 @@ class PairProfile:
         }
         own_layers = self.device[: choice.split_point]
         update = sum(layer.update for layer in own_layers)
-        return iteration_time(durations, count, delays) + update
+        return iteration_time(durations, mini_batches, delays) + update
 
     def training_time(self, choice: Choice, samples: int, batch_size: int) -> float:
-        """Return the seconds of a device's training with ``samples`` samples in an epoch, without exchanging models.
+        """Return the seconds of a device's training in an epoch of ``samples`` samples, without exchanging models.
 
-        The samples of an incomplete iteration count by their share: otherwise an N that leaves out more samples would
-        look quicker.
+        An incomplete iteration counts by its share of the samples. Without it, an N that leaves out more samples would
+        seem to be faster.
         """
-        count = choice.parallel_batches
-        size = mini_batch(batch_size, count) * count
-        iterations_per_epoch = max(1.0, samples / size)
+        mini_batches = choice.parallel_batches
+        iteration_samples = mini_batch(batch_size, mini_batches) * mini_batches
+        iterations_per_epoch = max(1.0, samples / iteration_samples)
         return iterations_per_epoch * self.iteration_time(choice, batch_size)
 
     def local_training_time(self, samples: int, batch_size: int) -> float:
-        """Return the seconds of an epoch of the whole model on the device alone."""
+        """Return the seconds of an epoch if the device trains the whole model alone."""
         step = sum(
             batch_size * (layer.forward + layer.backward) + layer.update
             for layer in self.device
         )
+        # Reading and writing weights takes the same time for a batch of any size.
         step += sum(
             layer.forward_weights + layer.backward_weights for layer in self.device
         )
-        return iterations(samples, batch_size, 1) * step
+        return iterations(samples, batch_size, parallel_batches=1) * step
 
     def exchange_time(self, split: int) -> float:
-        """Return the seconds in which the device's layers travel to the server and, averaged, back."""
+        """Return the seconds in which the first ``split`` layers travel to the server and, averaged, back."""
         state = sum(self.states[:split])
-        sent = state * encoded_share(self.transfer.updates)
-        returned = state * encoded_share(self.transfer.weights)
-        up = transfer_time(self.up, sent)
-        down = transfer_time(self.down, returned)
+        uploaded = state * encoded_share(self.transfer.updates)
+        downloaded = state * encoded_share(self.transfer.weights)
+        up = transfer_time(self.up, uploaded)
+        down = transfer_time(self.down, downloaded)
         return up + down
 
 
@@ -208,7 +212,7 @@ def _backward_seconds(layers: Sequence[LayerTimes], samples: int) -> float:
 
 
 def transfer_time(link: Link, content: float) -> float:
-    """Return the seconds from the first byte sent to the last byte received, for a message of ``content`` bytes.
+    """Return the seconds from the first sent to the last received byte of a message with ``content`` bytes of tensors.
 
     >>> transfer_time(Link(rate=8e6, delay=0.01), content=1e6)
     1.056058
@@ -220,38 +224,38 @@ def layer_times(
     model: Model,
     training: TrainingConfig,
     device: DeviceSpec,
-    concurrent_clients: float = 1.0,
+    clients_per_processor: float = 1.0,
 ) -> tuple[LayerTimes, ...]:
-    """Return the time of each layer on a device, by formula.
+    """Return the times of each layer on a device, from the layer's cost and the device's speed.
 
-    If ``concurrent_clients`` share a processor of the device, everything takes longer by this factor for each of them.
+    If ``clients_per_processor`` clients share a processor of the device, all times are multiplied by their number.
     """
 
     def seconds(cost: Cost) -> float:
-        return concurrent_clients * device.seconds(cost)
+        return clients_per_processor * device.seconds(cost)
 
     def times_of(unit: Unit) -> LayerTimes:
         forward = forward_of(unit.cost, 1)
         backward = backward_of(unit.cost, 1)
         update = costs.update_cost((unit,), training)
-        # Samples and weights apart, since a mini-batch of any size reads the weights once.
+        # Costs of samples and of weights are separate, since a mini-batch of any size reads the weights once.
         return LayerTimes(
-            forward=seconds(_of_sample(forward)),
-            backward=seconds(_of_sample(backward)),
+            forward=seconds(_sample_cost(forward)),
+            backward=seconds(_sample_cost(backward)),
             update=seconds(update),
-            forward_weights=seconds(_of_weights(forward)),
-            backward_weights=seconds(_of_weights(backward)),
+            forward_weights=seconds(_weight_cost(forward)),
+            backward_weights=seconds(_weight_cost(backward)),
         )
 
     return tuple(times_of(unit) for unit in model.units)
 
 
-def _of_sample(cost: Cost) -> Cost:
-    """Return the part of a cost that each sample has."""
+def _sample_cost(cost: Cost) -> Cost:
+    """Return the part of a cost that is proportional to the number of samples."""
     return cost.scaled(flops=1, accessed=1, weights=0)
 
 
-def _of_weights(cost: Cost) -> Cost:
+def _weight_cost(cost: Cost) -> Cost:
     """Return the part of a cost that a mini-batch of any size has once."""
     return cost.scaled(flops=0, accessed=0, weights=1)
 
@@ -266,9 +270,10 @@ def make_profile(
     *,
     frozen_travels: bool = False,
 ) -> PairProfile:
-    """Return the profile of a device and the server from the `layer_times` of both.
+    """Return the profile of a device and the server.
 
-    With ``frozen_travels`` the exchanged models include frozen weights.
+    ``device`` and ``server`` are the results of `layer_times`. With ``frozen_travels`` the exchanged models include
+    frozen weights.
     """
     volumes = []
     states = []
@@ -306,7 +311,7 @@ def epoch_time(
 def shortest_epoch(
     profile: PairProfile, samples: int, batch_size: int, choices: Iterable[Choice]
 ) -> Choice:
-    """Return the choice with the shortest `epoch_time`; the first one on ties."""
+    """Return the choice with the shortest `epoch_time`; of equally short ones the first."""
 
     def seconds(choice: Choice) -> float:
         return epoch_time(profile, choice, samples, batch_size)
@@ -320,7 +325,7 @@ Kind = Literal[
 """Kinds of stages: the paper's f^c, u, f^s, b^s, d and b^c."""
 
 GraphStage = tuple[Kind, int]
-"""The kind of a stage, and its mini-batch n = 1..N."""
+"""The kind of a stage, and the number n = 1 to N of its mini-batch."""
 
 KINDS: tuple[Kind, ...] = (
     "forward",
@@ -330,8 +335,9 @@ KINDS: tuple[Kind, ...] = (
     "download",
     "backward",
 )
+"""Kinds of stages in the order in which a mini-batch passes through them."""
 
-PREVIOUS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = {
+PREDECESSORS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = {
     "forward": (("forward", -1),),
     "upload": (("upload", -1), ("forward", 0)),
     "server forward": (("upload", 0), ("server backward", -1)),
@@ -339,8 +345,11 @@ PREVIOUS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = {
     "download": (("download", -1), ("server backward", 0)),
     "backward": (("backward", -1), ("download", 0)),
 }
-"""Table I: the predecessors of a stage of mini-batch n, as (kind, difference to n). Mini-batch 0 does not exist, so its
-stages are no predecessors; instead, the first backward waits for the last forward."""
+"""Table I: the predecessors of a stage of mini-batch n, as pairs of a kind and a difference to n.
+
+`predecessors` omits stages of mini-batch 0, which does not exist, and adds one rule of the table: the backward of the
+first mini-batch waits for the forward of the last one.
+"""
 
 
 def predecessors(stage: GraphStage, count: int) -> tuple[GraphStage, ...]:
@@ -350,14 +359,14 @@ def predecessors(stage: GraphStage, count: int) -> tuple[GraphStage, ...]:
     (('upload', 1), ('forward', 2))
     """
     kind, n = stage
-    before: list[GraphStage] = []
+    earlier_stages: list[GraphStage] = []
     if stage == ("backward", 1):
-        before.append(("forward", count))
-    for other_kind, difference in PREVIOUS[kind]:
-        other_n = n + difference
-        if other_n >= 1:
-            before.append((other_kind, other_n))
-    return tuple(before)
+        earlier_stages.append(("forward", count))
+    for earlier_kind, difference in PREDECESSORS[kind]:
+        earlier_n = n + difference
+        if earlier_n >= 1:
+            earlier_stages.append((earlier_kind, earlier_n))
+    return tuple(earlier_stages)
 
 
 def graph_stages(count: int) -> Iterator[GraphStage]:
@@ -369,7 +378,7 @@ def graph_stages(count: int) -> Iterator[GraphStage]:
     for n in range(1, count + 1):
         yield "forward", n
     for n in range(1, count + 1):
-        # From the upload to the download, a mini-batch waits only for itself and earlier ones.
+        # From its upload to its download, a mini-batch waits for no later mini-batch.
         for kind in KINDS[1:-1]:
             yield kind, n
     for n in range(1, count + 1):
@@ -386,22 +395,23 @@ def end_times(
     Equations (11) to (13): a stage starts when all its predecessors have ended, and then takes t(r).
 
     Args:
-        durations: t(r) in seconds, the same for all mini-batches.
+        durations: t(r) of each kind in seconds, equal for all mini-batches.
         count: N, at least 1.
-        delays: seconds until stages of other kinds learn the end of a stage: a message arrives a link's delay after its
-            last byte has left, when the next one is under way. The paper has no delays.
+        delays: delay of the link, in seconds, by the kinds "upload" and "download". A message arrives by this delay
+            after its last byte has left, while the next message may leave already. The paper has no delays.
     """
     delays = delays or {}
     ends: dict[GraphStage, float] = {}
     for stage in graph_stages(count):
         kind, _ = stage
         start = 0.0
-        for before in predecessors(stage, count):
-            kind_before, _ = before
-            end = ends[before]
-            # A link starts its next message as soon as it is free; only other stages wait for the delay.
-            if kind_before != kind:
-                end += delays.get(kind_before, 0.0)
+        for predecessor in predecessors(stage, count):
+            predecessor_kind, _ = predecessor
+            end = ends[predecessor]
+            # The next message of a link starts as soon as the link is free; stages that need the message wait for its
+            # arrival.
+            if predecessor_kind != kind:
+                end += delays.get(predecessor_kind, 0.0)
             start = max(start, end)
         ends[stage] = durations[kind] + start
     return ends
@@ -418,5 +428,4 @@ def iteration_time(
     8.0
     """
     ends = end_times(durations, count, delays)
-    # The last stage of Table I.
     return ends["backward", count]

@@ -1,6 +1,8 @@
-"""Layers of the model on one device with the cost of each operation, and the device's samples.
+"""Training in rounds on one device: the device's layers of the model, and the device's samples.
 
-A device trains the first layers, or all; a server of a split method trains the rest with the same class.
+`Layers` charges each operation to the device. A device with data trains all layers, or the first ones; the server of a
+split method trains the remaining layers with the same class. `LocalDataset` divides the samples of a device into
+iterations (steps of the optimizer) and an iteration into mini-batches.
 """
 
 from __future__ import annotations
@@ -21,40 +23,40 @@ from testbed.ml.training.optimizers import is_weight
 
 
 class Layers:
-    """Some layers of the model under training on one device; asynchronous methods take the device's time.
+    """Some layers of the model under training on one device; its asynchronous methods take the device's time.
 
-    ``step`` is the number of an iteration, counted through all rounds. An iteration has one or more mini-batches,
-    numbered by ``micro`` from 0.
+    Most arguments have one meaning in all methods: ``step`` is the number of an iteration, counted through all rounds,
+    and ``micro`` the number of a mini-batch in its iteration, from 0.
     """
 
     def __init__(
         self,
         device: Device,
         problem: PlanningProblem,
-        first: int,
-        last: int,
+        start: int,
+        stop: int,
         *,
         computes_values: bool = True,
     ) -> None:
-        """Create the model's units ``first`` to ``last`` (exclusive) with the weights of the problem's seed.
+        """Create the model's units ``start`` to ``stop`` (exclusive) with the weights of the problem's seed.
 
         If ``computes_values`` is False, or in a timing-only run, operations take the device's time, and their results
         have a shape but no values.
         """
         workload = problem.workload
         self.computes_values = computes_values and workload.numerics != "none"
-        # Moving averages are those of the global model over rounds, so a device keeps none.
+        # The server averages the global model over rounds, so a device must not average its weights over steps.
         without_averages = workload.training.model_copy(update={"ema": None})
-        changed: dict[str, Any] = {"training": without_averages}
+        changes: dict[str, Any] = {"training": without_averages}
         if not computes_values:
-            changed["numerics"] = "none"
-        problem = replace(problem, workload=workload.model_copy(update=changed))
-        self.first = first
-        self.last = last
+            changes["numerics"] = "none"
+        problem = replace(problem, workload=workload.model_copy(update=changes))
+        self.start = start
+        self.stop = stop
         self._device = device
-        self._units = problem.model.units[first:last]
+        self._units = problem.model.units[start:stop]
         self.training = problem.training
-        self._shard = make_shard(problem, first, last, device.name)
+        self._shard = make_shard(problem, start, stop, device.name)
 
     @property
     def device_name(self) -> str:
@@ -63,9 +65,9 @@ class Layers:
 
     def rate(self, step: int) -> float:
         """Return the learning rate of an iteration, following the schedule."""
-        # The settings have a rate only if a schedule changes it.
-        constant = self.training.part.optimizer.rate
-        return float(self.training.settings(step).get("lr", constant))
+        constant_rate = self.training.part.optimizer.rate
+        # The settings lack "lr" if no schedule changes the rate.
+        return float(self.training.settings(step).get("lr", constant_rate))
 
     @property
     def parameters(self) -> int:
@@ -77,14 +79,14 @@ class Layers:
         return weights_of(self._shard.state())
 
     async def load(self, weights: State, number: int) -> None:
-        """Replace the weights by those of round ``number``."""
+        """Replace the weights by the given weights of round ``number``; the optimizer's state stays."""
 
         def load() -> None:
             state = dict(weights)
-            # Optimizer state, such as momentum, is neither sent nor averaged: each device keeps its own.
-            for name, value in self._shard.state().items():
+            # Optimizer state, such as momentum, is neither sent nor averaged, so each device keeps its own state.
+            for name, tensor in self._shard.state().items():
                 if not is_weight(name):
-                    state[name] = value
+                    state[name] = tensor
             self._shard.load(state)
 
         cost = costs.copy_cost(self._units, self.training)
@@ -99,12 +101,12 @@ class Layers:
         *,
         begin: int = 0,
     ) -> torch.Tensor:
-        """Return the outputs of a mini-batch, (samples of the mini-batch, ...), like its inputs.
+        """Return the outputs of a mini-batch; inputs and outputs are (samples of the mini-batch, ...).
 
-        ``samples`` is the number of samples of the whole iteration; ``begin`` is the place of the mini-batch's first
-        sample among them, which decides the random numbers of dropout.
+        ``samples`` is the number of samples of the whole iteration, and ``begin`` the index of the mini-batch's first
+        sample among them.
         """
-        # Random numbers are drawn as for the whole iteration, so they do not depend on the number of mini-batches.
+        # Random numbers are drawn for the whole iteration, so they do not depend on the number of mini-batches.
         rows = (begin, samples)
         work = partial(self._shard.forward, (step, micro), inputs, rows=rows)
         cost = costs.forward_cost(self._units, len(inputs))
@@ -121,7 +123,7 @@ class Layers:
         *,
         begin: int = 0,
     ) -> float:
-        """Forward a mini-batch through the end of the model; return its part of the iteration's mean loss.
+        """Run a mini-batch through the last layers of the model; return its part of the iteration's mean loss.
 
         ``inputs`` are (samples of the mini-batch, ...), ``labels`` (samples of the mini-batch,). ``samples`` and
         ``begin`` are as in `forward`. ``total_weight`` is the `TrainingConfig.weight` of all labels of the iteration.
@@ -145,16 +147,20 @@ class Layers:
         samples: int,
         gradient: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Do the backward of a mini-batch of ``samples`` samples; return the gradient of the inputs, (samples, ...).
+        """Do the backward of a mini-batch, and return the gradient of its inputs, (samples, ...).
 
-        ``gradient`` is the gradient of the outputs, (samples, ...); None if the forward computed the loss.
+        ``samples`` is here the number of samples of the mini-batch. ``gradient`` is the gradient of the outputs,
+        (samples, ...); None if the forward computed the loss.
         """
         work = partial(self._shard.backward, (step, micro), gradient)
         cost = costs.backward_cost(self._units, samples)
         return await self._device.compute(work, cost, Span("backward", step, micro))
 
     async def adjust(self, step: int, change: Adjust, flops: float = 2.0) -> None:
-        """Change gradients before an update; ``flops`` are charged for each trained value, also in timing-only runs."""
+        """Apply ``change`` to the gradients of the next update.
+
+        The device is charged ``flops`` for each trained value, also in timing-only runs.
+        """
         work = partial(self._shard.adjust, change)
         cost = Cost(flops * self.parameters)
         await self._device.compute(work, cost, Span("adjust", step))
@@ -170,9 +176,10 @@ class Layers:
         return self._shard.norms()
 
     async def update(self, step: int, norms: torch.Tensor | None = None) -> None:
-        """Take a step along the gradients of all mini-batches since the last update.
+        """Take an optimizer step with the gradients of all mini-batches since the last update.
 
-        ``norms``, (tensors,), are those of the whole model's gradients if these layers are only a part.
+        ``norms``, (tensors,), are the gradient norms of the whole model for clipping; None if these layers are the
+        whole model.
         """
         work = partial(self._shard.update, step, norms)
         cost = costs.update_cost(self._units, self.training)
@@ -189,9 +196,10 @@ class LocalDataset:
     """A device's samples, divided into iterations of N mini-batches of floor(B/N) samples each.
 
     B is ``batch_size``, or the number of samples if that is smaller; N is ``parallel_batches``. With a seed, the
-    samples of each epoch are in a new random order; without, in stored order. An epoch has as many whole iterations as
-    its samples fill. With ``drop_last`` the remaining samples are skipped, and others remain in the next epoch.
-    Without, they form one more iteration: mini-batches of the same size, as many as they fill, and a smaller one.
+    samples of each epoch are in a new random order, otherwise in the order of the data set. An epoch has as many whole
+    iterations as its samples fill. With ``drop_last`` the remaining samples are skipped; in a random order they are
+    others in each epoch. Without ``drop_last`` the remaining samples form one more iteration, whose mini-batches have
+    the same size except for the last one.
 
     >>> import numpy as np
     >>> images, labels = np.zeros((33, 1, 8, 8), np.float32), np.zeros(33, np.int64)
@@ -212,40 +220,42 @@ class LocalDataset:
         *,
         drop_last: bool = True,
     ) -> None:
-        """Raises ValueError for fewer samples than mini-batches of an iteration."""
+        """Divide the training samples of ``dataset``; raises ValueError for fewer samples than mini-batches."""
         self._dataset = dataset
         self._seed = seed
         self.samples = len(dataset.train_labels)
+        """Number of the device's samples."""
         self.parallel_batches = parallel_batches
         self.mini_batch = min(batch_size, self.samples) // parallel_batches
+        """Number of samples of a mini-batch."""
         if not self.mini_batch:
             raise ValueError(
-                f"{self.samples} samples do not make {parallel_batches} mini-batches"
+                f"{parallel_batches} mini-batches need at least as many samples, not {self.samples}"
             )
-        self._size = self.mini_batch * parallel_batches
+        self._iteration_samples = self.mini_batch * parallel_batches
+        """Number of samples of a whole iteration."""
         self._drop_last = drop_last
-        self.per_epoch = steps_per_epoch(self.samples, self._size, drop_last=drop_last)
+        self.per_epoch = steps_per_epoch(
+            self.samples, self._iteration_samples, drop_last=drop_last
+        )
+        """Number of iterations of an epoch."""
 
     def iteration(
         self, number: int, *, needs_values: bool = True
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the mini-batches of an iteration: inputs (samples, *shape of a sample) and labels (samples,).
+        """Return the mini-batches of an iteration: inputs, (samples, ...), and labels, (samples,).
 
-        If only the shapes are needed, all iterations but a smaller one share the tensors of the first.
+        Without ``needs_values`` every whole iteration has the samples of the first one, which are read once.
         """
-        is_whole = self.count(number) == self._size
+        is_whole = self.count(number) == self._iteration_samples
         if is_whole and not needs_values:
             return self._first_iteration
         return self._read_samples(number)
 
     def count(self, number: int) -> int:
         """Return the number of samples of an iteration."""
-        return batch_length(self.samples, self._size, number, drop_last=self._drop_last)
-
-    def _choose_samples(self, number: int) -> Indices:
-        """Return the indices of an iteration's samples, (samples,)."""
-        return batch(
-            self.samples, self._size, self._seed, number, drop_last=self._drop_last
+        return batch_length(
+            self.samples, self._iteration_samples, number, drop_last=self._drop_last
         )
 
     @cached_property
@@ -253,13 +263,19 @@ class LocalDataset:
         return self._read_samples(0)
 
     def _read_samples(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        chosen = self._choose_samples(number)
-        # Augmentation changes samples anew in each epoch.
+        indices: Indices = batch(
+            self.samples,
+            self._iteration_samples,
+            self._seed,
+            number,
+            drop_last=self._drop_last,
+        )
+        # The epoch decides the augmentation of the samples.
         epoch = number // self.per_epoch
-        images = torch.from_numpy(self._dataset.batch(chosen, epoch))
-        labels = torch.from_numpy(self._dataset.train_labels[chosen])
+        images = torch.from_numpy(self._dataset.batch(indices, epoch))
+        labels = torch.from_numpy(self._dataset.train_labels[indices])
         mini_batches = []
-        for first in range(0, len(labels), self.mini_batch):
-            part = slice(first, first + self.mini_batch)
-            mini_batches.append((images[part], labels[part]))
+        for start in range(0, len(labels), self.mini_batch):
+            rows = slice(start, start + self.mini_batch)
+            mini_batches.append((images[rows], labels[rows]))
         return mini_batches

@@ -1,8 +1,9 @@
-"""Messages between the server and the devices. Each attempt at a round of training is a configuration.
+"""Messages between the server and the devices of training in rounds.
 
-The server sends `Begin` to the participants of a round, a device answers with `Begun`, trains, and sends `Update`. With
-a split model, `DeviceActivation` and `ActivationGradient` pass between them in each iteration, and `Norms` if gradients
-are clipped.
+The server sends `Begin` to the participants of a round; a device answers with `Begun`, trains, and sends `Update`. With
+a split model, device and server exchange `DeviceActivation` and `ActivationGradient` in each iteration, and `Norms` if
+gradients are clipped by norm. If a round is repeated, each attempt has a configuration number of its own, by which the
+mailbox drops messages of earlier attempts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _EXTRA = "extra:"
 
 
 def with_extra(weights: State, extra: State) -> dict[str, torch.Tensor]:
-    """Return weights and additional tensors, of any names, as one mapping for a message.
+    """Join weights and additional tensors of a method, which may have the same names, for one message.
 
     >>> sorted(with_extra({"0.weight": torch.ones(1)}, {"momentum": torch.zeros(1)}))
     ['0.weight', 'extra:momentum']
@@ -50,12 +51,12 @@ def split_extra(
 
 @dataclass(frozen=True)
 class Ping(TypedMessage, kind="ping"):
-    """From the server to a late device: answer on receipt."""
+    """From the server to a late device: answer as soon as the device is idle."""
 
 
 @dataclass(frozen=True)
 class Here(TypedMessage, kind="here"):
-    """To the server: the answer to a ping."""
+    """To the server: the answer to a ping, from a device that is ready for the next round."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Begun(ConfigurationMessage, kind="begun"):
     """To the server: the round's training begins here."""
 
     incarnation: float
-    """Start of the sender's program, in seconds: another value shows a restart."""
+    """Start of the sender's program, in seconds, which a restart changes."""
     first: int
     """The round's first iteration; iterations are counted through all rounds."""
     last: int
@@ -87,16 +88,17 @@ class DeviceActivation(
     """To the server: the output of the device's last layer."""
 
     iteration: int
+    """Number of the iteration, counted through all rounds."""
     micro: int
-    """The mini-batch, from 0 to N - 1."""
+    """Number of the mini-batch in the iteration, from 0."""
     samples: int
-    """Samples of the whole iteration."""
+    """Number of samples of the whole iteration."""
     tensor: torch.Tensor
     """(samples of the mini-batch, ...)"""
     labels: torch.Tensor
     """(samples of the mini-batch,)"""
     whole: float | None = None
-    """Weight of all labels of the iteration; None where each sample counts as one."""
+    """`TrainingConfig.weight` of all labels of the iteration; None if it equals ``samples``."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +118,19 @@ class Norms(ConfigurationMessage, kind="norms", key=("sender", "iteration")):
 
     iteration: int
     tensor: torch.Tensor
-    """(trained tensors,), in the order of the model"""
+    """(trained tensors,), in the order of the model."""
 
 
 @dataclass(frozen=True)
 class Update(ConfigurationMessage, kind="update", key=("sender",)):
-    """To the server: the trained layers, PipeLearn's "stop epoch"."""
+    """To the server, at the end of a device's round: the trained layers (PipeLearn's signal "stop epoch")."""
 
     samples: int
     """Number of samples in the round's training."""
     loss: Fixed | None
     """Mean loss of these samples; None if the server has computed the loss."""
     state: State
+    """Weights of the device's layers, or their changes, and the tensors of `LocalRound.sends`."""
 
 
 KINDS: tuple[type[TypedMessage], ...] = (
@@ -141,3 +144,4 @@ KINDS: tuple[type[TypedMessage], ...] = (
     Norms,
     Update,
 )
+"""All messages that the mailbox of a server or a device has to register."""

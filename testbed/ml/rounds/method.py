@@ -1,4 +1,8 @@
-"""Common parts and hooks of methods training one model in rounds on the data of several devices."""
+"""Base classes of methods that train one model in rounds on the data of several devices.
+
+`RoundMethod` is for devices that train the whole model, `SplitMethod` for devices that train its first layers while the
+server trains the rest. Methods differ by their `Hooks`.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ from testbed.plan import Plan
 
 @dataclass(frozen=True)
 class Hooks:
-    """The differences between methods training in rounds; the defaults are federated averaging.
+    """The functions by which methods that train in rounds differ; the defaults are federated averaging.
 
     Example, Adam on the server instead of an average (scenarios/examples/fedadam.py)::
 
@@ -58,26 +62,26 @@ class Hooks:
     train_local: TrainLocal = train_whole
     """Trains a device in a round."""
     sent: Sent = send_weights
-    """Computes a device's message to the server."""
+    """Computes the tensors that a device sends to the server."""
     merge: Merge = mean
-    """Merges the devices' messages on the server."""
+    """Merges the devices' results on the server."""
     extra: Extra = no_extra
-    """Returns the tensors the server sends beside the weights."""
+    """Returns the tensors that the server sends beside the weights."""
     min_updates: int = 1
-    """Minimum number of updates in a round: a round waits for them beyond its deadline."""
+    """Minimum number of updates in a round; a round waits for them beyond its deadline."""
 
 
 O = TypeVar("O", bound=RoundOptions, default=GroupOptions)  # noqa: E741
 
 
 class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
-    """A method in which a server, the first device, and devices with data train the whole model in rounds.
+    """A method in which devices with data train the whole model in rounds, and a server, the first device, merges it.
 
-    Subclasses override `hooks`. Absent devices are left out of a round at its deadline, and participate again after
-    their return. Momentum stays on the device.
+    Subclasses override `hooks`. A round ends at its deadline without late devices, which participate again after their
+    return. Momentum stays on the device.
     """
 
-    Options: type[O] = GroupOptions  # type: ignore[assignment]  # the default of its type
+    Options: type[O] = GroupOptions  # type: ignore[assignment]  # the default of O
     Details = RoundDetails
     declared = DECLARED
     supports = frozenset(
@@ -101,15 +105,18 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
         return Participants(problem).names
 
     def plan(self, problem: PlanningProblem[O]) -> Plan[RoundDetails]:
-        """Give each device the whole model. Raises `InputError` for insufficient memory or unsupported stacking."""
+        """Return the plan with the whole model on each device.
+
+        Raises `InputError` for insufficient memory, or for ``numerics: stacked`` if the workload does not allow it.
+        """
         if problem.workload.numerics == "stacked":
             hooks = self.hooks(problem.options)
-            is_plain = hooks.train_local is train_whole
-            stacked.check_support(problem, trains_plainly=is_plain)
+            has_default_training = hooks.train_local is train_whole
+            stacked.check_support(problem, has_default_training=has_default_training)
         return planner.whole_plan(self.name, Participants(problem))
 
     def simulation_state(self, problem: PlanningProblem[O]) -> stacked.Stack | None:
-        """Return the trainings the devices compute together."""
+        """Return the object in which all devices of a simulation compute together, with ``numerics: stacked``."""
         if problem.workload.numerics != "stacked":
             return None
         return stacked.Stack(problem)
@@ -117,13 +124,13 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     def largest_messages(
         self, problem: PlanningProblem[O], plan: Plan[RoundDetails]
     ) -> Iterator[PlannedMessage]:
-        """Return weights, updates and split activations as messages."""
+        """Return the messages with weights and updates, and with activations if the model is split."""
         return planner.round_messages(problem, plan)
 
     async def program(
         self, device: Device, context: ProgramContext[O, RoundDetails]
     ) -> None:
-        """Run the server on the first device, a client on the others."""
+        """Run the server on the first device, and a client on all others."""
         server = context.plan.coordinator
         async with _open_mailbox(device, context) as mailbox:
             if device.name == server:
@@ -136,24 +143,24 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     async def serve(
         self, mailbox: Mailbox, context: ProgramContext[O, RoundDetails]
     ) -> None:
-        """Run all rounds in the server's program."""
+        """Run all rounds on the server."""
         await run_rounds(mailbox, context, self.hooks(context.problem.options))
 
 
 class SplitMethod(RoundMethod[O], ABC, Generic[O]):
-    """A `RoundMethod` with a split model: the first layers on the devices, the rest on the server.
+    """A `RoundMethod` with a split model: the first layers on the devices, the remaining layers on the server.
 
-    Updates on both sides equal those of the whole model, so the only hook is the choice of participants.
+    The training equals that of the whole model on a device, so methods differ by their choice of participants only.
     """
 
     supports = RoundMethod.supports - {"stacked"}
     in_turn = False
-    """Whether one device trains after the other, with one copy of the server's layers for all."""
+    """Whether one device trains after the other, and all use one copy of the server's layers."""
 
     async def program(
         self, device: Device, context: ProgramContext[O, RoundDetails]
     ) -> None:
-        """Run rounds on the first device, train the first layers on the others."""
+        """Run rounds and train the last layers on the first device, and train the first layers on all others."""
         hooks = self.hooks(context.problem.options)
         server = context.plan.coordinator
         async with _open_mailbox(device, context) as mailbox:
@@ -162,14 +169,14 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
                     mailbox, context, hooks, split=True, in_turn=self.in_turn
                 )
             else:
-                # The device has the first layers only, so it trains them together with the server.
+                # A device with the first layers only needs the server in each iteration.
                 hooks = replace(hooks, train_local=with_server(mailbox, server))
                 training = local_training(device, context, hooks)
                 await Client(mailbox, server, training, is_alone=False).serve()
 
 
 def _open_mailbox(device: Device, context: ProgramContext[O, RoundDetails]) -> Mailbox:
-    """Return the mailbox of a device, whose messages are encoded as the options ask for."""
+    """Return the mailbox of a device, with the encoding of each kind of message by the option ``transfer``."""
     encoding = transfer_of(context.problem.options)
     codecs = make_codecs(
         context.problem.codes,
@@ -186,12 +193,12 @@ def local_training(
     context: ProgramContext[O, RoundDetails],
     hooks: Hooks = Hooks(),
 ) -> LocalTraining:
-    """Return the local training that the plan gives a device with data."""
+    """Return the training of a device with data: its samples, its layers by the plan, and the method's hooks."""
     problem = context.problem
     workload = problem.workload
     client = context.plan.details.clients[device.name]
     assert context.dataset is not None
-    # Without a seed the samples keep their order.
+    # Without a seed the samples keep the order of the data set.
     seed = problem.seed if workload.data.shuffle else None
     share = LocalDataset(
         context.dataset,
@@ -200,9 +207,11 @@ def local_training(
         seed,
         drop_last=workload.drop_last,
     )
-    # A stack computes the numbers of all devices; the device's own layers then take time alone.
-    has_numbers = context.shared is None
-    layers = Layers(device, problem, 0, client.split_point, computes_values=has_numbers)
+    # A stack computes the values for all devices; the device's own layers then only take the device's time.
+    computes_values = context.shared is None
+    layers = Layers(
+        device, problem, 0, client.split_point, computes_values=computes_values
+    )
     sent = hooks.sent
     update_codec = make_codec(transfer_of(problem.options).updates, problem.codes)
     if update_codec is not None:
@@ -226,10 +235,10 @@ async def run_rounds(
     split: bool = False,
     in_turn: bool = False,
 ) -> None:
-    """Run the remaining rounds on the server.
+    """Run the rounds of the workload on the server, after a restart the remaining ones.
 
-    With ``split`` the server trains the layers behind each device's split point. ``in_turn``: one device trains after
-    the other, with one copy of the server's layers for all.
+    With ``split`` the server trains the layers behind each device's split point. With ``in_turn`` one device trains
+    after the other, and all use one copy of the server's layers.
     """
     problem = context.problem
     options = problem.options
@@ -237,32 +246,33 @@ async def run_rounds(
     assert context.dataset is not None
     device = mailbox.device
     model = GlobalModel(device, context, hooks.merge, hooks.extra)
-    splits = {}
+    split_points = {}
     planned_seconds = {}
     for name, client in clients.items():
-        splits[name] = client.split_point
+        split_points[name] = client.split_point
         planned_seconds[name] = client.round_time
-    side = None
+    server_side = None
     if split:
-        copies = _server_layers(device, problem, splits, shared=in_turn)
-        side = ServerSide(mailbox, copies)
+        copies = _server_layers(device, problem, split_points, is_shared=in_turn)
+        server_side = ServerSide(mailbox, copies)
     policy = RoundPolicy(
-        # In turn, a late device is left out instead of waited for.
+        # A round in turn has one device at a time, which is skipped if it is late.
         min_updates=0 if in_turn else hooks.min_updates,
         deadline=options.round_deadline,
         choose=hooks.choose,
         planned=planned_seconds,
     )
-    # Devices send changes when updates are encoded; a method that sends changes itself adds them in its merge.
+    # With encoded updates devices send changes instead of weights (`Changes`). A method whose own hook sends changes
+    # adds them in its hook `Merge`.
     is_encoded = transfer_of(options).updates != "f32"
     server = Server(
         device,
         Rounds(mailbox, policy, problem.seed),
         model,
-        splits,
-        side,
+        split_points,
+        server_side,
         in_turn=in_turn,
-        changes=is_encoded and hooks.sent is send_weights,
+        receives_changes=is_encoded and hooks.sent is send_weights,
     )
     _record_unused_samples(device, context)
     await server.run()
@@ -271,40 +281,47 @@ async def run_rounds(
 def _server_layers(
     device: Device,
     problem: PlanningProblem,
-    splits: Mapping[str, int],
+    split_points: Mapping[str, int],
     *,
-    shared: bool,
+    is_shared: bool,
 ) -> dict[str, Layers]:
-    """Return the server's layers for each device; ``shared``: one copy for all devices with the same split point."""
+    """Return the server's layers for each device.
+
+    With ``is_shared`` all devices with the same split point have one copy.
+    """
     depth = len(problem.model.units)
     copies: dict[str, Layers] = {}
-    newest_by_split: dict[int, Layers] = {}
-    """The last copy made for a split point."""
-    for name, first in splits.items():
-        if not shared or first not in newest_by_split:
-            newest_by_split[first] = Layers(device, problem, first, depth)
-        copies[name] = newest_by_split[first]
+    shared_copies: dict[int, Layers] = {}
+    """A copy for each split point."""
+    for name, split_point in split_points.items():
+        if is_shared and split_point in shared_copies:
+            copies[name] = shared_copies[split_point]
+            continue
+        copies[name] = Layers(device, problem, split_point, depth)
+        shared_copies[split_point] = copies[name]
     return copies
 
 
 def _record_unused_samples(
     device: Device, context: ProgramContext[O, RoundDetails]
 ) -> None:
-    """Record the devices with less than a batch, and the number of samples never used for training."""
+    """Record the devices with fewer samples than a batch, and the number of samples that each epoch leaves out."""
     samples = context.problem.samples
     workload = context.problem.workload
-    size = workload.batch_size
-    small = []
+    batch_size = workload.batch_size
+    small_devices = []
     for name, count in samples.items():
-        if count < size:
-            small.append(name)
-    if small:
-        text = f"{', '.join(small)}: fewer samples than a batch of {size}, so a batch has all samples of the device"
+        if count < batch_size:
+            small_devices.append(name)
+    if small_devices:
+        names = ", ".join(small_devices)
+        text = f"{names}: fewer samples than a batch of {batch_size}, so a batch has all samples of the device"
         device.record("log", text=text)
     unused = 0
     for name, count in samples.items():
         parallel_batches = context.plan.details.clients[name].parallel_batches
-        mini_batch = min(size, count) // parallel_batches
-        iteration = mini_batch * parallel_batches
-        unused += left_out(count, iteration, drop_last=workload.drop_last)
-    record_left_out(device, unused, sum(samples.values()))
+        # As in `LocalDataset`: an iteration has mini-batches of equal size.
+        mini_batch = min(batch_size, count) // parallel_batches
+        iteration_samples = mini_batch * parallel_batches
+        unused += left_out(count, iteration_samples, drop_last=workload.drop_last)
+    record_left_out(device, unused, of=sum(samples.values()))

@@ -1,4 +1,8 @@
-"""Metrics of training in rounds: round times, participation, idle times of server and devices."""
+"""Metrics of training in rounds: round times, participation, idle times of server and devices.
+
+They are computed from the events ``round`` and ``missed`` of the server, and from the computations and messages of all
+devices. `DECLARED` lists them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from testbed.trace.rounds import ROUND, ROUND_TIME, rounds_of
 
 
 def _round_window(event: Event) -> Interval:
-    """Return start and end of a round, in seconds."""
+    """Return start and end of the round of an event, in seconds."""
     start = event.fields["start"]
     return start, start + event.fields["duration"]
 
@@ -22,8 +26,9 @@ def _round_window(event: Event) -> Interval:
 def _epoch_time(record: RunView) -> float | None:
     """Return the seconds of an epoch, extrapolated from the first round.
 
-    A round may be only a part of an epoch: the missing iterations count as long as those of the round. The slowest
-    device decides. The time after the last iteration, in which models are exchanged and averaged, counts once.
+    A round may have fewer iterations than an epoch: the missing iterations are added to each device's last update, at
+    the device's mean time between updates. The epoch ends with the slowest device. The time from the last update to the
+    end of the round, in which models are exchanged and averaged, counts once.
     """
     rounds = rounds_of(record)
     if not rounds:
@@ -34,11 +39,11 @@ def _epoch_time(record: RunView) -> float | None:
     # The plan of a run read from a folder has its details as plain data, without their class.
     for name, client in record.plan.details.model_dump()["clients"].items():
         updates = []
-        for _, done in record.spans(name, "compute", "update").tolist():
-            # Updates of the first round, one for each iteration.
-            if start <= done <= end:
-                updates.append(done)
-        # A single update has no period.
+        # Each iteration has one update.
+        for _, update_end in record.spans(name, "compute", "update").tolist():
+            if start <= update_end <= end:
+                updates.append(update_end)
+        # The mean time between updates needs two of them.
         if len(updates) > 1:
             period = (updates[-1] - updates[0]) / (len(updates) - 1)
             missing_iterations = client["epoch_iterations"] - len(updates)
@@ -66,9 +71,9 @@ def _idle_time(record: RunView, devices: Collection[str]) -> float | None:
 
 
 def _bytes_per_second(record: RunView) -> float | None:
-    """Return the message bytes per second of all links together during the rounds."""
+    """Return the bytes of messages on all links that were sent during rounds, per second of the rounds."""
     windows = [_round_window(event) for event in rounds_of(record)]
-    # Time in which rounds overlap counts once.
+    # The union counts the time of overlapping rounds once.
     seconds = total(union(windows))
     if not seconds:
         return None
@@ -83,12 +88,12 @@ def _missed_rounds(record: RunView) -> int | None:
     """Return the number of updates that missed their rounds; None without rounds."""
     if not rounds_of(record):
         return None
-    counts = [len(item["missed"]) for item in _round_list(record)]
+    counts = [len(round_row["missed"]) for round_row in _round_list(record)]
     return sum(counts)
 
 
 def _device_idle_time(record: RunView) -> float | None:
-    """Return the idle seconds of a device other than the coordinator, as a mean."""
+    """Return the mean idle seconds in a round of all devices except the coordinator."""
     coordinator = record.plan.coordinator
     names = []
     for spec in record.experiment.devices:
@@ -98,19 +103,30 @@ def _device_idle_time(record: RunView) -> float | None:
 
 
 def _round_list(record: RunView) -> list[dict[str, Any]]:
-    """List the rounds; a device late in one attempt at a round and present in another did not miss the round."""
-    # Dictionaries as sets that keep the order of the events.
-    late: dict[int, dict[str, None]] = {}
+    """Return a row for each round, with the devices that missed it.
+
+    A device that was late in one attempt at a round and took part in another attempt did not miss the round.
+    """
+    # The inner dictionaries are sets that keep the order of the events.
+    late_devices: dict[int, dict[str, None]] = {}
     for event in record.of("missed"):
-        names = late.setdefault(event.fields["round"], {})
+        names = late_devices.setdefault(event.fields["round"], {})
         names.update(dict.fromkeys(event.fields["devices"]))
-    rounds = []
+    rows = []
     for event in rounds_of(record):
         participants = event.fields["samples"]
-        names = late.get(event.fields["round"], {})
+        names = late_devices.get(event.fields["round"], {})
         missed = [name for name in names if name not in participants]
-        rounds.append({"time": event.time, **event.fields, "missed": missed})
-    return rounds
+        rows.append({"time": event.time, **event.fields, "missed": missed})
+    return rows
+
+
+def _format_names(devices: Collection[str], noun: str) -> str:
+    """Return the names of up to eight devices, or else their number with a noun, such as "9 devices"."""
+    # More names would make the column too wide.
+    if len(devices) > 8:
+        return f"{len(devices)} {noun}"
+    return ", ".join(devices)
 
 
 ROUNDS = Table(
@@ -129,14 +145,6 @@ ROUNDS = Table(
         Column("Missed", "text", lambda item: _format_names(item["missed"], "updates")),
     ),
 )
-
-
-def _format_names(devices: Collection[str], many: str) -> str:
-    """Return the names of a few devices, or the number of more, with the noun ``many``."""
-    # More names would make the column too wide.
-    if len(devices) > 8:
-        return f"{len(devices)} {many}"
-    return ", ".join(devices)
 
 
 DECLARED = MetricsSpec(

@@ -64,7 +64,10 @@ class TransferOptions(RoundOptions):
 
 
 class PeerOptions(RoundOptions):
-    """Options of methods without a server: devices send messages of the kind ``weights`` to each other."""
+    """Options of methods without a server, whose devices send each other weights in messages of the kind ``weights``.
+
+    `codecs` returns the encoding of these messages for the devices' mailboxes.
+    """
 
     transfer: Encoding = Field(
         "f32", description=f"encoding of weights: {ENCODING_HELP}"
@@ -78,7 +81,7 @@ class PeerOptions(RoundOptions):
 def transfer_of(options: RoundOptions) -> RoundEncodingPart:
     """Return the encoding of messages between devices and a server.
 
-    Without a server nothing is encoded by these options; see `PeerOptions.codecs`.
+    Options of methods without a server have no such encoding; see `PeerOptions.codecs`.
     """
     if isinstance(options, TransferOptions):
         return options.transfer
@@ -102,19 +105,20 @@ class GroupOptions(TransferOptions):
     def choose(
         self, number: int, present: Sequence[str], draw: random.Random
     ) -> Sequence[str]:
-        """Draw a fraction of the present devices, but at least `min_devices`.
+        """Draw a fraction of the ``present`` devices, but at least `min_devices`; implements the hook `Choose`.
 
-        The hook `testbed.ml.rounds.rounds.Choose` passes the ``number`` of the round as well.
+        ``draw`` is the generator of this round. The ``number`` of the round is unused.
         """
-        share = round(self.fraction * len(present))
-        count = max(1, self.min_devices, share)
+        fraction_count = round(self.fraction * len(present))
+        count = max(1, self.min_devices, fraction_count)
         if count >= len(present):
             return present
         return draw.sample(present, count)
 
 
 SplitPoints = Literal["best"] | int | dict[str, int]
-"""Number of layers that devices train: one number for all, or one for each by name; best: chosen by the planner."""
+"""Value of an option with a number for each device: one number for all devices, a number by device name, or ``best``,
+which leaves the choice to the planner."""
 
 SPLIT_HELP = (
     "number P of layers, from the first, that a device trains: one P for all, or `{device: P}`; best: the P with the "
@@ -124,7 +128,7 @@ SPLIT_HELP = (
 
 @dataclass(frozen=True)
 class RoundLength:
-    """Length of a device's rounds in epochs or iterations, and of all rounds together."""
+    """Length of one round of a device and of all its rounds, in epochs or iterations."""
 
     counts_epochs: bool
     """Whether both numbers count epochs; otherwise they count iterations."""
@@ -145,7 +149,8 @@ class RoundLength:
     def iterations(self, number: int, per_epoch: int) -> range:
         """Return the iterations of a round, counted from 0 through all rounds; the last round may be shorter.
 
-        A fast device may train beyond the last round while the server waits for others; these rounds have full length.
+        A number after the last round is possible, since a method may let fast devices train on while the server waits
+        for others; these rounds have full length.
 
         >>> RoundLength(counts_epochs=True, per_round=2, total=3).iterations(number=1, per_epoch=10)
         range(20, 30)

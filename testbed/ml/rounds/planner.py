@@ -1,8 +1,8 @@
 """Plans of training in rounds: layers of each device, their memory, and the predicted time of a round.
 
 `whole_plan` gives every device the whole model (federated learning). `split_plan` gives a device the first layers and
-the server the rest (split learning and PipeLearn). A split point that the scenario leaves open is the one with the
-shortest epoch, by the stage graph of `testbed.ml.rounds.estimate`.
+the server the remaining layers (split learning and PipeLearn). If the scenario does not set a split point, the planner
+chooses the one with the shortest epoch, by the stage graph of `testbed.ml.rounds.estimate`.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class ClientPlan(BaseModel):
     split_point: int
     """P: the device trains the first P layers."""
     parallel_batches: int
-    """N: mini-batches of an iteration."""
+    """N: number of mini-batches of an iteration."""
     iteration_time: float
     """Predicted seconds of an iteration: T(b_N) and the device's update."""
     exchange_time: float
     """Predicted seconds in which the device's layers travel to the server and back."""
     round_iterations: int
-    """Iterations of a round, which has one or more epochs, or some iterations of an epoch."""
+    """Number of iterations of a round."""
     epoch_iterations: float
-    """Iterations of an epoch; a last iteration with fewer samples counts by its share of the samples."""
+    """Number of iterations of an epoch; a last iteration with fewer samples counts by its share of the samples."""
 
     @property
     def round_time(self) -> float:
@@ -84,15 +84,15 @@ class RoundDetails(PlanDetails):
 
 @dataclass(frozen=True)
 class Participants:
-    """The server, if any, the devices with data, and their profiles."""
+    """The roles of a scenario's devices: the server, if any, and the devices with data, with their profiles."""
 
     problem: PlanningProblem[RoundOptions]
     serverless: bool = False
-    """Whether all devices have data, and none is a server, as in gossip learning."""
+    """Whether all devices have data and none is a server, as in gossip learning."""
 
     @property
     def server(self) -> DeviceSpec:
-        """The first device of the scenario; without a server, the evaluating device."""
+        """The first device of the scenario; in a serverless method, the device that evaluates the weights."""
         return self.problem.devices[0]
 
     @property
@@ -109,7 +109,7 @@ class Participants:
 
     @cached_property
     def length(self) -> RoundLength:
-        """Length of a device's rounds and of the workload, in the unit of the workload: epochs or steps."""
+        """Length of a device's rounds and of the workload, in the workload's unit: epochs or iterations (steps)."""
         workload = self.problem.workload
         options = self.problem.options
         if workload.epochs is not None:
@@ -148,19 +148,21 @@ class Participants:
             )
 
     def _check_links(self) -> None:
+        """Raise `InputError` unless each device has a link to the server and back."""
         server = self.server.name
         for device in self.names:
             both_directions = ((device, server), (server, device))
-            for source, target in both_directions:
-                if (source, target) not in self.problem.links:
+            for sender, receiver in both_directions:
+                if (sender, receiver) not in self.problem.links:
                     raise InputError(
-                        f"no link leads from {source} to {target}: each device needs one to the server and back; use "
+                        f"no link leads from {sender} to {receiver}: each device needs one to the server and back; use "
                         "the topology star",
                         ("network", "topology"),
                     )
 
     def _check_serverless(self) -> None:
-        # An interval of time, in seconds. Devices reach it in different rounds, and report after rounds of one number.
+        """Raise `InputError` for options that need a server."""
+        # A float is an interval in seconds, which devices reach in different rounds.
         if isinstance(self.problem.options.evaluate_every, float):
             raise InputError(
                 "devices report after the same rounds: give an integer",
@@ -168,12 +170,12 @@ class Participants:
             )
         if self.problem.workload.training.ema:
             raise InputError(
-                "no device has the weights of all devices: remove the key",
+                "a moving average needs a server with the weights of all devices: remove the key",
                 ("training", "ema"),
             )
 
     def batch(self, device: DeviceSpec) -> int:
-        """Return B, the batch size of a device: a device with fewer samples than a batch uses all of them at once."""
+        """Return B, the number of samples in a device's batch; a device with fewer samples uses all of them at once."""
         own_samples = self.problem.samples[device.name]
         return min(self.problem.workload.batch_size, own_samples)
 
@@ -184,8 +186,8 @@ class Participants:
         # A processor serves one device at a time; further devices share the processors equally.
         clients_per_processor = max(1.0, concurrent_clients / server.processors)
         if self.serverless:
-            # Models travel to any device while training continues, which takes none of a round's time. A link without
-            # a rate takes no time.
+            # Devices exchange models while they train, which adds nothing to the time of a round. A link without a rate
+            # takes no time.
             up = Link()
             down = Link()
         else:
@@ -202,28 +204,28 @@ class Participants:
         )
 
     def _layer_times(
-        self, device: DeviceSpec, concurrent_clients: float = 1.0
+        self, device: DeviceSpec, clients_per_processor: float = 1.0
     ) -> tuple[LayerTimes, ...]:
         """Return `layer_times` of a device, computed once for all devices with the same rates."""
-        key = (device.rates, concurrent_clients)
-        if key not in self._known_times:
-            self._known_times[key] = layer_times(
-                self.problem.model, self.problem.training, device, concurrent_clients
+        key = (device.rates, clients_per_processor)
+        if key not in self._cached_times:
+            self._cached_times[key] = layer_times(
+                self.problem.model, self.problem.training, device, clients_per_processor
             )
-        return self._known_times[key]
+        return self._cached_times[key]
 
     @cached_property
-    def _known_times(self) -> dict[Hashable, tuple[LayerTimes, ...]]:
-        """Layer times by the rates of a device and the clients it serves: most of thousands of devices are alike."""
+    def _cached_times(self) -> dict[Hashable, tuple[LayerTimes, ...]]:
+        """Layer times by the arguments of `_layer_times`: of thousands of devices, most have the same rates."""
         return {}
 
-    def given_numbers(
+    def numbers_of_option(
         self, key: Key, value: SplitPoints, lowest: int, highest: int
     ) -> dict[str, int]:
-        """Return the number that an option gives for each device; empty if the numbers are to be optimised.
+        """Return the number of each device by an option; empty for ``best``, if the planner chooses the numbers.
 
-        ``value`` is the value of the option ``key``: one number for all devices, a number for each, or ``best``. Raises
-        `InputError` for a number outside ``lowest`` to ``highest``, and for missing or unknown devices.
+        ``key`` is the key of the option and ``value`` its value. Raises `InputError` for a number outside ``lowest`` to
+        ``highest``, and for missing or unknown devices.
         """
         names = self.names
         if value == "best":
@@ -252,21 +254,23 @@ def _plan_client(
     choice: Choice,
     iteration_time: float,
 ) -> ClientPlan:
-    """Return the plan of a device whose split point and mini-batches are chosen."""
+    """Return the plan of a device for its ``choice`` of a split point and a number of mini-batches."""
     samples = participants.problem.samples[device.name]
     drop_last = participants.problem.workload.drop_last
-    batch = participants.batch(device)
-    count = choice.parallel_batches
-    iterations_per_epoch = iterations(samples, batch, count, drop_last=drop_last)
+    batch_size = participants.batch(device)
+    mini_batches = choice.parallel_batches
+    iterations_per_epoch = iterations(
+        samples, batch_size, mini_batches, drop_last=drop_last
+    )
     first_round = participants.length.iterations(0, iterations_per_epoch)
     epoch_iterations: float = iterations_per_epoch
     if not drop_last:
-        # floor(B/N) * N: an iteration may have fewer samples than a batch.
-        size = mini_batch(batch, count) * count
-        epoch_iterations = samples / size
+        # An iteration has floor(B/N) * N samples, which may be fewer than a batch.
+        iteration_samples = mini_batch(batch_size, mini_batches) * mini_batches
+        epoch_iterations = samples / iteration_samples
     return ClientPlan(
         split_point=choice.split_point,
-        parallel_batches=count,
+        parallel_batches=mini_batches,
         iteration_time=iteration_time,
         exchange_time=profile.exchange_time(choice.split_point),
         round_iterations=len(first_round),
@@ -279,24 +283,26 @@ def whole_plan(method: str, participants: Participants) -> Plan[RoundDetails]:
     participants.check()
     clients = {}
     for device in participants.devices:
-        # The server only averages, so no device keeps it busy in a round.
+        # The server trains no layers, so no device keeps it busy during a round.
         profile = participants.profile(device, concurrent_clients=0)
-        batch = participants.batch(device)
-        # An epoch of one batch is one iteration.
-        iteration_time = profile.local_training_time(batch, batch)
-        all_layers = Choice(profile.depth)
+        batch_size = participants.batch(device)
+        # An epoch with the samples of one batch is one iteration.
+        iteration_time = profile.local_training_time(
+            samples=batch_size, batch_size=batch_size
+        )
+        all_layers = Choice(split_point=profile.depth)
         clients[device.name] = _plan_client(
             participants, device, profile, all_layers, iteration_time
         )
-    return plan(method, participants, clients, {})
+    return plan(method, participants, clients, copies={})
 
 
 Choices = Callable[[PairProfile, int], Sequence[Choice]]
-"""Takes the profile of a device and its batch size; returns the candidates for split point and mini-batches."""
+"""Function of a device's profile and batch size that returns the candidates for split point and mini-batches."""
 
 
 def every_split(profile: PairProfile, batch_size: int) -> Sequence[Choice]:
-    """Return each split point, with whole batches: N = 1."""
+    """Return every split point as a candidate, each with one mini-batch (N = 1)."""
     choices = []
     for split_point in range(1, profile.depth + 1):
         choices.append(Choice(split_point))
@@ -308,23 +314,23 @@ def _best_choice(
     choices: Choices,
     profile: PairProfile,
     samples: int,
-    batch: int,
-    allowed: tuple[int, ...],
+    batch_size: int,
+    split_points: tuple[int, ...],
     parallel_batches: int | None,
 ) -> Choice:
-    """Return the choice of one device with the shortest epoch, cached because many devices are alike.
+    """Return the choice of one device with the shortest epoch; cached because many devices have equal arguments.
 
-    ``allowed`` are the possible split points. ``parallel_batches`` is N, or None if N is to be chosen as well.
+    ``split_points`` are the allowed split points. ``parallel_batches`` is N; None if N is a part of the choice.
     """
     candidates = []
     if parallel_batches is not None:
-        for split in allowed:
-            candidates.append(Choice(split, parallel_batches))
+        for split_point in split_points:
+            candidates.append(Choice(split_point, parallel_batches))
     else:
-        for choice in choices(profile, batch):
-            if choice.split_point in allowed:
+        for choice in choices(profile, batch_size):
+            if choice.split_point in split_points:
                 candidates.append(choice)
-    return shortest_epoch(profile, samples, batch, candidates)
+    return shortest_epoch(profile, samples, batch_size, candidates)
 
 
 def split_plan(
@@ -335,39 +341,42 @@ def split_plan(
     parallel_batches: SplitPoints = 1,
     choices: Choices = every_split,
 ) -> Plan[RoundDetails]:
-    """Return the plan splitting the model between each device and the server.
+    """Return the plan in which each device trains the first layers, and the server the remaining layers.
 
-    ``concurrent_clients`` devices train together; one means that the devices train in turn. ``choices`` lists the
-    candidates for a device whose split point or number of mini-batches is to be optimised. Raises `InputError` for a
-    number out of range, or a device with insufficient memory.
+    ``split_points`` and ``parallel_batches`` are the values of these options. ``concurrent_clients`` devices train
+    together; one means that the devices train in turn. ``choices`` returns the candidates for a device if one of the
+    options is ``best``. Raises `InputError` for a number out of range, or a device with insufficient memory.
     """
     participants.check()
     samples = participants.problem.samples
     depth = len(participants.problem.model.units)
-    batches = [participants.batch(device) for device in participants.devices]
-    splits = participants.given_numbers(
+    batch_sizes = [participants.batch(device) for device in participants.devices]
+    fixed_split_points = participants.numbers_of_option(
         ("method", "split_point"), split_points, lowest=1, highest=depth
     )
-    # A mini-batch needs a sample, also on the device with the smallest batch.
-    counts = participants.given_numbers(
-        ("method", "parallel_batches"), parallel_batches, lowest=1, highest=min(batches)
+    # Each mini-batch needs a sample, also on the device with the smallest batch.
+    fixed_parallel_batches = participants.numbers_of_option(
+        ("method", "parallel_batches"),
+        parallel_batches,
+        lowest=1,
+        highest=min(batch_sizes),
     )
     clients = {}
-    for device, batch in zip(participants.devices, batches, strict=True):
+    for device, batch_size in zip(participants.devices, batch_sizes, strict=True):
         name = device.name
         profile = participants.profile(device, concurrent_clients)
-        allowed = tuple(range(1, depth + 1))
-        if splits:
-            allowed = (splits[name],)
+        allowed_split_points = tuple(range(1, depth + 1))
+        if fixed_split_points:
+            allowed_split_points = (fixed_split_points[name],)
         choice = _best_choice(
             choices,
             profile,
             samples[name],
-            batch,
-            allowed,
-            counts.get(name),
+            batch_size,
+            allowed_split_points,
+            fixed_parallel_batches.get(name),
         )
-        iteration_time = profile.iteration_time(choice, batch)
+        iteration_time = profile.iteration_time(choice, batch_size)
         clients[name] = _plan_client(
             participants, device, profile, choice, iteration_time
         )
@@ -386,24 +395,25 @@ def plan(
 ) -> Plan[RoundDetails]:
     """Return the plan for these clients; raises `InputError` for a device with insufficient memory.
 
-    ``copies``: device -> the first of the layers that the server trains for the device; empty if the server trains
-    nothing. If devices train ``in_turn``, one copy of these layers serves all devices with the same split point.
+    ``copies`` has, for each device, the first unit that the server trains for the device; it is empty if the server
+    trains no layers. If devices train ``in_turn``, all devices with the same split point use one copy of these layers.
     """
     problem = participants.problem
     server = participants.server
     assignments = [
-        _evaluating_part(problem, server),
-        *_device_parts(participants, clients),
-        *_server_parts(participants, clients, copies, in_turn=in_turn),
+        _evaluation_assignment(problem, server),
+        *_device_assignments(participants, clients),
+        *_server_assignments(participants, clients, copies, in_turn=in_turn),
     ]
-    times = [client.round_time for client in clients.values()]
+    # A step of the global model is a round.
+    round_times = [client.round_time for client in clients.values()]
     if in_turn:
-        # The server adopts the model of one device after the other.
+        # The server merges the model of each device before the next device begins.
         averaging = aggregation_time(problem.model, server, 1)
-        step_time = sum(time + averaging for time in times)
+        step_time = sum(time + averaging for time in round_times)
     else:
-        averaging = aggregation_time(problem.model, server, len(times))
-        step_time = max(times) + averaging
+        averaging = aggregation_time(problem.model, server, len(round_times))
+        step_time = max(round_times) + averaging
     result: Plan[RoundDetails] = Plan(
         method=method,
         coordinator=server.name,
@@ -416,10 +426,10 @@ def plan(
     return result
 
 
-def _evaluating_part(
+def _evaluation_assignment(
     problem: PlanningProblem[RoundOptions], server: DeviceSpec
 ) -> Assignment:
-    """Return the server's part for evaluations, which need the whole model, whatever the server trains."""
+    """Return the assignment of the whole model to the server, which evaluates it."""
     depth = len(problem.model.units)
     memory = inference_bytes(
         problem.model,
@@ -430,54 +440,55 @@ def _evaluating_part(
     return Assignment(device=server.name, start=0, stop=depth, memory=memory)
 
 
-def _device_parts(
+def _device_assignments(
     participants: Participants, clients: Mapping[str, ClientPlan]
 ) -> list[Assignment]:
-    """Return the first layers of the model, or all of them, on each device with data."""
-    parts = []
+    """Return the assignments of each device's layers, those before its split point."""
+    assignments = []
     for device in participants.devices:
         split_point = clients[device.name].split_point
-        # A device keeps the activations of all mini-batches, since its backwards follow after its forwards.
+        # A device keeps the activations of all mini-batches, since it does all forwards before its backwards.
         samples = participants.batch(device)
         memory = _training_memory(
             participants.problem, device, range(split_point), samples
         )
-        parts.append(
+        assignments.append(
             Assignment(device=device.name, start=0, stop=split_point, memory=memory)
         )
-    return parts
+    return assignments
 
 
-def _server_parts(
+def _server_assignments(
     participants: Participants,
     clients: Mapping[str, ClientPlan],
     copies: Mapping[str, int],
     *,
     in_turn: bool,
 ) -> list[Assignment]:
-    """Return the layers that the server trains, in a copy for each device or one for all of a split point."""
+    """Return the assignments of the server's layers: one for each copy."""
     problem = participants.problem
     server = participants.server
     depth = len(problem.model.units)
-    parts = []
-    for names, first in _server_copies(copies, in_turn=in_turn):
-        # The server does the backward of each mini-batch right after the forward, so it keeps one at a time.
+    assignments = []
+    for names, start in _server_copies(copies, in_turn=in_turn):
+        # The server does the backward of each mini-batch right after the forward, so it keeps the activations of one
+        # mini-batch at a time.
         sizes = []
         for name in names:
-            batch = participants.batch(problem.device(name))
-            sizes.append(batch // clients[name].parallel_batches)
-        units = range(first, depth)
+            batch_size = participants.batch(problem.device(name))
+            sizes.append(batch_size // clients[name].parallel_batches)
+        units = range(start, depth)
         memory = _training_memory(problem, server, units, max(sizes))
-        parts.append(
+        assignments.append(
             Assignment(
                 device=server.name,
-                start=first,
+                start=start,
                 stop=depth,
                 memory=memory,
                 copy_for=None if in_turn else names[0],
             )
         )
-    return parts
+    return assignments
 
 
 def _training_memory(
@@ -499,20 +510,19 @@ def _training_memory(
 def _server_copies(
     copies: Mapping[str, int], *, in_turn: bool
 ) -> list[tuple[list[str], int]]:
-    """Return the devices using each copy of the server's layers, and the first unit of the copy."""
+    """Return, for each copy of the server's layers, the devices that use it and its first unit."""
     if not in_turn:
-        return [([name], first) for name, first in copies.items()]
-    users: dict[int, list[str]] = {}
-    for name, first in copies.items():
-        sharing = users.setdefault(first, [])
-        sharing.append(name)
-    return [(names, first) for first, names in users.items()]
+        return [([name], start) for name, start in copies.items()]
+    names_by_start: dict[int, list[str]] = {}
+    for name, start in copies.items():
+        names_by_start.setdefault(start, []).append(name)
+    return [(names, start) for start, names in names_by_start.items()]
 
 
 def round_messages(
     problem: PlanningProblem[RoundOptions], plan: Plan[RoundDetails]
 ) -> Iterator[PlannedMessage]:
-    """Yield the largest messages between the server and each device with data."""
+    """Yield sender, receiver and bytes of the largest messages between the server and each device with data."""
     model = problem.model
     encoding = transfer_of(problem.options)
     server = plan.coordinator

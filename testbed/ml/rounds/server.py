@@ -1,7 +1,8 @@
-"""The server's program: run rounds, average the models of devices and server, evaluate.
+"""The server's program: run rounds, merge the models of the devices, evaluate the merged model.
 
-`Server` runs the rounds, `GlobalModel` merges and evaluates the model, and `ServerSide` trains the layers that a split
-method gives to the server.
+`Server` runs the rounds with the help of `testbed.ml.rounds.rounds.Rounds`, which collects the devices' updates.
+`GlobalModel` merges updates and evaluates the result. `ServerSide` trains the layers that a split method gives to the
+server; together with a device's layers they are the whole model of this device.
 """
 
 from __future__ import annotations
@@ -44,11 +45,10 @@ def average(
 ) -> dict[str, torch.Tensor]:
     """Return the mean of several models' states, weighted by samples: FedAvg (McMahan et al., 2017), Algorithm 1.
 
-    ``states`` have equal names and shapes.
-
-    Running statistics of batch normalisation are averaged like weights. Integers (the number of batches seen) take the
-    maximum. Momentum is not part of a state: it stays on its device. Raises ValueError for states of different names
-    and for zero samples.
+    ``states`` have equal names and shapes, and ``samples`` is a number for each of them. Running statistics of batch
+    normalisation are averaged like weights; of integers (the number of batches seen) the maximum is taken. Optimizer
+    state stays on its device and is no part of ``states``. Raises ValueError if names differ, if the arguments have
+    different lengths, and without any samples.
 
     >>> average([{"w": torch.zeros(2)}, {"w": torch.ones(2)}], [1, 3])
     {'w': tensor([0.7500, 0.7500])}
@@ -58,11 +58,11 @@ def average(
         return dict(states[0])
     if sum(samples) <= 0 or len(samples) != len(states):
         raise ValueError(
-            f"no weights in {list(samples)} samples for {len(states)} states"
+            f"{len(states)} states need as many numbers of samples, not all 0: {list(samples)}"
         )
     names = list(states[0])
     if any(list(state) != names for state in states):
-        raise ValueError("states of different layers have no mean")
+        raise ValueError("states to be averaged must have the same names")
     total = sum(samples)
     shares = [count / total for count in samples]
     means = {}
@@ -75,14 +75,14 @@ def average(
 def _weighted_mean(
     tensors: Sequence[torch.Tensor], shares: Sequence[float]
 ) -> torch.Tensor:
-    """Return the mean of tensors of one shape, each counting by its share; the maximum of integers."""
+    """Return the mean of tensors of one shape, weighted by ``shares``, which sum to 1; the maximum of integers."""
     if not tensors[0].is_floating_point():
         return torch.stack(list(tensors)).amax(0)
-    mean = tensors[0] * shares[0]
-    # One after the other: the order decides how sums are rounded.
+    weighted_sum = tensors[0] * shares[0]
+    # Added in the order of the tensors, which decides how sums are rounded.
     for tensor, share in zip(tensors[1:], shares[1:], strict=True):
-        mean = mean.add(tensor, alpha=share)
-    return mean
+        weighted_sum = weighted_sum.add(tensor, alpha=share)
+    return weighted_sum
 
 
 GLOBAL = "global"
@@ -93,13 +93,14 @@ REPORTED = "reported"
 
 @dataclass(frozen=True)
 class Trained:
-    """A device's result of a round."""
+    """A device's result of a round, the input of the hook `Merge`."""
 
     device: str
+    """Name of the device."""
     samples: int
     """Number of samples in the round's training."""
     state: State
-    """State of the whole model including the server's layers, or another message of the device."""
+    """Weights of the whole model including the server's layers, or the result of the hook `Sent`."""
     loss: float
     """Mean loss of the round's iterations."""
     extra: State = field(default_factory=dict)
@@ -107,34 +108,38 @@ class Trained:
 
 
 Memory = dict[str, "torch.Tensor"]
-"""State of a merge between rounds, such as the server's momentum; saved with the model."""
+"""State of a method on the server between rounds, such as the server's momentum; saved with the model."""
 Merge = Callable[[State, Sequence[Trained], Memory], State]
-"""Hook: takes the global model's weights, what the devices have sent (at least one), and the memory, which it may
-change; returns the new weights."""
+"""Hook: takes the global model's weights, the results of one or more devices, and the memory, which it may change;
+returns the new weights."""
 
 
 def mean(state: State, trained: Sequence[Trained], memory: Memory) -> State:
-    """Merge by federated averaging: each model counts by the samples that it was trained on."""
+    """Merge by federated averaging (the default `Merge`): each model counts by the samples that it was trained on."""
     states = [result.state for result in trained]
     samples = [result.samples for result in trained]
     return average(states, samples)
 
 
 Extra = Callable[[Memory], State]
-"""Hook: takes the memory; returns tensors, by any names, that devices find in `LocalRound.extra`."""
+"""Hook: takes the memory; returns tensors to send to devices, by any names, which they find in `LocalRound.extra`."""
 
 
 def no_extra(memory: Memory) -> State:
-    """Send weights alone."""
+    """Send no tensors beside the weights (the default `Extra`)."""
     return {}
 
 
 _MEMORY = "memory:"
-"""Prefix of the memory's names on the disk."""
+"""Prefix of the names of the memory's tensors on the disk."""
 
 
 class GlobalModel:
-    """The whole model on the server after each round; survives a restart of the server."""
+    """The whole model on the server after each round; a restarted server restores it from the disk.
+
+    In each round, `merge` computes the new weights, `keep` writes them to the disk, and `report` records the round and
+    evaluates the weights.
+    """
 
     def __init__(
         self,
@@ -143,7 +148,7 @@ class GlobalModel:
         merge: Merge = mean,
         extra: Extra = no_extra,
     ) -> None:
-        """Load the model from the server's disk; otherwise use the context's initial weights, or the seed's."""
+        """Restore the model from the server's disk; a first start uses the initial weights, from a file or the seed."""
         problem = context.problem
         saved = device.saved(GLOBAL)
         assert context.dataset is not None
@@ -152,32 +157,34 @@ class GlobalModel:
         self._extra = extra
         self._layers = Layers(device, problem, 0, len(problem.model.units))
         self._tests = Requests(context.dataset, problem.workload.batch_size)
-        self._due = IntervalTrigger(problem.options.evaluate_every, device.now())
-        self._last = Participants(problem).length.rounds
-        """Number of rounds of the workload; the last one is always evaluated."""
-        self._ema = problem.workload.training.ema
-        """The share of a moving average that is kept in each round; None evaluates the weights themselves."""
+        self._evaluation_trigger = IntervalTrigger(
+            problem.options.evaluate_every, device.now()
+        )
+        self._total_rounds = Participants(problem).length.rounds
+        """Number of rounds of the workload; the last round is always evaluated."""
+        self._decay = problem.workload.training.ema
+        """Decay of the moving averages in each round; None if the weights themselves are evaluated."""
         self.rounds = 0
         """Number of rounds merged into the global model."""
         self._report: dict[str, Any] = {}
-        """Fields of the event of the last merged round, which `report` records."""
+        """Fields of the event of the newest round, which `report` records."""
         self.state: State = self._layers.weights()
         """Weights and running statistics of the whole model."""
         self._memory: Memory = {}
         self._averages: Memory = {}
         """Moving averages of the weights; empty if the weights themselves are evaluated."""
-        self._diverged = False
-        # After a restart the disk has the rounds that are done.
+        self._has_diverged = False
+        # After a restart the disk has the model of the rounds that are done.
         if saved is not None:
             self._restore(saved)
         elif context.weights is not None:
             self.state = {**self.state, **context.weights}
         self.stopping = Stopping(self._layers.training)
-        if self.numbers:
+        if self.has_values:
             device.expose(self._final_weights)
 
     def _final_weights(self) -> State:
-        """Return the weights that are the result of the run so far."""
+        """Return the weights that would be the result of the run if it ended now."""
         return self.stopping.result(self.result())
 
     def _restore(self, saved: Message) -> None:
@@ -197,24 +204,25 @@ class GlobalModel:
     @property
     def finished(self) -> bool:
         """Whether all rounds of the workload are done, or training was stopped."""
-        return bool(self.stopping.reason) or self.rounds >= self._last
+        return bool(self.stopping.reason) or self.rounds >= self._total_rounds
 
     @property
-    def numbers(self) -> bool:
-        """Whether weights have values: timing-only runs have shapes alone."""
+    def has_values(self) -> bool:
+        """Whether weights have values; in timing-only runs they have shapes only."""
         return not any(tensor.is_meta for tensor in self.state.values())
 
     def extra(self) -> State:
-        """Return the additional tensors sent to devices beside the weights."""
+        """Return the tensors that the method sends to devices beside the weights."""
         return self._extra(self._memory)
 
     async def merge(self, trained: Sequence[Trained]) -> None:
-        """Replace the model by the merged models of the devices; without any, the model is unchanged."""
+        """Replace the model by the merged models of the devices; an empty ``trained`` leaves the model unchanged."""
         if not trained:
             return
         merge = self._merge
-        if not self.numbers and self._extra is no_extra:
-            # A mean has the right shapes. Extra tensors, whose size counts, need the method's own merge and memory.
+        if not self.has_values and self._extra is no_extra:
+            # A mean returns the right shapes. Only a method that sends further tensors needs its own hook here: their
+            # sizes depend on the memory, which the hook fills.
             merge = mean
         work = partial(merge, self.state, trained, self._memory)
         cost = Cost(AGGREGATION_FLOPS * self._layers.parameters * len(trained))
@@ -223,30 +231,30 @@ class GlobalModel:
         self._update_averages()
 
     def _update_averages(self) -> None:
-        if not self._ema:
+        if not self._decay:
             return
         for name, tensor in self.state.items():
-            before = self._averages.get(name)
-            # The first round has no average before it, and counters (integers) have none at all.
-            if before is not None and tensor.is_floating_point():
-                tensor = torch.lerp(tensor, before, self._ema)
+            former_average = self._averages.get(name)
+            # The average begins with the weights of the first round. Counters (integers) are not averaged.
+            if former_average is not None and tensor.is_floating_point():
+                tensor = torch.lerp(tensor, former_average, self._decay)
             self._averages[name] = tensor
 
     def result(self) -> State:
-        """Return the weights that are evaluated and exposed: the model, or its moving average if configured."""
+        """Return the weights to evaluate: the model, or its moving averages if configured."""
         return {**self.state, **self._averages}
 
     async def keep(self, start: float, trained: Sequence[Trained]) -> None:
-        """Count a round that began at ``start``, in seconds, and save the model with the results of the round.
+        """Count a round that began at ``start``, in seconds, and save the model and the fields of the round's event.
 
-        The results are saved because `report` records them later: the server may restart in between.
+        The fields are saved because the server may restart before `report` records the event.
         """
         self._record_divergence(trained)
         # A device may occur twice: asynchronous methods merge its updates whenever they arrive.
         samples: dict[str, int] = {}
         for result in trained:
-            before = samples.get(result.device, 0)
-            samples[result.device] = before + result.samples
+            earlier_samples = samples.get(result.device, 0)
+            samples[result.device] = earlier_samples + result.samples
         total = sum(result.loss * result.samples for result in trained)
         loss = total / sum(samples.values())
         self._report = {
@@ -254,11 +262,11 @@ class GlobalModel:
             "start": start,
             "duration": self._device.now() - start,
             "samples": samples,
-            **loss_fields(loss, computed=self.numbers),
+            **loss_fields(loss, computed=self.has_values),
         }
         self.rounds += 1
         fields = {"rounds": self.rounds, "report": self._report}
-        # Prefixes tell memory and averages from the weights of the same names.
+        # Prefixes distinguish memory and averages from weights of the same names.
         tensors = dict(self.state)
         for name, tensor in self._memory.items():
             tensors[_MEMORY + name] = tensor
@@ -269,11 +277,11 @@ class GlobalModel:
 
     def _record_divergence(self, trained: Sequence[Trained]) -> None:
         """Record the devices that sent non-finite numbers, in the first round with such numbers."""
-        if self._diverged or not self.numbers:
+        if self._has_diverged or not self.has_values:
             return
         losses_are_finite = all(math.isfinite(result.loss) for result in trained)
-        self._diverged = not (_is_finite(self.state) and losses_are_finite)
-        if not self._diverged:
+        self._has_diverged = not (_is_finite(self.state) and losses_are_finite)
+        if not self._has_diverged:
             return
         for result in trained:
             is_finite = math.isfinite(result.loss) and _is_finite(result.state)
@@ -281,32 +289,32 @@ class GlobalModel:
                 self._device.record("diverged", step=self.rounds, target=result.device)
 
     def is_reported(self) -> bool:
-        """Return whether the last round was recorded completely, which a restart may have prevented."""
+        """Return whether the newest round was recorded completely; a restart of the server may have prevented it."""
         saved = self._device.saved(REPORTED)
         reported = 0 if saved is None else saved["rounds"]
         return bool(self.rounds == reported)
 
     async def report(self) -> None:
-        """Record the last round, and evaluate the model if due."""
-        fields = dict(self._report)
-        samples = sum(fields["samples"].values())
-        # A round is a step of the global model.
-        step = {"step": fields["round"], "samples": samples}
+        """Record the newest round, and evaluate the model if the interval between evaluations has passed."""
+        round_fields = dict(self._report)
+        samples = sum(round_fields["samples"].values())
+        # For metrics of training, a round is a step of the global model.
+        step_fields = {"step": round_fields["round"], "samples": samples}
         # Timing-only runs have no loss.
-        if "loss" in fields:
-            step["loss"] = fields.pop("loss")
-        self._device.record("round", **fields)
-        self._device.record("step", **step)
-        is_last = self.rounds == self._last
-        if is_last or self._due(self.rounds, self._device.now()):
+        if "loss" in round_fields:
+            step_fields["loss"] = round_fields.pop("loss")
+        self._device.record("round", **round_fields)
+        self._device.record("step", **step_fields)
+        is_last = self.rounds == self._total_rounds
+        if is_last or self._evaluation_trigger(self.rounds, self._device.now()):
             score = await evaluation(
                 self._layers, self.result(), self._tests, self.rounds
             )
-            fields = score.fields()
-            self._device.record("evaluate", step=self.rounds, **fields)
-            self._due.made(self._device.now())
-            self.stopping.judge(self.rounds, fields, self.result)
-        # Saved last: a server that restarts before this line has not recorded the round completely.
+            score_fields = score.fields()
+            self._device.record("evaluate", step=self.rounds, **score_fields)
+            self._evaluation_trigger.made(self._device.now())
+            self.stopping.judge(self.rounds, score_fields, self.result)
+        # Saved after all events, so that a server that restarts earlier records the round again.
         reported = Message(REPORTED, {"rounds": self.rounds})
         await self._device.save(REPORTED, reported)
 
@@ -314,9 +322,9 @@ class GlobalModel:
 async def evaluation(
     layers: Layers, state: State, tests: Requests, number: int
 ) -> Score:
-    """Score weights of the whole model on the test samples, which takes the device's time.
+    """Return the score of the whole model with the weights ``state`` on the test samples; takes the device's time.
 
-    ``number`` is the round after which the weights are scored.
+    ``number`` is the number of rounds before this evaluation.
     """
     await layers.load(state, number)
     score = Score(layers.training)
@@ -328,110 +336,118 @@ async def evaluation(
 
 @dataclass(frozen=True)
 class ServerSide:
-    """Trains the server's layers, which follow the split point of each device.
+    """Trains the server's layers, those after a device's split point, together with the devices.
 
-    Devices have copies of these layers, or one copy for all if they train in turn. Algorithm 2 of PipeLearn, lines 4 to
-    17.
+    The server has a copy of its layers for each device, or one copy for all devices that train in turn. Algorithm 2 of
+    PipeLearn, lines 4 to 17.
     """
 
     mailbox: Mailbox
     copies: Mapping[str, Layers]
-    """Device -> the layers that serve the device."""
+    """Device -> the server's layers for the device."""
     losses: dict[str, float] = field(default_factory=dict)
-    """Device -> mean loss of the iterations of the device's last round."""
+    """Device -> mean loss of the iterations of the device's newest round."""
 
     async def serve(self, state: State, number: int, begun: Begun) -> None:
-        """Train the copy of a device together with the device in round ``number``, from the global model's state."""
+        """Train the server's layers for a device in round ``number``, together with the device.
+
+        ``state`` is the global model's state at the beginning of the round.
+        """
         device = begun.sender
         layers = self.copies[device]
-        own_state = restrict(state, layers.first, layers.last)
+        own_state = restrict(state, layers.start, layers.stop)
         await layers.load(own_state, number)
         steps = range(begun.first, begun.last)
-        loss = 0.0
+        summed_loss = 0.0
         for step in steps:
-            # One after the other: the order decides how sums are rounded.
+            # Added in the order of the mini-batches, which decides how sums are rounded.
             for part in await self._train_mini_batches(layers, begun, step):
-                loss += part
+                summed_loss += part
             norms = None
             if layers.clips_by_norm:
-                # Gradients are clipped by the norm of the whole model, whose first layers are the device's.
-                first = await self.mailbox.take(Norms, (device, step))
-                norms = torch.cat([first.tensor, layers.norms()])
+                # Gradients are clipped by the norm of the whole model, whose first layers are on the device.
+                device_norms = await self.mailbox.take(Norms, (device, step))
+                norms = torch.cat([device_norms.tensor, layers.norms()])
                 self.mailbox.post(device, Norms(begun.configuration, step, norms))
             await layers.update(step, norms)
-        self.losses[device] = loss / len(steps)
+        self.losses[device] = summed_loss / len(steps)
 
     async def _train_mini_batches(
         self, layers: Layers, begun: Begun, step: int
     ) -> list[float]:
-        """Do forward and backward of an iteration's mini-batches in their order; return the parts of the mean loss."""
+        """Do forward and backward of each mini-batch of an iteration; return their parts of the mean loss."""
         device = begun.sender
         losses: list[float] = []
-        done = 0
-        # The iteration's number of samples is known from its first activation.
+        trained_samples = 0
+        # A placeholder until the first activation, which has the number of samples of the iteration.
         samples = 1
-        while done < samples:
+        while trained_samples < samples:
             micro = len(losses)
             activation = await self.mailbox.take(
                 DeviceActivation, (device, step, micro)
             )
             labels = activation.labels
             samples = activation.samples
-            # Unset where each sample counts as one.
-            whole = samples if activation.whole is None else activation.whole
+            total_weight: float = samples
+            if activation.whole is not None:
+                total_weight = activation.whole
             loss = await layers.forward_loss(
-                step, micro, activation.tensor, labels, samples, whole, begin=done
+                step,
+                micro,
+                activation.tensor,
+                labels,
+                samples,
+                total_weight,
+                begin=trained_samples,
             )
             losses.append(loss)
             gradient = await layers.backward(step, micro, len(labels))
             assert gradient is not None
             answer = ActivationGradient(begun.configuration, step, micro, gradient)
             self.mailbox.post(device, answer)
-            done += len(labels)
+            trained_samples += len(labels)
         return losses
 
     def join(self, update: Update) -> tuple[State, float]:
-        """Return the whole model of a device, M^k of equation (1), and the mean loss of the device's last round."""
+        """Return the whole model of a device, M^k of equation (1), and the mean loss of the device's newest round."""
         device = update.sender
-        server_layers = self.copies[device].weights()
-        whole = {**update.state, **server_layers}
-        return whole, self.losses[device]
+        server_weights = self.copies[device].weights()
+        whole_model = {**update.state, **server_weights}
+        return whole_model, self.losses[device]
 
 
 @dataclass(frozen=True)
 class Server:
-    """Runs all rounds that the global model does not contain yet.
-
-    After a restart of the server these are the rounds after the last saved one.
-    """
+    """Runs the rounds of a workload; after a restart of the server, the rounds after the newest saved one."""
 
     device: Device
     rounds: Rounds
     model: GlobalModel
-    splits: Mapping[str, int]
-    """Device -> number of its layers, P: the first layers of the model."""
-    side: ServerSide | None
-    """Trains the server's layers; None if the server trains nothing."""
+    split_points: Mapping[str, int]
+    """Device -> P: the device trains the first P layers of the model."""
+    server_side: ServerSide | None
+    """Trains the server's layers; None if the server trains no layers."""
     in_turn: bool = False
-    """Whether the devices train one after the other, each from the model of the one before."""
-    changes: bool = False
-    """Whether devices send changes to be added to their initial weights."""
+    """Whether the devices train one after the other, each from the merged model of the previous device."""
+    receives_changes: bool = False
+    """Whether devices send changes of weights, which the server adds to the weights that it sent to the devices."""
 
     async def run(self) -> None:
         """Run the remaining rounds."""
-        devices = list(self.splits)
+        devices = list(self.split_points)
+        # The devices of a turn train at the same time.
         turns = [devices]
         if self.in_turn:
             turns = [[name] for name in devices]
-        # The server restarted between saving a round and recording it.
+        # True if the server restarted after it saved a round, and before it had recorded the round.
         if not self.model.is_reported():
             await self.model.report()
         while not self.model.finished:
             start = self.device.now()
             trained: list[Trained] = []
-            # In turn, a round without an update is possible: all devices may have been late.
+            # Devices that train in turn may all be late; a round without any update is repeated.
             while not trained:
-                await self.rounds.present(devices, 1)
+                await self.rounds.wait_for_present(devices, minimum=1)
                 for turn in turns:
                     trained += await self._train_round(self.model.rounds, turn)
             await self.model.keep(start, trained)
@@ -443,29 +459,29 @@ class Server:
         server_extra = self.model.extra()
 
         def invite(name: str, configuration: int) -> Begin:
-            own = restrict(state, 0, self.splits[name])
-            return Begin(configuration, number, with_extra(own, server_extra))
+            device_state = restrict(state, 0, self.split_points[name])
+            return Begin(configuration, number, with_extra(device_state, server_extra))
 
         serve = None
-        if self.side is not None:
-            serve = partial(self.side.serve, state, number)
+        if self.server_side is not None:
+            serve = partial(self.server_side.serve, state, number)
         updates = await self.rounds.run_round(number, devices, invite, serve)
         trained = []
         for update in updates:
             weights, extra = split_extra(update.state)
-            # Merges of all other methods expect weights.
-            if self.changes:
+            # Only a method that sends changes itself has a `Merge` that expects them.
+            if self.receives_changes:
                 weights = _add_changes(state, weights)
-            whole, loss = self._whole_model(replace(update, state=weights))
-            result = Trained(update.sender, update.samples, whole, loss, extra)
+            whole_model, loss = self._whole_model(replace(update, state=weights))
+            result = Trained(update.sender, update.samples, whole_model, loss, extra)
             trained.append(result)
         await self.model.merge(trained)
         return trained
 
     def _whole_model(self, update: Update) -> tuple[State, float]:
         """Return the whole model of a device and the mean loss, which the server has computed for a split model."""
-        if self.side is not None:
-            return self.side.join(update)
+        if self.server_side is not None:
+            return self.server_side.join(update)
         assert update.loss is not None
         return update.state, update.loss
 
@@ -475,7 +491,7 @@ def _is_finite(state: State) -> bool:
 
 
 def _add_changes(start: State, changes: State) -> dict[str, torch.Tensor]:
-    """Return the weights of a device that has sent changes; a device may have some layers only."""
+    """Return the weights of a device that has sent changes, for the layers of the device."""
     weights = {}
     for name, change in changes.items():
         weights[name] = start[name] + change

@@ -1,9 +1,10 @@
-"""Local training of many devices in one computation: stacked weights and samples, by torch's ``vmap``.
+"""Local training of many simulated devices in one computation (``numerics: stacked``), by torch's ``vmap``.
 
-On the virtual clock a device's training is charged as usual. The numbers are computed when the first device needs the
-result of its training: all similar trainings started by then are computed together. The gain is largest for small
-networks, for which calling an operation takes longer than its arithmetic. In containers a device is alone and trains by
-``numerics: full``.
+The weights and samples of the devices are stacked along a new first axis. On the virtual clock each device is charged
+for its training as usual. Values are computed when the first device needs the result of its training; all similar
+trainings that have been registered by then are computed together. The gain is largest for small networks, for which
+calling an operation takes longer than its arithmetic. In containers each device is a process of its own and trains as
+with ``numerics: full``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from testbed.ml.method import PlanningProblem
 from testbed.ml.rounds.layers import LocalDataset
 from testbed.ml.training.optimizers import Sgd
 
-TOGETHER = 256
-"""Maximum number of devices computed together: more would gain nothing and take memory."""
+MAX_STACK = 256
+"""Maximum number of devices computed together; a larger stack takes more memory and is no faster."""
 
 
 @dataclass(eq=False)
@@ -30,23 +31,26 @@ class Training:
 
     stack: Stack
     share: LocalDataset
+    """The device's samples."""
     steps: range
+    """Iterations of the round, counted through all rounds."""
     start: State
+    """Weights at the beginning of the round, by name."""
     result: tuple[float, State] | None = None
-    """The mean loss and the new weights."""
+    """The mean loss and the new weights, after the computation."""
 
     def finish(self) -> tuple[float, State]:
-        """Return the mean loss and the new weights; compute all registered trainings if this one is not done."""
+        """Return the mean loss and the new weights; compute all registered trainings if this one has no result."""
         if self.result is None:
             self.stack.compute()
         assert self.result is not None
         return self.result
 
 
-def check_support(problem: PlanningProblem, *, trains_plainly: bool) -> None:
-    """Raise `InputError` for configurations without stacking support.
+def check_support(problem: PlanningProblem, *, has_default_training: bool) -> None:
+    """Raise `InputError` if the trainings of a problem cannot be stacked.
 
-    ``trains_plainly``: a round consists of an optimizer's steps, without changes by the method.
+    ``has_default_training`` is whether the method trains by `train_whole` instead of a hook of its own.
     """
     training = problem.workload.training
     optimizer = training.optimizer
@@ -54,9 +58,9 @@ def check_support(problem: PlanningProblem, *, trains_plainly: bool) -> None:
     module = model.build(0, len(model.units), problem.seed)
     has_other_optimizer = not optimizer.is_plain or optimizer.momentum
     has_other_precision = any(device.precision != "f32" for device in problem.devices)
-    # Each reason with a value that is true if the reason applies.
+    # Each value is true, or not empty, if the reason applies.
     reasons = {
-        "local training of the method's own": not trains_plainly,
+        "local training of the method's own": not has_default_training,
         "an optimizer other than sgd, or momentum": has_other_optimizer,
         "clipping": training.clip,
         "a precision other than f32": has_other_precision,
@@ -73,62 +77,63 @@ def check_support(problem: PlanningProblem, *, trains_plainly: bool) -> None:
 
 
 class Stack:
-    """All trainings of a run whose results are not computed yet."""
+    """All trainings of a simulation that have no result yet; the devices share one stack."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
-        self._begun: list[Training] = []
+        self._pending: list[Training] = []
 
     def begin(self, share: LocalDataset, steps: range, start: State) -> Training:
-        """Register a training of some steps on the samples of a device, from the weights ``start``."""
+        """Register a training of ``steps`` on the samples of a device, from the weights ``start``."""
         training = Training(self, share, steps, start)
-        self._begun.append(training)
+        self._pending.append(training)
         return training
 
     def compute(self) -> None:
         """Compute all registered trainings."""
-        # groupby needs equal keys to be neighbours.
-        begun = sorted(self._begun, key=_stack_key)
-        self._begun = []
-        for _, group in groupby(begun, key=_stack_key):
+        # `groupby` groups neighbours only.
+        pending = sorted(self._pending, key=_stack_key)
+        self._pending = []
+        for _, group in groupby(pending, key=_stack_key):
             similar = list(group)
-            for first in range(0, len(similar), TOGETHER):
-                self._train_stack(similar[first : first + TOGETHER])
+            for start in range(0, len(similar), MAX_STACK):
+                self._train_stack(similar[start : start + MAX_STACK])
 
     def _train_stack(self, trainings: Sequence[Training]) -> None:
-        """Compute similar trainings together, and store each one's result."""
+        """Compute similar trainings together, and store the result of each training."""
         config = self._problem.training
-        first = trainings[0]
+        # All trainings have the same names of weights and the same steps.
+        example = trainings[0]
         weights = {}
-        for name in first.start:
+        for name in example.start:
             tensors = [training.start[name] for training in trainings]
             weights[name] = torch.stack(tensors)
         optimizer = Sgd(config.part.optimizer)
         losses = []
-        for place, step in enumerate(first.steps):
-            images, labels = _stack_batches(trainings, place)
-            # Without a counted label, torch's mean loss is not a number.
+        for step in example.steps:
+            images, labels = _stack_batches(trainings, step)
+            # torch's mean loss is NaN for a batch whose labels are all ignored.
             if not all(map(config.weight, labels)):
                 raise InputError(
-                    "'stacked' needs a counted label in every batch: use full",
+                    "'stacked' needs a label that is not ignored in every batch: use full",
                     ("numerics",),
                 )
             gradients, loss = self._gradient_step(weights, images, labels)
             optimizer.step(weights, gradients, config.settings(step))
             losses.append(loss)
-        # In double precision, as the mean of Python floats in a training that is not stacked.
-        means = torch.stack(losses).double().mean(0).tolist()
-        for number, training in enumerate(trainings):
-            own = {}
+        # In double precision, like the mean of Python's floats in a training that is not stacked.
+        mean_losses = torch.stack(losses).double().mean(0).tolist()
+        for index, training in enumerate(trainings):
+            own_weights = {}
             for name, tensor in weights.items():
-                own[name] = tensor[number]
-            training.result = (means[number], own)
+                own_weights[name] = tensor[index]
+            training.result = (mean_losses[index], own_weights)
 
     @cached_property
     def _gradient_step(
         self,
     ) -> Callable[..., tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Function of stacked weights, images and labels that returns gradients and losses; all (devices, ...)."""
+        """Function of stacked weights, samples and labels that returns gradients and losses; all (devices, ...)."""
         from torch.func import functional_call, grad_and_value, vmap
 
         model = self._problem.model
@@ -145,19 +150,19 @@ class Stack:
 
 
 def _stack_batches(
-    trainings: Sequence[Training], place: int
+    trainings: Sequence[Training], step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images and labels of each training's step at a place, (devices, samples, ...)."""
+    """Return the samples and labels of an iteration of each training, (devices, samples, ...)."""
     images = []
     labels = []
     for training in trainings:
-        mini_batches = training.share.iteration(training.steps[place])
-        own_images, own_labels = mini_batches[0]
+        # A device that trains the whole model has a single mini-batch in each iteration.
+        ((own_images, own_labels),) = training.share.iteration(step)
         images.append(own_images)
         labels.append(own_labels)
     return torch.stack(images), torch.stack(labels)
 
 
 def _stack_key(training: Training) -> tuple[int, int, int]:
-    """Return the samples of a step, and the steps: trainings with equal keys can be stacked."""
+    """Return the number of samples of a step, and start and number of steps; equal keys mean similar trainings."""
     return training.share.mini_batch, training.steps.start, len(training.steps)

@@ -58,5 +58,7 @@ def test_dataset_smaller_than_batch_is_one_iteration() -> None:
 
 
 def test_fewer_samples_than_mini_batches_are_rejected() -> None:
-    with pytest.raises(ValueError, match="2 samples do not make 3 mini-batches"):
+    with pytest.raises(
+        ValueError, match="3 mini-batches need at least as many samples"
+    ):
         LocalDataset(numbered_dataset(2), 20, 3, seed=1)
