@@ -218,7 +218,7 @@ def test_containers_end_with_their_lease_unless_lab_is_kept(
             time.sleep(1.5 * lease)
             assert len(client.api.containers(filters=of_lab)) == 3
             # Stop the renewal of the lease.
-            lab.over.set()
+            lab.removed.set()
             wait_for(lambda: client.api.containers(filters=of_lab) == [])
         finally:
             lab.down()

@@ -313,7 +313,7 @@ class HostsLab(RunLab):
     def down(self) -> bool:
         """Remove the run from all hosts; see `Lab.down`. Lost hosts are cleaned up in the background."""
         for part in self.parts.values():
-            part.over.set()
+            part.removed.set()
         # A lost host that responds again by now is cleaned up with the others.
         lost = set()
         for name in self.lost:

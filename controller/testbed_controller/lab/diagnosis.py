@@ -62,7 +62,7 @@ _IMAGE_SPACE_WITH_CUDA = 16 * 10**9
 """Disk space needed for images with CUDA's libraries, in bytes."""
 _SHAPER_LEASE = 120.0
 """Lease of the test shaper in seconds."""
-_TRY_LINKS = (
+_TEST_LINKS = (
     "import json, os; from testbed_controller.shaping.backend import adopt_backends; "
     "from testbed_controller.shaping.backends import backend_problems; "
     "adopt_backends(os.environ); print(json.dumps(backend_problems()))"
@@ -78,7 +78,7 @@ class HostCheck:
     detail: str
     help: str = ""
     needed: bool = False
-    """Whether containers require the check to succeed; `--runtime simulate` requires none."""
+    """Whether runs in containers require the check to succeed; `--runtime simulate` requires no check."""
 
 
 def examine(*, measure: bool = False) -> Iterator[HostCheck]:
@@ -158,11 +158,11 @@ def _measure_capacity(client: docker.DockerClient, backend: str) -> HostCheck:
 
 
 def _make_check(
-    name: str, missing: str, success: str, remedy: str, *, needed: bool = False
+    name: str, problem: str, success: str, remedy: str, *, needed: bool = False
 ) -> HostCheck:
-    """Return a failed check with a remedy if ``missing`` names a problem, otherwise a successful check."""
-    if missing:
-        return HostCheck(name, "missing", missing, remedy, needed)
+    """Return a failed check with a remedy if ``problem`` is not empty, otherwise a successful check."""
+    if problem:
+        return HostCheck(name, "missing", problem, remedy, needed)
     return HostCheck(name, "ok", success, needed=needed)
 
 
@@ -172,54 +172,53 @@ def _check_python() -> HostCheck:
         if importlib.util.find_spec(name) is None:
             missing.append(name)
     version = platform.python_version()
-    without = f"{version} without {', '.join(missing)}" if missing else ""
+    problem = f"{version} without {', '.join(missing)}" if missing else ""
     success = f"{version} in {sys.prefix}"
     remedy = "install them with pip, or in a checkout with 'make environment'"
-    return _make_check("python", without, success, remedy, needed=bool(missing))
+    return _make_check("python", problem, success, remedy, needed=bool(missing))
 
 
 def _check_engine(
     client: docker.DockerClient, engine: EngineAddress
 ) -> Iterator[HostCheck]:
-    known = facts(client)
-    description = (
-        f"{known['name']} {known['version']} (API {known['api']}) on {known['system']}"
-    )
+    properties = facts(client)
+    description = "{name} {version} (API {api}) on {system}".format_map(properties)
     if engine.chosen:
         description += f" at {engine.title}"
     reason, remedy = lab_problem(client, engine) or ("", "")
     yield _make_check("engine", reason, description, remedy, needed=True)
-    yield HostCheck("kernel", "ok", f"{known['kernel']}, {known['architecture']}")
-    yield _check_cgroup(known)
-    copies = ""
-    if known["storage"] == "vfs":
-        copies = "vfs copies every image for each container"
+    kernel = "{kernel}, {architecture}".format_map(properties)
+    yield HostCheck("kernel", "ok", kernel)
+    yield _check_cgroup(properties)
+    storage_problem = ""
+    if properties["storage"] == "vfs":
+        storage_problem = "vfs copies every image for each container"
     remedy = "configure the engine with the storage driver overlay2"
-    yield _make_check("storage", copies, known["storage"], remedy)
+    yield _make_check("storage", storage_problem, properties["storage"], remedy)
     yield _check_images(client)
     yield _check_registry(client)
 
 
-def _check_cgroup(known: Mapping[str, Any]) -> HostCheck:
-    cgroup = known["cgroup"]
-    without = ""
-    if known["unlimited"]:
-        without = f"{cgroup} without limits on {', '.join(known['unlimited'])}"
+def _check_cgroup(properties: Mapping[str, Any]) -> HostCheck:
+    cgroup = properties["cgroup"]
+    problem = ""
+    if properties["unlimited"]:
+        problem = f"{cgroup} without limits on {', '.join(properties['unlimited'])}"
     remedy = "boot with cgroup_enable=memory, or use cgroup v2; otherwise device limits are ignored"
     success = f"{cgroup} with limits on memory and processes"
-    return _make_check("cgroup", without, success, remedy)
+    return _make_check("cgroup", problem, success, remedy)
 
 
 def _check_images(client: docker.DockerClient) -> HostCheck:
-    wanted = find_tags(client)
+    tags = find_tags(client)
     # A run needs only these two images. The images on which they were built may be missing.
-    needed = {"device": wanted.device, "shaper": wanted.shaper}
+    needed = {"device": tags.device, "shaper": tags.shaper}
     missing = []
     for kind, tag in needed.items():
         if not image_exists(client, tag):
             missing.append(kind)
     unbuilt = f"not built yet: {', '.join(missing)}" if missing else ""
-    success = f"{wanted.device}, {wanted.shaper}"
+    success = f"{tags.device}, {tags.shaper}"
     remedy = "run 'testbed setup images'; otherwise the first run builds them"
     return _make_check("images", unbuilt, success, remedy)
 
@@ -254,7 +253,7 @@ def _check_links(client: docker.DockerClient, image: str) -> Iterator[HostCheck]
             remedy = "install a compatible version of the package"
             yield HostCheck(f"links: {name}", "missing", error.text, remedy)
     try:
-        program = ["python3", "-c", _TRY_LINKS]
+        program = ["python3", "-c", _TEST_LINKS]
         printed = capability.run_in_shaper_image(client, image, program, backends)
         problems: dict[str, str] = json.loads(printed)
     except (HostError, APIError) as error:
@@ -307,9 +306,9 @@ def _check_shaper(client: docker.DockerClient, image: str) -> HostCheck:
 def _check_host(client: docker.DockerClient | None) -> Iterator[HostCheck]:
     machine = facts(client) if client else {}
     cores = machine.get("cores") or os.cpu_count() or 1
-    too_few = "1" if cores < 2 else ""
+    problem = "1" if cores < 2 else ""
     remedy = "use at least two: the shaper must not wait for the devices"
-    yield _make_check("processors", too_few, str(cores), remedy)
+    yield _make_check("processors", problem, str(cores), remedy)
     # The memory of the engine counts, if one responds: an engine in a virtual machine has less than this machine.
     own_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = machine.get("memory") or own_memory
@@ -319,9 +318,9 @@ def _check_host(client: docker.DockerClient | None) -> Iterator[HostCheck]:
     if folder.is_dir():
         yield _check_disk(folder)
     has_qemu = shutil.which("qemu-system-x86_64") is not None
-    unbootable = "" if has_qemu else "needed only by netem tests"
+    problem = "" if has_qemu else "needed only by netem tests"
     success = "tests can boot a kernel with sch_netem"
-    yield _make_check("qemu", unbootable, success, "apt-get install qemu-system-x86")
+    yield _make_check("qemu", problem, success, "apt-get install qemu-system-x86")
 
 
 def _check_disk(folder: Path) -> HostCheck:

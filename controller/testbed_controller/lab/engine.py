@@ -27,6 +27,7 @@ from testbed_controller.lab.engineaddress import (
 from testbed_controller.lab.paths import RECIPES, state_folder
 
 Say = Callable[[str], None]
+"""A function that shows the user a line about the progress."""
 
 _POOL_SIZE = 64
 """Maximum number of connections kept open to an engine, since containers are started concurrently."""

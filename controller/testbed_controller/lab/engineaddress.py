@@ -1,4 +1,10 @@
-"""The chosen engine: DOCKER_HOST, otherwise the current docker context, otherwise the engine of this machine."""
+"""The choice of the container engine: DOCKER_HOST, otherwise the current docker context, otherwise this machine's
+engine.
+
+A docker context is a named engine address in Docker's configuration (`docker context ls`). The files of a context are
+in ``~/.docker/contexts``: ``meta/KEY/meta.json`` has the address, and ``tls/KEY/docker`` the certificates, where KEY is
+a hash of the context's name.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +22,22 @@ from testbed.common.errors import HostError, InputError
 SOCKET = "/var/run/docker.sock"
 """Default socket of an engine on its own machine."""
 CERTIFICATES = ("ca.pem", "cert.pem", "key.pem")
+"""Names of the files with the certificate authority, the client's certificate and the client's key."""
 
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """The address of an engine, and the source of the choice.
+    """The address of an engine, and whether the user chose the engine.
 
-    A run's state stores the address of its engine, so the run is accessible after the user switches to another engine.
+    A run's state file contains the address of its engine, so the run is accessible after the user chooses another
+    engine.
 
     >>> EngineAddress("tcp://192.0.2.7:2376").is_local
     False
     """
 
     url: str = f"unix://{SOCKET}"
+    """Address of the engine's API, as in DOCKER_HOST."""
     context: str = ""
     """Name of the docker context; empty for DOCKER_HOST and for the engine of this machine."""
     chosen: bool = False
@@ -40,7 +49,7 @@ class EngineAddress:
 
     @property
     def title(self) -> str:
-        """The address in the user's notation."""
+        """The address for messages, in the form in which the user chose the engine."""
         if self.context:
             return f"the docker context '{self.context}' ({self.url})"
         return f"DOCKER_HOST={self.url}" if self.chosen else self.url
@@ -64,7 +73,7 @@ class EngineAddress:
 
     @property
     def switch_back(self) -> str:
-        """Instruction for returning from this engine to the engine of this machine."""
+        """Instruction for the user to choose the engine of this machine instead of this engine."""
         if not self.context:
             return "unset DOCKER_HOST"
         # The variable takes precedence over the context in docker's configuration.
@@ -81,7 +90,7 @@ def chosen_engine() -> EngineAddress:
     """
     host = os.environ.get("DOCKER_HOST")
     if host:
-        # As docker's own command: any text but an empty one switches the verification on.
+        # As in docker's own commands, any text but an empty one switches the verification on.
         verify = bool(os.environ.get("DOCKER_TLS_VERIFY"))
         folder = os.environ.get("DOCKER_CERT_PATH", "")
         if verify and not folder:

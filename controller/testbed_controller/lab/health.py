@@ -78,6 +78,7 @@ class Health:
         log line of the container.
         """
         waiting = dict(urls)
+        # The instant at which a container responded last.
         last_progress = time.monotonic()
         last_check = last_progress
         while True:
@@ -198,13 +199,13 @@ class Health:
         if problem:
             raise HostError(f"{name}: {problem}")
 
-    def _raise_with_log(self, name: str, why: str) -> NoReturn:
+    def _raise_with_log(self, name: str, reason: str) -> NoReturn:
         output = b"".join(container_logs(self._client, self._run, name))
         lines = output.decode(errors="replace").strip().splitlines()
         end = "\n".join(lines[-LOGGED_LINES:])
         _LOG.info("the log of %s ends with:\n%s", name, end)
-        last = lines[-1] if lines else "none"
-        raise HostError(f"{name} {why}; last log line: {last}")
+        last_line = lines[-1] if lines else "none"
+        raise HostError(f"{name} {reason}; last log line: {last_line}")
 
 
 def _count_oom_kills() -> int:

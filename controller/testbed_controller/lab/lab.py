@@ -72,6 +72,7 @@ RECONNECT_SECONDS = 0.2
 """Pause before reconnecting to the engine's event stream, in seconds."""
 
 Progress = Callable[[str], None]
+"""A function that shows the user a line about the progress."""
 
 
 class RunLab:
@@ -99,21 +100,23 @@ class RunLab:
     def check_serves(self, trial: Trial) -> None:
         """Raise InputError if a trial needs other devices, links or images than the lab has."""
         present = self.experiment
-        wanted = trial.experiment
-        has_network = present.links == wanted.links and present.cells == wanted.cells
-        wanted_images = _program_images(wanted)
+        requested = trial.experiment
+        has_links = present.links == requested.links
+        has_network = has_links and present.cells == requested.cells
+        requested_images = _program_images(requested)
         # A workload without programs runs on any lab.
-        has_images = not wanted_images or wanted_images == _program_images(present)
+        has_images = not requested_images
+        has_images = has_images or requested_images == _program_images(present)
         is_equal_by_key = {
-            "devices": present.devices == wanted.devices,
+            "devices": present.devices == requested.devices,
             "network": has_network,
             "workload.programs": has_images,
         }
         for key, is_equal in is_equal_by_key.items():
             if not is_equal:
                 raise InputError(
-                    f"{key}: differs from the lab {self.run_id}, whose workload alone can change: "
-                    "use the lab's own values, or run 'testbed down' and 'testbed up' again"
+                    f"{key}: differs from the lab {self.run_id}, in which only the workload can change: "
+                    "use the lab's values, or run 'testbed down' and 'testbed up' again"
                 )
 
     def note_results(self, results: Path) -> None:
@@ -181,8 +184,8 @@ class Lab(RunLab):
         self.devices: dict[str, DeviceContainer] = {}
         self._shaper_url = ""
         self._agents: dict[str, Agent] = {}
-        self.over = threading.Event()
-        """Set when the lab is removed."""
+        self.removed = threading.Event()
+        """Set when the removal of the lab begins."""
         memory = {device.name: device.memory for device in trial.experiment.devices}
         self.health = Health(client, state.run, memory)
         self.health.shares_kernel = clock is None
@@ -265,7 +268,7 @@ class Lab(RunLab):
         if clock.is_other:
             self._clock = clock
             self.health.shares_kernel = False
-            follow = partial(clock.follow, self.over)
+            follow = partial(clock.follow, self.removed)
             threading.Thread(target=follow, name="clock", daemon=True).start()
 
     @property
@@ -428,14 +431,14 @@ class Lab(RunLab):
         Returns False after an interruption or without a response of the engine; the removal then continues in the
         background.
         """
-        self.over.set()
+        self.removed.set()
         return self._take_down(
             partial(remove_run, self._client, self.run_id, recheck=False)
         )
 
     def renew_leases(self) -> None:
         """Renew the lease of every running container until the lab is removed."""
-        while not self.over.wait(RENEWAL_SECONDS):
+        while not self.removed.wait(RENEWAL_SECONDS):
             renewals = [self.shaper.renew]
             for name, container in list(self.devices.items()):
                 if container.control_url:
@@ -586,19 +589,21 @@ def _ignore_errors(*codes: int) -> Iterator[None]:
 
 
 class ContainerChanges:
-    """An iterator over the state changes of a run's containers, whoever causes them.
+    """An iterator over all state changes of a run's containers, by this controller, the user or the engine.
 
-    An event of the engine only triggers a query of the container's current state. All containers are queried again when
-    an engine responds that was silent, so no change is lost.
+    An event of the engine only triggers a query of the container's current state. When the engine responds after a
+    silence, all containers are queried again, so no change is lost.
     """
 
     def __init__(self, lab: Lab, on_return: Callable[[float], None]) -> None:
         """``on_return`` is called with the duration of the engine's absence, in seconds, when it responds again."""
         self._lab = lab
         self._on_return = on_return
-        self._last: dict[str, tuple[str, int]] = {}
-        self._over = threading.Event()
+        self._yielded: dict[str, tuple[str, int]] = {}
+        """State and process ID of each container as yielded last."""
+        self._closed = threading.Event()
         self._stream: Any = None
+        """The engine's present stream of events."""
 
     def __iter__(self) -> Iterator[DeviceContainer]:
         """Yield each container initially, and after every change of its state or process.
@@ -616,7 +621,7 @@ class ContainerChanges:
             "label": f"{RUN}={lab.run_id}",
         }
         absent_since = None
-        while not self._over.is_set():
+        while not self._closed.is_set():
             with contextlib.suppress(requests.RequestException, HTTPError, OSError):
                 self._stream = lab._client.events(decode=True, filters=filters)
                 if absent_since is not None:
@@ -631,11 +636,11 @@ class ContainerChanges:
             # The stream has ended, or the engine refuses another one. The absence begins at the first failure.
             if absent_since is None:
                 absent_since = time.monotonic()
-            self._over.wait(RECONNECT_SECONDS)
+            self._closed.wait(RECONNECT_SECONDS)
 
     def close(self) -> None:
         """End the iteration."""
-        self._over.set()
+        self._closed.set()
         if self._stream is not None:
             with contextlib.suppress(OSError, AttributeError):  # already closed
                 self._stream.close()
@@ -644,6 +649,6 @@ class ContainerChanges:
         container = self._lab.inspect(name)
         # The process ID is compared too, since a container may restart between two queries that find equal states.
         current = (container.state, container.pid)
-        if self._last.get(name) != current and not self._over.is_set():
-            self._last[name] = current
+        if self._yielded.get(name) != current and not self._closed.is_set():
+            self._yielded[name] = current
             yield container

@@ -13,7 +13,8 @@ RESERVED = 1 << 30
 AGENT = 25e6
 """Measured memory of an agent without torch, in bytes (docs/speed.md)."""
 TORCH_AGENT = 172e6
-"""Memory of an agent with torch but without weights and samples, in bytes: 128 devices took 22 GB with shared files."""
+"""Memory of an agent with torch but without weights and samples, in bytes: 128 devices, which share the files of
+libraries in memory, took 22 GB."""
 
 
 def device_memory(device: DeviceSpec, *, torch: bool = True) -> float:

@@ -119,17 +119,19 @@ def make_control_network(
     Its subnet comes from ``within``; by default from `DEFAULT_RANGE`, or from the engine's address pools if the range
     is occupied. Raises HostError if the network cannot be created.
     """
-    chosen = within or DEFAULT_RANGE
-    routed = host_routes(chosen)
+    allowed_range = within or DEFAULT_RANGE
+    routed = host_routes(allowed_range)
     engine_subnets = subnets(client)
-    taken = [*routed, *engine_subnets]
+    used = [*routed, *engine_subnets]
     pools: list[IPAMPool | None] = []
-    for subnet in free_subnets(chosen, 1, taken, "control_subnet"):
+    for subnet in free_subnets(allowed_range, 1, used, "control_subnet"):
         pools.append(IPAMPool(subnet=str(subnet)))
     # The engine may choose a subnet only if the user has not named a range.
     if within is None:
         pools.append(None)
-    no_pool_text = describe_obstacles(chosen, routed, {"the engine": engine_subnets})
+    no_pool_text = describe_obstacles(
+        allowed_range, routed, {"the engine": engine_subnets}
+    )
     settings = {"driver": "bridge", "options": CONTROL_OPTIONS}
     title = "the control network"
     make_network(client, run, "control", pools, title, no_pool_text, **settings)

@@ -1,4 +1,8 @@
-"""Reachability of a container's published port, with the reason if it is unreachable."""
+"""Reachability of a container's published port, with the reason if the port is unreachable.
+
+The engine publishes the control port of a container at a port of the engine's machine. The controller may be unable to
+reach this port, for example if the controller runs in a container.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,27 @@ from testbed.wire.ports import CONTROL_PORT
 
 _CONNECT_SECONDS = 1.0
 """Time-out of a connection within one machine, in seconds."""
-_TRY = f"import socket; socket.create_connection(('127.0.0.1', {CONTROL_PORT}), {_CONNECT_SECONDS})"
+_CONNECT_PROGRAM = f"import socket; socket.create_connection(('127.0.0.1', {CONTROL_PORT}), {_CONNECT_SECONDS})"
+"""Python program that fails unless the control port accepts connections inside the container."""
 _CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
 """Files that Docker and Podman create in every container."""
 
 
 def port_problem(client: docker.DockerClient, container: str, url: str) -> str:
-    """Return the reason why a listening container is unreachable at the URL of its published control port.
+    """Return why a listening container is unreachable at ``url``, the URL of its published control port.
 
-    Empty if the port is reachable, or if the container does not listen yet.
+    Returns an empty text if the port is reachable, or if the container does not listen yet.
     """
-    # Check again after the query inside, since the container may have begun to listen in between.
-    if _is_reachable(url) or not _is_listening(client, container) or _is_reachable(url):
+    if _is_reachable(url) or not _is_listening(client, container):
+        return ""
+    # A second check, since the container may have begun to listen after the first one.
+    if _is_reachable(url):
         return ""
     remedy = (
         "if the engine is on another machine, run testbed there, or add '--hosts NAME'"
     )
     if _is_in_container():
-        remedy = f"testbed seems to run in a container: start the container with '--network host'; {remedy}"
+        remedy = f"this command seems to run in a container: start the container with '--network host'; {remedy}"
     return f"the engine publishes its port at {urlsplit(url).netloc}, which is unreachable from here; {remedy}"
 
 
@@ -47,9 +54,10 @@ def _is_reachable(url: str) -> bool:
 def _is_listening(client: docker.DockerClient, container: str) -> bool:
     """Return whether the control port answers inside the container."""
     try:
-        started = client.api.exec_create(container, ["python3", "-c", _TRY])["Id"]
-        client.api.exec_start(started)
-        return bool(client.api.exec_inspect(started)["ExitCode"] == 0)
+        command = ["python3", "-c", _CONNECT_PROGRAM]
+        execution = client.api.exec_create(container, command)["Id"]
+        client.api.exec_start(execution)
+        return bool(client.api.exec_inspect(execution)["ExitCode"] == 0)
     except APIError:  # the container has ended
         return False
 

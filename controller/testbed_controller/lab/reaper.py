@@ -1,11 +1,11 @@
-"""A small process that outlives a controller just long enough to remove a run that the controller left behind.
+"""The reaper: a process that removes a run if the run's controller ends without removing it.
 
 The reaper waits on a pipe whose other end only the controller holds. However the controller ends, even by SIGKILL, the
-kernel closes the pipe, and the reaper removes the run as soon as the engine responds. It is dismissed after the
-controller has removed the run, or when a lab is meant to outlive its controller.
+kernel closes the pipe, and the reaper removes the run as soon as the engine responds. The controller dismisses the
+reaper after removing the run, and for a lab that should outlive its controller.
 
-Controller and reaper share a lock on a file beside the run's state file. If the lock is free, both were killed and the
-run is abandoned.
+Controller and reaper share a lock on a file beside the run's state file (`testbed_controller.lab.paths.lock_run`). If
+the lock is free, both were killed and the run is orphaned.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ The list keeps them alive, because the pipe of a deleted reaper would be closed 
 
 
 class Reaper:
-    """The guardian of a run, started before anything of the run exists."""
+    """The controller's side of a reaper process, which is started before any part of the run exists."""
 
     def __init__(
         self, run: str, program: str = "testbed_controller.lab.reaper"
     ) -> None:
         """``program`` is the module whose `main` the process runs."""
         self._run = run
-        # The process inherits the lock, which is free only after both have ended.
+        # The reaper process inherits the lock, which is free only after both processes have ended.
         self._lock = lock_run(run)
         with (state_folder() / "reaper.log").open("ab") as log:
             self._process = subprocess.Popen(

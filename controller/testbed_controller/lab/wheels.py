@@ -1,6 +1,8 @@
-"""Python packages of the images: selection, versions, builds, and wheels.
+"""Python packages of the images: their names, versions and wheels.
 
-Packages are resolved for the Python and platform of the images, independent of the controller's own.
+`requirements` computes the packages of an image with all dependencies, and `fetch_wheels` returns a wheel for each,
+from a cache folder or fetched by the host's pip. Packages are resolved for the Python and platform of the images (a
+`Target`), which may differ from those of the controller.
 """
 
 from __future__ import annotations
@@ -36,18 +38,19 @@ from testbed_controller.lab.engine import Say
 from testbed_controller.lab.paths import BUILD, RECIPES
 
 PYTHON = "3.11"
-"""Python version of every image, that of Debian 12, independent of the controller's."""
-_GLIBC = 36
-"""Minor version of glibc in Debian 12."""
+"""Python version of every image, as in Debian 12; the controller may run on another version."""
+_GLIBC_MINOR = 36
+"""Minor version of glibc in Debian 12, which has glibc 2.36."""
 REQUIREMENTS = {
     "device": ("agent", "device"),
     "shaper": ("shaper",),
     "agent": ("agent",),
 }
-"""Package lists of each image."""
-_FULL = 20 << 20
-"""A disk with less free space, in bytes, counts as full."""
-_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+"""Package lists of each kind of image: ``agent`` stands for ``images/agent.requirements``."""
+_FULL_DISK_BYTES = 20 << 20
+"""Free space in bytes below which a disk counts as full."""
+_LINUX_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
+"""Linux's names of processor architectures that Docker names differently."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Target:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of environment markers."""
+        """The variables of environment markers, such as ``python_version`` in ``tomli; python_version < "3.11"``."""
         return {
             "implementation_name": "cpython",
             "implementation_version": f"{PYTHON}.0",
@@ -84,7 +87,7 @@ class Target:
     def platforms(self) -> list[str]:
         """The platform tags of compatible wheels, the closest one first."""
         # PEP 600: a wheel for an older glibc runs with every newer one. The oldest tag in use is that of glibc 2.5.
-        names = [f"manylinux_2_{minor}" for minor in range(_GLIBC, 4, -1)]
+        names = [f"manylinux_2_{minor}" for minor in range(_GLIBC_MINOR, 4, -1)]
         # Names from before PEP 600, under which many wheels are still published.
         names += ["manylinux2014", "manylinux2010", "manylinux1", "linux"]
         return [f"{name}_{self.machine}" for name in names]
@@ -92,21 +95,25 @@ class Target:
     def supported_tags(self) -> set[tags.Tag]:
         """Return the tags of all compatible wheels."""
         version = tuple(int(part) for part in PYTHON.split("."))
-        own = tags.cpython_tags(version, platforms=self.platforms)
-        pure = tags.compatible_tags(
-            version, f"cp{version[0]}{version[1]}", self.platforms
-        )
-        return {*own, *pure}
+        interpreter = f"cp{version[0]}{version[1]}"
+        # Wheels with compiled code for this Python, and wheels of Python code only.
+        compiled = tags.cpython_tags(version, platforms=self.platforms)
+        pure = tags.compatible_tags(version, interpreter, self.platforms)
+        return {*compiled, *pure}
 
     def is_this_machine(self) -> bool:
         """Return whether wheels that pip builds or selects for this process fit the image."""
         library, version = platform.libc_ver()
         major, _, minor = version.partition(".")
-        # A program may use an older glibc than the one of its system, never a newer one.
-        is_old_enough = library == "glibc" and major == "2"
-        is_old_enough = is_old_enough and int(minor or _GLIBC + 1) <= _GLIBC
-        same_python = platform.python_version_tuple()[:2] == tuple(PYTHON.split("."))
-        return is_old_enough and same_python and host_machine() == self.machine
+        if library != "glibc" or major != "2" or not minor:
+            return False
+        # A program may use an older glibc than its system's, but not a newer one.
+        if int(minor) > _GLIBC_MINOR:
+            return False
+        has_same_python = platform.python_version_tuple()[:2] == tuple(
+            PYTHON.split(".")
+        )
+        return has_same_python and host_machine() == self.machine
 
 
 def host_machine() -> str:
@@ -120,7 +127,7 @@ def machine_name(architecture: str) -> str:
     >>> machine_name("amd64"), machine_name("aarch64")
     ('x86_64', 'aarch64')
     """
-    return _MACHINES.get(architecture.lower(), architecture)
+    return _LINUX_NAMES.get(architecture.lower(), architecture)
 
 
 def torch_builds() -> tuple[str, ...]:
@@ -136,19 +143,20 @@ def torch_builds() -> tuple[str, ...]:
         raise HostError(
             "the Python package 'torch' is not installed: install it with pip, or run 'make'"
         ) from None
-    wish = os.environ.get("TESTBED_TORCH") or "cpu"
-    if wish not in ("cpu", "cuda"):
-        raise HostError(f"unknown TESTBED_TORCH={wish}: set it to cpu or cuda")
-    if wish == "cuda" or installed.endswith("+cpu"):
+    requested = os.environ.get("TESTBED_TORCH") or "cpu"
+    if requested not in ("cpu", "cuda"):
+        raise HostError(f"unknown TESTBED_TORCH={requested}: set it to cpu or cuda")
+    if requested == "cuda" or installed.endswith("+cpu"):
         return (installed,)
-    return (installed.partition("+")[0] + "+cpu", installed)
+    release = installed.partition("+")[0]
+    return (f"{release}+cpu", installed)
 
 
 def fetch_cpu_torch(target: Target, say: Say) -> bool:
     """Fetch the CPU build of torch for an image; return whether a package index provides the build."""
     folder = _wheel_folder()
-    wanted = Requirement(f"torch=={target.torch}")
-    if _find_wheel(folder, wanted, target.supported_tags()) is not None:
+    requirement = Requirement(f"torch=={target.torch}")
+    if _find_wheel(folder, requirement, target.supported_tags()) is not None:
         return True
     say(
         f"fetching torch {target.torch} for the images; TESTBED_TORCH=cuda takes the CUDA build"
@@ -156,29 +164,30 @@ def fetch_cpu_torch(target: Target, say: Say) -> bool:
     script = str(RECIPES / "cpu-torch")
     pip = _pip_command(folder, target)
     command = ["sh", script, target.torch, *pip, "--no-deps"]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    if done.returncode:
-        say(done.stdout.strip())
-    return done.returncode == 0
+    if result.returncode:
+        say(result.stdout.strip())
+    return result.returncode == 0
 
 
 def requirements(kind: str, target: Target) -> dict[str, str]:
     """Return the Python packages of an image with all dependencies: name -> version specifier.
 
-    The result equals pip's: with extras and markers, for the image's Python and platform. Versions are those of this
-    environment, which is made from ``requirements.lock``, so host and devices compute with equal ones. A package needed
-    only on the image's platform keeps the specifier of its requirement. Raises `HostError` if a listed package is not
-    installed here.
+    Dependencies follow extras and markers as in pip, for the image's Python and platform. Versions are those of this
+    environment, which is made from ``requirements.lock``, so host and devices compute with equal versions. A package
+    that only the image's platform needs is not installed here, and keeps the specifiers of the packages that require
+    it. Raises `HostError` if a listed package is not installed here.
     """
     packages: dict[str, str] = {}
+    # The merged requirements of packages that are not installed here.
     absent: dict[str, Requirement] = {}
-    # Pairs of package and extra whose dependencies are known, since dependencies may form a cycle.
+    # Pairs of package and extra whose dependencies have been added, since dependencies may form a cycle.
     expanded: set[tuple[str, str]] = set()
     listed = [Requirement(name) for name in list_packages(kind)]
     waiting = list(listed)
@@ -193,17 +202,17 @@ def requirements(kind: str, target: Target) -> dict[str, str]:
                     f"the Python package '{requirement.name}' of {RECIPES.name}/{kind}.requirements is not "
                     "installed: install it with pip, or in a checkout add it to requirements.lock and run 'make'"
                 ) from None
-            known = absent.setdefault(name, Requirement(name))
-            known.extras |= requirement.extras
-            known.specifier &= requirement.specifier
-            packages[name] = str(known).removeprefix(name)
+            merged = absent.setdefault(name, Requirement(name))
+            merged.extras |= requirement.extras
+            merged.specifier &= requirement.specifier
+            packages[name] = str(merged).removeprefix(name)
             continue
         environment = target.environment
         packages[name] = f"=={distribution.version}"
         if name == "torch":
             packages[name] = _pin_torch(target.torch)
             if target.torch.endswith("+cpu"):
-                # The CUDA packages of other builds are marked as needed on Linux.
+                # Torch requires CUDA's packages on Linux, but its CPU build does not need them.
                 environment["platform_system"] = ""
         lines = distribution.requires or ()
         for extra in ("", *requirement.extras):
@@ -214,7 +223,7 @@ def requirements(kind: str, target: Target) -> dict[str, str]:
 
 
 def _pin_torch(version: str) -> str:
-    # "==2.13.0" would also accept 2.13.0+cpu.
+    # "==2.13.0" would also accept 2.13.0+cpu; "===" compares the whole text.
     return f"=={version}" if "+" in version else f"==={version}"
 
 
@@ -262,36 +271,39 @@ def read_list(path: Path) -> list[str]:
 
 
 def fetch_wheels(packages: Mapping[str, str], target: Target) -> list[Path]:
-    """Return a wheel of each package and of pip itself, from the cache or fetched by the host's pip.
+    """Return a wheel of each package (name -> specifier) and of pip itself, from the cache or fetched by the host's
+    pip.
 
     Raises `HostError` if pip fails.
     """
-    wanted = {**packages, "pip": f"=={pip_version()}"}
-    roots = [Requirement(name + specifier) for name, specifier in wanted.items()]
-    return complete_wheels(_wheel_folder(), roots, target)
+    specifiers = {**packages, "pip": f"=={pip_version()}"}
+    requested = [
+        Requirement(name + specifier) for name, specifier in specifiers.items()
+    ]
+    return complete_wheels(_wheel_folder(), requested, target)
 
 
 def complete_wheels(
-    folder: Path, roots: Iterable[Requirement], target: Target
+    folder: Path, requested: Iterable[Requirement], target: Target
 ) -> list[Path]:
-    """Return wheels for some packages and all dependencies from a folder, after fetching missing ones.
+    """Return wheels for the requested packages and all dependencies from a folder, after fetching missing ones.
 
     pip evaluates markers for the host, so dependencies specific to the image are resolved here, from the metadata of
     the wheels. Raises `HostError` if pip fails.
     """
-    pinned = {canonicalize_name(root.name): root for root in roots}
-    tried: set[str] = set()
+    pinned = {canonicalize_name(root.name): root for root in requested}
+    attempted: set[str] = set()
     # Each pass reads the requirements of the wheels that the pass before has fetched.
     while True:
         wheels, missing = _walk_wheels(folder, pinned, target)
         if not missing:
             return sorted(wheels.values())
-        lost = tried.intersection(missing)
-        if lost:
+        failed = attempted.intersection(missing)
+        if failed:
             raise HostError(
-                f"pip made no wheel of {', '.join(sorted(lost))}: remove {folder} and try again"
+                f"pip succeeded without a wheel of {', '.join(sorted(failed))}: remove {folder} and try again"
             )
-        tried.update(missing)
+        attempted.update(missing)
         complaint = pip_wheels(folder, target, "--no-deps", *sorted(missing))
         if complaint:
             raise HostError(f"pip cannot fetch the wheels for the images: {complaint}")
@@ -305,14 +317,14 @@ def fetch_program_wheels(
     The packages share the device image's torch unless they name another version. Raises `HostError` if pip fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    present = requirements("device", target)
-    roots = _parse_requirements(packages)
+    device_packages = requirements("device", target)
+    requested = _parse_requirements(packages)
     arguments = [*packages, f"pip=={pip_version()}"]
-    if "torch" not in [canonicalize_name(root.name) for root in roots]:
+    if "torch" not in [canonicalize_name(root.name) for root in requested]:
         if target.torch.endswith("+cpu"):
             fetch_cpu_torch(target, say)
         constraints = folder / "constraints.txt"
-        constraints.write_text(f"torch{present['torch']}\n")
+        constraints.write_text(f"torch{device_packages['torch']}\n")
         arguments += ["--constraint", str(constraints)]
         arguments += ["--find-links", str(_wheel_folder())]
     complaint = pip_wheels(folder, target, *arguments)
@@ -321,9 +333,9 @@ def fetch_program_wheels(
             f"pip cannot fetch {', '.join(packages)}: {complaint}; check the names of the packages"
         )
     if not target.is_this_machine():
-        complete_wheels(folder, roots, target)
+        complete_wheels(folder, requested, target)
     wheels = sorted(folder.glob("*.whl"))
-    return [path for path in wheels if not _is_present(path, present)]
+    return [path for path in wheels if not _is_in_image(path, device_packages)]
 
 
 def _parse_requirements(packages: Iterable[str]) -> list[Requirement]:
@@ -335,10 +347,10 @@ def _parse_requirements(packages: Iterable[str]) -> list[Requirement]:
     return named
 
 
-def _is_present(path: Path, present: Mapping[str, str]) -> bool:
-    """Return whether the device image has the package of a wheel in the same version."""
+def _is_in_image(path: Path, image_packages: Mapping[str, str]) -> bool:
+    """Return whether an image has the package of a wheel in the same version."""
     name, version, _, _ = parse_wheel_filename(path.name)
-    return present.get(name, "").lstrip("=") == str(version)
+    return image_packages.get(name, "").lstrip("=") == str(version)
 
 
 def _walk_wheels(
@@ -372,7 +384,7 @@ def _walk_wheels(
 def _wheel_requirements(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
-            # At the top: setuptools carries the metadata of other packages further down.
+            # Only at the top: setuptools contains the metadata of other packages in subfolders.
             if re.fullmatch(r"[^/]+\.dist-info/METADATA", name):
                 folder = zipfile.Path(archive, name.removesuffix("METADATA"))
                 return metadata.PathDistribution(folder).requires or []
@@ -384,13 +396,13 @@ def _find_wheel(
 ) -> Path | None:
     """Return the newest wheel in a folder with a matching requirement and platform."""
     wheels: dict[Version, Path] = {}
-    wanted = canonicalize_name(requirement.name)
+    required_name = canonicalize_name(requirement.name)
     for path in folder.glob("*.whl"):
         try:
             name, version, _, wheel_tags = parse_wheel_filename(path.name)
         except InvalidWheelFilename:
             continue
-        if name != wanted or not supported & wheel_tags:
+        if name != required_name or not supported & wheel_tags:
             continue
         # A pinned version may be a pre-release.
         if requirement.specifier.contains(version, prereleases=True):
@@ -404,7 +416,9 @@ def _wheel_folder() -> Path:
     return folder
 
 
-def describe_full_disk(errors: str, folder: Path, free_bytes: int = _FULL) -> str:
+def describe_full_disk(
+    errors: str, folder: Path, free_bytes: int = _FULL_DISK_BYTES
+) -> str:
     """Return a sentence if the errors result from a full disk, otherwise an empty text.
 
     A disk with less than ``free_bytes`` bytes free is assumed to be the cause of any error.
@@ -436,20 +450,20 @@ def pip_wheels(folder: Path, target: Target, *arguments: str) -> str:
 
     Source packages can be built only on a host with the image's platform.
     """
-    done = subprocess.run(
+    result = subprocess.run(
         [*_pip_command(folder, target), *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )
-    return _explain_pip_failure(done.stderr, folder) if done.returncode else ""
+    return _explain_pip_failure(result.stderr, folder) if result.returncode else ""
 
 
 def _pip_command(folder: Path, target: Target) -> list[str]:
     pip = [sys.executable, "-m", "pip", "--quiet"]
     if target.is_this_machine():
         return [*pip, "wheel", "--wheel-dir", str(folder)]
-    # `pip wheel` has no option for another platform, and pip downloads for one only what needs no build.
+    # `pip wheel` has no option for another platform; `pip download` has one, but only for packages that need no build.
     command = [*pip, "download", "--only-binary", ":all:"]
     command += ["--python-version", PYTHON, "--dest", str(folder)]
     for name in target.platforms:
@@ -459,11 +473,11 @@ def _pip_command(folder: Path, target: Target) -> list[str]:
 
 def _explain_pip_failure(errors: str, folder: Path) -> str:
     """Return the cause of a pip failure in one line."""
-    full = describe_full_disk(errors, folder)
-    if full:
-        return full
+    disk_message = describe_full_disk(errors, folder)
+    if disk_message:
+        return disk_message
     lines = [line for line in errors.splitlines() if line.startswith("ERROR")]
-    # The first error is the cause; later ones follow from it.
+    # The first error is the cause; the others follow from it. Without an error line, the end of the output may help.
     complaint = lines[0] if lines else errors[-200:].strip()
     if "from versions: none" in complaint and "after connection broken" in errors:
         return "no package index can be reached: check the network and pip's proxy and indexes ('pip config list')"
