@@ -1,8 +1,9 @@
 """Recovery from a checkpoint: all devices stop, and the remaining ones resume from the last complete state.
 
-The coordinator holds the checkpoint. After the loss of devices it opens a configuration with a higher number, waits up
-to ``rejoin_timeout`` for the lost ones to answer, and assigns the same stages again, or other stages over the remaining
-devices. A device returning later joins at the next checkpoint.
+The coordinator holds the checkpoint: the weights and optimizer state of the whole model after a step. A configuration
+is a numbered period with the same stages on the same devices. After the loss of devices the coordinator opens the next
+configuration, waits up to ``rejoin_timeout`` for the lost devices to answer, and assigns the same stages again, or
+other stages to the remaining devices. A device that returns later joins at the next checkpoint.
 
 The coordinator itself is a single point of failure. After a restart it begins the workload again, in configurations
 with higher numbers.
@@ -21,49 +22,53 @@ from testbed.ml.lazy import torch
 from testbed.ml.pipeline.messages import UnitState
 from testbed.plan import Assignment
 
-Partitioner = Callable[[Collection[str]], Sequence[Assignment]]
-"""Available devices -> their parts; raises `InputError` if no partition fits."""
+PlanStages = Callable[[Collection[str]], Sequence[Assignment]]
+"""Names of the present devices -> the stages; raises `InputError` if no partition fits."""
 MakeConfigure = Callable[[Assignment, State | None], TypedMessage]
-"""(part, state of the checkpoint or None for the seed's) -> the configuration message of the part's device."""
+"""(stage, state of the checkpoint) -> the message that makes the stage's device begin its work.
+
+The state is None if the weights are drawn from the seed.
+"""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state training can resume from."""
+    """A state from which training can resume."""
 
     step: int
-    """The next step to be done."""
+    """The number of steps done, and thus the step to resume with."""
     state: State | None
-    """Weights and optimizer state of the whole model; None for the seed's."""
+    """Weights and optimizer state of the whole model; None to draw weights from the seed."""
 
 
 class Collector:
-    """Collects a state unit by unit; the states of several steps may arrive interleaved."""
+    """Collects the checkpoint of each step unit by unit; the units of several steps may arrive interleaved."""
 
     def __init__(self, units: int) -> None:
+        """``units`` is the number of units of the model."""
         self._units = units
-        self._pieces: dict[int, dict[int, Mapping[str, torch.Tensor]]] = {}
+        self._unit_states: dict[int, dict[int, Mapping[str, torch.Tensor]]] = {}
         """Step -> unit -> state of the unit."""
 
     def add(self, step: int, unit: int, state: State) -> Checkpoint | None:
-        """Add the state of one unit before ``step``; return the checkpoint if all units are there."""
-        states = self._pieces.setdefault(step, {})
-        states[unit] = state
-        if len(states) < self._units:
+        """Add the state of one unit after ``step`` steps; return the checkpoint once it has all units."""
+        unit_states = self._unit_states.setdefault(step, {})
+        unit_states[unit] = state
+        if len(unit_states) < self._units:
             return None
         # Earlier checkpoints are outdated, complete or not.
-        for other in list(self._pieces):
-            if other <= step:
-                del self._pieces[other]
-        whole: dict[str, torch.Tensor] = {}
+        for collected_step in list(self._unit_states):
+            if collected_step <= step:
+                del self._unit_states[collected_step]
+        whole_state: dict[str, torch.Tensor] = {}
         # In the order of the model, whatever the order of arrival.
-        for index in sorted(states):
-            whole.update(states[index])
-        return Checkpoint(step, whole)
+        for index in sorted(unit_states):
+            whole_state.update(unit_states[index])
+        return Checkpoint(step, whole_state)
 
     def clear(self) -> None:
-        """Drop incomplete states: the missing units will never arrive."""
-        self._pieces.clear()
+        """Drop incomplete checkpoints, whose missing units will never arrive."""
+        self._unit_states.clear()
 
 
 class CheckpointRecovery:
@@ -76,18 +81,21 @@ class CheckpointRecovery:
         self,
         supervisor: Supervisor,
         configure: MakeConfigure,
-        partitioner: Partitioner,
+        plan_stages: PlanStages,
         units: int,
         weights: State | None,
     ) -> None:
-        """``units`` is the number of the model's units, ``weights`` the initial weights; None: those of the seed."""
+        """``units`` is the number of the model's units, ``weights`` the initial weights; None for weights of the seed.
+
+        Each device with a stage receives the message that ``configure`` makes.
+        """
         self.checkpoint = Checkpoint(0, weights)
         self._mailbox = supervisor.mailbox
         self._device = supervisor.mailbox.device
         self._supervisor = supervisor
         self._members = supervisor.membership
         self._configure = configure
-        self._partitioner = partitioner
+        self._plan_stages = plan_stages
         self._collector = Collector(units)
         self._device.expose(self.weights)
         self._mailbox.on(UnitState, self._collect_unit)
@@ -97,17 +105,17 @@ class CheckpointRecovery:
         """Return the weights of the last checkpoint; empty before the first one."""
         return result_of(self.checkpoint.state or {})
 
-    def _collect_unit(self, part: UnitState) -> None:
-        complete = self._collector.add(part.step, part.unit, part.state)
-        if complete is not None:
-            self.checkpoint = complete
+    def _collect_unit(self, message: UnitState) -> None:
+        checkpoint = self._collector.add(message.step, message.unit, message.state)
+        if checkpoint is not None:
+            self.checkpoint = checkpoint
 
     async def establish(self) -> None:
-        """Configure every device from the last checkpoint, and wait until all are ready."""
+        """Configure every stage from the last checkpoint, and wait until all are ready."""
         self._supervisor.begin()
-        for part in self._supervisor.layout:
-            configure = self._configure(part, self.checkpoint.state)
-            self._mailbox.post(part.device, configure)
+        for stage in self._supervisor.layout:
+            configure = self._configure(stage, self.checkpoint.state)
+            self._mailbox.post(stage.device, configure)
         await self._supervisor.ready()
 
     async def recover(self, lost: Lost, start: int) -> None:
@@ -115,10 +123,11 @@ class CheckpointRecovery:
         self._device.record(
             "recovery", phase="detected", step=start, missing=lost.missing
         )
-        known = dict(self._members.assigned_incarnations)
-        window = self._supervisor.timeouts.rejoin_timeout
-        await self._gather_devices(self._members.assigned, window)
-        self._supervisor.learn_stall_timeout(lost, known)
+        # Copied: the answers to the new configuration change them.
+        incarnations = dict(self._members.assigned_incarnations)
+        seconds = self._supervisor.timeouts.rejoin_timeout
+        await self._gather_devices(self._members.assigned, seconds)
+        self._supervisor.learn_stall_timeout(lost, incarnations)
         self._assign_stages()
 
     async def admit_joiners(self) -> None:
@@ -128,11 +137,11 @@ class CheckpointRecovery:
             return
         wanted = joiners | self._members.assigned
         try:
-            possible = self._partitioner(wanted)
+            possible_stages = self._plan_stages(wanted)
         except InputError:
-            possible = ()
-        if len(possible) <= len(self._supervisor.layout):
-            # Not asked again at every checkpoint: the same devices would not help then either.
+            possible_stages = ()
+        if len(possible_stages) <= len(self._supervisor.layout):
+            # Forgotten, since the same devices would make no further stages at the next checkpoint either.
             joiners.clear()
             return
         text = f"{', '.join(sorted(joiners))} join at step {self.checkpoint.step}"
@@ -155,7 +164,7 @@ class CheckpointRecovery:
         if members.assigned == present:
             return
         try:
-            self._supervisor.watch(self._partitioner(present))
+            self._supervisor.watch(self._plan_stages(present))
         except InputError as error:
             raise TestbedError(f"not enough devices: {error.text}") from error
         # Devices beyond the last stage stand by.

@@ -1,4 +1,4 @@
-"""Batches sent forward through the stages by a coordinator: inference requests and evaluations."""
+"""Batches that the coordinator sends forward through the stages, without training: inference requests, evaluations."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from testbed.ml.training.config import TrainingConfig
 async def forward_all(
     supervisor: Supervisor,
     work: Purpose,
-    wanted: Iterable[int],
+    batches: Iterable[int],
     window: int,
     images: Callable[[int], torch.Tensor],
 ) -> AsyncIterator[tuple[int, torch.Tensor]]:
-    """Send the wanted batches through the stages, ``window`` at a time; yield index and outputs of each batch.
+    """Send batches through the stages, at most ``window`` at once; yield the index and the outputs of each batch.
 
     ``images`` returns the inputs of a batch, (samples, channels, height, width), and is called when the batch is sent.
     Outputs are (samples, ...). Raises `Lost` when outputs can no longer arrive.
     """
     mailbox = supervisor.mailbox
-    waiting = deque(wanted)
-    under_way: set[int] = set()
-    while waiting or under_way:
-        while waiting and len(under_way) < window:
+    waiting = deque(batches)
+    in_flight: set[int] = set()
+    while waiting or in_flight:
+        while waiting and len(in_flight) < window:
             index = waiting.popleft()
-            under_way.add(index)
+            in_flight.add(index)
             inputs = images(index)
             # A batch passes as a single micro-batch.
             activation = Activation(
@@ -47,7 +47,7 @@ async def forward_all(
             first_stage = supervisor.layout[0].device
             mailbox.post(first_stage, activation)
         output = await supervisor.take(Output)
-        under_way.remove(output.batch)
+        in_flight.remove(output.batch)
         supervisor.progress += 1
         yield output.batch, output.tensor
 
@@ -55,9 +55,9 @@ async def forward_all(
 async def evaluate(
     supervisor: Supervisor, step: int, tests: Requests, training: TrainingConfig
 ) -> dict[str, Any]:
-    """Send the test part through the stages, with enough batches to keep all busy; record and return the score."""
+    """Send the test samples through the stages; record and return the score, by the names of its fields."""
     score = Score(training)
-    # A batch in each stage, and one on the way to each.
+    # Keeps all stages busy: a batch in each stage, and one on the way to each.
     window = 2 * len(supervisor.layout)
     async for index, output in forward_all(
         supervisor, "evaluate", range(len(tests)), window, tests.images
@@ -79,9 +79,9 @@ class Serving:
         *,
         gives_up: bool = False,
     ) -> None:
-        """``in_flight`` requests are under way at once.
+        """``in_flight`` is the maximum number of requests that are sent and not answered.
 
-        ``gives_up``: requests under way when a device is lost fail instead of being sent again.
+        ``gives_up``: requests in flight when a device is lost fail instead of being sent again.
         """
         assert context.dataset is not None
         workload = context.problem.workload
@@ -92,14 +92,14 @@ class Serving:
         self._requests = Requests(
             context.dataset, workload.batch_size, workload.requests
         )
-        self._asked: dict[int, float] = {}
-        """When each request was first sent, in seconds: a repeated request has the latency from then on."""
+        self._sent_at: dict[int, float] = {}
+        """Request -> time at which it was first sent, in seconds, from which the latency counts."""
         self._unanswered = list(range(len(self._requests)))
         self._answers = Answers(self._device, context.problem, self._requests)
 
     @property
     def start(self) -> int:
-        """The first unanswered request."""
+        """The first unanswered request; the number of requests if all are answered."""
         if not self._unanswered:
             return len(self._requests)
         return self._unanswered[0]
@@ -109,7 +109,7 @@ class Serving:
         outputs = forward_all(
             self._supervisor,
             "infer",
-            # A copy, since answered requests are removed meanwhile.
+            # A copy, since the loop removes answered requests from the list.
             list(self._unanswered),
             self._in_flight,
             self._request_images,
@@ -117,7 +117,7 @@ class Serving:
         try:
             async for index, output in outputs:
                 self._unanswered.remove(index)
-                latency = self._device.now() - self._asked[index]
+                latency = self._device.now() - self._sent_at[index]
                 self._device.record("request", request=index, latency=latency)
                 self._answers.add(index, output)
         except Lost as lost:
@@ -127,15 +127,14 @@ class Serving:
         self._answers.finish()
 
     def _fail_requests(self, lost: Lost) -> None:
-        """Record requests under way during a loss as failed."""
-        under_way = [index for index in self._unanswered if index in self._asked]
-        for index in under_way:
-            # Not sent again after the recovery.
+        """Record requests in flight during a loss as failed, so that they are not sent again after the recovery."""
+        in_flight = [index for index in self._unanswered if index in self._sent_at]
+        for index in in_flight:
             self._unanswered.remove(index)
             error = f"{lost} was lost during the inference: use method.on_loss replan to have such requests repeated"
-            waited = self._device.now() - self._asked[index]
+            waited = self._device.now() - self._sent_at[index]
             self._device.record("failed", request=index, error=error, after=waited)
 
     def _request_images(self, index: int) -> torch.Tensor:
-        self._asked.setdefault(index, self._device.now())
+        self._sent_at.setdefault(index, self._device.now())
         return self._requests.images(index)

@@ -1,8 +1,9 @@
 """Messages between the devices of a pipeline, in synchronous and asynchronous training and in inference.
 
-With recovery from checkpoints, `Configure` makes a device a stage. With recovery from replicas a configuration is
-prepared, then committed: each stage receives the resume point and the list of missing units, fetches them, and begins
-once all stages are complete.
+A configuration is a numbered period with the same stages on the same devices; every message belongs to one. With
+recovery from checkpoints, `Configure` makes a device a stage. With recovery from replicas a configuration is prepared,
+then committed: each stage receives the point to resume from and the list of its missing units, fetches these units, and
+begins once all stages are complete. `testbed.ml.pipeline.placement` explains points.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from testbed.messaging.membership import MEMBERSHIP_KINDS
 from testbed.messaging.typed_messages import ConfigurationMessage, Fixed, TypedMessage
 from testbed.ml.layers.shard import State
 from testbed.ml.lazy import torch
-from testbed.ml.pipeline.metrics import MOVED
+from testbed.ml.pipeline.metrics import FETCHED_UNIT_KIND
 
 Purpose = Literal["train", "evaluate", "infer"]
 Stages = Sequence[tuple[str, int, int]]
 """(device, first unit, last unit exclusive) of each stage, in order."""
 Times = Sequence[float | None]
-"""Mean seconds of a batch on one stage and all later ones; None before a stage has done its first batch."""
+"""Mean seconds of a batch on each of several successive stages; None before a stage has done its first batch."""
 Points = Sequence[tuple[int, int]]
-"""(configuration that made the state, step) of states; see `testbed.ml.pipeline.placement.Point`."""
+"""(configuration that made the state, step) for each `testbed.ml.pipeline.placement.Point`."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Configure(ConfigurationMessage, kind="configure", opens=True):
     steps: int
     """Training steps of the whole workload."""
     given: bool
-    """Whether the message contains the state; otherwise the state comes from the seed."""
+    """Whether ``state`` contains the state; otherwise the receiver draws its weights from the seed."""
     state: State
     """Weights and optimizer state of the receiver's units."""
 
@@ -49,13 +50,14 @@ class Prepare(ConfigurationMessage, kind="configure", opens=True):
     made: int
     """The configuration that has made the state to resume from."""
     step: int
-    """The batch to resume with; `made` and `step` are a `testbed.ml.pipeline.placement.Point`."""
+    """The batch to resume with; ``made`` and ``step`` are the `testbed.ml.pipeline.placement.Point` to resume from."""
     seeded: bool
-    """Whether the units come from the seed, without fetching."""
+    """Whether the receiver draws its weights from the seed, without fetching."""
     fetch: Mapping[str, Sequence[int]]
-    """Missing units by the device that holds them."""
+    """Device -> units to fetch from the device."""
     origins: Sequence[tuple[int, int, Sequence[int]]] | None = None
-    """(configuration, step, units) for units that come from other points; unset if all units are of the point above."""
+    """(configuration, step, units) for each other point whose weights some units resume with; None if all units resume
+    with the weights of the point above."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Activation(
     tensor: torch.Tensor
     """(samples of the micro-batch, ...)"""
     first: bool | None = None
-    """Whether the activation begins a stretch of asynchronous training; unset otherwise."""
+    """Whether the activation begins a stretch, with which an empty pipeline is filled; None except in asynchronous
+    training."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +92,24 @@ class Labels(ConfigurationMessage, kind="labels", key=("batch",)):
 
 @dataclass(frozen=True)
 class Gradient(ConfigurationMessage, kind="gradient", key=("batch", "micro")):
-    """To the previous stage: the gradient of the activation; in asynchronous training also reports about the batch."""
+    """To the previous stage: the gradient of the loss by the activation that this stage sent."""
 
     batch: int
     micro: int
     tensor: torch.Tensor
     """(samples of the micro-batch, ...)"""
     times: Times | None = None
-    """Times of the sender's stage and those after it."""
+    """Times of the sender's stage and of the stages after it, in asynchronous training."""
     loss: Fixed | None = None
-    """Loss of the batch."""
+    """Loss of the batch, in asynchronous training."""
 
 
 @dataclass(frozen=True)
 class Norms(ConfigurationMessage, kind="norms", key=("batch", "whole")):
-    """For clipping by norm: to the previous stage, norms of the sender and later stages; back, norms of all stages."""
+    """Gradient norms, for clipping by norm.
+
+    To the previous stage: norms of the sender's and all later stages. To the next stage: norms of all stages.
+    """
 
     batch: int
     whole: bool
@@ -116,7 +122,10 @@ class Norms(ConfigurationMessage, kind="norms", key=("batch", "whole")):
 class TiedGradient(
     ConfigurationMessage, kind="tied", key=("sender", "batch", "weight")
 ):
-    """For a weight shared by stages: one stage's gradient, to the first of the stages; back, the sum of all."""
+    """Gradient of a weight that several stages share.
+
+    To the first of these stages: the sender's gradient. From the first stage to the others: the sum of all gradients.
+    """
 
     batch: int
     weight: int
@@ -157,20 +166,21 @@ class UnitState(ConfigurationMessage, kind="state"):
     """To the coordinator, for a checkpoint: the state of one unit after a step."""
 
     step: int
-    """The next step."""
+    """Number of steps done, and thus the next step."""
     unit: int
     state: State
+    """Weights and optimizer state."""
 
 
 @dataclass(frozen=True)
 class End(ConfigurationMessage, kind="end", key=("batch",)):
-    """To the next stage, in place of the activation of ``batch``: this batch and later ones do not follow for now."""
+    """To the next stage, in place of the activation of ``batch``: the end of a stretch before this batch."""
 
     batch: int
 
     @property
     def identity(self) -> Hashable:
-        """The key of the missing activation."""
+        """The key of the activation that the message replaces, so that a stage can wait for either message."""
         return ("train", self.batch, 0)
 
 
@@ -197,7 +207,7 @@ class Keep(ConfigurationMessage, kind="keep"):
 
 @dataclass(frozen=True)
 class Fetch(ConfigurationMessage, kind="fetch", opens=True):
-    """To any device: send units of a point."""
+    """To a device with replicas: send units of a point to the sender."""
 
     made: int
     """Configuration of the point."""
@@ -207,8 +217,8 @@ class Fetch(ConfigurationMessage, kind="fetch", opens=True):
 
 
 @dataclass(frozen=True)
-class FetchedUnit(ConfigurationMessage, kind=MOVED):
-    """The answer to a `Fetch`, one message for each unit, with weights and optimizer state."""
+class FetchedUnit(ConfigurationMessage, kind=FETCHED_UNIT_KIND):
+    """The answer to a `Fetch`: the weights and optimizer state of one of the units."""
 
     made: int
     step: int
@@ -218,7 +228,7 @@ class FetchedUnit(ConfigurationMessage, kind=MOVED):
 
 @dataclass(frozen=True)
 class Replica(ConfigurationMessage, kind="replica"):
-    """To the next stage, or to the coordinator: keep a replica of one unit after ``step`` batches."""
+    """To a later stage, or to the coordinator: keep a replica of one unit after ``step`` batches."""
 
     step: int
     unit: int
@@ -234,30 +244,30 @@ class Replicated(ConfigurationMessage, kind="replicated"):
 
 @dataclass(frozen=True)
 class Measure(ConfigurationMessage, kind="measure"):
-    """From the coordinator: measure the link to another stage."""
+    """From the coordinator: measure the link to the device ``target``."""
 
     target: str
 
 
 @dataclass(frozen=True)
 class Deviates(ConfigurationMessage, kind="deviates"):
-    """To the coordinator: the rate of the link to another stage deviates from the measured rate."""
+    """To the coordinator: the rate of the link from the sender to ``target`` deviates from the measured rate."""
 
     target: str
 
 
 @dataclass(frozen=True)
 class Packet(ConfigurationMessage, kind="packet"):
-    """To the measured peer; only the size of the message matters."""
+    """To the device at the other end of a measured link; only the size of the message matters."""
 
 
 @dataclass(frozen=True)
 class Measured(ConfigurationMessage, kind="measured"):
-    """To the coordinator: the result of a measurement."""
+    """To the coordinator: the measured rate of the link from the sender to ``target``."""
 
     target: str
     rate: float | None
-    """Bit/s on the wire; None: sending takes no time."""
+    """Bit/s on the wire; None if sending takes no measurable time."""
 
 
 FORWARD_KINDS: tuple[type[TypedMessage], ...] = (
@@ -269,13 +279,34 @@ FORWARD_KINDS: tuple[type[TypedMessage], ...] = (
 """Messages of inference."""
 SYNCHRONOUS_KINDS: tuple[type[TypedMessage], ...] = (
     *FORWARD_KINDS,
-    *(Labels, Gradient, Norms, TiedGradient, UnitState, Loss, Updated),
+    Labels,
+    Gradient,
+    Norms,
+    TiedGradient,
+    UnitState,
+    Loss,
+    Updated,
 )
 """Messages of training with one update a step."""
 ASYNCHRONOUS_KINDS: tuple[type[TypedMessage], ...] = (
     *MEMBERSHIP_KINDS,
-    *(Prepare, Commit, Keep, Fetch, FetchedUnit, Replica, Replicated),
-    *(Activation, Labels, Gradient, End, Updated, Output, Drained),
-    *(Measure, Deviates, Packet, Measured),
+    Prepare,
+    Commit,
+    Keep,
+    Fetch,
+    FetchedUnit,
+    Replica,
+    Replicated,
+    Activation,
+    Labels,
+    Gradient,
+    End,
+    Updated,
+    Output,
+    Drained,
+    Measure,
+    Deviates,
+    Packet,
+    Measured,
 )
 """Messages of training with an update after every batch."""

@@ -1,6 +1,7 @@
-"""Common parts of pipeline training methods, which differ in options, schedule and partitions.
+"""Base classes of pipeline training methods.
 
-A synchronous method takes its options and possibly another schedule; an asynchronous method also has a `Partitioner`.
+A synchronous method overrides the options of `SynchronousMethod`, such as the default schedule. An asynchronous method
+derives from `AsynchronousMethod` with its options and the `Partitioner` that chooses its partitions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SpecificOptions = TypeVar("SpecificOptions", bound=AsynchronousOptions)
 
 
 class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
-    """One update a step, with the gradient of the whole batch, and recovery from checkpoints."""
+    """A pipeline with one update a step, by the gradient of the whole batch, and with recovery from checkpoints."""
 
     tasks = ("train",)
     Options = SynchronousOptions
@@ -60,7 +61,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
     def plan(
         self, problem: PlanningProblem[SynchronousOptions]
     ) -> Plan[PipelineDetails]:
-        """Cut the model over the devices. Raises `InputError` for impossible cuts."""
+        """Divide the model among the devices. Raises `InputError` if no cuts fit."""
         options = problem.options
         pipeline, cuts = synchronous_cut(problem, initial_devices(problem))
         return Plan(
@@ -91,7 +92,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         device: Device,
         context: ProgramContext[SynchronousOptions, PipelineDetails],
     ) -> None:
-        """Train from the first device; run a stage on every device."""
+        """Coordinate the training from the first device; run a stage on every device."""
         from testbed.ml.pipeline.program import run_synchronous
 
         def assign_stages(present: Collection[str]) -> tuple[Assignment, ...]:
@@ -103,9 +104,8 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         await run_synchronous(device, context, schedule, assign_stages)
 
     def draw(self, plan: Plan[PipelineDetails]) -> str | None:
-        """Draw a step as a grid with one row per stage and one column per slot."""
+        """Draw a step as a grid with one row per stage and one column per action; None for a single stage."""
         stages = len(plan.assignments)
-        # A single stage has nothing to wait for.
         if stages < 2:
             return None
         schedule = SCHEDULES[plan.details.schedule]
@@ -113,7 +113,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
 
 
 class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
-    """Asynchronous 1F1B with weight stashing, vertical sync and replication, and recovery from replicas."""
+    """A pipeline with asynchronous 1F1B, weight stashing, vertical sync, and recovery from replicas of the weights."""
 
     tasks = ("train",)
     supports = frozenset(
@@ -149,16 +149,16 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
     def plan(
         self, problem: PlanningProblem[SpecificOptions]
     ) -> Plan[AsynchronousDetails]:
-        """Cut the model over the devices.
+        """Divide the model among the devices by the method's partitioner.
 
         Raises `InputError` for too many stages, missing links or insufficient memory.
         """
         partitioner = self.Partitioner(problem)
         partition = partitioner.initial()
         cuts = partition.cuts
-        # Predicted with the actual speeds, whatever the partitioner knows of them.
+        # The prediction uses the actual speeds, which the partitioner may not know before it measures them.
         actual = pipeline_at_scenario_speeds(problem, partition.devices)
-        # A link without a rate takes no time.
+        # A default `Link` has no rate limit and no delay, so it takes no time.
         instant_links = dict.fromkeys(actual.links, Link())
         without_links = replace(actual, links=instant_links)
         best_cuts = actual.least_bottleneck()
@@ -207,7 +207,10 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         return momentum_advice(problem, plan.details.in_flight)
 
     def draw(self, plan: Plan[AsynchronousDetails]) -> str | None:
-        """Draw the first batches as a grid with one row per stage and one column per slot; updates take no time."""
+        """Draw the first batches as a grid with one row per stage and one column per action, without updates.
+
+        Returns None for a single stage.
+        """
         stages = len(plan.assignments)
         if stages < 2:
             return None

@@ -1,4 +1,7 @@
-"""The metrics of asynchronous training: recovery, repartitioning and replication."""
+"""The metrics of asynchronous training: recovery, repartitioning, replication, and versions of the weights.
+
+Each section has the functions of its metrics first, then the metrics and tables; `DECLARED` collects all of them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ from testbed.trace.metrics_spec import (
 )
 from testbed.trace.record import RunView
 
-MOVED = "unit"
-"""The kind of message in which weights and optimizer state of a unit move to the device that needs them."""
+FETCHED_UNIT_KIND = "unit"
+"""The kind of `testbed.ml.pipeline.messages.FetchedUnit`, which moves a unit to the device that needs it."""
+REPLICA_KIND = "replica"
+"""The kind of `testbed.ml.pipeline.messages.Replica`."""
 
 # Recoveries: the phases "repartitioned", "redistributed" and "trained" of the method's recovery events.
 
@@ -30,7 +35,7 @@ def _received_bytes(record: RunView, start: float, end: float) -> float:
     """Return the bytes of weights and optimizer state received by devices in an interval, as messages."""
     received = 0
     for event in record.of("receive"):
-        if start <= event.time <= end and event.fields["message"] == MOVED:
+        if start <= event.time <= end and event.fields["message"] == FETCHED_UNIT_KIND:
             received += event.fields["bytes"]
     return float(received)
 
@@ -40,17 +45,18 @@ def _recovery_time(item: Recovery, record: RunView) -> dict[str, Any]:
     fields: dict[str, Any] = dict.fromkeys(
         ("repartitioned", "redistributed", "trained", "moved", "case")
     )
-    decided = item.phases.get("repartitioned")
-    if decided is not None:
-        fields["repartitioned"] = decided.time
-        fields["case"] = decided.fields.get("case")
-    sent = item.phases.get("redistributed")
-    if sent is not None:
-        fields["redistributed"] = sent.time
-        fields["moved"] = _received_bytes(record, item.detected, sent.time)
-    trained = item.phases.get("trained")
-    if trained is not None:
-        fields["trained"] = trained.time
+    repartition = item.phases.get("repartitioned")
+    if repartition is not None:
+        fields["repartitioned"] = repartition.time
+        fields["case"] = repartition.fields.get("case")
+    redistribution = item.phases.get("redistributed")
+    if redistribution is not None:
+        end = redistribution.time
+        fields["redistributed"] = end
+        fields["moved"] = _received_bytes(record, item.detected, end)
+    first_batch = item.phases.get("trained")
+    if first_batch is not None:
+        fields["trained"] = first_batch.time
     return fields
 
 
@@ -72,7 +78,7 @@ def _outage_time(record: RunView, recovery: Item) -> float | None:
         batch = step.fields["step"]
         if step.time <= recovery["detected"]:
             last_batch = max(last_batch, batch)
-        # Batches that are done again after the recovery do not end the outage.
+        # Batches that the recovery has undone and that are trained again do not end the outage.
         elif batch > last_batch:
             return float(step.time - struck)
     return None
@@ -97,9 +103,9 @@ def _span_between(item: Item, start_event: str, end_event: str) -> float | None:
 
 
 def _longest_time(seconds: Iterable[float | None]) -> float | None:
-    # A recovery that ended the run has only some of its phases.
-    known = [time for time in seconds if time is not None]
-    return max(known, default=None)
+    # A recovery during which the run ended lacks its later phases.
+    present = [time for time in seconds if time is not None]
+    return max(present, default=None)
 
 
 def _phase_metric(name: str, start_event: str, end_event: str, meaning: str) -> Metric:
@@ -122,7 +128,7 @@ def _longest_outage(record: RunView) -> float | None:
 
 
 def _moved_bytes(record: RunView) -> float | None:
-    """Return the bytes that all recoveries have moved; None if no recovery got so far."""
+    """Return the bytes that all recoveries have moved; None if no recovery has redistributed units."""
     recoveries = record.cached(_all_recoveries)
     moved = [item["moved"] for item in recoveries if item["moved"] is not None]
     if not moved:
@@ -131,17 +137,18 @@ def _moved_bytes(record: RunView) -> float | None:
     return total
 
 
-def _decided_recoveries(metrics: Metrics) -> list[Item]:
-    """Return the recoveries in which the coordinator chose a partition, or training continued without one."""
-    decided = []
+def _listed_recoveries(metrics: Metrics) -> list[Item]:
+    """Return the recoveries in which the coordinator chose a partition, or training continued without a choice."""
+    recoveries = []
     for item in metrics["recovery_list"]:
-        phases = (item.get("repartitioned"), item.get("trained"))
-        if phases != (None, None):
-            decided.append(item)
-    return decided
+        has_choice = item.get("repartitioned") is not None
+        has_continued = item.get("trained") is not None
+        if has_choice or has_continued:
+            recoveries.append(item)
+    return recoveries
 
 
-RECOVERY = (
+RECOVERY_METRICS = (
     _phase_metric(
         "repartition_time",
         "detected",
@@ -163,10 +170,7 @@ RECOVERY = (
     Metric(
         "outage_time",
         "seconds",
-        (
-            "maximum time from a fault until a new batch is trained, including "
-            "repeated batches"
-        ),
+        "maximum time from a fault until a new batch is trained, including repeated batches",
         _longest_outage,
     ),
     Metric(
@@ -183,12 +187,12 @@ RECOVERY = (
     ),
 )
 
-RECOVERIES = Table(
+RECOVERY_TABLE = Table(
     "Recoveries",
     "How the method continued after a fault. Detection: from the injection. Repartition: from the detection until the "
     "coordinator has chosen the new partition. Redistribution: from then until all devices have received their "
     "weights. First batch: from the detection until a batch is trained again.",
-    _decided_recoveries,
+    _listed_recoveries,
     (
         Column("Missing", "text", lambda item: ", ".join(item["missing"])),
         Column("Case", "text", "case", wide=True),
@@ -231,14 +235,14 @@ def _all_repartitions(record: RunView) -> list[dict[str, Any]]:
     return changes
 
 
-def _of_longest(record: RunView, key: str) -> float | None:
+def _longest_repartition(record: RunView, key: str) -> float | None:
     """Return a field of the longest repartition; None without repartitions."""
     changes = record.cached(_all_repartitions)
     longest = max(changes, key=lambda item: float(item["seconds"]), default={})
     return longest.get(key)
 
 
-def _changed_bytes(record: RunView) -> float | None:
+def _repartition_bytes(record: RunView) -> float | None:
     changes = record.cached(_all_repartitions)
     if not changes:
         return None
@@ -282,7 +286,7 @@ def format_units(first: int, last: int) -> str:
     return f"{first}–{last - 1}"
 
 
-CHANGES = (
+REPARTITION_METRICS = (
     Metric(
         "repartitions",
         "number",
@@ -292,14 +296,14 @@ CHANGES = (
     Metric(
         "repartition_pause",
         "seconds",
-        ("maximum time without a new batch during such a change, including draining"),
-        lambda record: _of_longest(record, "seconds"),
+        "maximum time without a new batch during such a change, including draining",
+        lambda record: _longest_repartition(record, "seconds"),
     ),
     Metric(
         "repartition_draining",
         "seconds",
         "part of this pause until the pipeline is empty",
-        lambda record: _of_longest(record, "draining"),
+        lambda record: _longest_repartition(record, "draining"),
     ),
     Metric(
         "repartition_moving",
@@ -311,11 +315,11 @@ CHANGES = (
         "repartition_bytes",
         "bytes",
         "weights and optimizer state received in such changes, as messages",
-        _changed_bytes,
+        _repartition_bytes,
     ),
 )
 
-REPARTITIONS = Table(
+REPARTITION_TABLE = Table(
     "Repartitions",
     "Changes of the partition during training. Pause: from the last batch that entered the pipeline until training "
     "continued. Draining: the part of the pause until the pipeline was empty. Moved: weights and optimizer state.",
@@ -334,12 +338,11 @@ REPARTITIONS = Table(
 # Replications, which share links with activations and gradients.
 
 
-def _replicating(record: RunView) -> float | None:
-    """Return the mean seconds of the batches during which replicas arrived anywhere."""
+def _step_time_replicating(record: RunView) -> float | None:
+    """Return the mean seconds of the batches during which any device received replicas."""
     arrivals = []
     for event in record.of("receive"):
-        # The kind of `testbed.ml.pipeline.messages.Replica`.
-        if event.fields["message"] == "replica":
+        if event.fields["message"] == REPLICA_KIND:
             arrivals.append(event.time)
     seconds = []
     for step in record.steps:
@@ -357,25 +360,27 @@ STEPS_OF_REPLICATION = 4
 
 
 def _last_replication(record: RunView) -> int | None:
-    """Return the position, in the order of steps, of the step that ended with the last regular replication."""
+    """Return the index in `RunView.steps` of the step that ended with the last regular replication."""
     steps = record.steps
     if len(steps) < 2:
         return None
     device = steps[-1].device
     ends = [float(end) for _, end in record.spans(device, "compute", "replicate")]
-    # The replication of the final state belongs to no interval.
-    regular = [end for end in ends if end <= steps[-2].time]
-    if not regular:
+    # The replication of the final state is not regular: the end of training causes it, not an interval of batches.
+    regular_ends = [end for end in ends if end <= steps[-2].time]
+    if not regular_ends:
         return None
-    return bisect_left([step.time for step in steps], max(regular))
+    step_times = [step.time for step in steps]
+    return bisect_left(step_times, max(regular_ends))
 
 
 def _mean_of_steps(record: RunView, first: int, count: int) -> float | None:
-    """Return the mean seconds of some successive steps; None without all of them."""
-    chosen = record.steps[max(first, 0) : first + count]
-    if len(chosen) < count:
+    """Return the mean seconds of ``count`` steps from index ``first`` on; None if the run lacks some of the steps."""
+    start = max(first, 0)
+    steps = record.steps[start : first + count]
+    if len(steps) < count:
         return None
-    return fmean(step.seconds for step in chosen)
+    return fmean(step.seconds for step in steps)
 
 
 def _replication_step_time(record: RunView) -> float | None:
@@ -393,7 +398,13 @@ def _step_time_before_replication(record: RunView) -> float | None:
     return _mean_of_steps(record, first, STEPS_BEFORE_REPLICATION)
 
 
-REPLICATION_STEPS = (
+REPLICATION_METRICS = (
+    Metric(
+        "step_time_replicating",
+        "seconds",
+        "mean of the batches during which weight replicas arrived",
+        _step_time_replicating,
+    ),
     Metric(
         "replication_step_time",
         "seconds",
@@ -408,15 +419,9 @@ REPLICATION_STEPS = (
     ),
 )
 
-REPLICATING = Metric(
-    "step_time_replicating",
-    "seconds",
-    "mean of the batches during which weight replicas arrived",
-    _replicating,
-)
 
-
-# Versions of the weights: the events "versions", one of each stage and stretch of training.
+# Versions of the weights: the events "versions", one for each stage and each stretch of training between two times at
+# which the pipeline is empty.
 
 
 def _most_versions(record: RunView) -> int | None:
@@ -437,18 +442,19 @@ def _versions_by_stretch(metrics: Metrics) -> list[Item]:
     return sorted(versions, key=lambda item: (item["step"], item["stage"]))
 
 
-VERSIONS_KEPT = Metric(
+VERSIONS_METRIC = Metric(
     "versions_kept",
     "number",
     "maximum number of weight versions stored by a stage",
     _most_versions,
 )
 
-VERSIONS = Table(
+VERSIONS_TABLE = Table(
     "Versions of the weights",
-    "What each stage held at most, in each stretch of training between two changes of the partition. A stretch that a "
-    "failure ended is missing. In use: versions that batches under way still needed. Kept: with the latest, and those "
-    "kept for aggregation. Allowed: batches that may be under way from this stage on. Replicas: of other stages.",
+    "The maximum number of versions on each stage, in each stretch of training between two times at which the pipeline "
+    "was empty. A stretch that a failure ended is missing. In use: versions that batches in flight needed. Kept: with "
+    "the newest version, and versions for aggregation. Allowed: batches that may be in flight from this stage on. "
+    "Replicas: of this and other stages.",
     _versions_by_stretch,
     (
         Column("Until batch", "number", "step", wide=True),
@@ -481,7 +487,12 @@ def _busiest_note(metrics: Metrics) -> str:
 
 DECLARED = MetricsSpec(
     former_metrics={"outage": "outage_time", "rest": "remaining_time"},
-    metrics=(*RECOVERY, *CHANGES, REPLICATING, *REPLICATION_STEPS, VERSIONS_KEPT),
+    metrics=(
+        *RECOVERY_METRICS,
+        *REPARTITION_METRICS,
+        *REPLICATION_METRICS,
+        VERSIONS_METRIC,
+    ),
     lists={
         "version_list": _list_versions,
         "repartition_list": _all_repartitions,
@@ -503,7 +514,7 @@ DECLARED = MetricsSpec(
         ),
         EventType(
             "versions",
-            ("weight versions of a stage in the interval that ended before this batch"),
+            "weight versions of a stage in the interval that ended before this batch",
             ("batch",),
             ("step", "stage", "in_use", "kept", "allowed", "bytes", "replicas"),
         ),
@@ -541,5 +552,5 @@ DECLARED = MetricsSpec(
         ),
         Row("Versions", "{versions_kept}", "of its weights, kept at once by a stage"),
     ),
-    tables=(RECOVERIES, REPARTITIONS, VERSIONS),
+    tables=(RECOVERY_TABLE, REPARTITION_TABLE, VERSIONS_TABLE),
 )

@@ -1,16 +1,17 @@
 """Replicas of units at points of the training, and the choice of the point to resume from.
 
 A replica is a copy of a unit's weights and optimizer state. A point is a state of the whole model, named by the batches
-that led to it; a device holds some units of some points.
+that led to it; a device holds some units of some points. A configuration is a numbered period of the training with the
+same stages on the same devices: each change of the stages, and each recovery, opens the next one.
 
 Batches are counted from 0; "after n batches" is the state made by the update of batch n - 1, and batch n comes next. A
 state is complete only if every unit is held by some device. Each stage therefore keeps, beside the replicas it sends to
 others, its own units at that point.
 
 After a loss there are two ways to resume (option ``resume``). ``last-replica`` returns to one state of the model
-(`place`). ``next-batch``, as FTPipeHD describes it, continues with the first batch without gradients: units of
-remaining stages keep the weights they were trained with, and lost units come from their newest replicas
-(`place_newest`). That mixture is a point of its own, made by the configuration that begins with it.
+(`restore_complete`). ``next-batch``, as FTPipeHD describes it, continues with the first batch without gradients: units
+of remaining stages keep the weights they were trained with, and lost units come from their newest replicas
+(`restore_newest`). This mixture of weights is a new point, made by the configuration that begins with the mixture.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from testbed.ml.pipeline.messages import Fetch, FetchedUnit, Keep, Replica
 from testbed.wire.message import Message
 
 StepInventory = Mapping[str, Mapping[int, Collection[int]]]
-"""Device -> number of batches done -> units of this state that the device holds."""
+"""Device -> step (number of batches done) -> units of the state after this step that the device holds."""
 
 
 @dataclass(frozen=True, order=True)
 class Point:
     """A state of the whole model: the result of the batches before ``step`` in one configuration.
 
-    After a recovery the same batches may be trained again in another configuration, with another result: a point is
-    therefore more than the number of its batches.
+    After a recovery the same batches may be trained again in another configuration, with another result, so the step
+    alone does not identify a state.
     """
 
     configuration: int
@@ -51,17 +52,18 @@ class Point:
 
 
 BEGINNING = Point(0, 0)
-"""The initial state: from the seed, or the coordinator's given weights."""
-RUNNING = -1
-"""Step of the point for the weights that a stage was training with; no lineage contains such a point."""
+"""The initial state: weights drawn from the seed, or initial weights of the scenario, which the coordinator has."""
+RUNNING_STEP = -1
+"""Stands for the step in the point of a stage's current weights, which have no replica yet. No lineage contains such a
+point."""
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """The history of the training: (configuration, first step), with nondecreasing steps.
+    """The history of the training: the configurations that led to its present state.
 
     Each configuration resumed from a state of an earlier one. Batches of a configuration beyond the first step of the
-    next one have been undone, and their points are void wherever they reappear.
+    next one have been undone; their points are void, even if a device that returns still holds replicas of them.
 
     >>> lineage = Lineage(((1, 0), (2, 6)))
     >>> Point(1, 6) in lineage, Point(1, 7) in lineage, Point(2, 7) in lineage
@@ -69,55 +71,59 @@ class Lineage:
     >>> lineage.point(5), lineage.point(9)
     (Point(configuration=1, step=5), Point(configuration=2, step=9))
     >>> lineage.branch(8, configuration=3)
-    Lineage(begun=((1, 0), (2, 6), (3, 8)))
+    Lineage(branches=((1, 0), (2, 6), (3, 8)))
     """
 
-    begun: tuple[tuple[int, int], ...] = ()
-    """(configuration, first step) of each configuration, in order."""
+    branches: tuple[tuple[int, int], ...] = ()
+    """(configuration, first step) of each configuration, in order; the steps never decrease."""
 
     def __contains__(self, point: Point) -> bool:
         """Return whether no batch of a state has been undone."""
         if point == BEGINNING:
             return True
-        for index, (configuration, begin) in enumerate(self.begun):
+        for index, (configuration, first_step) in enumerate(self.branches):
             if configuration != point.configuration:
                 continue
-            # The state a configuration resumed from belongs to the configuration that made it.
-            if point.step <= begin:
+            # The state from which a configuration resumed is a point of the configuration that made the state.
+            if point.step <= first_step:
                 return False
-            is_last = index + 1 == len(self.begun)
-            if is_last:
+            is_newest = index + 1 == len(self.branches)
+            if is_newest:
                 return True
-            _, next_begin = self.begun[index + 1]
-            return point.step <= next_begin
+            _, next_first_step = self.branches[index + 1]
+            return point.step <= next_first_step
         return False
 
     def branch(self, step: int, configuration: int) -> Lineage:
         """Return the lineage of a configuration that resumes after ``step`` batches of this lineage."""
         earlier = []
-        for other, begin in self.begun:
-            # A configuration that began later has no state of its own that is still valid.
-            if begin < step:
-                earlier.append((other, begin))
+        for earlier_configuration, first_step in self.branches:
+            # All batches of a configuration that began later have been undone.
+            if first_step < step:
+                earlier.append((earlier_configuration, first_step))
         return Lineage((*earlier, (configuration, step)))
 
     def point(self, step: int) -> Point:
-        """Return the valid state after ``step`` batches, with the configuration that has made the state."""
-        makers = [made for made, begin in self.begun if begin < step]
+        """Return the point of the valid state after ``step`` batches."""
+        makers = []
+        for configuration, first_step in self.branches:
+            if first_step < step:
+                makers.append(configuration)
         if not makers:
             return BEGINNING
+        # Of several configurations that began before this step, the newest one made the valid state.
         return Point(max(makers), step)
 
     def valid_units(
         self, inventory: Mapping[str, ReplicaList]
     ) -> dict[str, dict[int, Sequence[int]]]:
-        """Return the units of each device by step, without void points."""
+        """Return a `StepInventory` of the replicas at valid points."""
         valid: dict[str, dict[int, Sequence[int]]] = {}
-        for device, points in inventory.items():
+        for device, replicas in inventory.items():
             by_step = valid.setdefault(device, {})
-            # A lineage has one point for each step, so the configuration is no longer needed.
-            for made, step, units in points:
-                if Point(made, step) in self:
+            # A lineage has one valid point for each step, so the step identifies the point.
+            for configuration, step, units in replicas:
+                if Point(configuration, step) in self:
                     by_step[step] = units
         return valid
 
@@ -128,38 +134,41 @@ class RestorePlan:
 
     point: Point
     needs: Mapping[str, Need]
-    """By device; empty if all units come from the seed."""
+    """The sources of the units of each device; empty if all units come from the seed."""
     origins: Mapping[int, Point] = field(default_factory=dict)
-    """Unit -> the point whose weights the unit has; empty if all have those of the resume point."""
+    """Unit -> the point whose weights the unit resumes with; empty if all units resume with ``point``."""
 
     @property
     def branch_step(self) -> int:
-        """The step after which the configuration makes states of its own.
+        """The step after which the configuration makes new states.
 
         A mixture of weights from several points is the first state made by the configuration that begins with the
-        mixture, so the branch lies one step before the mixture.
+        mixture, so the configuration branches off one step before ``point``.
         """
         if self.origins:
             return self.point.step - 1
         return self.point.step
 
     def origins_of(self, device: str) -> list[tuple[int, int, list[int]]] | None:
-        """Return the origins of a device's units in message form; None where all come from the resume point."""
+        """Return (configuration, step, units) for each point from which the device's units come.
+
+        Returns None if all units come from ``point``.
+        """
         if not self.origins:
             return None
         need = self.needs[device]
         units = set(need.local).union(*need.fetch.values())
         by_point: dict[Point, list[int]] = {}
         for unit in sorted(units):
-            of_point = by_point.setdefault(self.origins[unit], [])
-            of_point.append(unit)
+            units_at_point = by_point.setdefault(self.origins[unit], [])
+            units_at_point.append(unit)
         origins = []
         for point in sorted(by_point):
             origins.append((point.configuration, point.step, by_point[point]))
         return origins
 
 
-def place(
+def restore_complete(
     lineage: Lineage,
     inventory: Mapping[str, ReplicaList],
     old: StagePartition,
@@ -169,23 +178,23 @@ def place(
     steps: int,
     local_first: bool = False,
 ) -> RestorePlan:
-    """Choose the newest complete state, and the sources of units for each device of the new partition.
+    """Plan to resume from the newest complete state, with the sources of units for each device of the new partition.
 
-    ``inventory`` covers the present devices including the coordinator; with ``seeded`` the initial state is available
-    without a source. After the last of all ``steps`` the coordinator needs every unit, because the trained model is its
-    result. Raises ValueError if even the initial state is lost.
+    ``inventory`` contains the present devices including the coordinator. With ``seeded`` training began with weights
+    from the seed, which every device can draw. After the last of all ``steps`` the coordinator needs every unit,
+    because it exposes the trained model as the result of the run. Raises ValueError if even the initial state is lost.
     """
     valid = lineage.valid_units(inventory)
     if seeded:
-        # Any device draws initial weights from the seed: the coordinator stands for all of them.
-        of_coordinator = valid.setdefault(old.coordinator, {})
-        of_coordinator[0] = list(range(old.units))
-    step = resume_point(valid, old.units)
+        # Every device can draw initial weights from the seed. One entry, for the coordinator, makes step 0 complete.
+        coordinator_units = valid.setdefault(old.coordinator, {})
+        coordinator_units[0] = list(range(old.units))
+    step = newest_complete_step(valid, old.units)
     if step is None:
         raise ValueError("no device has the initial state")
     if seeded and step == 0:
         return RestorePlan(lineage.point(0), {})
-    holders = units_at(valid, step)
+    holders = units_after(valid, step)
     sources = needs(old, new, holders, local_first=local_first)
     if step == steps:
         sources |= _needs_of_coordinator(old, holders, local_first=local_first)
@@ -195,12 +204,12 @@ def place(
 def _needs_of_coordinator(
     old: StagePartition, holders: HeldUnits, *, local_first: bool
 ) -> dict[str, Need]:
-    """Return the sources of all units for the coordinator, which exposes the trained model."""
+    """Return the sources of all units for the coordinator, which exposes the trained model as the result."""
     whole = StagePartition((old.coordinator,), (0, old.units))
     return needs(old, whole, holders, local_first=local_first)
 
 
-def place_newest(
+def restore_newest(
     lineage: Lineage,
     inventory: Mapping[str, ReplicaList],
     old: StagePartition,
@@ -211,16 +220,16 @@ def place_newest(
     steps: int,
     local_first: bool = False,
 ) -> RestorePlan | None:
-    """Choose the newest weights of every unit, and their sources, to continue with the batch ``resumed.step``.
+    """Plan to continue with the newest weights of every unit, as the new point ``resumed``.
 
     ``running`` is the configuration whose stages were training; the weights of its remaining stages count as the
-    newest. Returns None if a unit exists in its initial state alone: the point of `place` is the only one then. Other
-    arguments are as in `place`.
+    newest. Returns None if the weights of some unit are only available in their initial state: then `restore_complete`
+    has the only plan. Other arguments are as in `restore_complete`.
     """
     origins: dict[int, Point] = {}
     holders: dict[str, set[int]] = {}
     for unit in range(old.units):
-        newest = _newest_of(unit, lineage, inventory, running)
+        newest = _find_newest(unit, lineage, inventory, running)
         if newest is None:
             return None
         origins[unit], devices = newest
@@ -232,23 +241,24 @@ def place_newest(
     return RestorePlan(resumed, sources, origins)
 
 
-def _newest_of(
+def _find_newest(
     unit: int,
     lineage: Lineage,
     inventory: Mapping[str, ReplicaList],
     running: int,
 ) -> tuple[Point, list[str]] | None:
-    """Return the newest point of a unit with the devices that hold the unit there; None without trained weights."""
+    """Return the newest point at which a device holds the unit, and all these devices; None without trained weights."""
     holders: dict[Point, list[str]] = {}
-    for device, points in inventory.items():
-        for made, step, units in points:
+    for device, replicas in inventory.items():
+        for configuration, step, units in replicas:
             if unit in units:
-                holders_at_point = holders.setdefault(Point(made, step), [])
+                point = Point(configuration, step)
+                holders_at_point = holders.setdefault(point, [])
                 holders_at_point.append(device)
-    # Weights under training are newer than any replica.
-    trained = Point(running, RUNNING)
-    if trained in holders:
-        return trained, holders[trained]
+    # The current weights of a running stage are newer than any replica.
+    running_point = Point(running, RUNNING_STEP)
+    if running_point in holders:
+        return running_point, holders[running_point]
     newest: Point | None = None
     for point in holders:
         if point not in lineage or point.step == 0:
@@ -260,35 +270,34 @@ def _newest_of(
     return newest, holders[newest]
 
 
-def resume_point(inventory: StepInventory, units: int) -> int | None:
-    """Return the number of batches done in the newest complete state; None if all states are incomplete.
+def newest_complete_step(inventory: StepInventory, units: int) -> int | None:
+    """Return the step of the newest complete state of a model with ``units`` units; None if all are incomplete.
 
-    The number is also the batch to resume with: later batches are undone on all devices. The inventory must exclude
-    lost devices. State 0 is the initial one; a device able to produce it (from the seed or the coordinator's disk) has
-    an entry for it.
+    The step is also the batch to resume with: later batches are undone on all devices. The inventory must exclude lost
+    devices. Step 0 is the initial state; a device that can produce this state has an entry for step 0.
 
-    >>> resume_point({"a": {0: [0, 1, 2], 20: [0, 1]}, "b": {20: [2], 40: [2]}}, units=3)
+    >>> newest_complete_step({"a": {0: [0, 1, 2], 20: [0, 1]}, "b": {20: [2], 40: [2]}}, units=3)
     20
     """
-    states: set[int] = set()
+    steps: set[int] = set()
     for by_step in inventory.values():
-        states.update(by_step)
-    for done in sorted(states, reverse=True):
-        if not missing_units(units_at(inventory, done), units):
-            return done
+        steps.update(by_step)
+    for step in sorted(steps, reverse=True):
+        if not missing_units(units_after(inventory, step), units):
+            return step
     return None
 
 
-def units_at(inventory: StepInventory, done: int) -> dict[str, Collection[int]]:
-    """Return the units of one state by device, for `testbed.ml.partition.redistribution.needs`.
+def units_after(inventory: StepInventory, step: int) -> dict[str, Collection[int]]:
+    """Return the units that each device holds of the state after ``step``, without devices that hold none.
 
-    >>> units_at({"a": {20: [0, 1]}, "b": {20: [2], 40: [2]}}, done=40)
+    >>> units_after({"a": {20: [0, 1]}, "b": {20: [2], 40: [2]}}, step=40)
     {'b': [2]}
     """
     units: dict[str, Collection[int]] = {}
     for device, by_step in inventory.items():
-        if done in by_step:
-            units[device] = by_step[done]
+        if step in by_step:
+            units[device] = by_step[step]
     return units
 
 
@@ -297,18 +306,18 @@ class FailureCase:
     """One of the three cases of FTPipeHD's fault handler, with the affected devices."""
 
     case: Literal["restart", "refill", "redistribute"]
-    """``restart``: all stages are present with their memory. ``refill``: one returned without its memory, and receives
-    its units again. ``redistribute``: some are absent, or several lost their memory; the present devices receive a new
-    partition."""
-    gone: tuple[str, ...]
-    """Stages that did not answer, in the order of the stages."""
-    empty: tuple[str, ...]
-    """Stages that answered after a restart without their memory."""
+    """``restart``: all devices with a stage are present with their memory. ``refill``: one device returned without its
+    memory, and receives its units again. ``redistribute``: some devices are absent, or several lost their memory; the
+    present devices receive a new partition."""
+    absent: tuple[str, ...]
+    """Devices that did not answer, in the order of their stages."""
+    restarted: tuple[str, ...]
+    """Devices that answered after a restart, and thus without their memory."""
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Stages whose memory is lost."""
-        return (*self.gone, *self.empty)
+        """Devices whose memory is lost."""
+        return (*self.absent, *self.restarted)
 
 
 def classify_failure(
@@ -316,32 +325,32 @@ def classify_failure(
 ) -> FailureCase:
     """Return the case of FTPipeHD's fault handler (Section III-F) for the answers of the devices.
 
-    ``stages`` and ``answers`` have the incarnation of a device's program, the time of its start: when its stage was set
-    up, and in its answer. A device with a changed incarnation has lost its memory, whatever its answer contains.
-    Answers of devices without a stage are ignored.
+    The incarnation of a device is the start time of its program. ``stages`` has the incarnation of each device with a
+    stage at the time when the stage was set up, and ``answers`` the incarnation in the device's answer. A device with a
+    changed incarnation has lost its memory. Answers of devices without a stage are ignored.
 
     >>> classify_failure({"a": 0.0, "b": 0.0}, answers={"a": 0.0, "b": 7.5})
-    FailureCase(case='refill', gone=(), empty=('b',))
+    FailureCase(case='refill', absent=(), restarted=('b',))
     >>> classify_failure({"a": 0.0, "b": 0.0}, answers={"a": 0.0}).case
     'redistribute'
     """
-    gone = []
-    empty = []
-    for device, before in stages.items():
+    absent = []
+    restarted = []
+    for device, incarnation in stages.items():
         if device not in answers:
-            gone.append(device)
-        elif answers[device] != before:
-            empty.append(device)
+            absent.append(device)
+        elif answers[device] != incarnation:
+            restarted.append(device)
     case: Literal["restart", "refill", "redistribute"] = "restart"
-    if gone or len(empty) > 1:
+    if absent or len(restarted) > 1:
         case = "redistribute"
-    elif empty:
+    elif restarted:
         case = "refill"
-    return FailureCase(case, tuple(gone), tuple(empty))
+    return FailureCase(case, tuple(absent), tuple(restarted))
 
 
 class Replicas:
-    """The replicas on one device: of its own units at points of the training, and of units of other stages.
+    """The replicas on one device: units of the device's stage, and of other stages, at points of the training.
 
     >>> import torch
     >>> replicas = Replicas()
@@ -351,57 +360,62 @@ class Replicas:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Point, dict[int, State]] = {}
+        self._states: dict[Point, dict[int, State]] = {}
         """Point -> unit -> weights and optimizer state of the unit."""
 
     def put(self, point: Point, state: State, units: Iterable[int]) -> None:
-        """Keep units of a point."""
-        held = self._held.setdefault(point, {})
+        """Store the units ``units`` of a state as replicas at a point."""
+        states = self._states.setdefault(point, {})
         for unit in units:
-            held[unit] = restrict(state, unit, unit + 1)
+            states[unit] = restrict(state, unit, unit + 1)
 
     def units(self, point: Point) -> set[int]:
-        """Return the held units of a point."""
-        return set(self._held.get(point, ()))
+        """Return the units with a replica at a point."""
+        return set(self._states.get(point, ()))
 
     def state(self, point: Point, units: Iterable[int]) -> dict[str, torch.Tensor]:
         """Return the state of units at a point; raises KeyError for a missing unit."""
-        held = self._held.get(point, {})
+        states = self._states.get(point, {})
         state: dict[str, torch.Tensor] = {}
         for unit in units:
-            state.update(held[unit])
+            state.update(states[unit])
         return state
 
-    def keep(self, points: Collection[Point], *, later: bool = True) -> None:
-        """Free every point except these; with ``later`` also keep newer points of the newest configuration."""
+    def free_except(
+        self, points: Collection[Point], *, keeps_newer: bool = True
+    ) -> None:
+        """Free the replicas at all points except ``points``.
+
+        With ``keeps_newer`` those points also stay that are in the configuration of the newest one and newer: the next
+        replication may be under way while the message to free older points arrives.
+        """
         newest = max(points, default=None)
-        # A later replication may be under way while the message about this one arrives.
         for point in self.points():
-            is_later = (
+            is_newer = (
                 newest is not None
                 and point.configuration == newest.configuration
                 and point.step > newest.step
             )
-            if point not in points and not (later and is_later):
-                del self._held[point]
+            if point not in points and not (keeps_newer and is_newer):
+                del self._states[point]
 
     def points(self) -> list[Point]:
-        """Return the points with held units, oldest first."""
-        return sorted(self._held)
+        """Return the points with replicas, oldest first."""
+        return sorted(self._states)
 
     def inventory(self) -> ReplicaList:
-        """Return the held units by point, in message form."""
+        """Return (configuration, step, units) for each point, oldest first."""
         inventory = []
         for point in self.points():
-            units = sorted(self._held[point])
+            units = sorted(self._states[point])
             inventory.append((point.configuration, point.step, units))
         return inventory
 
     def bytes(self) -> int:
         """Return the bytes of all replicas."""
         total = 0
-        for held in self._held.values():
-            for state in held.values():
+        for states in self._states.values():
+            for state in states.values():
                 total += sum(tensor.nbytes for tensor in state.values())
         return total
 
@@ -409,7 +423,7 @@ class Replicas:
         """Serialize all replicas as one message, for the disk."""
         tensors = {}
         for point in self.points():
-            # In front, so that `load` can split them off whatever the name contains.
+            # The point precedes the name, so that `load` can split it off even if the name contains a slash.
             prefix = f"{point.configuration}/{point.step}"
             state = self.state(point, sorted(self.units(point)))
             for name, tensor in state.items():
@@ -417,15 +431,15 @@ class Replicas:
         return Message("replicas", {"held": self.inventory()}, tensors)
 
     def load(self, dumped: Message) -> None:
-        """Add the replicas of a `dump`."""
+        """Add the replicas of a message that `dump` returned."""
         states: dict[Point, dict[str, torch.Tensor]] = {}
         for path, tensor in dumped.tensors.items():
-            made, step, name = path.split("/", 2)
-            point = Point(int(made), int(step))
+            configuration, step, name = path.split("/", 2)
+            point = Point(int(configuration), int(step))
             state = states.setdefault(point, {})
             state[name] = tensor
-        for configuration, done, units in dumped["held"]:
-            point = Point(configuration, done)
+        for configuration, step, units in dumped["held"]:
+            point = Point(configuration, step)
             self.put(point, states.get(point, {}), units)
 
 
@@ -434,10 +448,10 @@ class RunningStage(Protocol):
 
     @property
     def point(self) -> Point:
-        """The point of the weights under training."""
+        """The point that stands for the current weights."""
 
     @property
-    def held_units(self) -> list[int]:
+    def loaded_units(self) -> list[int]:
         """The units of the stage; none before their weights are loaded."""
 
     async def snapshot(self) -> State:
@@ -452,43 +466,44 @@ class ReplicaStore:
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.replicas = Replicas()
-        self.running: RunningStage | None = None
-        """The stage that was committed last, if its weights are offered to others after a loss."""
-        self.sending: asyncio.Task[None] | None = None
-        """Sends the last replicas."""
+        self.running_stage: RunningStage | None = None
+        """The stage that was committed last, if other devices may fetch its current weights after a loss."""
+        self.sending_task: asyncio.Task[None] | None = None
+        """Sends the newest replicas."""
         self._copying = asyncio.Lock()
         self._mailbox = mailbox
         mailbox.on(Fetch, self._answer_fetch)
         mailbox.on(Replica, self._store_replica)
-        mailbox.on(Keep, self._free_others)
+        mailbox.on(Keep, self._free_replicas)
 
     def inventory(self) -> ReplicaList:
-        """Return the held units by point in message form, including the units of the running stage."""
-        held = list(self.replicas.inventory())
-        if self.running is not None and self.running.held_units:
-            point = self.running.point
-            held.append((point.configuration, point.step, self.running.held_units))
-        return held
+        """Return (configuration, step, units) for each point with replicas, and for the running stage."""
+        inventory = list(self.replicas.inventory())
+        stage = self.running_stage
+        if stage is not None and stage.loaded_units:
+            point = stage.point
+            inventory.append((point.configuration, point.step, stage.loaded_units))
+        return inventory
 
-    async def keep_running(self) -> None:
-        """Copy the weights of the stage that has stopped to the replicas, once."""
-        # Several devices may ask at the same time: the later ones wait for the copy of the first.
+    async def copy_running_stage(self) -> None:
+        """Store the current weights of the running stage as replicas; later calls do nothing."""
+        # Several devices may fetch at the same time: the lock makes all of them wait for one copy.
         async with self._copying:
-            stage = self.running
+            stage = self.running_stage
             if stage is not None:
                 state = await stage.snapshot()
-                self.replicas.put(stage.point, state, stage.held_units)
-                self.running = None
+                self.replicas.put(stage.point, state, stage.loaded_units)
+                self.running_stage = None
 
     async def finish_sending(self) -> None:
         """Wait until no replica is being sent."""
-        if self.sending is not None:
-            # The task may have been cancelled with its configuration, which `wait` does not raise.
-            await asyncio.wait({self.sending})
+        if self.sending_task is not None:
+            # The end of its configuration cancels the task. `wait` does not raise then, unlike `await` of the task.
+            await asyncio.wait({self.sending_task})
 
-    def _free_others(self, keep: Keep) -> None:
+    def _free_replicas(self, keep: Keep) -> None:
         points = [Point(made, step) for made, step in keep.keep]
-        self.replicas.keep(points)
+        self.replicas.free_except(points)
 
     def _store_replica(self, replica: Replica) -> None:
         point = Point(replica.configuration, replica.step)
@@ -496,19 +511,19 @@ class ReplicaStore:
 
     def _answer_fetch(self, fetch: Fetch) -> None:
         self._mailbox.open(fetch.configuration)
-        if fetch.step == RUNNING:
+        if fetch.step == RUNNING_STEP:
             self._mailbox.start_in_configuration(self._send_running_units(fetch))
         else:
             self._send_units(fetch)
 
     async def _send_running_units(self, fetch: Fetch) -> None:
-        await self.keep_running()
+        await self.copy_running_stage()
         self._send_units(fetch)
 
     def _send_units(self, fetch: Fetch) -> None:
         point = Point(fetch.made, fetch.step)
         if not self.replicas.units(point) >= set(fetch.units):
-            # This device has restarted since its inventory, which the coordinator is about to learn.
+            # This device has restarted since it reported its inventory. The coordinator will notice the restart.
             return
         for unit in fetch.units:
             state = self.replicas.state(point, [unit])

@@ -1,13 +1,14 @@
-"""The program of every device of a pipeline: one executor, with method-specific arguments.
+"""The program of every device of a pipeline: `run_synchronous`, `run_asynchronous` or `run_inference`.
 
-Every device may become a stage, in configurations that the coordinator opens. The coordinator is also a device with a
-stage, and beside it supervises the others and feeds the pipeline.
+Methods call one of these functions with their schedule, their planner or their options. Every device may become a
+stage, in configurations that the coordinator opens. The coordinator's device also has a stage; beside its stage it
+supervises the other devices and feeds the pipeline.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -26,7 +27,7 @@ from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Training
 from testbed.ml.layers.shard import State, restrict
 from testbed.ml.method import ProgramContext
-from testbed.ml.pipeline.checkpointing import CheckpointRecovery
+from testbed.ml.pipeline.checkpointing import CheckpointRecovery, PlanStages
 from testbed.ml.pipeline.forwarding import Serving
 from testbed.ml.pipeline.measuring import LinkWatch, measure_link
 from testbed.ml.pipeline.messages import (
@@ -43,7 +44,7 @@ from testbed.ml.pipeline.messages import (
     Packet,
     Prepare,
 )
-from testbed.ml.pipeline.placement import BEGINNING, RUNNING, Point, ReplicaStore
+from testbed.ml.pipeline.placement import BEGINNING, RUNNING_STEP, Point, ReplicaStore
 from testbed.ml.pipeline.planning import (
     AsynchronousOptions,
     Partitioner,
@@ -58,32 +59,31 @@ from testbed.ml.schedule import Schedule
 from testbed.ml.transfer import make_codecs
 from testbed.plan import Assignment
 
-PlanStages = Callable[[Collection[str]], Sequence[Assignment]]
-"""Present devices -> their stages; raises `InputError` if no partition fits."""
+SpecificOptions = TypeVar("SpecificOptions", bound=StagesOptions)
 
 
 async def run_synchronous(
     device: Device,
     context: ProgramContext[SynchronousOptions],
     schedule: Schedule,
-    partition: PlanStages,
+    plan_stages: PlanStages,
 ) -> None:
     """Train with one update a step, and recovery from checkpoints."""
     updates = partial(SynchronousUpdates, schedule, context.problem.options)
     await _run_with_checkpoints(
-        device, context, SYNCHRONOUS_KINDS, updates, partition, SynchronousTrainer
+        device, context, SYNCHRONOUS_KINDS, updates, plan_stages, SynchronousTrainer
     )
 
 
 async def run_inference(
     device: Device,
     context: ProgramContext[StagesOptions],
-    partition: PlanStages,
+    plan_stages: PlanStages,
     in_flight: int,
 ) -> None:
-    """Answer requests by stages without updates; requests under way are sent again after a loss."""
+    """Answer requests by stages, at most ``in_flight`` at once; unanswered ones are sent again after a loss."""
 
-    def serving(
+    def make_serving(
         supervisor: Supervisor,
         recovery: CheckpointRecovery,
         context: ProgramContext[StagesOptions],
@@ -91,7 +91,7 @@ async def run_inference(
         return Serving(supervisor, context, in_flight)
 
     await _run_with_checkpoints(
-        device, context, FORWARD_KINDS, None, partition, serving
+        device, context, FORWARD_KINDS, None, plan_stages, make_serving
     )
 
 
@@ -104,7 +104,7 @@ async def run_asynchronous(
     options = context.problem.options
     async with _open_mailbox(device, context, ASYNCHRONOUS_KINDS) as mailbox:
         member = ReplicatingMember(mailbox, context)
-        # Devices that answer, but do nothing for this many seconds, count as lost.
+        # Seconds after which a device that answers, but does nothing, counts as lost.
         standstill = max(2 * options.stall_timeout, options.rejoin_timeout)
         supervisor = await _make_supervisor(mailbox, member.holder, context, standstill)
         recovery = ReplicaRecovery(
@@ -115,41 +115,45 @@ async def run_asynchronous(
         await run_with_recovery(work, recovery, supervisor, recovery.recovering)
 
 
-O = TypeVar("O", bound=StagesOptions)  # noqa: E741
-
-
 async def _run_with_checkpoints(
     device: Device,
-    context: ProgramContext[O],
+    context: ProgramContext[SpecificOptions],
     kinds: Iterable[type[TypedMessage]],
     updates: Callable[[Stage], UpdatePolicy] | None,
-    partition: PlanStages,
-    work: Callable[[Supervisor, CheckpointRecovery, ProgramContext[O]], ResumableWork],
+    plan_stages: PlanStages,
+    make_work: Callable[
+        [Supervisor, CheckpointRecovery, ProgramContext[SpecificOptions]], ResumableWork
+    ],
 ) -> None:
-    """Coordinate on the plan's coordinator; run a stage on every device, with the state the coordinator sends.
+    """Run a stage on every device, with the state that the coordinator sends; coordinate on the plan's coordinator.
 
-    ``updates`` is None for inference, and ``work`` makes the coordinator's work: training, or answering requests.
+    ``kinds`` are the messages of the program. ``updates`` makes the update policy of a stage, and is None for
+    inference. ``make_work`` makes the coordinator's work: training, or answering requests.
     """
     problem = context.problem
     coordinator = context.plan.coordinator
     async with _open_mailbox(device, context, kinds) as mailbox:
         holder = RoleHolder(mailbox, coordinator)
 
-        def stage_of(configure: Configure) -> Stage:
+        def make_stage(configure: Configure) -> Stage:
             position = StagePosition.from_message(device.name, coordinator, configure)
             state = configure.state if configure.given else None
             return Stage(mailbox, problem, position, state, updates)
 
-        holder.follow(Configure, stage_of)
+        holder.follow(Configure, make_stage)
         standstill = problem.options.rejoin_timeout
         supervisor = await _make_supervisor(mailbox, holder, context, standstill)
         configure = partial(configure_stage, supervisor, _total_steps(context))
         recovery = CheckpointRecovery(
-            supervisor, configure, partition, len(problem.model.units), context.weights
+            supervisor,
+            configure,
+            plan_stages,
+            units=len(problem.model.units),
+            weights=context.weights,
         )
         supervisor.start(context.plan.assignments)
-        own_work = work(supervisor, recovery, context)
-        await run_with_recovery(own_work, recovery, supervisor)
+        work = make_work(supervisor, recovery, context)
+        await run_with_recovery(work, recovery, supervisor)
 
 
 def _open_mailbox(
@@ -172,7 +176,7 @@ async def _make_supervisor(
     context: ProgramContext[StagesOptions],
     standstill: float,
 ) -> Supervisor:
-    """Return the supervisor of the stages on the coordinator; elsewhere, serve as a stage until cancelled.
+    """Return the supervisor of the stages on the coordinator; on other devices, serve as a stage until cancelled.
 
     ``standstill`` is the number of seconds after which an answering device without progress counts as lost.
     """
@@ -182,9 +186,9 @@ async def _make_supervisor(
         # Never returns: the runtime cancels the program at the end of the run.
         await holder.serve()
 
-    def backlog(part: Assignment) -> float:
-        """Return the bytes a stage may be sending to the coordinator: a checkpoint, and inputs."""
-        units = problem.model.units[part.start : part.stop]
+    def backlog(assignment: Assignment) -> float:
+        """Return the bytes that a stage may be sending before its answer: a checkpoint, and a gradient."""
+        units = problem.model.units[assignment.start : assignment.stop]
         checkpoint = costs.state_bytes(units, problem.training)
         inputs = problem.workload.batch_size * units[0].input_bytes
         return checkpoint + inputs
@@ -210,14 +214,14 @@ class ReplicatingMember:
         self._context = context
         self._stage: Stage | None = None
         """The stage being prepared or running."""
-        self._point = BEGINNING
-        """The resume point."""
-        self._seeded = False
-        """Whether the units come from the seed."""
-        self._awaited: set[int] = set()
-        """Units not yet received."""
+        self._resume_point = BEGINNING
+        """The point of which the stage needs its units."""
+        self._is_seeded = False
+        """Whether the stage draws its weights from the seed."""
+        self._awaited_units: set[int] = set()
+        """Units of the stage that are not at the resume point yet."""
         self._watches: dict[str, LinkWatch] = {}
-        """Watches of the links that this device has measured, by their targets."""
+        """Watches of the links that this device has measured, by the receiving device."""
         mailbox.outbox.on_acknowledgement = self._watch_link
         mailbox.on_open(self._abandon_stage)
         mailbox.on(Prepare, self._prepare_stage)
@@ -238,28 +242,25 @@ class ReplicatingMember:
         """Make a stage, and fetch its missing units."""
         problem = self._context.problem
         updates = partial(AsynchronousUpdates, problem.options, self.store)
-        stages: list[Stage] = []
 
-        def role() -> Stage:
+        def make_stage() -> Stage:
             own_name = self._mailbox.device.name
             coordinator = self._context.plan.coordinator
             position = StagePosition.from_message(own_name, coordinator, prepare)
-            stage = Stage(self._mailbox, problem, position, updates=updates)
-            stages.append(stage)
-            return stage
+            self._stage = Stage(self._mailbox, problem, position, updates=updates)
+            return self._stage
 
         # The holder refuses an outdated configuration, and then makes no stage.
-        if not self.holder.assume(prepare.configuration, role):
+        if not self.holder.assume(prepare.configuration, make_stage):
             return
-        self._stage = stages[0]
-        self._point = Point(prepare.made, prepare.step)
-        self._seeded = prepare.seeded
-        self._awaited = set()
+        self._resume_point = Point(prepare.made, prepare.step)
+        self._is_seeded = prepare.seeded
+        self._awaited_units = set()
         for units in prepare.fetch.values():
-            self._awaited.update(units)
+            self._awaited_units.update(units)
         if prepare.origins is None:
             for owner, units in prepare.fetch.items():
-                self._fetch(owner, self._point, units)
+                self._fetch(owner, self._resume_point, units)
         else:
             self._collect_newest(prepare.fetch, prepare.origins)
         self._report_prepared()
@@ -278,64 +279,65 @@ class ReplicatingMember:
         fetch: Mapping[str, Sequence[int]],
         origins: Sequence[tuple[int, int, Sequence[int]]],
     ) -> None:
-        """Fetch units whose newest weights are at other points, and copy the units that this device holds.
+        """Assemble the resume point from several other points: fetch some units, and copy those that this device holds.
 
-        ``fetch`` has the units to fetch by device, and ``origins`` (configuration, step, units) of each point.
+        ``fetch`` maps each device to the units to fetch there, and ``origins`` has (configuration, step, units) for
+        each of the other points.
         """
-        local: dict[Point, list[int]] = {}
-        for made, step, units in origins:
-            point = Point(made, step)
-            for owner, wanted in fetch.items():
-                of_point = [unit for unit in wanted if unit in units]
-                if of_point:
-                    self._fetch(owner, point, of_point)
-            here = [unit for unit in units if unit not in self._awaited]
-            if here:
-                local[point] = here
-        for units in local.values():
-            self._awaited.update(units)
-        if local:
-            self._mailbox.start_in_configuration(self._copy_local(local))
+        local_units: dict[Point, list[int]] = {}
+        for configuration, step, units in origins:
+            origin = Point(configuration, step)
+            for owner, units_of_owner in fetch.items():
+                fetched_units = [unit for unit in units_of_owner if unit in units]
+                if fetched_units:
+                    self._fetch(owner, origin, fetched_units)
+            copied_units = [unit for unit in units if unit not in self._awaited_units]
+            if copied_units:
+                local_units[origin] = copied_units
+        for units in local_units.values():
+            self._awaited_units.update(units)
+        if local_units:
+            self._mailbox.start_in_configuration(self._copy_local(local_units))
 
     async def _copy_local(self, units_by_origin: Mapping[Point, Sequence[int]]) -> None:
-        """Add units that this device holds to the state to resume with."""
+        """Copy units that this device holds at other points to the resume point."""
         replicas = self.store.replicas
         for origin, units in units_by_origin.items():
-            if origin.step == RUNNING:
-                await self.store.keep_running()
+            if origin.step == RUNNING_STEP:
+                await self.store.copy_running_stage()
             state = replicas.state(origin, units)
-            replicas.put(self._point, state, units)
-            self._awaited.difference_update(units)
+            replicas.put(self._resume_point, state, units)
+            self._awaited_units.difference_update(units)
         self._report_prepared()
 
     def _store_unit(self, fetched: FetchedUnit) -> None:
         # Without a stage there is no preparation to complete.
         if self._stage is None:
             return
-        # A unit from another point becomes part of the state to resume with.
-        self.store.replicas.put(self._point, fetched.state, [fetched.unit])
-        self._awaited.discard(fetched.unit)
+        # Whatever point the unit was fetched from, the stage resumes with it.
+        self.store.replicas.put(self._resume_point, fetched.state, [fetched.unit])
+        self._awaited_units.discard(fetched.unit)
         self._stage.actions += 1
         self._report_prepared()
 
     def _report_prepared(self) -> None:
-        """Report to the coordinator if all units of the new configuration are present."""
-        if not self._awaited:
+        """Report to the coordinator if all units of the stage are at the resume point."""
+        if not self._awaited_units:
             self.holder.ready()
 
     def _commit_stage(self, commit: Commit) -> None:
-        """Begin the work of the prepared stage, and free the points that no recovery needs any more."""
+        """Begin the work of the prepared stage, and free replicas that no recovery needs any more."""
         if self._stage is None:
             return
         replicas = self.store.replicas
         units = range(*self._stage.position.units)
         self._stage.state = None
-        if not self._seeded:
-            self._stage.state = replicas.state(self._point, units)
-        kept = [Point(made, step) for made, step in commit.keep]
-        replicas.keep(kept, later=False)
+        if not self._is_seeded:
+            self._stage.state = replicas.state(self._resume_point, units)
+        kept_points = [Point(made, step) for made, step in commit.keep]
+        replicas.free_except(kept_points, keeps_newer=False)
         offers_weights = self._context.problem.options.resume == "next-batch"
-        self.store.running = self._stage if offers_weights else None
+        self.store.running_stage = self._stage if offers_weights else None
         self.holder.begin()
 
     def _start_measuring(self, measure: Measure) -> None:
@@ -366,7 +368,7 @@ class ReplicatingMember:
 
 
 def _total_steps(context: ProgramContext) -> int:
-    """Return the total training steps of the workload."""
+    """Return the number of training steps of the workload; 0 for inference."""
     workload = context.problem.workload
     if workload.task != "train":
         return 0
@@ -377,17 +379,20 @@ def _total_steps(context: ProgramContext) -> int:
 def configure_stage(
     supervisor: Supervisor,
     steps: int,
-    part: Assignment,
+    assignment: Assignment,
     state: State | None,
 ) -> Configure:
-    """Return the message that makes a device a stage, with the stage's units of ``state``; None: of the seed."""
-    own_state: State = {}
+    """Return the message that makes a device a stage, with the stage's units of ``state``.
+
+    Without a state the stage draws its weights from the seed.
+    """
+    stage_state: State = {}
     if state is not None:
-        own_state = restrict(state, part.start, part.stop)
+        stage_state = restrict(state, assignment.start, assignment.stop)
     return Configure(
         configuration=supervisor.mailbox.configuration,
         stages=supervisor.stages,
         steps=steps,
         given=state is not None,
-        state=own_state,
+        state=stage_state,
     )

@@ -1,10 +1,11 @@
 """Recovery from replicas: one procedure for every change of the partition, with or without a failure.
 
-The coordinator opens a new configuration, and all devices report their units by state. Training resumes from the newest
-state for which every unit exists: the current one after a drain, that of the last replication after a failure. Each
-stage receives the list of its missing units and their holders, fetches them and reports; once all have reported, the
-coordinator commits, and training continues with the first batch not included in the state. Until then all devices keep
-their units, so a failure in between only leads to another attempt.
+The coordinator opens a new configuration, and all devices report of which states they hold units. The coordinator
+chooses the state to resume from: the current one after a drain of the pipeline; after a failure, depending on the
+option ``resume``, the newest complete state or the newest weights of each unit (`testbed.ml.pipeline.placement`). Each
+stage receives the list of its missing units and their holders, fetches the units and reports. Once all have reported,
+the coordinator commits the configuration, and training continues with the first batch not included in the state. Until
+then all devices keep their units, so a failure in between only leads to another attempt.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ from testbed.ml.pipeline.placement import (
     ReplicaStore,
     RestorePlan,
     classify_failure,
-    place,
-    place_newest,
+    restore_complete,
+    restore_newest,
 )
 from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner
 from testbed.wire.message import Message
 
 
 class ReplicaIndex:
-    """The coordinator's knowledge of replicated points: valid, safe, or complete here; all other points are freed.
+    """The coordinator's knowledge of the points with replicas, and of which points the devices still need.
 
-    A point is valid while its batches are not undone, and safe if the loss of any one device leaves every unit.
+    A point is valid until one of its batches is undone. A valid point is safe if every unit survives the loss of any
+    one device: then all devices free their older replicas.
     """
 
     def __init__(self, supervisor: Supervisor, store: ReplicaStore, units: int) -> None:
         self.lineage = Lineage()
-        self.safe = BEGINNING
+        self.safe_point = BEGINNING
         """The newest point with every unit on two devices, or on this one."""
-        self.whole = BEGINNING
+        self.complete_point = BEGINNING
         """The newest point with every unit on this device."""
         self._supervisor = supervisor
         self._mailbox = supervisor.mailbox
@@ -53,39 +55,41 @@ class ReplicaIndex:
         self._replicas = store.replicas
         self._units = units
         self._replicated: dict[int, set[str]] = {}
-        """Devices that have replicated their units, by step."""
+        """Devices that have replicated their units in this configuration, by step."""
         self._mailbox.on(Replicated, self._note_replication)
 
     def branch(self, step: int) -> None:
-        """Continue from a step in the current configuration; later points become void."""
+        """Record that the current configuration continues from ``step``; later points become void."""
         self.lineage = self.lineage.branch(step, self._mailbox.configuration)
-        # Points with batches that were undone are of no use, complete or not.
-        if self.safe not in self.lineage:
-            self.safe = BEGINNING
-        if self.whole not in self.lineage:
-            self.whole = BEGINNING
+        if self.safe_point not in self.lineage:
+            self.safe_point = BEGINNING
+        if self.complete_point not in self.lineage:
+            self.complete_point = BEGINNING
         self._replicated.clear()
 
-    def needed(self, device: str, points: Collection[Point]) -> list[tuple[int, int]]:
-        """Return the points a device must keep, in message form.
+    def points_to_keep(
+        self, device: str, points: Collection[Point]
+    ) -> list[tuple[int, int]]:
+        """Return (configuration, step) of the points whose replicas a device must keep.
 
-        These are ``points``, and on the coordinator also the newest complete one, the result of the run so far.
+        Every device keeps ``points``. The coordinator also keeps the newest complete point, the result of the run so
+        far.
         """
-        needed = set(points)
+        kept_points = set(points)
         if device == self._device.name:
-            needed.add(self.whole)
-        in_message = []
-        for point in sorted(needed):
-            in_message.append((point.configuration, point.step))
-        return in_message
+            kept_points.add(self.complete_point)
+        encoded = []
+        for point in sorted(kept_points):
+            encoded.append((point.configuration, point.step))
+        return encoded
 
-    def has_all(self, step: int) -> bool:
-        """Return whether every unit after a step is on this device."""
-        return self._is_whole(self.lineage.point(step))
+    def has_all_units(self, step: int) -> bool:
+        """Return whether every unit of the valid state after ``step`` is on this device."""
+        return self._is_complete(self.lineage.point(step))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the newest complete weights on this device; empty if none are complete."""
-        point = self._newest_whole()
+        """Return the newest complete weights on this device; empty without a complete state."""
+        point = self._newest_complete()
         if point is None:
             return {}
         state = self._replicas.state(point, range(self._units))
@@ -94,53 +98,56 @@ class ReplicaIndex:
     async def save(self, partition: StagePartition) -> None:
         """Write the training progress to the disk, beside the replicas."""
         fields = {
-            "begun": self.lineage.begun,
+            "begun": self.lineage.branches,
             "devices": partition.devices,
             "cuts": partition.cuts,
         }
         await self._device.save("training", Message("training", fields))
 
     def read_saved(self) -> StagePartition | None:
-        """Read the progress a previous program of this device left on the disk; return the partition, if any."""
+        """Read the progress and replicas that a crashed program of this device left on the disk.
+
+        Returns the partition of the training at that time; None if the disk has no progress.
+        """
         training = self._device.saved("training")
         replicas = self._device.saved("replicas")
         if training is None:
             return None
-        # JSON has lists for tuples.
-        begun = tuple((made, begin) for made, begin in training["begun"])
-        self.lineage = Lineage(begun)
+        # Messages contain lists instead of tuples.
+        branches = tuple((made, step) for made, step in training["begun"])
+        self.lineage = Lineage(branches)
         if replicas is not None:
             self._replicas.load(replicas)
-            self.whole = self._newest_whole() or BEGINNING
+            self.complete_point = self._newest_complete() or BEGINNING
         return StagePartition(tuple(training["devices"]), tuple(training["cuts"]))
 
     def _note_replication(self, replicated: Replicated) -> None:
-        """Release older points once all stages have replicated their units."""
+        """Make all devices free older points once all stages have replicated their units."""
         point = Point(self._mailbox.configuration, replicated.step)
         senders = self._replicated.setdefault(replicated.step, set())
         senders.add(replicated.sender)
         is_incomplete = senders < self._supervisor.membership.assigned
-        # Reports of two replications may overlap: the older one must not free the newer one.
-        if is_incomplete or point < self.safe:
+        # Reports of two replications may overlap: the older replication must not free the newer one.
+        if is_incomplete or point < self.safe_point:
             return
-        self.safe = point
-        if self._is_whole(point):
-            self.whole = point
+        self.safe_point = point
+        if self._is_complete(point):
+            self.complete_point = point
         for part in self._supervisor.layout:
-            needed = self.needed(part.device, {point})
-            keep = Keep(self._mailbox.configuration, needed)
+            kept_points = self.points_to_keep(part.device, {point})
+            keep = Keep(self._mailbox.configuration, kept_points)
             self._mailbox.post(part.device, keep)
         saving = self._device.save("replicas", self._replicas.dump())
         self._mailbox.start(saving)
 
-    def _is_whole(self, point: Point) -> bool:
+    def _is_complete(self, point: Point) -> bool:
         return len(self._replicas.units(point)) == self._units
 
-    def _newest_whole(self) -> Point | None:
+    def _newest_complete(self) -> Point | None:
         """Return the newest valid point with every unit on this device."""
         newest: Point | None = None
         for point in self._replicas.points():
-            if not self._is_whole(point) or point not in self.lineage:
+            if not self._is_complete(point) or point not in self.lineage:
                 continue
             if newest is None or point.step > newest.step:
                 newest = point
@@ -153,19 +160,21 @@ FROM_BEGINNING = RestorePlan(BEGINNING, {})
 
 @dataclass(frozen=True)
 class Configuration:
-    """The stages of a configuration, and the state that these begin with."""
+    """The stages of a configuration, and the state that the stages begin with."""
 
     partition: StagePartition
     restore: RestorePlan = FROM_BEGINNING
     incarnations: Mapping[str, float] = field(default_factory=dict)
-    """The incarnations of the stages that were set up last, which may be those of the configuration before."""
+    """Incarnations (start times of the programs) of the devices whose stages were set up last: of the previous
+    configuration until this one is set up."""
 
 
 class Standby:
-    """Devices without a stage, and which of them may become one.
+    """Devices that may become stages again after they were lost in silence.
 
     A device that did not answer and is present again with the same incarnation (the start time of its program) did not
-    crash: it was slow or cut off. The device becomes usable once the links of all its neighbours reach it.
+    crash: it was slow or cut off. The device may become a stage again once its neighbours have reached it by
+    measurements of their links.
     """
 
     def __init__(self, members: Membership, *, admits_devices: bool) -> None:
@@ -174,48 +183,52 @@ class Standby:
         self._silenced: dict[str, float] = {}
         """Devices that were lost in silence, with their incarnations."""
         self._reachable: set[str] = set()
-        """Silenced devices that were reached by a measurement since."""
+        """Silenced devices that their neighbours have reached by measurements since."""
 
-    def lose(self, names: Collection[str], known: Mapping[str, float]) -> None:
-        """Record devices lost in silence; ``known`` are the incarnations of devices with stages."""
+    def record_loss(
+        self, names: Collection[str], incarnations: Mapping[str, float]
+    ) -> None:
+        """Record devices lost in silence; ``incarnations`` are those of the devices with stages."""
         for name in names:
-            if name in known:
-                self._silenced[name] = known[name]
+            if name in incarnations:
+                self._silenced[name] = incarnations[name]
         self._reachable.difference_update(names)
 
-    def reached(self, device: str) -> None:
+    def mark_reachable(self, device: str) -> None:
         """Make a device available again after all its neighbours have reached it."""
         self._reachable.add(device)
         if device in self._members.excluded:
             self._members.excluded.discard(device)
             self._members.joiners.add(device)
 
-    def admit_all(self) -> None:
+    def mark_all_reachable(self) -> None:
         """Make all devices available again."""
         self._reachable |= self._silenced.keys()
 
-    def doubted(self, names: Collection[str]) -> set[str]:
-        """Return the devices whose availability is unknown."""
+    def unreached(self, names: Collection[str]) -> set[str]:
+        """Return the devices among ``names`` that were lost in silence and not reached by their neighbours since."""
         return self._survivors(names) - self._reachable
 
-    def untested(self) -> set[str]:
-        """Return the devices with links to be measured: cut off from others, or too slow."""
+    def devices_to_measure(self) -> set[str]:
+        """Return the devices whose links must be measured before they become stages: they were cut off, or too slow."""
         if not self._admits_devices:
             return set()
         return self._members.excluded | self._survivors(self._members.joiners)
 
-    def joiners(self) -> set[str]:
-        """Return the devices eligible to become stages."""
+    def eligible_joiners(self) -> set[str]:
+        """Return the devices without a stage that may become stages."""
         if not self._admits_devices:
             return set()
-        return self._members.joiners - self.doubted(self._members.joiners)
+        return self._members.joiners - self.unreached(self._members.joiners)
 
     def _survivors(self, names: Collection[str]) -> set[str]:
-        """Return the devices that were lost in silence and have kept their memory."""
+        """Return the devices among ``names`` that were lost in silence and have kept their memory."""
         survivors = set()
         for name in names:
-            known = self._silenced.get(name)
-            if known is not None and self._members.present.get(name) == known:
+            incarnation = self._silenced.get(name)
+            if incarnation is None:
+                continue
+            if self._members.present.get(name) == incarnation:
                 survivors.add(name)
         return survivors
 
@@ -231,7 +244,7 @@ class ReplicaRecovery:
         context: ProgramContext[AsynchronousOptions],
         steps: int,
     ) -> None:
-        """``steps`` is the length of the training. The device exposes its newest complete state."""
+        """``steps`` is the length of the training. The device exposes its newest complete weights."""
         problem = context.problem
         assignments = context.plan.assignments
         units = len(problem.model.units)
@@ -239,12 +252,12 @@ class ReplicaRecovery:
         ends = [assignment.stop for assignment in assignments]
         planned = StagePartition(devices, (0, *ends))
         self._configuration = Configuration(planned)
-        self.points = ReplicaIndex(supervisor, store, units)
-        supervisor.device.expose(self.points.weights)
+        self.replica_index = ReplicaIndex(supervisor, store, units)
+        supervisor.device.expose(self.replica_index.weights)
         self.recovering = False
-        """Whether the next batch done is the first one after a recovery."""
-        self.done = 0
-        """The batch after the last one done on all stages, as far as it was not undone."""
+        """Whether no batch has been done since a recovery."""
+        self.batches_done = 0
+        """Number of batches done on all stages, without batches that were undone."""
         self._supervisor = supervisor
         self._mailbox = supervisor.mailbox
         self._device = supervisor.device
@@ -259,11 +272,11 @@ class ReplicaRecovery:
             store.replicas.put(BEGINNING, context.weights, range(units))
         self._committed = 0
         """The configuration whose stages were committed last."""
-        self._waited: Lost | None = None
-        """The last loss that `await_return` has recorded, and after which it has waited for the devices."""
+        self._awaited_loss: Lost | None = None
+        """The newest loss after which `await_return` has waited for the devices; the loss is recorded already."""
         self._members.refusal = None
         if not partitioner.admits_devices:
-            self._members.refusal = "its units are another's"
+            self._members.refusal = "another device has taken over its units"
         self.standby = Standby(self._members, admits_devices=partitioner.admits_devices)
 
     @property
@@ -278,18 +291,21 @@ class ReplicaRecovery:
 
     async def begin(self) -> None:
         """Open the first configuration; after a crash of this device, continue from the state on its disk."""
-        saved = self.points.read_saved()
-        if saved is not None:
-            self._configuration = Configuration(saved)
+        saved_partition = self.replica_index.read_saved()
+        if saved_partition is not None:
+            self._configuration = Configuration(saved_partition)
         layout = self._partitioner.assignments(self.partition)
-        # The first start, or one without a disk.
-        if saved is None:
+        # The first start of the program, or a restart on a device without a disk.
+        if saved_partition is None:
             self._supervisor.start(layout)
             self.adopt(await self._select_devices())
             return
         missing = [self._device.name]
         self._device.record(
-            "recovery", phase="detected", step=self.points.whole.step, missing=missing
+            "recovery",
+            phase="detected",
+            step=self.replica_index.complete_point.step,
+            missing=missing,
         )
         self._supervisor.start(layout)
         timeouts = self._supervisor.timeouts
@@ -323,47 +339,50 @@ class ReplicaRecovery:
             )
             self._mailbox.post(part.device, prepare)
         # Saved before the commit: a coordinator that crashes afterwards must know of the configuration.
-        await self.points.save(self.partition)
+        await self.replica_index.save(self.partition)
         await supervisor.ready()
         incarnations = self._present_incarnations(self.partition.devices)
         self._configuration = replace(self._configuration, incarnations=incarnations)
         if self.recovering:
             self._device.record("recovery", phase="redistributed", step=self.start)
         self._committed = number
+        index = self.replica_index
         for part in supervisor.layout:
-            needed = self.points.needed(part.device, {point, self.points.safe})
-            self._mailbox.post(part.device, Commit(number, needed))
+            kept_points = index.points_to_keep(part.device, {point, index.safe_point})
+            self._mailbox.post(part.device, Commit(number, kept_points))
 
     async def recover(self, lost: Lost, start: int) -> None:
         """Collect the inventories, and choose the state and stages to resume with."""
         supervisor = self._supervisor
         self._record_detection(lost)
-        known = dict(self._members.assigned_incarnations)
-        gone = set(lost.missing) - lost.restarted
-        # A loss that was waited for already is not waited for again.
-        awaited = set() if lost is self._waited else gone
+        # Copied: the answers to the new configuration change them.
+        incarnations = dict(self._members.assigned_incarnations)
+        absent = set(lost.missing) - lost.restarted
+        # `await_return` has waited for the devices of its loss already.
+        awaited = set() if lost is self._awaited_loss else absent
         self._mailbox.open(self._mailbox.configuration + 1)
-        remaining = set(self.partition.devices) - gone
+        remaining = set(self.partition.devices) - absent
         await self._gather_inventories(remaining, supervisor.stall_timeout, awaited)
-        supervisor.learn_stall_timeout(lost, known)
-        self.standby.lose(gone - self._members.answers.keys(), known)
+        supervisor.learn_stall_timeout(lost, incarnations)
+        silent = absent - self._members.answers.keys()
+        self.standby.record_loss(silent, incarnations)
         self._resume_training()
 
     async def await_return(self, lost: Lost) -> bool:
         """Wait for silent devices; return whether all are present again with their memory.
 
-        If they are, nothing is undone and nothing is moved: training continues with the batch that lacks gradients, the
-        first case of FTPipeHD's fault handler (Section III-F).
+        If all are present, no batch is undone and no unit is moved: training continues with the batch that lacks
+        gradients, the first case of FTPipeHD's fault handler (Section III-F).
         """
         supervisor = self._supervisor
         members = self._members
         window = supervisor.timeouts.rejoin_timeout
-        # A device that is cut off from others, or back after a restart, makes a new configuration necessary.
+        # A device that is cut off from others, or has restarted, makes a new configuration necessary.
         if lost.unreachable or lost.restarted or not lost.missing or not window:
             return False
         self._record_detection(lost)
-        self._waited = lost
-        known = dict(members.assigned_incarnations)
+        self._awaited_loss = lost
+        incarnations = dict(members.assigned_incarnations)
         configuration = self._mailbox.configuration
 
         def has_restarted() -> bool:
@@ -372,12 +391,12 @@ class ReplicaRecovery:
         await members.ping_all(dict.fromkeys(lost.missing, window), has_restarted)
         for name in lost.missing:
             answer = members.answers.get(name)
-            if answer is None or answer.incarnation != known[name]:
+            if answer is None or answer.incarnation != incarnations[name]:
                 return False
-            # A device of another configuration has dropped this one's activations and gradients.
+            # A device without a stage of this configuration has dropped the configuration's activations and gradients.
             if answer.holds != configuration:
                 return False
-        supervisor.learn_stall_timeout(lost, known)
+        supervisor.learn_stall_timeout(lost, incarnations)
         self.recovering = True
         partition = supervisor.stages
         step = supervisor.progress
@@ -393,7 +412,7 @@ class ReplicaRecovery:
         return True
 
     def _record_detection(self, lost: Lost) -> None:
-        if lost is self._waited:
+        if lost is self._awaited_loss:
             return
         progress = self._supervisor.progress
         self._device.record(
@@ -406,35 +425,36 @@ class ReplicaRecovery:
         seconds = self._problem.options.join_timeout
         deadlines = dict.fromkeys(members.others, self._device.now() + seconds)
         await members.gather(deadlines, greeted=True)
-        there = {self._device.name, *members.present}
-        missing = [name for name in self.partition.devices if name not in there]
-        if not missing:
+        present = {self._device.name, *members.present}
+        silent = [name for name in self.partition.devices if name not in present]
+        if not silent:
             return self.partition
-        silent = ", ".join(missing)
+        names = ", ".join(silent)
         self._device.record(
             "log",
-            text=f"{silent} did not answer in {seconds:g} s: training begins without",
+            text=f"{names} did not answer in {seconds:g} s: training begins without",
         )
         choose = self._partitioner.partition_for
-        return self._fitting_partition(choose, self.ordered(there))
+        return self._fitting_partition(choose, self.ordered(present))
 
     async def regroup(self, names: Collection[str]) -> list[str]:
-        """Open a configuration without a failure; return the devices present for it, in the scenario's order.
+        """Open a configuration without a failure; return the devices that may become stages, in the scenario's order.
 
-        Waits for the answers of ``names``. Raises `Lost` for a missing stage.
+        Waits for the answers of the devices ``names``. Raises `Lost` if a device with a stage is absent or has
+        restarted.
         """
         self._mailbox.open(self._mailbox.configuration + 1)
         await self._gather_inventories(names, self._supervisor.stall_timeout)
-        there = self._eligible_devices()
-        # A stage that has crashed meanwhile is a failure, with another resume point.
-        present = self._present_incarnations(there)
+        eligible = self._eligible_devices()
+        # A device with a stage may have crashed meanwhile: after this failure training resumes from another point.
+        present = self._present_incarnations(eligible)
         failure = classify_failure(self._configuration.incarnations, present)
         if failure.lost:
-            raise Lost(failure.lost, restarted=failure.empty)
-        return there
+            raise Lost(failure.lost, restarted=failure.restarted)
+        return eligible
 
     def adopt(self, partition: StagePartition) -> None:
-        """Adopt a partition to be established, from the state that the option ``resume`` asks for."""
+        """Choose the state that the stages of a partition begin with; `establish` then sets them up."""
         members = self._members
         before = self.partition
         inventory = self._collect_inventory()
@@ -442,20 +462,20 @@ class ReplicaRecovery:
         self._configuration = replace(
             self._configuration, partition=partition, restore=restore
         )
-        self.points.branch(restore.branch_step)
-        self.done = self.start
+        self.replica_index.branch(restore.branch_step)
+        self.batches_done = self.start
         joining = set(partition.devices).difference(before.devices)
         if joining:
             text = f"{', '.join(sorted(joining))} joins at step {self.start}"
             self._device.record("log", text=text)
         self._supervisor.watch(self._partitioner.assignments(partition))
-        # Silent devices are no joiners: the next change would wait for them in vain.
+        # Only devices that answer become joiners: the next change would wait for silent ones in vain.
         if self._partitioner.admits_devices:
             standby = members.answers.keys() - set(partition.devices)
             members.joiners = standby - members.excluded
 
     def _collect_inventory(self) -> dict[str, ReplicaList]:
-        """Return the units that each usable device holds, by its answer."""
+        """Return the replicas of each device by its newest answer; none for a device that cannot serve them."""
         members = self._members
         inventory: dict[str, ReplicaList] = {self._device.name: self._store.inventory()}
         # Replicas of a device that has restarted since its answer are gone.
@@ -468,28 +488,29 @@ class ReplicaRecovery:
         self, inventory: Mapping[str, ReplicaList], partition: StagePartition
     ) -> RestorePlan:
         """Return the resume point, and the sources of units for a new partition."""
-        lineage = self.points.lineage
-        before = self.partition
+        lineage = self.replica_index.lineage
         options = self._problem.options
         local_first = options.redistribution == "local-first"
-        restore = place(
+        restore = restore_complete(
             lineage,
             inventory,
-            before,
-            partition,
+            old=self.partition,
+            new=partition,
             seeded=self._seeded,
             steps=self._steps,
             local_first=local_first,
         )
-        # After a drain, or with all replicas up to date, the newest complete state is the present one.
-        if options.resume == "last-replica" or restore.point.step >= self.done:
+        if options.resume == "last-replica":
             return restore
-        newest = place_newest(
+        # After a drain, or right after a replication, the newest complete state has the newest weights of all units.
+        if restore.point.step >= self.batches_done:
+            return restore
+        newest = restore_newest(
             lineage,
             inventory,
-            before,
-            partition,
-            resumed=Point(self._mailbox.configuration, self.done),
+            old=self.partition,
+            new=partition,
+            resumed=Point(self._mailbox.configuration, self.batches_done),
             running=self._committed,
             steps=self._steps,
             local_first=local_first,
@@ -498,14 +519,14 @@ class ReplicaRecovery:
 
     def _resume_training(self) -> None:
         """Choose the state and the stages to resume with, among the answering devices."""
-        partition, there = self._after_loss()
-        present = self._present_incarnations(there)
-        # A device that no configuration has reached yet has nothing to lose: it counts as it is.
-        known = present | dict(self._configuration.incarnations)
-        # The value for an absent device does not matter, since it has no answer to compare with.
+        partition, eligible = self._after_loss()
+        present = self._present_incarnations(eligible)
+        # A device whose stage was never set up had nothing to lose, so its present incarnation is compared with itself.
+        incarnations = present | dict(self._configuration.incarnations)
+        # The value for an absent device does not matter, since there is no answer to compare with.
         configured = {}
         for name in self.partition.devices:
-            configured[name] = known.get(name, 0.0)
+            configured[name] = incarnations.get(name, 0.0)
         case = classify_failure(configured, present).case
         self.adopt(partition)
         self.recovering = True
@@ -522,33 +543,34 @@ class ReplicaRecovery:
         self,
         names: Collection[str],
         seconds: float,
-        missing: Collection[str] = (),
+        returning: Collection[str] = (),
     ) -> None:
         """Request the inventories of all devices, and wait for some of the answers.
 
-        Waits at most ``seconds`` for the devices ``names``, and for ``missing`` ones at most the option
-        `rejoin_timeout`.
+        Waits at most ``seconds`` for the devices ``names``, and at most the option `rejoin_timeout` for the devices
+        ``returning``, which are lost.
         """
         now = self._device.now()
-        returning = now + self._supervisor.timeouts.rejoin_timeout
+        rejoin_deadline = now + self._supervisor.timeouts.rejoin_timeout
         deadlines = dict.fromkeys(names, now + seconds)
-        deadlines |= dict.fromkeys(missing, returning)
+        deadlines |= dict.fromkeys(returning, rejoin_deadline)
         await self._members.gather(deadlines)
 
     def _eligible_devices(self) -> list[str]:
         """Return the devices eligible as stages, in the scenario's order."""
-        there = {self._device.name, *self._members.answers} - self._members.excluded
-        there -= self.standby.doubted(there)
+        eligible = {self._device.name, *self._members.answers}
+        eligible -= self._members.excluded
+        eligible -= self.standby.unreached(eligible)
         if not self._partitioner.admits_devices:
-            there &= set(self.partition.devices)
-        return self.ordered(there)
+            eligible &= set(self.partition.devices)
+        return self.ordered(eligible)
 
     def ordered(self, names: Collection[str]) -> list[str]:
-        """Return devices in the scenario's order."""
+        """Return the devices ``names`` in the scenario's order."""
         return [spec.name for spec in self._problem.devices if spec.name in names]
 
     def _present_incarnations(self, names: Collection[str]) -> dict[str, float]:
-        """Return the incarnations of present devices."""
+        """Return the incarnations of the present devices ``names``, which may contain the coordinator."""
         # The coordinator's own device is not among the members that answer.
         own = self._supervisor.presence.incarnation
         incarnations = {}
@@ -557,31 +579,30 @@ class ReplicaRecovery:
         return incarnations
 
     def _after_loss(self) -> tuple[StagePartition, list[str]]:
-        """Return the stages to resume with, and the present devices.
+        """Return the partition to resume with, and the eligible devices.
 
-        The stages are unchanged if all their devices are present; otherwise the method chooses stages among the present
-        devices.
+        The partition is unchanged if all its devices are eligible; otherwise the method chooses another one.
         """
-        there = self._eligible_devices()
-        if set(self.partition.devices) <= set(there):
-            return self.partition, there
+        eligible = self._eligible_devices()
+        if set(self.partition.devices) <= set(eligible):
+            return self.partition, eligible
         choose = partial(self._partitioner.after_loss, self.partition)
         try:
-            return self._fitting_partition(choose, there), there
+            return self._fitting_partition(choose, eligible), eligible
         except TestbedError:
-            if not self.standby.doubted(self._members.answers):
+            if not self.standby.unreached(self._members.answers):
                 raise
-            # A slow device is better than none.
-            self.standby.admit_all()
-            there = self._eligible_devices()
-            return self._fitting_partition(choose, there), there
+            # Without slow devices no partition fits, so they are used in spite of their earlier silence.
+            self.standby.mark_all_reachable()
+            eligible = self._eligible_devices()
+            return self._fitting_partition(choose, eligible), eligible
 
     def _fitting_partition(
         self,
         choose: Callable[[Sequence[str]], StagePartition],
         present: Sequence[str],
     ) -> StagePartition:
-        """Return the partition chosen for the present devices; raises `TestbedError` if none fits."""
+        """Return the partition that ``choose`` returns for the present devices; raises `TestbedError` if none fits."""
         try:
             return choose(present)
         except InputError as error:

@@ -1,8 +1,8 @@
 """One stage of a pipeline in one configuration: receives inputs, computes, and forwards results by any schedule.
 
-A schedule is a sequence of actions, such as F0 F1 B0; `run_schedule` waits for the inputs of each action, computes, and
-sends the results to the neighbouring stages. The `UpdatePolicy` of a stage is the difference between synchronous and
-asynchronous training.
+A schedule is a sequence of actions, such as F0 F1 B0: the forwards of micro-batches 0 and 1, then the backward of 0.
+`run_schedule` waits for the inputs of each action, computes, and sends the results to the neighbouring stages. The
+`UpdatePolicy` of a stage is the difference between synchronous and asynchronous training.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from testbed.ml.pipeline.messages import (
     Stages,
     Times,
 )
-from testbed.ml.pipeline.placement import RUNNING, Point
+from testbed.ml.pipeline.placement import RUNNING_STEP, Point
 from testbed.ml.schedule import Action
 
 T = TypeVar("T")
 
-SPANS: dict[Purpose, str] = {
+FORWARD_SPANS: dict[Purpose, str] = {
     "train": "forward",
     "evaluate": "evaluate",
     "infer": "forward",
 }
-"""Span names of a forward by purpose."""
+"""Names of a forward's span in the events, by the purpose of the batch."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StagePosition:
     """The device that feeds the pipeline and collects the results."""
     stages: Stages
     index: int
-    """This stage, counted from 0."""
+    """The number of this stage, from 0."""
     steps: int
     """Training steps of the whole workload."""
 
@@ -69,7 +69,7 @@ class StagePosition:
     def from_message(
         device: str, coordinator: str, message: Configure | Prepare
     ) -> StagePosition:
-        """Return the position that the coordinator's message gives a device."""
+        """Return the position of a device by the stages in the coordinator's message."""
         names = [name for name, _, _ in message.stages]
         return StagePosition(
             configuration=message.configuration,
@@ -86,7 +86,7 @@ class StagePosition:
         return first, last
 
     def holders(self, model: Model) -> list[list[int]]:
-        """Return the stages that use each tied weight of the model, in the order of `Model.tied_weights`."""
+        """Return the numbers of the stages that use each tied weight, in the order of `Model.tied_weights`."""
         cuts = [first for _, first, _ in self.stages]
         return [tied.holders(cuts) for tied in model.tied_weights]
 
@@ -108,10 +108,10 @@ class StagePosition:
 
 
 class Stage:
-    """A `testbed.messaging.membership.Role` bound to one configuration.
+    """The work of a device in one configuration; a `testbed.messaging.membership.Role`.
 
-    Messages trigger the work: a micro-batch of training starts a run of training, for which ``train`` is called with
-    the first activation still in the mailbox; other micro-batches are forwarded in the order of arrival.
+    Incoming activations decide what the stage does next. An activation of training starts the `UpdatePolicy`, which
+    trains until its schedule ends. Activations of evaluation and inference are only forwarded, in the order of arrival.
     """
 
     def __init__(
@@ -122,26 +122,28 @@ class Stage:
         state: State | None = None,
         updates: Callable[[Stage], UpdatePolicy] | None = None,
     ) -> None:
-        """``updates`` is required for training."""
+        """``updates`` creates the update policy of this stage; None for inference."""
         self.state = state
-        """The initial state; None for the seed's."""
+        """Weights and optimizer state to begin with; None to draw the weights from the seed."""
         self.position = position
         self.problem = problem
         self.mailbox = mailbox
         self.device = mailbox.device
         self.units = problem.model.units[slice(*position.units)]
         self.actions = 0
-        """Number of operations and arrivals so far, by which the coordinator tells a slow device from a stuck one."""
+        """Number of computations and received units, by which the coordinator tells a slow device from a stuck one."""
         self.computing = False
+        """Whether a computation is running."""
         self.shard: Shard | ShapeShard
         """The weights of the stage; set by `prepare`."""
         self.weights = threading.Lock()
-        """Held while weights change or are copied: work of an ended configuration may still run in its thread."""
+        """Lock of the weights while they change or are copied: the thread of an ended configuration's computation may
+        still be running."""
         self._is_loaded = False
         self._updates = None if updates is None else updates(self)
 
     async def prepare(self) -> None:
-        """Build the shard, from the state or from the seed."""
+        """Build the shard with the weights of ``state`` or of the seed."""
 
         def build() -> Shard | ShapeShard:
             built = make_shard(self.problem, *self.position.units, self.device.name)
@@ -152,7 +154,8 @@ class Stage:
         self.shard = await self.compute(build, self.copy_cost, Span("load"))
         self._is_loaded = True
         if self._updates is not None:
-            # The coordinator exposes the whole model as last gathered: these serve where gathering fails.
+            # The coordinator exposes the whole model as it was gathered last. If gathering fails, the run takes its
+            # weights from the parts that the stages expose here.
             self.device.expose(self._exposed_weights, part=True)
 
     def _exposed_weights(self) -> State:
@@ -165,11 +168,11 @@ class Stage:
 
     @property
     def point(self) -> Point:
-        """The point that stands for the weights the stage trains with."""
-        return Point(self.position.configuration, RUNNING)
+        """The point that stands for the current weights of the stage."""
+        return Point(self.position.configuration, RUNNING_STEP)
 
     @property
-    def held_units(self) -> list[int]:
+    def loaded_units(self) -> list[int]:
         """The units of the stage; none before their weights are loaded."""
         if not self._is_loaded:
             return []
@@ -187,7 +190,7 @@ class Stage:
     async def serve(self) -> None:
         """Train and forward incoming micro-batches until cancelled."""
         while True:
-            # Not taken: the policy takes the inputs of training itself, in the order of its schedule.
+            # The activation stays in the mailbox: a policy takes the inputs of training in the order of its schedule.
             first = await self.mailbox.peek(Activation)
             if first.work == "train":
                 assert self._updates is not None
@@ -196,7 +199,7 @@ class Stage:
                 await self._forward_only(await self.mailbox.take(Activation))
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Compute on the device's processor and count the operation."""
+        """Compute on the device's processor and count the computation in ``actions``."""
         self.computing = True
         try:
             return await self.device.compute(work, cost, span)
@@ -204,42 +207,47 @@ class Stage:
             self.computing = False
             self.actions += 1
 
-    async def timed(
+    async def compute_timed(
         self, work: Callable[[], T], cost: Cost, span: Span
     ) -> tuple[T, float]:
-        """Compute; return the result and the seconds taken."""
-        begun = self.device.now()
+        """Compute; return the result and the duration in seconds."""
+        start = self.device.now()
         result = await self.compute(work, cost, span)
-        return result, self.device.now() - begun
+        return result, self.device.now() - start
 
-    async def _forward_only(self, given: Activation) -> None:
-        """Forward one micro-batch; the last stage sends the outputs to the coordinator."""
-        inputs = given.tensor
+    async def _forward_only(self, activation: Activation) -> None:
+        """Forward one micro-batch without training; the last stage sends the outputs to the coordinator."""
+        inputs = activation.tensor
         position = self.position
         work = partial(self.shard.infer, inputs)
         cost = costs.forward_cost(self.units, len(inputs))
-        span = Span(SPANS[given.work], given.batch)
+        span = Span(FORWARD_SPANS[activation.work], activation.batch)
         outputs = await self.compute(work, cost, span)
         if position.after is None:
-            result = Output(position.configuration, given.work, given.batch, outputs)
+            result = Output(
+                configuration=position.configuration,
+                work=activation.work,
+                batch=activation.batch,
+                tensor=outputs,
+            )
             self.mailbox.post(position.coordinator, result)
         else:
-            activation = replace(given, tensor=outputs)
-            self.mailbox.post(position.after, activation)
+            self.mailbox.post(position.after, replace(activation, tensor=outputs))
 
 
 @dataclass(frozen=True)
 class Passage:
-    """One micro-batch with a completed forward and a pending backward."""
+    """The passage of a micro-batch through a stage: its forward is done, its backward is pending."""
 
     batch: int
     micro: int
+    """Number of the micro-batch in its batch, from 0."""
     samples: int
     """Samples of the micro-batch."""
     loss: float
     """The micro-batch's part of the batch's loss; 0 except on the last stage."""
     seconds: float
-    """Duration of the forward."""
+    """Duration of the forward, in seconds."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -247,23 +255,23 @@ class Passage:
         return self.batch, self.micro
 
 
-BatchNews = tuple[Times, float]
-"""Mean seconds of a batch on a stage and each later stage, and the loss of the batch."""
+BatchReport = tuple[Times, float]
+"""Mean seconds of a batch on a stage and on each later stage, and the loss of the batch."""
 
 
 class UpdatePolicy(Protocol):
-    """Determines when weights change, and which version a micro-batch uses."""
+    """Determines when weights change, and which version of the weights a micro-batch uses."""
 
     recompute: bool
-    """Whether all stages but the last keep no activations, and forward a second time before backward."""
+    """Whether all stages but the last discard activations, and repeat the forward before the backward."""
     whole_batches: bool
-    """Whether a batch passes as one, so that spans need no number of a micro-batch."""
+    """Whether a batch is a single micro-batch, so that spans need no number of a micro-batch."""
 
     async def train(self, first: Activation) -> None:
-        """Do the training started by a first micro-batch, by calling `run_schedule` with a schedule."""
+        """Train from the micro-batch ``first`` on, which is still in the mailbox, by calling `run_schedule`."""
 
-    async def arrival(self, number: int) -> Activation | None:
-        """Return the inputs of forward ``number`` of the schedule; None if no more micro-batches will arrive."""
+    async def take_input(self, number: int) -> Activation | None:
+        """Wait for the input of the schedule's forward ``number``; return None if no more micro-batches will arrive."""
 
     def version(self, batch: int) -> int | None:
         """Return the version of the weights for a batch; None selects the newest."""
@@ -272,15 +280,15 @@ class UpdatePolicy(Protocol):
         """Handle a completed forward whose output was sent."""
 
     def backward_done(
-        self, passage: Passage, seconds: float, given: Gradient | None
-    ) -> BatchNews | None:
-        """Handle a completed backward; return the fields sent with the gradient to the previous stage.
+        self, passage: Passage, seconds: float, message: Gradient | None
+    ) -> BatchReport | None:
+        """Handle a backward that took ``seconds``; return the report to send to the previous stage with its gradient.
 
-        ``given`` is the message of the next stage, if any.
+        ``message`` is the gradient from the next stage; None on the last stage.
         """
 
     async def update(self, number: int) -> None:
-        """Execute the schedule's update of this number."""
+        """Execute update ``number`` of the schedule."""
 
 
 async def run_schedule(
@@ -288,22 +296,22 @@ async def run_schedule(
 ) -> None:
     """Execute all actions in order.
 
-    An infinite schedule ends once no more inputs arrive and all received micro-batches have been updated.
+    An infinite schedule ends once no more inputs arrive, and every received micro-batch has changed the weights.
     """
     executor = _Executor(stage, policy)
-    ended = False
-    """Whether the inputs have ended."""
+    has_more_inputs = True
     for action in actions:
         if action.kind == "forward":
-            # Once a forward has found no input, the schedule's further forwards must not wait for one.
-            if not ended:
-                ended = not await executor.forward(action.micro)
+            # Once a forward has got no input, the schedule's further forwards must not wait for one.
+            if has_more_inputs:
+                has_more_inputs = await executor.forward(action.micro)
         elif action.kind == "backward":
             await executor.backward(action.micro)
         else:
             await policy.update(action.micro)
-        # The update of the last backward is still to be done.
-        if ended and not executor.under_way and action.kind != "backward":
+        # After the last backward the schedule continues with its update.
+        is_done = not has_more_inputs and not executor.passages
+        if is_done and action.kind != "backward":
             return
 
 
@@ -313,32 +321,32 @@ class _Executor:
     def __init__(self, stage: Stage, policy: UpdatePolicy) -> None:
         self._stage = stage
         self._policy = policy
-        self.under_way: dict[int, Passage] = {}
+        self.passages: dict[int, Passage] = {}
         """Micro-batches between forward and backward, by their number in the schedule."""
         self._labels: Labels | None = None
-        """Labels of the last batch, which all micro-batches of the batch use."""
+        """Labels of the newest batch, which all micro-batches of the batch use."""
 
     async def forward(self, number: int) -> bool:
         """Execute one forward; return whether its input arrived."""
         stage = self._stage
-        activation = await self._policy.arrival(number)
+        activation = await self._policy.take_input(number)
         if activation is None:
             return False
         samples = len(activation.tensor)
         cost = costs.forward_cost(stage.units, samples)
         span = self._make_span("forward", activation.batch, activation.micro)
         loss = 0.0
-        # The last stage has the end of the model, and computes the loss in its forward.
+        # The forward of the last stage ends with the loss.
         if stage.position.after is None:
             forward_loss = await self._loss_work(activation)
-            loss, seconds = await stage.timed(forward_loss, cost, span)
+            loss, seconds = await stage.compute_timed(forward_loss, cost, span)
         else:
             forward = self._forward_work(activation)
-            outputs, seconds = await stage.timed(forward, cost, span)
+            outputs, seconds = await stage.compute_timed(forward, cost, span)
             result = replace(activation, tensor=outputs)
             stage.mailbox.post(stage.position.after, result)
         passage = Passage(activation.batch, activation.micro, samples, loss, seconds)
-        self.under_way[number] = passage
+        self.passages[number] = passage
         self._policy.forward_done(passage)
         return True
 
@@ -348,7 +356,7 @@ class _Executor:
         key = (activation.batch, activation.micro)
         rows = (_rows_of(activation).start, activation.samples)
         if self._policy.recompute:
-            # The backward repeats this forward with the newest weights, which no update changes before.
+            # The backward repeats this forward with the newest weights, which are the same until then.
             return partial(shard.forward_lightly, key, activation.tensor, rows=rows)
         version = self._policy.version(activation.batch)
         return partial(
@@ -359,20 +367,20 @@ class _Executor:
         """Wait for the batch's labels; return the forward through the end of the model."""
         stage = self._stage
         labels = await self._labels_of(activation.batch)
-        part = _rows_of(activation)
+        rows = _rows_of(activation)
         return partial(
             stage.shard.forward_loss,
             key=(activation.batch, activation.micro),
             inputs=activation.tensor,
-            labels=labels[part],
+            labels=labels[rows],
             total_weight=stage.problem.training.weight(labels),
             version=self._policy.version(activation.batch),
-            rows=(part.start, activation.samples),
+            rows=(rows.start, activation.samples),
         )
 
     async def _labels_of(self, batch: int) -> Any:
         """Return the labels of a batch, (samples,)."""
-        # All micro-batches of a batch use the labels of one message.
+        # The message has the labels of the whole batch, so only its first micro-batch takes the message.
         if self._labels is None or self._labels.batch != batch:
             self._labels = await self._stage.mailbox.take(Labels, batch)
         return self._labels.tensor
@@ -381,28 +389,33 @@ class _Executor:
         """Execute one backward, with the gradient of the next stage or of the loss."""
         stage = self._stage
         position = stage.position
-        passage = self.under_way[number]
+        passage = self.passages[number]
         cost = costs.backward_cost(stage.units, passage.samples)
-        arrived: Gradient | None = None
+        received: Gradient | None = None
         output_gradient = None
         if position.after is not None:
-            arrived = await stage.mailbox.take(Gradient, passage.key)
-            output_gradient = arrived.tensor
-            # The backward repeats the forward first, whose activations were not kept.
+            received = await stage.mailbox.take(Gradient, passage.key)
+            output_gradient = received.tensor
+            # The backward repeats the forward first, whose activations were discarded.
             if self._policy.recompute:
                 cost += costs.forward_cost(stage.units, passage.samples)
-        del self.under_way[number]
+        del self.passages[number]
         work = partial(stage.shard.backward, passage.key, output_gradient)
-        span = self._make_span("backward", *passage.key)
-        input_gradient, seconds = await stage.timed(work, cost, span)
-        news = self._policy.backward_done(passage, seconds, arrived)
-        # Nobody needs the gradient of the samples.
+        span = self._make_span("backward", passage.batch, passage.micro)
+        input_gradient, seconds = await stage.compute_timed(work, cost, span)
+        report = self._policy.backward_done(passage, seconds, received)
+        # The input of the first stage are the samples, whose gradient has no use.
         if position.before is None:
             return
         assert input_gradient is not None
-        message = Gradient(position.configuration, *passage.key, input_gradient)
-        if news is not None:
-            times, loss = news
+        message = Gradient(
+            configuration=position.configuration,
+            batch=passage.batch,
+            micro=passage.micro,
+            tensor=input_gradient,
+        )
+        if report is not None:
+            times, loss = report
             message = replace(message, times=times, loss=loss)
         stage.mailbox.post(position.before, message)
 
@@ -413,6 +426,6 @@ class _Executor:
 
 
 def _rows_of(activation: Activation) -> slice:
-    """Return the micro-batch's samples within its batch."""
+    """Return the rows of a batch's tensors that belong to the micro-batch."""
     parts = cut_batch(activation.samples, activation.micros)
     return parts[activation.micro]

@@ -1,7 +1,7 @@
 """The coordinator's side of training: feeding the pipeline, recording steps, evaluating, repartitioning.
 
-A step is recorded when the first stage, on the same device, reports its update. A state containing the update can leave
-the device only later, so training never resumes from an unrecorded step.
+A step is recorded when the first stage, on the coordinator's device, reports its update. The first stage sends copies
+of its state with this update only afterwards, so training never resumes from a state with an unrecorded step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from testbed.ml.training.stopping import Stopping
 
 
 class Evaluations:
-    """Evaluates the model periodically; the results decide the exposed weights and early stopping."""
+    """Evaluations of the model; their scores decide early stopping, and which weights are the result."""
 
     def __init__(
         self,
@@ -41,7 +41,10 @@ class Evaluations:
         is_complete: Callable[[int], bool],
         weights: Callable[[], State],
     ) -> None:
-        """``is_complete`` returns whether all weights after a step are here, ``weights`` the newest complete ones."""
+        """``steps`` is the length of the training.
+
+        ``is_complete`` returns whether this device has the whole model after a step, ``weights`` the newest such model.
+        """
         assert context.dataset is not None
         self.stopping = Stopping(context.problem.training)
         self._supervisor = supervisor
@@ -55,11 +58,11 @@ class Evaluations:
     def _exposed_weights(self) -> State:
         return self.stopping.result(self._weights())
 
-    async def make(self, step: int) -> bool:
+    async def evaluate(self, step: int) -> bool:
         """Evaluate the model after ``step`` steps; return whether training continues.
 
-        If the step is the last one, or early stopping may end training here, wait until its weights are complete: they
-        may become the result.
+        If training may end with this step, the evaluation first waits until this device has the whole model, which may
+        become the result.
         """
         may_be_last = step == self._steps or self._training.part.uses_evaluations
         if may_be_last:
@@ -70,7 +73,10 @@ class Evaluations:
 
 
 class SynchronousTrainer:
-    """A `testbed.messaging.supervision.ResumableWork`: one step after the other, with checkpoints in between."""
+    """Synchronous training on the coordinator: one step after the other, with checkpoints in between.
+
+    A `testbed.messaging.supervision.ResumableWork`.
+    """
 
     def __init__(
         self,
@@ -85,7 +91,7 @@ class SynchronousTrainer:
         self._training = Training(
             context.dataset, context.problem.workload, context.problem.seed
         )
-        self._computed = context.problem.workload.numerics != "none"
+        self._has_losses = context.problem.workload.numerics != "none"
         self._evaluations = Evaluations(
             supervisor,
             context,
@@ -93,11 +99,11 @@ class SynchronousTrainer:
             self._is_checkpointed,
             recovery.weights,
         )
-        self._due = IntervalTrigger(
+        self._is_evaluation_due = IntervalTrigger(
             self._options.evaluate_every, supervisor.device.now()
         )
         self._reports: dict[str, Loss | Updated] = {}
-        """Reports about the current step, by kind."""
+        """Reports of stages about the current step, by kind of message."""
         supervisor.mailbox.on(Loss, self._record_step)
         supervisor.mailbox.on(Updated, self._record_step)
 
@@ -110,25 +116,25 @@ class SynchronousTrainer:
         """Train from the last checkpoint to the end, gather the weights and evaluate. Raises `Lost`."""
         steps = self._training.steps
         device = self._supervisor.device
-        # Not again where training resumes at a later step.
-        if not self.start:
-            self._training.record_left_out(self._supervisor.device)
+        # Once: training that resumes at a later step has recorded them before.
+        if self.start == 0:
+            self._training.record_left_out(device)
         for step in range(self.start, steps):
             await self._train_step(step)
             done = step + 1
-            # Joiners wait for a checkpoint: a new configuration resumes from the last one and would lose steps since.
+            # New devices join after a checkpoint: the new configuration resumes from it, so that no step is repeated.
             joiners = self._supervisor.membership.joiners
             if joiners and self._options.checkpoints(done, steps):
                 await self._supervisor.until(partial(self._is_checkpointed, done))
                 await self._recovery.admit_joiners()
-            if done < steps and self._due(done, device.now()):
-                if not await self._evaluations.make(done):
+            if done < steps and self._is_evaluation_due(done, device.now()):
+                if not await self._evaluations.evaluate(done):
                     return
-                self._due.made(device.now())
-        await self._evaluations.make(steps)
+                self._is_evaluation_due.made(device.now())
+        await self._evaluations.evaluate(steps)
 
     def _is_checkpointed(self, step: int) -> bool:
-        """Return whether the checkpoint after ``step`` steps is complete."""
+        """Return whether the newest complete checkpoint is the state after ``step`` steps."""
         return self._recovery.checkpoint.step == step
 
     async def _train_step(self, step: int) -> None:
@@ -139,29 +145,28 @@ class SynchronousTrainer:
         samples = len(labels)
         # An incomplete last batch may have fewer samples than micro-batches.
         micro_batches = min(self._options.micro_batches, samples)
-        parts = cut_batch(samples, micro_batches)
+        slices = cut_batch(samples, micro_batches)
         configuration = mailbox.configuration
         self._reports.clear()
         first_stage = supervisor.layout[0].device
         last_stage = supervisor.layout[-1].device
         mailbox.post(last_stage, Labels(configuration, step, labels))
-        for micro, part in enumerate(parts):
+        for micro, rows in enumerate(slices):
             activation = Activation(
                 configuration=configuration,
                 work="train",
                 batch=step,
                 micro=micro,
-                micros=len(parts),
+                micros=len(slices),
                 samples=samples,
-                tensor=images[part],
+                tensor=images[rows],
             )
             mailbox.post(first_stage, activation)
-        # The loss of the last stage, and the update of the first one.
+        # The loss from the last stage, and the report of the update from the first one.
         await supervisor.until(lambda: len(self._reports) == 2)
 
     def _record_step(self, report: Loss | Updated) -> None:
-        """Record the current step once both its loss and its update have arrived."""
-        # The reports come from the last and from the first stage, in any order.
+        """Record the current step once both its reports have arrived, which come in any order."""
         self._reports[report.kind] = report
         loss = self._reports.get(Loss.kind)
         if loss is None or loss.loss is None or len(self._reports) < 2:
@@ -170,42 +175,43 @@ class SynchronousTrainer:
             "step",
             step=loss.batch,
             samples=self._training.count(loss.batch),
-            **loss_fields(loss.loss, computed=self._computed),
+            **loss_fields(loss.loss, computed=self._has_losses),
         )
         self._supervisor.progress += 1
 
 
 @dataclass(frozen=True)
 class Feeding:
-    """State: the pipeline is being filled, starting with a batch."""
+    """State: batches are fed into the pipeline, which is empty at first."""
 
-    first: int
-    """The first batch."""
-    draining: float = 0.0
+    first_batch: int
+    draining_time: float = 0.0
     """Seconds that the pipeline took to run empty before."""
 
 
 @dataclass(frozen=True)
 class Draining:
-    """State: the pipeline runs empty; all batches before ``end`` are under way or done."""
+    """State: the pipeline runs empty."""
 
-    done: int
+    first_pending: int
     """The first batch that is not done on all stages."""
-    end: int
+    next_batch: int
+    """The batch to continue with: all batches before it are in flight or done."""
     target: StagePartition | None
     """The partition to change to afterwards; None keeps the present one."""
-    since: float
-    """When the last batch was fed, in seconds."""
+    start_time: float
+    """The time at which the last batch was fed, in seconds."""
 
 
 @dataclass(frozen=True)
 class Reconfiguring:
     """State: the pipeline is empty and receives another partition."""
 
-    step: int
+    next_batch: int
     """The batch to continue with."""
     target: StagePartition
-    draining: float
+    """The partition that was worth the change when the pipeline began to drain."""
+    draining_time: float
     """Seconds that the pipeline took to run empty."""
 
 
@@ -213,7 +219,8 @@ class AsynchronousTrainer:
     """Asynchronous training on the coordinator; a `testbed.messaging.supervision.ResumableWork`.
 
     A state machine with the states `Feeding`, `Draining` and `Reconfiguring`: the pipeline runs empty for evaluations
-    and for changes of the partition, and is filled again afterwards.
+    and for changes of the partition, and is filled again afterwards. A stretch is the training between two times at
+    which the pipeline is empty.
     """
 
     def __init__(
@@ -232,17 +239,24 @@ class AsynchronousTrainer:
         self._partitioner = partitioner
         self._problem = problem
         self._training = Training(context.dataset, problem.workload, problem.seed)
-        points = recovery.points
+        replica_index = recovery.replica_index
         self._evaluations = Evaluations(
-            supervisor, context, self._training.steps, points.has_all, points.weights
+            supervisor,
+            context,
+            self._training.steps,
+            replica_index.has_all_units,
+            replica_index.weights,
         )
         self._profiler = LinkProfiler(
             supervisor, recovery, partitioner, problem, self._training
         )
-        self._due = IntervalTrigger(problem.options.evaluate_every, self._device.now())
-        self._done = 0
-        """The batch after the last one that is done on all stages."""
-        self._evaluated = 0
+        self._is_evaluation_due = IntervalTrigger(
+            problem.options.evaluate_every, self._device.now()
+        )
+        self._batches_done = 0
+        """Number of batches done on all stages, including batches before a resumption."""
+        self._evaluated_step = 0
+        """The step of the newest evaluation."""
         self._mailbox.on(Updated, self._record_batch)
 
     @property
@@ -252,8 +266,8 @@ class AsynchronousTrainer:
 
     async def run(self) -> None:
         """Train to the last batch, evaluating in between and at the end. Raises `Lost`."""
-        # Not again where training resumes at a later step.
-        if not self.start:
+        # Once: training that resumes at a later step has recorded them before.
+        if self.start == 0:
             self._record_warnings()
             self._training.record_left_out(self._device)
         state: Feeding | Draining | Reconfiguring | None = Feeding(self.start)
@@ -279,52 +293,51 @@ class AsynchronousTrainer:
         self, state: Feeding
     ) -> Draining | Reconfiguring | Feeding | None:
         """Feed batches until the end of training, the next evaluation, or a possible repartition."""
-        first = state.first
-        if first == self._training.steps:
-            await self._evaluations.make(first)
+        first_batch = state.first_batch
+        if first_batch == self._training.steps:
+            await self._evaluations.evaluate(first_batch)
             return None
         target = await self._measure_and_propose()
         if target is not None:
-            return await self._after_draining(first, target, state.draining)
+            return await self._after_draining(first_batch, target, state.draining_time)
         window = self._window_size
-        # A stretch is the training between two times at which the pipeline is empty.
         self._device.record(
             "stretch",
-            step=first,
+            step=first_batch,
             in_flight=window,
             partition=self._supervisor.stages,
             configuration=self._mailbox.configuration,
         )
-        self._done = first
-        done = first
-        fed = first
+        self._batches_done = first_batch
+        next_batch = first_batch
+        first_pending = first_batch
         while True:
             # More batches than the window would only wait before a stage, which stores one weight version for each.
-            while fed - done < window:
-                if self._must_drain(first, fed):
-                    return self._end_stretch(done, fed)
-                self._post_batch(fed, begins_stretch=fed == first)
-                fed += 1
-            await self._wait_until_done(done)
-            done += 1
-            if self._must_reconsider(done, fed):
+            while next_batch - first_pending < window:
+                if self._must_drain(first_batch, next_batch):
+                    return self._end_stretch(first_pending, next_batch)
+                self._post_batch(next_batch, begins_stretch=next_batch == first_batch)
+                next_batch += 1
+            await self._wait_until_done(first_pending)
+            first_pending += 1
+            if self._must_reconsider(first_pending, next_batch):
                 target = self._propose_if_measured()
                 if target is not None or self._profiler.lacks_measurements:
-                    return self._end_stretch(done, fed, target)
+                    return self._end_stretch(first_pending, next_batch, target)
 
     async def _measure_and_propose(self) -> StagePartition | None:
-        """Measure the times and links missing for the choice of a partition; return a better partition, if any."""
+        """Make the measurements that the choice of a partition lacks; return the partition to change to, if any."""
         if not self._profiler.lacks_measurements or self._recovery.recovering:
             return None
         await self._profiler.measure_missing()
         return self._propose_partition()
 
-    def _must_drain(self, first: int, batch: int) -> bool:
-        """Return whether the pipeline must run empty before a batch."""
+    def _must_drain(self, first_batch: int, batch: int) -> bool:
+        """Return whether the pipeline must run empty before ``batch``, in a stretch that began with ``first_batch``."""
         if batch == self._training.steps:
             return True
-        # An evaluation needs the weights of one step on all stages, which they have only while no batch is under way.
-        return batch > first and self._must_evaluate(batch)
+        # An evaluation needs the weights of one step on all stages, which they have only while no batch is in flight.
+        return batch > first_batch and self._must_evaluate(batch)
 
     def _post_batch(self, batch: int, *, begins_stretch: bool) -> None:
         """Send the labels of a batch to the last stage, and the samples to the first."""
@@ -346,112 +359,125 @@ class AsynchronousTrainer:
         self._mailbox.post(layout[0].device, activation)
 
     def _end_stretch(
-        self, done: int, end: int, target: StagePartition | None = None
+        self,
+        first_pending: int,
+        next_batch: int,
+        target: StagePartition | None = None,
     ) -> Draining:
-        """Make the pipeline run empty before batch ``end``; all batches before ``done`` are done."""
+        """Let the pipeline run empty; the arguments are those of `Draining`."""
         now = self._device.now()
         first_stage = self._supervisor.layout[0].device
-        last_message = End(self._mailbox.configuration, end)
-        self._mailbox.post(first_stage, last_message)
-        return Draining(done, end, target, now)
+        end = End(self._mailbox.configuration, next_batch)
+        self._mailbox.post(first_stage, end)
+        return Draining(first_pending, next_batch, target, now)
 
     async def _await_drain(self, state: Draining) -> Reconfiguring | Feeding | None:
-        """Wait until the batches under way are done, and all stages have reported that they are drained."""
+        """Wait until the batches in flight are done, and all stages have reported that they are drained."""
         target = state.target
-        for batch in range(state.done, state.end):
+        for batch in range(state.first_pending, state.next_batch):
             await self._wait_until_done(batch)
-            # Also while draining: the batch after which a partition is due passes only once.
-            if self._must_reconsider(batch + 1, state.end):
+            # Not left to the next stretch, which does not see the batches after which the partition is reconsidered
+            # here.
+            if self._must_reconsider(batch + 1, state.next_batch):
                 target = self._propose_if_measured()
-        for part in self._supervisor.layout:
-            await self._supervisor.take(Drained, part.device)
-        draining = self._device.now() - state.since
-        return await self._after_draining(state.end, target, draining)
+        for assignment in self._supervisor.layout:
+            await self._supervisor.take(Drained, assignment.device)
+        draining_time = self._device.now() - state.start_time
+        return await self._after_draining(state.next_batch, target, draining_time)
 
     async def _after_draining(
-        self, step: int, target: StagePartition | None, draining: float
+        self, next_batch: int, target: StagePartition | None, draining_time: float
     ) -> Reconfiguring | Feeding | None:
-        """Run a due evaluation; return the next state, None at the end of training."""
-        if self._must_evaluate(step):
-            self._evaluated = step
-            if not await self._evaluations.make(step):
+        """Evaluate if an evaluation is due; return the next state, None at the end of training."""
+        if self._must_evaluate(next_batch):
+            self._evaluated_step = next_batch
+            if not await self._evaluations.evaluate(next_batch):
                 return None
-            self._due.made(self._device.now())
+            self._is_evaluation_due.made(self._device.now())
         if target is None:
-            return Feeding(step, draining)
-        return Reconfiguring(step, target, draining)
+            return Feeding(next_batch, draining_time)
+        return Reconfiguring(next_batch, target, draining_time)
 
     async def _change_partition(self, state: Reconfiguring) -> Feeding:
-        """Change to another partition; raises `Lost` if a stage is absent."""
+        """Change to another partition; raises `Lost` if a device with a stage is absent."""
         recovery = self._recovery
-        before = recovery.partition
-        begun = self._device.now()
-        wanted = {*before.devices, *state.target.devices}
-        present = await recovery.regroup(wanted)
-        # Chosen again: a device of the target partition may have left meanwhile.
-        better = self._partitioner.propose_repartition(before, present)
-        recovery.adopt(before if better is None else better)
+        old = recovery.partition
+        start_time = self._device.now()
+        wanted_devices = {*old.devices, *state.target.devices}
+        present = await recovery.regroup(wanted_devices)
+        # Proposed again: a device of the target partition may have left meanwhile.
+        new = self._partitioner.propose_repartition(old, present)
+        recovery.adopt(old if new is None else new)
         await recovery.establish()
         self._device.record(
             "repartition",
-            step=state.step,
+            step=state.next_batch,
             partition=self._supervisor.stages,
-            seconds=state.draining + self._device.now() - begun,
-            draining=state.draining,
+            seconds=state.draining_time + self._device.now() - start_time,
+            draining=state.draining_time,
         )
-        return Feeding(self.start, state.draining)
+        return Feeding(self.start, state.draining_time)
 
     def _record_batch(self, updated: Updated) -> None:
-        """Record a batch done on all stages; the first stage's update is the last."""
+        """Record a batch whose update the first stage, the last one to update, has reported."""
         assert updated.times is not None
         assert updated.loss is not None
         batch = updated.batch
         self._partitioner.store_times(self._recovery.partition, updated.times)
-        has_numbers = self._problem.workload.numerics != "none"
-        loss = loss_fields(updated.loss, computed=has_numbers)
+        has_losses = self._problem.workload.numerics != "none"
+        loss = loss_fields(updated.loss, computed=has_losses)
         self._device.record(
             "step", step=batch, samples=self._training.count(batch), **loss
         )
-        self._done = batch + 1
-        self._recovery.done = self._done
-        # Batches repeated after a recovery are no progress: a run that only repeats them must be given up.
-        self._supervisor.progress = max(self._supervisor.progress, self._done)
+        self._batches_done = batch + 1
+        self._recovery.batches_done = self._batches_done
+        # Batches repeated after a recovery do not count: a run that only repeats batches must be given up.
+        progress = max(self._supervisor.progress, self._batches_done)
+        self._supervisor.progress = progress
         if self._recovery.recovering:
             self._recovery.recovering = False
             self._device.record("recovery", phase="trained", step=batch)
 
     async def _wait_until_done(self, batch: int) -> None:
-        """Wait until a batch is done, unless a device is lost. Raises `Lost`."""
+        """Wait until a batch is done. Raises `Lost` for lost devices that do not return in time."""
+
+        def is_done() -> bool:
+            return self._batches_done > batch
+
         while True:
             try:
-                return await self._supervisor.until(lambda: self._done > batch)
+                return await self._supervisor.until(is_done)
             except Lost as lost:
                 if not await self._recovery.await_return(lost):
                     raise
 
     def _must_evaluate(self, step: int) -> bool:
         """Return whether an evaluation after a step is due and not done yet."""
-        # The last step is evaluated in any case, at the end of training.
-        if step in (self._evaluated, self._training.steps):
+        # The end of training evaluates the last step in any case.
+        if step in (self._evaluated_step, self._training.steps):
             return False
-        return self._due(step, self._device.now())
+        return self._is_evaluation_due(step, self._device.now())
 
-    def _must_reconsider(self, done: int, fed: int) -> bool:
-        """Return whether to reconsider the partition after ``done`` batches; measure links to standby devices first."""
-        due = self._partitioner.is_repartition_due(done)
-        self._profiler.measure_standby(repeats=due)
-        return due and fed < self._training.steps
+    def _must_reconsider(self, batches: int, next_batch: int) -> bool:
+        """Return whether to reconsider the partition after ``batches`` batches, while batches before ``next_batch`` are
+        fed.
+
+        Also begins to measure the links to standby devices.
+        """
+        is_due = self._partitioner.is_repartition_due(batches)
+        self._profiler.measure_standby(repeats=is_due)
+        return is_due and next_batch < self._training.steps
 
     def _propose_partition(self) -> StagePartition | None:
-        """Return the partition worth changing to now, if any."""
+        """Return the partition that is worth a change now, if any."""
         partition = self._recovery.partition
-        present = {*partition.devices, *self._recovery.standby.joiners()}
+        present = {*partition.devices, *self._recovery.standby.eligible_joiners()}
         return self._partitioner.propose_repartition(
             partition, self._recovery.ordered(present)
         )
 
     def _propose_if_measured(self) -> StagePartition | None:
-        """Return the partition worth changing to; None while measurements for the choice are missing."""
+        """Return the partition that is worth a change; None while measurements for the choice are missing."""
         if self._profiler.lacks_measurements:
             return None
         return self._propose_partition()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from testbed.ml.pipeline.measuring import SMALL, LinkWatch, MeasuredLink
+from testbed.ml.pipeline.measuring import SMALL_MESSAGE, LinkWatch, MeasuredLink
 from testbed.wire.framing import wire_bytes
 
 LATENCY = 0.04
@@ -14,7 +14,7 @@ def deviations(rates, measured=1e6, gap=0.2, size=5000):
     ``measured`` is the measured rate, ``gap`` the seconds between messages, ``size`` their bytes on the wire.
     """
     # The latency was measured with a small message, whose transmission is no part of the propagation.
-    propagation = LATENCY - 8 * wire_bytes(SMALL) / measured
+    propagation = LATENCY - 8 * wire_bytes(SMALL_MESSAGE) / measured
     watch = LinkWatch(MeasuredLink(measured, LATENCY))
     reported = []
     link_free = 0.0

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from testbed.ml.partition.redistribution import StagePartition
-from testbed.ml.pipeline.placement import RUNNING, Lineage, Point, place_newest
+from testbed.ml.pipeline.placement import RUNNING_STEP, Lineage, Point, restore_newest
 from tests.helpers.runs import fields_of, make_scenario, run_simulated
 from tests.helpers.schedules import STEPS, WORKERS, at_span_start, random_keys
 from tests.testbed.ml.outcomes import assert_equal_weights, field_values, loss_by_step
@@ -108,37 +108,37 @@ def test_every_batch_is_trained_despite_random_faults(seed):
 
 def place_with(inventory):
     """Choose the newest weights after the loss of b, when training resumes with batch 13 in configuration 2."""
-    return place_newest(
+    return restore_newest(
         LINEAGE, inventory, OLD, NEW, resumed=Point(2, 13), running=1, steps=100
     )
 
 
 def test_running_weights_are_preferred_and_lost_units_come_from_next_stage():
     inventory = {
-        "a": [(1, 8, [0, 1]), (1, RUNNING, [0, 1])],
-        "c": [(1, 8, [2, 3, 4, 5]), (1, RUNNING, [4, 5])],
+        "a": [(1, 8, [0, 1]), (1, RUNNING_STEP, [0, 1])],
+        "c": [(1, 8, [2, 3, 4, 5]), (1, RUNNING_STEP, [4, 5])],
     }
     plan = place_with(inventory)
     assert plan.point == Point(2, 13)
-    assert plan.origins_of("a") == [(1, RUNNING, [0, 1]), (1, 8, [2])]
-    assert plan.origins_of("c") == [(1, RUNNING, [4, 5]), (1, 8, [3])]
+    assert plan.origins_of("a") == [(1, RUNNING_STEP, [0, 1]), (1, 8, [2])]
+    assert plan.origins_of("c") == [(1, RUNNING_STEP, [4, 5]), (1, 8, [3])]
     assert plan.needs["a"].fetch == {"c": (2,)}
 
 
 def test_newer_replica_is_preferred_to_running_weights_of_other_configuration():
     inventory = {
-        "a": [(1, 8, range(6)), (1, RUNNING, [0, 1])],
-        "c": [(1, 12, [2, 3]), (0, RUNNING, [4, 5])],
+        "a": [(1, 8, range(6)), (1, RUNNING_STEP, [0, 1])],
+        "c": [(1, 12, [2, 3]), (0, RUNNING_STEP, [4, 5])],
     }
     plan = place_with(inventory)
-    assert plan.origins[0] == Point(1, RUNNING)
+    assert plan.origins[0] == Point(1, RUNNING_STEP)
     assert plan.origins[2] == Point(1, 12)
     # Configuration 0 was not the one under training.
     assert plan.origins[4] == Point(1, 8)
 
 
 def test_unit_without_replica_has_no_newest_state():
-    inventory = {"a": [(1, RUNNING, [0, 1])], "c": [(1, RUNNING, [4, 5])]}
+    inventory = {"a": [(1, RUNNING_STEP, [0, 1])], "c": [(1, RUNNING_STEP, [4, 5])]}
     assert place_with(inventory) is None
 
 

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.ml.partition.redistribution import StagePartition
-from testbed.ml.pipeline.placement import BEGINNING, Lineage, Point, Replicas, place
+from testbed.ml.pipeline.placement import (
+    BEGINNING,
+    Lineage,
+    Point,
+    Replicas,
+    restore_complete,
+)
 from testbed.wire.message import decode, encode
 
 OLD = StagePartition(("a", "b", "c"), (0, 2, 4, 6))
@@ -19,7 +25,7 @@ LINEAGE = Lineage().branch(0, 1)
 
 def place_with(inventory, lineage=LINEAGE, *, seeded=True):
     """Choose the state for the new partition; an inventory has (configuration, step, units) by device."""
-    return place(lineage, inventory, OLD, NEW, seeded=seeded, steps=100)
+    return restore_complete(lineage, inventory, OLD, NEW, seeded=seeded, steps=100)
 
 
 def test_newest_complete_state_is_chosen():
@@ -134,10 +140,10 @@ def test_keep_frees_older_points_but_not_those_being_replicated():
     replicas = Replicas()
     for point in (Point(1, 10), Point(1, 20), Point(2, 30), Point(2, 40), Point(2, 50)):
         replicas.put(point, make_state(0), [0])
-    replicas.keep([Point(1, 20), Point(2, 40)])
+    replicas.free_except([Point(1, 20), Point(2, 40)])
     # Point(2, 50) is newer, so its replication may be under way.
     assert replicas.points() == [Point(1, 20), Point(2, 40), Point(2, 50)]
-    replicas.keep([Point(2, 40)], later=False)
+    replicas.free_except([Point(2, 40)], keeps_newer=False)
     assert replicas.points() == [Point(2, 40)]
 
 
@@ -156,7 +162,7 @@ def test_dumped_replicas_can_be_loaded():
 def test_lineage_contains_only_points_that_were_not_undone():
     lineage = Lineage().branch(0, 1).branch(12, 5).branch(8, 9)
     # Configuration 1 from 0 on, 5 from 12 on; then back to 8, which configuration 1 had made.
-    assert lineage.begun == ((1, 0), (9, 8))
+    assert lineage.branches == ((1, 0), (9, 8))
     for point in (BEGINNING, Point(1, 4), Point(1, 8), Point(9, 9), Point(9, 100)):
         assert point in lineage
     for point in (Point(1, 9), Point(5, 14), Point(9, 8), Point(2, 3)):

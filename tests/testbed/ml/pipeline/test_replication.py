@@ -10,8 +10,8 @@ from testbed.ml.partition.redistribution import StagePartition, needs
 from testbed.ml.pipeline.placement import (
     FailureCase,
     classify_failure,
-    resume_point,
-    units_at,
+    newest_complete_step,
+    units_after,
 )
 from testbed_ftpipehd.method import (
     AdaptivePartitioner,
@@ -71,16 +71,16 @@ def test_training_resumes_from_newest_state_that_lost_devices_leave_complete() -
         remaining = {
             device: steps for device, steps in inventory.items() if device not in lost
         }
-        return resume_point(remaining, 8)
+        return newest_complete_step(remaining, 8)
 
     for lost in ((), ("one",), ("three",), ("one", "three")):
         assert resume_without(*lost) == 150
     # Neighbours hold each other's replicas, so only the older global replica remains.
     for lost in (("one", "two"), ("two", "three"), ("one", "two", "three")):
         assert resume_without(*lost) == 100
-    assert resume_point({}, 8) is None
-    assert resume_point(make_inventory({0: INITIAL}), 8) == 0
-    assert units_at(inventory, 0) == INITIAL
+    assert newest_complete_step({}, 8) is None
+    assert newest_complete_step(make_inventory({0: INITIAL}), 8) == 0
+    assert units_after(inventory, 0) == INITIAL
 
 
 def test_interrupted_replication_counts_only_if_no_unit_is_missing() -> None:
@@ -88,8 +88,10 @@ def test_interrupted_replication_counts_only_if_no_unit_is_missing() -> None:
     interrupted = without_devices(chain_replicas(ROW), ["three"])
     # Units 6 and 7 are those of stage `three`, whose replicas go to the coordinator.
     without_replica = interrupted | {"centre": interrupted["centre"] - {6, 7}}
-    assert resume_point(make_inventory({**states, 200: without_replica}), 8) == 150
-    assert resume_point(make_inventory({**states, 200: interrupted}), 8) == 200
+    assert (
+        newest_complete_step(make_inventory({**states, 200: without_replica}), 8) == 150
+    )
+    assert newest_complete_step(make_inventory({**states, 200: interrupted}), 8) == 200
 
 
 def test_state_before_repartition_is_fetched_by_old_partition() -> None:

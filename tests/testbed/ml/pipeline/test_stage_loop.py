@@ -43,7 +43,7 @@ class RecordingPolicy:
         self.actions = []
         self.loss = 0.0
 
-    async def arrival(self, number):
+    async def take_input(self, number):
         if number == self.last:
             return None
         return await self.stage.mailbox.take(Activation, ("train", 0, number))
@@ -56,7 +56,7 @@ class RecordingPolicy:
         self.actions.append(f"F{passage.micro}")
         self.loss += passage.loss
 
-    def backward_done(self, passage, seconds, given):
+    def backward_done(self, passage, seconds, message):
         # The duration is that of the device, from which its capacity is estimated.
         assert seconds > 0
         self.actions.append(f"B{passage.micro}")

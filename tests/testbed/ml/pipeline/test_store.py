@@ -119,12 +119,12 @@ def test_older_points_are_freed_once_all_stages_have_replicated_point():
         for unit in (0, 1):
             store.replicas.put(Point(1, 8), state_of(unit), [unit])
         mailbox.post("coordinator", REPLICATED)
-        safe_points.append(points.safe)
+        safe_points.append(points.safe_point)
         # The greeting makes the keeper report its replication too.
         await mailbox.post("keeper", Hello(0.0))
         await mailbox.device.sleep(1)
-        safe_points.append(points.safe)
-        assert points.has_all(8)
+        safe_points.append(points.safe_point)
+        assert points.has_all_units(8)
         assert sorted(points.weights()) == ["0.weight", "1.weight"]
 
     def prepare(mailbox):
