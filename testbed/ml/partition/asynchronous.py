@@ -1,8 +1,8 @@
 """Partitions for asynchronous pipelines by measured times: the dynamic program of FTPipeHD, equations (4) to (7).
 
-The coordinator profiles every unit of the model. The time of a unit on another device is the profiled time multiplied
-by the device's capacity, equation (3). Link rates are measured between neighbours: `links_at_rates` replaces the rates
-of the scenario by the measured ones.
+The coordinator profiles every unit of the model: it measures the time of the unit for a batch. The time of the unit on
+another device is the profiled time multiplied by the device's capacity, equation (3). Link rates are measured between
+neighbours: `links_at_rates` replaces the rates of the scenario by the measured ones.
 
 A batch takes as long as the slowest part of the pipeline: equation (5) minimises the maximum over the stages and the
 links between them. The dynamic program itself is `testbed.ml.partition.cuts.best_cuts`; this module gives the costs.
@@ -28,10 +28,12 @@ from testbed.network.link import Link, Pair
 from testbed.wire.message import size_around
 
 Extra = Callable[[int, int, int], float]
-"""(stage, first unit, last unit exclusive) -> bytes kept beside the stage's own training, such as replicas."""
+"""(stage, first, stop) -> bytes that the stage keeps in addition to the training of units ``first`` to ``stop``
+(exclusive), such as replicas of other stages."""
 
 Replicas = Callable[[int, int, int], Mapping[int, float]]
-"""(stage, first unit, last unit exclusive) -> bytes sent to each keeper stage per batch."""
+"""(stage, first, stop) -> replicas of units ``first`` to ``stop`` (exclusive) that the stage sends: by receiving stage,
+the bytes per batch."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class UnitTimes:
     @cached_property
     def execution(self) -> tuple[float, ...]:
         """Seconds of each unit for forward, backward and update: T_e of the paper plus the update."""
-        times = zip(self.forward, self.backward, self.update, strict=True)
-        return tuple(map(sum, times))
+        times_of_units = zip(self.forward, self.backward, self.update, strict=True)
+        return tuple(sum(times) for times in times_of_units)
 
     @staticmethod
     def by_formula(
@@ -77,8 +79,8 @@ class AsynchronousPipeline(TrainingPipeline):
     `least_bottleneck` returns FTPipeHD's partition.
     """
 
-    # Stages update at different times, so two copies of one weight would drift apart.
-    sums_tied = False
+    # Stages update at different times, so two copies of one weight would become different.
+    supports_tied_weights = False
     profile: UnitTimes
     """Unit times on the coordinator."""
     capacities: tuple[float, ...]
@@ -92,9 +94,9 @@ class AsynchronousPipeline(TrainingPipeline):
     """Whether all stages use the same weight version for a batch, which takes more versions on later stages."""
     counts_traffic: bool = False
     """Whether the bottleneck counts each direction of a link and the replicas, instead of equation (5) as printed."""
-    extra: Extra = lambda stage, first, last: 0.0
+    extra: Extra = lambda stage, first, stop: 0.0
     """Bytes a stage keeps in addition to its training; nothing by default."""
-    replicas: Replicas = lambda stage, first, last: {}
+    replicas: Replicas = lambda stage, first, stop: {}
     """Bytes of replicas a stage sends; nothing by default."""
 
     def __post_init__(self) -> None:
@@ -104,27 +106,28 @@ class AsynchronousPipeline(TrainingPipeline):
             raise ValueError(
                 f"{len(self.devices)} devices need as many capacities above 0, not {self.capacities}"
             )
-        if len(self.profile.execution) != len(self.units):
+        profiled_units = len(self.profile.execution)
+        if profiled_units != len(self.units):
             raise ValueError(
-                f"{len(self.units)} units, but a profile of {len(self.profile.execution)}"
+                f"the profile must have {len(self.units)} units, not {profiled_units}"
             )
 
-    def memory(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes that a stage needs with units ``first`` to ``last`` (exclusive)."""
+    def memory(self, stage: int, first: int, stop: int) -> float:
+        """Return the bytes that a stage needs with units ``first`` to ``stop`` (exclusive)."""
         stages = len(self.devices)
         in_flight = max_in_flight(stages, stage, self.window)
         versions = max_versions(stages, stage, vertical_sync=self.vertical_sync)
         # Fewer batches in the pipeline need fewer versions.
         versions = min(versions, self.window or stages)
-        own = training_bytes(
+        training = training_bytes(
             self.model,
-            range(first, last),
+            range(first, stop),
             in_flight * self.batch_size,
             self.state_values,
             versions,
             self.devices[stage].precision,
         )
-        return own + self.extra(stage, first, last)
+        return training + self.extra(stage, first, stop)
 
     def _with_devices(
         self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]
@@ -136,7 +139,7 @@ class AsynchronousPipeline(TrainingPipeline):
 
     @cached_property
     def _cumulative_times(self) -> dict[str, list[float]]:
-        """By kind of action, the seconds of all units before each cut, on the coordinator."""
+        """By kind of action, the seconds on the coordinator of all units before each cut."""
         times_of_units = {
             "forward": self.profile.forward,
             "backward": self.profile.backward,
@@ -147,52 +150,53 @@ class AsynchronousPipeline(TrainingPipeline):
             cumulative[kind] = [0.0, *accumulate(times)]
         return cumulative
 
-    def seconds(self, kind: str, stage: int, first: int, last: int) -> float:
-        """Return the seconds of units ``first`` to ``last`` (exclusive) on a stage, by equations (3) and (7).
+    def seconds(self, kind: str, stage: int, first: int, stop: int) -> float:
+        """Return the seconds of units ``first`` to ``stop`` (exclusive) on a stage, by equations (3) and (7).
 
         ``kind`` is ``forward``, ``backward`` or ``update``.
         """
-        before = self._cumulative_times[kind]
-        on_coordinator = before[last] - before[first]
+        cumulative = self._cumulative_times[kind]
+        on_coordinator = cumulative[stop] - cumulative[first]
         return self.capacities[stage] * on_coordinator
 
-    def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+    def forward_time(self, stage: int, first: int, stop: int, samples: int) -> float:
         """Return the seconds of a forward of ``samples`` samples."""
-        # The profile has whole batches; fewer samples take their share of the time.
-        seconds = self.seconds("forward", stage, first, last)
+        # The profile has the times of whole batches; fewer samples take a proportional share.
+        seconds = self.seconds("forward", stage, first, stop)
         return seconds * samples / self.batch_size
 
-    def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+    def backward_time(self, stage: int, first: int, stop: int, samples: int) -> float:
         """Return the seconds of a backward of ``samples`` samples."""
-        seconds = self.seconds("backward", stage, first, last)
+        seconds = self.seconds("backward", stage, first, stop)
         return seconds * samples / self.batch_size
 
-    def action_time(self, stage: int, first: int, last: int, action: Action) -> float:
+    def action_time(self, stage: int, first: int, stop: int, action: Action) -> float:
         """Return the seconds of one action of a stage."""
-        return self.seconds(action.kind, stage, first, last)
+        return self.seconds(action.kind, stage, first, stop)
 
-    def stage_time(self, stage: int, first: int, last: int) -> float:
-        """Return T(first, last) of equation (7) for a stage and one batch: forward, backward and update."""
+    def stage_time(self, stage: int, first: int, stop: int) -> float:
+        """Return the seconds of a stage for one batch: forward, backward and update, T of equation (7)."""
         times = []
         for kind in self._cumulative_times:
-            times.append(self.seconds(kind, stage, first, last))
+            times.append(self.seconds(kind, stage, first, stop))
         return sum(times)
 
     @property
     def bottleneck_costs(self) -> Costs:
         """The terms of equation (5): seconds of each stage for one batch, and twice the transfer of activations.
 
-        With ``counts_traffic`` a link counts the larger of its two directions, and a stage its replicas.
+        With ``counts_traffic`` the cost of a link is the larger one of its two directions, and the cost of a stage
+        includes the transfer of its replicas.
         """
 
         def activations_twice(stage: int, cut: int) -> float:
-            # The paper counts the gradients, which return over the same link, as a second transfer in this direction.
-            busy, _ = self.transfer(stage, stage + 1, cut, self.batch_size)
+            # The paper counts the gradients, which return over the link, like a second transfer of activations.
+            busy, _ = self.transfer_time(stage, stage + 1, cut, self.batch_size)
             return 2 * busy
 
-        def stage_with_replicas(stage: int, first: int, last: int) -> float:
-            computing = self.stage_time(stage, first, last)
-            replicating = self._replication_time(stage, first, last)
+        def stage_with_replicas(stage: int, first: int, stop: int) -> float:
+            computing = self.stage_time(stage, first, stop)
+            replicating = self._replication_time(stage, first, stop)
             # A device computes and sends at the same time, so the longer one counts.
             return max(computing, replicating)
 
@@ -201,64 +205,65 @@ class AsynchronousPipeline(TrainingPipeline):
             return replace(costs, stage=stage_with_replicas)
         return replace(costs, boundary=activations_twice)
 
-    def _replication_time(self, stage: int, first: int, last: int) -> float:
-        """Return the seconds for one batch of the busiest link carrying a stage's replicas.
+    def _replication_time(self, stage: int, first: int, stop: int) -> float:
+        """Return for how many seconds per batch the busiest link is occupied that carries a stage's replicas.
 
         Equation (5) of the paper omits replicas. They share a link with other messages to the same neighbour.
         """
         busiest = 0.0
-        own_name = self.devices[stage].name
-        for target, size in self.replicas(stage, first, last).items():
-            link = self.links.get((own_name, self.devices[target].name))
+        sender = self.devices[stage].name
+        for target, size in self.replicas(stage, first, stop).items():
+            link = self.links.get((sender, self.devices[target].name))
             if link is None:
                 continue
             seconds = link.transmission_time(size_around(size))
-            # The next stage also receives activations, and the previous one gradients.
+            # The link to the next stage also carries activations, and the link to the previous stage gradients.
             cut = None
             if target == stage + 1:
-                cut = last
+                cut = stop
             elif target == stage - 1:
                 cut = first
             if cut is not None:
-                busy, _ = self.transfer(stage, target, cut, self.batch_size)
+                busy, _ = self.transfer_time(stage, target, cut, self.batch_size)
                 seconds += busy
             busiest = max(busiest, seconds)
         return busiest
 
     def slowest_stage(self, cuts: Cuts) -> float:
-        """Return the seconds for one batch of the busiest stage, without links."""
+        """Return the seconds that the slowest stage computes for one batch; links do not count."""
         times = []
-        for stage, (first, last) in enumerate(pairwise(cuts)):
-            times.append(self.stage_time(stage, first, last))
+        for stage, (first, stop) in enumerate(pairwise(cuts)):
+            times.append(self.stage_time(stage, first, stop))
         return max(times)
 
     def timeline(self, cuts: Cuts, batches: int) -> list[Slot]:
-        """Return the schedule of each stage in a run of ``batches`` batches, in seconds."""
-        count = len(self.devices)
-        stages = []
-        for stage in range(count):
-            actions = asynchronous_1f1b(count, stage, batches, self.window)
-            stages.append(tuple(actions))
-        return self.simulate(cuts, stages)
+        """Return the start and end of all actions in a run of ``batches`` batches, in seconds."""
+        stages = len(self.devices)
+        actions_of_stages = []
+        for stage in range(stages):
+            actions = asynchronous_1f1b(stages, stage, batches, self.window)
+            actions_of_stages.append(tuple(actions))
+        return self.simulate(cuts, actions_of_stages)
 
     def batch_time(self, cuts: Cuts) -> float:
         """Return the predicted seconds between two updates of the first stage in a full pipeline.
 
         The result is at least the bottleneck, and more if the batches in flight do not cover the round trip of a batch.
         """
-        # The first third of the batches fills the pipeline, the last third drains it: the middle one is averaged.
+        # The first third of the batches fills the pipeline and the last third drains it, so the result is the mean of
+        # the middle third. Four batches per stage are enough for a full pipeline.
         third = 4 * len(self.devices)
         ends = []
-        for slot in self.timeline(cuts, 3 * third):
+        for slot in self.timeline(cuts, batches=3 * third):
             if slot.stage == 0 and slot.action.kind == "update":
                 ends.append(slot.end)
-        begin = ends[third - 1]
-        end = ends[2 * third - 1]
-        return (end - begin) / third
+        first_third_end = ends[third - 1]
+        second_third_end = ends[2 * third - 1]
+        return (second_third_end - first_third_end) / third
 
 
 def links_at_rates(rates: Mapping[Pair, float]) -> dict[Pair, Link]:
-    """Return links with these measured rates in bit/s on the wire (infinite: no limit), for planning.
+    """Return links with measured rates, in bit/s on the wire, as planners use them; infinity means no limit.
 
     >>> links_at_rates({("a", "b"): 8e6})["a", "b"].rate
     8000000.0
@@ -273,10 +278,10 @@ def links_at_rates(rates: Mapping[Pair, float]) -> dict[Pair, Link]:
 def relative_capacities(
     devices: Sequence[DeviceSpec], units: Sequence[Unit], batch_size: int
 ) -> tuple[float, ...]:
-    """Return the capacities given by the scenario, relative to the first device: C_i of equation (3).
+    """Return the capacities by the scenario's device properties, relative to the first device: C_i of equation (3).
 
-    A capacity refers to all units together, as in the paper; for single units it is exact if all rates of the devices
-    are proportional.
+    A capacity is a ratio of times for all units together, as in the paper. The ratio for a single unit may differ if
+    one device has a larger ratio of memory rate to speed than another.
 
     >>> from testbed.ml.models.catalog import create
     >>> model = create("mlp", {"hidden": [32]}, (1, 8, 8), 10)
@@ -285,22 +290,22 @@ def relative_capacities(
     >>> relative_capacities([fast, slow], model.units, batch_size=16)
     (1.0, 2.0)
     """
-    one_sample = cost_of(units)
-    forward = forward_of(one_sample, batch_size)
-    backward = backward_of(one_sample, batch_size)
-    batch = forward + backward
-    of_coordinator = devices[0].seconds(batch)
+    sample_cost = cost_of(units)
+    forward = forward_of(sample_cost, batch_size)
+    backward = backward_of(sample_cost, batch_size)
+    batch_cost = forward + backward
+    coordinator_seconds = devices[0].seconds(batch_cost)
     capacities = []
     for device in devices:
-        capacities.append(device.seconds(batch) / of_coordinator)
+        capacities.append(device.seconds(batch_cost) / coordinator_seconds)
     return tuple(capacities)
 
 
 def divisible_limit(speeds: Sequence[float]) -> float:
-    """Return the slowdown of equal parts relative to optimal parts, for a chain divisible at any point.
+    """Return by which factor an even partition is slower than the best one, if a model could be cut at any point.
 
     Let the work be 1, and s the ``speeds`` of n devices. With equal parts the slowest device needs the longest time,
-    1 / (n min(s)). With optimal parts all devices end together, after 1 / sum(s). Communication is ignored.
+    1 / (n min(s)). With optimal parts all devices finish together, after 1 / sum(s). Communication is ignored.
 
     >>> divisible_limit([1.0, 2.0, 3.0])
     2.0

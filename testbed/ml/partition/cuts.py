@@ -1,7 +1,7 @@
 """Cuts of a chain of units into contiguous stages: even cuts, and exact optima by dynamic programming.
 
-Cuts include both ends: ``(0, 2, 5)`` assigns units 0 and 1 to stage 0, and units 2 to 4 to stage 1. Costs are functions
-supplied by each planner; an infinite cost forbids a part.
+Cuts include both ends of the chain: ``(0, 2, 5)`` assigns units 0 and 1 to stage 0, and units 2 to 4 to stage 1. Costs
+are functions that each planner supplies; an infinite cost forbids a stage or a cut.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from testbed.common.errors import InputError
 
 Cuts = tuple[int, ...]
-"""First unit of each stage, and the number of units at the end."""
+"""The first unit of each stage, followed by the number of units."""
 Combine = Callable[[float, float], float]
 """Combines costs along the chain: ``max`` or ``operator.add``, or any function monotone in both arguments."""
 
@@ -24,23 +24,23 @@ class Costs:
     """Cost functions of a partition's stages and cuts."""
 
     stage: Callable[[int, int, int], float]
-    """(stage, first unit, last unit exclusive) -> cost of computing the units on the stage."""
+    """(stage, first, stop) -> cost of computing units ``first`` to ``stop`` (exclusive) on the stage."""
     boundary: Callable[[int, int], float]
-    """(stage, cut) -> cost between this stage and the next when the next begins with unit ``cut``."""
+    """(stage, cut) -> cost of the transfer between this stage and the next if the next one begins with unit ``cut``."""
 
     def of(self, cuts: Cuts, combine: Combine) -> float:
-        """Return the cost of a partition.
+        """Return the combined cost of all stages and boundaries of a partition.
 
-        >>> costs = Costs(lambda stage, first, last: last - first, lambda stage, cut: 0.5)
+        >>> costs = Costs(lambda stage, first, stop: stop - first, lambda stage, cut: 0.5)
         >>> costs.of((0, 2, 5), operator.add)
         5.5
         """
         total = self.stage(0, cuts[0], cuts[1])
         for stage in range(1, len(cuts) - 1):
             first = cuts[stage]
-            last = cuts[stage + 1]
+            stop = cuts[stage + 1]
             total = combine(total, self.boundary(stage - 1, first))
-            total = combine(total, self.stage(stage, first, last))
+            total = combine(total, self.stage(stage, first, stop))
         return total
 
 
@@ -51,14 +51,14 @@ def check_counts(units: int, stages: int) -> None:
     if units < stages:
         count = "1 unit" if units == 1 else f"{units} units"
         raise InputError(
-            f"{stages} stages, but the model has {count}: write stages: {units}, and the devices beyond stand by; a "
-            "unit is what one tensor enters and one leaves, and `testbed show models` lists them",
+            f"{stages} stages, but the model has {count}: write stages: {units}, and the other devices stand by; "
+            "`testbed show models` lists the units",
             ("method", "stages"),
         )
 
 
 def even_cuts(units: int, stages: int) -> Cuts:
-    """Return cuts into stages of equal numbers of units, the first stages having one more if necessary.
+    """Return cuts into stages of equal numbers of units; after an inexact division the first stages have one more.
 
     Raises `InputError` for more stages than units, as do all functions below.
 
@@ -77,14 +77,16 @@ def even_cuts(units: int, stages: int) -> Cuts:
 def best_cuts(
     units: int, stages: int, costs: Costs, combine: Combine
 ) -> tuple[float, Cuts]:
-    """Return the least cost of a partition and the cuts; infinity and arbitrary cuts if all partitions are forbidden.
+    """Return the least cost of a partition, and the cuts of this partition.
+
+    If all partitions are forbidden, the cost is infinite and the cuts are arbitrary.
 
     The dynamic program is exact, because ``combine`` is monotone: the best partition of the whole model contains the
     best partition of its first units over the first stages. The cost function of a stage is evaluated
     stages x units^2 / 2 times. Ties prefer earlier cuts.
 
     >>> seconds = (4, 1, 1, 1, 1)
-    >>> costs = Costs(lambda stage, first, last: sum(seconds[first:last]), lambda stage, cut: 0.0)
+    >>> costs = Costs(lambda stage, first, stop: sum(seconds[first:stop]), lambda stage, cut: 0.0)
     >>> best_cuts(units=5, stages=2, costs=costs, combine=max)
     (4, (0, 1, 5))
     """
@@ -97,20 +99,22 @@ def best_cuts(
         cost = costs.stage(0, 0, end)
         best[end] = (cost, (0, end))
     for stage in range(1, stages):
-        before = best
+        best_before = best
         best = {}
-        # The cost of all stages before a cut with the boundary there. Computed once for each cut, since the boundary
-        # does not depend on the end of the stage.
+        # The cost of all stages before a cut, with the boundary at the cut. The boundary does not depend on the end of
+        # this stage, so it is computed once for each cut.
         cost_before: dict[int, float] = {}
-        for cut, (cost, _) in before.items():
+        for cut, (cost, _) in best_before.items():
             boundary = costs.boundary(stage - 1, cut)
             cost_before[cut] = combine(cost, boundary)
+        # The end moves by one unit with each stage, since every stage before needs a unit.
         for end in range(stage + 1, last_end + stage + 1):
             candidates = []
-            for cut, (_, cuts) in before.items():
+            for cut, (_, cuts) in best_before.items():
                 if cut < end:
-                    own = costs.stage(stage, cut, end)
-                    candidates.append((combine(cost_before[cut], own), cuts))
+                    stage_cost = costs.stage(stage, cut, end)
+                    cost = combine(cost_before[cut], stage_cost)
+                    candidates.append((cost, cuts))
             # Tuples compare by cost, then by cuts: ties prefer earlier cuts.
             cost, cuts = min(candidates)
             best[end] = (cost, (*cuts, end))
@@ -125,17 +129,18 @@ def least_total(units: int, stages: int, total: Costs) -> tuple[float, Cuts]:
 def least_bottleneck(
     units: int, stages: int, bottleneck: Costs, total: Costs
 ) -> tuple[float, Cuts]:
-    """Return the least bottleneck and the partition that has it; ties prefer the least total.
+    """Return the least bottleneck, and the cuts of a partition with it; a bottleneck is a partition's largest cost.
 
-    Many partitions have the least bottleneck, since only the slowest part determines it.
+    Many partitions have the least bottleneck, since only their costliest stage or boundary determines it. The result is
+    the one with the least sum of the costs ``total``.
     """
     limit, cuts = best_cuts(units, stages, bottleneck, max)
     if math.isinf(limit):
         return limit, cuts
-    # Of all partitions whose parts do not exceed this bottleneck, choose the one with the least total.
+    # Of all partitions without a stage or boundary beyond this bottleneck, choose the one with the least total.
     limited = _limit_bottleneck(total, bottleneck, limit)
     cost, cuts_of_least_total = least_total(units, stages, limited)
-    # A total may be infinite where the bottleneck is not.
+    # The total may forbid partitions that the bottleneck permits.
     if math.isinf(cost):
         return limit, cuts
     return limit, cuts_of_least_total
@@ -144,14 +149,14 @@ def least_bottleneck(
 def trade_offs(units: int, stages: int, bottleneck: Costs, total: Costs) -> list[Cuts]:
     """Return the Pareto-optimal partitions of total and bottleneck, from least total to least bottleneck.
 
-    No other partition improves both the bottleneck and the total of one of them. Empty if all are forbidden.
+    No partition improves both the bottleneck and the total of a returned one. Empty if all partitions are forbidden.
     """
     partitions: list[Cuts] = []
     limit = math.inf
     while True:
-        # The largest float below the last bottleneck: the next partition must be strictly better.
-        below = math.nextafter(limit, -math.inf)
-        limited = _limit_bottleneck(total, bottleneck, below)
+        # The next partition must have a smaller bottleneck, so its limit is the next smaller float.
+        next_limit = math.nextafter(limit, -math.inf)
+        limited = _limit_bottleneck(total, bottleneck, next_limit)
         cost, cuts = least_total(units, stages, limited)
         if math.isinf(cost):
             return partitions
@@ -160,12 +165,12 @@ def trade_offs(units: int, stages: int, bottleneck: Costs, total: Costs) -> list
 
 
 def _limit_bottleneck(total: Costs, bottleneck: Costs, limit: float) -> Costs:
-    """Forbid every part whose cost by ``bottleneck`` exceeds the limit."""
+    """Return the costs ``total``, infinite for stages and boundaries whose cost by ``bottleneck`` exceeds the limit."""
 
-    def stage(index: int, first: int, last: int) -> float:
-        if bottleneck.stage(index, first, last) > limit:
+    def stage(index: int, first: int, stop: int) -> float:
+        if bottleneck.stage(index, first, stop) > limit:
             return math.inf
-        return total.stage(index, first, last)
+        return total.stage(index, first, stop)
 
     def boundary(index: int, cut: int) -> float:
         if bottleneck.boundary(index, cut) > limit:

@@ -1,7 +1,15 @@
 """Partitions of a model over devices in a row: planned, checked against device memory, and timed by formula.
 
+Each device is a stage with consecutive units of the model; ``cuts`` are the positions between units at which one stage
+ends and the next begins (`testbed.ml.partition.cuts`). Activations pass the stages forward, and in training their
+gradients return backward.
+
 `Chain` is the pipeline of inference, `TrainingPipeline` the common part of training, and `SynchronousPipeline` training
 with one update a step. `testbed.ml.partition.asynchronous` has training with an update after every batch.
+
+Planners minimise one of two times: the passage of a batch (or micro-batch) through an otherwise empty pipeline, and the
+bottleneck, the time for which a batch occupies the busiest stage or link. A full pipeline completes one batch in each
+bottleneck time.
 
 The times equal those charged by the testbed: `DeviceSpec.seconds`, bytes on the wire over the link's rate, and
 the link's one-way delay. Each direction of a link has its own rate, so activations and gradients do not share it.
@@ -40,16 +48,16 @@ from testbed.ml.schedule import (
 from testbed.network.link import Link, Pair
 from testbed.wire.message import size_around
 
-OfStage = Callable[[int, int, int], float]
-"""(stage, first unit, last unit exclusive) -> demand of the units on the stage."""
+StageBytes = Callable[[int, int, int], float]
+"""(stage, first, stop) -> bytes that units ``first`` to ``stop`` (exclusive) need on the stage."""
 
 
 def _neighbour_pairs(devices: Sequence[DeviceSpec]) -> list[Pair]:
-    """Return the names of neighbouring devices, in both directions."""
+    """Return the (source, target) names of the links between neighbouring devices, in both directions."""
     pairs: list[Pair] = []
-    for one, other in pairwise(devices):
-        pairs.append((one.name, other.name))
-        pairs.append((other.name, one.name))
+    for device, following in pairwise(devices):
+        pairs.append((device.name, following.name))
+        pairs.append((following.name, device.name))
     return pairs
 
 
@@ -72,17 +80,17 @@ class Chain:
     links: Mapping[Pair, Link]
     batch_size: int
     shares: tuple[float, float] = field(default=(1.0, 1.0), kw_only=True)
-    """Transmitted bytes for each byte of activations and of their gradients."""
+    """Transmitted bytes for each byte of activations, and for each byte of gradients; below 1 with lossy encoding."""
 
-    sums_tied: ClassVar[bool] = True
-    """Whether stages with copies of one weight train them as a single weight."""
+    supports_tied_weights: ClassVar[bool] = True
+    """Whether a weight that units of several stages use may be cut: its copies on the stages are kept equal."""
 
     def __post_init__(self) -> None:
         cutting.check_counts(*self._counts)
         for source, target in _neighbour_pairs(self.devices):
             if (source, target) not in self.links:
                 raise InputError(
-                    f"{source} and {target} hold neighbouring stages, but no link leads from {source} to {target}: add "
+                    f"{source} and {target} have neighbouring stages, but no link leads from {source} to {target}: add "
                     "one, or list the devices in the order in which they are linked",
                     ("network", "topology"),
                 )
@@ -94,12 +102,12 @@ class Chain:
 
     @property
     def _counts(self) -> tuple[int, int]:
-        """Number of units, and of stages."""
+        """Number of units and number of stages, the first arguments of the functions in `cuts`."""
         return len(self.units), len(self.devices)
 
     @cached_property
     def _cumulative_costs(self) -> list[Cost]:
-        """Cost of a forward of one sample, up to each cut."""
+        """Cost of a forward of one sample through all units before each cut."""
         costs = [unit.cost for unit in self.units]
         return [Cost(), *accumulate(costs)]
 
@@ -109,27 +117,27 @@ class Chain:
         parameters = [unit.parameters for unit in self.units]
         return [0, *accumulate(parameters)]
 
-    def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
-        """Return the seconds of a forward of units ``first`` to ``last`` (exclusive)."""
-        cost = forward_of(self._cost_of(first, last), samples)
+    def forward_time(self, stage: int, first: int, stop: int, samples: int) -> float:
+        """Return the seconds of a forward of units ``first`` to ``stop`` (exclusive)."""
+        cost = forward_of(self._cost_of(first, stop), samples)
         return self.devices[stage].seconds(cost)
 
-    def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
-        """Return the seconds of a backward of units ``first`` to ``last`` (exclusive)."""
-        cost = backward_of(self._cost_of(first, last), samples)
+    def backward_time(self, stage: int, first: int, stop: int, samples: int) -> float:
+        """Return the seconds of a backward of units ``first`` to ``stop`` (exclusive)."""
+        cost = backward_of(self._cost_of(first, stop), samples)
         return self.devices[stage].seconds(cost)
 
-    def _cost_of(self, first: int, last: int) -> Cost:
-        """Return the cost of a forward of one sample through units ``first`` to ``last`` (exclusive)."""
-        return self._cumulative_costs[last] - self._cumulative_costs[first]
+    def _cost_of(self, first: int, stop: int) -> Cost:
+        """Return the cost of a forward of one sample through units ``first`` to ``stop`` (exclusive)."""
+        return self._cumulative_costs[stop] - self._cumulative_costs[first]
 
-    def _parameters_of(self, first: int, last: int) -> int:
-        return self._cumulative_parameters[last] - self._cumulative_parameters[first]
+    def _parameters_of(self, first: int, stop: int) -> int:
+        return self._cumulative_parameters[stop] - self._cumulative_parameters[first]
 
-    def transfer(
+    def transfer_time(
         self, source: int, target: int, cut: int, samples: int
     ) -> tuple[float, float]:
-        """Return the seconds for which the tensors of a cut occupy a link, and the delay of the link.
+        """Return the seconds for which the tensors of a cut occupy a link, and the seconds of the link's delay.
 
         ``source`` and ``target`` are neighbouring stages. An activation and its gradient have equally many values.
         """
@@ -140,28 +148,28 @@ class Chain:
         size = size_around(samples * self.model.cut_bytes(cut) * share)
         return link.transmission_time(size), link.delay
 
-    def memory(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes that a stage needs with units ``first`` to ``last`` (exclusive)."""
+    def memory(self, stage: int, first: int, stop: int) -> float:
+        """Return the bytes that a stage needs with units ``first`` to ``stop`` (exclusive)."""
         return inference_bytes(
             self.model,
-            range(first, last),
+            range(first, stop),
             self.batch_size,
             self.devices[stage].precision,
         )
 
     @cached_property
-    def _stage_memory(self) -> OfStage:
-        """`memory` with a cache, since the dynamic programs ask for the same stages several times."""
+    def _stage_memory(self) -> StageBytes:
+        """`memory` with a cache, since the dynamic programs evaluate the same stages several times."""
         return cache(self.memory)
 
     def _fitting_costs(self, costs: Costs) -> Costs:
-        """Forbid stages exceeding their device's memory, and cuts between units with a shared weight."""
+        """Return costs that are infinite for stages beyond their device's memory and for unsupported cuts."""
 
-        def stage(index: int, first: int, last: int) -> float:
-            needed = self._stage_memory(index, first, last)
+        def stage(index: int, first: int, stop: int) -> float:
+            needed = self._stage_memory(index, first, stop)
             if needed > self.devices[index].memory:
                 return math.inf
-            return costs.stage(index, first, last)
+            return costs.stage(index, first, stop)
 
         def boundary(index: int, cut: int) -> float:
             if self._tied_weight_across(cut) is not None:
@@ -171,13 +179,13 @@ class Chain:
         return Costs(stage, boundary)
 
     def _tied_weight_across(self, cut: int) -> TiedWeight | None:
-        """Return a weight shared by stages on both sides of a cut, if unsupported; None if the cut is allowed."""
-        if self.sums_tied:
+        """Return a weight used on both sides of a cut if this forbids the cut; None if the cut is allowed."""
+        if self.supports_tied_weights:
             return None
         return self.model.tied_weight_across(cut)
 
     def _check_tied(self, cuts: Cuts) -> None:
-        """Raise `InputError` for cuts between units sharing weights."""
+        """Raise `InputError` if a cut separates units with a common weight and this is not supported."""
         for cut in cuts[1:-1]:
             tied = self._tied_weight_across(cut)
             if tied is not None:
@@ -190,8 +198,8 @@ class Chain:
                 )
 
     @cached_property
-    def fullness(self) -> tuple[float, Cuts]:
-        """The smallest possible memory use of the fullest device, as a fraction, with the cuts that achieve it."""
+    def _least_memory(self) -> tuple[float, Cuts]:
+        """The partition whose fullest device is as empty as possible: that device's memory use (1: full), the cuts."""
 
         def no_cost(stage: int, cut: int) -> float:
             return 0.0
@@ -199,31 +207,32 @@ class Chain:
         costs = Costs(self._memory_share, no_cost)
         return cutting.best_cuts(*self._counts, costs, max)
 
-    def _memory_share(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes that a stage needs as a fraction of its device's memory."""
-        needed = self._stage_memory(stage, first, last)
+    def _memory_share(self, stage: int, first: int, stop: int) -> float:
+        """Return the bytes that a stage needs, as a fraction of its device's memory."""
+        needed = self._stage_memory(stage, first, stop)
         return needed / self.devices[stage].memory
 
     @property
     def _fits(self) -> bool:
         """Whether some partition fits all devices."""
-        return self.fullness[0] <= 1
+        share_of_fullest, _ = self._least_memory
+        return share_of_fullest <= 1
 
-    def check(self, cuts: Cuts) -> None:
+    def check_memory(self, cuts: Cuts) -> None:
         """Raise `InputError` with a remedy if a stage exceeds the memory of its device."""
         shares = []
-        for stage, (first, last) in enumerate(pairwise(cuts)):
-            shares.append(self._memory_share(stage, first, last))
+        for stage, (first, stop) in enumerate(pairwise(cuts)):
+            shares.append(self._memory_share(stage, first, stop))
         largest = max(shares)
         if largest <= 1:
             return
         fullest = shares.index(largest)
-        first, last = cuts[fullest : fullest + 2]
+        first, stop = cuts[fullest : fullest + 2]
         device = self.devices[fullest]
-        need = self._stage_memory(fullest, first, last)
+        need = self._stage_memory(fullest, first, stop)
         names = self.units[first].name
-        if last > first + 1:
-            names += f" to {self.units[last - 1].name}"
+        if stop > first + 1:
+            names += f" to {self.units[stop - 1].name}"
         raise InputError(
             f"{device.name} has {formats.size(device.memory)} of memory, but its part of the model ({names}) needs "
             f"{formats.size(need)} at batch_size {self.batch_size}: {self._memory_remedy()}",
@@ -234,21 +243,21 @@ class Chain:
         """Return a change of the scenario after which the model fits."""
         if self._fits:
             return "an optimal partition would fit"
-        ways = []
+        remedies = []
         batch_size = self._largest_fitting_batch()
         if batch_size:
-            ways.append(f"a batch_size of at most {batch_size} fits")
-        devices = self._enough_devices()
+            remedies.append(f"a batch_size of at most {batch_size} fits")
+        devices = self._sufficient_devices()
         if devices:
-            ways.append(
+            remedies.append(
                 f"{devices} devices fit, the added ones like {self.devices[-1].name}"
             )
-        if not ways:
+        if not remedies:
             return (
                 "no smaller batch and no number of such devices fits; it takes devices with more memory or a smaller "
                 "model"
             )
-        return ", or ".join(ways)
+        return ", or ".join(remedies)
 
     def _largest_fitting_batch(self) -> int:
         """Return the largest smaller batch for which some partition fits; 0 if none fits."""
@@ -256,18 +265,18 @@ class Chain:
         def is_too_large(size: int) -> bool:
             return not self._with_batch(size)._fits
 
-        # Memory grows with the batch, so sizes that fit come first. bisect returns their number, which is the largest
-        # of them because the sizes begin with 1.
+        # Memory grows with the batch, so the sizes that fit precede those that are too large. `bisect` returns the
+        # number of sizes that fit. As the sizes begin with 1, this number is also the largest size that fits.
         smaller_sizes = range(1, self.batch_size)
         return bisect(smaller_sizes, False, key=is_too_large)
 
     def _with_batch(self, batch_size: int) -> Chain:
         return replace(self, batch_size=batch_size)
 
-    def _enough_devices(self) -> int:
-        """Return the number of devices that would hold the model; 0 if no number suffices.
+    def _sufficient_devices(self) -> int:
+        """Return the least number of devices whose memory suffices for the model; 0 if no number suffices.
 
-        The added devices are copies of the last one. Each device needs a unit, which limits their number.
+        The added devices are copies of the last one. Each device needs a unit, which limits the number.
         """
         last = self.devices[-1]
         devices = self.devices
@@ -284,19 +293,19 @@ class Chain:
     def _with_devices(
         self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]
     ) -> Chain:
-        """Return the same chain over more devices: the present ones and copies of the last one."""
+        """Return the same chain over more devices: these are the present devices and copies of the last one."""
         return replace(self, devices=devices, links=links)
 
     @property
     def latency_costs(self) -> Costs:
-        """Summands of the time of one batch forward through all stages."""
+        """Seconds of each stage and of each transfer; their sum is the time of one batch through all stages."""
 
-        def stage(index: int, first: int, last: int) -> float:
-            return self.forward_time(index, first, last, self.batch_size)
+        def stage(index: int, first: int, stop: int) -> float:
+            return self.forward_time(index, first, stop, self.batch_size)
 
         def boundary(index: int, cut: int) -> float:
             following = index + 1
-            busy, delay = self.transfer(index, following, cut, self.batch_size)
+            busy, delay = self.transfer_time(index, following, cut, self.batch_size)
             return busy + delay
 
         return Costs(stage, boundary)
@@ -313,7 +322,7 @@ class Chain:
 
     @property
     def passage_costs(self) -> Costs:
-        """Summands of the time of a single batch, or micro-batch, through the whole pipeline."""
+        """Seconds of each stage and of each transfer; their sum is the passage of a batch or micro-batch."""
         return self.latency_costs
 
     @property
@@ -322,7 +331,7 @@ class Chain:
 
         def boundary(stage: int, cut: int) -> float:
             following = stage + 1
-            busy, _ = self.transfer(stage, following, cut, self.batch_size)
+            busy, _ = self.transfer_time(stage, following, cut, self.batch_size)
             return busy
 
         return replace(self.latency_costs, boundary=boundary)
@@ -332,7 +341,10 @@ class Chain:
         return self.bottleneck_costs.of(cuts, max)
 
     def least_bottleneck(self) -> Cuts:
-        """Return the fitting cuts of least bottleneck, then quickest passage; raises `InputError` if none fit."""
+        """Return the fitting cuts of least bottleneck; of several such cuts, those of the shortest passage.
+
+        Raises `InputError` if no cuts fit.
+        """
         fitting = self._fitting_costs(self.bottleneck_costs)
         best = cutting.least_bottleneck(*self._counts, fitting, self.passage_costs)
         return self._check_optimum(best)
@@ -340,7 +352,7 @@ class Chain:
     def even(self) -> Cuts:
         """Return cuts into equally many units for each stage; raises `InputError` for insufficient memory."""
         cuts = cutting.even_cuts(*self._counts)
-        self.check(cuts)
+        self.check_memory(cuts)
         self._check_tied(cuts)
         return cuts
 
@@ -348,8 +360,10 @@ class Chain:
         """Return the cuts of an optimum, (cost, cuts); raises `InputError` for an infinite cost."""
         cost, cuts = best
         if math.isinf(cost):
-            # Cuts of infinite cost are arbitrary: the ones of least memory decide whether memory is the reason.
-            self.check(self.fullness[1])
+            # Cuts of infinite cost are arbitrary. If even the partition of least memory does not fit, memory is the
+            # reason; otherwise a weight that must not be cut.
+            _, cuts_of_least_memory = self._least_memory
+            self.check_memory(cuts_of_least_memory)
             self._check_tied(cuts)
         return cuts
 
@@ -363,19 +377,19 @@ class TrainingPipeline(Chain):
 
     @property
     def samples(self) -> int:
-        """Maximum number of samples passing together."""
+        """The largest number of samples that one forward or backward processes: those of a batch or micro-batch."""
         return self.batch_size
 
     @abstractmethod
-    def stage_time(self, stage: int, first: int, last: int) -> float:
+    def stage_time(self, stage: int, first: int, stop: int) -> float:
         """Return the seconds of a stage per batch or micro-batch: forward, backward and a share of the update."""
 
     @abstractmethod
-    def action_time(self, stage: int, first: int, last: int, action: Action) -> float:
+    def action_time(self, stage: int, first: int, stop: int, action: Action) -> float:
         """Return the seconds of one action of a stage."""
 
     def samples_of(self, action: Action) -> int:
-        """Return the number of samples of an action."""
+        """Return the number of samples that an action processes."""
         return self.samples
 
     @property
@@ -384,38 +398,38 @@ class TrainingPipeline(Chain):
 
         def boundary(stage: int, cut: int) -> float:
             following = stage + 1
-            there, _ = self.transfer(stage, following, cut, self.samples)
-            back, _ = self.transfer(following, stage, cut, self.samples)
-            # The two directions of a link do not share its rate.
-            return max(there, back)
+            forward, _ = self.transfer_time(stage, following, cut, self.samples)
+            backward, _ = self.transfer_time(following, stage, cut, self.samples)
+            # Each direction of a link has its own rate, so both transfer at the same time.
+            return max(forward, backward)
 
         return Costs(cache(self.stage_time), boundary)
 
     @property
     def passage_costs(self) -> Costs:
-        """Summands of the time of a batch or micro-batch forward through all stages and back."""
+        """Seconds of each stage and each round trip between stages; the sum is the passage forward and back."""
 
         def boundary(stage: int, cut: int) -> float:
             following = stage + 1
-            there = sum(self.transfer(stage, following, cut, self.samples))
-            back = sum(self.transfer(following, stage, cut, self.samples))
-            return there + back
+            forward = sum(self.transfer_time(stage, following, cut, self.samples))
+            backward = sum(self.transfer_time(following, stage, cut, self.samples))
+            return forward + backward
 
         return Costs(cache(self.stage_time), boundary)
 
     def simulate(self, cuts: Cuts, stages: Sequence[Sequence[Action]]) -> list[Slot]:
-        """Simulate the actions of each stage; return their times in seconds."""
+        """Return the start and end of all actions, in seconds; ``stages`` has the actions of each stage in order."""
 
         def duration(stage: int, action: Action) -> float:
-            first, last = cuts[stage : stage + 2]
-            return self.action_time(stage, first, last, action)
+            first, stop = cuts[stage : stage + 2]
+            return self.action_time(stage, first, stop, action)
 
         def transfer(stage: int, action: Action) -> tuple[float, float]:
             samples = self.samples_of(action)
-            first, last = cuts[stage : stage + 2]
+            first, stop = cuts[stage : stage + 2]
             if action.kind == "forward":
-                return self.transfer(stage, stage + 1, last, samples)
-            return self.transfer(stage, stage - 1, first, samples)
+                return self.transfer_time(stage, stage + 1, stop, samples)
+            return self.transfer_time(stage, stage - 1, first, samples)
 
         return simulate_schedule(stages, duration, transfer)
 
@@ -435,6 +449,7 @@ class SynchronousPipeline(TrainingPipeline):
     """
 
     micro_batches: int
+    """Number of micro-batches of a batch."""
     schedule: Schedule
     update_flops: float = 2.0
     """Cost of an update in FLOPs per parameter."""
@@ -451,49 +466,49 @@ class SynchronousPipeline(TrainingPipeline):
             )
 
     @cached_property
-    def _sizes(self) -> list[int]:
+    def _micro_batch_sizes(self) -> list[int]:
         """Samples of each micro-batch; the largest come first."""
-        parts = cut_batch(self.batch_size, self.micro_batches)
-        return [part.stop - part.start for part in parts]
+        slices = cut_batch(self.batch_size, self.micro_batches)
+        return [part.stop - part.start for part in slices]
 
     @cached_property
-    def _in_flight(self) -> list[int]:
-        """Maximum number of samples kept by each stage."""
-        count = len(self.devices)
-        stages = actions_by_stage(self.schedule, count, self.micro_batches)
+    def _samples_in_flight(self) -> list[int]:
+        """By stage, the maximum number of samples between their forward and their backward."""
+        stages = len(self.devices)
         samples = []
-        for actions in stages:
-            kept = peak_in_flight(actions)
-            # The largest micro-batches come first, so their sum is the maximum.
-            samples.append(sum(self._sizes[:kept]))
+        for actions in actions_by_stage(self.schedule, stages, self.micro_batches):
+            micro_batches = peak_in_flight(actions)
+            # The largest micro-batches come first, so the sum of the first sizes is the maximum.
+            samples.append(sum(self._micro_batch_sizes[:micro_batches]))
         return samples
 
-    def memory(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes that a stage needs with units ``first`` to ``last`` (exclusive)."""
-        samples = self._in_flight[stage]
+    def memory(self, stage: int, first: int, stop: int) -> float:
+        """Return the bytes that a stage needs with units ``first`` to ``stop`` (exclusive)."""
+        samples = self._samples_in_flight[stage]
         inputs = 0
-        if self._repeats_forward(stage):
-            # Of all micro-batches in flight only the inputs are kept, of the one in backward all activations.
+        if self._recomputes(stage):
+            # The stage keeps the inputs of all micro-batches in flight, but the activations of one: the micro-batch
+            # whose backward it computes.
             inputs = self.units[first].input_bytes * samples
-            samples = self._sizes[0]
+            samples = self.samples
         training = training_bytes(
             self.model,
-            range(first, last),
+            range(first, stop),
             samples,
             self.state_values,
             precision=self.devices[stage].precision,
         )
         return training + inputs
 
-    def _repeats_forward(self, stage: int) -> bool:
+    def _recomputes(self, stage: int) -> bool:
         is_last = stage + 1 == len(self.devices)
         return self.recompute and not is_last
 
-    def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+    def backward_time(self, stage: int, first: int, stop: int, samples: int) -> float:
         """Return the seconds of a backward, including a repeated forward if activations are not kept."""
-        seconds = super().backward_time(stage, first, last, samples)
-        if self._repeats_forward(stage):
-            seconds += self.forward_time(stage, first, last, samples)
+        seconds = super().backward_time(stage, first, stop, samples)
+        if self._recomputes(stage):
+            seconds += self.forward_time(stage, first, stop, samples)
         return seconds
 
     def _with_batch(self, batch_size: int) -> Chain:
@@ -503,47 +518,49 @@ class SynchronousPipeline(TrainingPipeline):
             micro_batches=min(self.micro_batches, batch_size),
         )
 
-    def update_time(self, stage: int, first: int, last: int) -> float:
+    def update_time(self, stage: int, first: int, stop: int) -> float:
         """Return the seconds of the update at the end of a step."""
-        flops = self.update_flops * self._parameters_of(first, last)
+        flops = self.update_flops * self._parameters_of(first, stop)
         return self.devices[stage].seconds(Cost(flops))
 
     @property
     def samples(self) -> int:
         """Size of the largest micro-batch."""
-        return self._sizes[0]
+        return self._micro_batch_sizes[0]
 
-    def stage_time(self, stage: int, first: int, last: int) -> float:
+    def stage_time(self, stage: int, first: int, stop: int) -> float:
         """Return the seconds of a stage for the largest micro-batch: forward, backward and a share of the update."""
-        forward = self.forward_time(stage, first, last, self.samples)
-        backward = self.backward_time(stage, first, last, self.samples)
-        update = self.update_time(stage, first, last)
+        forward = self.forward_time(stage, first, stop, self.samples)
+        backward = self.backward_time(stage, first, stop, self.samples)
+        update = self.update_time(stage, first, stop)
         return forward + backward + update / self.micro_batches
 
     def samples_of(self, action: Action) -> int:
         """Return the size of an action's micro-batch."""
-        return self._sizes[action.micro % self.micro_batches]
+        # `timeline` numbers micro-batches through all steps.
+        position_in_step = action.micro % self.micro_batches
+        return self._micro_batch_sizes[position_in_step]
 
-    def action_time(self, stage: int, first: int, last: int, action: Action) -> float:
+    def action_time(self, stage: int, first: int, stop: int, action: Action) -> float:
         """Return the seconds of one action of a stage."""
         if action.kind == "update":
-            return self.update_time(stage, first, last)
+            return self.update_time(stage, first, stop)
         samples = self.samples_of(action)
         if action.kind == "forward":
-            return self.forward_time(stage, first, last, samples)
-        return self.backward_time(stage, first, last, samples)
+            return self.forward_time(stage, first, stop, samples)
+        return self.backward_time(stage, first, stop, samples)
 
     def least_step_time(self) -> Cuts:
-        """Return the fitting partition with the least predicted `step_time`, among the trade-offs of two costs.
+        """Return the fitting partition with the least predicted `step_time`; raises `InputError` if none fits.
 
-        A short pipeline with few micro-batches spends much of a step filling and draining, when the passage matters
-        more than the bottleneck. Therefore all partitions with the best passage for some bottleneck are timed. Raises
-        `InputError` if none fits.
+        With few micro-batches a pipeline spends much of a step filling and draining, so the passage matters more than
+        the bottleneck. Therefore the candidates are all trade-offs between passage and bottleneck.
         """
         fitting = self._fitting_costs(self.bottleneck_costs)
         candidates = cutting.trade_offs(*self._counts, fitting, self.passage_costs)
         if not candidates:
-            self.check(self.fullness[1])
+            _, cuts_of_least_memory = self._least_memory
+            self.check_memory(cuts_of_least_memory)
         return min(candidates, key=self.step_time)
 
     def timeline(self, cuts: Cuts, steps: int = 1) -> list[Slot]:
@@ -570,16 +587,19 @@ class SynchronousPipeline(TrainingPipeline):
             is_forward = slot.stage == 0 and slot.action.kind == "forward"
             if is_forward and slot.action.micro % self.micro_batches == 0:
                 starts.append(slot.start)
-        # The first step may be shorter: its stages do not wait for updates of a step before.
-        return starts[2] - starts[1] + self._tied_time(cuts)
+        # The first step may be shorter, since its stages do not wait for the updates of an earlier step.
+        _, second_step, third_step = starts
+        return third_step - second_step + self._tied_time(cuts)
 
     def _tied_time(self, cuts: Cuts) -> float:
-        """Return the seconds added to a step by the exchange of tied gradients.
+        """Return the seconds added to a step by the exchange of the gradients of tied weights.
 
-        A weight is tied if several units use it. The first stage with a tied weight adds the gradients of the other
-        stages to its own and returns the sum to them, before all of them update. A step therefore becomes longer by two
-        times: the first stage waits for the gradients of the others, which follow the gradients of activations on their
-        way; and the next step begins later where the sum arrives after the stage could have started.
+        A weight is tied if several units use it. Of the stages with a tied weight, the first is the summing stage: it
+        adds the gradients of the other stages, which have copies of the weight, to its own gradient and returns the sum
+        to them. Then all these stages update. A step becomes longer by two times:
+
+        - the wait of the summing stage for the gradients of the copies, after its last backward,
+        - the shift of the next step, if a stage with a copy receives the sum too late to begin the next step in time.
         """
         sizes = self._tied_sizes(cuts)
         if not sizes:
@@ -588,40 +608,40 @@ class SynchronousPipeline(TrainingPipeline):
         # No exchange makes a step shorter.
         waits = [0.0]
         shifts = [0.0]
-        for (first, other), size in sizes.items():
-            is_next = other == first + 1
-            starts_of_other = [slot.start for slot in slots if slot.stage == other]
-            begun = min(starts_of_other)
-            last_of_first = _last_backward(slots, first)
-            last_of_other = _last_backward(slots, other)
-            sent = last_of_other.end
-            if is_next:
-                # Gradients of activations go first on the link between neighbours; they have arrived when the last
-                # backward of the first stage starts.
-                sent = max(sent, last_of_first.start)
-            to_first = sum(self._tied_transfer(other, first, size))
-            waits.append(sent + to_first - last_of_first.end)
-            busy, delay = self._tied_transfer(first, other, size)
-            update_of_first = self.update_time(first, *cuts[first : first + 2])
-            update_of_other = self.update_time(other, *cuts[other : other + 2])
-            # The other stage is ready for the next step once the sum has arrived and it has updated. It is needed
-            # ``begun`` seconds after the beginning of the step, which follows the update of the first stage.
-            shifts.append(busy + delay + update_of_other - update_of_first - begun)
-            if is_next:
-                # The first activation of the next step follows the sum on the same link.
-                begin, end = cuts[first : first + 2]
-                forward = self.forward_time(first, begin, end, self.samples)
-                shifts.append(busy - update_of_first - forward)
+        for (summing, copy), size in sizes.items():
+            are_neighbours = copy == summing + 1
+            copy_starts = [slot.start for slot in slots if slot.stage == copy]
+            first_start_of_copy = min(copy_starts)
+            last_backward = _last_backward(slots, summing)
+            sent = _last_backward(slots, copy).end
+            if are_neighbours:
+                # Gradients of activations occupy the same link first, until the last backward of the summing stage.
+                sent = max(sent, last_backward.start)
+            to_summing = sum(self._tied_transfer(copy, summing, size))
+            waits.append(sent + to_summing - last_backward.end)
+            busy, delay = self._tied_transfer(summing, copy, size)
+            first, stop = cuts[summing : summing + 2]
+            summing_update = self.update_time(summing, first, stop)
+            copy_update = self.update_time(copy, *cuts[copy : copy + 2])
+            # The next step begins after the update of the summing stage, and the copy's stage must be ready
+            # ``first_start_of_copy`` seconds later. It is ready after the arrival of the sum and its own update.
+            shifts.append(
+                busy + delay + copy_update - summing_update - first_start_of_copy
+            )
+            if are_neighbours:
+                # The first activation of the next step uses the same link after the sum.
+                forward = self.forward_time(summing, first, stop, self.samples)
+                shifts.append(busy - summing_update - forward)
         return max(waits) + max(shifts)
 
     def _tied_sizes(self, cuts: Cuts) -> dict[tuple[int, int], int]:
-        """Return the bytes of tied gradients between the first stage with a weight and each other stage with it."""
+        """Return by (summing stage, stage with a copy) the bytes of the gradients of all their tied weights."""
         sizes: dict[tuple[int, int], int] = {}
         for tied in self.model.tied_weights:
-            first, *others = tied.holders(cuts[:-1])
-            for other in others:
-                before = sizes.get((first, other), 0)
-                sizes[first, other] = before + BYTES_PER_VALUE * tied.values
+            summing, *copies = tied.holders(cuts[:-1])
+            for copy in copies:
+                size = BYTES_PER_VALUE * tied.values
+                sizes[summing, copy] = sizes.get((summing, copy), 0) + size
         return sizes
 
     def _tied_transfer(

@@ -1,12 +1,15 @@
 """Sources of units after a change of a pipeline's partition: FTPipeHD's Algorithm 1, for any failures.
 
-Devices are identified by name, so nothing is renumbered: removing names from a list replaces the paper's index
-correction. All functions refer to one state of the model, such as the state after batch 200; the caller ensures that
-all replicas belong to this state (`testbed.ml.pipeline.placement`).
+After the loss of a device or a repartition, the stages have other units than before. `needs` decides from which device
+each stage fetches the weights of each unit that it lacks.
 
-After a chain replication each stage holds its own units and those of the previous stage; the last stage's are at the
-coordinator. After a global replication all units are at the coordinator too. The coordinator is the first stage's
-device.
+The possible sources are the devices of the old partition and replicas, which are copies of weights. After a chain
+replication each stage also has the units of the previous stage, and the coordinator those of the last stage. After a
+global replication the coordinator has all units. The coordinator is the device of the first stage.
+
+All functions refer to one state of the model, such as the state after batch 200; the caller ensures that all replicas
+belong to this state (`testbed.ml.pipeline.placement`). Devices are identified by name. So the paper's correction of
+stage numbers after a failure is not needed.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from itertools import pairwise
 from testbed.ml.partition.cuts import Cuts
 
 HeldUnits = Mapping[str, Collection[int]]
-"""Device -> its units of one state of the model."""
+"""Device -> the units whose weights the device has, own ones and replicas, of one state of the model."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,14 @@ class StagePartition:
         stages = len(self.devices)
         if stages == 0 or len(set(self.devices)) < stages:
             raise ValueError(
-                f"a partition is over one or more different devices, not {self.devices}"
+                f"a partition needs one or more different devices, not {self.devices}"
             )
         are_ascending = all(first < last for first, last in pairwise(self.cuts))
         cuts_fit = len(self.cuts) == stages + 1 and self.cuts[0] == 0
         if not cuts_fit or not are_ascending:
-            raise ValueError(f"{self.cuts} does not cut a chain over {stages} devices")
+            raise ValueError(
+                f"the cuts of {stages} devices must be {stages + 1} ascending numbers from 0, not {self.cuts}"
+            )
 
     @property
     def coordinator(self) -> str:
@@ -75,8 +80,9 @@ class StagePartition:
         return self.devices[stage]
 
     def successor(self, device: str) -> str:
-        """Return the keeper of a stage's chain replica: the next stage's device, or the coordinator for the
-        last stage.
+        """Return the device with the chain replica of a stage.
+
+        This is the device of the next stage, or the coordinator for the last stage.
         """
         following = self.devices.index(device) + 1
         return self.devices[following % len(self.devices)]
@@ -84,12 +90,13 @@ class StagePartition:
 
 @dataclass(frozen=True)
 class Need:
-    """The sources of the units in a device's new stage, each in ascending order."""
+    """The sources of the units in a device's new stage; all tuples of units are in ascending order."""
 
     local: tuple[int, ...]
-    """Units the device has already: L_local of Algorithm 1."""
+    """Units that the device has already: L_local of Algorithm 1."""
     fetch: Mapping[str, tuple[int, ...]]
-    """Device -> units to fetch from the device, in the order of their first units: M_need of Algorithm 1."""
+    """Source device -> the units to fetch from it: M_need of Algorithm 1. Sources are in the order of their first
+    units."""
 
 
 class UnitsLostError(Exception):
@@ -119,22 +126,24 @@ def needs(
 ) -> dict[str, Need]:
     """Return the sources of units for each device of the new partition.
 
-    ``old`` is the partition under which the state was replicated.
+    ``old`` is the partition under which the state was replicated, and ``held`` has the units of all present devices.
 
-    Algorithm 1: a unit comes from its device in the old partition. If this device is lost, the unit comes from the
-    successor, which has the chain replica; if both lack the unit, from the coordinator; and otherwise from any device
-    that has the unit. With ``local_first`` a device fetches no unit of which it has a replica. Raises `UnitsLostError`
-    for units that no device has.
+    By Algorithm 1, a unit comes from its device in the old partition. If this device lacks the unit, because it is lost
+    or was restarted, the unit comes from the device's successor, which has the chain replica; if this device lacks it
+    too, from the coordinator; otherwise from any device that has the unit. With ``local_first`` a device fetches no
+    unit of which it has a replica.
+
+    Raises `UnitsLostError` for units that no device has.
 
     >>> old, new = StagePartition(("a", "b"), (0, 2, 4)), StagePartition(("a",), (0, 4))
     >>> held = {"a": range(0, 4)}
     >>> needs(old, new, held)["a"]
     Need(local=(0, 1, 2, 3), fetch={})
     """
-    lost = missing_units(held, new.units)
-    if lost:
-        raise UnitsLostError(lost)
-    sources = {}
+    lost_units = missing_units(held, new.units)
+    if lost_units:
+        raise UnitsLostError(lost_units)
+    needs_by_device = {}
     for device in new.devices:
         local: list[int] = []
         fetch: dict[str, list[int]] = {}
@@ -146,8 +155,8 @@ def needs(
             else:
                 fetch.setdefault(source, []).append(unit)
         units_by_source = {source: tuple(units) for source, units in fetch.items()}
-        sources[device] = Need(tuple(local), units_by_source)
-    return sources
+        needs_by_device[device] = Need(tuple(local), units_by_source)
+    return needs_by_device
 
 
 def _source_of(
@@ -156,11 +165,11 @@ def _source_of(
     held: HeldUnits,
     first_choice: str | None,
 ) -> str:
-    """Return the best device that holds a unit; ``first_choice`` comes before the devices of Algorithm 1."""
+    """Return the best device that has a unit; ``first_choice`` comes before the devices of Algorithm 1."""
     holder = old.holder(unit)
-    # Sorted, so that the choice among other devices is the same in every run.
+    # Sorted names: the choice among the other devices is the same in every run.
     best_first = [holder, old.successor(holder), old.coordinator, *sorted(held)]
     if first_choice is not None:
         best_first.insert(0, first_choice)
-    # `needs` has checked that some device holds the unit.
-    return next(name for name in best_first if unit in held.get(name, ()))
+    # `needs` has checked that some device has the unit.
+    return next(device for device in best_first if unit in held.get(device, ()))

@@ -1,13 +1,16 @@
-"""Pipeline schedules: pure generators of a stage's actions, printed as ``F0 F1 B0 B1``; simulated and drawn.
+"""Pipeline schedules: the order in which each stage does its actions, with a simulation and a drawing of schedules.
 
-In the synchronous schedules all micro-batches of a step use the same weights, and an update ends the step. Each
-schedule therefore gives the gradient of the whole batch; micro-batches of an indivisible batch differ by one sample
-(`testbed.ml.data.batches.cut_batch`). In the asynchronous schedule every batch has its own update. All are drawn by
-`draw_grid` for three stages and four micro-batches, with forward and backward equally long.
+An action is the forward (``F``) or backward (``B``) of a micro-batch on a stage, or an update. Each schedule is a pure
+generator of a stage's actions. Its docstring has a drawing by `draw_grid` for three stages and four micro-batches, in
+which forward and backward take equally long.
 
-In the simulation, a stage does one action at a time, in order. Forward and backward wait for the neighbour's message,
-and the link between two stages carries one message at a time in each direction; sending does not block computing.
-Devices behave the same way.
+In the synchronous schedules all micro-batches of a step use the same weights, and an update ends the step. Therefore
+the gradients of the micro-batches add up to the gradient of the whole batch. In the asynchronous schedule every batch
+has its own update, and is the only micro-batch of itself.
+
+`simulate_schedule` computes the times of actions by the rules that devices follow: a stage does one action at a time,
+in order. Forward and backward wait for the neighbour's message. The link between two stages carries one message at a
+time in each direction, and a stage computes while it sends.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ ActionKind = Literal["forward", "backward", "update"]
 
 @dataclass(frozen=True)
 class Action:
-    """One piece of a stage's work.
+    """A forward, a backward or an update of a stage.
 
     >>> str(Action("forward", 2))
     'F2'
@@ -32,7 +35,8 @@ class Action:
 
     kind: ActionKind
     micro: int
-    """Micro-batch, counted from 0 within its step; for an update the step."""
+    """Number of the micro-batch from 0, within its step unless stated otherwise; for an update, number of the step. In
+    the asynchronous schedule, number of the batch."""
 
     def __str__(self) -> str:
         return f"{self.kind[0].upper()}{self.micro}"
@@ -42,29 +46,22 @@ Schedule = Callable[[int, int, int], Iterator[Action]]
 """(stages, stage, micro-batches) -> the stage's actions in one step in order, without the final update."""
 
 
-def format_actions(actions: Iterable[Action]) -> str:
-    """Format actions as text.
-
-    >>> format_actions(one_forward_one_backward(stages=2, stage=0, micro_batches=3))
-    'F0 F1 B0 F2 B1 B2'
-    """
-    return " ".join(map(str, actions))
-
-
 def peak_in_flight(actions: Iterable[Action]) -> int:
-    """Return the peak number of micro-batches between forward and backward, whose activations are kept.
+    """Return the maximum number of micro-batches between their forward and backward on a stage.
+
+    The stage keeps the activations of these micro-batches.
 
     >>> peak_in_flight(gpipe(stages=2, stage=0, micro_batches=3))
     3
     """
-    kept = 0
+    in_flight = 0
     peak = 0
     for action in actions:
         if action.kind == "forward":
-            kept += 1
+            in_flight += 1
         elif action.kind == "backward":
-            kept -= 1
-        peak = max(peak, kept)
+            in_flight -= 1
+        peak = max(peak, in_flight)
     return peak
 
 
@@ -74,7 +71,7 @@ def actions_by_stage(
     """Return the actions of every stage in one step; raises ValueError for less than one stage or micro-batch."""
     if stages < 1 or micro_batches < 1:
         raise ValueError(
-            f"no schedule for {stages} stages and {micro_batches} micro-batches"
+            f"a schedule needs at least one stage and micro-batch, not {stages} and {micro_batches}"
         )
     actions: list[Sequence[Action]] = []
     for stage in range(stages):
@@ -122,23 +119,24 @@ def gpipe(stages: int, stage: int, micro_batches: int) -> Iterator[Action]:
 def one_forward_one_backward(
     stages: int, stage: int, micro_batches: int
 ) -> Iterator[Action]:
-    """As many forwards as stages remain, then alternating backwards and forwards (PipeDream-flush).
+    """First a forward for this stage and each later one, then alternating backwards and forwards (PipeDream-flush).
 
-    The duration equals GPipe's for equal forwards, backwards and transfers, but stage i of n keeps the activations of
-    only n - i micro-batches. ::
+    If all forwards, all backwards and all transfers take equally long, a step takes as long as with GPipe. Stage i of n
+    keeps the activations of only n - i micro-batches. ::
 
         stage 0  F0 F1 F2  .  . B0 F3 B1  . B2  . B3
         stage 1   . F0 F1  . B0 F2 B1 F3 B2  . B3  .
         stage 2   .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
     """
     # With equal times, micro-batch 0 reaches the last stage when this stage does the last of these forwards.
-    ahead = min(micro_batches, stages - stage)
-    for micro in range(ahead):
+    initial_forwards = min(micro_batches, stages - stage)
+    for micro in range(initial_forwards):
         yield _forward_action(micro)
     for micro in range(micro_batches):
         yield _backward_action(micro)
-        if ahead + micro < micro_batches:
-            yield _forward_action(ahead + micro)
+        following = initial_forwards + micro
+        if following < micro_batches:
+            yield _forward_action(following)
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -155,31 +153,32 @@ def asynchronous_1f1b(
     batches: int | None = None,
     window: int | None = None,
 ) -> Iterator[Action]:
-    """As many forwards as stages remain, then alternating backwards (each with an update) and forwards.
+    """First a forward for this stage and each later one, then alternating backwards, each with an update, and forwards.
 
     ``window`` is the number of batches in the pipeline at once; None means one per stage, the maximum. Without
-    ``batches`` the schedule is infinite: its executor stops when no more batches arrive. Three stages, four batches,
-    updates taking no time (PipeDream, figure 4)::
+    ``batches`` the schedule is infinite, and its executor stops when no more batches arrive. The drawing has updates
+    that take no time (PipeDream, figure 4)::
 
         stage 0  F0 F1 F2  .  . B0 F3 B1  . B2  . B3
         stage 1   . F0 F1  . B0 F2 B1 F3 B2  . B3  .
         stage 2   .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
     """
-    ahead = max_in_flight(stages, stage, window)
-    # The last ``ahead`` turns only drain: their batches do not exist.
-    turns = count() if batches is None else range(batches + ahead)
-    for batch in turns:
-        if batch >= ahead:
-            yield Action("backward", batch - ahead)
-            yield Action("update", batch - ahead)
-        if batches is None or batch < batches:
-            yield Action("forward", batch)
+    initial_forwards = max_in_flight(stages, stage, window)
+    # After the last batch, as many turns as initial forwards drain the pipeline: they have no batch to forward.
+    turns = count() if batches is None else range(batches + initial_forwards)
+    for turn in turns:
+        batch_to_finish = turn - initial_forwards
+        if batch_to_finish >= 0:
+            yield Action("backward", batch_to_finish)
+            yield Action("update", batch_to_finish)
+        if batches is None or turn < batches:
+            yield Action("forward", turn)
 
 
 ActionTime = Callable[[int, Action], float]
 """(stage, action) -> seconds of the stage's processor."""
 TransferTime = Callable[[int, Action], tuple[float, float]]
-"""(stage, action) -> seconds the link is busy with the action's result, and its one-way delay after that."""
+"""(stage, action) -> seconds for which the action's result occupies the link, and the link's one-way delay."""
 
 
 class ScheduleError(ValueError):
@@ -197,17 +196,16 @@ class Slot:
 
 
 def _instant_transfer(stage: int, action: Action) -> tuple[float, float]:
-    """Occupy no link and have no delay."""
     return 0.0, 0.0
 
 
 Arrivals = dict[tuple[int, Action], float]
-"""(stage, action) -> arrival of the message that the action waits for."""
+"""(stage, action) -> seconds at which the message arrives for which the action waits."""
 
 
 def _ready_time(stage: int, action: Action, arrivals: Arrivals) -> float | None:
-    """Return when an action may start; None while its message has not been sent."""
-    # The samples are at the first stage, and an update needs no message: both follow the action before them.
+    """Return the seconds from which an action may start; None while its message has not been sent."""
+    # The first stage has the samples, and an update needs no message. Both may follow the action before at once.
     is_input = stage == 0 and action.kind == "forward"
     if is_input or action.kind == "update":
         return 0.0
@@ -215,11 +213,12 @@ def _ready_time(stage: int, action: Action, arrivals: Arrivals) -> float | None:
 
 
 def _check_finished(stages: Sequence[Sequence[Action]], done: Sequence[int]) -> None:
-    """Raise `ScheduleError` for stages with actions left after the ``done`` first ones."""
+    """Raise `ScheduleError` unless all stages are finished; ``done`` is the number of finished actions by stage."""
     waiting = []
     for stage, actions in enumerate(stages):
         if done[stage] < len(actions):
-            waiting.append(f"stage {stage} waits for {actions[done[stage]]}")
+            next_action = actions[done[stage]]
+            waiting.append(f"stage {stage} waits for {next_action}")
     if waiting:
         raise ScheduleError("deadlock: " + ", ".join(waiting))
 
@@ -239,20 +238,20 @@ def simulate_schedule(
     [(0, 'F0', 0.0), (1, 'F0', 1.0), (1, 'B0', 2.0), (0, 'B0', 3.0)]
     """
     slots: list[Slot] = []
+    # The state of the simulation: by stage, the number of finished actions and the end of the last one in seconds.
     done = [0] * len(stages)
-    """Number of finished actions of each stage."""
     idle_from = [0.0] * len(stages)
     arrivals: Arrivals = {}
+    # (sending stage, receiving stage) -> seconds from which the link is free for the next message.
     link_free_from: dict[tuple[int, int], float] = {}
-    """(sending stage, receiving stage) -> when the last message has left."""
 
     def send(stage: int, action: Action, end: float) -> None:
-        """Note the arrival of an action's result at the neighbouring stage."""
+        """Add the arrival of an action's result at the neighbouring stage to `arrivals`."""
         if action.kind == "update":
             return
         target = stage + 1 if action.kind == "forward" else stage - 1
         if target == len(stages):
-            # The last stage computes the loss itself: its backward waits for its own forward.
+            # The last stage computes the loss itself, so its backward waits for its own forward instead of a message.
             arrivals[stage, Action("backward", action.micro)] = end
         elif target >= 0:
             busy, delay = transfer(stage, action)
@@ -261,10 +260,11 @@ def simulate_schedule(
             link_free_from[stage, target] = sent
             arrivals[target, action] = sent + delay
 
-    # Each pass runs every stage as far as its messages allow; a pass without progress is the end, or a deadlock.
-    progressed = True
-    while progressed:
-        progressed = False
+    # Each pass advances every stage until an action waits for a message that has not been sent. A pass without progress
+    # is the end of the schedule, or a deadlock.
+    has_progress = True
+    while has_progress:
+        has_progress = False
         for stage, actions in enumerate(stages):
             while done[stage] < len(actions):
                 action = actions[done[stage]]
@@ -277,22 +277,22 @@ def simulate_schedule(
                 slots.append(Slot(stage, action, start, end))
                 send(stage, action, end)
                 done[stage] += 1
-                progressed = True
+                has_progress = True
     _check_finished(stages, done)
 
-    def start_then_stage(slot: Slot) -> tuple[float, int, float]:
-        # The end last: an action without duration comes before the next one of its stage.
+    def sort_key(slot: Slot) -> tuple[float, int, float]:
+        # The end orders an action without duration before the next action of its stage, which has the same start.
         return slot.start, slot.stage, slot.end
 
-    return sorted(slots, key=start_then_stage)
+    return sorted(slots, key=sort_key)
 
 
 def draw_grid(
     schedule: Schedule, stages: int, micro_batches: int, backward: int = 1
 ) -> str:
-    """Draw a step with a row per stage and a column per forward time; a backward takes ``backward`` columns.
+    """Draw a step with a row for each stage and a column for each forward; a backward takes ``backward`` columns.
 
-    Transfers take no time. PipeDream's figures have a backward of 2, GPipe's of 1.
+    Transfers take no time. A backward is 2 columns wide in PipeDream's figures, and 1 column in GPipe's.
 
     >>> print(draw_grid(gpipe, stages=2, micro_batches=2))
     stage 0  F0 F1  .  . B1 B0
@@ -309,13 +309,13 @@ def draw_grid(
     columns = round(max(ends))
     rows = [["."] * columns for _ in range(stages)]
     for slot in slots:
-        # All durations are whole columns, so rounding only makes integers of floats.
+        # All durations are whole columns, so `round` only converts floats to integers.
         begin = round(slot.start)
         end = round(slot.end)
         for column in range(begin, end):
             rows[slot.stage][column] = str(slot.action)
     label_width = len(str(stages - 1))
-    # A letter and the largest micro-batch's number.
+    # A letter, and the number of the last micro-batch.
     cell_width = 1 + len(str(micro_batches - 1))
     lines = []
     for stage, row in enumerate(rows):

@@ -128,7 +128,7 @@ def test_more_devices_than_units_need_number_of_stages(call):
     # The model has six units.
     output = validate_quickstart(call, workers, status=2)
     assert "scenarios/quickstart.yaml" in output
-    assert "write stages: 6, and the devices beyond stand by" in output
+    assert "write stages: 6, and the other devices stand by" in output
     assert output.count("\n") == 1
     validate_quickstart(call, workers, "workload.method.stages=6")
 

@@ -116,7 +116,7 @@ def test_even_cuts_differ_by_at_most_one_unit() -> None:
 def test_more_stages_than_units_are_rejected() -> None:
     with pytest.raises(
         InputError,
-        match="4 stages, but the model has 3 units: write stages: 3, and the devices beyond",
+        match="4 stages, but the model has 3 units: write stages: 3, and the other devices",
     ):
         even_cuts(3, 4)
 

@@ -92,7 +92,7 @@ def busy_time(
 ) -> float:
     """Return the seconds for which a stage computes in one step."""
     seconds = pipeline.update_time(stage, *ends)
-    for samples in pipeline._sizes:
+    for samples in pipeline._micro_batch_sizes:
         seconds += pipeline.forward_time(stage, *ends, samples)
         seconds += pipeline.backward_time(stage, *ends, samples)
     return seconds

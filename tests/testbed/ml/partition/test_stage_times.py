@@ -254,7 +254,7 @@ def test_units_exceeding_memory_move_or_plan_is_rejected() -> None:
     tight_cuts = tight.least_bottleneck()
     assert tight_cuts != cuts
     assert tight.bottleneck(tight_cuts) >= roomy.bottleneck(cuts)
-    tight.check(tight_cuts)
+    tight.check_memory(tight_cuts)
     small_devices = make_devices(*PAPER_SPEEDS, memory=need * 0.3)
     with pytest.raises(
         InputError, match=r"a batch_size of at most 7 fits, or 4 devices fit"
@@ -266,7 +266,7 @@ def test_wrong_number_of_capacities_or_unit_times_is_rejected() -> None:
     pipeline = make_pipeline(MOBILENET, PAPER_SPEEDS)
     with pytest.raises(ValueError, match="3 devices need as many capacities"):
         replace(pipeline, capacities=(1.0, 2.0))
-    with pytest.raises(ValueError, match="20 units, but a profile of 1"):
+    with pytest.raises(ValueError, match="profile must have 20 units, not 1"):
         replace(pipeline, profile=UnitTimes((1.0,), (1.0,), (1.0,)))
 
 
