@@ -139,13 +139,13 @@ def test_scenario_is_prepared_with_method_problem_and_plan(file):
             "link: {",
             "topology: star\n  link: {",
             9,
-            "network.topology: worker1 and worker2 hold neighbouring stages",
+            "network.topology: worker1 and worker2 have neighbouring stages",
         ),
         (
             "name: digits",
             "name: synthetic-3x2",
             13,
-            "workload.data.name: 'synthetic-3x2' is not synthetic-CxHxW",
+            "workload.data.name: 'synthetic-3x2' must be synthetic-CxHxW",
         ),
         (
             "model: {name: mlp}",

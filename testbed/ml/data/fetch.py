@@ -1,4 +1,4 @@
-"""Download of a data set's files into a folder, only for the command of the same name."""
+"""Download of a data set's files into a folder, for the command `testbed setup data`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from testbed.ml.data.catalog import Remote, describe
 from testbed.ml.data.files import find
 
 DownloadProgress = Callable[[str, int, int | None], None]
-"""Function of a file's name, the bytes so far, and all bytes if known."""
+"""Function of a file's name, the number of bytes received, and the size in bytes (None if unknown)."""
 
 _CHUNK = 1 << 20
 """Bytes written to the disk at a time, so that large files need little memory."""
 _TIMEOUT = 30.0
-"""Seconds without a single byte."""
+"""Seconds without a single byte after which an address fails."""
 
 
 def fetch(
@@ -53,9 +53,9 @@ def fetch(
 def _is_complete(remote: Remote, folder: Path) -> bool:
     """Return whether a folder contains a download, or all members of an archive."""
     names = remote.members or (remote.name,)
-    # Users may have unpacked a file: `find` accepts both forms.
-    places = [find(folder, name.removesuffix(".gz")) for name in names]
-    return None not in places
+    # Users may have unpacked a file: `find` accepts a file with and without ".gz".
+    paths = [find(folder, name.removesuffix(".gz")) for name in names]
+    return None not in paths
 
 
 def _download_file(
@@ -66,9 +66,9 @@ def _download_file(
 ) -> None:
     """Download one file from the first working address, and unpack archives."""
     failures = []
-    # Within the folder: a file is renamed into place only on one file system.
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as unfinished:
-        download = Path(unfinished) / remote.name
+    # Below the target folder, since a file can be renamed only within its file system.
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as temporary:
+        download = Path(temporary) / remote.name
         for base in bases:
             address = f"{base.rstrip('/')}/{remote.name}"
             try:
@@ -97,21 +97,22 @@ def _write_download(
     """Write the content of an address to a file; raises ValueError for a wrong checksum."""
     # The sets are published with MD5 hashes; they detect damage, not an attack.
     digest = hashlib.md5(usedforsecurity=False)
-    done = 0
+    received = 0
     with requests.get(
         address, stream=True, timeout=_TIMEOUT, headers={"Accept-Encoding": "identity"}
     ) as response:
         response.raise_for_status()
         total = int(response.headers.get("Content-Length", 0)) or None
         with file.open("wb") as output:
-            # The bytes as they were stored: requests would unpack a .gz that is served as an encoding.
+            # Some servers declare a .gz file as a content encoding, and `requests` would decompress it. The checksum
+            # belongs to the compressed file.
             for chunk in response.raw.stream(_CHUNK, decode_content=False):
                 output.write(chunk)
                 digest.update(chunk)
-                done += len(chunk)
-                progress(remote.name, done, total)
-    if total is not None and done < total:
-        raise ValueError(f"the connection ended after {done} of {total} bytes")
+                received += len(chunk)
+                progress(remote.name, received, total)
+    if total is not None and received < total:
+        raise ValueError(f"the connection ended after {received} of {total} bytes")
     if digest.hexdigest() != remote.md5:
         raise ValueError(
             f"the MD5 hash is {digest.hexdigest()}, not the published {remote.md5}"
@@ -119,7 +120,7 @@ def _write_download(
 
 
 def _keep_download(remote: Remote, download: Path, folder: Path) -> None:
-    """Rename a verified download, or extract the wanted members."""
+    """Move a verified download into the folder, or the members of an archive that the set needs."""
     if not remote.members:
         download.replace(folder / remote.name)
         return
@@ -127,18 +128,21 @@ def _keep_download(remote: Remote, download: Path, folder: Path) -> None:
     is_zip = remote.name.endswith(".zip")
     for name, content in _archive_members(download, is_zip=is_zip):
         if name in missing:
-            # Renamed at the end: a half-written file must not be taken for the whole.
-            unpacked = folder / f".{name}.partial"
-            with unpacked.open("wb") as file:
+            # The file gets its name when it is complete, so that no partial file is taken for a complete one.
+            partial = folder / f".{name}.partial"
+            with partial.open("wb") as file:
                 shutil.copyfileobj(content, file)
-            unpacked.replace(folder / name)
+            partial.replace(folder / name)
             missing.remove(name)
     if missing:
         raise OSError(f"the archive lacks {', '.join(sorted(missing))}")
 
 
 def _archive_members(archive: Path, *, is_zip: bool) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield the files of an archive, opened, by name without folder, so none is written outside the target."""
+    """Yield (name, open file) for the files of an archive.
+
+    The names have no folders, so that no archive can make the caller write outside the target folder.
+    """
     if is_zip:
         with zipfile.ZipFile(archive) as opened:
             for entry in opened.infolist():

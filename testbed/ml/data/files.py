@@ -1,6 +1,7 @@
-"""Readers of published file formats: IDX (MNIST and similar sets) and CIFAR-10's binary form.
+"""Readers of published file formats: IDX (MNIST and similar sets) and CIFAR-10's binary version.
 
-A malformed file raises `InputError` with its name and the problem.
+An IDX file has a header of a magic number and the size of each axis, followed by the values. A malformed file raises
+`InputError` with its name and the problem.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from testbed.common.errors import InputError
 from testbed.common.lazy import np, npt
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+"""Pixels or labels of one byte each."""
 
 _UNSIGNED_BYTE = 0x08
 """Code of the IDX format for values of one unsigned byte."""
 CIFAR_IMAGE = (3, 32, 32)
-"""Channels, height and width."""
+"""Channels, height and width of an image."""
 _CIFAR_RECORD = 1 + math.prod(CIFAR_IMAGE)
-"""Bytes of a sample: one for the label, then the pixels."""
+"""Bytes of a sample: a byte for the label, then the values of the pixels."""
 
 
 def find(folder: Path, name: str) -> Path | None:
@@ -44,7 +46,7 @@ def _read_content(path: Path) -> bytes:
         ) from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise InputError(
-            f"{path}: not a sound gzip file ({error}); download it again"
+            f"{path}: damaged gzip file ({error}); download it again"
         ) from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
@@ -57,30 +59,30 @@ def read_idx(path: Path, axes: int) -> Bytes:
     """
     content = _read_content(path)
     shape = _declared_sizes(path, content, axes)
-    header = _header_bytes(axes)
-    actual = len(content) - header
-    announced = math.prod(shape)
-    if actual != announced:
+    header_size = _header_bytes(axes)
+    actual = len(content) - header_size
+    declared = math.prod(shape)
+    if actual != declared:
         sizes = "x".join(map(str, shape))
-        fault = "truncated" if actual < announced else "too long"
+        fault = "truncated" if actual < declared else "too long"
         raise InputError(
             f"{path}: {fault}: its header announces {sizes} bytes, {actual} follow"
         )
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+    return np.frombuffer(content, np.uint8, offset=header_size).reshape(shape)
 
 
 def _header_bytes(axes: int) -> int:
     """Return the length of an IDX header in bytes."""
-    magic = 4
-    # A size for each axis, of four bytes.
-    return magic + 4 * axes
+    magic_number = 4
+    # The size of each axis has four bytes, too.
+    return magic_number + 4 * axes
 
 
 def check_images(path: Path, pixels: tuple[int, ...]) -> None:
     """Raise `InputError` if the header of an IDX image file declares other sizes."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            # The header alone: the rest is decompressed when the set is loaded.
+            # The pixels are decompressed only when the set is loaded.
             header = file.read(_header_bytes(3))
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
@@ -88,7 +90,7 @@ def check_images(path: Path, pixels: tuple[int, ...]) -> None:
 
 
 def _check_pixels(path: Path, shape: tuple[int, ...], pixels: tuple[int, ...]) -> None:
-    """Raise `InputError` unless images of a shape, (samples, height, width), have the wanted height and width."""
+    """Raise `InputError` unless ``shape`` is (samples, height, width) with height and width as in ``pixels``."""
     if shape[1:] != pixels:
         actual = "x".join(map(str, shape[1:]))
         wanted = "x".join(map(str, pixels))
@@ -97,16 +99,16 @@ def _check_pixels(path: Path, shape: tuple[int, ...], pixels: tuple[int, ...]) -
 
 def _declared_sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
     """Return the sizes declared by the header of an IDX file; raises `InputError` for other files."""
-    header = _header_bytes(axes)
+    header_size = _header_bytes(axes)
     # Two zeros, the type of the values, and the number of axes.
     magic = bytes([0, 0, _UNSIGNED_BYTE, axes])
     if content[:4] != magic:
         raise InputError(
             f"{path}: wrong magic number {content[:4].hex()}: an IDX file of this kind has {magic.hex()}"
         )
-    if len(content) < header:
+    if len(content) < header_size:
         raise InputError(
-            f"{path}: truncated: {len(content)} bytes are less than the header of {header}"
+            f"{path}: truncated: {len(content)} bytes are less than the header of {header_size}"
         )
     # The sizes are big-endian, and follow the magic number.
     sizes = np.frombuffer(content, ">u4", axes, offset=4)
@@ -143,7 +145,10 @@ def _check_labels(path: Path, labels: Bytes, classes: int) -> None:
 
 
 def read_cifar(paths: Sequence[Path], classes: int = 10) -> tuple[Bytes, Bytes]:
-    """Read records of a label byte and 3x32x32 pixels from several files, one after the other; raises `InputError`."""
+    """Read images (samples, 3, 32, 32) and labels (samples,) from the files of CIFAR-10, one file after the other.
+
+    Raises `InputError`.
+    """
     images = []
     labels = []
     for path in paths:

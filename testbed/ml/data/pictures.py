@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SIZE = (608, 608)
-"""Default height and width."""
+"""Default height and width, which YOLOv2 uses."""
 BORDER = 128
-"""Grey level of the border around images of another aspect ratio."""
-MOST_PIXELS = 10_000
+"""Grey level, of 255, of the border around images of another aspect ratio."""
+MAX_SIDE = 10_000
 """Maximum side of the input in pixels; larger values are typing errors."""
 _NAME = re.compile(r"(?P<kind>photos|image)(?:-(?P<height>\d+)x(?P<width>\d+))?\Z")
-_KIND = re.compile(r"(photos|image)(-|\Z)")
+"""The name of a data set of photographs, such as photos or image-160x320."""
+_NAME_BEGIN = re.compile(r"(photos|image)(-|\Z)")
+"""The beginning of such a name, also of a name with a malformed size."""
 
 
 class Frame(NamedTuple):
@@ -40,7 +42,7 @@ class Frame(NamedTuple):
 
 def is_picture(name: str) -> bool:
     """Return whether a data set name denotes photographs, even with a malformed size."""
-    return _KIND.match(name) is not None
+    return _NAME_BEGIN.match(name) is not None
 
 
 def parse(name: str) -> tuple[str, tuple[int, int, int]]:
@@ -59,9 +61,9 @@ def parse(name: str) -> tuple[str, tuple[int, int, int]]:
     width = int(match["width"] or SIZE[1])
     smallest = min(height, width)
     largest = max(height, width)
-    if smallest < 1 or largest > MOST_PIXELS:
+    if smallest < 1 or largest > MAX_SIDE:
         raise InputError(
-            f"'{name}' needs sides of 1 to {MOST_PIXELS} pixels, such as {match['kind']}-608x608",
+            f"'{name}' needs sides of 1 to {MAX_SIDE} pixels, such as {match['kind']}-608x608",
             ("data", "name"),
         )
     return match["kind"], (3, height, width)
@@ -70,19 +72,19 @@ def parse(name: str) -> tuple[str, tuple[int, int, int]]:
 def frame(width: int, height: int, shape: Sequence[int]) -> Frame:
     """Return the largest centred frame with the aspect ratio of an image of this width and height.
 
-    ``shape`` is that of the input, (channels, height, width).
+    ``shape`` is the shape of the network's input, (channels, height, width).
 
     >>> frame(640, 320, (3, 160, 160))
     Frame(left=0, top=40, width=160, height=80)
     """
-    _, room_height, room_width = shape
-    scale = min(room_width / width, room_height / height)
-    # At least a pixel, for images that are much wider than high.
-    inner_width = max(1, int(width * scale))
-    inner_height = max(1, int(height * scale))
-    left = (room_width - inner_width) // 2
-    top = (room_height - inner_height) // 2
-    return Frame(left, top, inner_width, inner_height)
+    _, input_height, input_width = shape
+    scale = min(input_width / width, input_height / height)
+    # At least one pixel, for images that are much wider than high.
+    frame_width = max(1, int(width * scale))
+    frame_height = max(1, int(height * scale))
+    left = (input_width - frame_width) // 2
+    top = (input_height - frame_height) // 2
+    return Frame(left, top, frame_width, frame_height)
 
 
 def letterbox(picture: Image, shape: Sequence[int]) -> Bytes:
@@ -120,7 +122,7 @@ def read(path: Path) -> Image:
     try:
         with Image.open(path) as picture:
             upright = ImageOps.exif_transpose(picture)
-            # Pillow would cut what exceeds 255 instead of scaling it, and leave a picture all white.
+            # Pillow converts images of 16 bits by clipping values above 255, which makes them white.
             if upright.mode.startswith("I;16"):
                 upper_bytes = np.asarray(upright) >> 8
                 upright = Image.fromarray(upper_bytes.astype(np.uint8))

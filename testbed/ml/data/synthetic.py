@@ -1,11 +1,12 @@
 """Synthetic images with learnable classes: a prototype for each class, plus noise.
 
-They serve shapes and sizes missing from real sets, and timing. They must never pass as real data, so their set name,
-and every metric label derived from the set, begins with ``synthetic``.
+Synthetic images serve measurements of time, and shapes and numbers of samples that real sets lack. No result may pass
+as one of real data, so the names of these sets, which reports show, begin with ``synthetic``.
 """
 
 from __future__ import annotations
 
+import math
 import re
 
 from testbed.common.errors import InputError
@@ -14,12 +15,13 @@ from testbed.common.seeds import derive
 from testbed.ml.data.dataset import Dataset
 
 _NAME = re.compile(r"synthetic(?:-(\d+)x(\d+)x(\d+)(?:-(\d+))?)?\Z")
+"""synthetic, synthetic-CHANNELSxHEIGHTxWIDTH or synthetic-CHANNELSxHEIGHTxWIDTH-CLASSES."""
 _BLOCK = 4
-"""Side of the squares of equal pixels in a prototype."""
+"""Side, in pixels, of the squares of equal pixels in a prototype."""
 _NOISE = 0.25
 """Standard deviation of the noise, for pixels in [0, 1]: a small network learns, and needs some epochs."""
 TRAIN, TEST = 2000, 500
-"""Number of training and test samples if the scenario gives none: enough to see a network learn, in seconds."""
+"""Number of training and test samples if the scenario gives none: a small network learns them in seconds."""
 
 
 def parse(name: str) -> tuple[tuple[int, int, int], int]:
@@ -31,7 +33,7 @@ def parse(name: str) -> tuple[tuple[int, int, int], int]:
     match = _NAME.match(name)
     if match is None:
         raise InputError(
-            f"'{name}' is not synthetic-CxHxW or synthetic-CxHxW-CLASSES",
+            f"'{name}' must be synthetic-CxHxW or synthetic-CxHxW-CLASSES, such as synthetic-1x8x8",
             ("data", "name"),
         )
     defaults = (1, 8, 8, 10)
@@ -54,7 +56,7 @@ def train_labels(name: str, train: int | None) -> npt.NDArray[np.int64]:
 
 
 def _class_labels(count: int, classes: int) -> npt.NDArray[np.int64]:
-    # One class after the other, so that all have equally many samples, also among the first ones.
+    # The classes take turns, so that any number of first samples has equally many of each class.
     return np.arange(count, dtype=np.int64) % classes
 
 
@@ -77,15 +79,17 @@ def make(
     channels, height, width = shape
     prototypes = _class_prototypes(shape, classes)
 
-    def draw(
-        part: str, count: int
+    def generate(
+        subset: str, count: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         labels = _class_labels(count, classes)
         if blank:
             black = np.zeros((1, *shape), np.float32)
-            # One image in memory for all samples.
+            # All samples share the memory of one image.
             return np.broadcast_to(black, (count, *shape)), labels
-        generator = np.random.default_rng(derive(0, "synthetic", part, *shape, classes))
+        generator = np.random.default_rng(
+            derive(0, "synthetic", subset, *shape, classes)
+        )
         images = prototypes[labels]
         noise = generator.standard_normal(images.shape, dtype=np.float32)
         images += np.float32(_NOISE) * noise
@@ -94,9 +98,11 @@ def make(
     full_name = f"synthetic-{channels}x{height}x{width}"
     if classes != 10:
         full_name += f"-{classes}"
-    train_part = draw("train", train or TRAIN)
-    test_part = draw("test", test or TEST)
-    return Dataset(full_name, classes, *train_part, *test_part)
+    train_images, train_labels = generate("train", train or TRAIN)
+    test_images, test_labels = generate("test", test or TEST)
+    return Dataset(
+        full_name, classes, train_images, train_labels, test_images, test_labels
+    )
 
 
 def _class_prototypes(
@@ -107,10 +113,10 @@ def _class_prototypes(
     generator = np.random.default_rng(
         derive(0, "synthetic", "prototypes", *shape, classes)
     )
-    # Blocks of equal pixels, so that convolution and pooling leave something to distinguish the classes by.
-    # Rounded up: the blocks at the lower and right edge are cut off.
-    rows = -(-height // _BLOCK)
-    columns = -(-width // _BLOCK)
+    # With blocks of equal pixels, classes differ even after convolution and pooling. Blocks at the lower and right edge
+    # may be incomplete, so their number is rounded up.
+    rows = math.ceil(height / _BLOCK)
+    columns = math.ceil(width / _BLOCK)
     coarse = generator.random((classes, channels, rows, columns), dtype=np.float32)
     prototypes = coarse.repeat(_BLOCK, axis=2).repeat(_BLOCK, axis=3)
     return prototypes[:, :, :height, :width]

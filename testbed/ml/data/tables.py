@@ -1,7 +1,10 @@
-"""Tables in CSV or Parquet files: rows are samples, with a column for labels and optionally one for owners.
+"""Data sets as tables in CSV or Parquet files: a row is a sample, and one column has the labels.
 
-Tables may be larger than memory: all functions read blocks of `ROWS` rows. The cells of a block are numpy arrays,
-(rows,) each: texts from CSV, and the type of the column from Parquet.
+The split column, if a scenario names one, decides which device owns a row: rows with equal values form a group.
+
+Columns of words become integers, numbered in alphabetical order. Tables may be larger than memory, so all functions
+read blocks of `ROWS` rows. The columns of a block are numpy arrays, (rows,) each: of text from CSV, and of the column's
+type from Parquet.
 """
 
 from __future__ import annotations
@@ -18,12 +21,15 @@ from testbed.common.lazy import np, npt, require_extra
 from testbed.ml.data import large
 
 SUFFIXES = (".csv", ".parquet")
+"""Suffixes of files that are read as tables."""
 Columns = Sequence[str] | Mapping[str, Sequence[str]]
+"""Names of the columns that form a sample, or by input name those of each input."""
 _PATH: Key = ("data", "path")
+"""Key of the scenario's workload that errors about the file name."""
 Kind: TypeAlias = "type[np.int64] | type[np.float32] | type[str]"
 """The kind of a column: integers, numbers or words."""
 ROWS = 1 << 16
-"""Number of rows read at a time."""
+"""Number of rows read at a time: some 10 MB for 20 columns."""
 
 
 @dataclass(frozen=True)
@@ -31,41 +37,40 @@ class Table:
     """The rows of a table."""
 
     samples: npt.NDArray[Any] | dict[str, npt.NDArray[Any]]
-    """(rows, columns), of float32, or of int64 if all columns hold integers or words; an array for each input by name,
-    if the columns are named by input."""
+    """(rows, columns), of float32, or of int64 if all columns have integers or words. An array for each input by name,
+    if `Columns` are named by input."""
     labels: npt.NDArray[Any]
     """(rows,) of classes from 0, or of float32."""
     groups: npt.NDArray[np.int64] | None
-    """(rows,): the group of each row by the split column; None without a split column."""
+    """(rows,): a number for each value of the split column; None without a split column."""
 
 
 def read(
     path: Path,
     label: str | None,
     columns: Columns | None,
-    group: str | None,
+    split_column: str | None,
 ) -> Table:
-    """Read a table; words become integers in alphabetical order, in labels and in inputs.
+    """Read a table.
 
-    ``label`` names the label column, ``columns`` those of a sample (None: all others), or, by input name, those of each
-    input; ``group`` names the column for splitting samples among devices. The file is read several times in blocks of
-    rows, so it may be larger than memory. Raises `InputError` for missing columns, empty cells, and files in another
-    format.
+    ``label`` and ``split_column`` are names of columns. Without ``columns``, all columns besides these two form a
+    sample. Raises `InputError` for missing columns, empty cells, and files in another format.
     """
-    inputs = _input_columns(path, label, columns, group)
+    columns_by_input = _input_columns(path, label, columns, split_column)
+    # `_input_columns` rejects a missing name.
     assert label is not None
-    # A column may serve several inputs, and is read once.
-    chosen = chain.from_iterable(inputs.values())
-    names = list(dict.fromkeys([label, *chosen]))
-    # A first reading finds the types, a second the words, a third fills the arrays: a column's type depends on its last
-    # row, too.
+    # A column of several inputs is read once.
+    sample_columns = chain.from_iterable(columns_by_input.values())
+    names = list(dict.fromkeys([label, *sample_columns]))
+    # The file is read three times: for the kinds of the columns, for their words, and for the arrays. The kind of a
+    # column and the numbers of its words are known only after the last row.
     kinds, rows = _column_kinds(path, names)
     word_columns = [name for name in names if kinds[name] is str]
     words = _distinct_words(path, word_columns)
     samples = {}
-    for name, own_columns in inputs.items():
-        shape = (rows, len(own_columns))
-        samples[name] = large.empty(shape, _array_type(kinds, own_columns))
+    for input_name, input_columns in columns_by_input.items():
+        shape = (rows, len(input_columns))
+        samples[input_name] = large.empty(shape, _array_type(kinds, input_columns))
     labels = np.empty(rows, _array_type(kinds, [label]))
     begin = 0
     for block in _read_blocks(path, names):
@@ -74,34 +79,35 @@ def read(
         for column in names:
             cells = block[column]
             numbers[column] = _column_values(cells, kinds[column], words.get(column))
-        for name, own_columns in inputs.items():
-            for place_in_row, column in enumerate(own_columns):
-                samples[name][begin:end, place_in_row] = numbers[column]
+        for input_name, input_columns in columns_by_input.items():
+            for position, column in enumerate(input_columns):
+                samples[input_name][begin:end, position] = numbers[column]
         labels[begin:end] = numbers[label]
         begin = end
-    groups = _read_groups(path, group)
+    groups = _read_groups(path, split_column)
     if isinstance(columns, Mapping):
         return Table(samples, labels, groups)
+    # `_input_columns` calls a single input "".
     return Table(samples[""], labels, groups)
 
 
-def _read_groups(path: Path, name: str | None) -> npt.NDArray[np.int64] | None:
-    """Return a column as integers, numbering its values in alphabetical order."""
-    if name is None:
+def _read_groups(path: Path, split_column: str | None) -> npt.NDArray[np.int64] | None:
+    """Return the split column as integers, numbering its values in alphabetical order; None without such a column."""
+    if split_column is None:
         return None
-    words = _distinct_words(path, [name])[name]
-    # The empty array, for a table without rows.
-    parts: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
-    for block in _read_blocks(path, [name]):
-        parts.append(_column_values(block[name], str, words))
-    return np.concatenate(parts)
+    words = _distinct_words(path, [split_column])[split_column]
+    # numpy refuses to concatenate zero arrays, which a table without rows would have.
+    blocks: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
+    for block in _read_blocks(path, [split_column]):
+        blocks.append(_column_values(block[split_column], str, words))
+    return np.concatenate(blocks)
 
 
 def _input_columns(
     path: Path,
     label: str | None,
     columns: Columns | None,
-    group: str | None,
+    split_column: str | None,
 ) -> Mapping[str, Sequence[str]]:
     """Return the columns of each input by name, "" for a single input; raises `InputError` for unknown columns."""
     existing = _column_names(path)
@@ -113,24 +119,24 @@ def _input_columns(
             ("data", "label"),
         )
     if columns is None:
-        columns = [name for name in existing if name not in (label, group)]
-    inputs = columns if isinstance(columns, Mapping) else {"": columns}
-    chosen = list(chain.from_iterable(inputs.values()))
-    # The key of the scenario that names each column, for errors.
-    keys = {label: "label", **dict.fromkeys(chosen, "columns")}
-    if group:
-        keys[group] = "split"
+        columns = [name for name in existing if name not in (label, split_column)]
+    columns_by_input = columns if isinstance(columns, Mapping) else {"": columns}
+    sample_columns = list(chain.from_iterable(columns_by_input.values()))
+    # By column, the key of the scenario that names the column, for errors.
+    keys = {label: "label", **dict.fromkeys(sample_columns, "columns")}
+    if split_column:
+        keys[split_column] = "split"
     for name, key in keys.items():
         if name not in existing:
             raise InputError(
-                f"{path} has no column '{name}': there are {names}", ("data", key)
+                f"{path} has no column '{name}': available are {names}", ("data", key)
             )
-    if not chosen:
+    if not sample_columns:
         raise InputError(
             f"{path} has only the columns {names}: a sample needs at least one column besides the label",
             _PATH,
         )
-    return inputs
+    return columns_by_input
 
 
 def _array_type(kinds: Mapping[str, Kind], names: Sequence[str]) -> npt.DTypeLike:
@@ -142,10 +148,10 @@ def _array_type(kinds: Mapping[str, Kind], names: Sequence[str]) -> npt.DTypeLik
 def _column_values(
     cells: npt.NDArray[Any], kind: Kind, words: npt.NDArray[Any] | None
 ) -> npt.NDArray[Any]:
-    """Return cells as numbers, (rows,); ``words`` are all words of the column in order, None for numbers."""
+    """Return cells as numbers, (rows,); ``words`` are the sorted words of the column, None for columns of numbers."""
     if words is None:
         return cells.astype(kind)
-    # All cells are among the words, so the place of each is its number.
+    # Every cell is one of the words, so the position for its insertion is the position of the word.
     return np.searchsorted(words, _cell_texts(cells))
 
 
@@ -179,42 +185,42 @@ def _read_blocks(
 def _read_parquet_blocks(
     path: Path, names: Sequence[str]
 ) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """Yield the same as `_read_blocks` for a Parquet file."""
+    """Yield the cells of some columns of a Parquet file, as `_read_blocks` does."""
     try:
-        for batch in _open_parquet(path).iter_batches(ROWS, columns=list(names)):
+        for rows in _open_parquet(path).iter_batches(ROWS, columns=list(names)):
             block = {}
             for name in names:
-                # A copy, since columns with missing values have no array to share.
-                block[name] = batch.column(name).to_numpy(zero_copy_only=False)
+                # Columns with missing values need a copy, since no numpy array can share their memory.
+                block[name] = rows.column(name).to_numpy(zero_copy_only=False)
             yield block
     except (OSError, ValueError) as error:
-        # Errors of pyarrow are ValueErrors, too.
-        raise _no_parquet(path, error) from None
+        # Errors of pyarrow are ValueErrors.
+        raise _parquet_error(path, error) from None
 
 
 def _read_lines(path: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Yield blocks of `ROWS` lines of a CSV file, each preceded by the header line.
+    """Yield (header, up to `ROWS` rows) of a CSV file; rows and header are lists of cells.
 
     Raises `InputError` for a line with another number of cells than the header, and for a file without rows.
     """
-    # The number of the line for errors; the first line is the header.
-    number = 1
+    # Errors name the line; line 1 is the header.
+    line_number = 1
     try:
         # Spreadsheets write a byte order mark, which "utf-8-sig" drops.
         with path.open(newline="", encoding="utf-8-sig") as file:
-            # An empty line is an empty row: no row of a table has no cells.
+            # `csv.reader` returns an empty list for an empty line, which `filter` drops.
             rows = filter(None, csv.reader(file))
             header = [name.strip() for name in next(rows, [])]
             while block := list(islice(rows, ROWS)):
                 for row in block:
-                    number += 1
+                    line_number += 1
                     if len(row) != len(header):
-                        text = f"{path}:{number}: has {len(row)} cells, the first line {len(header)}"
+                        text = f"{path}:{line_number}: has {len(row)} cells, the first line {len(header)}"
                         raise InputError(text, _PATH)
                 yield header, block
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: cannot be read as CSV: {error}", _PATH) from None
-    if number == 1:
+    if line_number == 1:
         raise InputError(
             f"{path}: has no rows: write a line with the names of the columns, then one line per sample",
             _PATH,
@@ -226,38 +232,40 @@ def _open_parquet(path: Path) -> Any:
     try:
         return parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
-        raise _no_parquet(path, error) from None
+        raise _parquet_error(path, error) from None
 
 
-def _no_parquet(path: Path, error: Exception) -> InputError:
+def _parquet_error(path: Path, error: Exception) -> InputError:
     return InputError(f"{path}: cannot be read as Parquet: {error}", _PATH)
 
 
 def _column_kinds(path: Path, names: Sequence[str]) -> tuple[dict[str, Kind], int]:
     """Return the kind of each column (integers, numbers or words) and the number of rows."""
-    # Each kind holds all values of the kinds before: a column is as wide as its widest block.
-    widening: Sequence[Kind] = (np.int64, np.float32, str)
-    widths = dict.fromkeys(names, 0)
+    # Each kind can represent the values of the kinds before it. The kind of a column is the widest one of its blocks.
+    narrowest_first: Sequence[Kind] = (np.int64, np.float32, str)
+    positions = dict.fromkeys(names, 0)
     rows = 0
     for block in _read_blocks(path, names):
         for name in names:
-            _refuse_empty(path, name, block[name], rows)
-            width = widening.index(_value_kind(block[name]))
-            widths[name] = max(widths[name], width)
+            _reject_empty_cells(path, name, block[name], rows)
+            position = narrowest_first.index(_value_kind(block[name]))
+            positions[name] = max(positions[name], position)
         rows += len(block[names[0]])
     kinds = {}
-    for name, width in widths.items():
-        kinds[name] = widening[width]
+    for name, position in positions.items():
+        kinds[name] = narrowest_first[position]
     return kinds, rows
 
 
-def _refuse_empty(path: Path, name: str, cells: npt.NDArray[Any], before: int) -> None:
-    """Raise `InputError` for an empty cell; ``before`` is the number of rows before the block."""
-    # numpy's letters for integers, unsigned ones and booleans, which are never missing.
+def _reject_empty_cells(
+    path: Path, name: str, cells: npt.NDArray[Any], rows_before: int
+) -> None:
+    """Raise `InputError` for an empty cell; ``rows_before`` is the number of rows before the block."""
+    # numpy's letters for integers, unsigned integers and booleans: arrays of these types have no empty cells.
     if cells.dtype.kind in "iub":
         return
-    for row, text in enumerate(_cell_texts(cells), before + 1):
-        # NaN and None are how pandas and Parquet write an empty cell.
+    for row, text in enumerate(_cell_texts(cells), rows_before + 1):
+        # pandas writes an empty cell as NaN, and Parquet returns None.
         content = text.strip().lower().lstrip("+-")
         if content in ("", "none", "nan"):
             raise InputError(
@@ -267,12 +275,12 @@ def _refuse_empty(path: Path, name: str, cells: npt.NDArray[Any], before: int) -
 
 
 def _value_kind(cells: npt.NDArray[Any]) -> Kind:
-    """Return the narrowest kind for all cells of a block."""
+    """Return the narrowest kind that can represent all cells of a block."""
     if cells.dtype.kind in "iub":
         return np.int64
     if cells.dtype.kind == "f":
         return np.float32
-    # Texts, from CSV: numpy parses them, and refuses those that are no number of this kind.
+    # Text from CSV: numpy parses the cells, and raises an error for other text than numbers of this kind.
     for kind in (np.int64, np.float32):
         try:
             cells.astype(kind)
@@ -290,19 +298,19 @@ def _distinct_words(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[A
     for block in _read_blocks(path, names):
         for name, words in distinct.items():
             words.update(_cell_texts(block[name]))
-    in_order = {}
+    sorted_words = {}
     for name, words in distinct.items():
-        in_order[name] = np.array(sorted(words))
-    return in_order
+        sorted_words[name] = np.array(sorted(words))
+    return sorted_words
 
 
 def _cell_texts(cells: npt.NDArray[Any]) -> list[str]:
-    # As Python's texts, since Parquet's columns of words are arrays of objects.
+    # Parquet's columns of words are arrays of Python objects, CSV's are arrays of text.
     return [str(cell) for cell in cells]
 
 
 def number_values(cells: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return values, (rows,), as integers in alphabetical order of the values.
+    """Return the values of a column, (rows,), as integers in alphabetical order of the values.
 
     >>> number_values(np.array(["north", "south", "north", "east"]))
     array([1, 2, 1, 0])

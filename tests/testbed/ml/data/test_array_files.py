@@ -43,7 +43,7 @@ def test_held_out_samples_of_large_arrays_are_memory_mapped(
     (tmp_path / "test_images.npy").unlink()
     (tmp_path / "test_labels.npy").unlink()
     # Any array counts as large.
-    monkeypatch.setattr(large, "LARGE", 0)
+    monkeypatch.setattr(large, "MAX_IN_MEMORY", 0)
     data = load(DataPart(path=str(tmp_path)))
     assert isinstance(data.train_images, np.memmap)
     assert 0 < len(data.test_images) < 20

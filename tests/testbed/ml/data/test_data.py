@@ -240,10 +240,10 @@ def test_damaged_idx_file_is_rejected(
             lambda content: content[: len(content) // 2],
             "truncated: the gzip stream ends early",
         ),
-        (lambda content: b"plainly not gzip", "not a sound gzip file"),
+        (lambda content: b"plainly not gzip", "damaged gzip file"),
         (
             lambda content: content[:20] + b"\xff" * 40 + content[60:],
-            "not a sound gzip file",
+            "damaged gzip file",
         ),
     ],
     ids=["truncated", "other-format", "overwritten"],

@@ -136,7 +136,7 @@ def test_blanks_and_byte_order_mark_of_column_names_are_ignored(
         (
             ROWS,
             {"label": "cost"},
-            "no column 'cost': there are shop, size, rooms, price",
+            "no column 'cost': available are shop, size, rooms, price",
         ),
         (ROWS, {"columns": ["width"]}, "data.columns: .* no column 'width'"),
         (["a,1,2,cheap", "b,,2,dear"], {}, "column 'size' is empty in row 2"),
@@ -245,7 +245,7 @@ def test_table_read_in_blocks_equals_table_read_at_once(
     in_memory = load_sales(file, **keys)
     # The type of a column follows from all blocks: fractions are in the last ones.
     monkeypatch.setattr(tables, "ROWS", 64)
-    monkeypatch.setattr(large, "LARGE", 1000)
+    monkeypatch.setattr(large, "MAX_IN_MEMORY", 1000)
     # Written again, since data of an unchanged file are cached.
     in_file = load_sales(write_sales(tmp_path, long_rows()), **keys)
     assert isinstance(in_file.train_images, np.memmap)
@@ -275,7 +275,7 @@ def test_errors_in_later_blocks_name_row_of_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, message: str
 ) -> None:
     monkeypatch.setattr(tables, "ROWS", 64)
-    monkeypatch.setattr(large, "LARGE", 1000)
+    monkeypatch.setattr(large, "MAX_IN_MEMORY", 1000)
     file = write_sales(tmp_path, [*long_rows()[:500], row])
     with pytest.raises(InputError, match=message):
         load_sales(file)
@@ -287,7 +287,7 @@ def test_large_table_is_read_with_little_memory(
     rows = [f"a,{row},{row},{row % 2}" for row in range(20_000)]
     file = write_sales(tmp_path, rows)
     monkeypatch.setattr(tables, "ROWS", 256)
-    monkeypatch.setattr(large, "LARGE", 0)
+    monkeypatch.setattr(large, "MAX_IN_MEMORY", 0)
     tracemalloc.start()
     table = read_table(file, "price", ["size", "rooms"] * 20, None)
     _, peak = tracemalloc.get_traced_memory()
