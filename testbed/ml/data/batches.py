@@ -1,8 +1,11 @@
 """Composition of batches as a function of seed and step alone, so a resumed run sees the same batches.
 
-Each epoch is a new permutation of the samples, cut into whole batches. The remaining samples, fewer than one batch, are
-skipped in that epoch and drawn in others, so every step has the same size and cost. With `drop_last` off they form a
-smaller last batch of the epoch. A training set smaller than the batch is one batch of all its samples.
+Each epoch is a new permutation of the samples, cut into whole batches; a step trains one batch. The samples after the
+last whole batch are left out of the epoch. Other epochs have other permutations and so use these samples. Thus every
+step has the same size and cost. With `drop_last` off, the remaining samples form a smaller last batch of the epoch. A
+training set smaller than the batch is one batch of all its samples.
+
+`IntervalTrigger` decides when a periodic action such as an evaluation is due.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from testbed.common.lazy import np, npt
 from testbed.common.seeds import derive
 
 Indices: TypeAlias = "npt.NDArray[np.int64]"
-"""(samples,): places of samples in a data set, from 0."""
+"""(samples,): indices of samples in a data set, from 0."""
 
 
 def steps_per_epoch(samples: int, batch_size: int, *, drop_last: bool = True) -> int:
-    """Return the number of batches in the samples, at least one; raises ValueError for an empty set.
+    """Return the number of batches in an epoch, at least one; raises ValueError without samples.
 
     >>> steps_per_epoch(100, 32)
     3
@@ -28,7 +31,9 @@ def steps_per_epoch(samples: int, batch_size: int, *, drop_last: bool = True) ->
     4
     """
     if samples < 1 or batch_size < 1:
-        raise ValueError(f"{samples} samples do not fill a batch of {batch_size}")
+        raise ValueError(
+            f"batches need at least one sample, not {batch_size} of {samples} samples"
+        )
     if drop_last:
         # A set smaller than the batch is one batch of all samples.
         return max(1, samples // batch_size)
@@ -42,7 +47,7 @@ def batch_length(
     *,
     drop_last: bool = True,
 ) -> int:
-    """Return the number of samples of a training step from 0.
+    """Return the number of samples of a training step; steps are counted from 0 through all epochs.
 
     >>> [batch_length(100, 32, step, drop_last=False) for step in range(4)]
     [32, 32, 32, 4]
@@ -53,10 +58,10 @@ def batch_length(
     return min(batch_size, remaining)
 
 
-def left_out(samples: int, batch_size: int, *, drop_last: bool = True) -> int:
-    """Return the number of samples each epoch leaves out.
+def leftover_samples(samples: int, batch_size: int, *, drop_last: bool = True) -> int:
+    """Return the number of samples that each epoch leaves out.
 
-    >>> left_out(100, 32)
+    >>> leftover_samples(100, 32)
     4
     """
     # A set smaller than the batch is one batch of all samples.
@@ -66,7 +71,7 @@ def left_out(samples: int, batch_size: int, *, drop_last: bool = True) -> int:
 
 
 def is_due(done: int, every: float | None) -> bool:
-    """Return whether a periodic action is due after ``done`` steps; an interval of None or 0 is never due.
+    """Return whether an action is due after ``done`` steps if its interval is ``every`` steps; None or 0: never.
 
     >>> is_due(20, every=10), is_due(0, every=10), is_due(20, every=None)
     (True, False, False)
@@ -77,36 +82,41 @@ def is_due(done: int, every: float | None) -> bool:
 
 
 class IntervalTrigger:
-    """Triggers a periodic action, every so many steps or seconds.
+    """Decides when a periodic action is due: after a number of steps, or of seconds.
 
     >>> trigger = IntervalTrigger(10, now=0.0)
-    >>> trigger(10, now=0.5)
+    >>> trigger.is_due(10, now=0.5)
     True
     """
 
     def __init__(self, every: float | None, now: float) -> None:
-        """``every`` is a number of steps if it is an integer, else seconds since ``now``; None never triggers."""
-        self._every = every
-        self._last = now
+        """Start the first interval.
 
-    def __call__(self, done: int, now: float) -> bool:
-        """Return whether the action is due after ``done`` steps at time ``now``."""
+        Args:
+            every: an integer is a number of steps, a float a number of seconds; with None, the action is never due.
+            now: present time in seconds.
+        """
+        self._every = every
+        self._interval_start = now
+
+    def is_due(self, done: int, now: float) -> bool:
+        """Return whether the action is due after ``done`` steps, at time ``now`` in seconds."""
         if isinstance(self._every, float):
-            return done > 0 and now - self._last >= self._every
+            return done > 0 and now - self._interval_start >= self._every
         return is_due(done, self._every)
 
-    def made(self, now: float) -> None:
-        """Restart the interval in seconds."""
-        self._last = now
+    def restart(self, now: float) -> None:
+        """Start the next interval, after the action; intervals in steps need no restart."""
+        self._interval_start = now
 
 
-# Asked for once for each batch of an epoch.
+# Each batch of an epoch needs the order. A few entries serve devices in neighbouring epochs of one simulation.
 @lru_cache(maxsize=4)
 def _epoch_order(samples: int, seed: int, epoch: int) -> Indices:
-    """Return the order of the samples in an epoch, (samples,), which cannot be changed."""
+    """Return the order of the samples in an epoch, (samples,), as a read-only array."""
     generator = np.random.default_rng(derive(seed, "batches", epoch))
     order = generator.permutation(samples)
-    # The cache hands out one array to all callers.
+    # Read-only, since all callers share the cached array.
     order.flags.writeable = False
     return order
 
@@ -119,7 +129,9 @@ def batch(
     *,
     drop_last: bool = True,
 ) -> Indices:
-    """Return the sample indices of a training step counted from 0, (samples,); without a seed in stored order.
+    """Return the sample indices of a training step, (samples of the batch,); without a seed in stored order.
+
+    Steps are counted from 0 through all epochs.
 
     >>> batch(samples=10, batch_size=4, seed=None, step=1)
     array([4, 5, 6, 7])
@@ -128,15 +140,14 @@ def batch(
     epoch, position = divmod(step, per_epoch)
     order = np.arange(samples) if seed is None else _epoch_order(samples, seed, epoch)
     begin = position * batch_size
-    # A smaller last batch ends with the samples.
+    # A slice ends with the array, so the last batch may be smaller.
     return order[begin : begin + batch_size]
 
 
 def cut_batch(size: int, micro_batches: int) -> tuple[slice, ...]:
-    """Cut a batch into contiguous micro-batches of nearly equal size, larger ones first.
+    """Cut a batch of ``size`` samples into contiguous micro-batches, the larger ones first.
 
-    The mean loss of the batch is the mean of the micro-batches' losses weighted by their sizes. Raises ValueError for
-    more micro-batches than samples, which would leave some empty.
+    Their sizes differ by at most one sample. Raises ValueError for more micro-batches than samples.
 
     >>> cut_batch(10, 4)
     (slice(0, 3, None), slice(3, 6, None), slice(6, 8, None), slice(8, 10, None))

@@ -13,7 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from testbed.device import Device
-from testbed.ml.data.batches import batch, batch_length, left_out, steps_per_epoch
+from testbed.ml.data.batches import (
+    batch,
+    batch_length,
+    leftover_samples,
+    steps_per_epoch,
+)
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.lazy import torch
 from testbed.ml.method import PlanningProblem
@@ -145,7 +150,9 @@ class Training:
 
     def record_left_out(self, device: Device) -> None:
         """Record the number of samples that each epoch leaves out, if any."""
-        samples = left_out(self._samples, self._batch_size, drop_last=self._drop_last)
+        samples = leftover_samples(
+            self._samples, self._batch_size, drop_last=self._drop_last
+        )
         record_left_out(device, samples, of=self._samples)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:

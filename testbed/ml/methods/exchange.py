@@ -13,10 +13,10 @@ from testbed.wire.message import Message
 
 DEFAULT_REQUESTS = 50
 """Number of exchanges if the scenario gives none."""
-LISTENING_SECONDS = 0.2
-"""Seconds beyond the longest delay that the coordinator waits after its last cast.
+ARRIVAL_MARGIN = 0.2
+"""Seconds that the coordinator waits after its last cast, in addition to the longest delay of a link.
 
-The run ends with the coordinator's program, and the others must receive the cast before.
+The run ends with the coordinator's program, and the other devices must receive the cast before this end.
 """
 
 
@@ -28,9 +28,9 @@ class ExchangeOptions(Options):
     peer: str | None = None
     """Receiver of the messages; None: the second device of the scenario."""
     cast: bool = False
-    """Cast each message to all neighbours at once, best effort, instead of sending it to one reliably."""
+    """Whether each message is cast to all neighbours, without acknowledgement, instead of sent to one device."""
     everyone: bool = False
-    """With ``cast``: all devices cast at the same time instead of the first alone."""
+    """With ``cast``: whether all devices cast at the same time, instead of the first device alone."""
 
 
 class Exchange(Method[ExchangeOptions]):
@@ -48,51 +48,51 @@ class Exchange(Method[ExchangeOptions]):
 
     def plan(self, problem: PlanningProblem[ExchangeOptions]) -> Plan:
         """Name the participating devices. Raises `InputError` for missing links."""
-        source = problem.devices[0].name
+        coordinator = problem.devices[0].name
         if problem.options.cast:
-            receivers = self._cast_receivers(problem, source)
+            receivers = self._cast_receivers(problem, coordinator)
         else:
-            receivers = [self._linked_peer(problem, source)]
-        # A message and its encoded form: see `testbed.hardware.largest_message`.
+            receivers = [self._linked_peer(problem, coordinator)]
+        # A device has a message and its encoded form in memory: see `testbed.hardware.largest_message`.
         memory = 2 * problem.options.payload
         assignments = []
-        for name in (source, *receivers):
-            # No units of the model take part.
+        for name in (coordinator, *receivers):
+            # The range of units is empty, since devices exchange messages without a model.
             assignment = Assignment(device=name, start=0, stop=0, memory=memory)
             assignments.append(assignment)
         return Plan(
-            method=self.name, coordinator=source, assignments=tuple(assignments)
+            method=self.name, coordinator=coordinator, assignments=tuple(assignments)
         )
 
     def _cast_receivers(
-        self, problem: PlanningProblem[ExchangeOptions], source: str
+        self, problem: PlanningProblem[ExchangeOptions], coordinator: str
     ) -> list[str]:
         """Return the devices that receive the coordinator's casts; raises `InputError` if none does."""
         if problem.options.peer is not None:
-            text = "a cast goes to all neighbours; remove the peer"
+            text = "a cast goes to all neighbours: remove the key"
             raise InputError(text, ("method", "peer"))
-        neighbours = _linked_neighbours(problem, source)
+        neighbours = _linked_neighbours(problem, coordinator)
         if not neighbours:
-            text = f"'{source}' has no links, so no device receives its casts"
+            text = f"no device receives the casts of '{coordinator}': add links to and from it"
             raise InputError(text, ("network",))
         return neighbours
 
     def _linked_peer(
-        self, problem: PlanningProblem[ExchangeOptions], source: str
+        self, problem: PlanningProblem[ExchangeOptions], coordinator: str
     ) -> str:
         """Return the receiver of sent messages; raises `InputError` without links to and from the receiver."""
         if problem.options.everyone:
             raise InputError("requires casts: add cast: true", ("method", "everyone"))
         peer = self._peer_name(problem)
-        if not _has_both_links(problem, source, peer):
-            text = f"no link between '{source}' and '{peer}'"
+        if not _has_both_links(problem, coordinator, peer):
+            text = f"no link between '{coordinator}' and '{peer}': add one, or name another peer"
             raise InputError(text, ("method", "peer"))
         return peer
 
     async def program(
         self, device: Device, context: ProgramContext[ExchangeOptions]
     ) -> None:
-        """Send or cast on the coordinator, cast on the others if all devices do, and receive messages everywhere."""
+        """Send or cast messages on the coordinator; on other devices cast with the option ``everyone``, and receive."""
         options = context.problem.options
         is_coordinator = device.name == context.plan.coordinator
         if options.cast and (options.everyone or is_coordinator):
@@ -100,7 +100,7 @@ class Exchange(Method[ExchangeOptions]):
         elif is_coordinator:
             await self._send_messages(device, context)
         if not is_coordinator:
-            # Until the runtime cancels the program, at the end of the coordinator's.
+            # The runtime cancels this program when the coordinator's program ends.
             while True:
                 await device.receive()
 
@@ -109,9 +109,9 @@ class Exchange(Method[ExchangeOptions]):
     ) -> None:
         peer = self._peer_name(context.problem)
         for request, message in _make_messages(context):
-            began = device.now()
+            start = device.now()
             await device.send(peer, message)
-            latency = device.now() - began
+            latency = device.now() - start
             device.record("request", request=request, latency=latency)
 
     async def _cast_messages(
@@ -120,22 +120,22 @@ class Exchange(Method[ExchangeOptions]):
         is_coordinator = device.name == context.plan.coordinator
         neighbours = _linked_neighbours(context.problem, device.name)
         for request, message in _make_messages(context):
-            began = device.now()
+            start = device.now()
             await device.cast(neighbours, message)
-            latency = device.now() - began
+            latency = device.now() - start
             if is_coordinator:
                 device.record("request", request=request, latency=latency)
         if is_coordinator:
             links = context.problem.links.values()
-            # Four standard deviations: hardly any packet of a link with jitter takes longer.
-            longest = max(link.delay + 4 * link.jitter for link in links)
-            await device.sleep(LISTENING_SECONDS + longest)
+            # Jitter is a standard deviation: hardly any packet is delayed by four of them.
+            longest_delay = max(link.delay + 4 * link.jitter for link in links)
+            await device.sleep(ARRIVAL_MARGIN + longest_delay)
 
     def _peer_name(self, problem: PlanningProblem[ExchangeOptions]) -> str:
         """Return the device that receives sent messages; raises `InputError` for an unknown one."""
         names = [device.name for device in problem.devices]
         if len(names) < 2:
-            raise InputError("an exchange needs two of them", ("devices",))
+            raise InputError("an exchange needs at least two devices", ("devices",))
         peer = problem.options.peer or names[1]
         if peer not in names[1:]:
             raise InputError(
@@ -151,6 +151,7 @@ def _linked_neighbours(problem: PlanningProblem, name: str) -> list[str]:
 
 
 def _has_both_links(problem: PlanningProblem, one: str, other: str) -> bool:
+    # Acknowledgements need the second direction.
     return (one, other) in problem.links and (other, one) in problem.links
 
 

@@ -1,4 +1,8 @@
-"""Federated learning (McMahan et al., 2017), split learning (Gupta and Raskar, 2018; Vepakomma et al., 2018), both."""
+"""Federated learning, split learning, and split-federated learning, which combines the two.
+
+Federated learning is by McMahan et al. (2017), split learning by Gupta and Raskar (2018) and Vepakomma et al. (2018),
+split-federated learning by Thapa et al. (2022). `testbed.ml.rounds` has the rounds of training that all three share.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +47,10 @@ class SplitLearningOptions(TransferOptions):
 
 
 class SplitLearning(SplitMethod[SplitLearningOptions]):
-    """One device after the other trains the first layers, the server the rest.
+    """One device after the other trains the first layers, and the server trains the other layers.
 
-    A device's layers pass to the next one through the server, since devices have no other links. In each round every
-    device has one turn; absent devices are skipped.
+    The server passes the weights of the first layers from one device to the next, since devices have links to the
+    server alone. In each round every device has one turn; absent devices are skipped.
     """
 
     name = "split-learning"
@@ -66,7 +70,7 @@ class SplitLearning(SplitMethod[SplitLearningOptions]):
             self.name,
             Participants(problem),
             problem.options.split_point,
-            # The devices train in turn.
+            # The devices take turns.
             concurrent_clients=1,
         )
 
@@ -79,7 +83,10 @@ class SplitFederatedOptions(GroupOptions):
 
 
 class SplitFederated(SplitMethod[SplitFederatedOptions]):
-    """All devices train the first layers at once, the server the rest for each; both are averaged (Thapa et al.)."""
+    """All devices train the first layers at once, and the server trains the other layers for each device.
+
+    At the end of a round, the server averages the models of the devices.
+    """
 
     name = "split-federated"
     summary = "split-federated learning: the first layers on all devices at once, the rest on the server"
@@ -98,6 +105,6 @@ class SplitFederated(SplitMethod[SplitFederatedOptions]):
             self.name,
             participants,
             problem.options.split_point,
-            # All devices keep the server busy at once.
+            # All devices use the server at once.
             concurrent_clients=len(participants.devices),
         )

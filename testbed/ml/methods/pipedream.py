@@ -44,10 +44,10 @@ class PipeDreamOptions(AsynchronousOptions):
 
 
 class PipeDreamPartitioner(Partitioner[PipeDreamOptions]):
-    """Treats all devices, or even all units, as equal."""
+    """Cuts the model as if all devices had equal speeds, or as if all units had equal costs (`even`)."""
 
     def cut(self, pipeline: AsynchronousPipeline) -> Cuts:
-        """Return the cuts that the option `partition` asks for; raises `InputError` if no cuts fit."""
+        """Return the best cuts by the option `partition`; raises `InputError` if no cuts fit."""
         if self.problem.options.partition == "even":
             return pipeline.even()
         return super().cut(pipeline)
@@ -76,7 +76,7 @@ class ResPipeOptions(AsynchronousOptions):
         ),
     )
 
-    # ResPipe has replicas on the next worker alone.
+    # ResPipe has replicas on the next worker alone, not on the first device.
     global_replication_interval: int = Field(
         0,
         ge=0,
@@ -88,7 +88,7 @@ class ResPipeOptions(AsynchronousOptions):
 
 
 class TakeOverPartitioner(Partitioner[ResPipeOptions]):
-    """After a loss, the device with the replicas of the lost stage takes over the stage's units.
+    """Gives the units of a lost stage to the device that has their replicas.
 
     Devices never rejoin, and the units of all other stages stay where they are.
     """
@@ -96,7 +96,7 @@ class TakeOverPartitioner(Partitioner[ResPipeOptions]):
     admits_devices = False
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
-        """Return the pipeline over these devices, equal ones or, as FTPipeHD's adapts, by their capacities."""
+        """Return the pipeline over these devices, with equal speeds or with the speeds of the scenario."""
         if self.problem.options.partition == "capacities":
             return pipeline_at_scenario_speeds(self.problem, names)
         return super().pipeline(names)
@@ -107,36 +107,38 @@ class TakeOverPartitioner(Partitioner[ResPipeOptions]):
         return take_over(old, lost)
 
     def is_repartition_due(self, batches: int) -> bool:
-        """Never look for a better partition."""
+        """Return False: ResPipe never looks for a better partition."""
         return False
 
 
 def take_over(old: StagePartition, lost: Collection[str]) -> StagePartition:
-    """Return ResPipe's partition: the next remaining stage takes all units of a lost stage.
+    """Return ResPipe's partition: the next remaining stage takes over all units of a lost stage.
 
-    The replica of the last stage is at the coordinator. A pipeline cannot end at its first device, so the units of the
-    last stage go to the stage before, which fetches them from the coordinator. Raises ValueError if no device is left.
+    The replica of the last stage is at the coordinator, which is the first stage. As a stage has consecutive units, the
+    units of a lost last stage go to the stage before, which fetches them from the coordinator. Raises ValueError if no
+    device remains.
 
     >>> take_over(StagePartition(("a", "b", "c"), (0, 2, 4, 6)), {"b"})
     StagePartition(devices=('a', 'c'), cuts=(0, 2, 6))
     """
-    left = []
+    remaining = []
     ends = []
     for device in old.devices:
         if device not in lost:
-            left.append(device)
+            remaining.append(device)
             ends.append(old.of(device).stop)
-    if not left:
-        raise ValueError("no device is left to take over")
-    # Each remaining stage begins where the one before ends, and thus has the units of lost stages in between.
+    if not remaining:
+        raise ValueError("all devices are lost, so none can take over their units")
+    # Each remaining stage begins at the end of the remaining stage before, so it includes the lost stages in between.
+    # The last one ends with the model.
     cuts = (0, *ends[:-1], old.units)
-    return StagePartition(tuple(left), cuts)
+    return StagePartition(tuple(remaining), cuts)
 
 
 class ResPipe(AsynchronousMethod[ResPipeOptions]):
-    """Asynchronous 1F1B in which the next worker takes over the units of a lost one.
+    """Asynchronous 1F1B in which the next worker, the device of the next stage, takes over the units of a lost worker.
 
-    A take-over moves no weights, since the next worker has replicas of the units. Only the units of the last worker go
+    A take-over sends no weights, since the next worker has replicas of the units. Only the units of the last worker go
     to the worker before, which has to fetch them.
     """
 

@@ -11,11 +11,12 @@ from testbed.ml.pipeline.planning import SynchronousOptions
 
 
 class Pipeline(SynchronousMethod):
-    """Model parallelism, GPipe and 1F1B with one update of the whole batch, independent of schedule and cuts.
+    """Model parallelism, GPipe or 1F1B, by the option `schedule`, with one update for each batch.
 
-    A batch is cut into micro-batches whose gradients sum to that of the batch, so the trained weights equal those of
-    the undivided model to round-off. Only batch normalisation depends on micro-batches, as in GPipe. For stages that
-    crash, return or stay away see `testbed.ml.pipeline.checkpointing`.
+    A batch is cut into micro-batches. The gradients of these sum to the gradient of the batch, so with every schedule
+    and partition the trained weights equal those of training on one device, except for rounding. Only batch
+    normalisation depends on micro-batches, as in GPipe. `testbed.ml.pipeline.checkpointing` describes the recovery from
+    crashes of stages.
     """
 
     name = "pipeline"
@@ -23,10 +24,10 @@ class Pipeline(SynchronousMethod):
 
 
 class GPipeOptions(SynchronousOptions):
-    """Options of `GPipe`: as of `Pipeline`, but with a fixed schedule."""
+    """Options of `GPipe`: those of `Pipeline`, with a fixed schedule."""
 
     schedule: Literal["gpipe"] = Field("gpipe", description="fixed for this method")
-    # GPipe drops activations within a stage after the forward, and computes them again for the backward.
+    # As in the paper, where a stage discards activations after the forward and recomputes them for the backward.
     recompute: bool = Field(
         True,
         description="all stages but the last discard activations and recompute them before backward",
@@ -42,7 +43,7 @@ class GPipe(SynchronousMethod):
 
 
 class ModelParallelismOptions(SynchronousOptions):
-    """Options of `ModelParallelism`: as of `Pipeline`, but with a fixed schedule."""
+    """Options of `ModelParallelism`: those of `Pipeline`, with a fixed schedule."""
 
     schedule: Literal["model-parallelism"] = Field(
         "model-parallelism", description="fixed for this method"

@@ -1,4 +1,8 @@
-"""Sequential layer mapping: consecutive units of the model over the devices, for inference."""
+"""Sequential layer mapping: inference in which each device computes consecutive units of the model.
+
+The first device sends the samples of a request through the devices in their order, and the last device returns the
+outputs to the first.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +44,16 @@ class InferenceChain(Chain):
 
     def bottleneck(self, cuts: Cuts) -> float:
         """Return the seconds between two outputs with many requests in flight."""
-        busy, _ = self.way_back
+        busy, _ = self.output_transfer
         return max(super().bottleneck(cuts), busy)
 
     @property
-    def way_back(self) -> tuple[float, float]:
+    def output_transfer(self) -> tuple[float, float]:
         """Seconds for which the outputs of a batch occupy the link to the first device, and the link's delay."""
         last = self.devices[-1].name
         first = self.devices[0].name
         link = self.links.get((last, first))
-        # A single device, which has the outputs already.
+        # A single device has no such link, and has the outputs already.
         if link is None:
             return 0.0, 0.0
         size = size_around(self.batch_size * self.units[-1].output_bytes)
@@ -65,15 +69,15 @@ class SequentialDetails(PlanDetails):
     latency: float
     """Seconds of one request alone."""
     bottleneck: float
-    """Seconds between two requests' outputs with many requests in flight."""
+    """Seconds between the outputs of two requests with many requests in flight."""
 
 
 class Sequential(Method[SequentialOptions, SequentialDetails]):
     """Each device computes its units and forwards the result; the outputs return to the first device.
 
-    With one request in flight, the latency of a request is the time of the whole chain; with more, the devices work on
-    several requests at once ("layer pipelining"). For crashed devices see `testbed.ml.pipeline.checkpointing`; requests
-    under way at a crash are sent again, and their latency counts from the first attempt.
+    With one request in flight, the latency of a request is the time of the whole chain; with more requests, the devices
+    work on several at once ("layer pipelining"). `testbed.ml.pipeline.checkpointing` describes the recovery from a
+    crash. Requests in flight at a crash are sent again, and their latency counts from the first attempt.
     """
 
     name = "sequential"
@@ -93,13 +97,13 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         """
         options = problem.options
         chain, cuts = _choose_cuts(problem, initial_devices(problem))
-        latency = chain.latency(cuts) + sum(chain.way_back)
+        latency = chain.latency(cuts) + sum(chain.output_transfer)
         bottleneck = chain.bottleneck(cuts)
         return Plan(
             method=self.name,
             coordinator=problem.devices[0].name,
             assignments=stage_assignments(chain, cuts),
-            # Few requests in flight do not keep the slowest stage or link busy.
+            # With few requests in flight, even the slowest stage or link waits, and the latency decides.
             step_time=max(bottleneck, latency / options.in_flight),
             details=SequentialDetails(
                 partition=options.partition, latency=latency, bottleneck=bottleneck
@@ -132,7 +136,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
 def _choose_cuts(
     problem: PlanningProblem[SequentialOptions], devices: Sequence[DeviceSpec]
 ) -> tuple[InferenceChain, Cuts]:
-    """Return the devices as a chain, and the cuts that the option `partition` asks for."""
+    """Return the devices as a chain, and the best cuts by the option `partition`."""
     options = problem.options
     chain = InferenceChain(
         problem.model,

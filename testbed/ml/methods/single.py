@@ -1,6 +1,6 @@
-"""Training and inference on one device, the reference for every division of the work.
+"""Training and inference on one device, the reference for all methods that distribute the work.
 
-The program is also the shortest complete one: it shows how a method charges computations and records events.
+As the shortest complete program, it also shows how a method charges computations to a device and records events.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ class Single(Method[SingleOptions]):
     def plan(self, problem: PlanningProblem[SingleOptions]) -> Plan:
         """Assign all units to one device. Raises `InputError` for an unknown device or insufficient memory."""
         names = [device.name for device in problem.devices]
-        chosen = problem.options.device or names[0]
-        if chosen not in names:
+        device_name = problem.options.device or names[0]
+        if device_name not in names:
             raise InputError(
-                f"unknown device '{chosen}': {nearest(chosen, names)}",
+                f"unknown device '{device_name}': {nearest(device_name, names)}",
                 ("method", "device"),
             )
-        device = problem.device(chosen)
+        device = problem.device(device_name)
         memory = costs.whole_memory(problem, device)
         costs.check_memory(device, memory)
         units = len(problem.model.units)
-        whole = Assignment(device=chosen, start=0, stop=units, memory=memory)
+        whole_model = Assignment(device=device_name, start=0, stop=units, memory=memory)
         return Plan(
             method=self.name,
-            coordinator=chosen,
-            assignments=(whole,),
+            coordinator=device_name,
+            assignments=(whole_model,),
             step_time=costs.whole_seconds(problem, device),
         )
 
@@ -95,11 +95,12 @@ class Single(Method[SingleOptions]):
             shard.load(context.weights)
         stopping = Stopping(problem.training)
 
-        def result() -> State:
-            # With early stopping the best weights so far, otherwise the newest.
+        def final_weights() -> State:
+            # With early stopping these are the best weights so far, otherwise the newest ones.
             return stopping.result(result_of(shard.state()))
 
-        device.expose(result)
+        # The runtime reads the weights of the run by this function.
+        device.expose(final_weights)
         if problem.workload.task == "train":
             await _train_model(device, problem, context.dataset, shard, stopping)
         else:
@@ -119,27 +120,29 @@ async def _train_model(
     shard: Shard | ShapeShard,
     stopping: Stopping,
 ) -> None:
-    """Train all steps, evaluating in between and at the end, unless early stopping ends the training."""
+    """Train with evaluations in between and at the end; early stopping may end the training before the last step."""
     training = Training(dataset, problem.workload, problem.seed)
     training.record_left_out(device)
     requests = Requests(dataset, problem.workload.batch_size)
-    due = IntervalTrigger(problem.options.evaluate_every, device.now())
-    has_numbers = problem.workload.numerics != "none"
+    interval = problem.options.evaluate_every
+    evaluation_trigger = IntervalTrigger(interval, device.now())
+    is_computed = problem.workload.is_computed
 
-    def weights() -> State:
+    def newest_weights() -> State:
         return result_of(shard.state())
 
     for step in range(training.steps):
         images, labels = training.batch(step)
         loss = await _train_step(device, problem, shard, step, images, labels)
-        fields = loss_fields(loss, computed=has_numbers)
+        fields = loss_fields(loss, computed=is_computed)
         device.record("step", step=step, samples=len(labels), **fields)
         done = step + 1
-        if done == training.steps or due(done, device.now()):
-            fields = await _evaluate(device, problem, shard, requests)
-            device.record("evaluate", step=done, **fields)
-            due.made(device.now())
-            stopping.judge(done, fields, weights)
+        is_last = done == training.steps
+        if is_last or evaluation_trigger.is_due(done, device.now()):
+            scores = await _evaluate(device, problem, shard, requests)
+            device.record("evaluate", step=done, **scores)
+            evaluation_trigger.restart(device.now())
+            stopping.judge(done, scores, newest_weights)
             if stopping.reason:
                 break
 
@@ -155,18 +158,18 @@ async def _train_step(
     """Take a step with one batch; return the batch's loss."""
     units = problem.model.units
     samples = len(labels)
-    # A batch is one micro-batch.
+    # The key of activations on a shard, (step, micro-batch): the batch is a single micro-batch.
     key = (step, 0)
     weight = problem.training.weight(labels)
     forward = partial(shard.forward_loss, key, images, labels, weight)
-    cost = costs.forward_cost(units, samples)
-    loss = await device.compute(forward, cost, Span("forward", step))
+    forward_cost = costs.forward_cost(units, samples)
+    loss = await device.compute(forward, forward_cost, Span("forward", step))
     backward = partial(shard.backward, key)
-    cost = costs.backward_cost(units, samples)
-    await device.compute(backward, cost, Span("backward", step))
+    backward_cost = costs.backward_cost(units, samples)
+    await device.compute(backward, backward_cost, Span("backward", step))
     update = partial(shard.update, step)
-    cost = costs.update_cost(units, problem.training)
-    await device.compute(update, cost, Span("update", step))
+    update_cost = costs.update_cost(units, problem.training)
+    await device.compute(update, update_cost, Span("update", step))
     return loss
 
 
@@ -176,7 +179,7 @@ async def _evaluate(
     shard: Shard | ShapeShard,
     requests: Requests,
 ) -> dict[str, Any]:
-    """Return the score of the test samples, as fields of an event."""
+    """Return the loss and the metrics of all test samples, as fields of an event."""
     score = Score(problem.training)
     for index in range(len(requests)):
         images = requests.images(index)
@@ -196,11 +199,11 @@ async def _answer_requests(
     requests = Requests(dataset, workload.batch_size, workload.requests)
     answers = Answers(device, problem, requests)
     for index in range(len(requests)):
-        asked = device.now()
+        start = device.now()
         images = requests.images(index)
         outputs = await _infer(device, problem, shard, images, Span("forward", index))
-        # Scoring the outputs is no part of the request.
-        latency = device.now() - asked
+        # The latency ends before `answers` compares the outputs with the labels.
+        latency = device.now() - start
         device.record("request", request=index, latency=latency)
         answers.add(index, outputs)
     answers.finish()
@@ -214,6 +217,6 @@ async def _infer(
     span: Span,
 ) -> torch.Tensor:
     """Return the outputs of a batch, (samples, ...)."""
-    work = partial(shard.infer, images)
+    forward = partial(shard.infer, images)
     cost = costs.forward_cost(problem.model.units, len(images))
-    return await device.compute(work, cost, span)
+    return await device.compute(forward, cost, span)

@@ -99,7 +99,7 @@ class SynchronousTrainer:
             self._is_checkpointed,
             recovery.weights,
         )
-        self._is_evaluation_due = IntervalTrigger(
+        self._evaluation_trigger = IntervalTrigger(
             self._options.evaluate_every, supervisor.device.now()
         )
         self._reports: dict[str, Loss | Updated] = {}
@@ -127,10 +127,10 @@ class SynchronousTrainer:
             if joiners and self._options.checkpoints(done, steps):
                 await self._supervisor.until(partial(self._is_checkpointed, done))
                 await self._recovery.admit_joiners()
-            if done < steps and self._is_evaluation_due(done, device.now()):
+            if done < steps and self._evaluation_trigger.is_due(done, device.now()):
                 if not await self._evaluations.evaluate(done):
                     return
-                self._is_evaluation_due.made(device.now())
+                self._evaluation_trigger.restart(device.now())
         await self._evaluations.evaluate(steps)
 
     def _is_checkpointed(self, step: int) -> bool:
@@ -250,7 +250,7 @@ class AsynchronousTrainer:
         self._profiler = LinkProfiler(
             supervisor, recovery, partitioner, problem, self._training
         )
-        self._is_evaluation_due = IntervalTrigger(
+        self._evaluation_trigger = IntervalTrigger(
             problem.options.evaluate_every, self._device.now()
         )
         self._batches_done = 0
@@ -393,7 +393,7 @@ class AsynchronousTrainer:
             self._evaluated_step = next_batch
             if not await self._evaluations.evaluate(next_batch):
                 return None
-            self._is_evaluation_due.made(self._device.now())
+            self._evaluation_trigger.restart(self._device.now())
         if target is None:
             return Feeding(next_batch, draining_time)
         return Reconfiguring(next_batch, target, draining_time)
@@ -456,7 +456,7 @@ class AsynchronousTrainer:
         # The end of training evaluates the last step in any case.
         if step in (self._evaluated_step, self._training.steps):
             return False
-        return self._is_evaluation_due(step, self._device.now())
+        return self._evaluation_trigger.is_due(step, self._device.now())
 
     def _must_reconsider(self, batches: int, next_batch: int) -> bool:
         """Return whether to reconsider the partition after ``batches`` batches, while batches before ``next_batch`` are

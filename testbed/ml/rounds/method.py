@@ -15,7 +15,7 @@ from typing_extensions import TypeVar
 
 from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
-from testbed.ml.data.batches import left_out
+from testbed.ml.data.batches import leftover_samples
 from testbed.ml.layers.feed import record_left_out
 from testbed.ml.method import Method, PlannedMessage, PlanningProblem, ProgramContext
 from testbed.ml.rounds import planner, stacked
@@ -323,5 +323,7 @@ def _record_unused_samples(
         # As in `LocalDataset`: an iteration has mini-batches of equal size.
         mini_batch = min(batch_size, count) // parallel_batches
         iteration_samples = mini_batch * parallel_batches
-        unused += left_out(count, iteration_samples, drop_last=workload.drop_last)
+        unused += leftover_samples(
+            count, iteration_samples, drop_last=workload.drop_last
+        )
     record_left_out(device, unused, of=sum(samples.values()))

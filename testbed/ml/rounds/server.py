@@ -306,13 +306,13 @@ class GlobalModel:
         self._device.record("round", **round_fields)
         self._device.record("step", **step_fields)
         is_last = self.rounds == self._total_rounds
-        if is_last or self._evaluation_trigger(self.rounds, self._device.now()):
+        if is_last or self._evaluation_trigger.is_due(self.rounds, self._device.now()):
             score = await evaluation(
                 self._layers, self.result(), self._tests, self.rounds
             )
             score_fields = score.fields()
             self._device.record("evaluate", step=self.rounds, **score_fields)
-            self._evaluation_trigger.made(self._device.now())
+            self._evaluation_trigger.restart(self._device.now())
             self.stopping.judge(self.rounds, score_fields, self.result)
         # Saved after all events, so that a server that restarts earlier records the round again.
         reported = Message(REPORTED, {"rounds": self.rounds})

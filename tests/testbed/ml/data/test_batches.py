@@ -49,7 +49,7 @@ def test_batch_depends_on_seed_and_step_only() -> None:
 
 
 def test_batches_without_samples_are_rejected() -> None:
-    with pytest.raises(ValueError, match="0 samples do not fill a batch of 4"):
+    with pytest.raises(ValueError, match="at least one sample, not 4 of 0 samples"):
         steps_per_epoch(0, 4)
 
 
