@@ -1,6 +1,9 @@
 """Tensors of torch in messages: the functions that `testbed.wire.arrays` requires from every array library.
 
-The core imports this module only where torch is used, and knows tensors through these functions alone.
+The core imports this module only where torch is used, and handles tensors only by these functions.
+
+A meta tensor has a shape and a type, but no values. Runs for timing alone compute with meta tensors, and their messages
+have the same sizes as those of other runs. `Raw` is a serialized tensor: name, type, shape and bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
-    """Serialize tensors of any shape to bytes, without a copy if they are contiguous and on the CPU.
+    """Serialize tensors of any shape, without a copy if they are contiguous and on the CPU.
 
     >>> to_raw({"weight": torch.zeros(2, 3)})[0].shape
     (2, 3)
@@ -27,11 +30,11 @@ def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
         dtype = type_of(name, tensor)
         values = tensor.detach()
         if tensor.is_meta:
-            # A meta tensor must give a message of the same size, so zeros are sent in its place. `zeros_like` would be
-            # an operation on a meta tensor, which makes torch import sympy; that takes each device a second or more.
+            # The message needs as many bytes as with values, so it has zeros. `zeros_like` would be an operation on a
+            # meta tensor, for which torch imports sympy; the import takes each device a second or more.
             values = torch.zeros(tensor.shape, dtype=tensor.dtype)
         flat = values.to("cpu").contiguous().reshape(-1)
-        # Bytes, since numpy lacks some of torch's types, such as bfloat16.
+        # A view as bytes, since numpy lacks some of torch's types, such as bfloat16.
         data = flat.view(torch.uint8).numpy().data
         result.append(Raw(name, dtype, tuple(tensor.shape), data))
     return result
@@ -58,7 +61,7 @@ def from_raw(raws: Sequence[Raw]) -> dict[str, torch.Tensor]:
                     f"tensor '{raw.name}': its shape is too large"
                 ) from error
             continue
-        # Torch warns of memory that it cannot write to.
+        # `frombuffer` warns of read-only memory.
         data = bytearray(raw.data) if raw.data.readonly else raw.data
         flat = torch.frombuffer(data, dtype=dtype)
         result[raw.name] = flat.reshape(raw.shape)
@@ -87,7 +90,7 @@ def mask(
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor with the shape and type of the given one and no values.
+    """Return a meta tensor with the shape and type of a tensor.
 
     >>> without_values(torch.zeros(2, 3)).device.type
     'meta'

@@ -1,7 +1,8 @@
 """Samples of several inputs, such as tokens and a mask, stored as one row of numbers for each sample.
 
-Data sets, batches and messages handle rows like any other samples. Before the forward, a row is cut into the named
-inputs, each with its shape and type.
+Data sets, batches and messages handle rows like any other samples. `pack` makes the rows from the inputs, and a `Field`
+describes the values of one input within a row. Before the forward of a network, `entry` cuts each input out of the rows
+again, and `arguments` decides how the network's `forward` receives the inputs.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from testbed.common.lazy import np, npt
 from testbed.ml.lazy import torch
 
 EXACT = 2**24
-"""Largest integer up to which float32 is exact."""
+"""The largest integer up to which float32 represents all integers exactly."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One of several inputs of a sample."""
+    """The description of one of several inputs of a sample."""
 
     name: str
     """Name of the input, or its position from 0 if inputs are passed in order."""
@@ -48,24 +49,24 @@ class InputSpec:
 
 
 def all_whole(fields: Sequence[Field]) -> bool:
-    """Return whether no input is float32, so that a row is stored as int64."""
-    return all(each.kind != "float32" for each in fields)
+    """Return whether all inputs are integers or booleans, so that a row is stored as int64."""
+    return all(field.kind != "float32" for field in fields)
 
 
 def width(fields: Sequence[Field]) -> int:
-    """Return the length of a row.
+    """Return the number of values in a row.
 
     >>> width([Field("tokens", (128,), "int64"), Field("age", (), "float32")])
     129
     """
-    return sum(math.prod(each.shape) for each in fields)
+    return sum(math.prod(field.shape) for field in fields)
 
 
 def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], Fields]:
-    """Return rows, (samples, values), of float32, or of int64 if all inputs are integers, and their fields.
+    """Return rows, (samples, values), and the fields of a row.
 
-    ``arrays`` are (samples, ...) each, of float32, int64 or bool. Raises `InputError` for integers that float32 cannot
-    represent exactly beside float inputs.
+    ``arrays`` are the inputs by name, (samples, ...) each, of float32, int64 or bool. Rows are int64 if no input is
+    float32; otherwise all inputs become float32. Raises `InputError` for integers beyond `EXACT` in this case.
 
     >>> rows, fields = pack({"a": np.ones((2, 3), np.int64), "b": np.zeros(2, bool)})
     >>> rows
@@ -78,7 +79,6 @@ def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], Fiel
         fields.append(Field(name, array.shape[1:], kind))
     is_whole = all_whole(fields)
     if not is_whole:
-        # Integers become float32 beside the other inputs.
         for name, array in arrays.items():
             if array.dtype.kind == "i" and abs(array).max(initial=0) > EXACT:
                 raise InputError(
@@ -102,7 +102,8 @@ def entry(
 ) -> torch.Tensor:
     """Return one input of a batch, (samples, *shape), from rows, (samples, values).
 
-    The input has the values ``begin`` to ``end`` (exclusive) of a row, and ``kind`` names its type.
+    The input is the values ``begin`` to ``end`` (exclusive) of a row. ``kind`` is the name of the input's type in
+    torch.
     """
     values = samples[:, begin:end].reshape(samples.shape[0], *shape)
     return values.to(getattr(torch, kind))
@@ -111,18 +112,18 @@ def entry(
 def entries(
     fields: Sequence[Field],
 ) -> dict[str, tuple[int, int, tuple[int, ...], str]]:
-    """Return by input name the arguments of `entry` besides the rows.
+    """Return the arguments of `entry` after the rows, by input name: begin, end, shape and kind.
 
     >>> entries([Field("tokens", (128,), "int64"), Field("age", (), "float32")])["age"]
     (128, 129, (), 'float32')
     """
-    slices: dict[str, tuple[int, int, tuple[int, ...], str]] = {}
+    arguments_by_name: dict[str, tuple[int, int, tuple[int, ...], str]] = {}
     begin = 0
-    for each in fields:
-        end = begin + math.prod(each.shape)
-        slices[each.name] = (begin, end, each.shape, each.kind)
+    for field in fields:
+        end = begin + math.prod(field.shape)
+        arguments_by_name[field.name] = (begin, end, field.shape, field.kind)
         begin = end
-    return slices
+    return arguments_by_name
 
 
 def arguments(
@@ -154,9 +155,10 @@ def arguments(
     if accepts_any_keyword or inputs.keys() <= set(names):
         return [], dict(inputs)
     if len(required) == 1 and inputs.keys().isdisjoint(names):
-        # One argument, by any name, is a mapping of all inputs.
+        # A function such as forward(batch), whose parameter is not an input, receives all inputs as a mapping.
         return [dict(inputs)], {}
     raise InputError(
-        f"forward takes {', '.join(names)}, and the data have {', '.join(inputs)}: give them the same names",
+        f"forward has the parameters {', '.join(names)}, but the data have the inputs {', '.join(inputs)}: give both "
+        "the same names",
         ("model", "file"),
     )

@@ -1,8 +1,11 @@
-"""Selection of torch's kernels: torch chooses them by the processor, and their results differ in rounding.
+"""Selection of torch's kernels, the functions that compute operations such as a matrix product.
 
-The order of the sums in a matrix product, and whether a multiplication and an addition are fused, depend on the
-instruction set of the processor; after a few training steps losses differ in nearly all digits. The key
-`workload.reproducible` fixes the kernels to those that every processor has, which are slower.
+Torch selects kernels by the instruction set of the processor. Kernels differ in the order of sums and in whether they
+round between a multiplication and an addition, so results differ in rounding. After a few training steps, losses differ
+in nearly all digits. The key `workload.reproducible` selects kernels that every processor has, which are slower.
+
+Part of the selection is made by environment variables, which torch reads when it is imported (`fix`), the rest by
+switches of torch (`switch`).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from testbed.ml.lazy import torch
 FIXED = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
 """Environment variables selecting kernels available on every processor, for torch and for MKL's matrix products."""
 _KEY = ("workload", "reproducible")
-"""The scenario's key, for errors."""
+"""The key of the scenario that errors name."""
 
 
 def fix() -> None:
@@ -42,7 +45,7 @@ def fix() -> None:
 
 
 def fix_or_restart() -> None:
-    """Set the variables `FIXED`; restart this command with them if torch has read other values."""
+    """Set the variables `FIXED`; if torch has read other values, restart this process with the variables."""
     try:
         fix()
     except InputError:
@@ -53,14 +56,14 @@ def fix_or_restart() -> None:
 
 
 def switch(*, reproducible: bool) -> None:
-    """Disable or enable the libraries with processor-specific kernels."""
+    """Disable torch's libraries of processor-specific kernels if ``reproducible``, or else enable them."""
     torch.backends.mkldnn.set_flags(not reproducible)  # type: ignore[no-untyped-call]
     torch.backends.nnpack.set_flags(not reproducible)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def fixed_kernels(*, reproducible: bool) -> Iterator[None]:
-    """Context with fixed kernels if requested; `fix` must run before the import of torch."""
+    """Context with fixed kernels if ``reproducible``; `fix` must run before the import of torch."""
     switch(reproducible=reproducible)
     try:
         yield
@@ -70,7 +73,7 @@ def fixed_kernels(*, reproducible: bool) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Context in which torch uses one thread, since sums are cut differently among several threads."""
+    """Context in which torch uses one thread: several threads divide a sum, which changes the rounding."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -80,14 +83,12 @@ def one_thread() -> Iterator[None]:
 
 
 def computing() -> dict[str, Any] | None:
-    """Return the properties of this process that decide the rounding of results; None without torch.
-
-    These are processor, instruction set and torch's version.
+    """Return processor, instruction set and torch's version, which decide the rounding of results; None without torch.
 
     >>> computing()  # doctest: +SKIP
     {'processor': 'AMD EPYC', 'instruction_set': 'AVX512', 'torch': '2.13.0+cpu'}
     """
-    # A process that never needed torch need not import it for this.
+    # The import takes seconds, and without torch there are no results to round.
     if "torch" not in sys.modules:
         return None
     return {
@@ -98,7 +99,7 @@ def computing() -> dict[str, Any] | None:
 
 
 def named(kinds: Sequence[Mapping[str, Any]]) -> str:
-    """Format the processors of a run, each a result of `computing`, as text.
+    """Format the processors of a run as text; each of ``kinds`` is a result of `computing`.
 
     >>> named([{"processor": "Cortex-A72", "instruction_set": "DEFAULT", "torch": "2.9.0"}])
     'Cortex-A72 (DEFAULT, torch 2.9.0)'

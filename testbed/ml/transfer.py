@@ -1,7 +1,8 @@
 """Lossy encoding of tensors in messages: fewer bits per value, or the largest values alone.
 
-A codec encodes one tensor of float32 as one or several tensors, its parts: int8 values and their scale, for example.
-`encode_message` replaces the tensors of a message by their parts, under the tensor's name with a suffix for each part.
+The encoding is named in a scenario (`Encoding`, `LargestPart`); a `Codec` carries it out. A codec encodes one tensor of
+float32 as one or several tensors, its parts: int8 values and their scale, for example. `encode_message` replaces the
+tensors of a message by their parts. The name of a part in the message is the tensor's name and a suffix of the part.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from testbed.ml.training.named import call_definition
 from testbed.ml.training.schema import NamedPart
 from testbed.wire.message import Message
 
-Precision = Literal["f32", "f16", "bf16", "int8", "int8-channel"]
+NumberFormat = Literal["f32", "f16", "bf16", "int8", "int8-channel"]
 ENCODING_HELP = (
     "f32, f16, bf16, int8 with one scale for each tensor, or int8-channel with one for each output channel of a weight "
     "and each sample of an activation"
 )
-# Suffixes of encoded parts: names of tensors have no "~".
+# Suffixes of parts begin with "~", which names of tensors do not have. The main part has the suffix "".
 _SCALE = "~scale"
 _INDEX = "~index"
 _SHAPE = "~shape"
 _OWN = "~own"
-"""Prefix of the suffixes of a user's codec."""
+"""Beginning of the suffixes of a user's codec."""
 KEY: Key = ("method", "transfer")
 """Key of a scenario's workload that errors about a user's codec name."""
 _NO_CODES: Mapping[str, Code] = {}
@@ -42,7 +43,7 @@ _INT8_MAX = 127
 
 
 class LargestPart(ConfigModel):
-    """The largest values alone."""
+    """Encoding by the largest values alone; the other values are not sent."""
 
     top_k: Fraction = Field(
         gt=0,
@@ -71,12 +72,12 @@ class OwnPart(NamedPart):
         return self
 
 
-Encoding = Precision | OwnPart
-"""Encoding of tensors of one kind."""
+Encoding = NumberFormat | OwnPart
+"""A number format, or a user's encoding."""
 
 
 class CrossingPart(ConfigModel):
-    """Encoding of activations and gradients between parts of the model."""
+    """Encoding of the activations and gradients that cross a cut of the model."""
 
     activations: Encoding = Field("f32", description=ENCODING_HELP)
     gradients: Encoding = Field("f32", description=f"of activations: {ENCODING_HELP}")
@@ -99,7 +100,7 @@ UNENCODED = RoundEncodingPart()
 """Messages without lossy encoding."""
 
 Parts = Mapping[str, "torch.Tensor"]
-"""Encoded tensors by suffixes of the original name."""
+"""The parts of an encoded tensor, by the suffixes of their names."""
 
 
 class Codec(Protocol):
@@ -117,15 +118,15 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
-class _Cast:
+class _SixteenBits:
     """Values of 16 bits instead of 32."""
 
-    type: str
+    type_name: str
     """Name of the type in torch."""
     share = 0.5
 
     def pack(self, tensor: torch.Tensor) -> Parts:
-        return {"": tensor.to(getattr(torch, self.type))}
+        return {"": tensor.to(getattr(torch, self.type_name))}
 
     def unpack(self, parts: Parts) -> torch.Tensor:
         return parts[""].float()
@@ -135,28 +136,31 @@ class _Cast:
 class _Int8:
     """Values of 8 bits instead of 32, as multiples of a scale."""
 
-    channels: bool = False
-    """Whether each entry of the first axis has a scale of its own."""
+    by_channel: bool = False
+    """Whether each entry of the first axis has a scale of its own, instead of one scale for the tensor."""
+    # The scales are neglected.
     share = 0.25
 
     def pack(self, tensor: torch.Tensor) -> Parts:
         scale = self._scale_of(tensor)
-        # A channel of zeros has the scale 0, by which nothing can be divided.
+        # A channel of zeros has the scale 0; a divisor of 1 leaves its zeros unchanged.
         divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
         multiples = (tensor / divisor).round()
-        # A scale near the smallest numbers of float32 is rounded so much that a multiple may exceed the bound.
+        # The rounding of a scale near the smallest float32 numbers is so coarse that a multiple may exceed the maximum.
         values = multiples.clamp(-_INT8_MAX, _INT8_MAX)
         return {"": values.to(torch.int8), _SCALE: scale}
 
     def _scale_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the scale by which the largest value becomes 127: (1,), or (channels, 1, ...) with ``channels``."""
+        """Return the scale of which the largest value is 127 times: (1,), or (channels, 1, ...) if ``by_channel``."""
         if not tensor.numel():
             return tensor.new_zeros(1)
-        # A vector, such as a bias, has one value for each channel: there would be as many scales as values.
-        channels = len(tensor) if self.channels and tensor.ndim > 1 else 1
+        # A vector, such as a bias, would have as many scales as values.
+        has_scales = self.by_channel and tensor.ndim > 1
+        channels = len(tensor) if has_scales else 1
         largest = tensor.reshape(channels, -1).abs().amax(1)
         scale = largest / _INT8_MAX
         if channels > 1:
+            # Axes of size 1, so that the scales are broadcast over the values of their channels.
             further_axes = [1] * (tensor.ndim - 1)
             scale = scale.reshape(-1, *further_axes)
         return scale
@@ -167,21 +171,21 @@ class _Int8:
 
 @dataclass(frozen=True)
 class _Largest:
-    """The values of largest magnitude with their places; the others become zero."""
+    """The values of largest magnitude with their indices; the other values become zero."""
 
-    part: float
+    sent_share: float
     """Share of the values that is sent, above 0."""
 
     @property
     def share(self) -> float:
-        # A value and its index, each of four bytes.
-        return 2 * self.part
+        # Each value has an index, both of four bytes.
+        return 2 * self.sent_share
 
     def pack(self, tensor: torch.Tensor) -> Parts:
         flat = tensor.reshape(-1)
-        # At least one value of each tensor.
-        count = math.ceil(self.part * len(flat))
-        # In any order: the index tells the place of each value.
+        # Rounded up, so that at least one value of each tensor is sent.
+        count = math.ceil(self.sent_share * len(flat))
+        # Sorting would take time without a use, since the indices give the positions.
         index = torch.topk(flat.abs(), count, sorted=False).indices
         shape = torch.tensor(tensor.shape, dtype=torch.int64)
         return {"": flat[index], _INDEX: index.int(), _SHAPE: shape}
@@ -195,7 +199,7 @@ class _Largest:
 
 
 @dataclass(frozen=True)
-class _Own:
+class _UserCodec:
     """A user's encoding, whose parts may have any names."""
 
     encoder: Any
@@ -204,9 +208,10 @@ class _Own:
 
     def pack(self, tensor: torch.Tensor) -> Parts:
         packed = self.encoder.pack(tensor)
-        own_parts = packed if isinstance(packed, Mapping) else {"": packed}
+        # A class may pack a tensor into a single tensor instead of a mapping.
+        parts_by_name = packed if isinstance(packed, Mapping) else {"": packed}
         parts = {}
-        for name, part in own_parts.items():
+        for name, part in parts_by_name.items():
             parts[_OWN + name] = part
         return parts
 
@@ -214,7 +219,7 @@ class _Own:
         packed: Any = {}
         for name, part in parts.items():
             packed[name.removeprefix(_OWN)] = part
-        # A class that packs a tensor into one tensor unpacks one tensor.
+        # A class that packed a tensor into a single tensor receives this tensor, without a mapping.
         if list(packed) == [""]:
             packed = packed[""]
         tensor: torch.Tensor = self.encoder.unpack(packed)
@@ -222,7 +227,7 @@ class _Own:
 
 
 def make_codec(
-    how: Encoding | LargestPart, codes: Mapping[str, Code] = _NO_CODES
+    encoding: Encoding | LargestPart, codes: Mapping[str, Code] = _NO_CODES
 ) -> Codec | None:
     """Return the codec of an encoding; None for plain float32.
 
@@ -232,30 +237,31 @@ def make_codec(
     >>> int8.unpack(int8.pack(torch.tensor([0.0, 127.0, -127.0])))
     tensor([   0.,  127., -127.])
     """
-    if isinstance(how, LargestPart):
-        return _Largest(how.top_k)
-    if isinstance(how, OwnPart):
-        definition = usercode.function(codes[how.title], KEY)
-        encoder = call_definition(definition, how, KEY, **how.options())
-        return _Own(encoder, how.share)
-    casts: dict[str, Codec] = {
-        "f16": _Cast("float16"),
-        "bf16": _Cast("bfloat16"),
+    if isinstance(encoding, LargestPart):
+        return _Largest(encoding.top_k)
+    if isinstance(encoding, OwnPart):
+        definition = usercode.function(codes[encoding.title], KEY)
+        options = encoding.options()
+        encoder = call_definition(definition, encoding, KEY, **options)
+        return _UserCodec(encoder, encoding.share)
+    codecs: dict[str, Codec] = {
+        "f16": _SixteenBits("float16"),
+        "bf16": _SixteenBits("bfloat16"),
         "int8": _Int8(),
-        "int8-channel": _Int8(channels=True),
+        "int8-channel": _Int8(by_channel=True),
     }
-    return casts.get(how)
+    return codecs.get(encoding)
 
 
-def encoded_share(how: Encoding | LargestPart) -> float:
+def encoded_share(encoding: Encoding | LargestPart) -> float:
     """Return the approximate encoded bytes per byte of float32.
 
     >>> encoded_share("f16"), encoded_share(LargestPart(top_k="1%"))
     (0.5, 0.02)
     """
-    if isinstance(how, OwnPart):
-        return how.share
-    codec = make_codec(how)
+    if isinstance(encoding, OwnPart):
+        return encoding.share
+    codec = make_codec(encoding)
     return 1.0 if codec is None else codec.share
 
 
@@ -275,25 +281,25 @@ class TensorCodec:
 
 
 def make_codecs(
-    codes: Mapping[str, Code], **kinds: Encoding | LargestPart
+    codes: Mapping[str, Code], **encodings: Encoding | LargestPart
 ) -> dict[str, TensorCodec]:
-    """Return the codecs of messages by kind, without unencoded kinds.
+    """Return codecs by kind of message; kinds with plain float32 have none.
 
-    ``kinds`` are encodings by kind of message, and ``codes`` the text of files by `NamedPart.title`.
+    ``encodings`` are by kind of message, and ``codes`` are the files of user-defined codecs, by `NamedPart.title`.
     """
     message_codecs = {}
-    for kind, how in kinds.items():
-        codec = make_codec(how, codes)
+    for kind, encoding in encodings.items():
+        codec = make_codec(encoding, codes)
         if codec is not None:
             message_codecs[kind] = TensorCodec(codec)
     return message_codecs
 
 
 def encode_message(message: Message, codec: Codec) -> Message:
-    """Return a message with encoded tensors of float32; other values are unchanged."""
+    """Return a message with encoded float32 tensors; tensors of other types stay the same."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in message.tensors.items():
-        # Labels and counters are integers, which a rounded value would falsify.
+        # Labels and counters are integers, which must stay exact.
         if tensor.dtype != torch.float32:
             tensors[name] = tensor
             continue
@@ -305,16 +311,16 @@ def encode_message(message: Message, codec: Codec) -> Message:
 
 
 def decode_message(message: Message, codec: Codec) -> Message:
-    """Return a message with decoded tensors."""
+    """Return the message that `encode_message` has encoded, except for the loss of precision."""
     parts_by_tensor: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in message.tensors.items():
         name, tilde, suffix = key.partition("~")
         parts_by_tensor.setdefault(name, {})[tilde + suffix] = tensor
     tensors = {}
     for name, parts in parts_by_tensor.items():
-        # A single part of integers was not encoded: every codec has a part of floats, or a suffix.
-        is_plain = list(parts) == [""] and not parts[""].is_floating_point()
-        tensors[name] = parts[""] if is_plain else codec.unpack(parts)
+        # `encode_message` leaves integers unencoded. The result of a codec has a part of floats or a suffix.
+        is_unencoded = list(parts) == [""] and not parts[""].is_floating_point()
+        tensors[name] = parts[""] if is_unencoded else codec.unpack(parts)
     return Message(
         message.kind, message.fields, tensors, message.sender, message.padding
     )

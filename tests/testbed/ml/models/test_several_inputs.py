@@ -142,7 +142,7 @@ def test_pipeline_has_losses_of_single_device(
 def test_inputs_unknown_to_forward_are_named_in_error(tmp_path: Path) -> None:
     with pytest.raises(
         Exception,
-        match="forward takes first, second, and the data have input_ids, attention_mask",
+        match="forward has the parameters first, second, but the data have the inputs input_ids, attention_mask",
     ):
         prepare_scenario(tmp_path, "Towers", "tokens")
 
