@@ -1,7 +1,7 @@
 """The verdict: whether the timings of a run can be trusted, with reasons.
 
-A run on containers is trusted if every check holds. A simulation measures nothing: its metrics are a prediction from
-the values of the scenario, and only the checks of the run's course apply.
+A run in containers is trusted if every check holds. A simulation measures nothing: its metrics are a prediction from
+the values of the scenario, and only the checks of the run's end, events, rounds, faults and changes apply.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from testbed.trace.recovery import recovery_list
 from testbed.wire.framing import CAST_BUFFER
 
 HOST_SHARE = 0.03
-"""Maximum share of the time of undisturbed steps (or requests) added by the host; above, the host sets the pace.
+"""Maximum share of the time of undisturbed steps (or requests) that the host may add.
 
-Only damage counts: lateness of computations and messages on the steps' critical paths (``testbed.trace.critical``). A
-busy host is harmless by itself: paced devices leave the host idle most of the time, work finished before its due time
-is not late, lateness of devices off the critical path has no effect, and pacing hides small lateness
-(``testbed_agent.pacing``: ``LEAD_SECONDS``, ``CATCH_UP_SECONDS``). The host's load serves as an explanation only.
+The host adds time by late computations and messages on the critical paths of the steps (`testbed.trace.critical`). A
+busy host alone is harmless: work that ends before its charged time is not late, lateness of devices off the critical
+path has no effect, and pacing hides small lateness (`testbed_agent.pacing`: ``LEAD_SECONDS``, ``CATCH_UP_SECONDS``). So
+the load of the host is stated as an explanation only.
 """
 RECOVERY_DEFICIT_SHARE = 0.1
 """Maximum share of the time between fault and resumption added by the host to computations."""
@@ -41,30 +41,33 @@ FAULT_LATENESS = 0.5
 CHANGE_LATENESS = 0.05
 """Maximum lateness in seconds of frequent changes: trace entries and flapping links."""
 FLAP_LATENESS_SHARE = 0.5
-"""Maximum lateness of a flap as a share of its shorter phase, if lower: above, outages would be unrecognisable."""
+"""Maximum lateness of a flapping link as a share of the shorter of outage and pause, if this is less than
+`CHANGE_LATENESS`. Beyond, outages would be unrecognisable."""
 QUEUE_OVERFLOWS = 0
 """Maximum number of packets dropped by the emulation itself. Overflow of the queue before a rate limit counts as
 requested loss."""
 DELAY_LATENESS = 1e-3
 DELAY_LATENESS_SHARE = 0.5
-"""Limit of the 99th percentile of delay-line lateness: the larger of one millisecond and this share of the scenario's
-shortest delay. Single late packets barely affect a step and are counted above, but a longer tail invalidates the
-requested link."""
+"""Limit of the 99th percentile of delay-line lateness: the larger of `DELAY_LATENESS` seconds and this share of the
+scenario's shortest delay. Single late packets barely affect a step, and the check of the host counts them; more late
+packets make another link than the requested one."""
 CLOCKS = 1e-3
-"""Seconds by which clocks of several hosts may be off."""
+"""Maximum error in seconds of the clocks of several hosts."""
 MAX_NAMED = 5
 """Maximum number of missing steps, or of devices without events, named in a check."""
 LOST_EVENTS = 0.01
-"""Maximum share of sent messages without a recorded reception not explained by a fault."""
+"""Maximum share of sent messages without a recorded reception, in a run without faults."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check; ``ok`` is None for an inapplicable check."""
+    """Result of one check."""
 
     name: str
     ok: bool | None
+    """Whether the check holds; None for a remark that decides nothing."""
     detail: str
+    """The measured value or the problem in half a sentence."""
 
 
 def verdict(record: RunView) -> dict[str, Any]:
@@ -78,14 +81,14 @@ def verdict(record: RunView) -> dict[str, Any]:
     """
     outcome, experiment = record.outcome, record.experiment
     checks = [
-        _check_course(outcome),
-        _check_record(record),
-        *_missed_updates(record),
+        _check_status(outcome),
+        _check_events(record),
+        *_check_missed_updates(record),
         *_check_faults(experiment, record.log, record.strikes),
         *_check_changes(record.log, experiment),
     ]
     is_emulated = outcome.runtime == "emulate"
-    # These measure the host and the shaper, which a simulation does not have.
+    # These checks concern the host and the shaper, which a simulation does not have.
     if is_emulated:
         checks += [
             _check_links(outcome, experiment),
@@ -104,7 +107,7 @@ def verdict(record: RunView) -> dict[str, Any]:
     for check in checks:
         if check.ok is False:
             reasons.append(check.detail)
-        # Both concern the meaning of the metrics, so the summary names them although they are no objection.
+        # Remarks of these checks concern the meaning of the metrics, so the summary names them.
         elif check.ok is None and check.name in ("model", "rounds"):
             notes.append(check.detail)
     if reasons:
@@ -147,12 +150,12 @@ def _check_limits(fidelity: Mapping[str, Any]) -> list[Check]:
 
 
 def _bounded_check(
-    name: str, value: float, most: float, detail: str, limit: str
+    name: str, value: float, maximum: float, detail: str, maximum_text: str
 ) -> Check:
-    """Return a check of a value against a bound, which is named in the detail on failure."""
-    if value <= most:
+    """Return a check that holds if a value is at most ``maximum``; otherwise its detail has ``maximum_text``, too."""
+    if value <= maximum:
         return Check(name, True, detail)
-    return Check(name, False, f"{detail} (at most {limit})")
+    return Check(name, False, f"{detail} (at most {maximum_text})")
 
 
 def _check_model(experiment: Experiment) -> list[Check]:
@@ -163,17 +166,20 @@ def _check_model(experiment: Experiment) -> list[Check]:
     return [Check("model", None, f"not in the model: {' and '.join(unmodelled)}")]
 
 
-def _check_course(outcome: Outcome) -> Check:
+def _check_status(outcome: Outcome) -> Check:
     if outcome.status == "finished":
         return Check("course", True, "the workload ran to its end")
-    why = f": {outcome.error}" if outcome.error else ""
+    reason = f": {outcome.error}" if outcome.error else ""
     verb = "was interrupted" if outcome.status == "interrupted" else outcome.status
-    return Check("course", False, f"the run {verb}{why}")
+    return Check("course", False, f"the run {verb}{reason}")
 
 
 def _name_gaps(log: EventLog, event_name: str) -> list[str]:
-    """Name steps (or requests) missing from the log before later ones."""
-    # A request that was given up is not missing.
+    """Return a text about the steps (or requests) that are missing in the log before later ones, if any.
+
+    The field with the number of a step or request has the name of the event.
+    """
+    # A failed request is not missing.
     names = [event_name, "failed"] if event_name == "request" else [event_name]
     recorded = set()
     for (number,) in log.of(*names).rows(event_name):
@@ -189,8 +195,8 @@ def _name_gaps(log: EventLog, event_name: str) -> list[str]:
     return [f"{len(missing)} {event_name}{plural} ({', '.join(numbers)})"]
 
 
-def _check_record(record: RunView) -> Check:
-    """Check the log for missing mandatory events."""
+def _check_events(record: RunView) -> Check:
+    """Check that each device, step and message has the required events."""
     outcome, log, experiment = record.outcome, record.log, record.experiment
     silent = sorted(set(record.plan.devices) - log.devices)
     if silent:
@@ -201,18 +207,18 @@ def _check_record(record: RunView) -> Check:
             "events", False, f"no events from {', '.join(silent[:MAX_NAMED])}{more}"
         )
     workload = experiment.workload
-    wanted = workload.progress
-    if not log.of(wanted):
+    progress = workload.progress
+    if not log.of(progress):
         hint = ""
         if workload.needs_record:
-            hint = f': programs report their work by device.record("{wanted}", ...)'
-        return Check("events", False, f"no {wanted} was recorded{hint}")
+            hint = f': programs report their work by device.record("{progress}", ...)'
+        return Check("events", False, f"no {progress} was recorded{hint}")
     if outcome.status == "finished":
-        lost = [*_name_gaps(log, wanted), *outcome.fidelity.get("lost", ())]
-        if lost:
-            text = f"the run finished without {' and '.join(lost)}"
+        gaps = [*_name_gaps(log, progress), *outcome.fidelity.get("lost", ())]
+        if gaps:
+            text = f"the run finished without {' and '.join(gaps)}"
             return Check("events", False, text)
-    # A fault may lose a reception whose acknowledgement was sent.
+    # A device that is killed may have acknowledged a message without recording its reception.
     if not experiment.faults and not log.of("fault"):
         sent = _count_pairs(log.of("send"), "device", "peer")
         received = _count_pairs(log.of("receive"), "peer", "device")
@@ -226,18 +232,20 @@ def _check_record(record: RunView) -> Check:
     return Check("events", True, f"{len(log):,} events, none missing")
 
 
-def _missed_updates(record: RunView) -> list[Check]:
-    """Check for rounds that ended without a device although no fault occurred; `round_deadline` requires this."""
+def _check_missed_updates(record: RunView) -> list[Check]:
+    """Check for rounds that ended without the update of a device although no fault occurred.
+
+    If the scenario sets `round_deadline`, missed updates may be intended and are a remark only.
+    """
     experiment, log = record.experiment, record.log
     is_disturbed = experiment.faults or experiment.changes or log.of("fault")
     if is_disturbed or not log.of("round"):
         return []
-    late = sum(len(event.fields["devices"]) for event in log.of("missed"))
-    if not late:
+    count = sum(len(event.fields["devices"]) for event in log.of("missed"))
+    if not count:
         return []
-    plural = "s" if late > 1 else ""
-    detail = f"{late} update{plural} missed the deadline of their round though no fault struck"
-    # A deadline in the scenario may be meant to cut slow devices off; the default one is not.
+    plural = "s" if count > 1 else ""
+    detail = f"{count} update{plural} missed the deadline of their round though no fault struck"
     if getattr(experiment.workload.method, "round_deadline", None) is not None:
         return [Check("rounds", None, detail)]
     remedy = "give a larger round_deadline or use a less loaded host"
@@ -245,7 +253,7 @@ def _missed_updates(record: RunView) -> list[Check]:
 
 
 def _count_pairs(log: EventLog, *ends: str) -> Counter[Any]:
-    """Return the number of messages between each two devices."""
+    """Return the number of messages by the values of two fields, sender and receiver."""
     pairs: Counter[Any] = Counter()
     for _, columns in log.columns(*ends):
         pairs.update(zip(*columns, strict=False))
@@ -253,65 +261,67 @@ def _count_pairs(log: EventLog, *ends: str) -> Counter[Any]:
 
 
 def _check_faults(
-    experiment: Experiment, log: EventLog, struck: Sequence[Strike]
+    experiment: Experiment, log: EventLog, strikes: Sequence[Strike]
 ) -> list[Check]:
-    wanted = Counter(fault.action.name for fault in experiment.faults)
-    # Faults by hand strike as well, but no number of them is wanted.
-    if not wanted and not struck:
+    """Check that the faults of the scenario struck and ended at the intended times."""
+    planned = Counter(fault.action.name for fault in experiment.faults)
+    # `strikes` may include faults by a user's commands, which the scenario does not plan.
+    if not planned and not strikes:
         return []
-    absent = wanted - Counter(strike.action for strike in struck)
+    absent = planned - Counter(strike.action for strike in strikes)
     if absent:
         names = ", ".join(sorted(absent.elements()))
         return [Check("faults", False, f"never struck: {names}")]
-    late = max((strike.struck - strike.intended for strike in struck), default=0.0)
-    if late > FAULT_LATENESS:
-        worst = max(struck, key=lambda strike: strike.struck - strike.intended)
-        text = f"{worst.action} of {worst.target} struck {late:.2f} s late"
+    lateness = max((strike.struck - strike.intended for strike in strikes), default=0.0)
+    if lateness > FAULT_LATENESS:
+        worst = max(strikes, key=lambda strike: strike.struck - strike.intended)
+        text = f"{worst.action} of {worst.target} struck {lateness:.2f} s late"
         return [Check("faults", False, text)]
     for event in log.of("fault"):
         fields = event.fields
-        # A device that was killed takes its time to start.
+        # The reversal of a kill lasts until the device has started.
         if fields.get("phase") != "undo" or fields.get("action") == "kill":
             continue
-        # A fault that was undone by hand has no intended end.
-        beyond = event.time - float(fields.get("intended", event.time))
-        if beyond > FAULT_LATENESS:
-            text = f"{fields['action']} of {fields['target']} lasted {beyond:.2f} s longer than intended"
+        # A fault that a user's command undid has no intended end.
+        excess = event.time - float(fields.get("intended", event.time))
+        if excess > FAULT_LATENESS:
+            text = f"{fields['action']} of {fields['target']} lasted {excess:.2f} s longer than intended"
             return [Check("faults", False, text)]
-    text = f"{len(struck)} injected, the latest {late * 1e3:z.0f} ms late"
+    text = f"{len(strikes)} injected, the latest {lateness * 1e3:z.0f} ms late"
     return [Check("faults", True, text)]
 
 
 def _check_changes(log: EventLog, experiment: Experiment) -> list[Check]:
-    """Check the lateness of link trace entries and of flapping links."""
+    """Check the lateness of the changes by the link trace and by flapping links."""
     shortest = math.inf
     for fault in experiment.faults:
         if isinstance(fault.action, Flap):
             flap = fault.action.value
             shortest = min(shortest, flap.down, flap.up)
-    flap_bound = min(CHANGE_LATENESS, FLAP_LATENESS_SHARE * shortest)
+    max_flap_lateness = min(CHANGE_LATENESS, FLAP_LATENESS_SHARE * shortest)
     flaps = [event for event in log.of("fault") if event.fields.get("action") == "flap"]
     return [
-        *_bound_changes("trace", log.of("trace"), CHANGE_LATENESS),
-        *_bound_changes("flaps", flaps, flap_bound),
+        *_check_lateness("trace", log.of("trace"), CHANGE_LATENESS),
+        *_check_lateness("flaps", flaps, max_flap_lateness),
     ]
 
 
-def _bound_changes(name: str, events: Iterable[Event], bound: float) -> Iterator[Check]:
-    late = []
+def _check_lateness(
+    name: str, events: Iterable[Event], max_lateness: float
+) -> Iterator[Check]:
+    lateness = []
     for event in events:
-        # A change by hand has no intended time and cannot be late.
+        # A change by a user's command has no intended time and cannot be late.
         if "intended" in event.fields:
-            late.append(event.time - float(event.fields["intended"]))
-    if not late:
+            lateness.append(event.time - float(event.fields["intended"]))
+    if not lateness:
         return
-    beyond = sum(seconds > bound for seconds in late)
-    detail = (
-        f"{len(late)} changes by the {name}, the latest {max(late) * 1e3:.0f} ms late"
-    )
-    if beyond:
-        detail = f"{beyond} of {detail} (at most {bound * 1e3:.3g} ms)"
-    yield Check(name, not beyond, detail)
+    late_count = sum(seconds > max_lateness for seconds in lateness)
+    latest = max(lateness) * 1e3
+    detail = f"{len(lateness)} changes by the {name}, the latest {latest:.0f} ms late"
+    if late_count:
+        detail = f"{late_count} of {detail} (at most {max_lateness * 1e3:.3g} ms)"
+    yield Check(name, not late_count, detail)
 
 
 def _check_links(outcome: Outcome, experiment: Experiment) -> Check:
@@ -319,10 +329,10 @@ def _check_links(outcome: Outcome, experiment: Experiment) -> Check:
         return Check("links", None, "no links")
     if not outcome.links:
         return Check("links", False, "no link was measured before the run")
-    bad = [item for item in outcome.links if item.problem]
-    if bad:
-        first = bad[0]
-        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    deviating = [measurement for measurement in outcome.links if measurement.problem]
+    if deviating:
+        first = deviating[0]
+        more = f" (and {len(deviating) - 1} more)" if len(deviating) > 1 else ""
         detail = f"link {first.source} -> {first.destination} is out of tolerance: {first.problem}{more}"
         return Check("links", False, detail)
     return Check("links", True, f"{len(outcome.links)} measured, all within tolerance")
@@ -345,22 +355,24 @@ def _check_host(host_time: HostTime, fidelity: Mapping[str, Any]) -> Check:
 
 
 def _describe_load(fidelity: Mapping[str, Any]) -> str:
-    """Describe the host's load, which explains damage but is harmless by itself."""
+    """Describe the host's load, which explains added time but is harmless by itself."""
     load, saturated = fidelity.get("host_load"), fidelity.get("host_saturated")
     if load is None or saturated is None:
         return ""
     return f"; its processors were busy for {load:.0%} of the time, all of them at once for {saturated:.0%}"
 
 
-def _check_recoveries(recovered: Sequence[Mapping[str, Any]]) -> list[Check]:
-    done = [item for item in recovered if item["seconds"]]
-    if not done:
+def _check_recoveries(recoveries: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """Check the share of each recovery in ``recovery_list`` that the host added to computations."""
+    shares = []
+    for recovery in recoveries:
+        if recovery["seconds"]:
+            shares.append(recovery["deficit"] / recovery["seconds"])
+    if not shares:
         return []
-    worst = max(done, key=lambda item: float(item["deficit"] / item["seconds"]))
-    part = worst["deficit"] / worst["seconds"]
-    most = RECOVERY_DEFICIT_SHARE
-    detail = f"computing slower than asked made up {part:.1%} of a recovery"
-    return [_bounded_check("recovery", part, most, detail, f"{most:.0%}")]
+    share, maximum = max(shares), RECOVERY_DEFICIT_SHARE
+    detail = f"computing slower than asked made up {share:.1%} of a recovery"
+    return [_bounded_check("recovery", share, maximum, detail, f"{maximum:.0%}")]
 
 
 def _check_stolen_time(fidelity: Mapping[str, Any]) -> list[Check]:
@@ -374,30 +386,33 @@ def _check_stolen_time(fidelity: Mapping[str, Any]) -> list[Check]:
 
 
 def _check_queues(fidelity: Mapping[str, Any]) -> list[Check]:
+    """Check the number of packets that the emulation itself dropped, counted by device and kind of queue."""
     queues = fidelity.get("queues")
     if queues is None:
         return []
-    lost: dict[str, int] = {}
+    emulation_drops: dict[str, int] = {}
     unread: dict[str, int] = {}
-    link = 0
+    total_link_drops = 0
     for name, counts in queues.items():
-        # The queue before a link's rate belongs to the link: its drops are requested loss.
-        own_drops = counts.get("sender_drops", 0)
-        link += own_drops
+        # The queue before a link's rate belongs to the link, so its drops are requested loss.
+        link_drops = counts.get("sender_drops", 0)
+        total_link_drops += link_drops
         unread[name] = counts.get("unread", 0)
-        lost[name] = sum(counts.values()) - own_drops - unread[name]
+        emulation_drops[name] = sum(counts.values()) - link_drops - unread[name]
     if any(unread.values()):
-        return [_unread_datagrams(unread)]
-    total = sum(lost.values())
+        return [_unread_datagrams_check(unread)]
+    total = sum(emulation_drops.values())
     if total > QUEUE_OVERFLOWS:
-        worst = max(lost, key=lambda name: lost[name])
+        worst = max(emulation_drops, key=lambda name: emulation_drops[name])
         text = f"dropped {total} packets because the host was too slow, most at {worst}"
         return [Check("queues", False, f"the emulation {text}")]
-    own = f"; {link} overflowed the queues of the links themselves" if link else ""
-    return [Check("queues", True, f"the emulation dropped no packet of its own{own}")]
+    detail = "the emulation dropped no packet of its own"
+    if total_link_drops:
+        detail += f"; {total_link_drops} overflowed the queues of the links themselves"
+    return [Check("queues", True, detail)]
 
 
-def _unread_datagrams(unread: Mapping[str, int]) -> Check:
+def _unread_datagrams_check(unread: Mapping[str, int]) -> Check:
     """Return the failed check of datagrams, counted by device, that overflowed the receivers' sockets."""
     worst = max(unread, key=lambda name: unread[name])
     detail = (
