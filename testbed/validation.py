@@ -12,7 +12,7 @@ from testbed.common.conditions import parse_condition
 from testbed.common.errors import Diagnostic, InputError, Key, nearest
 from testbed.faults.parts import devices_named
 from testbed.method import Method
-from testbed.network.checks import RESERVED_NAMES, has_room, no_room
+from testbed.network.checks import RESERVED_NAMES, has_room, no_room_text
 from testbed.scenario.expand import unknown_device_text
 from testbed.scenario.explaining import explain
 from testbed.scenario.schema import Scenario, Trial
@@ -97,7 +97,8 @@ def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
         )
     if not has_room(IPv4Network(trial.scenario.network.subnet), len(names)):
         yield Diagnostic(
-            ("network", "subnet"), no_room(trial.scenario.network.subnet, len(names))
+            ("network", "subnet"),
+            no_room_text(trial.scenario.network.subnet, len(names)),
         )
     for index, part in enumerate(trial.scenario.faults):
         for key, name in devices_named(part):

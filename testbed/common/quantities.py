@@ -20,7 +20,7 @@ _NUMBER_AND_UNIT = re.compile(
     r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\s\d].*)?\Z"
 )
 
-LARGEST = 1e18
+MAX_VALUE = 1e18
 """Largest value of any quantity but a fraction, in SI units."""
 
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -109,7 +109,7 @@ def _parse_quantity(
     value: object,
     units: Mapping[str, float],
     example: str,
-    largest: float = LARGEST,
+    largest: float = MAX_VALUE,
 ) -> float:
     """Return a quantity in SI units. Raises ValueError, which names the ``kind`` and may show an ``example``."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -265,7 +265,7 @@ def _annotated_type(
     return (
         # The parser refuses larger values itself. Without a bound here, `testbed.common.part` adds that of plain
         # numbers, which is lower: 10tflops would be refused.
-        Le(LARGEST),
+        Le(MAX_VALUE),
         BeforeValidator(parse),
         PlainSerializer(format_text),
         WithJsonSchema(schema),

@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict
 
 from testbed.common.errors import InputError, Key
 
-MOST_CHARACTERS = 2_000_000
+MAX_CHARACTERS = 2_000_000
 """Maximum number of source characters of a method or model."""
 
 
@@ -169,8 +169,8 @@ def _gather_code(file: Path, named: str, key: Key) -> Code:
     main = _Source(file, {"": file}, {"": _read_text(file, named, key)}, {})
     folder, named_folder = file.parent, Path(named).parent
     sources = _with_imports(main, named_folder, key)
-    if sum(source.characters for source in sources) > MOST_CHARACTERS:
-        text = f"{named} and the files that it imports have more than {MOST_CHARACTERS:,} characters: import less"
+    if sum(source.characters for source in sources) > MAX_CHARACTERS:
+        text = f"{named} and the files that it imports have more than {MAX_CHARACTERS:,} characters: import less"
         raise InputError(text, key)
     # All names first: an import may be circular.
     for source in sources:
@@ -353,8 +353,8 @@ def code_of_package(name: str, module: str, key: Key) -> Code:
     # All modules: which of them the object needs shows only while it runs.
     modules = _package_modules(_root_package(module))
     sources = {each: _installed_text(each, key) for each in modules}
-    if sum(map(len, sources.values())) > MOST_CHARACTERS:
-        text = f"the package of '{name}' has more than {MOST_CHARACTERS:,} characters: move '{name}' to a smaller one"
+    if sum(map(len, sources.values())) > MAX_CHARACTERS:
+        text = f"the package of '{name}' has more than {MAX_CHARACTERS:,} characters: move '{name}' to a smaller one"
         raise InputError(text, key)
     return Code(name=name, module=module, sources=sources)
 

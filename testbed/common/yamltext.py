@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from yaml.cyaml import CSafeDumper, CSafeLoader
 
-DEEPEST = 200
+MAX_DEPTH = 200
 """Maximum depth of a text: a much deeper one overflows the stack of libyaml's reader, which ends the process."""
 
 # The core schema, https://yaml.org/spec/1.2.2/#103-core-schema; the first pattern that matches holds.
@@ -30,9 +30,9 @@ class _Reader(CSafeLoader):
     depth = 0
 
     def descend_resolver(self, current_node: Any, current_index: Any) -> None:
-        """Raise `yaml.YAMLError` below a depth of `DEEPEST`. PyYAML calls the method as it enters a node."""
+        """Raise `yaml.YAMLError` below a depth of `MAX_DEPTH`. PyYAML calls the method as it enters a node."""
         self.depth += 1
-        if self.depth > DEEPEST:
+        if self.depth > MAX_DEPTH:
             raise yaml.YAMLError("is nested too deeply")
 
     def ascend_resolver(self) -> None:

@@ -1,7 +1,8 @@
-"""Packet loss, delay, duplication and corruption as seeded random processes. Pure.
+"""Packet loss, delay, duplication and corruption as seeded random processes.
 
-The backends and the simulator share these definitions: the delay line and the simulator run them, netem is given the
-same tables and the same chain.
+A process is a function that returns the fate of the next packet at each call. The backends and the simulator share
+these definitions: the delay line and the simulator call the processes, and netem gets the same tables of delays and the
+same Markov chain of losses.
 """
 
 from __future__ import annotations
@@ -15,29 +16,30 @@ from statistics import NormalDist, fmean, pstdev
 from testbed.network.link import Distribution, GilbertElliott, Link
 
 QUANTILES = 4096
-"""Number of equally likely values that stand for a distribution, as netem's tables do."""
-FURTHEST = 4.0
-"""Maximum deviation in standard deviations, the bound of netem's tables."""
+"""Number of equally likely values that represent a distribution, as in netem's tables."""
+MAX_DEVIATIONS = 4.0
+"""Maximum deviation from the mean in standard deviations, the bound of netem's tables."""
 _PARETO_CUT = 3.7
-"""Cut-off of Pareto's distribution (exponent 3, from 1), so that its tail ends just before `FURTHEST`."""
+"""Maximum of the values of Pareto's distribution (exponent 3, minimum 1), so that its tail ends just before
+`MAX_DEVIATIONS`."""
 
 
 @functools.cache
 def quantiles(distribution: Distribution) -> tuple[float, ...]:
     """Return `QUANTILES` equally likely values in ascending order, of mean 0 and standard deviation 1."""
-    # The middle of each interval: quantiles 0 and 1 of a normal distribution are infinite.
+    # The middles of equal intervals, because quantiles 0 and 1 of a normal distribution are infinite.
     probabilities = [(index + 0.5) / QUANTILES for index in range(QUANTILES)]
     match distribution:
         case "normal":
-            raw = [NormalDist().inv_cdf(probability) for probability in probabilities]
+            values = [NormalDist().inv_cdf(each) for each in probabilities]
         case "uniform":
-            raw = probabilities
+            values = probabilities
         case "pareto":
-            tail = [(1 - probability) ** (-1 / 3) for probability in probabilities]
-            raw = [min(value, _PARETO_CUT) for value in tail]
-    # Standardised after the cut, so that a jitter is the standard deviation for every distribution.
-    mean, deviation = fmean(raw), pstdev(raw)
-    return tuple((value - mean) / deviation for value in raw)
+            uncut = [(1 - each) ** (-1 / 3) for each in probabilities]
+            values = [min(value, _PARETO_CUT) for value in uncut]
+    # Standardised after the cut, so that the jitter is the standard deviation for every distribution.
+    mean, deviation = fmean(values), pstdev(values)
+    return tuple((value - mean) / deviation for value in values)
 
 
 def loss_chain(link: Link) -> GilbertElliott | None:
@@ -50,38 +52,39 @@ def loss_chain(link: Link) -> GilbertElliott | None:
     """
     if link.bursts is not None or not link.loss_correlation or not link.loss:
         return link.bursts
-    # Fates of neighbours correlate by 1 - p - r, and p / (p + r) is the share of losses.
-    turning = 1 - link.loss_correlation
-    return GilbertElliott(p=link.loss * turning, r=(1 - link.loss) * turning)
+    # The fates of successive packets have the correlation 1 - p - r, and p / (p + r) is the share of losses.
+    p_plus_r = 1 - link.loss_correlation
+    return GilbertElliott(p=link.loss * p_plus_r, r=(1 - link.loss) * p_plus_r)
 
 
 def loss_process(link: Link, seed: str) -> Callable[[], bool] | None:
-    """Return a function for the fate of the next packet, True if lost; None for a link without loss."""
-    states = loss_chain(link)
-    if states is None:
+    """Return a function that returns whether the next packet is lost; None for a link without loss."""
+    chain = loss_chain(link)
+    if chain is None:
         return bernoulli_process(link.loss, seed)
-    return _chained_losses(states, seed)
+    return _chained_losses(chain, seed)
 
 
-def _chained_losses(states: GilbertElliott, seed: str) -> Callable[[], bool]:
+def _chained_losses(chain: GilbertElliott, seed: str) -> Callable[[], bool]:
     random = Random(seed).random
-    leave = (states.p, states.r)
-    lose = (states.good_loss, states.bad_loss)
-    # Started in its stationary distribution, so that a short flow loses no less than a long one.
-    bad = random() * (states.p + states.r) < states.p
+    # Index 0 is the good state, and index 1 the bad state.
+    change_probabilities = (chain.p, chain.r)
+    loss_probabilities = (chain.good_loss, chain.bad_loss)
+    # The first state is drawn from the stationary distribution, so that a short flow has the mean loss of a long one.
+    is_bad = random() * (chain.p + chain.r) < chain.p
 
-    def lost() -> bool:
-        nonlocal bad
-        # The state moves before the fate of the packet is drawn (`GilbertElliott`).
-        if random() < leave[bad]:
-            bad = not bad
-        return random() < lose[bad]
+    def is_lost() -> bool:
+        nonlocal is_bad
+        # The state changes before the fate of the packet is drawn (`GilbertElliott`).
+        if random() < change_probabilities[is_bad]:
+            is_bad = not is_bad
+        return random() < loss_probabilities[is_bad]
 
-    return lost
+    return is_lost
 
 
 def bernoulli_process(probability: float, seed: str) -> Callable[[], bool] | None:
-    """Return a function for independent draws with a probability; None for probability 0."""
+    """Return a function that returns True with a probability, independently at each call; None for probability 0."""
     if not probability:
         return None
     random = Random(seed).random
@@ -89,39 +92,40 @@ def bernoulli_process(probability: float, seed: str) -> Callable[[], bool] | Non
 
 
 def delay_process(link: Link, seed: str) -> Callable[[], float] | None:
-    """Return a function for the delay of the next packet in seconds; None for a constant delay."""
-    vary = _jittered_delays(link, seed) if link.jitter else None
-    # A stream of its own: whether packets are reordered must not change their jitter.
+    """Return a function that returns the delay of the next packet in seconds; None for a constant delay."""
+    draw_delay = _jittered_delays(link, seed) if link.jitter else None
+    # A seed of its own, so that reordering does not change the jitter of the packets.
     overtakes = bernoulli_process(link.reorder, f"{seed} reorder")
     if overtakes is None:
-        return vary
+        return draw_delay
 
     def delay() -> float:
         if overtakes():
             return 0.0
-        return link.delay if vary is None else vary()
+        return link.delay if draw_delay is None else draw_delay()
 
     return delay
 
 
 def _jittered_delays(link: Link, seed: str) -> Callable[[], float]:
-    source = Random(seed)
-    # A packet cannot arrive before it was sent.
-    table = [
-        max(0.0, link.delay + link.jitter * value)
-        for value in quantiles(link.distribution)
-    ]
+    generator = Random(seed)
+    table = []
+    for value in quantiles(link.distribution):
+        # A packet cannot arrive before it was sent.
+        table.append(max(0.0, link.delay + link.jitter * value))
     if not link.jitter_correlation:
-        random = source.random
+        random = generator.random
         return lambda: table[int(random() * QUANTILES)]
-    # An autoregressive normal variable, read as a quantile, correlates delays and keeps their distribution exactly.
-    gauss, keep = source.gauss, link.jitter_correlation
-    fresh = math.sqrt(1 - keep * keep)
+    # A first-order autoregressive process of standard normal values has the correlation. Its cumulative probabilities
+    # are uniform, so the delays at these quantiles of the table have the distribution of the jitter exactly.
+    gauss = generator.gauss
+    correlation = link.jitter_correlation
+    innovation = math.sqrt(1 - correlation * correlation)
     state = gauss(0, 1)
 
     def delay() -> float:
         nonlocal state
-        state = keep * state + fresh * gauss(0, 1)
+        state = correlation * state + innovation * gauss(0, 1)
         quantile = (1 + math.erf(state * math.sqrt(0.5))) / 2
         # Far in the tail the quantile rounds to 1.
         return table[min(QUANTILES - 1, int(quantile * QUANTILES))]
@@ -130,34 +134,40 @@ def _jittered_delays(link: Link, seed: str) -> Callable[[], float]:
 
 
 def corrupt_packet(packet: bytes, random: Random) -> bytes | None:
-    """Return an IPv4 packet with one flipped bit; None for a flipped header bit, which the checksum reveals."""
+    """Return an IPv4 packet with one flipped bit.
+
+    None if the bit is in the header: the receiver drops such a packet because of its header checksum.
+    """
     byte, bit = divmod(random.randrange(8 * len(packet)), 8)
+    # The lower half of the first byte is the length of the header in words of four bytes.
     header_bytes = 4 * (packet[0] & 15)
     if byte < header_bytes:
         return None
-    changed = bytearray(packet)
-    changed[byte] ^= 1 << bit
-    return bytes(changed)
+    corrupted = bytearray(packet)
+    corrupted[byte] ^= 1 << bit
+    return bytes(corrupted)
 
 
 def expected_loss(link: Link) -> float:
-    """Return the share of packets lost, or dropped because of a wrong checksum."""
-    states = loss_chain(link)
-    lost = link.loss if states is None else states.loss
-    return 1 - (1 - lost) * (1 - link.corrupt)
+    """Return the share of packets that are lost, or dropped because of a wrong checksum."""
+    chain = loss_chain(link)
+    loss = link.loss if chain is None else chain.loss
+    return 1 - (1 - loss) * (1 - link.corrupt)
 
 
 def loss_variance_ratio(link: Link) -> float:
-    """Return the ratio of the losses' variance in a long flow to the variance of independent losses."""
-    states = loss_chain(link)
-    if states is None or not 0 < states.loss < 1:
+    """Return the variance of the number of losses in a long flow, divided by the variance of independent losses."""
+    chain = loss_chain(link)
+    if chain is None or not 0 < chain.loss < 1:
         return 1.0
-    turning = states.p + states.r
-    bad = states.p / turning
-    # The correlation of two fates falls with their distance as (1 - p - r) ** distance: a geometric series.
-    between = bad * (1 - bad) * (states.bad_loss - states.good_loss) ** 2
-    shared = between / (states.loss * (1 - states.loss))
-    return 1 + 2 * shared * (1 - turning) / turning
+    p_plus_r = chain.p + chain.r
+    bad_share = chain.p / p_plus_r
+    # Part of the variance of one fate that is due to the state.
+    state_variance = bad_share * (1 - bad_share)
+    state_variance *= (chain.bad_loss - chain.good_loss) ** 2
+    explained_share = state_variance / (chain.loss * (1 - chain.loss))
+    # Two fates at a distance d have the correlation explained_share * (1 - p - r) ** d, a geometric series.
+    return 1 + 2 * explained_share * (1 - p_plus_r) / p_plus_r
 
 
 def median_delay(link: Link) -> float:
@@ -166,11 +176,11 @@ def median_delay(link: Link) -> float:
         return 0.0
     if not link.jitter:
         return link.delay
-    # Reordered packets have the shortest delay, so the median of all is a lower quantile of the others.
+    # Reordered packets have the shortest delay, so the median of all packets is a lower quantile of the other packets.
     index = int((0.5 - link.reorder) / (1 - link.reorder) * QUANTILES)
     return max(0.0, link.delay + link.jitter * quantiles(link.distribution)[index])
 
 
 def longest_delay(link: Link) -> float:
     """Return an upper bound of the packet delay in seconds."""
-    return link.delay + FURTHEST * link.jitter
+    return link.delay + MAX_DEVIATIONS * link.jitter

@@ -16,7 +16,7 @@ Distribution = Literal["normal", "uniform", "pareto"]
 
 
 def least_rate(*rates: float | None) -> float | None:
-    """Return the least of some rates in bit/s; None, as fast as the host, is more than any other rate.
+    """Return the minimum of some rates in bit/s, where None means unlimited (as fast as the host).
 
     >>> least_rate(50e6, None, 10e6)
     10000000.0
@@ -63,8 +63,8 @@ class GilbertElliott:
 class Link:
     """Properties of a directed link between two devices.
 
-    The rate is charged at the sender; all other properties act at the receiver, by source. A link that is not ``up``
-    drops everything silently, as a partition does.
+    The rate acts at the sender; all other properties act at the receiver, on the packets of this sender. A link that is
+    not ``up`` drops all packets silently, as in a network partition.
 
     >>> Link(rate=10e6, delay=0.005).transmission_time(1250)
     0.001
@@ -83,7 +83,8 @@ class Link:
     loss: float = 0.0
     """Fraction of packets lost, each independently unless correlated."""
     loss_correlation: float = 0.0
-    """Correlation of successive losses, from 0 to 1. Unlike netem's, the share of losses is unaffected."""
+    """Correlation of successive losses, from 0 to 1. Unlike in netem, the correlation leaves the share of losses as it
+    is."""
     bursts: GilbertElliott | None = None
     """Loss in bursts, instead of ``loss``."""
     message_loss: float = 0.0
@@ -99,9 +100,9 @@ class Link:
     """Capacity in packets of the queue before the rate limit; None derives the capacity from the bandwidth-delay
     product."""
     up: bool = True
-    """Whether packets get through at all."""
+    """Whether any packets arrive."""
     frame: int | None = None
-    """Bytes of a frame, where casts are lost by frames; None: whole."""
+    """Bytes of a frame, if casts are lost frame by frame; None if each cast is lost as a whole."""
 
     def transmission_time(self, wire_bytes: float) -> float:
         """Return the seconds needed to put bytes on the wire."""
@@ -121,13 +122,13 @@ class Link:
 
 
 _FEW_PACKETS = 8 * 1514
-"""Upper bound of the bytes queued by a kernel before an acknowledgement is needed."""
+"""Bytes of 8 full packets: upper bound of the bytes that a kernel queues before it needs an acknowledgement."""
 _DEVIATIONS = 3
-"""Number of standard deviations of jitter allowed for."""
+"""Standard deviations of jitter in a time-out; less than 0.2 % of normally distributed delays are longer."""
 
 
 def slowness(forward: Link, backward: Link) -> float:
-    """Return an upper bound in seconds for the round trip of a few full packets, for use in time-outs."""
+    """Return an upper bound in seconds for the round trip of a few full packets, by which time-outs are extended."""
     seconds = 0.0
     for link in (forward, backward):
         longest_delay = link.delay + _DEVIATIONS * link.jitter
@@ -156,18 +157,18 @@ def links_from_json(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
 
 @dataclass(frozen=True)
 class Cell:
-    """Devices on one shared channel: all transmissions between them use the same rate.
+    """Devices on one radio channel, whose rate all transmissions between them share.
 
-    Messages from a member to a device outside of the cell use no time of the channel. The links' own rates apply in
-    addition to the channel's.
+    Messages from a member to a device outside the cell do not use the channel. The rates of the links apply in addition
+    to that of the channel.
     """
 
     devices: tuple[str, ...]
     rate: float
-    """bit/s on the wire, of all transmissions together."""
+    """Rate of the channel in bit/s on the wire, for the sum of all transmissions."""
 
     def carries(self, pair: Pair) -> bool:
-        """Return whether a transmission between the two takes from the channel."""
+        """Return whether a transmission between two devices uses the channel."""
         return pair[0] in self.devices and pair[1] in self.devices
 
 

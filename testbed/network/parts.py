@@ -1,7 +1,10 @@
-"""The `network` section of a scenario: links, cells, presets, and how levels override each other.
+"""The `network` section of a scenario: links, cells, radio, presets, and the rules by which one link overrides another.
 
-A preset sets only what its source states. None of the sources states a delay, so a preset has none unless it is marked
-an assumption: write the delay beside the preset.
+`overlay` applies a section (`LinkPart`) to a link: first `network.link`, then entries of `network.links`, then faults
+and link traces. A section overrides the properties that it sets, and all others keep their values.
+
+A preset sets only properties that its source states. No source states a delay, so a preset has a delay only if its
+source is an assumption; users write the delay beside the preset.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ _THIS_HOST = IPv4Network("0.0.0.0/8")
 
 
 class LinkPart(ConfigModel):
-    """Properties of one direction of a link. Missing properties are inherited."""
+    """Properties of one direction of a link. Missing properties keep the values of the link that this one overrides."""
 
     preset: str | None = Field(
         None,
@@ -114,7 +117,7 @@ class PairLinkPart(LinkPart):
     )
 
     @model_validator(mode="after")
-    def _one_way_of_naming(self) -> Self:
+    def _check_ends(self) -> Self:
         if (self.between is None) == (self.from_ is None or self.to is None):
             raise ValueError(
                 "name the link either with 'from' and 'to' or with 'between: [a, b]'"
@@ -122,14 +125,14 @@ class PairLinkPart(LinkPart):
         return self
 
     def ends(self) -> list[tuple[Key, str]]:
-        """Return each named device with its key."""
+        """Return the key in this section, and the name, of each of the two devices."""
         if self.between is not None:
             one, other = self.between
             return [(("between", 0), one), (("between", 1), other)]
         return [(("from",), str(self.from_)), (("to",), str(self.to))]
 
     def directions(self) -> list[tuple[str, str]]:
-        """Return the (source, destination) pairs meant: one, or both of ``between``."""
+        """Return the pairs (source, destination): one for ``from`` and ``to``, two for ``between``."""
         if self.between is not None:
             return [self.between, self.between[::-1]]
         return [(str(self.from_), str(self.to))]
@@ -151,7 +154,7 @@ class CellPart(ConfigModel):
 
 
 class ReceptionReferencePart(ConfigModel):
-    """The configuration in which a radio has its mean reception, where the run's own configuration differs."""
+    """The configuration in which a radio has its mean reception ratio, if it differs from that of the run."""
 
     path_loss_exponent: float | None = Field(
         None, gt=0, description="path loss exponent; default: that of the run"
@@ -175,7 +178,7 @@ class ReceptionReferencePart(ConfigModel):
 
 
 class RadioPart(ConfigModel):
-    """Where devices are and how their transmissions fade: which share of casts each receiver loses."""
+    """Positions and radios of the devices, from which the share of casts that each receiver loses is computed."""
 
     area: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = Field(
         description=(
@@ -241,7 +244,7 @@ class RadioPart(ConfigModel):
 
 
 class NetworkPart(ConfigModel):
-    """Which devices are linked, and how."""
+    """The topology, and the properties of links, cells and radio."""
 
     topology: Topology = Field(
         "mesh",
@@ -290,7 +293,7 @@ class NetworkPart(ConfigModel):
 
     @field_validator("subnet", "control_subnet")
     @classmethod
-    def _is_a_subnet(cls, value: str | None) -> str | None:
+    def _check_subnet(cls, value: str | None) -> str | None:
         if value is None:
             return None
         try:
@@ -299,30 +302,31 @@ class NetworkPart(ConfigModel):
             raise ValueError(
                 f"'{value}' is not a range of addresses ({error}): write one such as 10.20.0.0/16"
             ) from None
-        others = (
-            network.is_global,
-            network.is_loopback,
-            network.is_link_local,
-            network.is_multicast,
+        # During a run, the host could not reach the owners of a public range.
+        is_unusable = (
+            network.is_global
+            or network.is_loopback
+            or network.is_link_local
+            or network.is_multicast
+            or network.overlaps(_THIS_HOST)
         )
-        # A public range would hide its owners from the host while a run is up.
-        if any(others) or network.overlaps(_THIS_HOST):
+        if is_unusable:
             raise ValueError(
                 f"'{value}' is not a private range: write one such as 10.20.0.0/16"
             )
         return str(network)
 
 
-# `up` is a fault's to change, and a frame belongs to the whole network.
+# Only faults change `up`, and `frame` is a key of the whole network.
 _OTHER_FIELDS = ("up", "frame")
 PROPERTIES = tuple(
     field.name for field in fields(Link) if field.name not in _OTHER_FIELDS
 )
-"""The keys with which a part of a scenario describes a link, beside ``preset``."""
+"""Fields of `Link` that are also keys of `LinkPart`, which has ``preset`` in addition."""
 
 
 def explicit_properties(part: LinkPart) -> dict[str, Any]:
-    """Return the explicitly set properties by field of `Link`."""
+    """Return the properties that a section sets, without those of its preset, by field of `Link`."""
     values = {name: getattr(part, name) for name in PROPERTIES}
     properties = {name: value for name, value in values.items() if value is not None}
     if part.bursts is not None:
@@ -333,11 +337,12 @@ def explicit_properties(part: LinkPart) -> dict[str, Any]:
 
 
 def overlay(link: Link, part: LinkPart, is_from_first: bool) -> Link:
-    """Return the link with the preset and then the properties of a part. Raises KeyError for an unknown preset.
+    """Return a link with the properties that a section sets: those of its preset, then those of its other keys.
 
-    A loss replaces the bursts of the levels above, and bursts replace their loss. A jitter or loss of 0 also removes
-    its distribution and correlation. ``is_from_first`` states that the link leads away from the first device of the
-    scenario (a preset's down direction).
+    A loss replaces the bursts of the link, and bursts replace its loss. A jitter of 0 also removes distribution and
+    correlation of the jitter, and a loss of 0 the correlation of losses. ``is_from_first`` states whether the link
+    leads away from the first device of the scenario, which is a preset's down direction. Raises KeyError for an unknown
+    preset.
 
     >>> overlay(Link(delay=0.01), LinkPart(preset="4g", loss="1%"), is_from_first=True)  # doctest: +ELLIPSIS
     Link(rate=25000000.0, delay=0.01, ..., loss=0.01, ...)
@@ -349,7 +354,7 @@ def overlay(link: Link, part: LinkPart, is_from_first: bool) -> Link:
         if preset.delay is not None:
             implied["delay"] = preset.delay
     explicit = explicit_properties(part)
-    # A leftover of the level above would contradict the new property, which checks refuse.
+    # A property that remained from the link could contradict the new property, which `checks` would refuse.
     if "bursts" in explicit:
         implied |= {"loss": 0.0, "loss_correlation": 0.0}
     elif "loss" in explicit:
@@ -367,18 +372,19 @@ class LinkPreset:
 
     name: str
     up: float
-    """Rate in bit/s from a device towards the first device of the scenario, and between any two others, whose traffic
-    passes the slower uplink first."""
+    """Rate in bit/s from a device to the first device of the scenario. Also the rate between two other devices, whose
+    traffic passes the slower uplink first."""
     down: float
-    """bit/s from the first device of the scenario."""
+    """Rate in bit/s from the first device of the scenario to another device."""
     source: str
+    """Standard or paper that states the rates."""
     delay: float | None = None
-    """One-way, in seconds; None where the source says nothing."""
+    """One-way delay in seconds; None if the source states no delay."""
     frame: int | None = None
     """Maximum frame size in bytes (including the header for 802.15.4). For information only."""
 
     def rate(self, is_from_first: bool) -> float:
-        """Return bit/s in one direction: down from the first device, up from every other."""
+        """Return the rate in bit/s of one direction: down from the first device, up from every other."""
         return self.down if is_from_first else self.up
 
 

@@ -21,7 +21,8 @@ Position = tuple[float, float]
 """Metres east and north of a corner of the area."""
 
 REFERENCE_DISTANCE = 1.0
-"""Metres of the reference loss. The path loss formula does not hold at shorter distances, where it is not used."""
+"""Distance of the reference loss in metres. The formula of the path loss is invalid at shorter distances, which
+therefore have the reference loss."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,11 @@ class Transceiver:
 
     name: str
     transmit_power: float
-    """dBm."""
+    """Power in dBm."""
     sensitivity: float
-    """dBm; weaker signals are lost."""
+    """Minimum received power in dBm; weaker signals are lost."""
     source: str
+    """Standard or data sheet that states the values."""
 
 
 _TRANSCEIVERS = (
@@ -67,14 +69,15 @@ class Propagation:
     """
 
     transmit_power: float
-    """dBm."""
+    """Power in dBm."""
     sensitivity: float
-    """dBm."""
+    """Minimum received power in dBm."""
     path_loss_exponent: float
+    """2 in free space, more indoors."""
     reference_loss: float
-    """dB at one metre."""
+    """Path loss in dB at `REFERENCE_DISTANCE`."""
     shadowing: float
-    """Standard deviation in dB."""
+    """Standard deviation of the shadowing in dB."""
 
     def path_loss(self, distance: float) -> float:
         """Return the mean loss in dB at a distance in metres, which is constant below one metre."""
@@ -100,7 +103,7 @@ def with_mean_reception(
     distances = [math.dist(one, other) for one, other in combinations(positions, 2)]
     if propagation.shadowing == 0 or not distances:
         raise ValueError(
-            "without shadowing, or for one device alone, no power gives every mean"
+            "a mean reception ratio requires shadowing and at least two devices"
         )
 
     def excess(power: float) -> float:
@@ -108,15 +111,15 @@ def with_mean_reception(
         ratios = sum(candidate.reception_ratio(distance) for distance in distances)
         return ratios / len(distances) - mean
 
-    # Reception rises with power, so bisection finds it; no radio is outside of these dBm.
-    weak, strong = -500.0, 500.0
-    while strong - weak > 1e-9:
-        middle = (weak + strong) / 2
+    # The mean rises with the power, which bisection finds. The power of any radio is between these bounds in dBm.
+    low, high = -500.0, 500.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
         if excess(middle) > 0:
-            strong = middle
+            high = middle
         else:
-            weak = middle
-    return replace(propagation, transmit_power=strong)
+            low = middle
+    return replace(propagation, transmit_power=high)
 
 
 def draw_positions(
@@ -125,20 +128,21 @@ def draw_positions(
     area: tuple[float, float],
     seed: int,
 ) -> dict[str, Position]:
-    """Return the position of each device in metres: the given one, or a uniformly distributed one within the area.
+    """Return the position of each device in metres: that of ``fixed``, or one drawn uniformly from the area.
 
     The draw for a device depends only on its name and the seed, not on the other devices.
     """
     positions = {}
     for name in names:
-        drawn = _random_position(area, derive(seed, "position", name))
-        positions[name] = fixed.get(name, drawn)
+        random_position = _random_position(area, derive(seed, "position", name))
+        positions[name] = fixed.get(name, random_position)
     return positions
 
 
 def _random_position(area: tuple[float, float], seed: int) -> Position:
-    draws = random.Random(seed)
-    return (draws.uniform(0, area[0]), draws.uniform(0, area[1]))
+    width, height = area
+    generator = random.Random(seed)
+    return (generator.uniform(0, width), generator.uniform(0, height))
 
 
 @dataclass(frozen=True)
@@ -151,12 +155,13 @@ class Radio:
     packets: int | None
     """Number of packets in a measurement of the reception ratio; None for the exact probability."""
     seed: int
+    """Seed of the run, from which the draws of the measurements are derived."""
 
     def reception_ratio(self, pair: Pair, exponent: float | None = None) -> float:
         """Return the packet reception ratio (PRR) of a directed pair (source, destination): from 0 to 1.
 
-        With ``packets``, the ratio is the result of a measurement by that number of packets, as devices do it, and may
-        differ between the two directions; without, it is the exact probability. An ``exponent`` replaces the path loss
+        If `packets` is set, the ratio is the result of a measurement with this number of packets, which may differ
+        between the two directions; otherwise the ratio is the exact probability. An ``exponent`` replaces the path loss
         exponent.
         """
         propagation = self.propagation
@@ -167,7 +172,7 @@ class Radio:
         ratio = propagation.reception_ratio(distance)
         if self.packets is None:
             return ratio
-        # The same draws for every exponent: a higher one loses all packets that a lower one loses.
-        draws = random.Random(derive(self.seed, "prr", source, destination))
-        received = sum(draws.random() < ratio for _ in range(self.packets))
+        # The draws are equal for all exponents, so a higher exponent loses every packet that a lower exponent loses.
+        generator = random.Random(derive(self.seed, "prr", source, destination))
+        received = sum(generator.random() < ratio for _ in range(self.packets))
         return received / self.packets

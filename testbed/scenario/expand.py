@@ -190,8 +190,8 @@ def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnosti
     link_problems = checks.problems(link)
     # `normal` is the default, so only the section shows whether the user asked for it.
     if part.distribution is not None and link.jitter == 0 and not link_problems:
-        text = checks.no_jitter(part.distribution)
-        link_problems.append(checks.Impossible("distribution", text))
+        text = checks.no_jitter_text(part.distribution)
+        link_problems.append(checks.LinkProblem("distribution", text))
     for name, text in link_problems:
         inner = parse_key(name)
         is_set_here = getattr(part, str(inner[0])) is not None

@@ -14,7 +14,7 @@ from docker.errors import APIError
 from docker.types import IPAMConfig, IPAMPool
 
 from testbed.common.errors import HostError, InputError
-from testbed.network.checks import has_room, no_room, prefix_for
+from testbed.network.checks import has_room, no_room_text, prefix_for
 from testbed_controller.lab.removal import RUN
 
 DEFAULT_RANGE = "198.18.0.0/15"
@@ -42,7 +42,7 @@ def free_subnets(
     """
     allowed_range = IPv4Network(within)
     if not has_room(allowed_range, devices):
-        raise InputError(no_room(within, devices), ("network", key))
+        raise InputError(no_room_text(within, devices), ("network", key))
     prefix = max(prefix_for(devices), allowed_range.prefixlen)
     obstacles = [network for network in used if network.overlaps(allowed_range)]
     for subnet in allowed_range.subnets(new_prefix=prefix):

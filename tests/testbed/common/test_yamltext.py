@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.common.yamltext import DEEPEST, nodes, values, written
+from testbed.common.yamltext import MAX_DEPTH, nodes, values, written
 
 # YAML 1.1 reads several of these as booleans, dates or numbers to the base of 60.
 WORDS: dict[str, Any] = {
@@ -69,7 +69,7 @@ def test_repeated_value_is_written_without_alias() -> None:
 
 
 # The larger depths would overflow the stack of libyaml, which ends the process.
-@pytest.mark.parametrize("depth", [DEEPEST + 1, 17_000, 100_000])
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 17_000, 100_000])
 @pytest.mark.parametrize(
     ("opening", "closing"), [("[", "]"), ("{a: ", "}"), ("- ", "")]
 )

@@ -49,7 +49,7 @@ def test_quantile_table_is_standardised_and_within_netem_range(
     assert list(table) == sorted(table)
     assert fmean(table) == pytest.approx(0, abs=1e-9)
     assert pstdev(table) == pytest.approx(1)
-    assert max(map(abs, table)) < impairments.FURTHEST
+    assert max(map(abs, table)) < impairments.MAX_DEVIATIONS
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
