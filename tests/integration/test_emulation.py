@@ -77,7 +77,7 @@ def run(
     """Run a scenario on a new lab, or on ``lab``, and return its outcome and metrics."""
     data = load_data(prepared.trial.scenario.workload.data)
     outcome = emulate(
-        prepared, data, on_stage=on_stage, accept_links=True, standing=lab
+        prepared, data, on_stage=on_stage, accept_links=True, existing_lab=lab
     )
     declared = prepared.method.declared
     return outcome, metrics(outcome, prepared.experiment, prepared.plan, declared)

@@ -243,7 +243,7 @@ def _check_disconnected_host(lab: HostsLab) -> None:
 
     prepared = prepare(lab.trial)
     outcome = emulate(
-        prepared, load_data(prepared), on_event, standing=lab, accept_links=True
+        prepared, load_data(prepared), on_event, existing_lab=lab, accept_links=True
     )
     assert outcome.status == "finished", (outcome.error, logs)
     assert times["noticed"] - times["disconnected"] < 5.0

@@ -65,7 +65,7 @@ def _check_containers(prepared: Prepared) -> Iterator[str]:
         try:
             dataset = load(workload_section(prepared.scenario).data)
             # On a standing lab, since logs are gone once a lab is removed.
-            outcome = emulate(prepared, dataset, standing=lab, accept_links=True)
+            outcome = emulate(prepared, dataset, existing_lab=lab, accept_links=True)
             yield from _check_logs(lab)
         finally:
             lab.down()

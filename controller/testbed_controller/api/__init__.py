@@ -270,10 +270,10 @@ def run(
 
 
 def _check_runtime(runtime: str) -> None:
-    known = get_args(Runtime)
-    if runtime not in known:
+    runtimes = get_args(Runtime)
+    if runtime not in runtimes:
         raise InputError(
-            f"unknown runtime '{runtime}': choose one of {', '.join(known)}"
+            f"unknown runtime '{runtime}': choose one of {', '.join(runtimes)}"
         )
 
 
@@ -317,19 +317,19 @@ def emulate(
     from testbed_controller.hosts.lab import add_host_faults
     from testbed_controller.hosts.placement import read_lab
 
-    where = read_lab(None if lab is None else Path(lab), tuple(hosts), place)
+    placement = read_lab(None if lab is None else Path(lab), tuple(hosts), place)
     options = RunOptions(
         callbacks=callbacks,
         links=links,
         accept_links=accept_links,
         keep=keep,
-        where=where,
+        placement=placement,
     )
-    if not where.faults:
+    if not placement.faults:
         return _run_one(scenario, "emulate", out, options)
 
     def with_host_faults(trial: Trial) -> Trial:
-        [changed] = add_host_faults([trial], where)
+        [changed] = add_host_faults([trial], placement)
         return changed
 
     return _run_one(scenario, "emulate", out, options, with_host_faults)
@@ -344,7 +344,7 @@ def sweep(
     together: bool = False,
     cluster: Client | str | None = None,
 ) -> Results:
-    """Run a scenario at all combinations of the given values, or at the points of its own sweep.
+    """Run a scenario at all combinations of ``values`` (key -> values), or by default at the points of its own sweep.
 
     ``together`` takes the first values of all keys, then the second ones, and so on. ``cluster`` is a
     `dask.distributed.Client`, or the address of its scheduler, on whose workers the runs are simulated.
@@ -361,7 +361,7 @@ def sweep(
         lists: dict[str, Any] = {}
         for key, swept in values.items():
             lists[key] = _list_of(key, swept)
-        # The given values replace the scenario's own sweep and points.
+        # These values replace the sweep and the points of the scenario.
         tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
         tree["sweep"] = {TOGETHER: lists} if together else lists
         tree["points"] = []
@@ -375,8 +375,8 @@ def sweep(
     )
     names = run_names(planned)
     runs = {}
-    for number, each in prepared.items():
-        runs[number] = PlannedRun(each, folder / names[number])
+    for number, prepared_run in prepared.items():
+        runs[number] = PlannedRun(prepared_run, folder / names[number])
     executor: Executor = InTurn(runtime)
     if cluster is not None:
         if runtime != "simulate":
@@ -403,9 +403,10 @@ def _list_of(key: str, values: Any) -> list[Any]:
             f"the values of '{key}' must be a list, such as [{values!r}], not a single value"
         )
     plain_values = []
-    for each in values:
+    for value in values:
         # Numbers of numpy, as from `np.linspace`, cannot be written into a scenario.
-        plain_values.append(_as_plain_value(each) if hasattr(each, "tolist") else each)
+        is_of_numpy = hasattr(value, "tolist")
+        plain_values.append(_as_plain_value(value) if is_of_numpy else value)
     return plain_values
 
 

@@ -37,7 +37,7 @@ CONNECT_TIMEOUT = 10
 WORKER_TIMEOUT = 600.0
 """Seconds for which a cluster may be without any worker: long enough to start new ones."""
 MAX_DEATHS = 3
-"""A run is given up when this many workers have died in it."""
+"""Number of workers that may die while they execute a run; the run is then given up."""
 _SIMULATION_LOCK = threading.Lock()
 """Held by the simulation in a worker process: user code and random numbers are global in a process, and a worker may
 have several threads."""
@@ -104,7 +104,7 @@ class Cluster:
     def _connect(self) -> AbstractContextManager[Client]:
         if isinstance(self.scheduler, str):
             return connected(self.scheduler)
-        # A client of the user's is not closed.
+        # A client that the user passed stays open.
         return nullcontext(self.scheduler)
 
 
@@ -192,7 +192,7 @@ class _Batch:
     def _check_loss(
         self, number: int, ended: Future[Files]
     ) -> Literal["again", "given up"] | None:
-        """Return the decision about a run whose task has ended; None unless workers died in the run."""
+        """Decide about a run whose task has ended: repeat it or give it up if workers died; otherwise return None."""
         from distributed import KilledWorker, Queue
 
         if not isinstance(ended.exception(), KilledWorker):
@@ -206,21 +206,22 @@ class _Batch:
 
 
 class _Watch:
-    """Detects the loss of all workers. Raises HostError after `WORKER_TIMEOUT`."""
+    """Detects the loss of all workers. A call raises HostError `WORKER_TIMEOUT` after the loss."""
 
     def __init__(self, client: Client, console: Console) -> None:
         self._client, self._console = client, console
-        self._since: float | None = None
+        self._lost_since: float | None = None
+        """Monotonic instant of the first call without workers; None with workers."""
 
     def __call__(self) -> None:
         if _count_workers(self._client):
-            self._since = None
-        elif self._since is None:
-            self._since = time.monotonic()
+            self._lost_since = None
+        elif self._lost_since is None:
+            self._lost_since = time.monotonic()
             self._console.print(
                 f"no worker is left: waiting {WORKER_TIMEOUT:.0f} s for a new one; start it with 'dask worker'"
             )
-        elif time.monotonic() - self._since > WORKER_TIMEOUT:
+        elif time.monotonic() - self._lost_since > WORKER_TIMEOUT:
             raise HostError(
                 f"--cluster: no worker for {WORKER_TIMEOUT:.0f} s: start workers, then continue with --resume"
             )
@@ -285,7 +286,7 @@ def _version_there() -> str:
 
 @contextmanager
 def _limited_deaths(client: Client) -> Iterator[None]:
-    """Let the scheduler, which others may share, abandon a task at the last allowed death, within the block."""
+    """Limit the deaths of workers for each task within the block; the scheduler may be shared with other users."""
     before = client.run_on_scheduler(_limit_failures, at_most=MAX_DEATHS - 1)
     try:
         yield

@@ -42,14 +42,16 @@ class RunOptions:
     streams: Sequence[str] = ()
     """Further exporters of `testbed_controller.results.streams`, besides those of the scenario."""
     callbacks: Sequence[Callback] = ()
+    """Objects of the user that are called with events."""
     links: str = "auto"
+    """Name of the link backend."""
     accept_links: bool = False
     """Whether to run despite links outside the tolerance."""
     keep: bool = False
     """Whether to keep the containers afterwards."""
-    where: LabPart | None = None
+    placement: LabPart | None = None
     """Hosts of the containers; None for the engine of this machine."""
-    standing: AnyLab | None = None
+    existing_lab: AnyLab | None = None
     """A running lab to use instead of a new one; kept afterwards."""
 
 
@@ -89,7 +91,7 @@ def run_recorded(
         page: AbstractContextManager[None] = nullcontext()
         if options.watch:
             page = _live_page(recorder.path, runtime, console)
-        # An exporter named twice, by the scenario and by an option, writes once.
+        # An exporter that both the scenario and an option name writes once.
         exporters = dict.fromkeys([*options.streams, *prepared.scenario.results.to])
         with (
             page,
@@ -103,7 +105,7 @@ def run_recorded(
     except BaseException as error:
         recorder.abandon(error)
         raise
-    # Imported after the run, whose start would be later by the time of the import.
+    # Imported after the run, since the import would delay the start of the run.
     from testbed_controller.report import boxes, html
 
     html.write(finished)
@@ -122,7 +124,7 @@ def _live_page(folder: Path, runtime: str, console: Console) -> Iterator[None]:
     def strike_run(action: Mapping[str, object]) -> str:
         return strike(runstate.writing(folder), action)
 
-    # The virtual clock does not wait for anybody, so faults cannot be injected into a simulation.
+    # A simulation does not run in real time, so nobody can inject a fault at a certain time.
     page = PageServer(folder, strike_run if runtime == "emulate" else None)
     with closing(page):
         console.print(page.address, soft_wrap=True)
@@ -179,6 +181,6 @@ def _follow_run(
             links=options.links,
             accept_links=options.accept_links,
             keep=options.keep,
-            standing=options.standing,
-            where=options.where,
+            existing_lab=options.existing_lab,
+            placement=options.placement,
         )

@@ -59,7 +59,7 @@ class PlannedRun:
 
 
 class Executor(Protocol):
-    """Executes runs, each into its own folder."""
+    """Executes runs, each with its own results folder."""
 
     def execute(
         self, runs: Mapping[int, PlannedRun], console: Console, done: Done
@@ -83,7 +83,7 @@ class InTurn:
         self, runs: Mapping[int, PlannedRun], console: Console, done: Done
     ) -> None:
         """See `Executor.execute`."""
-        # One for all runs: runs with equal initial weights read or train them once.
+        # One object for all runs, so that runs with equal initial weights read or train them once.
         initial = InitialWeights(console)
         began = time.monotonic()
         for finished_runs, (number, run) in enumerate(runs.items()):
@@ -218,8 +218,8 @@ def _emulate_on_free_host(
     # A set, since the free host may be the managing one; sorted, since the order of a set is random.
     hosts = sorted({host, managing_host})
     try:
-        where = parse(LabPart, {"hosts": hosts, "place": place})
-        host_options = replace(options, where=where)
+        placement = parse(LabPart, {"hosts": hosts, "place": place})
+        host_options = replace(options, placement=placement)
         return _execute_run(prepared, "emulate", folder, host_options)
     finally:
         free_hosts.put(host)
@@ -239,7 +239,7 @@ def _result_folder(_number: int, ended: Future[Path]) -> Path:
 
 
 def collect(
-    todo: Iterable[int],
+    numbers: Iterable[int],
     submit: Callable[[int], Future[T]],
     result_folder: Callable[[int, Future[T]], Path],
     console: Console,
@@ -251,7 +251,7 @@ def collect(
     max_running: Callable[[], int] = lambda: sys.maxsize,
     on_poll: Callable[[], None] = lambda: None,
 ) -> None:
-    """Submit runs, at most ``max_running()`` at a time, and call ``done`` with each finished run.
+    """Submit the runs of some numbers, at most ``max_running()`` at a time, and call ``done`` with each finished run.
 
     ``result_folder`` returns the results folder of a run, or raises its error. ``check_loss`` is called for every ended
     run. It returns None unless the run was lost with its worker, and otherwise whether the run is submitted again or
@@ -259,7 +259,7 @@ def collect(
     that were given up.
     """
     began = time.monotonic()
-    waiting = list(todo)
+    waiting = list(numbers)
     submitted: dict[Future[T], int] = {}
     total = len(waiting)
     while waiting or submitted:

@@ -221,8 +221,8 @@ class RunRequest:
             links=self.links,
             accept_links=self.accept_links,
             keep=self.keep,
-            where=self.where,
-            standing=lab,
+            placement=self.where,
+            existing_lab=lab,
         )
         if parallel_option == "--each-on-one-host":
             return OneRunPerHost(self.where.hosts, options)

@@ -220,34 +220,36 @@ class LinkSettings:
 
     def _compute_link(self, pair: Pair, now: SystemState) -> Link:
         overlaid = overlay(now.own_link(pair), self.part, now.is_from_first(pair))
-        wanted = replace(overlaid, **self.direct)
+        link = replace(overlaid, **self.direct)
         problems = []
-        for problem in checks.problems(wanted):
+        for problem in checks.problems(link):
             problems.append(f"{pair[0]} -> {pair[1]}: {problem.text}")
         if problems:
             raise InputError("; ".join(problems))
-        return wanted
+        return link
 
 
 def choose_links(
     links: Iterable[Pair], source: str | None, destination: str | None
 ) -> list[Pair]:
-    """Return the links between two ends, where None matches any device; raises InputError if no link matches.
+    """Return the links from ``source`` to ``destination``, where None matches any device.
+
+    Raises InputError if no link matches.
 
     >>> choose_links([("a", "b"), ("b", "a"), ("b", "c")], "b", None)
     [('b', 'a'), ('b', 'c')]
     """
-    chosen = []
+    matches = []
     for pair in links:
         if source in (None, pair[0]) and destination in (None, pair[1]):
-            chosen.append(pair)
-    if not chosen:
+            matches.append(pair)
+    if not matches:
         names: set[str] = set()
         for pair in links:
             names.update(pair)
         ends = f"from {source}" + (f" to {destination}" if destination else "")
         raise InputError(f"no link {ends}; the devices are {', '.join(sorted(names))}")
-    return chosen
+    return matches
 
 
 # Connections
@@ -273,9 +275,11 @@ def strike(run_id: str, action: Mapping[str, object]) -> str:
 
 
 def flap(
-    ask: Callable[[Request], Answer], part: Mapping[str, object], seconds: float | None
+    send: Callable[[Request], Answer], part: Mapping[str, object], seconds: float | None
 ) -> Iterator[tuple[int, float]]:
     """Take links down and up in turns; the links are up at the end, even after an error.
+
+    ``send`` sends a request to the lab (see `connect`), and ``part`` has the keys of ``flap`` in a scenario.
 
     Yields, after each change, the number of interruptions so far and the maximum lateness of a change in seconds.
     ``seconds`` is the total duration; None repeats without end unless the action has a count.
@@ -295,10 +299,10 @@ def flap(
             if phase == "strike":
                 # Set before the request, since an interruption during the request may leave the links down.
                 may_be_down = True
-                ask({"strike": request, "handle": handle})
+                send({"strike": request, "handle": handle})
                 interruptions += 1
             else:
-                ask({"undo": handle})
+                send({"undo": handle})
                 may_be_down = False
             lateness = max(lateness, time.monotonic() - start - when)
             yield interruptions, lateness
@@ -307,7 +311,7 @@ def flap(
         raise
     finally:
         if may_be_down:
-            ask({"undo": handle})
+            send({"undo": handle})
 
 
 # The socket

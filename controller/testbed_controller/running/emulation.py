@@ -35,21 +35,22 @@ def emulate(
     accept_links: bool = False,
     keep: bool = False,
     results: Path | None = None,
-    standing: AnyLab | None = None,
-    where: LabPart | None = None,
+    existing_lab: AnyLab | None = None,
+    placement: LabPart | None = None,
 ) -> Outcome:
     """Create the lab, verify its links, run the method with the scenario's faults, and remove the lab.
 
     The first four arguments are those of `testbed.simulation.simulate`. ``links`` names the link backend. ``keep``
-    leaves the lab running afterwards. ``standing`` is a running lab, which the run uses and leaves running. ``where``
-    selects several hosts. Raises HostError if the lab cannot be created, `LinksError` if a link exceeds its
-    tolerance without ``accept_links``, and InputError if a link exceeds the measured capacity of this host.
+    leaves the lab running afterwards. ``existing_lab`` is a running lab, which the run uses instead of a new one and
+    leaves running. ``placement`` selects several hosts. Raises HostError if the lab cannot be created, `LinksError` if
+    a link is outside its tolerance without ``accept_links``, and InputError if a link exceeds the measured capacity of
+    this host.
     """
-    where = where or LabPart()
+    placement = placement or LabPart()
     check_name(links)
     began = time.monotonic()
     # The measured capacity applies to this host alone.
-    if not accept_links and standing is None and not where.hosts:
+    if not accept_links and existing_lab is None and not placement.hosts:
         capability.check_rates(prepared.experiment, links)
 
     def stage(text: str) -> None:
@@ -59,7 +60,7 @@ def emulate(
     def create() -> AnyLab:
         lab = create_lab(
             prepared.trial,
-            where,
+            placement,
             links=links,
             progress=stage,
             results=results,
@@ -74,7 +75,7 @@ def emulate(
     with ExitStack() as stack:
         if results is not None:
             stack.enter_context(controller_log(results))
-        lab = create() if standing is None else standing
+        lab = create() if existing_lab is None else existing_lab
         if results is not None:
             lab.note_results(results)
             stack.callback(save_container_logs, lab, results)
@@ -90,7 +91,7 @@ def emulate(
         _LOG.info("the run is %s%s", outcome.status, error)
         outcome.links = measured
         _note_host(outcome, lab, facts, before)
-        if keep or standing is not None:
+        if keep or existing_lab is not None:
             stage(f"the lab stays up; remove it with: testbed down {lab.run_id}")
     outcome.wall_seconds = time.monotonic() - began
     return outcome

@@ -67,12 +67,12 @@ End = tuple[Status, str | None]
 def _unique_processors(
     computing: Iterable[dict[str, Any] | None],
 ) -> list[dict[str, Any]]:
-    """Return each combination of processor and kernels once."""
-    kinds: list[dict[str, Any]] = []
+    """Return each combination of processor and compute kernels once."""
+    combinations: list[dict[str, Any]] = []
     for entry in computing:
-        if entry is not None and entry not in kinds:
-            kinds.append(entry)
-    return kinds
+        if entry is not None and entry not in combinations:
+            combinations.append(entry)
+    return combinations
 
 
 class KeyedExecutor:
@@ -91,18 +91,19 @@ class KeyedExecutor:
 
     def __init__(self, pool: Executor) -> None:
         self._pool = pool
-        self._last: dict[Hashable, Future[None]] = {}
+        self._last_jobs: dict[Hashable, Future[None]] = {}
+        """The job submitted last, by key."""
 
     def submit(self, key: Hashable, job: Callable[[], None]) -> None:
         """Run a job after all earlier ones with the same key."""
-        predecessor = self._last.get(key)
+        predecessor = self._last_jobs.get(key)
 
-        def in_turn() -> None:
+        def run_after_predecessor() -> None:
             if predecessor is not None:
                 wait([predecessor])
             job()
 
-        self._last[key] = self._pool.submit(in_turn)
+        self._last_jobs[key] = self._pool.submit(run_after_predecessor)
 
 
 class Execution:
@@ -132,19 +133,19 @@ class Execution:
         self._events = EventLog()
         self._script = FaultScript(prepared.scenario.faults)
         self._link_trace = LinkTraceScript(prepared.experiment.changes)
-        self._containers = DockerFaultTarget(lab, self._admit)
+        self._fault_target = DockerFaultTarget(lab, self._admit)
         devices = prepared.experiment.devices
         self._speeds = {device.name: device.speed for device in devices}
         self._origin = 0.0
         """Start of the workload on this machine's monotonic clock; `Agent` converts it to the clock of a device's
         host."""
-        self._reports: dict[str, tuple[int, threading.Thread]] = {}
+        self._listeners: dict[str, tuple[int, threading.Thread]] = {}
         """For each device whose program reports events: the process ID of its container, and the thread that receives
         the events."""
         self._computing: dict[str, dict[str, Any] | None] = {}
-        """Processor and kernels of each device."""
+        """Processor and compute kernels of each device."""
         self._pool = ThreadPoolExecutor(max(WORKERS, len(lab.devices)), "run")
-        self._admission = {name: threading.Lock() for name in lab.devices}
+        self._admission_locks = {name: threading.Lock() for name in lab.devices}
         self._run_ended = threading.Event()
         self._engine_absence = ""
         """The latest absence of the engine, as a suffix of messages; empty if the engine was never absent."""
@@ -160,7 +161,7 @@ class Execution:
             self._record_initial_state()
             # The run begins with the first values of a trace.
             initial = self._link_trace.pop_due(0.0)
-            changed = apply_step(initial, self._containers)
+            changed = apply_step(initial, self._fault_target)
             self._record_result(initial, began=0.0, actual=0.0, changed=changed)
             self._start_all(deployed)
             # Container changes are followed only after all programs have started, because the loop starts a program on
@@ -192,16 +193,16 @@ class Execution:
             fidelity |= self._lab.shaper.host_load()
         is_computed = self._prepared.problem.workload.is_computed
         weights = None
-        lost: list[str] = []
+        lost_results: list[str] = []
         parts: dict[str, bytes] = {}
         # Weights are fetched before the programs are stopped, since the programs expose them.
         if is_computed and status == "finished":
-            weights, lost = self._fetch_final_weights(WORK_SECONDS)
+            weights, lost_results = self._fetch_final_weights(WORK_SECONDS)
         elif is_computed and status in UNGATHERED:
             weights, _ = self._fetch_final_weights(UNGATHERED_SECONDS)
             parts = self._gather_parts()
-        if lost:
-            fidelity["lost"] = lost
+        if lost_results:
+            fidelity["lost"] = lost_results
         self._stop_all()
         return Outcome(
             runtime="emulate",
@@ -230,9 +231,9 @@ class Execution:
         return deployed
 
     def _start_all(self, deployed: Mapping[str, int]) -> None:
-        """Start all programs at a common origin in the near future."""
-        ahead = START_SECONDS + START_SECONDS_EACH * len(deployed)
-        self._origin = time.monotonic() + ahead
+        """Start the programs of all ``deployed`` devices at a common origin in the near future."""
+        seconds_until_origin = START_SECONDS + START_SECONDS_EACH * len(deployed)
+        self._origin = time.monotonic() + seconds_until_origin
 
         def start(name: str) -> None:
             self._call_unless_down(
@@ -268,7 +269,7 @@ class Execution:
         earlier_events = int(answer["events"])
         self._computing[name] = answer.get("computing")
         # The deployment has the links of the scenario, so later changes of the links must be sent after it.
-        self._containers.inform(name)
+        self._fault_target.inform(name)
         data = self._inputs.data(name)
         if data is not None:
             agent.put_data(data)
@@ -288,34 +289,34 @@ class Execution:
             name=f"events-{name}",
             daemon=True,
         )
-        self._reports[name] = (pid, listener)
+        self._listeners[name] = (pid, listener)
         listener.start()
 
     def _admit(self, name: str) -> None:
         """Shape the links of a started device and start its program, unless the program is already running."""
         # A lock for each device, because two threads may admit it at the same time: one applies a fault that restarts
         # the device, the other handles the engine's report about this start.
-        with self._admission[name]:
+        with self._admission_locks[name]:
             device = self._lab.devices[name]
             if device.state == "running" and not self._is_reporting(device):
-                self._lab.admit(name, self._containers.links())
+                self._lab.admit(name, self._fault_target.links())
                 self._start_program(name, self._deploy(name))
 
     def _is_reporting(self, device: DeviceContainer) -> bool:
-        if device.name not in self._reports:
+        if device.name not in self._listeners:
             return False
         # A restarted device has another process ID, and its program does not report events yet.
-        pid, _ = self._reports[device.name]
+        pid, _ = self._listeners[device.name]
         return pid == device.pid
 
-    def _follow_device(self, name: str, pid: int, seen: int) -> None:
-        """Forward a device's events, except the first ``seen``, until the program ends or the device restarts."""
+    def _follow_device(self, name: str, pid: int, received: int) -> None:
+        """Forward a device's events from number ``received`` on, until the program ends or the device restarts."""
         problem = ""
         # The process ID of a stopped container is 0.
         while not self._run_ended.is_set() and self._lab.devices[name].pid in (0, pid):
             try:
-                for event in self._lab.agent(name).events(seen):
-                    seen += 1
+                for event in self._lab.agent(name).events(received):
+                    received += 1
                     self._news.put(event)
                 return
             except TestbedError as error:
@@ -323,7 +324,7 @@ class Execution:
                 if str(error) != problem:
                     problem = str(error)
                     text = "the events of %s are interrupted after %d: %s"
-                    _LOG.info(text, name, seen, problem)
+                    _LOG.info(text, name, received, problem)
             self._run_ended.wait(0.1)
 
     def _follow_containers(self, containers: Iterable[DeviceContainer]) -> None:
@@ -352,7 +353,7 @@ class Execution:
             for event, fields in step_events(step, changed, self._speeds):
                 self._news.put(Event(now, TESTBED, event, fields))
 
-        return control.answer_request(request, self._containers, record)
+        return control.answer_request(request, self._fault_target, record)
 
     # The loop
 
@@ -455,15 +456,15 @@ class Execution:
         return None
 
     def _describe_missing(self) -> str:
-        """Name the missing devices, as a suffix of a message."""
-        down: list[str] = []
+        """Name the devices that are not up, as a suffix of a message."""
+        missing: list[str] = []
         with suppress(HostError):
-            for name, state in self._containers.states().items():
+            for name, state in self._fault_target.states().items():
                 if state != "up":
-                    down.append(name)
-        if self._coordinator in down:
+                    missing.append(name)
+        if self._coordinator in missing:
             return f"; {without_coordinator(self._coordinator)}"
-        return f"; down: {', '.join(down)}" if down else ""
+        return f"; down: {', '.join(missing)}" if missing else ""
 
     def _end_from_event(self, event: Event) -> End | None:
         if event.event != "state":
@@ -488,7 +489,7 @@ class Execution:
         changed = StateDiff()
         error = None
         try:
-            changed = apply_step(step, self._containers)
+            changed = apply_step(step, self._fault_target)
         except Exception as failure:  # noqa: BLE001 - passed to the loop, which decides about the run
             _LOG.info("%s failed", step, exc_info=True)
             error = failure
@@ -504,7 +505,10 @@ class Execution:
         changed: StateDiff,
         error: Exception | None = None,
     ) -> End | None:
-        """Record the result of a fault or a trace change; an error ends the run, whose results would be meaningless."""
+        """Record the result of a fault or a trace change; an error ends the run, whose results would be meaningless.
+
+        ``began`` and ``actual`` are the instants of the run, in seconds, before and after the application.
+        """
         if error is not None:
             return "failed", f"{step} failed: {error}"
         began_field: dict[str, Any] = {}
@@ -525,18 +529,18 @@ class Execution:
         return None
 
     def _record_initial_state(self) -> None:
-        """Record the faults and changes already active in a standing lab, as if applied at the start.
+        """Record the faults and changes already active in an existing lab, as if applied at the start.
 
-        Faults left active by the scenario of an earlier run are reverted: the new run has its own.
+        Active faults of an earlier run's scenario are reverted, because the new run's scenario has other faults.
         """
-        for handle, action in self._containers.current.in_force.items():
+        for handle, action in self._fault_target.current.in_force.items():
             if handle.startswith(SCRIPTED):
-                apply_step(FaultOperation(action, handle, "undo"), self._containers)
-        state = self._containers.current
+                apply_step(FaultOperation(action, handle, "undo"), self._fault_target)
+        state = self._fault_target.current
         for handle, action in state.in_force.items():
             for event, fields in FaultOperation(action, handle).events():
                 self._log(Event(0.0, TESTBED, event, fields))
-        changed = state.diff_since(self._containers.scenario_state)
+        changed = state.diff_since(self._fault_target.scenario_state)
         for event, fields in change_events(changed, self._speeds):
             self._log(Event(0.0, TESTBED, event, fields))
 
@@ -580,7 +584,7 @@ class Execution:
         with ThreadPoolExecutor(len(self._lab.devices), "stop") as pool:
             list(pool.map(stop, self._lab.devices))
         deadline = time.monotonic() + GATHER_SECONDS
-        for _, listener in list(self._reports.values()):
+        for _, listener in list(self._listeners.values()):
             listener.join(max(0.0, deadline - time.monotonic()))
         with suppress(queue.Empty):
             while True:

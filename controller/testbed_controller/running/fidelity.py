@@ -1,4 +1,8 @@
-"""Trust in a run on this host: link measurements before the run, processors and queues during the run."""
+"""Fidelity of a run on this host: link measurements before the run, processors and queues during the run.
+
+A link is outside its tolerance if its measured properties differ too much from the requested ones;
+`LinkMeasurement.problem` then has the reason.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +130,7 @@ def advise_rate(measured: float) -> float:
         950000000.0
     """
     advised = measured * _ADVISED_SHARE
-    # The place of the second digit, such as 10 mbit for 950 mbit.
+    # The value of one in the second digit, such as 10 mbit for 950 mbit.
     unit: float = 10.0 ** (math.floor(math.log10(advised)) - 1)
     return math.floor(advised / unit) * unit
 
@@ -170,11 +174,11 @@ def _find_causes(
     worst = _find_link_beyond_host(measurements)
     if worst is not None:
         assert worst.rate
-        asked = format_rate(worst.expected.rate or 0)
-        advised = format_rate(advise_rate(worst.rate))
+        requested_rate = format_rate(worst.expected.rate or 0)
+        advised_rate = format_rate(advise_rate(worst.rate))
         causes.append(
-            f"the rate of {worst.source} -> {worst.destination}, {asked}, exceeds the measured capacity of "
-            f"this host: use at most {advised}"
+            f"the rate of {worst.source} -> {worst.destination}, {requested_rate}, exceeds the measured capacity of "
+            f"this host: use at most {advised_rate}"
         )
     if causes:
         return causes

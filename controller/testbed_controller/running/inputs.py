@@ -1,4 +1,4 @@
-"""Initial weights of runs."""
+"""Initial weights of runs, from a file or trained by another scenario in simulation."""
 
 from __future__ import annotations
 

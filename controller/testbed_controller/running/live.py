@@ -48,11 +48,13 @@ class LiveProgress:
         self._unit = unit
         self._lock = threading.Lock()
         self._stage = "preparing"
-        self._done = 0
+        self._completed = 0
+        """Number of completed steps or requests."""
         self._step_times: deque[float] = deque(maxlen=SPEED_WINDOW)
         self._loss: float | None = None
         self._accuracy: float | None = None
         self._next_report = REPORT_SHARE
+        """Share of the run at which the next line is printed, without a bar."""
         self._bar = Progress(
             TextColumn(f"[bold]{title}[/]"),
             BarColumn(bar_width=None),
@@ -104,18 +106,18 @@ class LiveProgress:
         # An event `step` has its number, from 0, in the field `step`, and an event `request` in the field `request`.
         # Steps are repeated after a checkpoint is restored: the bar shows the highest number, and the speed includes
         # repeated steps.
-        number = int(event.fields.get(event.event, self._done))
-        self._done = max(self._done, number + 1)
+        number = int(event.fields.get(event.event, self._completed))
+        self._completed = max(self._completed, number + 1)
         self._loss = event.fields.get("loss", self._loss)
         self._step_times.append(event.time)
-        self._bar.update(self._task, completed=self._done)
+        self._bar.update(self._task, completed=self._completed)
         if not self._total or self._console.is_terminal:
             return
         # A file or a pipe gets a line for each tenth of the run instead of the bar.
-        share = self._done / self._total
+        share = self._completed / self._total
         if share >= self._next_report:
             self._next_report = share + REPORT_SHARE
-            progress = f"{self._done}/{self._total} {self._unit}"
+            progress = f"{self._completed}/{self._total} {self._unit}"
             line = f"{event.time:8.2f} s  {progress}  {self._format_metrics()}"
             self._console.print(Text(line))
 

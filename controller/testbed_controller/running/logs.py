@@ -75,13 +75,13 @@ def save_container_logs(lab: AnyLab, results: Path) -> None:
 def _last_bytes(pieces: Iterable[bytes]) -> bytes:
     """Return at most the last `LOG_BYTES` bytes, which begin at the start of a line."""
     tail = bytearray()
-    cut = False
+    is_truncated = False
     for piece in pieces:
         tail += piece
         if len(tail) > LOG_BYTES:
             del tail[:-LOG_BYTES]
-            cut = True
-    if cut:
+            is_truncated = True
+    if is_truncated:
         # The first line may be incomplete.
         del tail[: tail.find(b"\n") + 1]
     return bytes(tail)

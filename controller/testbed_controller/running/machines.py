@@ -1,7 +1,8 @@
 """Faults, link traces and settings applied to containers, by the scenario's timed faults and by manual commands.
 
-The active links and speeds are stored beside the run's state file, so one process can heal a partition that another one
-made. A lock is held from reading the file until the change has been applied.
+The active links and speeds are stored beside the run's state file, so one process can heal a network partition that
+another process made. A process that makes a change holds a lock from reading the file until the change has been
+applied.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class DockerFaultTarget:
     """The devices, links and speeds of a lab; implements `testbed.faults.conditions.FaultTarget`.
 
     Links and speeds persist for the rest of the run, even if a device restarts. ``admit`` connects a started device to
-    the network and must end with `inform`; by default the shaper shapes its links, and it is informed at once.
+    the network and must end with a call of `inform`. The default, without a run, shapes the device's links and informs
+    the device.
     """
 
     def __init__(self, lab: AnyLab, admit: Callable[[str], None] | None = None) -> None:
@@ -104,7 +106,7 @@ class DockerFaultTarget:
 
         A device that is deployed between storing and notifying reads the stored state.
         """
-        # The devices know these links, so only differences are sent.
+        # The devices know the links of this state, so only differences are sent.
         before = self.current
         # Shape first: the shaper may refuse the change, and nothing must be stored then.
         if changed.links:
@@ -150,48 +152,53 @@ class DockerFaultTarget:
     def resume(self, device: str) -> None:
         """Continue a frozen device at its current speed."""
         self._lab.resume(device)
-        self.inform(device, fresh=False)
+        self.inform(device, is_newly_booted=False)
 
-    def inform(self, name: str, *, fresh: bool = True) -> None:
+    def inform(self, name: str, *, is_newly_booted: bool = True) -> None:
         """Send a device the current properties of its links and its speed.
 
-        ``fresh`` means a device that was just booted or deployed and knows only its deployment; otherwise the device
-        was unreachable for a while.
+        A device that was just booted or deployed (``is_newly_booted``) knows only its deployment, so only differences
+        are sent. Any other device was unreachable for a while, so everything is sent.
         """
         state = self.current
-        own = [pair for pair in state.links if name in pair]
-        # A fresh device knows the links of the scenario, and nothing is known of any other.
-        known = state.links.__getitem__ if fresh else None
-        self._send_links(own, known, state.link, [name])
-        if not fresh or state.speed_factor(name) != 1.0:
+        own_pairs = [pair for pair in state.links if name in pair]
+        # The deployment has the links of the scenario.
+        known_link = state.links.__getitem__ if is_newly_booted else None
+        self._send_links(own_pairs, known_link, state.link, [name])
+        if not is_newly_booted or state.speed_factor(name) != 1.0:
             self._send_speeds({name: state.speed_factor(name)})
 
     def _send_links(
         self,
         pairs: Iterable[Pair],
-        before: Callable[[Pair], Link] | None,
-        current: Callable[[Pair], Link],
+        known_link: Callable[[Pair], Link] | None,
+        current_link: Callable[[Pair], Link],
         receivers: Collection[str] | None = None,
     ) -> None:
-        """Notify devices of links that differ from ``before``, the links that they know; None sends all.
+        """Notify devices of links that differ from those that they know, by ``known_link``; None sends all links.
 
         The share of lost broadcasts is sent to the receiver of a link, which drops them. The round-trip time is sent to
         both ends, which extend their time-outs. ``receivers`` limits the notified devices; None notifies all.
         """
         changes: dict[str, _LinkChanges] = defaultdict(_LinkChanges)
         for source, destination in pairs:
-            outward = (source, destination)
-            inward = (destination, source)
-            message_loss = current(outward).message_loss
-            if before is None or message_loss != before(outward).message_loss:
+            forward = (source, destination)
+            backward = (destination, source)
+            message_loss = current_link(forward).message_loss
+            has_same_loss = (
+                known_link is not None
+                and known_link(forward).message_loss == message_loss
+            )
+            if not has_same_loss:
                 changes[destination].message_loss[source] = message_loss
             # A connection needs both directions, and its time-outs follow from the sum of both.
-            if inward not in self.experiment.links:
+            if backward not in self.experiment.links:
                 continue
-            round_trip = slowness(current(outward), current(inward))
+            round_trip = slowness(current_link(forward), current_link(backward))
             known_steps = None
-            if before is not None:
-                known_steps = _slowness_steps(slowness(before(outward), before(inward)))
+            if known_link is not None:
+                known_round_trip = slowness(known_link(forward), known_link(backward))
+                known_steps = _slowness_steps(known_round_trip)
             if known_steps != _slowness_steps(round_trip):
                 changes[source].slowness[destination] = round_trip
                 changes[destination].slowness[source] = round_trip
@@ -216,7 +223,7 @@ class DockerFaultTarget:
 
     def _agent(self, name: str) -> Agent | None:
         """Return the agent of a running device; None for other devices, which are informed after their start."""
-        # The known state may be older than a restart from another terminal.
+        # The last queried state may be older than a restart from another terminal.
         if self._lab.devices[name].state != "running":
             self._lab.refresh()
         if self._lab.devices[name].state != "running":
@@ -235,6 +242,7 @@ def _wait_for_program(agent: Agent, device: str) -> None:
 
 
 def _slowness_steps(seconds: float) -> int:
+    """Return a round-trip time as a whole number of `_SLOWNESS_STEP`, so that smaller differences are ignored."""
     return int(seconds / _SLOWNESS_STEP)
 
 
