@@ -23,10 +23,12 @@ from typing import Any
 from testbed.common import yamltext
 
 COMMAND = "from testbed_controller.cli.main import main; main()"
+"""Python program that runs the command line of the checkout in PYTHONPATH."""
 HERE = Path(__file__).resolve().parents[1]
-LONGEST = {"steps": 24, "epochs": 1, "requests": 3}
-"""Maximum amounts of work of a shortened scenario."""
-LONGEST_METHOD = {"training_time": "60s", "test_runs": 4}
+"""Folder of this checkout."""
+MAX_WORK = {"steps": 24, "epochs": 1, "requests": 3}
+"""Maximum amounts of work of a shortened scenario, by key of `workload`."""
+SHORT_OPTIONS = {"training_time": "60s", "test_runs": 4}
 """Values of method options in a shortened scenario."""
 
 
@@ -46,7 +48,7 @@ def shorten(scenario: dict[str, Any]) -> dict[str, Any]:
     for key in ("points", "sweep"):
         points = scenario.get(key)
         if isinstance(points, list):
-            # The first and the last one.
+            # The first and the last point.
             scenario[key] = points[:: max(len(points) - 1, 1)]
     sweep = scenario.get("sweep")
     if isinstance(sweep, dict):
@@ -59,11 +61,11 @@ def shorten(scenario: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shorten_work(work: dict[str, Any]) -> None:
-    for key, most in LONGEST.items():
+    for key, maximum in MAX_WORK.items():
         if isinstance(work.get(key), int):
-            work[key] = min(work[key], most)
+            work[key] = min(work[key], maximum)
     method = work.get("method", {})
-    for key, value in LONGEST_METHOD.items():
+    for key, value in SHORT_OPTIONS.items():
         if key in method:
             method[key] = value
 
@@ -101,7 +103,7 @@ def simulate_metrics(checkout: Path, file: Path, folder: Path) -> dict[str, Any]
     results = folder / "results"
     command = [sys.executable, "-c", COMMAND, "run", str(scenario)]
     command += ["--runtime", "simulate", "--out", str(results)]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=checkout,
         env={
@@ -120,7 +122,7 @@ def simulate_metrics(checkout: Path, file: Path, folder: Path) -> dict[str, Any]
     for each in sorted(results.rglob("metrics.json")):
         metrics[str(each.parent.relative_to(results))] = json.loads(each.read_text())
     if not metrics:
-        errors = done.stderr.strip().splitlines() or ["no metrics"]
+        errors = process.stderr.strip().splitlines() or ["no metrics"]
         raise RuntimeError(f"{file.name} in {checkout}: {errors[-1]}")
     return metrics
 
@@ -168,13 +170,14 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--jobs", type=int, default=1)
-    given = parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args()
+    revision = arguments.revision
     with tempfile.TemporaryDirectory() as temporary:
         other = Path(temporary, "other")
-        stored = given.keep or Path(temporary, "kept")
-        _run_git("worktree", "add", "--quiet", "--detach", str(other), given.revision)
+        stored = arguments.keep or Path(temporary, "kept")
+        _run_git("worktree", "add", "--quiet", "--detach", str(other), revision)
         try:
-            all_equal = compare(other, stored, given.names, given.jobs)
+            all_equal = compare(other, stored, arguments.names, arguments.jobs)
         finally:
             _run_git("worktree", "remove", "--force", str(other))
     sys.exit(0 if all_equal else 1)
@@ -190,7 +193,7 @@ def compare(other: Path, stored: Path, names: list[str], jobs: int) -> bool:
     ``stored`` is the folder with the metrics of the other checkout.
     """
     stored.mkdir(parents=True, exist_ok=True)
-    # A scenario of this checkout alone has nothing to be compared with, and is left out below.
+    # Scenarios that only this checkout has are left out below.
     their_files = scenario_files(other)
 
     def compare_scenario(name: str, file: Path) -> list[str]:
@@ -209,15 +212,15 @@ def compare(other: Path, stored: Path, names: list[str], jobs: int) -> bool:
                 return [str(error)]
         return list(differences(ours, json.loads(their_metrics.read_text())))
 
-    chosen = {}
+    selected = {}
     for name, file in sorted(scenario_files(HERE).items()):
-        is_selected = not names or any(each in name for each in names)
+        is_selected = not names or any(part in name for part in names)
         if is_selected and name in their_files:
-            chosen[name] = file
+            selected[name] = file
     all_equal = True
     with ThreadPoolExecutor(jobs) as pool:
-        compared = pool.map(compare_scenario, chosen, chosen.values())
-        for name, lines in zip(chosen, compared, strict=True):
+        comparisons = pool.map(compare_scenario, selected, selected.values())
+        for name, lines in zip(selected, comparisons, strict=True):
             all_equal = all_equal and not lines
             result = f"{len(lines)} differ" if lines else "equal"
             print(f"{name}: {result}", flush=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from testbed_controller.report import tables
 from testbed_controller.report.tables import Cell, Column, Section
-from tools.bench import kept
+from tools.bench import history
 from tools.bench.measurement import Measurement
 
 PARTS = (
@@ -57,7 +57,7 @@ def bench(
 ) -> None:
     """Measure the costs of the testbed, all parts or the given ones, which docs/bench.md describes."""
     # First, so that a wrong name of a revision is noticed before anything is measured.
-    before = kept.measurements_of_revision(compare) if compare else {}
+    before = history.measurements_of_revision(compare) if compare else {}
     console = Console(stderr=as_json, highlight=False)
     measurements: list[Measurement] = []
     for part in parts or PARTS:
@@ -71,7 +71,7 @@ def bench(
             console.print(
                 f"  {mark} {measurement.name}: {value}  [dim]{measurement.detail}[/]"
             )
-    kept.store_measurements(measurements)
+    history.store_measurements(measurements)
     document = json.dumps(
         [measurement.to_json() for measurement in measurements], indent=2
     )
@@ -98,7 +98,7 @@ def _make_section(
             Cell(mark, tone="no" if measurement.reached is False else ""),
         ]
         if compare:
-            text, is_worse = kept.compare_measurement(measurement, before)
+            text, is_worse = history.compare_measurement(measurement, before)
             cells.append(Cell(text, tone="no" if is_worse else ""))
         rows.append(cells)
     headings = ["Value", "Target", ""]

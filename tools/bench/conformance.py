@@ -106,21 +106,22 @@ class NamespaceLab:
         self.net.close()
 
     @contextlib.contextmanager
-    def links(self, wanted: Sequence[Link]) -> Iterator[dict[Pair, Link]]:
+    def links(self, requested: Sequence[Link]) -> Iterator[dict[Pair, Link]]:
         """Set these links within the block, with reverse links of the same rates; yield the link of each pair."""
         ordered = sorted(self.pairs, key=lambda pair: (self._distance(pair), pair))
-        given = dict(zip(ordered, wanted, strict=False))
+        # There may be fewer links than pairs.
+        links = dict(zip(ordered, requested, strict=False))
         # TCP needs a way back, which is not measured.
-        back = {}
-        for (source, destination), link in given.items():
-            back[destination, source] = Link(rate=link.rate)
-        assert len(given) == len(wanted)
-        assert not given.keys() & back.keys()
-        self.shaping.set({**back, **given})
+        reverse_links = {}
+        for (source, destination), link in links.items():
+            reverse_links[destination, source] = Link(rate=link.rate)
+        assert len(links) == len(requested)
+        assert not links.keys() & reverse_links.keys()
+        self.shaping.set({**reverse_links, **links})
         try:
-            yield given
+            yield links
         finally:
-            self.shaping.set(dict.fromkeys([*given, *back], _DOWN))
+            self.shaping.set(dict.fromkeys([*links, *reverse_links], _DOWN))
 
     def _distance(self, pair: Pair) -> int:
         """Return a sort key for pairs by which the first ones load all devices evenly."""
@@ -176,9 +177,10 @@ def measure_jitters(
     if LINK_BACKENDS.find(lab.backend).link_problem(correlated, None) is None:
         links.append(correlated)
     linger = delay + 8 * jitter + 0.2
-    with lab.links(links) as given:
-        measured = measure_flows(lab.net, list(given), packets, 0.001, linger=linger)
-    for pair, link in given.items():
+    with lab.links(links) as link_by_pair:
+        pairs = list(link_by_pair)
+        measured = measure_flows(lab.net, pairs, packets, 0.001, linger=linger)
+    for pair, link in link_by_pair.items():
         requested = link.jitter * 1e3
         name = f"jitter {requested:g} ms {link.distribution}"
         values = measured[pair].delays
@@ -414,22 +416,25 @@ def measure_live_change(
 ) -> Iterator[Measurement]:
     """Measure the losses on a link while another is changed many times, and the time until a change takes effect."""
     with lab.links([Link(delay=0.1), Link(rate=100e6, delay=0.002)]) as links:
-        changed, third = links
+        changed_link, observed_link = links
         stop = threading.Event()
 
         def change() -> None:
             for step in range(10_000):
                 if stop.wait(0.05):
                     return
-                lab.shaping.set({changed: _link_at_step(step)})
+                lab.shaping.set({changed_link: _link_at_step(step)})
 
         changing = threading.Thread(target=change)
         changing.start()
-        undisturbed = measure_flows(lab.net, [third], packets, gap)[third]
+        flows = measure_flows(lab.net, [observed_link], packets, gap)
         stop.set()
         changing.join()
     yield Measurement(
-        f"changes of another link: lost of {packets}", undisturbed.lost, "packets", 0
+        f"changes of another link: lost of {packets}",
+        flows[observed_link].lost,
+        "packets",
+        0,
     )
     with lab.links([Link(delay=0.1)]) as links:
         [pair] = links
@@ -574,9 +579,9 @@ def measure() -> Iterator[Measurement]:
         return
     RESULTS.mkdir(parents=True, exist_ok=True)
     for backend in LINK_BACKENDS.own:
-        kept = RESULTS / f"{backend}.json"
+        file = RESULTS / f"{backend}.json"
         # After a failure, the page must not show results of an earlier measurement.
-        kept.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
         try:
             if missing_modules()[backend]:
                 document = _in_virtual_machine(backend)
@@ -594,7 +599,7 @@ def measure() -> Iterator[Measurement]:
                 f"{backend}: links", 0, "", detail=f"not measured: {error}"
             )
         else:
-            kept.write_text(json.dumps(document, indent=2) + "\n")
+            file.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _make_document(
@@ -630,9 +635,9 @@ def _in_virtual_machine(backend: str) -> dict[str, Any]:
     command = [sys.executable, str(machine), "--timeout", "3600", "--"]
     command += [sys.executable, "-m", "tools.bench.conformance", "--links", backend]
     command += ["--slow-host", "--json", str(results)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
     if not results.exists():
-        errors = done.stderr.strip().splitlines()[-1:]
+        errors = result.stderr.strip().splitlines()[-1:]
         raise HostError(f"the virtual machine wrote no results: {errors}")
     document: dict[str, Any] = json.loads(results.read_text())
     return document
@@ -672,11 +677,11 @@ def _without_files(words: Sequence[str]) -> list[str]:
     >>> _without_files(["--links", "netem", "--json", "netem.json"])
     ['--links', 'netem']
     """
-    kept = []
+    remaining = []
     for previous, word in pairwise(["", *words]):
         if "--json" not in (previous, word):
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining
 
 
 if __name__ == "__main__":

@@ -344,23 +344,23 @@ def _transfer(
     end = time.monotonic() + seconds
 
     def send() -> None:
-        with _watch_sockets(senders, select.EPOLLOUT) as ready:
+        with _watch_sockets(senders, select.EPOLLOUT) as wait_for_ready:
             while time.monotonic() < end:
-                for pair in ready(0.05):
+                for pair in wait_for_ready(0.05):
                     with contextlib.suppress(BlockingIOError):
                         push(pair)
 
-    heard = time.monotonic()
-    sending = multiprocessing.get_context("fork").Process(target=send)
-    sending.start()
-    with _watch_sockets(receivers, select.EPOLLIN) as ready:
-        while (now := time.monotonic()) < max(end, heard + quiet if quiet else 0.0):
-            for pair in ready(0.05):
+    last_arrival = time.monotonic()
+    sender = multiprocessing.get_context("fork").Process(target=send)
+    sender.start()
+    with _watch_sockets(receivers, select.EPOLLIN) as wait_for_ready:
+        while time.monotonic() < max(end, last_arrival + quiet if quiet else 0.0):
+            for pair in wait_for_ready(0.05):
                 count = pull(pair)
-                heard = now = time.monotonic()
-                received[pair].add(now, count)
-        sending.join()
-    # Only up to the end of sending: later, a link may have capacity alone that several links shared before.
+                last_arrival = time.monotonic()
+                received[pair].add(last_arrival, count)
+        sender.join()
+    # Only up to the end of sending: afterwards, a link may use capacity that several links shared before.
     return {pair: each.rate(skip, end) for pair, each in received.items()}
 
 
@@ -375,7 +375,7 @@ def _watch_sockets(
             by_descriptor[each.fileno()] = pair
             epoll.register(each.fileno(), event)
 
-        def ready(wait: float) -> list[Pair]:
-            return [by_descriptor[descriptor] for descriptor, _ in epoll.poll(wait)]
+        def wait_for_ready(seconds: float) -> list[Pair]:
+            return [by_descriptor[descriptor] for descriptor, _ in epoll.poll(seconds)]
 
-        yield ready
+        yield wait_for_ready

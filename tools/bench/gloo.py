@@ -1,4 +1,7 @@
-"""Comparison of our pipeline with torch's own over gloo: the same model, cuts, devices and (limiting) links."""
+"""Comparison of the testbed's pipeline with torch's own pipelining over gloo.
+
+Both have the same model, cuts, devices and links, whose rate limits the step time. "Ours" is the testbed's.
+"""
 
 from __future__ import annotations
 
@@ -125,9 +128,10 @@ def _run_program(
         "OMP_NUM_THREADS": "1",
     }
     command = ["python3", "-c", program, json.dumps(job)]
-    started = client.api.exec_create(device.id, command, environment=environment)["Id"]
-    output, errors = client.api.exec_start(started, demux=True)
-    exit_code = client.api.exec_inspect(started)["ExitCode"]
+    created = client.api.exec_create(device.id, command, environment=environment)
+    execution = created["Id"]
+    output, errors = client.api.exec_start(execution, demux=True)
+    exit_code = client.api.exec_inspect(execution)["ExitCode"]
     if exit_code != 0 or not output:
         # docker returns None for a stream without output.
         text = ((output or b"") + (errors or b"")).decode(errors="replace")
@@ -180,10 +184,10 @@ def compare_step_times(
         detail="the least that ours could reach",
     )
     yield Measurement(f"{step}, ours to gloo's", ours / gloo, "x", MOST_STEP_RATIO)
-    # The plan knows nothing of a slow host, so its share of our time is taken away.
-    own = abs(ours * (1 - host.share) / planned - 1)
+    # The plan does not include the time that a slow host adds, so this time is subtracted from ours.
+    own_deviation = abs(ours * (1 - host.share) / planned - 1)
     name = f"{step}, ours without what the host added, away from the plan"
-    yield Measurement(name, own, "")
+    yield Measurement(name, own_deviation, "")
     deviation = abs(ours / planned - 1)
     yield Measurement(f"{step}, ours away from the plan", deviation, "", MOST_DEVIATION)
 
@@ -196,17 +200,20 @@ def compare_processor_time(
     ``ours`` is the result of `processor_time`; ``gloo`` is the processor time of all stages.
     """
     run = f"{WARM_UP + STEPS} steps by {schedule}"
-    taken = sum(ours.values()) - ours["computing"]
+    overhead = sum(ours.values()) - ours["computing"]
     detail = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ours.items())
     yield Measurement(
         f"{run}, processor time of torch's pipelining over gloo", gloo, "s"
     )
     yield Measurement(
-        f"{run}, processor time of ours but for computing", taken, "s", detail=detail
+        f"{run}, processor time of ours but for computing",
+        overhead,
+        "s",
+        detail=detail,
     )
     yield Measurement(
         f"{run}, processor time of ours but for computing to torch's",
-        taken / gloo,
+        overhead / gloo,
         "x",
         MOST_PROCESSOR_RATIO,
     )

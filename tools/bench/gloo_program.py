@@ -1,10 +1,10 @@
 """A stage of torch's own pipelining over gloo. `tools.bench.gloo` runs this file, which needs only torch, per device.
 
 The argument is a JSON object: ``rank`` and ``world`` (number of stages, one per device), ``schedule`` (``1f1b`` or
-``gpipe``), ``widths`` (values between fully connected layers, from the input to the classes), ``first`` and ``last``
-(the layers of this stage, ``last`` excluded), ``batch`` (samples per step), ``micro_batches`` and ``steps``. The output
-is a JSON object: ``seconds`` of each step, from its beginning to the end of the update on this device, and
-``processor``, the processor time of all steps in seconds.
+``gpipe``), ``widths`` (values between fully connected layers, from the input to the classes), ``start`` and ``stop``
+(the layers of this stage, as in `range`), ``batch`` (samples per step), ``micro_batches`` and ``steps``. The output is
+a JSON object: ``seconds`` of each step, from its beginning to the end of the update on this device, and ``processor``,
+the processor time of all steps in seconds.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MESSAGE_TIMEOUT = timedelta(seconds=60)
 """Maximum time to wait for a message of another stage."""
 
 
-def make_layers(widths: list[int], first: int, last: int) -> nn.Sequential:
-    """Return the fully connected layers from ``first`` to ``last`` (excluded); layer i has widths[i] inputs.
+def make_layers(widths: list[int], start: int, stop: int) -> nn.Sequential:
+    """Return the fully connected layers ``start`` to ``stop - 1``; layer i has widths[i] inputs.
 
     A ReLU follows each layer except the last one of the whole model.
     """
     modules: list[nn.Module] = []
-    for index in range(first, last):
+    for index in range(start, stop):
         modules.append(nn.Linear(widths[index], widths[index + 1]))
         if index < len(widths) - 2:
             modules.append(nn.ReLU())
@@ -51,7 +51,7 @@ def train_stage(job: dict[str, Any]) -> dict[str, Any]:
     samples = torch.randn(job["batch"], widths[0])
     labels = torch.randint(widths[-1], (job["batch"],))
     seconds: list[float] = []
-    busy = time.process_time()
+    processor_time_before = time.process_time()
     for _ in range(job["steps"]):
         began = time.perf_counter()
         optimizer.zero_grad()
@@ -61,7 +61,8 @@ def train_stage(job: dict[str, Any]) -> dict[str, Any]:
         schedule.step(*inputs, target=target, return_outputs=False)
         optimizer.step()
         seconds.append(time.perf_counter() - began)
-    return {"seconds": seconds, "processor": time.process_time() - busy}
+    processor_time = time.process_time() - processor_time_before
+    return {"seconds": seconds, "processor": processor_time}
 
 
 def main() -> None:

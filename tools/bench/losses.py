@@ -82,10 +82,10 @@ def measure_group(links: Sequence[Link], algorithm: str, seed: int) -> Iterator[
     names: list[str] = []
     shaped: dict[Pair, Link] = {}
     for index, link in enumerate(links):
-        a, b = f"a{index}", f"b{index}"
-        names += [a, b]
-        shaped[a, b] = link
-        shaped[b, a] = link
+        sender, receiver = f"a{index}", f"b{index}"
+        names += [sender, receiver]
+        shaped[sender, receiver] = link
+        shaped[receiver, sender] = link
     net = Network(names)
     shaping = Shaping("auto", seed=seed)
 
@@ -174,16 +174,16 @@ def simulate_mean_time(link: Link, size: int, count: int) -> float:
         window = Window()
         for _ in range(count):
             sent_bytes = wire_bytes
-            least = late = 0.0
+            min_seconds = lateness = 0.0
             # A link without losses and jitter has no random crossing.
             if forward is not None and backward is not None:
-                sent_bytes, least, late, *_ = forward.draw_message(
+                sent_bytes, min_seconds, lateness = forward.draw_message(
                     wire_bytes, packet_time, round_trip, window, backward.draw_loss
                 )
-                late += backward.draw_answer(round_trip)
+                lateness += backward.draw_answer(round_trip)
             # The link or the window limits the message, whichever takes longer.
-            transmission = max(sent_bytes * 8 / link.rate, least)
-            times.append(transmission + late + round_trip)
+            transmission = max(sent_bytes * 8 / link.rate, min_seconds)
+            times.append(transmission + lateness + round_trip)
     return fmean(times)
 
 
@@ -229,18 +229,18 @@ def main() -> None:
     )
     parser.add_argument("file", type=Path)
     parser.add_argument("--algorithm", default="reno")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     points: list[Point] = []
-    if given.file.exists():
-        for each in json.loads(given.file.read_text()):
-            points.append(
-                Point(Link.from_json(each["link"]), each["size"], each["seconds"])
-            )
+    if arguments.file.exists():
+        for entry in json.loads(arguments.file.read_text()):
+            link = Link.from_json(entry["link"])
+            points.append(Point(link, entry["size"], entry["seconds"]))
     else:
         for number, links in enumerate(link_groups()):
-            points += measure_group(links, given.algorithm, number)
+            points += measure_group(links, arguments.algorithm, number)
             # After each group, so that an interruption loses one group only.
-            given.file.write_text(json.dumps([each.to_json() for each in points]))
+            document = [point.to_json() for point in points]
+            arguments.file.write_text(json.dumps(document))
     print("\n".join(table_lines(points)))
 
 

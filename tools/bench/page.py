@@ -1,8 +1,8 @@
 """Write the measurements of `tools.bench.conformance` into the documentation.
 
-python -m tools.bench.page userspace.json netem.json
+    python -m tools.bench.page userspace.json netem.json
 
-``make bench`` runs this with the files of its part ``conformance``.
+``make bench`` runs this module with the files of its part ``conformance``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from testbed_controller.lab.paths import ROOT
 
 PAGE = ROOT / "docs" / "fidelity.md"
 _BEGIN, _END = "<!-- figures -->\n", "<!-- /figures -->\n"
+"""Lines of the page between which the table is."""
 
 
 def make_table(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -70,8 +71,8 @@ def _format_bounds(measurement: Mapping[str, Any]) -> str:
 
 def main(files: Sequence[str]) -> None:
     """Put the table of the existing files between the marks of the page."""
-    present = [path for path in map(Path, files) if path.exists()]
-    runs = [json.loads(path.read_text()) for path in present]
+    existing = [path for path in map(Path, files) if path.exists()]
+    runs = [json.loads(path.read_text()) for path in existing]
     if not runs:
         return
     text = PAGE.read_text()

@@ -1,7 +1,7 @@
-"""Comparison with other simulators: Flower for the same training, and SimPy for the same queues.
+"""Comparison with other simulators, the peers: Flower for the same training, and SimPy for the same queues.
 
-Their packages are installed into a separate environment, ``.build/peers``, which can import torch and scikit-learn from
-this one.
+The packages of the peers are installed into a separate environment, ``.build/peers``, which can import torch and
+scikit-learn from this one. "Ours" is the testbed's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from testbed_controller.lab.paths import ROOT
 from tools.bench.measurement import Measurement
 
 HOME = ROOT / ".build/peers"
+"""Folder of the peers' Python environment."""
 PACKAGES = ("flwr[simulation]", "simpy")
 """Packages of other tools, in their newest versions."""
 CLIENTS = {100: 10, 1000: 3}
 """Number of clients -> rounds; all clients take part in each round."""
 HIDDEN, BATCH, RATE = 64, 32, 0.2
+"""Hidden values of the perceptron, samples in a batch, and learning rate."""
 
 
 def measure() -> Iterator[Measurement]:
@@ -53,20 +55,20 @@ def measure() -> Iterator[Measurement]:
         }
         flower = _run_peer("flower", training)
         ours = _simulate_training(training)
-        of = f"of {clients} clients, {rounds} rounds"
+        run = f"of {clients} clients, {rounds} rounds"
         for name, result, detail in (
             ("Flower", flower, flower["version"]),
             ("ours, with links and report", ours, ""),
         ):
             yield Measurement(
-                f"processor time {of}, {name}", result["processor"], "s", detail=detail
+                f"processor time {run}, {name}", result["processor"], "s", detail=detail
             )
-            yield Measurement(f"time {of}, {name}", result["seconds"], "s")
-            yield Measurement(f"memory {of}, {name}", result["bytes"] / 1e6, "MB")
-            yield Measurement(f"accuracy {of}, {name}", result["accuracy"], "")
+            yield Measurement(f"time {run}, {name}", result["seconds"], "s")
+            yield Measurement(f"memory {run}, {name}", result["bytes"] / 1e6, "MB")
+            yield Measurement(f"accuracy {run}, {name}", result["accuracy"], "")
         for cost in ("processor", "seconds", "bytes"):
             ratio = ours[cost] / flower[cost]
-            yield Measurement(f"{cost} {of}, ours over Flower", ratio, "x", 1.0)
+            yield Measurement(f"{cost} {run}, ours over Flower", ratio, "x", 1.0)
 
 
 def _run_peer(part: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Storage of the bench's measurements by revision, to detect slower commits."""
+"""History of the bench's measurements: one value per measurement and git revision, to detect slower revisions."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from testbed_controller.lab.paths import ROOT
 from testbed_controller.results.recorder import revision
 from tools.bench.measurement import Measurement
 
-KEPT = ROOT / "results/bench.json"
+HISTORY_FILE = ROOT / "results/bench.json"
 """File with the values of all revisions: revision -> name of a measurement -> value."""
-WORSE = 1.1
+WORSE_RATIO = 1.1
 """Ratio to the other revision above which a measurement is marked as worse."""
 
 
-def store_measurements(measurements: Iterable[Measurement], file: Path = KEPT) -> None:
+def store_measurements(
+    measurements: Iterable[Measurement], file: Path = HISTORY_FILE
+) -> None:
     """Store measurements for the current revision, and replace earlier measurements of the same names."""
     stored = _read_file(file)
     # Outside a checkout, the revision is unknown.
-    own = stored.setdefault(revision() or "unknown", {})
-    for each in measurements:
-        own[each.name] = each.value
+    current = stored.setdefault(revision() or "unknown", {})
+    for measurement in measurements:
+        current[measurement.name] = measurement.value
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(stored, indent=1) + "\n")
 
 
-def measurements_of_revision(name: str, file: Path = KEPT) -> Mapping[str, float]:
+def measurements_of_revision(
+    name: str, file: Path = HISTORY_FILE
+) -> Mapping[str, float]:
     """Return the measurements of the revision whose name begins with ``name``.
 
     Raises UsageError if no revision, or more than one, has such a name.
@@ -37,11 +41,11 @@ def measurements_of_revision(name: str, file: Path = KEPT) -> Mapping[str, float
     stored = _read_file(file)
     matches = [each for each in stored if each.startswith(name)]
     if len(matches) != 1:
-        known = ", ".join(each[:12] for each in stored)
-        if not known:
-            known = "none: run the bench there first"
+        available = ", ".join(each[:12] for each in stored)
+        if not available:
+            available = "none: run the bench there first"
         raise click.UsageError(
-            f"{len(matches)} revisions '{name}' have measurements in {file}; available: {known}"
+            f"{len(matches)} revisions '{name}' have measurements in {file}; available: {available}"
         )
     return stored[matches[0]]
 
@@ -59,9 +63,9 @@ def compare_measurement(
     if not before.get(measurement.name):
         return "", False
     ratio = measurement.value / before[measurement.name]
-    # Of a rate, the smaller value is the worse one. A rate of 0 must not divide by zero.
-    loss = ratio if measurement.at_most else 1 / max(ratio, 1e-9)
-    return f"{ratio:.2f}×", loss > WORSE
+    # The smaller value of a rate is the worse one. The minimum avoids a division by zero for a rate of 0.
+    worsening = ratio if measurement.at_most else 1 / max(ratio, 1e-9)
+    return f"{ratio:.2f}×", worsening > WORSE_RATIO
 
 
 def _read_file(file: Path) -> dict[str, dict[str, float]]:

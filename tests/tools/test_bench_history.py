@@ -8,7 +8,7 @@ import click
 import pytest
 
 from testbed_controller.results.recorder import revision
-from tools.bench import kept
+from tools.bench import history
 from tools.bench.measurement import Measurement
 
 
@@ -18,19 +18,19 @@ def test_later_measurements_replace_those_of_same_name(
     file = tmp_path / "results/bench.json"
     first = [Measurement("start-up", 9.0, "s"), Measurement("rate", 50.0, "1/s")]
     second = [Measurement("start-up", 8.0, "s")]
-    kept.store_measurements(first, file)
-    kept.store_measurements(second, file)
+    history.store_measurements(first, file)
+    history.store_measurements(second, file)
     # Outside of a repository, the revision is "unknown".
     abbreviated = (revision() or "unknown")[:7]
-    measurements = kept.measurements_of_revision(abbreviated, file)
+    measurements = history.measurements_of_revision(abbreviated, file)
     assert measurements == {"start-up": 8.0, "rate": 50.0}
 
 
 def test_unknown_revision_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "results/bench.json"
-    kept.store_measurements([Measurement("start-up", 9.0, "s")], file)
+    history.store_measurements([Measurement("start-up", 9.0, "s")], file)
     with pytest.raises(click.UsageError, match="0 revisions 'nothing'"):
-        kept.measurements_of_revision("nothing", file)
+        history.measurements_of_revision("nothing", file)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_value_more_than_a_tenth_worse_is_marked(
 ) -> None:
     # Ratios to 8.0. A lower value is better with `at_most`, and a higher one otherwise.
     measurement = Measurement("x", value, "", at_most=at_most)
-    assert kept.compare_measurement(measurement, {"x": 8.0}) == expected
+    assert history.compare_measurement(measurement, {"x": 8.0}) == expected
 
 
 def test_measurement_without_a_counterpart_has_no_ratio() -> None:
     measurement = Measurement("new", 1.0, "s")
-    assert kept.compare_measurement(measurement, {"x": 8.0}) == ("", False)
+    assert history.compare_measurement(measurement, {"x": 8.0}) == ("", False)
