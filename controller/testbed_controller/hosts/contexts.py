@@ -126,7 +126,7 @@ def find_manager(hosts: Mapping[str, Host]) -> Host:
     Raises HostError if the hosts are not in one swarm, or none of them is a manager.
     """
     for host in hosts.values():
-        _check_member(host)
+        check_member(host)
     managers = [host for host in hosts.values() if host.is_manager]
     if not managers:
         addresses = ", ".join(next(iter(hosts.values())).managers)
@@ -144,7 +144,7 @@ def find_manager(hosts: Mapping[str, Host]) -> Host:
     return first
 
 
-def _check_member(host: Host) -> None:
+def check_member(host: Host) -> None:
     """Raise HostError if a host is not in a swarm or its Docker is too old."""
     if not host.address:
         raise HostError(

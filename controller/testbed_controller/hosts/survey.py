@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from testbed.common.errors import TestbedError
 from testbed_controller.hosts.channel import Channel
-from testbed_controller.hosts.contexts import Host, find_manager, reach
+from testbed_controller.hosts.contexts import Host, check_member, reach
 from testbed_controller.hosts.provision import make_keeper
 from testbed_controller.lab.diagnosis import HostCheck
 from testbed_controller.lab.engineaddress import context_names
@@ -48,7 +48,7 @@ class HostReport:
     """Round trip over the docker context's connection, in seconds."""
     rate: float | None = None
     """Rate over the connection in bit/s."""
-    missing: tuple[str, ...] = field(default=())
+    missing: tuple[str, ...] = ()
     """Obstacles to a run on the host, with remedies."""
 
 
@@ -56,17 +56,17 @@ def survey(wanted: Sequence[str]) -> list[HostReport]:
     """Return a report about each of these docker contexts; about all contexts if none is named."""
     contexts = list(wanted) or context_names()
     with ThreadPoolExecutor(len(contexts)) as pool:
-        reached = list(pool.map(_try_reach, contexts))
+        hosts = list(pool.map(_try_reach, contexts))
         # Two contexts may lead to one engine.
         first_by_engine: dict[str, str] = {}
         duplicate_of = dict.fromkeys(contexts, "")
-        for host in reached:
+        for host in hosts:
             if isinstance(host, Host):
                 first = first_by_engine.setdefault(host.engine_id, host.name)
                 if first != host.name:
                     duplicate_of[host.name] = first
         duplicates = [duplicate_of[name] for name in contexts]
-        return list(pool.map(_make_report, contexts, reached, duplicates))
+        return list(pool.map(_make_report, contexts, hosts, duplicates))
 
 
 def check_hosts(wanted: Sequence[str]) -> Iterator[HostCheck]:
@@ -106,12 +106,9 @@ def _make_report(name: str, host: Host | str, duplicate_of: str) -> HostReport:
     if duplicate_of:
         missing.append(f"the same engine as {duplicate_of}: remove one of them")
     try:
-        find_manager({name: host})
+        check_member(host)
     except TestbedError as error:
-        # `find_manager` also fails for a worker of a swarm, because the manager is not among the hosts; that does not
-        # prevent a run.
-        if not host.address:
-            missing.append(str(error))
+        missing.append(str(error))
     for kind in _KINDS:
         if image_exists(host.client, tags.by_kind[kind]):
             present.append(kind)
