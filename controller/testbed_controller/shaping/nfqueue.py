@@ -210,18 +210,23 @@ def configure_socket(
                 kind = message_type(buffer)
                 if kind == PACKET:
                     on_packet(length)
-                elif kind == NLMSG_ERROR:
-                    # The message has an error number, 0 for an acknowledgement, and the header of the request.
-                    error, _, _, _, request_sequence = struct.unpack_from(
-                        "=iIHHI", buffer, _HEADER.size
-                    )
-                    if request_sequence != sequence:
-                        continue
-                    if error:
-                        text = f"the kernel refused a netfilter queue: {os.strerror(-error)}"
-                        raise OSError(-error, text)
+                elif kind == NLMSG_ERROR and _acknowledges(buffer, sequence):
                     return
     raise OSError("the kernel did not respond to the request for a netfilter queue")
+
+
+def _acknowledges(message: bytearray, sequence: int) -> bool:
+    """Return whether a message of type `NLMSG_ERROR` acknowledges a request; raises OSError if the kernel refuses it."""
+    # The message has an error number, 0 for an acknowledgement, and the header of the request.
+    error, _, _, _, request_sequence = struct.unpack_from(
+        "=iIHHI", message, _HEADER.size
+    )
+    if request_sequence != sequence:
+        return False
+    if error:
+        text = f"the kernel refused a netfilter queue: {os.strerror(-error)}"
+        raise OSError(-error, text)
+    return True
 
 
 class TimestampReader:
