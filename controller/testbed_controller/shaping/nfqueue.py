@@ -216,7 +216,7 @@ def configure_socket(
 
 
 def _acknowledges(message: bytearray, sequence: int) -> bool:
-    """Return whether a message of type `NLMSG_ERROR` acknowledges a request; raises OSError if the kernel refuses it."""
+    """Return whether an `NLMSG_ERROR` message acknowledges a request; raises OSError if the kernel refuses it."""
     # The message has an error number, 0 for an acknowledgement, and the header of the request.
     error, _, _, _, request_sequence = struct.unpack_from(
         "=iIHHI", message, _HEADER.size
