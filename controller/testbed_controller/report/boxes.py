@@ -19,17 +19,17 @@ from testbed.trace.log import EventLog
 if TYPE_CHECKING:
     from testbed.ml.data.dataset import Dataset
 
-MOST = 16
+MAX_PICTURES = 16
 """Maximum number of pictures of a run."""
 
 
 def pictures(events: Sequence[Event], dataset: Dataset) -> Iterator[tuple[str, bytes]]:
-    """Yield (file name, PNG) of the first requested pictures, each with its first answer."""
+    """Yield (file name, PNG) of the first requested pictures, each with the boxes of its first answer."""
     first_answers: dict[int, Mapping[str, Any]] = {}
     for event in EventLog.made_of(events).of("objects"):
         # A later request may ask for the same picture again.
         first_answers.setdefault(event.fields["sample"], event.fields)
-    for sample, answer in list(first_answers.items())[:MOST]:
+    for sample, answer in list(first_answers.items())[:MAX_PICTURES]:
         picture = draw(dataset.test_images[sample], answer["boxes"])
         yield f"boxes-{sample}.png", picture
 
@@ -62,10 +62,10 @@ def draw(image: npt.NDArray[np.float32], boxes: Sequence[Mapping[str, Any]]) -> 
         top = box["top"] * height
         corners = [left, top, box["right"] * width, box["bottom"] * height]
         pen.rectangle(corners, outline=colour, width=2)
-        place = (left + 3, top + 2)
+        text_position = (left + 3, top + 2)
         text = f"{box['label']} {box['score']:.0%}"
-        pen.rectangle(pen.textbbox(place, text), fill=colour)
-        pen.text(place, text, fill="black")
+        pen.rectangle(pen.textbbox(text_position, text), fill=colour)
+        pen.text(text_position, text, fill="black")
     content = io.BytesIO()
     picture.save(content, "PNG")
     return content.getvalue()

@@ -1,4 +1,7 @@
-"""Plain data of charts, drawn by `.plots` (lines, stacks, bars) and `.devices` (maps, data ownership)."""
+"""Charts as plain data, drawn by `.plots` (lines, stacks, bars) and `.devices` (maps, data ownership).
+
+A chart is a plot with title and note. A series is a line or the bars of one kind, with a name in the legend.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,11 @@ Ito (Color Universal Design, 2008) for colour-blind readers."""
 SERIES = ("blue", "orange", "green", "violet", "teal", "grey")
 """Colours of the series of a plot, in order."""
 Dash = Literal["solid", "dashed", "dotted"]
+"""Style of a line, in matplotlib's words."""
 
 
 def _make_styles() -> Iterator[tuple[str, Dash]]:
-    # All colours solid before the first dashed one.
+    # First all colours as solid lines, then all as dashed lines, then all as dotted lines.
     for dash in get_args(Dash):
         for colour in SERIES:
             yield colour, dash
@@ -48,6 +52,7 @@ MAX_POINTS = 1500
 MAX_MARKED_POINTS = 60
 """Maximum number of points per line with a mark at each point."""
 Points = Sequence[tuple[float, float]]
+"""Points (x, y), usually (seconds of the run, value)."""
 Numbers = Sequence[float] | np.ndarray[Any, Any]
 
 
@@ -91,7 +96,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars of one kind, one for each group of a plot; a value of None or NaN draws no bar."""
+    """Bars of one series, one for each group of a plot; a value of None or NaN draws no bar."""
 
     name: str
     values: Sequence[float | None]
@@ -99,7 +104,7 @@ class Bars:
     half_widths: Sequence[float | None] = ()
     """Half widths of the intervals around the values; None or empty as in a `Line`."""
     dash: Dash = "solid"
-    """Hatching, equivalent to the dash of a line of the same series."""
+    """Decides the hatching, so that series differ as in a plot with lines."""
 
 
 @dataclass(frozen=True)
@@ -111,18 +116,18 @@ class Axis:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Lowest and highest end of an interval: 0 and 1 for shares."""
+        """Lowest and highest possible end of an interval: 0 and 1 for shares."""
         return (0.0, 1.0) if self.kind == "share" else (-math.inf, math.inf)
 
     def intervals(
         self, values: Numbers, half_widths: Sequence[float | None]
     ) -> np.ndarray[Any, Any]:
-        """Return the widths of intervals below and above values, (2, values); NaN without an interval."""
+        """Return the widths of intervals below and above values, with shape (2, values); NaN without an interval."""
         # numpy converts None to NaN.
         widths = np.array(half_widths, float)
         centres = np.array(values)
         lowest, highest = self.bounds
-        # A share is from 0 to 1, so the interval ends there, unless the value itself is outside.
+        # The interval of a share ends at 0 and 1, unless the value itself is outside these bounds.
         below = np.where(centres < lowest, math.inf, centres - lowest)
         above = np.where(centres > highest, math.inf, highest - centres)
         return np.array([np.minimum(widths, below), np.minimum(widths, above)])
@@ -130,7 +135,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Window:
-    """A shaded interval of x."""
+    """A shaded interval of the x axis."""
 
     start: float
     end: float
@@ -156,7 +161,7 @@ class LinePlot:
     x: str = "time (s)"
     """Title of the x axis."""
     swept: bool = False
-    """Whether x is a swept value, with a logarithmic axis for a wide range."""
+    """Whether x is a swept value, whose axis is logarithmic for a wide range."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ class StackedPlot:
     lines: Sequence[Line]
     """At least one line."""
     instants: Sequence[float]
-    """Seconds marked by vertical lines."""
+    """Times of vertical lines, in seconds of the run."""
     _: KW_ONLY
     end: float
     y: Axis
@@ -181,7 +186,8 @@ class BarPlot:
     """
 
     groups: Sequence[str]
-    kinds: Sequence[Bars]
+    """Labels of the groups along the x axis."""
+    series: Sequence[Bars]
     _: KW_ONLY
     y: Axis
     x: str = ""
@@ -199,7 +205,7 @@ class DeviceMap:
     positions: Mapping[str, Position]
     ratios: Mapping[Pair, float]
     """Packet reception ratio of each directed link, from 0 to 1."""
-    held: Mapping[str, str]
+    units: Mapping[str, str]
     """Model units of each device, as text."""
     area: tuple[float, float]
     """Width and height in metres."""
@@ -210,9 +216,9 @@ class Ownership:
     """Data ownership: a disc per device and class, with an area proportional to the samples."""
 
     owned: Mapping[str, Mapping[str, int]]
-    """Samples of each device by class, as in a manifest."""
+    """Number of samples of each device by class, as in a manifest."""
     order: str = "the scenario"
-    """Noun that completes "in the order of": the list in whose order the devices are drawn."""
+    """The list in whose order the devices are drawn, as it completes "by its place in"."""
 
 
 Plot = LinePlot | StackedPlot | BarPlot | DeviceMap | Ownership
@@ -228,9 +234,10 @@ class Chart(NamedTuple):
 
 
 def thin(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Return at most ``max_points`` (4 or more): the ends, and the extremes of each stretch of inner points.
+    """Return at most ``max_points`` points (4 or more), which show the same ends and extremes.
 
-    All stretches have equally many points. Values that are not finite are omitted.
+    The points between the first and the last one are divided into stretches of equally many points, and the lowest and
+    the highest point of each stretch are kept. Values that are not finite are omitted.
 
     >>> thin([(0, 2.0), (1, 1.0), (2, 9.0), (3, 2.0), (4, 3.0)], max_points=4)
     [(0, 2.0), (1, 1.0), (2, 9.0), (4, 3.0)]
@@ -239,13 +246,14 @@ def thin(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, floa
     if len(finite) <= max_points:
         return finite
     first, *inner, last = finite
-    stretches = (max_points - 2) // 2
-    size = math.ceil(len(inner) / stretches)
+    # Two points of each stretch are kept, besides the ends.
+    stretch_count = (max_points - 2) // 2
+    stretch_size = math.ceil(len(inner) / stretch_count)
     kept = [first]
-    for start in range(0, len(inner), size):
-        stretch = inner[start : start + size]
+    for start in range(0, len(inner), stretch_size):
+        stretch = inner[start : start + stretch_size]
         lowest = min(stretch, key=lambda point: point[1])
         highest = max(stretch, key=lambda point: point[1])
-        # A set, as both are one point if the stretch is flat.
+        # In a set, since a flat stretch has one point for both.
         kept += sorted({lowest, highest})
     return [*kept, last]

@@ -1,4 +1,8 @@
-"""Presentation of a comparison of runs, in the terminal and as HTML."""
+"""Presentation of a comparison of runs, on the terminal and as an HTML page, and the mean curves of repetitions.
+
+The comparison itself is computed by `testbed_controller.results.comparison`: ``grouped`` are the runs by label, and
+``compared`` is the result of its function `compare`.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +37,23 @@ from testbed_controller.report.tables import (
     draw_section,
     number_columns,
 )
-from testbed_controller.report.terminal import VERDICTS
+from testbed_controller.report.terminal import VERDICT_SIGNS
 from testbed_controller.results.run import Run
 
-BAND = "Mean of the repetitions; pale band: 95% confidence interval."
-MOST_PLACES = 200
+BAND_NOTE = "Mean of the repetitions; pale band: 95% confidence interval."
+RATIO_NOTE = "×: ratio to the first column"
+MAX_MEAN_POINTS = 200
 """Maximum number of points at which a mean is drawn; more are indistinguishable."""
-
+HEADING_WIDTH = 24
+"""Maximum number of characters in a line of a column heading."""
+STEPS_AFTER_FAULT = 20
+"""Number of steps drawn after the first step that any run resumed; half as many are drawn before this step."""
 Points = list[tuple[float, float]]
-HEAD = 24
-"""Characters per line of a column heading."""
-AROUND = 20
-"""Number of steps drawn after the first one resumed by any run; half as many before."""
+"""Points (x, value) of a curve."""
 
 
 def show(console: Console, compared: Mapping[str, Any]) -> None:
-    """Print a comparison: a row per metric, a column per run or group of repetitions, with ratios to the first."""
+    """Print a comparison: the metrics of all groups, the agreement of both runtimes, and warnings."""
     console.print(draw_section(metrics_of(compared), console.width))
     if compared["clocks"]:
         style = "green" if compared["clocks"]["agree"] else "yellow"
@@ -58,13 +63,14 @@ def show(console: Console, compared: Mapping[str, Any]) -> None:
 
 
 def metrics_of(compared: Mapping[str, Any]) -> Section:
-    """Return the metrics of runs side by side."""
+    """Return a table with a row for each metric, and a column for each run or group of repetitions."""
     rows = [_metric_row(row) for row in compared["metrics"]]
     note = "Small print: ratio to the first column."
-    brief = ""
+    brief = RATIO_NOTE
     if any(run["count"] > 1 for run in compared["runs"]):
-        brief = "mean ± half width of the 95% confidence interval (Student)"
-        note += f" Values of several runs: {brief}."
+        mean_note = "mean ± half width of the 95% confidence interval (Student)"
+        note += f" Values of several runs: {mean_note}."
+        brief = f"{mean_note}; {RATIO_NOTE}"
     columns = _table_columns("Metric", compared)
     return Section("Runs side by side", note, brief, columns, rows)
 
@@ -79,27 +85,27 @@ def _metric_row(row: Mapping[str, Any]) -> list[Cell]:
 
 
 def _cell_note(row: Mapping[str, Any], number: int, scale: Scale) -> str:
-    """Return a metric's interval and its ratio to the first column; empty if both are unknown."""
+    """Return the half width of a metric's interval, and the ratio to the first column; empty if both are unknown."""
     half_width = row["half_widths"][number]
     ratio = row["ratios"][number]
     parts = []
     if half_width:
         parts.append(f"± {scale.write(half_width)}")
-    # The ratio of the first column is to itself.
+    # In the first column, the ratio is always 1.
     if number > 0 and ratio is not None:
         parts.append(formats.ratio(ratio))
     return " ".join(parts)
 
 
 def _table_columns(first: str, compared: Mapping[str, Any]) -> tuple[Column, ...]:
-    """Return the column ``first`` and one for each run, headed by its label, runtime, verdict and repetitions."""
+    """Return a column with heading ``first``, and one per group headed by label, runtime, verdict and run count."""
     headings = []
     for run in compared["runs"]:
         lines = []
         for part in run["label"].split(","):
-            lines += textwrap.wrap(part, HEAD) or [""]
-        sign, _ = VERDICTS[run["verdict"]]
-        # Spaces that do not break keep the sign and the count in the line of the runtime.
+            lines += textwrap.wrap(part, HEADING_WIDTH) or [""]
+        sign, _ = VERDICT_SIGNS[run["verdict"]]
+        # Non-breaking spaces keep the sign and the count in the line of the runtime.
         last = f"{run['runtime']}d\u00a0{sign}"
         if run["count"] > 1:
             last += f"\u00a0×\u00a0{run['count']}"
@@ -149,7 +155,7 @@ def render(grouped: Mapping[str, Sequence[Run]], compared: Mapping[str, Any]) ->
     runs = compared["runs"]
     chips = []
     for run in runs:
-        sign, _ = VERDICTS[run["verdict"]]
+        sign, _ = VERDICT_SIGNS[run["verdict"]]
         chips.append(f"{sign} {run['label']}, {run['runtime']}d")
     return html.page(
         f"{sum(run['count'] for run in runs)} runs side by side",
@@ -157,7 +163,7 @@ def render(grouped: Mapping[str, Sequence[Run]], compared: Mapping[str, Any]) ->
         warnings=compared["warnings"],
         notice=clocks_text(compared["clocks"]) if compared["clocks"] else "",
         charts=list(plots(grouped)),
-        first=metrics_of(compared),
+        top_section=metrics_of(compared),
         sections=list(_other_sections(compared)),
     )
 
@@ -169,13 +175,13 @@ CURVES = (
     ("Accuracy over time", "accuracy", Axis("accuracy", "share")),
     ("Latency over time", "latency", Axis("latency", "seconds")),
 )
-"""Titles of plots over time, with curve name and y axis."""
+"""Title, name in `curve` and y axis of each plot over time."""
 
 
 def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
-    """Yield the charts of runs over time; limited to the first groups."""
+    """Yield the charts of runs over time, with a line for each group, up to the number of line styles."""
     runs = list(chain.from_iterable(grouped.values()))
-    notes = [BAND] if len(runs) > len(grouped) else []
+    notes = [BAND_NOTE] if len(runs) > len(grouped) else []
     left_out = len(grouped) - len(STYLES)
     if left_out > 0:
         notes.append(f"{left_out} more are not drawn: select with --series.")
@@ -193,12 +199,12 @@ def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
             if recovery["step"] is not None:
                 resumed_steps.append(recovery["step"])
     if resumed_steps:
-        # Around the first step that any run had to resume with.
-        first = max(0, min(resumed_steps) - AROUND // 2)
-        last = min(resumed_steps) + AROUND
-        lines = _mean_lines(grouped, "steps", begin=first, end=last)
+        first_resumed = min(resumed_steps)
+        begin = max(0, first_resumed - STEPS_AFTER_FAULT // 2)
+        end_step = first_resumed + STEPS_AFTER_FAULT
+        lines = _mean_lines(grouped, "steps", begin=begin, end=end_step)
         y = Axis("time per step", "seconds")
-        plot = LinePlot(lines, x_range=(first, last), x="step", y=y)
+        plot = LinePlot(lines, x_range=(begin, end_step), x="step", y=y)
         yield Chart("Time per step around the fault", note, plot)
 
 
@@ -226,17 +232,17 @@ def curve(
     """Return the points (x, value) of a curve of a run, in order.
 
     ``name`` is ``steps`` (the time of each step in seconds), ``loss``, ``accuracy``, ``test_loss`` or ``latency``. x is
-    the step, or with ``x_axis="seconds"`` the time of the run; only points from ``begin`` to ``end`` are returned. A
-    repeated step counts as executed last, so that an outage is part of the step that resumed the work. ``steady``
-    selects undisturbed steps.
+    the step, or with ``x_axis="seconds"`` the time of the run; only points from ``begin`` to ``end`` are returned. Of a
+    step that was repeated after a fault, the last execution counts, so that the outage is part of the step that resumed
+    the work. ``steady`` selects undisturbed steps.
     """
-    table, key = _SERIES_OF[name]
+    series, key = _SERIES_OF[name]
     last_rows = {}
     number = 0
-    for row in run.metrics["series"][table]:
+    for row in run.metrics["series"][series]:
         if row.get(key) is None or (steady and not row["steady"]):
             continue
-        # Rows without a step, such as requests, are all different.
+        # Rows without a step, such as requests, are numbered instead.
         last_rows[row.get("step", number)] = row
         number += 1
     x_key = "step" if x_axis == "steps" else "time"
@@ -269,22 +275,21 @@ def mean_line(
     >>> line.points
     [(0.0, 2.0), (1.0, 1.0)]
     """
-    present = [points for points in curves if points]
-    if len(present) < 2:
-        points = present[0] if present else []
-        return Line(
-            name, points, colour, dash, mark_points=len(points) <= MAX_MARKED_POINTS
-        )
-    # (points, 2) for each curve: x and value.
-    arrays = [np.array(points) for points in present]
+    non_empty = [points for points in curves if points]
+    if len(non_empty) < 2:
+        points = non_empty[0] if non_empty else []
+        has_marks = len(points) <= MAX_MARKED_POINTS
+        return Line(name, points, colour, dash, mark_points=has_marks)
+    # Shape of each array: (points, 2), with x and value.
+    arrays = [np.array(points) for points in non_empty]
     low = max(each[0, 0] for each in arrays)
     high = min(each[-1, 0] for each in arrays)
     xs = arrays[0][:, 0]
     xs = xs[(xs >= low) & (xs <= high)]
-    # At least every point, also if the curves have no common range.
-    stride = math.ceil(len(xs) / MOST_PLACES) or 1
+    # At least 1, also if the curves have no common range.
+    stride = math.ceil(len(xs) / MAX_MEAN_POINTS) or 1
     xs = xs[::stride]
-    # (curves, points)
+    # Values of each curve at all xs.
     sampled = [np.interp(xs, each[:, 0], each[:, 1]).tolist() for each in arrays]
     points = []
     half_widths = []

@@ -1,4 +1,4 @@
-"""Rendering of the summary rows, tables and charts defined by metrics specifications."""
+"""Summary rows, tables and charts that methods and workloads declare in a `MetricsSpec`, ready to be shown."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from testbed_controller.report.tables import Cell, Column, Section
 from testbed_controller.results.available import metric_value
 from testbed_controller.results.run import Run
 
-_NAMED = re.compile(r"\{([\w.-]+)\}")
+_METRIC_REFERENCE = re.compile(r"\{([\w.-]+)\}")
+"""A metric in a template: ``{step_time}``."""
 
 
-def head(run: Run) -> Iterator[tuple[str, str, str]]:
+def summary_rows(run: Run) -> Iterator[tuple[str, str, str]]:
     """Yield (label, value, note) of the most important metrics."""
     for row in rows_of(run.declared):
-        written = _render_row(row, run)
-        if written is not None:
-            yield (row.label, *written)
+        text_and_note = _render_row(row, run)
+        if text_and_note is not None:
+            yield (row.label, *text_and_note)
 
 
 def _render_row(row: Row, run: Run) -> tuple[str, str] | None:
@@ -32,11 +33,11 @@ def _render_row(row: Row, run: Run) -> tuple[str, str] | None:
     if row.when is not None and not row.when(run.metrics):
         return None
     texts = []
-    # In this order: the function of a note may rely on the metrics of the text.
+    # The text comes first: without its metrics, the function of the note, which may rely on them, is not called.
     for template in (row.text, row.note):
         if not isinstance(template, str):
             template = template(run.metrics)
-        text = fill(template, run)
+        text = fill_template(template, run)
         if text is None:
             return None
         texts.append(text)
@@ -48,20 +49,23 @@ def format_metric(name: str, value: Any, metrics: Mapping[str, Metric]) -> str:
     return formats.of_kind(metric_kind(name, metrics), value)
 
 
-def fill(template: str, run: Run) -> str | None:
-    """Fill in a template of `testbed.trace.metrics_spec.Row`; None if a metric is missing."""
+def fill_template(template: str, run: Run) -> str | None:
+    """Return a template of `testbed.trace.metrics_spec.Row` with the values of its metrics; None if one is missing."""
     texts: dict[str, str] = {}
-    for name in _NAMED.findall(template):
+    for name in _METRIC_REFERENCE.findall(template):
         value = metric_value(run.metrics, name)
         if value is None:
             return None
         texts[name] = format_metric(name, value, run.metric_definitions)
     # Not by `str.format`, which would read a name such as `layers.conv1` as an attribute.
-    return _NAMED.sub(lambda match: texts[match[1]], template)
+    return _METRIC_REFERENCE.sub(lambda match: texts[match[1]], template)
 
 
 def tables(run: Run) -> Iterator[Section]:
-    """Yield the non-empty defined tables; the terminal shows the first sentence of the note and the last rows."""
+    """Yield the declared tables that have rows.
+
+    The terminal shows the first sentence of the note, and the last 12 rows: these tables usually list events over time.
+    """
     for table in tables_of(run.declared):
         columns = []
         for number, each in enumerate(table.columns):
@@ -91,8 +95,8 @@ def _cell_kind(
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A chart over the time of the run, ready to be drawn."""
+class MethodChart:
+    """A chart of declared values over the time of the run."""
 
     title: str
     note: str
@@ -100,12 +104,13 @@ class Drawn:
     lines: list[tuple[str, list[tuple[float, float]]]]
     """Name and points (seconds of the run, value) of each line; a single line has an empty name."""
     stacked: bool = False
+    """Whether the lines are shares of a whole, drawn on top of each other."""
     marks: tuple[float, ...] = ()
-    """Seconds of the run."""
+    """Times of vertical marks, in seconds of the run."""
 
 
-def curves(run: Run) -> Iterator[Drawn]:
-    """Yield the non-empty charts defined by the run's method."""
+def curves(run: Run) -> Iterator[MethodChart]:
+    """Yield the declared charts that have points."""
     for curve in run.declared.curves:
         # One line for each value of the key `by`, such as the device; without the key, a single unnamed line.
         points: dict[str, list[tuple[float, float]]] = {}
@@ -118,7 +123,7 @@ def curves(run: Run) -> Iterator[Drawn]:
         if not points:
             continue
         marked_items = run.metrics.get(curve.marks or "", ())
-        yield Drawn(
+        yield MethodChart(
             curve.title,
             curve.note,
             curve.kind,

@@ -22,15 +22,17 @@ GRADES = (
     (0.4, "orange", 0.9),
     (0.0, "fault", 0.6),
 )
-"""Minimum PRR, colour and line width in points of each grade of links; a PRR of 0 is not drawn."""
-MOST_HOLDING = 8
-"""Maximum number of devices labelled with their model pieces; for more, see the table of devices."""
+"""Minimum PRR, colour and line width in points of each grade of links."""
+LEAST_DRAWN_PRR = 1e-9
+"""Minimum PRR of a drawn link; links with less receive practically nothing."""
+MOST_WITH_UNITS = 8
+"""Maximum number of devices labelled with their model units, which the table of devices shows as well."""
 MOST_NAMED = 60
-"""Devices; of more, names would hide the map."""
+"""Maximum number of devices with names on the map, as more names would hide the map."""
 MOST_OWNERS_NAMED = 12
-"""Devices whose names fit below; more are numbered."""
-_LARGEST = 120.0
-"""Area of the largest disc, in square points."""
+"""Maximum number of devices whose names fit below the x axis; more devices are numbered."""
+_LARGEST_AREA = 120.0
+"""Area of the largest disc, in square points (1/72 inch)."""
 
 
 @mpl.rc_context(STYLE)
@@ -38,16 +40,18 @@ def draw_map(plot: DeviceMap, width: float) -> Figure:
     """Draw devices at their positions, and the two halves of each link in the colour of their reception."""
     positions = plot.positions
     area = plot.area
+    # Height to width; limited, since a very long area would give an illegible figure.
     aspect = min(1.2, max(0.5, area[1] / area[0]))
     figure = Figure((width, width * aspect))
     axes = figure.subplots()
-    above = math.inf
-    for least, colour, line_width in GRADES:
+    # The grades have falling minima, and each ends at the minimum of the previous one.
+    upper_limit = math.inf
+    for minimum, colour, line_width in GRADES:
         halves = []
         for pair, ratio in plot.ratios.items():
-            if max(least, 1e-9) <= ratio < above:
-                halves.append(_half_way(positions, pair))
-        label = f"PRR from {least:.0%}" if least else f"PRR below {above:.0%}"
+            if max(minimum, LEAST_DRAWN_PRR) <= ratio < upper_limit:
+                halves.append(_half_line(positions, pair))
+        label = f"PRR from {minimum:.0%}" if minimum else f"PRR below {upper_limit:.0%}"
         # matplotlib omits labels that begin with an underscore from the legend.
         shown_label = label if halves else f"_{label}"
         axes.add_collection(
@@ -58,12 +62,12 @@ def draw_map(plot: DeviceMap, width: float) -> Figure:
                 label=shown_label,
             )
         )
-        above = least
+        upper_limit = minimum
     xs = [x for x, _ in positions.values()]
     ys = [y for _, y in positions.values()]
     axes.plot(xs, ys, "o", color=COLOURS["ink"], ms=4)
     if len(positions) <= MOST_NAMED:
-        units = plot.held if len(positions) <= MOST_HOLDING else {}
+        units = plot.units if len(positions) <= MOST_WITH_UNITS else {}
         _label_devices(axes, positions, units, area)
     axes.set_xlim(0, area[0])
     axes.set_ylim(0, area[1])
@@ -80,8 +84,9 @@ def _label_devices(
     units: Mapping[str, str],
     area: tuple[float, float],
 ) -> None:
-    """Label each device with its name and units, placed to avoid other labels."""
+    """Label each device with its name and units, above or below its position to avoid other labels."""
     width, height = area
+    # Positions of the devices with a label above them.
     labelled_above: list[Position] = []
     for name, (x, y) in positions.items():
         is_crowded = any(
@@ -110,9 +115,10 @@ def _label_devices(
         )
 
 
-def _half_way(
+def _half_line(
     positions: Mapping[str, Position], pair: Pair
 ) -> tuple[Position, Position]:
+    """Return the line from the first device of a pair to the middle between both devices."""
     (x, y), (other_x, other_y) = positions[pair[0]], positions[pair[1]]
     return (x, y), ((x + other_x) / 2, (y + other_y) / 2)
 
@@ -123,18 +129,18 @@ def draw_owned(plot: Ownership, width: float) -> Figure:
     owned = plot.owned
     figure = Figure((width, HEIGHT))
     axes = figure.subplots()
-    places = []
+    device_numbers = []
     classes = []
     counts = []
-    for place, samples in enumerate(owned.values()):
+    for number, samples in enumerate(owned.values()):
         for label, count in samples.items():
-            places.append(place)
+            device_numbers.append(number)
             # Labels of a manifest are keys of JSON, which are text.
             classes.append(int(label))
             counts.append(count)
     largest = max(counts)
-    areas = [_LARGEST * count / largest for count in counts]
-    axes.scatter(places, classes, areas, color=COLOURS["blue"], linewidths=0)
+    areas = [_LARGEST_AREA * count / largest for count in counts]
+    axes.scatter(device_numbers, classes, areas, color=COLOURS["blue"], linewidths=0)
     axes.set_xlabel(f"device, by its place in {plot.order}")
     if len(owned) <= MOST_OWNERS_NAMED:
         rotation = 30 if len(owned) > 6 else 0

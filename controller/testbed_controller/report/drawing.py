@@ -70,10 +70,10 @@ def save(plot: Plot, path: Path) -> None:
 
 
 def save_all(folder: Path, charts: Iterable[Chart]) -> list[str]:
-    """Save the plots of a page in a folder by `save`; return the names of the written files, without suffix and ending.
+    """Save the plots of a page in a folder; return the file name of each plot without ``-wide`` and extension.
 
-    A name consists of the number of the chart on its page and of the words of its title. A chart without a plot has no
-    file.
+    A name consists of the number of the chart on its page and of the words of its title, such as ``1-loss``. A chart
+    without a plot has no file.
     """
     names = []
     for number, (title, _, plot) in enumerate(charts, 1):
@@ -94,7 +94,7 @@ def inline(plot: Plot, title: str) -> Markup:
     file = buffer.getvalue()
     # In a page the element begins without the XML declaration and the document type of a file.
     svg = file[file.index("<svg") :]
-    # The style of matplotlib would apply to the whole page, and metadata would name matplotlib's version.
+    # Matplotlib's style element would apply to the whole page; its metadata would make pages depend on its version.
     svg = re.sub(
         r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>", "", svg, flags=re.DOTALL
     )

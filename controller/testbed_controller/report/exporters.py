@@ -1,4 +1,4 @@
-"""The testbed's own writers of finished results; see `testbed_controller.results.exporters`."""
+"""The testbed's writers of finished results, registered in `testbed_controller.results.exporters`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def _refuse_metrics(metrics: Sequence[str]) -> None:
 
 
 def _write_tables(
-    runs: Sequence[Run], folder: Path, metrics: Sequence[str], kind: str
+    runs: Sequence[Run], folder: Path, metrics: Sequence[str], file_format: str
 ) -> None:
     _refuse_metrics(metrics)
     tables = {"points": points(runs)} if len(runs) > 1 else all_tables(runs[0])
-    write_tables(folder, tables, kind)
+    write_tables(folder, tables, file_format)
 
 
 def write_csv(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
@@ -49,7 +49,7 @@ def write_perfetto(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) ->
         )
     _refuse_metrics(metrics)
     run = runs[0]
-    # Not a copy of the one in the results, which an interrupted run lacks.
+    # Computed again rather than copied from the results, since an interrupted run lacks the file.
     with (folder / "trace.json").open("w", encoding="utf-8") as file:
         perfetto.write(file, run.outcome.events, run.end, run.trial.scenario.name)
 
@@ -65,8 +65,8 @@ def write_plots(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> No
         save_all(folder, html.charts(runs[0]))
         return
     summary = summary_of(runs)
-    names = sweep.choose_metrics(summary, metrics) if metrics else None
-    save_all(folder, sweep.charts(summary, runs, names))
+    headings = sweep.choose_metrics(summary, metrics) if metrics else None
+    save_all(folder, sweep.charts(summary, runs, headings))
 
 
 def write_latex(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
@@ -78,6 +78,6 @@ def write_latex(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> No
     from testbed_controller.report import sweep, tables
 
     summary = summary_of(runs)
-    names = sweep.choose_metrics(summary, metrics) if metrics else None
-    text = tables.latex(sweep.section(summary, names))
+    headings = sweep.choose_metrics(summary, metrics) if metrics else None
+    text = tables.latex(sweep.section(summary, headings))
     (folder / "points.tex").write_text(text, encoding="utf-8")

@@ -16,18 +16,23 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class LinkGroup:
-    """Directed links with equal requested properties. All texts are ready for display."""
+    """Directed links with equal requested properties, as texts for display."""
 
     name: str
+    """Names of the links, abbreviated."""
     requested: str
     measured: str
+    """Range of the measured values."""
     traffic: str
+    """Bytes carried by all links together."""
     used: str
+    """Traffic of the busiest link, as a share of the capacity of its rate."""
     problem: str | None = None
+    """Reason why a measured link is outside its tolerance."""
 
 
 def describe(link: Mapping[str, Any] | None) -> str:
-    """Format all requested properties of a link, given as a mapping with the fields of `Link`.
+    """Format all requested properties of a link; ``link`` has the keys of `Link.to_json`.
 
     >>> from testbed.network.link import Link
     >>> describe(Link(rate=50e6, delay=0.005, loss=0.01).to_json())
@@ -86,20 +91,24 @@ def _format_fraction(value: float) -> str:
 
 
 def group_links(rows: Sequence[Mapping[str, Any]]) -> list[LinkGroup]:
-    """Group the rows of ``metrics()["links"]``; links with a problem are groups of their own, and come first."""
+    """Return the groups of links with equal requested properties; ``rows`` are ``links`` of the metrics.
+
+    A link with a problem is a group of its own. These groups come first.
+    """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
-        # The name in the key keeps a link with a problem apart; all others share the empty name.
-        own_name = ""
+        # The name keeps a link with a problem apart; all other links share the empty name.
+        name_of_problem = ""
         if row["problem"]:
-            own_name = f"{row['source']} {row['destination']}"
-        groups.setdefault((own_name, _describe_request(row)), []).append(row)
+            name_of_problem = f"{row['source']} {row['destination']}"
+        key = (name_of_problem, _describe_request(row))
+        groups.setdefault(key, []).append(row)
     link_groups = [_make_group(members) for members in groups.values()]
     return sorted(link_groups, key=lambda group: group.problem is None)
 
 
-def together(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
-    """Return the total traffic of several links."""
+def combine_links(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
+    """Return all links as one group, for a row with their total traffic."""
     return replace(
         _make_group(rows),
         name=f"all {len(rows):,}",
@@ -132,7 +141,7 @@ def _make_group(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
     return LinkGroup(
         name=name_of(rows),
         requested=_describe_request(rows[0]),
-        measured=measured(measurements),
+        measured=format_measurements(measurements),
         traffic=formats.size(traffic),
         used=formats.whole_share(max(used_shares)) if used_shares else formats.NONE,
         problem=rows[0]["problem"],
@@ -140,7 +149,7 @@ def _make_group(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
 
 
 def name_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Name directed links, given by their ``source`` and ``destination``, in few words."""
+    """Return a short name for directed links, given by their ``source`` and ``destination``."""
     pairs = [(row["source"], row["destination"]) for row in rows]
     arrows = _format_arrows(pairs)
     if len(arrows) <= MOST_NAMED:
@@ -153,7 +162,7 @@ def name_of(rows: Sequence[Mapping[str, Any]]) -> str:
     for hub in pairs[0]:
         if all(hub in pair for pair in pairs):
             others = [name for name in names if name != hub]
-            # A dash, unless both directions of every link are in the group.
+            # A dash if the group lacks a direction of any link.
             arrow = "↔" if len(pairs) == 2 * len(others) else "–"
             return f"{hub} {arrow} {_abbreviate_names(others)}"
     first = ", ".join(arrows[: MOST_NAMED - 1])
@@ -161,7 +170,7 @@ def name_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _format_arrows(pairs: Sequence[Pair]) -> list[str]:
-    """Return the links one by one, with both directions of a pair as one link."""
+    """Return a text for each pair of devices, with one arrow for both directions: ``a ↔ b``."""
     arrows: dict[frozenset[str], str] = {}
     for source, destination in pairs:
         ends = frozenset((source, destination))
@@ -179,7 +188,7 @@ def _abbreviate_names(names: Sequence[str]) -> str:
     return f"{names[0]}, {names[1]}, …, {names[-1]}"
 
 
-def measured(measurements: Sequence[Mapping[str, Any]]) -> str:
+def format_measurements(measurements: Sequence[Mapping[str, Any]]) -> str:
     """Format the range of the measurements of equal links."""
     if not measurements:
         return "not measured"

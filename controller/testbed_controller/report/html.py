@@ -1,4 +1,7 @@
-"""The HTML report of a run: one file without outside resources, in the reader's colour scheme."""
+"""The HTML report of a run, and the common form of pages about several runs.
+
+A page is one file without outside resources, in the reader's colour scheme (light or dark).
+"""
 
 from __future__ import annotations
 
@@ -29,25 +32,31 @@ from testbed_controller.report.charts import (
     StackedPlot,
     Window,
 )
-from testbed_controller.report.declared import Drawn, curves, head
-from testbed_controller.report.sections import directions, expected, holdings, sections
+from testbed_controller.report.declared import MethodChart, curves, summary_rows
+from testbed_controller.report.sections import (
+    directions_section,
+    expectations_section,
+    sections,
+    units_of_devices,
+)
 from testbed_controller.report.tables import Section
-from testbed_controller.report.terminal import VERDICTS
-from testbed_controller.report.thinning import abridged, devices_shown
-from testbed_controller.report.timeline import shaded, timeline
+from testbed_controller.report.terminal import VERDICT_SIGNS
+from testbed_controller.report.thinning import abridge, notable_devices
+from testbed_controller.report.timeline import shaded_windows, timeline
 from testbed_controller.results.recorder import scenario_values
 from testbed_controller.results.run import Run
 
-EXPLAINED = {
+VERDICT_TEXTS = {
     "trusted": "All conditions of the timings were as the scenario specifies.",
     "not trusted": "The timings of this run are not reliable:",
     "prediction": "Simulated: computed from the scenario's values on a virtual clock, without measurements.",
 }
+"""Explanation of each kind of verdict."""
 
 
 @cache
 def environment() -> Environment:
-    """Return the templates, with escaping always on and every missing name an error."""
+    """Return the loader of templates, which always escapes values and raises an error for an undefined name."""
     return Environment(
         loader=PackageLoader("testbed_controller.report", "templates"),
         autoescape=True,
@@ -65,37 +74,38 @@ def page(
     charts: Sequence[Chart],
     files: Sequence[str] = (),
     runs: Sequence[Run] = (),
-    lead: str = "",
+    description: str = "",
     warnings: Sequence[str] = (),
     notice: str = "",
-    first: Section | None = None,
+    top_section: Section | None = None,
 ) -> str:
-    """Return a page about several runs.
+    """Return a page about several runs as HTML.
 
-    ``charts`` are (title, note, plot), and ``files`` the paths of their files without suffix, or empty. The section
-    ``first`` is placed before the charts.
+    ``chips`` are short facts below the title. ``files`` are the paths of the charts' files without suffix, or empty.
+    ``notice`` is a paragraph about the agreement of both runtimes. ``top_section`` is placed before the charts, and
+    ``sections`` behind them.
     """
-    origin = {}
+    footer = {}
     if runs:
-        origin["version"] = runs[0].manifest["versions"]["testbed"]
-        origin["date"] = max(run.manifest["date"] for run in runs)
+        footer["version"] = runs[0].manifest["versions"]["testbed"]
+        footer["date"] = max(run.manifest["date"] for run in runs)
     runtimes = sorted({f"{run.outcome.runtime}d" for run in runs})
     template = environment().get_template("runs.html")
     return template.render(
         title=title,
-        lead=lead,
+        description=description,
         chips=[*chips, *runtimes],
         warnings=warnings,
         notice=notice,
-        first=first,
+        top_section=top_section,
         charts=list(zip_longest(draw_charts(charts), files)),
         sections=sections,
-        **origin,
+        **footer,
     )
 
 
 def draw_charts(charts: Sequence[Chart]) -> list[tuple[str, str, Markup | None]]:
-    """Return charts with their plots as SVG. Without matplotlib, a single note replaces all charts."""
+    """Return (title, note, plot as SVG) of each chart. Without matplotlib, a single note replaces all charts."""
     if not charts:
         return []
     try:
@@ -120,11 +130,11 @@ def render(run: Run) -> str:
     metrics = run.metrics
     scenario = run.trial.scenario
     verdict = metrics["verdict"]
-    sign, _ = VERDICTS[verdict["kind"]]
-    plan = abridged(run.plan.model_dump(mode="json"), "plan.json")
-    facts = dict(run.manifest)
-    # Shown as a chart.
-    facts.pop("owned", None)
+    sign, _ = VERDICT_SIGNS[verdict["kind"]]
+    plan = abridge(run.plan.model_dump(mode="json"), "plan.json")
+    manifest = dict(run.manifest)
+    # The page shows the data of each device as a chart.
+    manifest.pop("owned", None)
     template = environment().get_template("report.html")
     return template.render(
         title=scenario.name,
@@ -133,17 +143,17 @@ def render(run: Run) -> str:
         verdict=verdict,
         sign=sign,
         explained=_explain_verdict(verdict),
-        headlines=list(head(run)),
-        expected=expected(run),
+        headlines=list(summary_rows(run)),
+        expectations=expectations_section(run),
         charts=draw_charts(list(charts(run))),
         timeline=timeline(run),
         sections=list(sections(run)),
         has_been_down=any(row["down"] for row in metrics["devices"].values()),
-        directions=directions(run),
+        directions=directions_section(run),
         reproduce=_reproduce_command(run),
-        scenario_text=written(abridged(scenario_values(run.trial), "scenario.yaml")),
+        scenario_text=written(abridge(scenario_values(run.trial), "scenario.yaml")),
         plan_text=json.dumps(plan, indent=2),
-        manifest=list(_flatten_facts(facts)),
+        manifest=list(_flatten_values(manifest)),
         version=run.manifest["versions"]["testbed"],
         date=run.manifest["date"],
     )
@@ -166,7 +176,7 @@ def _summary_chips(run: Run) -> Iterator[str]:
 
 
 def _explain_verdict(verdict: Mapping[str, Any]) -> str:
-    text = EXPLAINED[verdict["kind"]]
+    text = VERDICT_TEXTS[verdict["kind"]]
     reasons = "; ".join(verdict["reasons"])
     return f"{text} {reasons}." if reasons else text
 
@@ -174,31 +184,33 @@ def _explain_verdict(verdict: Mapping[str, Any]) -> str:
 def charts(run: Run) -> Iterator[Chart]:
     """Yield the charts of a run."""
     series = run.metrics["series"]
-    windows = [Window(**window) for window in shaded(run)]
+    windows = [Window(**window) for window in shaded_windows(run)]
     shading = " Shaded: faults, recoveries and pauses." if windows else ""
-    draw = partial(LinePlot, windows=windows, x_range=(0.0, run.metrics["duration"]))
+    # All plots over time have the same windows and x axis.
+    x_range = (0.0, run.metrics["duration"])
+    make_plot = partial(LinePlot, windows=windows, x_range=x_range)
     if series["steps"]:
         lines = _loss_lines(series)
         note = f"Training loss of each step, and loss on the test data.{shading}"
-        yield Chart("Loss", note, draw(lines, y=Axis("loss")))
+        yield Chart("Loss", note, make_plot(lines, y=Axis("loss")))
     # A single evaluation at the end of a run is a value, not a curve.
     if len(series["evaluations"]) > 1:
         accuracies = _series_points(series["evaluations"], "accuracy")
         lines = [Line("test accuracy", accuracies, "green", mark_points=True)]
-        plot = draw(lines, y=Axis("accuracy", "share"))
+        plot = make_plot(lines, y=Axis("accuracy", "share"))
         yield Chart("Accuracy", "On the test data.", plot)
     if series["steps"]:
         lines = _step_time_lines(series["steps"])
         note = "Time since the previous step. Disturbed: the first, and those with an evaluation, fault or recovery."
-        plot = draw(lines, y=Axis("time per step", "seconds"))
+        plot = make_plot(lines, y=Axis("time per step", "seconds"))
         yield Chart("Time per step", note, plot)
     if series["requests"]:
         latencies = _series_points(series["requests"], "latency")
         lines = [Line("latency", latencies, "blue", joined=False)]
         note = f"Of each request.{shading}"
-        yield Chart("Latency", note, draw(lines, y=Axis("latency", "seconds")))
+        yield Chart("Latency", note, make_plot(lines, y=Axis("latency", "seconds")))
     for curve in curves(run):
-        yield _own_chart(curve, draw, run.metrics["duration"])
+        yield _method_chart(curve, make_plot, run.metrics["duration"])
     if run.experiment.radio is not None:
         yield _device_map(run)
     yield from _ownership_charts(run)
@@ -223,7 +235,7 @@ def _step_time_lines(steps: Sequence[Mapping[str, Any]]) -> list[Line]:
             disturbed.append(row)
     times = _series_points(undisturbed, "seconds")
     disturbed_times = _series_points(disturbed, "seconds")
-    # Points rather than joined lines, which would lead from one kind of step over the other.
+    # Points rather than joined lines, since a line between steps of one kind would cross steps of the other kind.
     return [
         Line("undisturbed", times, "blue", joined=False),
         Line("disturbed", disturbed_times, "orange", joined=False),
@@ -241,14 +253,14 @@ def _series_points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
 
 
 def _device_map(run: Run) -> Chart:
-    """Draw device positions, reception between devices, and model pieces."""
-    part, radio = run.trial.scenario.network.radio, run.experiment.radio
-    assert part is not None
+    """Return a map of the device positions, with the reception between devices and their model units."""
+    radio_part, radio = run.trial.scenario.network.radio, run.experiment.radio
+    assert radio_part is not None
     assert radio is not None
     ratios = {}
     for pair, link in run.experiment.links.items():
         ratios[pair] = 1 - link.message_loss
-    plot = DeviceMap(radio.positions, ratios, holdings(run), part.area)
+    plot = DeviceMap(radio.positions, ratios, units_of_devices(run), radio_part.area)
     note = (
         "Packet reception ratio (PRR) before any fault. Each half of a line has the colour for the casts of the device "
         "at its end."
@@ -257,10 +269,10 @@ def _device_map(run: Run) -> Chart:
 
 
 def _ownership_charts(run: Run) -> Iterator[Chart]:
-    """Draw the data ownership of the devices shown in the table."""
+    """Yield a chart of the training samples of the devices in the table of devices; nothing without owners."""
     owned = run.manifest.get("owned", {})
     drawn = {}
-    for name in devices_shown(run.metrics["devices"]):
+    for name in notable_devices(run.metrics["devices"]):
         if name in owned:
             drawn[name] = owned[name]
     if not drawn:
@@ -275,8 +287,10 @@ def _ownership_charts(run: Run) -> Iterator[Chart]:
     yield Chart("Data ownership", note, Ownership(drawn, order))
 
 
-def _own_chart(curve: Drawn, draw: Callable[..., LinePlot], end: float) -> Chart:
-    """Draw a chart defined by the method, limited to as many lines as there are styles."""
+def _method_chart(
+    curve: MethodChart, make_plot: Callable[..., LinePlot], end: float
+) -> Chart:
+    """Return a chart that the method defines, with at most as many lines as there are styles."""
     lines = []
     for (name, points), style in zip(curve.lines, STYLES, strict=False):
         has_marks = len(points) <= MAX_MARKED_POINTS
@@ -289,11 +303,11 @@ def _own_chart(curve: Drawn, draw: Callable[..., LinePlot], end: float) -> Chart
     if curve.stacked:
         stack = StackedPlot(lines, curve.marks, end=end, y=y)
         return Chart(curve.title, note, stack)
-    return Chart(curve.title, note, draw(lines, y=y))
+    return Chart(curve.title, note, make_plot(lines, y=y))
 
 
 def _reproduce_command(run: Run) -> str:
-    """Return the commands that repeat a run, with the version that made it as a comment of the shell."""
+    """Return shell commands that repeat a run, with the version of the testbed as a comment."""
     revision = run.manifest["revision"]
     version = f"# testbed {run.manifest['versions']['testbed']}"
     # An installed package has no revision.
@@ -309,12 +323,12 @@ def _reproduce_command(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _flatten_facts(
+def _flatten_values(
     value: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, text) of nested facts."""
+    """Yield (dotted key, text) of nested values, without empty ones."""
     for key, item in value.items():
         if isinstance(item, Mapping):
-            yield from _flatten_facts(item, f"{prefix}{key}.")
+            yield from _flatten_values(item, f"{prefix}{key}.")
         elif item not in (None, "", []):
             yield f"{prefix}{key}", str(item)

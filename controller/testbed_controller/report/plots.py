@@ -1,6 +1,7 @@
 """Lines, stacks and bars drawn by matplotlib.
 
-Text and lines have the same size at every width: a wider plot wraps and omits fewer labels.
+Text and lines have the same size at every width: a wider plot wraps and omits fewer labels. Values are in SI units, and
+axes have a unit that suits the largest value, such as ms (`_Scale`).
 """
 
 from __future__ import annotations
@@ -38,30 +39,31 @@ from testbed_controller.report.charts import (
 MARKS = ("o", "s", "^", "D", "v", "P")
 """Marks of the series in the order of their colours, distinguishable without colours."""
 HATCHES: dict[Dash, str] = {"solid": "", "dashed": "////", "dotted": "...."}
+"""Hatching of bars for each style of a line."""
 WIDTH, HEIGHT = 4.2, 2.2
 """Size on a page in inches, without the legend."""
 LOG_FROM = 10.0
 """Minimum ratio of the highest to the lowest value for a logarithmic y axis of lines."""
 LOG_BARS_FROM = 100.0
-"""The same ratio for bars: larger, as lengths on a logarithmic axis cannot be compared."""
+"""The same ratio for bars; larger, because lengths on a logarithmic axis cannot be compared."""
 LOG_X_FROM = 20.0
-"""The same ratio for the x axis: swept values up to 1, 2, 5, 10 are legible on a linear axis."""
+"""The same ratio for the x axis: swept values such as 1, 2, 5, 10 are legible on a linear axis."""
 DENSE_X_TO = 100.0
 """Ratio of the ends of a logarithmic x axis up to which 2 and 5 of each decade have a tick: two decades."""
 DENSE_Y_TO = 1000.0
-"""The same ratio for the y axis, whose labels do not lie side by side."""
+"""The same ratio for the y axis; larger, because its labels are above each other and need less space."""
 PADDING = 1.06
 """Ratio of the end of a linear y axis to the largest value."""
 LOG_X_PADDING, LOG_Y_PADDING = 1.1, 1.2
 """Ratio of the end of a logarithmic axis to the largest value, and of the lowest value to its beginning."""
 GROUP_WIDTH = 0.8
-"""Width of a group of bars; the next group is 1 away."""
+"""Width of a group of bars, where neighbouring groups have the distance 1."""
 BAR_SHARE = 0.94
-"""Part of a bar's place that the bar fills."""
+"""Width of a bar as a part of its space in the group, which separates neighbouring bars."""
 AXES_SHARE = 0.85
 """Approximate part of a figure's width inside the axes."""
 FEWEST_LETTERS = 6
-"""Minimum length of a line of a group's label."""
+"""Minimum number of letters in a line of a group's label, however narrow the groups are."""
 SHORTEST_WINDOW = 0.002
 """Minimum width of a window as a part of the x axis, so that an instant is visible."""
 LETTER_WIDTH = 0.075
@@ -70,8 +72,8 @@ MARK_LETTERS = 6
 """Width of the mark beside a name in a legend, in letters."""
 MOST_LABELLED = 10
 """Maximum number of bars with value labels."""
-APART = 3.0
-"""Distance in points between marks of different series at equal x, to keep their intervals distinguishable."""
+ERROR_BAR_DISTANCE = 3.0
+"""Distance in points (1/72 inch) between error bars of different lines at equal x, which would hide each other."""
 STYLE: Any = {
     "font.size": 8,
     "font.family": "DejaVu Sans",
@@ -104,6 +106,7 @@ STYLE: Any = {
     "ytick.left": False,
     "hatch.linewidth": 0.5,
 }
+"""Settings of matplotlib for all plots."""
 
 
 @mpl.rc_context(STYLE)
@@ -112,6 +115,7 @@ def draw_lines(plot: LinePlot, width: float) -> Figure:
     figure, axes = _make_axes(width, plot.x)
     drawn: list[Line] = []
     values: list[float] = []
+    # Ends of the intervals around the values.
     ends: list[float] = []
     for line in plot.lines:
         finite = line.with_finite_points()
@@ -132,10 +136,10 @@ def draw_lines(plot: LinePlot, width: float) -> Figure:
     error_bars_drawn = 0
     for line in drawn:
         transform = axes.transData
-        # Error bars at equal x would hide each other: they stand side by side, centred about x.
+        # Lines with error bars are drawn side by side, centred about x.
         if line.is_marked and line.half_widths:
             position = error_bars_drawn - (error_bar_count - 1) / 2
-            transform = _shift_sideways(axes, position * APART)
+            transform = _shift_sideways(axes, position * ERROR_BAR_DISTANCE)
             error_bars_drawn += 1
         _draw_line(axes, line, scale, transform, several_unmarked=unmarked_count > 1)
     _shade_windows(axes, plot.windows, width)
@@ -146,7 +150,7 @@ def draw_lines(plot: LinePlot, width: float) -> Figure:
 def _set_range(axes: Axes, plot: LinePlot, drawn: Sequence[Line]) -> None:
     """Set the limits and the scale of the x axis."""
     low, high = plot.x_range
-    # A single x, such as the only step of a run, has no range to be drawn.
+    # An axis needs a range, also for a single x, such as the only step of a run.
     if high <= low:
         high = low + 1.0
     axes.set_xlim(low, high)
@@ -157,8 +161,8 @@ def _set_range(axes: Axes, plot: LinePlot, drawn: Sequence[Line]) -> None:
         axes.set_xlim(low / LOG_X_PADDING, high * LOG_X_PADDING)
         return
     xs = [x for line in drawn for x, _ in line.points]
+    # Counted values such as epochs have no ticks at 1.5.
     if all(float(x).is_integer() for x in xs):
-        # There is no epoch 1.5.
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
@@ -191,17 +195,18 @@ def _draw_line(
     several_unmarked: bool,
 ) -> None:
     """Draw one line; several unmarked lines get a few distinguishing marks each."""
-    # Each half width belongs to a point, so lines with intervals keep all points.
+    # A line with intervals keeps all points, since each half width belongs to a point.
     points = line.points if line.half_widths else thin(line.points)
     xs, ys = (np.array(part) for part in zip(*points, strict=True))
-    # Colours outside the series have the mark of the first one.
+    # A colour that is not one of the series has the mark of the first series.
     number = SERIES.index(line.colour) if line.colour in SERIES else 0
     colour = COLOURS[line.colour]
     if line.half_widths:
         _draw_intervals(axes, line, xs, ys, scale, transform)
     mark_every: Any = 1
     if not line.is_marked:
-        # Start and distance as shares of the axes' diagonal. Lines start apart, so that no mark hides another one.
+        # Position of the first mark and distance of the marks, as shares of the axes' diagonal. The first marks of the
+        # lines are at different positions, so that marks do not hide each other.
         mark_every = (0.04 + 0.04 * number, 0.28)
     axes.plot(
         xs,
@@ -213,7 +218,7 @@ def _draw_line(
         markevery=mark_every,
         markersize=3.5,
         label=line.name,
-        # Marks at the border of the axes are drawn whole.
+        # Marks at the border of the axes are drawn completely.
         clip_on=line.joined and not line.mark_points,
     )
 
@@ -226,7 +231,7 @@ def _draw_intervals(
     scale: _Scale,
     transform: Transform,
 ) -> None:
-    """Draw the confidence intervals of a line: error bars at marks, else a band."""
+    """Draw the confidence intervals of a line as error bars at its marks, or as a band if it has few marks."""
     colour = COLOURS[line.colour]
     if line.is_marked:
         style = {"transform": transform, "ecolor": colour}
@@ -248,7 +253,7 @@ def _draw_whiskers(
 ) -> None:
     """Draw intervals around values as error bars."""
     down, up = scale.intervals(ys, half_widths)
-    # On a logarithmic axis the lower end could be 0 or below; it then lies at the border.
+    # On a logarithmic axis, a lower end at or below 0 is drawn at the border.
     down = np.minimum(down, scale(ys) - axes.get_ylim()[0])
     error_bars = axes.errorbar(
         xs, scale(ys), [down, up], fmt="none", elinewidth=1, capthick=1, **style
@@ -270,7 +275,7 @@ def draw_stack(plot: StackedPlot, width: float) -> Figure:
     times = sorted(changes)
     parts = np.array([_sample_steps(line.points, times) for line in lines])
     whole = parts.sum(axis=0)
-    # An infinite ratio: heights of parts can be compared on a linear axis only.
+    # An infinite ratio keeps the axis linear, on which the heights of parts can be compared.
     scale = _scale_axis(axes, plot.y, whole, whole, math.inf)
     colours = [COLOURS[line.colour] for line in lines]
     axes.stackplot(
@@ -288,36 +293,39 @@ def draw_stack(plot: StackedPlot, width: float) -> Figure:
 
 
 def _sample_steps(points: Points, times: Sequence[float]) -> np.ndarray[Any, Any]:
-    """Sample a step function at rising times: the last point so far, or 0 before the first."""
+    """Sample a step function at rising times: the value of the latest point, or 0 before the first point."""
     xs, ys = zip(*points, strict=True) if points else ((), ())
-    # `searchsorted` counts the points up to each time, which is the index of the last of them behind the leading 0.
-    return np.array([0.0, *ys])[np.searchsorted(xs, times, side="right")]
+    values = np.array([0.0, *ys])
+    # The number of points up to each time is also the index of the latest one, because of the leading 0.
+    counts = np.searchsorted(xs, times, side="right")
+    return values[counts]
 
 
 @mpl.rc_context(STYLE)
 def draw_bars(plot: BarPlot, width: float) -> Figure:
     """Draw grouped bars, with value labels for few bars."""
-    groups, kinds = plot.groups, plot.kinds
+    groups = plot.groups
     figure, axes = _make_axes(width, plot.x)
-    bar_width = GROUP_WIDTH / max(1, len(kinds))
+    bar_width = GROUP_WIDTH / max(1, len(plot.series))
     values: list[float] = []
+    # Ends of the intervals around the values.
     ends: list[float] = []
-    for kind in kinds:
-        _, heights, half_widths = _present_bars(kind)
+    for bars in plot.series:
+        _, heights, half_widths = _finite_bars(bars)
         values += heights
         ends += _interval_ends(plot.y, heights, half_widths)
     scale = _scale_axis(axes, plot.y, values, ends, LOG_BARS_FROM)
     is_labelled = len(values) <= MOST_LABELLED
-    for index, kind in enumerate(kinds):
-        centre = (index + 0.5) * bar_width - GROUP_WIDTH / 2
-        _draw_kind(axes, kind, centre, bar_width, scale, is_labelled=is_labelled)
+    for index, bars in enumerate(plot.series):
+        offset = (index + 0.5) * bar_width - GROUP_WIDTH / 2
+        _draw_series(axes, bars, offset, bar_width, scale, is_labelled=is_labelled)
     group_width = width * AXES_SHARE / max(1, len(groups))
     letters = max(FEWEST_LETTERS, int(group_width / LETTER_WIDTH))
     labels = [textwrap.fill(group, letters) for group in groups]
     axes.set_xticks(range(len(groups)), labels)
     axes.tick_params(axis="x", length=0)
     if axes.get_yscale() == "linear":
-        # Scaled again, to make room for whiskers and labels; bars without negative values stand on the axis.
+        # Scaled again, with a margin for error bars and labels. Without negative values, the axis begins at 0.
         bottom = None if min(values, default=0.0) < 0 else 0.0
         axes.set_ylim(bottom, None, auto=True)
         axes.margins(y=0.1)
@@ -325,57 +333,61 @@ def draw_bars(plot: BarPlot, width: float) -> Figure:
     return figure
 
 
-def _present_bars(kind: Bars) -> tuple[list[int], list[float], list[float | None]]:
-    """Return groups, values and half widths (empty for none) of the bars with a finite value."""
+def _finite_bars(bars: Bars) -> tuple[list[int], list[float], list[float | None]]:
+    """Return the numbers of the groups in which a series has a finite value, the values, and their half widths.
+
+    The half widths are empty for a series without intervals.
+    """
     groups: list[int] = []
     values: list[float] = []
-    for group, value in enumerate(kind.values):
+    for group, value in enumerate(bars.values):
         if value is not None and math.isfinite(value):
             groups.append(group)
             values.append(value)
     half_widths: list[float | None] = []
-    if any(kind.half_widths):
-        half_widths = [kind.half_widths[group] for group in groups]
+    if any(bars.half_widths):
+        half_widths = [bars.half_widths[group] for group in groups]
     return groups, values, half_widths
 
 
-def _draw_kind(
+def _draw_series(
     axes: Axes,
-    kind: Bars,
-    centre: float,
+    bars: Bars,
+    offset: float,
     width: float,
     scale: _Scale,
     *,
     is_labelled: bool,
 ) -> None:
-    """Draw the bars of one series; ``centre`` is the middle of the bar in the first group."""
-    groups, values, half_widths = _present_bars(kind)
-    at = centre + np.array(groups)
+    """Draw the bars of one series; ``offset`` is the distance from the middle of a group to the middle of its bar."""
+    groups, values, half_widths = _finite_bars(bars)
+    # The middle of a group is at its number.
+    xs = offset + np.array(groups)
     heights = np.array(values, float)
-    bars = axes.bar(
-        at,
+    container = axes.bar(
+        xs,
         scale(heights),
         width * BAR_SHARE,
-        color=COLOURS[kind.colour],
-        hatch=HATCHES[kind.dash],
+        color=COLOURS[bars.colour],
+        hatch=HATCHES[bars.dash],
         edgecolor=COLOURS["card"],
         linewidth=0,
-        label=kind.name,
+        label=bars.name,
     )
     if half_widths:
-        _draw_whiskers(axes, at, heights, half_widths, scale, ecolor=COLOURS["ink"])
+        _draw_whiskers(axes, xs, heights, half_widths, scale, ecolor=COLOURS["ink"])
     if is_labelled:
         texts = []
         for value in scale(heights):
             three_digits = float(f"{value:.3g}")
             texts.append(formats.number(three_digits))
-        axes.bar_label(bars, texts, padding=2, color=COLOURS["soft"], fontsize=7.5)
+        axes.bar_label(container, texts, padding=2, color=COLOURS["soft"], fontsize=7.5)
 
 
-def _make_axes(width: float, x: str) -> tuple[Figure, Axes]:
+def _make_axes(width: float, x_title: str) -> tuple[Figure, Axes]:
     figure = Figure((width, HEIGHT))
     axes = figure.subplots()
-    axes.set_xlabel(x)
+    axes.set_xlabel(x_title)
     return figure, axes
 
 
@@ -405,9 +417,10 @@ def _scale_axis(
     The limits include the ``ends`` of intervals; a logarithmic axis begins at the lowest value, as lower ends may be 0.
     """
     lowest, highest = min(values, default=0.0), max(values, default=0.0)
+    # ``factor`` is the size of the unit, in SI units.
     factor, unit = formats.unit(y.kind, max(highest, -lowest))
     axes.set_ylabel(f"{y.title} ({unit})" if unit else y.title)
-    # Shares are read from 0 to 1.
+    # Shares always have a linear axis from 0.
     if y.kind != "share" and lowest > 0 and highest >= lowest * log_from:
         axes.set_yscale("log", subs=())
         axes.yaxis.set_major_locator(_tick_locator(lowest, highest, DENSE_Y_TO))
@@ -418,7 +431,7 @@ def _scale_axis(
         axes.yaxis.set_major_locator(MaxNLocator(5))
         bottom = min(0.0, lowest, *ends) / factor
         top = max(0.0, highest, *ends) / factor
-        # Without values, or with zeros alone, there is no range to be drawn.
+        # An axis needs a range, also without values or with zeros alone.
         axes.set_ylim(bottom * PADDING, top * PADDING if top > bottom else 1.0)
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: formats.number(float(value)))
@@ -449,8 +462,16 @@ def _shade_windows(axes: Axes, windows: Sequence[Window], width: float) -> None:
         length = letter_width * len(window.label)
         left = max(begin, min(window.start, end - length))
         if window.style == "fault" and left >= label_end:
-            where: Any = {"va": "bottom", "transform": axes.get_xaxis_transform()}
-            axes.text(left, 1.01, window.label, color=colour, fontsize=7.5, **where)
+            # x in seconds; y as a part of the axes' height, a little above their top.
+            axes.text(
+                left,
+                1.01,
+                window.label,
+                color=colour,
+                fontsize=7.5,
+                va="bottom",
+                transform=axes.get_xaxis_transform(),
+            )
             label_end = left + length
 
 
@@ -462,6 +483,6 @@ def add_legend(figure: Figure, axes: Axes) -> None:
     lines = "\n".join(wrapped).split("\n")
     longest = max(map(len, lines))
     columns = max(1, letters // (longest + MARK_LETTERS))
-    names_box = figure.legend(handles, wrapped, ncols=columns, loc="outside upper left")
-    height = names_box.get_window_extent().height / figure.dpi
+    legend = figure.legend(handles, wrapped, ncols=columns, loc="outside upper left")
+    height = legend.get_window_extent().height / figure.dpi
     figure.set_figheight(figure.get_figheight() + height)

@@ -1,11 +1,15 @@
-"""The tables of a run, on the terminal and on the page."""
+"""The tables of a run, on the terminal and on the page report.html.
+
+Of a large run, the tables of devices and links have only notable rows (`testbed_controller.report.thinning`), with the
+reason for each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from testbed.common import formats
 from testbed.network.link import links_from_json
@@ -16,29 +20,32 @@ from testbed.trace.registry import metric_kind
 from testbed_controller.report import declared
 from testbed_controller.report.grouping import (
     LinkGroup,
+    combine_links,
     describe,
+    format_measurements,
     group_links,
-    measured,
     name_of,
-    together,
 )
 from testbed_controller.report.tables import (
     BAR_ACTIVITIES,
     Cell,
     Column,
     Section,
+    Tone,
     number_columns,
 )
 from testbed_controller.report.thinning import (
-    MOST,
-    devices_shown,
-    links_shown,
-    shortened,
+    MAX_SHOWN,
+    limit_rows,
+    notable_devices,
+    notable_links,
 )
 from testbed_controller.results.run import Run
 
 MOST_PRINTED = 24
 """Maximum number of devices, links or faults in the terminal."""
+REASON_HEADING = "Why shown"
+"""Heading of the column with the reason for which a device or link of a large run was selected."""
 
 
 def sections(run: Run) -> Iterator[Section]:
@@ -52,16 +59,21 @@ def sections(run: Run) -> Iterator[Section]:
         *declared.tables(run),
     ):
         if section.rows:
-            yield shortened(section)
+            yield limit_rows(section)
 
 
-Shown = tuple[str, str, Mapping[str, Any]]
-"""A row of the table of devices: name, the reason for its selection, and metrics."""
+class _DeviceRow(NamedTuple):
+    """A row of the table of devices: one device, or all devices together."""
+
+    name: str
+    reason: str
+    """Reason for which the device was selected; empty if all are shown."""
+    metrics: Mapping[str, Any]
 
 
 def _devices_section(run: Run) -> Section:
     devices = run.metrics["devices"]
-    selected = devices_shown(devices)
+    selected = notable_devices(devices)
     omitted_rows = len(devices) - len(selected)
     has_been_down = any(row["down"] for row in devices.values())
     note = (
@@ -74,90 +86,92 @@ def _devices_section(run: Run) -> Section:
         note += (
             " Deficit: share of the undisturbed steps by which the host was too slow."
         )
-    rows: list[Shown] = []
+    rows: list[_DeviceRow] = []
     if omitted_rows:
         combined = _combine_devices(devices.values())
-        rows.append((f"all {len(devices):,}", "", combined))
+        rows.append(_DeviceRow(f"all {len(devices):,}", "", combined))
         note += (
             " All devices: the sums of their times, as a share of the total time."
             " Of equal devices, the first are shown."
         )
     for name, reason in selected.items():
-        rows.append((name, reason, devices[name]))
-    cells = _device_cells(run, selected=bool(omitted_rows), has_been_down=has_been_down)
+        rows.append(_DeviceRow(name, reason, devices[name]))
+    cell_makers = _device_cell_makers(
+        run, has_reasons=bool(omitted_rows), has_been_down=has_been_down
+    )
     table = []
     for row in rows:
-        table.append([make_cell(row) for make_cell in cells.values()])
+        table.append([make_cell(row) for make_cell in cell_makers.values()])
     brief = "time and share of the run; overlapping activities count for each"
     return Section(
         "Devices",
         note,
         brief,
-        tuple(cells),
+        tuple(cell_makers),
         table,
         max_printed_rows=MOST_PRINTED,
         omitted_rows=omitted_rows,
     )
 
 
-def _device_cells(
-    run: Run, *, selected: bool, has_been_down: bool
-) -> dict[Column, Callable[[Shown], Cell]]:
+def _device_cell_makers(
+    run: Run, *, has_reasons: bool, has_been_down: bool
+) -> dict[Column, Callable[[_DeviceRow], Cell]]:
     """Return the columns of the table of devices, each with the function that makes its cells."""
-    units = holdings(run)
-    cells: dict[Column, Callable[[Shown], Cell]] = {
-        Column("Device", "name"): lambda row: Cell(row[0])
+    units = units_of_devices(run)
+    makers: dict[Column, Callable[[_DeviceRow], Cell]] = {
+        Column("Device", "name"): lambda row: Cell(row.name)
     }
-    if selected:
-        cells[Column("Shown for", shown_on="wide")] = lambda row: Cell(row[1])
-    cells[Column("Profile", shown_on="wide")] = _profile_cell
+    if has_reasons:
+        makers[Column(REASON_HEADING, shown_on="wide")] = lambda row: Cell(row.reason)
+    makers[Column("Profile", shown_on="wide")] = _profile_cell
     if units:
-        cells[Column("Model units", shown_on="page")] = lambda row: Cell(
-            units.get(row[0], formats.NONE)
+        makers[Column("Model units", shown_on="page")] = lambda row: Cell(
+            units.get(row.name, formats.NONE)
         )
-    cells[Column("Share", shown_on="wide")] = _bar_cell
-    for kind in ("compute", "send", "receive", "down", "idle"):
-        if kind != "down" or has_been_down:
-            cells[Column(kind.capitalize(), "number")] = partial(_time_cell, kind)
-    cells[Column("Sent", "number", "page")] = lambda row: Cell(
-        formats.size(row[2]["bytes_sent"])
+    makers[Column("Share", shown_on="wide")] = _bar_cell
+    for activity in ("compute", "send", "receive", "down", "idle"):
+        if activity != "down" or has_been_down:
+            column = Column(activity.capitalize(), "number")
+            makers[column] = partial(_time_cell, activity)
+    makers[Column("Sent", "number", "page")] = lambda row: Cell(
+        formats.size(row.metrics["bytes_sent"])
     )
-    cells[Column("Received", "number", "page")] = lambda row: Cell(
-        formats.size(row[2]["bytes_received"])
+    makers[Column("Received", "number", "page")] = lambda row: Cell(
+        formats.size(row.metrics["bytes_received"])
     )
-    # The virtual clock charges every computation exactly its time.
+    # The virtual clock charges every computation exactly its time, so only containers have a deficit.
     if run.outcome.runtime == "emulate":
-        cells[Column("Deficit", "number", "page")] = lambda row: Cell(
-            formats.share(row[2]["deficit_share"])
+        makers[Column("Deficit", "number", "page")] = lambda row: Cell(
+            formats.share(row.metrics["deficit_share"])
         )
-    return cells
+    return makers
 
 
-def _bar_cell(row: Shown) -> Cell:
-    metrics = row[2]
-    shares = {kind: metrics[f"{kind}_share"] for kind in BAR_ACTIVITIES}
+def _bar_cell(row: _DeviceRow) -> Cell:
+    shares = {kind: row.metrics[f"{kind}_share"] for kind in BAR_ACTIVITIES}
     return Cell("", shares=shares)
 
 
-def _profile_cell(row: Shown) -> Cell:
-    metrics = row[2]
+def _profile_cell(row: _DeviceRow) -> Cell:
     # The row of all devices has no profile.
-    if "profile" not in metrics:
+    if "profile" not in row.metrics:
         return Cell(formats.NONE)
-    return Cell(metrics["profile"], formats.speed(metrics["speed"]))
+    return Cell(row.metrics["profile"], formats.speed(row.metrics["speed"]))
 
 
-def _time_cell(kind: str, row: Shown) -> Cell:
-    metrics = row[2]
-    if not metrics[kind]:
+def _time_cell(activity: str, row: _DeviceRow) -> Cell:
+    seconds = row.metrics[activity]
+    if not seconds:
         return Cell(formats.NONE)
     # Padded, so that the times before the shares stay aligned.
-    share = f"{formats.whole_share(metrics[f'{kind}_share']):>3}"
-    return Cell(formats.seconds(metrics[kind]), share, "no" if kind == "down" else "")
+    share = f"{formats.whole_share(row.metrics[f'{activity}_share']):>3}"
+    tone: Tone = "no" if activity == "down" else ""
+    return Cell(formats.seconds(seconds), share, tone)
 
 
 def _combine_devices(devices: Collection[Mapping[str, Any]]) -> dict[str, float]:
-    """Combine the metrics of devices into one row, with the worst deficit."""
+    """Return the metrics of all devices together: sums of times and bytes, mean shares, and the worst deficit."""
     activities = ("compute", "send", "receive", "communicate", "down", "idle")
     combined: dict[str, float] = {}
     for name in (*activities, "bytes_sent", "bytes_received"):
@@ -169,8 +183,8 @@ def _combine_devices(devices: Collection[Mapping[str, Any]]) -> dict[str, float]
     return combined
 
 
-def holdings(run: Run) -> dict[str, str]:
-    """Return the model units (counted from 0) and the memory of each device in the plan."""
+def units_of_devices(run: Run) -> dict[str, str]:
+    """Return the model units (counted from 0) and the memory of each device in the plan, as text by name."""
     texts = {}
     for name in run.plan.devices:
         units = []
@@ -198,44 +212,44 @@ def _format_units(assignment: Assignment) -> str:
 def _links_section(run: Run) -> Section:
     is_emulated = run.outcome.runtime == "emulate"
     links = run.metrics["links"]
-    shaped = _describe_shaping(run) if is_emulated else ""
-    shaped += _describe_hosts(run)
+    conditions = _describe_shaping(run) if is_emulated else ""
+    conditions += _describe_hosts(run)
     groups = [(group, "") for group in group_links(links)]
     omitted_rows = 0
     # With this many groups, nearly every link has values of its own: the notable links are shown instead.
-    if len(groups) > MOST:
-        selected = links_shown(links)
+    if len(groups) > MAX_SHOWN:
+        selected = notable_links(links)
         omitted_rows = len(links) - len(selected)
-        groups = [(together(links), "")]
+        groups = [(combine_links(links), "")]
         for link, reason in selected:
             groups.append((group_links([link])[0], reason))
-    cells: dict[Column, Callable[[LinkGroup, str], Cell]] = {
+    makers: dict[Column, Callable[[LinkGroup, str], Cell]] = {
         Column("Link", "name"): lambda link, _: Cell(link.name)
     }
     if omitted_rows:
-        cells[Column("Shown for", shown_on="wide")] = lambda _, reason: Cell(reason)
-    cells[Column("Requested")] = lambda link, _: Cell(link.requested)
+        makers[Column(REASON_HEADING, shown_on="wide")] = lambda _, reason: Cell(reason)
+    makers[Column("Requested")] = lambda link, _: Cell(link.requested)
     note = (
         "Rate and one-way delay of the scenario; a simulation does not measure links. "
     )
     if is_emulated:
-        cells[Column("Measured")] = _measured_cell
-        note = f"Rate and one-way delay of the scenario, and as measured before the run{shaped}. "
+        makers[Column("Measured")] = _measured_cell
+        note = f"Rate and one-way delay of the scenario, and as measured before the run{conditions}. "
     if run.trial.scenario.workload.counts_links:
-        cells[Column("Carried", "number")] = lambda link, _: Cell(link.traffic)
-        cells[Column("Used", "number", "wide")] = lambda link, _: Cell(link.used)
+        makers[Column("Carried", "number")] = lambda link, _: Cell(link.traffic)
+        makers[Column("Used", "number", "wide")] = lambda link, _: Cell(link.used)
         note += '"Used": bytes of the busiest direction, as a share of the capacity of its rate.'
     else:
         note += "The traffic of your own programs is not known."
     rows = []
     for group, reason in groups:
-        rows.append([make_cell(group, reason) for make_cell in cells.values()])
-    brief = f"rate, one-way delay{shaped}"
+        rows.append([make_cell(group, reason) for make_cell in makers.values()])
+    brief = f"rate, one-way delay{conditions}"
     return Section(
         "Links",
         note,
         brief,
-        tuple(cells),
+        tuple(makers),
         rows,
         max_printed_rows=MOST_PRINTED,
         omitted_rows=omitted_rows,
@@ -249,7 +263,7 @@ def _measured_cell(link: LinkGroup, _: str) -> Cell:
 
 
 def _describe_shaping(run: Run) -> str:
-    """Return the backend of the links and TCP's congestion control, as an addition to a sentence."""
+    """Return the backend of the links and TCP's congestion control, as the end of a sentence."""
     fidelity = run.outcome.fidelity
     if not fidelity.get("backend"):
         return ""
@@ -258,7 +272,7 @@ def _describe_shaping(run: Run) -> str:
 
 
 def _describe_hosts(run: Run) -> str:
-    """Return the hosts, their devices and the links between them, as an addition to a sentence; empty for one host."""
+    """Return the hosts, their devices and the links between them, as the end of a sentence; empty for one host."""
     fidelity = run.outcome.fidelity
     hosts: dict[str, list[str]] = fidelity.get("hosts", {})
     if len(hosts) < 2:
@@ -272,7 +286,10 @@ def _describe_hosts(run: Run) -> str:
     for start, end, delay in fidelity.get("ways", ()):
         delays.append(f"{start} to {end} {formats.seconds(delay)}")
     links = run.trial.experiment.links
-    crossing = sum(host_of[a] != host_of[b] for a, b in links)
+    crossing = 0
+    for source, destination in links:
+        if host_of[source] != host_of[destination]:
+            crossing += 1
     return (
         f"; {crossing} of {len(links)} cross hosts ({', '.join(places)}), whose own delay is included in the "
         f"measurement ({', '.join(delays)})"
@@ -302,19 +319,22 @@ def _changes_section(run: Run) -> Section:
     )
 
 
-def directions(run: Run) -> Section | None:
-    """Return every direction of every link, or only notable ones if the table of links merges several."""
+def directions_section(run: Run) -> Section | None:
+    """Return a table with a row for each direction of each link; None if the table of links has these rows itself.
+
+    Of very many links, the table has only the notable ones.
+    """
     links = run.metrics["links"]
     groups = group_links(links)
-    # Without merged links the table of links has all directions; with more groups it has the notable ones.
-    if len(groups) == len(links) or len(groups) > MOST:
+    # The table of links has a row for each direction if no group has several, and the notable ones of many groups.
+    if len(groups) == len(links) or len(groups) > MAX_SHOWN:
         return None
     is_emulated = run.outcome.runtime == "emulate"
-    selected = links_shown(links)
+    selected = notable_links(links)
     omitted_rows = len(links) - len(selected)
     columns = [Column("From", "name"), Column("To", "name")]
     if omitted_rows:
-        columns.append(Column("Shown for"))
+        columns.append(Column(REASON_HEADING))
     columns.append(Column("Requested"))
     if is_emulated:
         columns.append(Column("Measured"))
@@ -327,7 +347,7 @@ def directions(run: Run) -> Section | None:
         row.append(Cell(describe(link["requested"])))
         if is_emulated:
             measurements = [link["measured"]] if link["measured"] else []
-            row.append(Cell(measured(measurements)))
+            row.append(Cell(format_measurements(measurements)))
         row.append(Cell(str(link["messages"])))
         row.append(Cell(formats.size(link["bytes"])))
         row.append(Cell(formats.share(link["used_share"])))
@@ -337,14 +357,16 @@ def directions(run: Run) -> Section | None:
 
 def _objects_section(metrics: Mapping[str, Any]) -> Section:
     """Return a row for each detected object, and one for each picture without any."""
-    first_answers: dict[int, Any] = {}
+    boxes_of_pictures: dict[int, Any] = {}
     for answer in metrics["series"]["objects"]:
-        first_answers.setdefault(answer["sample"], answer["boxes"])
+        # Of several answers for one picture, the first one counts.
+        boxes_of_pictures.setdefault(answer["sample"], answer["boxes"])
     shares = ("score", "left", "top", "right", "bottom")
     rows = []
-    for sample, boxes in first_answers.items():
+    for sample, boxes in boxes_of_pictures.items():
         if not boxes:
-            rows.append([Cell(str(sample)), Cell("none"), *[Cell(formats.NONE)] * 5])
+            empty = [Cell(formats.NONE)] * len(shares)
+            rows.append([Cell(str(sample)), Cell("none"), *empty])
         for box in boxes:
             row = [Cell(str(sample)), Cell(box["label"])]
             row += [Cell(formats.share(box[name])) for name in shares]
@@ -408,7 +430,10 @@ def _faults_section(metrics: Mapping[str, Any]) -> Section:
 def recovery_from(
     fault: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the recovery from a fault with its duration since the fault; None values for an undetected fault."""
+    """Return ``detected``, ``resumed`` and ``seconds`` of the recovery from a fault.
+
+    The duration counts from this fault. All values are None for a fault that was not detected.
+    """
     for item in metrics["recovery_list"]:
         # One recovery may end the outages of several faults, each with a time of its own since its injection.
         if fault["recovered"] is not None and item["resumed"] == fault["recovered"]:
@@ -419,7 +444,7 @@ def recovery_from(
     return {"detected": None, "resumed": None, "seconds": None}
 
 
-def expected(run: Run) -> Section:
+def expectations_section(run: Run) -> Section:
     """Return the table of expectations and results."""
     rows = []
     for each in run.expectations:
@@ -432,7 +457,7 @@ def expected(run: Run) -> Section:
         Column("Condition"),
         *number_columns("Result"),
     )
-    note = "Conditions of the scenario; the command fails if one of them does not hold."
+    note = "Conditions of the scenario; the command fails if any of them does not hold."
     return Section("Expectations", note, "", columns, rows)
 
 
@@ -442,7 +467,7 @@ def result_text(expectation: Expectation, run: Run) -> str:
     if value is None:
         return "no such metric"
     kind = metric_kind(expectation.key, run.metric_definitions)
-    # A share formatted as 90% may be below or above the limit of 0.9.
+    # Rounded to 90%, a share may be below or above a limit of 0.9.
     if isinstance(value, float) and kind in ("share", "number"):
         return f"{value:.4g}"
     return declared.format_metric(expectation.key, value, run.metric_definitions)

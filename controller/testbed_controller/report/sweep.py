@@ -1,4 +1,8 @@
-"""The page of a sweep or of repetitions: means with intervals, as plots over the swept keys and as a table."""
+"""The page of a sweep or of repetitions: means with intervals, as plots over the swept keys and as a table.
+
+``summary`` is the result of `testbed_controller.results.summary.summary_of`, and a point is an entry of its ``points``:
+one combination of swept values, with the statistics of its repetitions.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +31,13 @@ from testbed_controller.report.charts import (
     LinePlot,
 )
 from testbed_controller.report.tables import Cell, Column, Section
-from testbed_controller.report.terminal import where
+from testbed_controller.report.terminal import report_location
 from testbed_controller.results.comparison import side_by_side
 from testbed_controller.results.run import Run
 
 Point = Mapping[str, Any]
-Names = Mapping[str, str]
-"""Metrics and their headings, in the order of the columns."""
+Headings = Mapping[str, str]
+"""Heading of each shown metric by name, in the order of the columns."""
 
 
 def write(folder: Path, summary: Mapping[str, Any], runs: Sequence[Run]) -> None:
@@ -44,48 +48,47 @@ def write(folder: Path, summary: Mapping[str, Any], runs: Sequence[Run]) -> None
 def show(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """Print a sweep or a repeated run: one line per point, means with their confidence intervals.
 
-    A table of many swept keys and metrics does not fit a terminal. It is divided into a table of the keys at each
-    numbered point, and a table of the metrics by point.
+    A table too wide for the terminal is divided into a table of the swept values of each numbered point, and tables of
+    the metrics by the number of the point.
     """
     console.print(Text())
     for part in tables.split_wide(section(summary), "Point", console.width):
         console.print(tables.draw_section(part, console.width))
         if not part.title:
             console.print(Text())
-    console.print(where(folder, "sweep.html"))
+    console.print(report_location(folder, "sweep.html"))
 
 
 def render(summary: Mapping[str, Any], runs: Sequence[Run]) -> str:
-    """Render the page; ``summary`` is the result of `testbed_controller.results.summary` for these runs."""
+    """Return the page as HTML."""
     scenario = runs[0].trial.scenario
     points = summary["points"]
     plural = "" if len(points) == 1 else "s"
     return html.page(
         scenario.name,
         runs=runs,
-        lead=scenario.description,
+        description=scenario.description,
         chips=[f"{len(points)} point{plural}", f"{len(runs)} runs"],
         charts=list(charts(summary, runs)),
         sections=[section(summary)],
     )
 
 
-def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
-    """Return a row for each point: swept values, metrics, and runs.
+def section(summary: Mapping[str, Any], headings: Headings | None = None) -> Section:
+    """Return a table with a row for each point: swept values, number of runs, and metrics.
 
-    ``names`` selects the metrics and their headings; by default the most important metrics are shown. All values of a
-    column have the unit in its heading.
+    ``headings`` selects the metrics; by default the most important metrics are shown. All values of a column have the
+    unit in its heading.
     """
     points = summary["points"]
     keys = _varying_keys(points) or list(points[0]["point"])
-    headings = names or _default_names(summary)
     metrics = []
-    for name, heading in headings.items():
+    for name, heading in (headings or _default_headings(summary)).items():
         metrics.append(_MetricColumn.of(summary, name, heading))
     columns = [Column(head, "name") for head in short_keys(keys).values()]
     columns += tables.number_columns("Runs", *(metric.heading for metric in metrics))
     sort_keys = {key: _sort_keys(points, key) for key in keys}
-    # A row has the cells of the keys, of the runs, and of the metrics, as the columns above.
+    # The cells of a row have the order of the columns above.
     rows = []
     for number, point in enumerate(points):
         row = []
@@ -110,7 +113,7 @@ def _sort_keys(points: Sequence[Point], key: str) -> Sequence[float | str]:
 
     As texts, ``100mbit`` would come before ``5mbit``.
     """
-    numbers = _numeric_places(points, key)
+    numbers = _numeric_values(points, key)
     return numbers or [_value_label(point, key) for point in points]
 
 
@@ -151,24 +154,25 @@ class _MetricColumn:
         return Cell(self.scale.write(metric["mean"]), note, sort_key=metric["mean"])
 
 
-def choose_metrics(summary: Mapping[str, Any], chosen: Sequence[str]) -> Names:
+def choose_metrics(summary: Mapping[str, Any], selection: Sequence[str]) -> Headings:
     """Return the metrics given as ``NAME`` or ``NAME: HEADING``. Raises InputError for an unknown name."""
-    names = {}
-    for text in chosen:
+    headings = {}
+    for text in selection:
         name, _, heading = text.partition(": ")
         if name not in summary["metrics"]:
             known = ", ".join(summary["metrics"])
             raise InputError(f"--metric: {name}: unknown metric; available: {known}")
-        names[name] = heading or _metric_heading(name)
-    return names
+        headings[name] = heading or _metric_heading(name)
+    return headings
 
 
-def _default_names(summary: Mapping[str, Any]) -> Names:
-    names = {}
+def _default_headings(summary: Mapping[str, Any]) -> Headings:
+    """Return the metrics of brief summaries, which are the most important ones."""
+    headings = {}
     for name, description in summary["metrics"].items():
         if description["brief"]:
-            names[name] = _metric_heading(name)
-    return names
+            headings[name] = _metric_heading(name)
+    return headings
 
 
 def _metric_heading(name: str) -> str:
@@ -177,25 +181,25 @@ def _metric_heading(name: str) -> str:
 
 
 def charts(
-    summary: Mapping[str, Any], runs: Sequence[Run], names: Names | None = None
+    summary: Mapping[str, Any], runs: Sequence[Run], headings: Headings | None = None
 ) -> Iterator[Chart]:
     """Yield a chart of each metric over the sweep, and for few points the curves over time.
 
-    ``names`` selects the metrics and their titles, and omits the curves over time.
+    ``headings`` selects the metrics and their titles, and omits the curves over time.
     """
     points = summary["points"]
     keys = _varying_keys(points)
     if len(points) > 1:
-        for name, title in (names or _default_names(summary)).items():
+        for name, title in (headings or _default_headings(summary)).items():
             kind = summary["metrics"][name]["kind"]
-            yield _chart_over(name, title, kind, points, keys)
-    if names is None and len(points) <= len(STYLES):
+            yield _sweep_chart(name, title, kind, points, keys)
+    if headings is None and len(points) <= len(STYLES):
         yield from comparison.plots(side_by_side(runs))
 
 
 def _varying_keys(points: Sequence[Point]) -> list[str]:
     """Return the swept keys with more than one value among the points."""
-    # The points may have different keys, as the entries of a list of points.
+    # Points may have different keys, as in a scenario with a list of points.
     keys: dict[str, None] = {}
     for point in points:
         keys |= dict.fromkeys(point["point"])
@@ -206,44 +210,44 @@ def _values_of(points: Sequence[Point], key: str) -> set[str]:
     return {_value_label(point, key) for point in points}
 
 
-def _chart_over(
+def _sweep_chart(
     name: str,
     title: str,
     kind: MetricKind,
     points: Sequence[Point],
     keys: Sequence[str],
 ) -> Chart:
-    """Draw a metric over the numeric key with most values, with a line for each combination of the other keys.
+    """Return a chart of a metric over one swept key, with a line for each combination of the other keys.
 
-    Without a numeric key, the chart has bars.
+    The x axis has the numeric key with the most values. Without a numeric key, the chart has groups of bars.
     """
-    numeric = [key for key in keys if _numeric_places(points, key)]
-    chosen = max(numeric or keys, key=lambda key: len(_values_of(points, key)))
-    dependent = _dependent_keys(points, keys, chosen)
-    # A key that changes with the chosen one would give each line a single point.
-    others = [key for key in keys if key not in (chosen, *dependent)]
+    numeric_keys = [key for key in keys if _numeric_values(points, key)]
+    x_key = max(numeric_keys or keys, key=lambda key: len(_values_of(points, key)))
+    dependent_keys = _dependent_keys(points, keys, x_key)
+    # A key whose values change together with those of the x axis would give each line a single point.
+    series_keys = [key for key in keys if key not in (x_key, *dependent_keys)]
     series: dict[str, list[Point]] = {}
     for point in points:
-        own_values = {key: point["point"].get(key) for key in others}
-        label = point_text(own_values) or title
+        series_values = {key: point["point"].get(key) for key in series_keys}
+        label = point_text(series_values) or title
         series.setdefault(label, []).append(point)
     # A title chosen by the user is kept as written.
     axis_name = title
     if title == _metric_heading(name):
         axis_name = title[0].lower() + title[1:]
-    draw = _line_chart if chosen in numeric else _bar_chart
-    plot = draw(name, chosen, points, series, Axis(axis_name, kind))
-    return Chart(title, _chart_note(points, dependent, len(series)), plot)
+    make_plot = _line_plot if x_key in numeric_keys else _bar_plot
+    plot = make_plot(name, x_key, points, series, Axis(axis_name, kind))
+    return Chart(title, _chart_note(points, dependent_keys, len(series)), plot)
 
 
 def _chart_note(
-    points: Sequence[Point], dependent: Sequence[str], series_count: int
+    points: Sequence[Point], dependent_keys: Sequence[str], series_count: int
 ) -> str:
     notes = []
     if any(len(point["runs"]) > 1 for point in points):
         notes.append("Mean; whiskers: 95% confidence interval.")
-    if dependent:
-        names = ", ".join(_short_key(key) for key in dependent)
+    if dependent_keys:
+        names = ", ".join(_short_key(key) for key in dependent_keys)
         notes.append(f"Varied together: {names}.")
     if series_count > len(STYLES):
         notes.append(f"{series_count - len(STYLES)} more lines are in the table.")
@@ -251,45 +255,45 @@ def _chart_note(
 
 
 def _dependent_keys(
-    points: Sequence[Point], keys: Sequence[str], chosen: str
+    points: Sequence[Point], keys: Sequence[str], x_key: str
 ) -> list[str]:
-    """Return the other keys whose values always change together with the chosen one."""
-    count = len(_values_of(points, chosen))
-    dependent = []
+    """Return the keys other than ``x_key`` whose value is determined by the value of ``x_key`` at each point."""
+    x_count = len(_values_of(points, x_key))
+    dependent_keys = []
     for key in keys:
         pairs = set()
         for point in points:
-            pairs.add((_value_label(point, chosen), _value_label(point, key)))
-        # With one pair per value of the chosen key, that value determines the other.
-        if key != chosen and len(pairs) == count:
-            dependent.append(key)
-    return dependent
+            pairs.add((_value_label(point, x_key), _value_label(point, key)))
+        # As many pairs as values of x: each value of x occurs with one value of the other key.
+        if key != x_key and len(pairs) == x_count:
+            dependent_keys.append(key)
+    return dependent_keys
 
 
-def _line_chart(
+def _line_plot(
     name: str,
     key: str,
     points: Sequence[Point],
     series: Mapping[str, list[Point]],
     y: Axis,
 ) -> LinePlot:
-    """Draw a line for each series over the values of a numeric key, in one unit."""
+    """Return a plot with a line for each series over the values of a numeric key, in one unit."""
     values, unit = _on_one_scale(points, key) or ([], "")
     labels = [_value_label(point, key) for point in points]
     x_of_label = dict(zip(labels, values, strict=True))
     lines = []
     for (label, members), style in zip(series.items(), STYLES, strict=False):
-        marks = []
+        statistics = []
         for point in members:
             metric = point["metrics"].get(name)
             if metric is not None:
                 x = x_of_label[_value_label(point, key)]
-                marks.append((x, metric["mean"], metric["ci95"]))
-        # The points have the order of the scenario, and a line needs that of x.
-        marks.sort()
+                statistics.append((x, metric["mean"], metric["ci95"]))
+        # A line needs its points in the order of x, not in the order of the scenario.
+        statistics.sort()
         means = []
         half_widths = []
-        for x, mean, half_width in marks:
+        for x, mean, half_width in statistics:
             means.append((x, mean))
             half_widths.append(half_width)
         if not any(half_widths):
@@ -304,16 +308,16 @@ def _line_chart(
     return LinePlot(lines, x_range=(min(values), max(values)), x=title, y=y, swept=True)
 
 
-def _bar_chart(
+def _bar_plot(
     name: str,
     key: str,
     points: Sequence[Point],
     series: Mapping[str, list[Point]],
     y: Axis,
 ) -> BarPlot:
-    """Draw a group of bars for each value of a key, with a bar for each series."""
+    """Return a plot with a group of bars for each value of a key, and a bar in each group for each series."""
     groups = list(dict.fromkeys(_value_label(point, key) for point in points))
-    kinds = []
+    bars = []
     for (label, members), style in zip(series.items(), STYLES, strict=False):
         statistics = {}
         for point in members:
@@ -326,11 +330,11 @@ def _bar_chart(
             values.append(row.get("mean"))
             half_widths.append(row.get("ci95"))
         colour, dash = style
-        kinds.append(Bars(label, values, colour, half_widths, dash))
-    return BarPlot(groups, kinds, x=_short_key(key), y=y)
+        bars.append(Bars(label, values, colour, half_widths, dash))
+    return BarPlot(groups, bars, x=_short_key(key), y=y)
 
 
-def _numeric_places(points: Sequence[Point], key: str) -> list[float] | None:
+def _numeric_values(points: Sequence[Point], key: str) -> list[float] | None:
     """Return the values of a key as numbers; None if not numeric."""
     scaled = _on_one_scale(points, key)
     return None if scaled is None else scaled[0]

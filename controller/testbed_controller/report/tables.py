@@ -1,4 +1,7 @@
-"""Tables as plain data, rendered on a terminal and in LaTeX; report.html, called the page here, uses a template."""
+"""Tables as plain data, rendered for a terminal and in LaTeX.
+
+A `Section` is a table with its title. Templates render the same sections for pages: HTML files such as report.html.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from rich.text import Text
 from testbed.common import formats
 from testbed.common.formats import escape_control
 
+Tone = Literal["", "yes", "no"]
+"""Whether a text reports success (green) or failure (red); empty for neither."""
 BAR_ACTIVITIES = ("compute", "communicate", "down")
 """Activities drawn in the time bar of a device."""
 BAR_LENGTH = 16
@@ -25,8 +30,9 @@ WIDE = 100
 """Minimum terminal width for optional columns."""
 LONGEST_UNWRAPPED = 18
 """Maximum length of names that are never wrapped, to save space for values."""
-TONES = {"": "", "yes": "green", "no": "red"}
-LATEX = str.maketrans(
+TONE_STYLES: dict[Tone, str] = {"": "", "yes": "green", "no": "red"}
+"""Style of the terminal for each tone."""
+LATEX_ESCAPES = str.maketrans(
     {
         # Characters with a meaning in LaTeX.
         "&": r"\&",
@@ -57,7 +63,7 @@ LATEX = str.maketrans(
         "°": r"\textdegree{}",
         "²": r"\textsuperscript{2}",
         "³": r"\textsuperscript{3}",
-        # A mark before the state of a run, which needs no sign of its own.
+        # The mark of simulated runs, whose heading says "simulated" as well.
         "◌": "",
         # Letters without a glyph in T1 fonts.
         "Ħ": "H",
@@ -67,9 +73,9 @@ LATEX = str.maketrans(
         "ŧ": "t",
     }
 )
-"""LaTeX of characters that pdflatex would misread or refuse."""
+"""LaTeX code of characters that pdflatex would misread or reject."""
 LAST_LATIN = "\u017f"
-"""Last character with a glyph in pdflatex's T1 fonts; later ones would fail.
+"""Last letter with a glyph in pdflatex's T1 fonts; pdflatex rejects later letters.
 
 Letters from U+0100 on need ``\\usepackage[T1]{fontenc}``."""
 
@@ -81,16 +87,15 @@ class Cell:
     text: str
     note: str = ""
     """Smaller text beside or below, such as an interval."""
-    tone: Literal["", "yes", "no"] = ""
-    """Whether the text reports success or failure."""
+    tone: Tone = ""
     shares: Mapping[str, float] | None = None
-    """Drawn as a bar: shares of `BAR_ACTIVITIES`."""
+    """Shares of `BAR_ACTIVITIES`, drawn as a bar."""
     hint: str = ""
     """Tooltip on a page."""
     sort_key: float | str | None = None
-    """Sort key on a page."""
+    """Value by which a page sorts the rows; None for the text."""
     links: Sequence[tuple[str, str]] = ()
-    """Texts with link targets, which replace the text on a page."""
+    """Texts with their link targets, shown on a page instead of the text."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class Column:
     kind: Literal["name", "text", "number"] = "text"
     """Numbers are aligned on the right."""
     shown_on: Literal["", "wide", "page"] = ""
-    """Where the column is shown: everywhere, on the page and on terminals from `WIDE` on, or on the page alone."""
+    """Where the column is shown: everywhere, on pages and on terminals from `WIDE` on, or on pages alone."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class Section:
 
     title: str
     note: str
-    """Explanation of the metrics, for the page."""
+    """Explanation of the values, for a page."""
     terminal_note: str
     """A shorter explanation for the terminal: a phrase without a full stop."""
     columns: tuple[Column, ...]
@@ -118,9 +123,9 @@ class Section:
     max_printed_rows: int = 1000
     """Maximum number of rows on the terminal; a negative number selects the last rows."""
     sortable: bool = False
-    """Whether a click on a heading of the page sorts the rows."""
+    """Whether a click on a heading of a page sorts the rows."""
     omitted_rows: int = 0
-    """Number of rows omitted everywhere."""
+    """Number of further rows that the section lacks, for pages as well (`thinning.limit_rows`)."""
     complete_file: str = "metrics.json"
     """File with all rows, relative to the page."""
 
@@ -152,10 +157,10 @@ class VisibleConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Yield the segments of something to be printed."""
+        """Yield the segments of a printed object, with control characters as visible escapes."""
         for text, style, control in super().render(renderable, options):
             if not control and not text.isprintable():
-                # An escape has at most 8 characters, so nothing is cut.
+                # `escape_control` truncates long texts; an escape has at most 8 characters, so this limit keeps all.
                 text = escape_control(text, max_characters=8 * len(text))
             yield Segment(text, style, control)
 
@@ -170,27 +175,30 @@ def draw_section(section: Section, width: int) -> Group:
     In a table too wide for the terminal, notes of numbers move below their numbers, and cells are wrapped.
     """
     rows = _printed_rows(section)
-    # Where the last rows are shown, those left out everywhere are earlier ones as well (`thinning.shortened`).
+    # If the terminal shows the last rows, all omitted rows are earlier ones.
     before = " before them" if section.max_printed_rows < 0 else ""
     table = _fitted_table(section, rows, width)
     parts: list[RenderableType] = [table]
-    hidden = {
+    # Numbers of rows that the terminal lacks, by the file that has these rows.
+    hidden_rows = {
         "the report": len(section.rows) - len(rows),
         section.complete_file: section.omitted_rows,
     }
     notes = []
-    for place, count in hidden.items():
+    for file, count in hidden_rows.items():
         if count:
-            notes.append(f"{count:,} more{before} in {place}")
+            notes.append(f"{count:,} more{before} in {file}")
     if notes:
         parts.append(Text(f"  and {', '.join(notes)}", style="dim"))
     if not section.title:
         return Group(*parts)
     # Outside the table, since rich wraps a table's own title at the width of the table.
-    gap = "  " if len(section.title) + len(section.terminal_note) < width - 3 else "\n "
-    title = Text(f" {section.title}", style="bold").append(
-        f"{gap}{section.terminal_note}", style="not bold dim"
-    )
+    title = Text(f" {section.title}", style="bold")
+    if section.terminal_note:
+        # One space before the title, and two before the note.
+        fits = len(section.title) + len(section.terminal_note) + 3 < width
+        gap = "  " if fits else "\n "
+        title.append(f"{gap}{section.terminal_note}", style="not bold dim")
     return Group(title, *parts, Text())
 
 
@@ -202,54 +210,54 @@ def _printed_rows(section: Section) -> Sequence[Sequence[Cell]]:
 
 
 _RULER = Console(width=100_000)
-"""A console that prints nothing: it measures how wide tables are without wrapping, and lays them out at a width."""
+"""A console for measurements, on which nothing is printed; its width never wraps a table."""
 
 
 def split_wide(section: Section, row_heading: str, width: int) -> list[Section]:
-    """Divide a table too wide for the terminal into several tables, in which no word is torn.
+    """Divide a table that is too wide for the terminal into several tables, so that no word is broken across lines.
 
-    The tables have the same rows, numbered under ``row_heading``: first the columns of kind ``name``, as a legend of
-    the numbers, then the other columns. A table that fits is returned as it is.
+    All tables have the same rows, numbered under ``row_heading``. The first table has the columns of kind ``name``, as
+    a legend of the numbers, and the others have the remaining columns. A table that fits is returned unchanged.
     """
     if _fits(section, width):
         return [section]
-    names = []
-    others = []
-    for place, column in enumerate(section.columns):
+    name_indices = []
+    other_indices = []
+    for index, column in enumerate(section.columns):
         if column.kind == "name":
-            names.append(place)
+            name_indices.append(index)
         else:
-            others.append(place)
+            other_indices.append(index)
     parts = []
-    for places in (names, others):
-        if places:
-            parts += _split_columns(section, places, row_heading, width)
-    # The title stands above the first table, and belongs to all of them.
+    for indices in (name_indices, other_indices):
+        if indices:
+            parts += _split_columns(section, indices, row_heading, width)
+    # The title above the first table is that of all tables.
     untitled = [replace(part, title="", terminal_note="") for part in parts[1:]]
     return [parts[0], *untitled]
 
 
 def _split_columns(
-    section: Section, places: Sequence[int], row_heading: str, width: int
+    section: Section, indices: Sequence[int], row_heading: str, width: int
 ) -> list[Section]:
-    """Return the columns at these places as one table with numbered rows, or as several if one is too wide."""
+    """Return the columns at these indices as one table with numbered rows, or as several if one is too wide."""
     rows = []
     for number, row in enumerate(section.rows, 1):
-        rows.append([Cell(str(number)), *(row[place] for place in places)])
+        rows.append([Cell(str(number)), *(row[index] for index in indices)])
     columns = [Column(row_heading, "name")]
-    columns += [section.columns[place] for place in places]
+    columns += [section.columns[index] for index in indices]
     part = replace(section, columns=tuple(columns), rows=rows)
-    if len(places) == 1 or _fits(part, width):
+    if len(indices) == 1 or _fits(part, width):
         return [part]
-    half = (len(places) + 1) // 2
-    first = _split_columns(section, places[:half], row_heading, width)
-    return first + _split_columns(section, places[half:], row_heading, width)
+    half = (len(indices) + 1) // 2
+    first = _split_columns(section, indices[:half], row_heading, width)
+    return first + _split_columns(section, indices[half:], row_heading, width)
 
 
 def _fits(section: Section, width: int) -> bool:
-    """Whether a section can be drawn at this width without a torn word.
+    """Return whether a section can be drawn at this width without breaking a word across lines.
 
-    Rich tears words rather than refuse a table, and says nothing, so the drawn words are compared with those of the
+    Rich breaks words without any notice if a table is too narrow, so the drawn words are compared with the words of the
     cells.
     """
     table = _fitted_table(section, _printed_rows(section), width)
@@ -266,7 +274,7 @@ def _fits(section: Section, width: int) -> bool:
 def _fitted_table(
     section: Section, rows: Sequence[Sequence[Cell]], width: int
 ) -> Table:
-    """Return the rows as a table, which is narrow if the usual form is wider than the terminal."""
+    """Return the rows as a table, in the narrow form of `_make_table` if the usual form is wider than the terminal."""
     table = _make_table(section, rows, width)
     if _RULER.measure(table).maximum > width:
         table = _make_table(section, rows, width, is_narrow=True)
@@ -305,43 +313,43 @@ def _make_table(
         )
     separator = "\n" if is_narrow else " "
     for row in rows:
-        cells = [_cell_text(row[place], column, separator) for place, column in shown]
+        cells = [_cell_text(row[index], column, separator) for index, column in shown]
         table.add_row(*cells)
     return table
 
 
 def _is_shown(column: Column, width: int) -> bool:
-    """Whether a column is shown on a terminal of this width."""
+    """Return whether a column is shown on a terminal of this width."""
     return not column.shown_on or (column.shown_on == "wide" and width >= WIDE)
 
 
 def _cell_text(cell: Cell, column: Column, separator: str) -> Text:
-    """Render a cell; ``separator`` stands between a number and its note."""
+    """Render a cell, with ``separator`` between a number and its note."""
     if cell.text == formats.NONE and column.kind == "number":
         return Text(cell.text, style="dim")
-    text = Text(cell.text, style=TONES[cell.tone])
+    text = Text(cell.text, style=TONE_STYLES[cell.tone])
     if cell.shares is not None:
         text = _time_bar(cell.shares)
-    # Optional columns are the least important: the terminal leaves out their notes.
+    # In optional columns, which are the least important, the terminal omits notes.
     if cell.note and not column.shown_on:
-        before = separator if column.kind == "number" else "\n"
-        text.append(before + cell.note, style="dim")
+        gap = separator if column.kind == "number" else "\n"
+        text.append(gap + cell.note, style="dim")
     return text
 
 
 def _time_bar(shares: Mapping[str, float]) -> Text:
     """Draw the activities of a device as a bar; the remainder is idle time."""
     text = Text()
-    # Length of the bar so far: drawn in whole characters, and exactly.
-    drawn = 0
-    end = 0.0
-    for kind, style in zip(BAR_ACTIVITIES, ("blue", "yellow", "red"), strict=True):
-        # Rounded ends rather than rounded lengths, whose sum could exceed the bar.
-        end += shares[kind] * BAR_LENGTH
-        cells = min(BAR_LENGTH, round(end)) - drawn
-        text.append("█" * cells, style=style)
-        drawn += cells
-    return text.append("░" * (BAR_LENGTH - drawn), style="dim")
+    drawn_length = 0
+    exact_length = 0.0
+    styles = ("blue", "yellow", "red")
+    for activity, style in zip(BAR_ACTIVITIES, styles, strict=True):
+        # The ends of the activities are rounded; the sum of rounded lengths could exceed the bar.
+        exact_length += shares[activity] * BAR_LENGTH
+        length = min(BAR_LENGTH, round(exact_length)) - drawn_length
+        text.append("█" * length, style=style)
+        drawn_length += length
+    return text.append("░" * (BAR_LENGTH - drawn_length), style="dim")
 
 
 def latex(section: Section) -> str:
@@ -358,9 +366,9 @@ def latex(section: Section) -> str:
     <BLANKLINE>
     """
     shown = []
-    for place, column in enumerate(section.columns):
+    for index, column in enumerate(section.columns):
         if column.shown_on != "page":
-            shown.append((place, column))
+            shown.append((index, column))
     alignments = ""
     headings = []
     for _, column in shown:
@@ -369,7 +377,7 @@ def latex(section: Section) -> str:
     lines = [rf"\begin{{tabular}}{{{alignments}}}", r"\toprule"]
     lines += [_latex_row(headings), r"\midrule"]
     for row in section.rows:
-        lines.append(_latex_row([_text_and_note(row[place]) for place, _ in shown]))
+        lines.append(_latex_row([_text_and_note(row[index]) for index, _ in shown]))
     lines += [r"\bottomrule", r"\end{tabular}", ""]
     return "\n".join(lines)
 
@@ -386,8 +394,8 @@ def _latex_row(texts: Sequence[str]) -> str:
 def _latex_text(text: str) -> str:
     """Escape a text for LaTeX, with a question mark for a character unknown to pdflatex."""
     escaped = ""
-    for sign in text.translate(LATEX):
-        is_latin = sign.isalpha() and sign <= LAST_LATIN
-        # Not left out, which could change a value or make two labels equal.
-        escaped += sign if sign.isascii() or is_latin else "?"
+    for character in text.translate(LATEX_ESCAPES):
+        is_latin = character.isalpha() and character <= LAST_LATIN
+        # Omitting an unknown character could change a value, or make two labels equal.
+        escaped += character if character.isascii() or is_latin else "?"
     return escaped.strip()

@@ -1,4 +1,4 @@
-"""Terminal output of a finished run: metrics, devices, links, faults, expectations, verdict and report path."""
+"""Terminal output of a run: metrics, devices, links, faults, expectations, verdict and path of the report."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from testbed.common import formats
 from testbed.trace.outcome import LinkMeasurement
 from testbed_controller.report import declared
 from testbed_controller.report.grouping import group_links
-from testbed_controller.report.sections import expected, sections
+from testbed_controller.report.sections import expectations_section, sections
 from testbed_controller.report.tables import Cell, Column, Section, draw_section
 from testbed_controller.results.available import metric_value
 from testbed_controller.results.run import Run
 
-VERDICTS = {
+VERDICT_SIGNS = {
     "trusted": ("✔", "green"),
     "not trusted": ("✘", "red"),
     "prediction": ("◌", "cyan"),
 }
+"""Sign and colour of each kind of verdict."""
 
 
 def show(console: Console, run: Run) -> None:
@@ -42,7 +43,7 @@ def show_briefly(console: Console, run: Run) -> None:
         if metric.brief and value is not None:
             text = formats.of_kind(metric.kind, value)
             parts.append(f"{_metric_heading(metric.name)} {text}")
-    sign, colour = VERDICTS[run.metrics["verdict"]["kind"]]
+    sign, colour = VERDICT_SIGNS[run.metrics["verdict"]["kind"]]
     line = Text(f" {sign} ", style=colour)
     console.print(line.append(", ".join(parts), style="default"))
 
@@ -58,20 +59,20 @@ def render(run: Run, width: int) -> RenderableType:
     ]
     parts += [draw_section(section, width) for section in sections(run)]
     if run.expectations:
-        parts.append(draw_section(expected(run), width))
+        parts.append(draw_section(expectations_section(run), width))
     parts.append(_verdict_panel(run.metrics["verdict"]))
-    # Written instead of one file if the devices have no common version of the model.
+    # Several files of weights exist if the stages ended with different versions of the model.
     files = sorted(path.name for path in run.path.glob("weights-*.safetensors"))
     if files:
         more = f" and {len(files) - 2} more" if len(files) > 2 else ""
         text = f"{', '.join(files[:2])}{more}: the newest weights of each stage"
         parts.append(Text(" Weights ", style="dim").append(text, style="not dim"))
-    parts.append(where(run.path))
+    parts.append(report_location(run.path))
     return Group(*parts)
 
 
 def measurements_table(measurements: Sequence[LinkMeasurement]) -> Section:
-    """Return requested and measured properties by kind of link, deviations first."""
+    """Return a table of requested and measured properties of groups of links, with links out of tolerance first."""
     links = []
     for each in measurements:
         links.append(
@@ -120,13 +121,13 @@ def _metrics_table(run: Run) -> RenderableType:
     grid.add_column(style="dim")
     grid.add_column(style="bold")
     grid.add_column(style="dim")
-    for row in declared.head(run):
+    for row in declared.summary_rows(run):
         grid.add_row(*(Text(cell) for cell in row))
     return Padding(grid, (0, 0, 0, 1))
 
 
 def _verdict_panel(verdict: Mapping[str, Any]) -> Panel:
-    sign, colour = VERDICTS[verdict["kind"]]
+    sign, colour = VERDICT_SIGNS[verdict["kind"]]
     text = Text(f"{sign} {verdict['kind']}", style=f"bold {colour}")
     if verdict["reasons"]:
         for reason in verdict["reasons"]:
@@ -143,14 +144,13 @@ def _verdict_panel(verdict: Mapping[str, Any]) -> Panel:
     )
 
 
-def where(folder: Path, name: str = "report.html") -> Text:
-    """Describe the location of the page of one or several runs."""
-    page = folder / name
-    style = "bold cyan" if page.exists() else "cyan"
-    path = page
-    # The recorder's paths are absolute, and a relative one is shorter.
-    if page.is_relative_to(Path.cwd()):
-        path = page.relative_to(Path.cwd())
+def report_location(folder: Path, name: str = "report.html") -> Text:
+    """Return a line with the path of a page."""
+    path = folder / name
+    style = "bold cyan" if path.exists() else "cyan"
+    # The recorder's paths are absolute; a relative path is shorter.
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
     return Text(" Report  ", style="dim").append(str(path), style=style)
 
 

@@ -1,6 +1,7 @@
-"""Selection of notable devices, links or rows for pages of large runs.
+"""Selection of notable devices, links and rows for pages of large runs.
 
-A page shows those that stand out by some measure, with the reason, and names the file with all of them.
+A page with more than `MAX_SHOWN` devices shows those with the highest value of any measure, such as the time down, with
+the measure as the reason, and names the file that has all devices. The same holds for links.
 """
 
 from __future__ import annotations
@@ -13,38 +14,38 @@ from typing import Any, TypeVar
 
 from testbed_controller.report.tables import Section
 
-MOST = 400
+MAX_SHOWN = 400
 """Maximum number of devices, links, rows or list entries on a page without selection."""
-EACH = 10
-"""Number of devices or links selected by each metric, and of entries kept of a longer list."""
+SELECTED_PER_MEASURE = 10
+"""Number of devices or links selected by each measure."""
+ENTRIES_KEPT = 10
+"""Number of entries to which a list of more than `MAX_SHOWN` entries is truncated."""
 Item = TypeVar("Item")
 
 
-def standing_out(
-    items: Sequence[Item], by: Mapping[str, Callable[[Item], float]]
+def select_notable(
+    items: Sequence[Item], measures: Mapping[str, Callable[[Item], float]]
 ) -> list[tuple[Item, str]]:
-    """Return the selected items, each with the reason for its selection.
+    """Return the selected items, each with the reason for its selection: the names of measures.
 
-    Up to `MOST` items are all returned without reasons. Of more, those with the largest positive value of each metric
-    are selected; of equal items, the first ones.
+    Up to `MAX_SHOWN` items are all returned, with empty reasons. Of more items, those with the largest positive value
+    of each measure are selected; of equal items, the first ones.
     """
-    if len(items) <= MOST:
+    if len(items) <= MAX_SHOWN:
         return [(item, "") for item in items]
     reasons: dict[int, list[str]] = {}
-    for reason, measure in by.items():
+    indices = range(len(items))
+    for name, measure in measures.items():
         values = [measure(item) for item in items]
-        for place in nlargest(EACH, range(len(items)), key=values.__getitem__):
-            # With a value of 0, an item is one of many: most devices are never down.
-            if values[place] > 0:
-                reasons.setdefault(place, []).append(reason)
-    selected = []
-    for place, own_reasons in reasons.items():
-        selected.append((items[place], ", ".join(own_reasons)))
-    return selected
+        for index in nlargest(SELECTED_PER_MEASURE, indices, key=values.__getitem__):
+            # An item with a value of 0 is not notable: most devices are never down.
+            if values[index] > 0:
+                reasons.setdefault(index, []).append(name)
+    return [(items[index], ", ".join(names)) for index, names in reasons.items()]
 
 
-def devices_shown(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Select devices from ``metrics()["devices"]``, each with the reason."""
+def notable_devices(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the names of notable devices with the reasons; ``devices`` are those of the metrics."""
 
     def busy_share(name: str) -> float:
         row = devices[name]
@@ -59,52 +60,52 @@ def devices_shown(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         "most idle": lambda name: devices[name]["idle"],
         "slowed most by the host": lambda name: devices[name]["deficit_share"],
     }
-    return dict(standing_out(list(devices), measures))
+    return dict(select_notable(list(devices), measures))
 
 
-def links_shown(
+def notable_links(
     links: Sequence[Mapping[str, Any]],
 ) -> list[tuple[Mapping[str, Any], str]]:
-    """Select links from ``metrics()["links"]``, each with the reason."""
+    """Return notable links with the reasons; ``links`` are those of the metrics."""
     measures: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "out of tolerance": lambda link: link["problem"] is not None,
         "lost most casts": lambda link: link["casts"] - link["casts_heard"],
         "carried most": lambda link: link["bytes"],
         "used most": lambda link: link["used_share"] or 0.0,
     }
-    return standing_out(links, measures)
+    return select_notable(links, measures)
 
 
-def shortened(section: Section) -> Section:
-    """Return a table with at most `MOST` rows: the first ones, or the last if the terminal shows the last ones."""
-    excess = len(section.rows) - MOST
+def limit_rows(section: Section) -> Section:
+    """Return a table with at most `MAX_SHOWN` rows: the first ones, or the last if the terminal shows the last ones."""
+    excess = len(section.rows) - MAX_SHOWN
     if excess <= 0:
         return section
-    rows = (
-        section.rows[excess:] if section.max_printed_rows < 0 else section.rows[:MOST]
-    )
+    rows = section.rows[:MAX_SHOWN]
+    if section.max_printed_rows < 0:
+        rows = section.rows[excess:]
     return replace(section, rows=rows, omitted_rows=excess)
 
 
-def abridged(value: Any, file: str) -> Any:
-    """Truncate long lists and mappings in plain values, with a reference to the file with all entries.
+def abridge(value: Any, file: str) -> Any:
+    """Return plain values with truncated lists and mappings, which name the file with all entries.
 
-    >>> abridged({"seed": 1, "devices": list(range(1000))}, "plan.json")["devices"][-1]
+    >>> abridge({"seed": 1, "devices": list(range(1000))}, "plan.json")["devices"][-1]
     '... 990 more are in plan.json'
     """
     if not isinstance(value, Mapping | list):
         return value
-    is_long = len(value) > MOST
-    count = EACH if is_long else len(value)
-    more = f"{len(value) - EACH:,} more are in {file}"
+    is_long = len(value) > MAX_SHOWN
+    count = ENTRIES_KEPT if is_long else len(value)
+    more = f"{len(value) - ENTRIES_KEPT:,} more are in {file}"
     if isinstance(value, Mapping):
         entries = {}
         for key, each in islice(value.items(), count):
-            entries[key] = abridged(each, file)
+            entries[key] = abridge(each, file)
         if is_long:
             entries["..."] = more
         return entries
-    items = [abridged(each, file) for each in islice(value, count)]
+    items = [abridge(each, file) for each in islice(value, count)]
     if is_long:
         items.append(f"... {more}")
     return items

@@ -1,4 +1,8 @@
-"""The Gantt chart of a run as compact data for the drawing script."""
+"""The Gantt chart of a run as compact data for the script ``gantt.js`` of the report.
+
+A bar is one computation, transmission or outage of a device. A window is a shaded time span, such as that of a fault. A
+view is a time span that a button of the chart shows.
+"""
 
 from __future__ import annotations
 
@@ -9,48 +13,52 @@ from typing import Any
 from testbed.trace.gantt import CHARTED, Bar, bars, spans
 from testbed.trace.intervals import Interval, Intervals, join_close, union
 from testbed.trace.log import EventLog
-from testbed_controller.report.thinning import MOST, devices_shown
+from testbed_controller.report.thinning import MAX_SHOWN, notable_devices
 from testbed_controller.results.run import Run
 
 KINDS = ("compute", "send", "receive", "down")
+"""Kinds of bars; the script receives a kind by its number here."""
 MOST_BARS = 40_000
-"""Maximum number of bars embedded individually; longer runs keep only those of interesting windows and merge
-the rest."""
+"""Maximum number of bars embedded individually; of longer runs, bars outside the views are merged."""
 MOST_DEVICES = 48
 """Maximum number of devices drawn; the others are omitted."""
-AROUND = 1.0
-"""Seconds shown before and after a fault."""
+VIEW_MARGIN = 1.0
+"""Seconds that a view shows before and after a fault or pause."""
 MOST_PAUSES = 3
 """Maximum number of pauses with a view of their own."""
 MOST_FAULTS = 6
 """Maximum number of faults with a view of their own."""
-FINEST = 1 / 3000
-"""Share of the duration: bars closer together look like one when the whole run is on the screen."""
+MERGED_GAP = 1 / 3000
+"""Share of the run's duration: bars with a smaller gap look like one bar when the screen shows the whole run."""
 
 
 def timeline(run: Run) -> dict[str, Any]:
-    """Return ``devices``, ``bars``, ``windows``, ``views`` and ``end`` for the chart.
+    """Return the data of the chart.
 
-    A bar is [device, kind, start, duration, label, batch, micro, peer, bytes, interrupted]; devices, kinds, labels and
-    peers are given by number. ``views`` are the time spans of interest, each with a name.
+    ``bars`` are lists [device, kind, start, duration, label, batch, micro-batch, peer, bytes, interrupted] in the order
+    of their starts, in seconds. Devices are given by their index in ``devices``, kinds in ``kinds``, labels and peers
+    in ``words``. Missing values at the end of a list are omitted.
+
+    ``windows`` are described at `shaded_windows`, ``views`` at `find_views`. ``end`` is the duration of the run in
+    seconds, ``hidden`` the number of omitted devices, and ``joined`` states whether bars outside the views are merged.
     """
     metrics = run.metrics
     end = metrics["duration"]
-    devices = list(devices_shown(metrics["devices"]))[:MOST_DEVICES]
+    devices = list(notable_devices(metrics["devices"]))[:MOST_DEVICES]
     log = EventLog.made_of(run.outcome.events)
-    views = interesting(run)
-    has_many = len(log.of(*CHARTED)) > MOST_BARS
-    drawn = set(devices)
+    views = find_views(run)
+    must_merge = len(log.of(*CHARTED)) > MOST_BARS
+    drawn_devices = set(devices)
     all_bars: Iterator[Bar] = bars(log, end)
-    if has_many:
-        # The first view is the whole run.
-        details = [(view["start"], view["end"]) for view in views[1:]]
-        all_bars = _joined_bars(log, end, details, drawn)
+    if must_merge:
+        # The first view is the whole run, and has no details.
+        detailed_spans = [(view["start"], view["end"]) for view in views[1:]]
+        all_bars = _merged_bars(log, end, detailed_spans, drawn_devices)
     charted = []
-    # Each word once and by its number in the bars: a page has up to 40,000 bars.
+    # Bars refer to words by number, since a page has up to 40,000 bars.
     used_words = set()
     for bar in all_bars:
-        if bar.device not in drawn or bar.start > end:
+        if bar.device not in drawn_devices or bar.start > end:
             continue
         charted.append(bar)
         used_words.add(bar.label)
@@ -58,39 +66,39 @@ def timeline(run: Run) -> dict[str, Any]:
             used_words.add(bar.peer)
     charted.sort(key=lambda bar: (bar.start, bar.end))
     words = sorted(used_words)
-    number = {word: index for index, word in enumerate(words)}
+    word_index = {word: index for index, word in enumerate(words)}
     return {
         "end": end,
         "devices": devices,
         "hidden": len(metrics["devices"]) - len(devices),
-        "joined": has_many,
+        "joined": must_merge,
         "kinds": KINDS,
         "words": words,
-        "bars": [_compact_bar(bar, devices, number) for bar in charted],
-        "windows": shaded(run),
+        "bars": [_compact_bar(bar, devices, word_index) for bar in charted],
+        "windows": shaded_windows(run),
         "views": views,
     }
 
 
-def shaded(run: Run) -> list[dict[str, Any]]:
-    """Return the time spans to be shaded: ``start``, ``end``, ``label`` and ``style`` (fault or recovery)."""
+def shaded_windows(run: Run) -> list[dict[str, Any]]:
+    """Return the time spans to be shaded: ``start``, ``end``, ``label`` and ``style`` (``fault`` or ``recovery``)."""
     metrics = run.metrics
     end = metrics["duration"]
     windows = []
     for fault in metrics["fault_list"]:
-        # A repair is a moment, and has no duration to be shaded.
+        # A repair has no duration to be shaded.
         if fault["mends"]:
             continue
         undone = end if fault["undone"] is None else min(fault["undone"], end)
         label = f"{fault['action']} {fault['target']}"
         windows.append(_make_window(fault["struck"], undone, label, "fault"))
-    for item in metrics["recovery_list"]:
-        resumed = end if item["resumed"] is None else item["resumed"]
+    for recovery in metrics["recovery_list"]:
+        resumed = end if recovery["resumed"] is None else recovery["resumed"]
         label = "recovering"
-        windows.append(_make_window(item["detected"], resumed, label, "recovery"))
+        windows.append(_make_window(recovery["detected"], resumed, label, "recovery"))
     for pause in run.pauses:
         windows.append(_make_window(pause.start, pause.end, pause.name, "recovery"))
-    return windows if len(windows) <= MOST else list(_merge_windows(windows))
+    return windows if len(windows) <= MAX_SHOWN else list(_merge_windows(windows))
 
 
 def _make_window(start: float, end: float, label: str, style: str) -> dict[str, Any]:
@@ -110,27 +118,28 @@ def _merge_windows(windows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, A
             yield _make_window(start, end, label, style)
 
 
-def interesting(run: Run) -> list[dict[str, Any]]:
-    """Return the views: the whole run, two undisturbed steps, a request, and the surroundings of pauses and faults.
+def find_views(run: Run) -> list[dict[str, Any]]:
+    """Return the views, each with ``name``, ``start`` and ``end``.
 
-    Each is a button of the chart; in the view of the whole run, single steps are too short to be distinguished.
+    They are the whole run, two undisturbed steps, a request, and the surroundings of pauses and faults. In the view of
+    the whole run, single steps are too short to be distinguished.
     """
     metrics = run.metrics
     end = metrics["duration"]
-    windows = [("whole run", 0.0, end)]
-    windows += _work_views(metrics["series"])
+    spans = [("whole run", 0.0, end)]
+    spans += _work_spans(metrics["series"])
     for pause in run.pauses[:MOST_PAUSES]:
-        windows.append((pause.name, pause.start - AROUND, pause.end + AROUND))
+        spans.append((pause.name, pause.start - VIEW_MARGIN, pause.end + VIEW_MARGIN))
     for fault in metrics["fault_list"][:MOST_FAULTS]:
         if fault["mends"]:
             continue
         struck = fault["struck"]
-        # Until the end of the fault or of the recovery, whichever is later; a fault may have neither.
+        # Until the end of the fault or of the recovery, whichever is later; both may be missing.
         last = max(struck, fault["undone"] or struck, fault["recovered"] or struck)
         name = f"{fault['action']} {fault['target']}"
-        windows.append((name, struck - AROUND, last + AROUND))
+        spans.append((name, struck - VIEW_MARGIN, last + VIEW_MARGIN))
     views = []
-    for name, start, stop in windows:
+    for name, start, stop in spans:
         start = max(0.0, start)
         stop = min(end, stop)
         if stop > start:
@@ -138,7 +147,7 @@ def interesting(run: Run) -> list[dict[str, Any]]:
     return views
 
 
-def _work_views(series: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+def _work_spans(series: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
     """Yield name, start and end of two undisturbed steps and of a request, from the middle of the run."""
     pairs = []
     for left, right in pairwise(series["steps"]):
@@ -153,49 +162,55 @@ def _work_views(series: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]
         yield "a request", middle["time"] - middle["latency"], middle["time"]
 
 
-def _joined_bars(
-    log: EventLog, end: float, keep: Sequence[Interval], devices: Collection[str]
+def _merged_bars(
+    log: EventLog,
+    end: float,
+    detailed_spans: Sequence[Interval],
+    devices: Collection[str],
 ) -> Iterator[Bar]:
-    """Yield all bars in the time spans ``keep``; elsewhere those of ``devices``, with equal neighbours merged.
+    """Yield all bars in the detailed time spans; elsewhere those of ``devices``, with equal neighbours merged.
 
     Outages are never merged.
     """
-    if keep:
-        yield from bars(log, end, keep)
+    if detailed_spans:
+        yield from bars(log, end, detailed_spans)
     for device, kinds in spans(log, end).items():
         if device not in devices:
             continue
         for kind, labels in kinds.items():
-            for label, own in labels.items():
-                outside = _outside(own, end, keep)
+            for label, intervals in labels.items():
+                outside = _outside(intervals, end, detailed_spans)
                 if kind != "down":
-                    outside = join_close(outside, keep, end * FINEST)
+                    outside = join_close(outside, detailed_spans, end * MERGED_GAP)
                 for start, stop in outside.tolist():
                     yield Bar(device, kind, start, stop, label)
 
 
-def _outside(own: Intervals, end: float, keep: Sequence[Interval]) -> Intervals:
-    """Return the intervals (n, 2) that begin before ``end`` and overlap none of ``keep``."""
-    excluded = own[:, 0] > end
-    for since, until in keep:
-        excluded |= (own[:, 0] < until) & (since < own[:, 1])
-    return own[~excluded]
+def _outside(
+    intervals: Intervals, end: float, excluded_spans: Sequence[Interval]
+) -> Intervals:
+    """Return the intervals (n, 2) that begin before ``end`` and overlap none of the excluded spans."""
+    starts, stops = intervals[:, 0], intervals[:, 1]
+    is_excluded = starts > end
+    for span_start, span_end in excluded_spans:
+        is_excluded |= (starts < span_end) & (span_start < stops)
+    return intervals[~is_excluded]
 
 
 def _compact_bar(
-    bar: Bar, devices: Sequence[str], number: Mapping[str, int]
+    bar: Bar, devices: Sequence[str], word_index: Mapping[str, int]
 ) -> list[Any]:
-    """Return a bar as the list that `timeline` describes, without the unknown values at its end."""
+    """Return a bar as the list that `timeline` describes."""
     row: list[Any] = [
         devices.index(bar.device),
         KINDS.index(bar.kind),
         # Rounded to microseconds: more digits of up to 40,000 bars would only lengthen the page.
         round(bar.start, 6),
         round(bar.end - bar.start, 6),
-        number[bar.label],
+        word_index[bar.label],
         bar.batch,
         bar.micro,
-        number[bar.peer] if bar.peer else None,
+        word_index[bar.peer] if bar.peer else None,
         bar.size,
         1 if bar.interrupted else None,
     ]

@@ -110,12 +110,14 @@ def all_tables(run: Run) -> dict[str, list[Row]]:
     return {name: table(run) for name, table in TABLES.items()}
 
 
-def write_tables(folder: Path, tables: Mapping[str, Sequence[Row]], kind: str) -> None:
-    """Write all non-empty tables as ``csv`` or ``parquet`` files."""
-    write_file = write_parquet if kind == "parquet" else write_csv
+def write_tables(
+    folder: Path, tables: Mapping[str, Sequence[Row]], file_format: str
+) -> None:
+    """Write all non-empty tables as files; ``file_format`` is ``csv`` or ``parquet``, and the suffix of the files."""
+    write_file = write_parquet if file_format == "parquet" else write_csv
     for name, table_rows in tables.items():
         if table_rows:
-            write_file(folder / f"{name}.{kind}", table_rows)
+            write_file(folder / f"{name}.{file_format}", table_rows)
 
 
 def points(runs: Sequence[Run]) -> list[Row]:

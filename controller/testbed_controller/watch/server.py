@@ -20,7 +20,7 @@ from testbed.trace.events import LINES
 from testbed.trace.metrics_spec import MetricsSpec
 from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised
-from testbed_controller.report.thinning import MOST
+from testbed_controller.report.thinning import MAX_SHOWN
 from testbed_controller.results.declared import load_metrics_spec
 from testbed_controller.results.files import trial_in
 from testbed_controller.watch.feed import batches
@@ -100,11 +100,11 @@ def _stream(folder: Path, drawn: Collection[str], pace: float | None) -> flask.R
 
 
 def describe_run(trial: Trial, declared: MetricsSpec) -> dict[str, Any]:
-    """Return the data that the page needs before the first event, with at most `MOST` devices."""
+    """Return the data that the page needs before the first event, with at most `MAX_SHOWN` devices."""
     experiment = trial.experiment
     radio = experiment.radio
-    drawn = [device.name for device in experiment.devices[:MOST]]
-    # A set, since a mesh of `MOST` devices has a link for each pair.
+    drawn = [device.name for device in experiment.devices[:MAX_SHOWN]]
+    # A set, since a mesh of `MAX_SHOWN` devices has a link for each pair.
     names = frozenset(drawn)
     links = []
     for (source, destination), link in experiment.links.items():

@@ -1,4 +1,4 @@
-"""User-defined metrics of a method in the report: lines at its head, tables and curves."""
+"""User-defined metrics of a method in the report: lines at its summary_rows, tables and curves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from testbed.trace.metrics_spec import (
 from testbed.trace.record import RunView
 from testbed_controller.report import drawing, html
 from testbed_controller.report.charts import Axis, Line, StackedPlot
-from testbed_controller.report.declared import curves, fill, head, tables
+from testbed_controller.report.declared import (
+    curves,
+    fill_template,
+    summary_rows,
+    tables,
+)
 from testbed_controller.results.run import Run
 from tests.controller.report.recorded_runs import load_recorded
 
@@ -86,7 +91,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_lines_at_head_appear_only_with_their_metrics(run: Run) -> None:
-    lines = {label: (text, note) for label, text, note in head(run)}
+    lines = {label: (text, note) for label, text, note in summary_rows(run)}
     # The loss of step 0 is 2.0.
     assert lines["Worst"] == ("2", "in 5 steps")
     assert "Never" not in lines
@@ -97,8 +102,10 @@ def test_lines_at_head_appear_only_with_their_metrics(run: Run) -> None:
 
 def test_template_is_filled_with_metrics_of_devices(run: Run) -> None:
     # Device b sends 100 kB in each of six completed steps.
-    assert fill("{devices.b.bytes_sent} in {duration}", run) == "600 kB in 8.6 s"
-    assert fill("{devices.c.bytes_sent}", run) is None
+    assert (
+        fill_template("{devices.b.bytes_sent} in {duration}", run) == "600 kB in 8.6 s"
+    )
+    assert fill_template("{devices.c.bytes_sent}", run) is None
 
 
 def test_lists_are_stored_and_shown_as_tables(run: Run) -> None:

@@ -13,22 +13,23 @@ from rich.console import Console
 from testbed.plan import Assignment
 from testbed.trace.metrics import metrics
 from testbed_controller.report import html, terminal
-from testbed_controller.report.sections import directions, sections
+from testbed_controller.report.sections import directions_section, sections
 from testbed_controller.report.tables import Cell, Column, Section
 from testbed_controller.report.thinning import (
-    EACH,
-    MOST,
-    abridged,
-    shortened,
-    standing_out,
+    ENTRIES_KEPT,
+    MAX_SHOWN,
+    SELECTED_PER_MEASURE,
+    abridge,
+    limit_rows,
+    select_notable,
 )
-from testbed_controller.report.timeline import shaded, timeline
+from testbed_controller.report.timeline import shaded_windows, timeline
 from testbed_controller.results.declared import metrics_spec_of_trial
 from testbed_controller.results.recorder import initial_manifest
 from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
-MANY = 3 * MOST
+MANY = 3 * MAX_SHOWN
 """Number of devices and of links of `make_crowd` by default."""
 
 
@@ -85,25 +86,29 @@ def names_of(section: Section) -> list[str]:
 
 
 def test_few_items_are_all_selected() -> None:
-    items = list(range(MOST))
-    assert standing_out(items, {"largest": float}) == [(item, "") for item in items]
+    items = list(range(MAX_SHOWN))
+    assert select_notable(items, {"largest": float}) == [(item, "") for item in items]
 
 
 def test_notable_items_are_selected_once_with_all_reasons() -> None:
-    items = list(range(MOST + 1))
+    items = list(range(MAX_SHOWN + 1))
     measures = {
         "even": lambda item: item % 2 == 0,
         "largest": float,
         "nothing": lambda _: 0.0,
     }
-    selected = dict(standing_out(items, measures))
+    selected = dict(select_notable(items, measures))
     # Of equal items the first ones: 0, 2, 4, ...
-    assert list(selected)[:EACH] == items[: 2 * EACH : 2]
-    assert sorted(list(selected)[EACH:]) == items[-EACH:]
+    assert (
+        list(selected)[:SELECTED_PER_MEASURE] == items[: 2 * SELECTED_PER_MEASURE : 2]
+    )
+    assert (
+        sorted(list(selected)[SELECTED_PER_MEASURE:]) == items[-SELECTED_PER_MEASURE:]
+    )
     assert selected[0] == "even"
-    assert selected[MOST] == "largest"
+    assert selected[MAX_SHOWN] == "largest"
     same_item = {"even": lambda item: item == 5, "odd": lambda item: item == 5}
-    assert dict(standing_out(items, same_item)) == {5: "even, odd"}
+    assert dict(select_notable(items, same_item)) == {5: "even, odd"}
 
 
 def test_table_of_many_devices_has_total_and_notable_devices() -> None:
@@ -122,15 +127,15 @@ def test_table_of_many_devices_has_total_and_notable_devices() -> None:
 
 
 def test_few_devices_are_all_in_their_table() -> None:
-    table = section_of(make_crowd(MOST), "Devices")
-    assert len(table.rows) == MOST
+    table = section_of(make_crowd(MAX_SHOWN), "Devices")
+    assert len(table.rows) == MAX_SHOWN
     assert table.omitted_rows == 0
     # Instead of the reason of the selection.
     assert table.columns[1].heading == "Profile"
 
 
 def test_links_with_most_traffic_are_shown_if_all_links_are_equal() -> None:
-    table = directions(make_crowd(equal_links=True))
+    table = directions_section(make_crowd(equal_links=True))
     assert table is not None
     assert table.rows[0][1].text == "d9"
     assert table.rows[0][2].text == "carried most, used most"
@@ -140,7 +145,7 @@ def test_links_with_most_traffic_are_shown_if_all_links_are_equal() -> None:
 def test_links_with_most_traffic_are_shown_if_links_differ() -> None:
     run = make_crowd(equal_links=False)
     # The table of links has their traffic already.
-    assert directions(run) is None
+    assert directions_section(run) is None
     table = section_of(run, "Links")
     assert names_of(table)[:2] == [f"all {MANY:,}", "d0 → d9"]
     assert table.rows[0][3].text == "10 MB"
@@ -157,10 +162,10 @@ def test_page_of_many_devices_is_small_and_counts_omitted_items() -> None:
         page,
     )
     assert "more devices are omitted; manifest.json has all" in page
-    assert f"{MANY - EACH:,} more are in plan.json" in page
+    assert f"{MANY - ENTRIES_KEPT:,} more are in plan.json" in page
     assert "Notable directions" in page
     # A page with all devices needs neither notes nor reasons.
-    for part in ("are omitted", "Notable directions", "Shown for"):
+    for part in ("are omitted", "Notable directions", "Why shown"):
         assert part not in small
 
 
@@ -173,40 +178,43 @@ def test_terminal_shows_few_rows_of_many_devices() -> None:
 
 
 def test_long_table_is_shortened_to_first_or_last_rows() -> None:
-    rows = [[Cell(str(number))] for number in range(MOST + 5)]
+    rows = [[Cell(str(number))] for number in range(MAX_SHOWN + 5)]
     table = Section("Rounds", "", "", (Column("Round"),), rows)
-    first = shortened(table)
+    first = limit_rows(table)
     assert names_of(first)[0] == "0"
-    assert len(first.rows) == MOST
+    assert len(first.rows) == MAX_SHOWN
     assert first.omitted_rows == 5
     # A negative number stands for the last rows.
-    last = shortened(replace(table, max_printed_rows=-12))
-    assert names_of(last)[-1] == str(MOST + 4)
-    assert len(last.rows) == MOST
+    last = limit_rows(replace(table, max_printed_rows=-12))
+    assert names_of(last)[-1] == str(MAX_SHOWN + 4)
+    assert len(last.rows) == MAX_SHOWN
     assert last.omitted_rows == 5
-    assert shortened(replace(table, rows=rows[:MOST])).rows == rows[:MOST]
+    assert limit_rows(replace(table, rows=rows[:MAX_SHOWN])).rows == rows[:MAX_SHOWN]
 
 
 def test_only_long_lists_of_plan_are_abridged() -> None:
-    plan: dict[str, Any] = {"cuts": [1, 2], "of": {"a": {"units": list(range(MOST))}}}
-    assert json.dumps(abridged(plan, "plan.json")) == json.dumps(plan)
-    many = {str(number): number for number in range(MOST + 1)}
-    note = f"{MOST + 1 - EACH} more are in plan.json"
-    first = dict(list(many.items())[:EACH])
-    assert abridged({"of": [many]}, "plan.json") == {"of": [{**first, "...": note}]}
-    assert abridged(list(many), "plan.json") == [*first, f"... {note}"]
+    plan: dict[str, Any] = {
+        "cuts": [1, 2],
+        "of": {"a": {"units": list(range(MAX_SHOWN))}},
+    }
+    assert json.dumps(abridge(plan, "plan.json")) == json.dumps(plan)
+    many = {str(number): number for number in range(MAX_SHOWN + 1)}
+    note = f"{MAX_SHOWN + 1 - ENTRIES_KEPT} more are in plan.json"
+    first = dict(list(many.items())[:ENTRIES_KEPT])
+    assert abridge({"of": [many]}, "plan.json") == {"of": [{**first, "...": note}]}
+    assert abridge(list(many), "plan.json") == [*first, f"... {note}"]
 
 
 def test_overlapping_windows_of_many_faults_are_merged() -> None:
     run = make_crowd()
     (fault,) = run.metrics["fault_list"]
     faults = []
-    for number in range(MOST):
+    for number in range(MAX_SHOWN):
         faults.append({**fault, "struck": 0.001 * number, "undone": 2.0})
     faults.append({**fault, "struck": 4.0, "undone": 5.0})
     run.metrics["fault_list"] = faults
     windows = []
-    for window in shaded(run):
+    for window in shaded_windows(run):
         if window["style"] == "fault":
             windows.append((window["start"], window["end"], window["label"]))
-    assert windows == [(0.0, 2.0, f"{MOST} times a fault"), (4.0, 5.0, "kill b")]
+    assert windows == [(0.0, 2.0, f"{MAX_SHOWN} times a fault"), (4.0, 5.0, "kill b")]

@@ -16,7 +16,7 @@ from testbed.methods import METHODS
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load, parse
 from testbed.trace.events import Event
-from testbed_controller.report.thinning import MOST
+from testbed_controller.report.thinning import MAX_SHOWN
 from testbed_controller.results.recorder import Recorder
 from testbed_controller.watch import feed
 from testbed_controller.watch.feed import EventFile, batches, select_events
@@ -230,7 +230,7 @@ def test_bars_before_visible_time_are_omitted() -> None:
 
 
 def test_only_first_of_many_devices_are_drawn() -> None:
-    clients = MOST + 100
+    clients = MAX_SHOWN + 100
     trial = recorded.make_trial(
         devices={
             "lead": {"speed": "1gflops"},
@@ -240,14 +240,14 @@ def test_only_first_of_many_devices_are_drawn() -> None:
         faults=[],
     )
     description = describe_run(trial, METHODS["pipeline"].declared)
-    assert len(description["devices"]) == MOST
+    assert len(description["devices"]) == MAX_SHOWN
     # The clients and the lead.
-    assert description["left_out"] == 1 + clients - MOST
+    assert description["left_out"] == 1 + clients - MAX_SHOWN
     # In a star, each drawn client has two links with the lead.
-    assert len(description["links"]) == 2 * (MOST - 1)
+    assert len(description["links"]) == 2 * (MAX_SHOWN - 1)
     drawn = set(description["devices"])
     events = []
-    for name in ("client1", f"client{MOST + 1}"):
+    for name in ("client1", f"client{MAX_SHOWN + 1}"):
         events.append({"time": 1.0, "device": name, "event": "compute"})
     assert [bar["device"] for bar in select_events(events, drawn, 1.0)] == ["client1"]
 

@@ -13,7 +13,7 @@ from testbed.ml.pipeline.metrics import DECLARED
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from testbed_controller.report import html, terminal
-from testbed_controller.report.timeline import interesting, shaded
+from testbed_controller.report.timeline import find_views, shaded_windows
 from testbed_controller.results import files
 from testbed_controller.results.run import Run
 from tests.helpers import recorded
@@ -143,11 +143,11 @@ def test_repartition_disturbs_steps_and_is_measured_separately() -> None:
 def test_timeline_shades_repartition_and_offers_view(tmp_path: Path) -> None:
     run = write_run(tmp_path, CHANGE)
     windows = []
-    for window in shaded(run):
+    for window in shaded_windows(run):
         windows.append((window["label"], window["start"], window["end"]))
     assert ("repartition", 2.4, 2.9) in windows
     # A view has a second on both sides.
-    views = {view["name"]: view for view in interesting(run)}
+    views = {view["name"]: view for view in find_views(run)}
     view = views["repartition"]
     assert view["start"] == pytest.approx(1.4)
     assert view["end"] == pytest.approx(3.9)
