@@ -41,6 +41,7 @@ from testbed_controller.lab.removal import ROLE
 from testbed_controller.lab.runstate import RunState
 
 KEEPER = "keeper"
+"""Name and role of the keeper's container."""
 LEASE_SECONDS = 15.0
 """Time without contact to the controller after which a host's keeper removes the run there, in seconds."""
 MTU = 1450

@@ -19,8 +19,8 @@ from testbed_controller.shaping.backends import choose_backend, queueing_iptable
 from testbed_controller.shaping.datagrams import count_unread_datagrams
 from testbed_controller.shaping.helper import Gate
 from testbed_controller.shaping.interfaces import (
-    bound_segments,
     forbid_offloads,
+    limit_segments,
     route_by_default,
     segments_of,
     set_congestion_control,
@@ -128,7 +128,7 @@ class Applier:
             set_neighbours(interface, hardware)
             device.neighbours |= new_neighbours
         if old is None or old.segments != plan.segments:
-            bound_segments(interface, plan.segments)
+            limit_segments(interface, plan.segments)
         # The backend first creates the devices and queues to which its tc commands direct packets.
         self._backend.apply(name, old, plan)
         lines = sender.build(plan) if old is None else sender.change(old, plan)

@@ -1,8 +1,10 @@
-"""Helper processes of the shaper's server, controlled over local sockets, so that no request delays a packet.
+"""Helper processes of the shaper's server: they handle packets, so that no request to the server delays a packet.
 
-The delay line (`engine.py`) holds packets that arrive at devices. The gate (`gatekeeper.py`) holds packets that leave
-for a shared medium, where they still count as unsent: a socket notices a busy channel, a broadcast ends with its last
-bit, and one transmission is charged once for all receivers.
+The server controls each of them over a local socket, with requests and responses as JSON.
+
+The delay line (`engine.py`) holds packets that arrive at devices. The gate (`gatekeeper.py`) holds packets at the
+sender until their transmission on a shared medium ends. Held there, a packet still occupies the buffer of its socket,
+so the program notices a busy channel; and a broadcast is transmitted once for all of its receivers.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _SO_SNDBUFFORCE = 32
 _PR_SET_TIMERSLACK = 29
 """Constant of linux/prctl.h."""
 _CAPABILITY_VERSION = 0x20080522
-"""linux/capability.h"""
+"""Constant of linux/capability.h: the version with 64 capabilities."""
 _CAP_NET_ADMIN = 12
 """Constant of linux/capability.h."""
 _BATCH_SIZE = 64
@@ -45,7 +47,7 @@ _BATCH_SIZE = 64
 
 
 def prioritise() -> str:
-    """Ask the kernel for immediate wake-ups of the process; return the granted priority."""
+    """Ask the kernel for immediate wake-ups of this process; return the granted priority as a text."""
     # The slack of timers is 1 ns instead of the default of 50 us.
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     with contextlib.suppress(OSError):
@@ -71,7 +73,7 @@ def give_up_capabilities() -> None:
 
 
 def run(loop: Callable[[socket.socket], Any], descriptor: int) -> None:
-    """Run a loop on an inherited control socket."""
+    """Run the loop of a helper process on its inherited control socket; `Helper` starts the process with this call."""
     control = socket.socket(fileno=descriptor)
     # The priority is set before the capabilities are given up, since a real-time priority needs CAP_SYS_NICE.
     control.send(json.dumps({"priority": prioritise()}).encode())

@@ -155,14 +155,14 @@ def delete_interface(name: str) -> None:
         route.link("del", ifname=name)
 
 
-def bound_segments(name: str, segments: int) -> None:
-    """Limit the number of packets passed down by TCP in one piece, since a queue sends a piece at once."""
+def limit_segments(name: str, segments: int) -> None:
+    """Limit the number of packets that TCP passes down in one piece, since a queue sends a piece at once."""
     with _netlink(f"setting gso_max_segs of {name}") as route:
         route.link("set", index=socket.if_nametoindex(name), gso_max_segs=segments)
 
 
 def segments_of(name: str) -> int:
-    """Return the maximum number of packets passed down by TCP in one piece."""
+    """Return the maximum number of packets that TCP passes down in one piece."""
     with _netlink(f"looking up {name}") as route:
         [link] = route.get_links(socket.if_nametoindex(name))
         return int(link.get("gso_max_segs"))
