@@ -175,7 +175,7 @@ def _check_refusals(hosts: list[str]) -> None:
         ("", r"open UDP 4789 between h\d .* and h\d"),
         (
             long_packets,
-            r"full frames of the overlay network.* do not: the path carries less than 1500",
+            r"full frames of the overlay network.* do not, since the path carries less than 1500",
         ),
     ):
         rule = ["INPUT", "-p", "udp", "--dport", "4789", *packets.split(), "-j", "DROP"]

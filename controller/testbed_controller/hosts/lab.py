@@ -367,8 +367,8 @@ class HostsLab(RunLab):
             ports = "UDP 4789"
         names = " and ".join(f"{host.name} ({host.address})" for host in hosts)
         return (
-            f"the overlay network carries nothing from {source} to {destination}: open {ports} between {names}; if "
-            f"they are open, 'docker swarm leave' and 'join' {destination} again"
+            f"the overlay network carries no packets from {source} to {destination}: open {ports} between {names}; if "
+            f"the ports are open, 'docker swarm leave' and 'join' {destination} again"
         )
 
     def _close_channels(self) -> None:
@@ -447,8 +447,8 @@ def _overlay_subnet(client: docker.DockerClient, run_id: str) -> IPv4Network:
 def _explain_small_mtu(source: str, destination: str) -> str:
     return (
         f"small packets pass from {source} to {destination}, but full frames of the overlay network ({MTU} bytes in "
-        "UDP) do not: the path carries less than 1500 bytes: set the MTU of both hosts' interfaces to the path's "
-        "('ip link set dev INTERFACE mtu ...'), or raise the path's to 1500"
+        "UDP) do not, since the path carries less than 1500 bytes: set the MTU of both hosts' interfaces to the MTU of "
+        "the path ('ip link set dev INTERFACE mtu ...'), or raise the MTU of the path to 1500"
     )
 
 
