@@ -1,1 +1,1 @@
-"""Random scenarios under random faults, each held against what must be true of any run."""
+"""Random attacks on the testbed, and checks of conditions that every run must meet."""

@@ -1,12 +1,13 @@
-"""Random attacks on the testbed: scenarios and faults, damaged files and messages, signals, lost engines.
+"""Random attacks on the testbed: scenarios with faults, damaged files and messages, signals, and losses of the engine.
 
     python -m tools.stress [--containers | --files | --messages | --signals] [--seconds 600] [--jobs 2]
         [--first SEED | --fresh] [--count N] [--only METHOD] [--report-only]
 
-A seed determines an attack. Without --first or --fresh, seeds continue where the previous command ended. Each violation
-is printed with the seed; an attack whose process is killed is a violation too. The first violation of each kind and
-seed is also written to .build/stress: as the smallest scenario with the violation if the scenario was simulated, else
-as the input of the attack. The exit status is 1 after any violation.
+A seed determines an attack. A violation is a behaviour of the testbed that is wrong for every input, such as a crash.
+Without --first or --fresh, seeds continue where the previous command ended. Each violation is printed with the seed; an
+attack whose process is killed is a violation too. The first violation of each kind and seed is also written to
+.build/stress: as the smallest scenario with the violation if the scenario was simulated, otherwise as the input of the
+attack. The exit status is 1 after any violation.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from tools.stress.generate import OPTIONS, Tree, random_method, random_scenario
 from tools.stress.reduce import reduce_scenario
 
 FOLDER = Path(".build/stress")
-REPEATED = 4
-"""One simulated scenario in this many is run twice, and compared with the undivided model."""
+REPETITION_INTERVAL = 4
+"""Every scenario whose seed is a multiple of this number is run twice, and compared with the undivided model."""
 
 KILLED = "killed"
 """Kind of violation of an attack whose process ended without a report, killed by a signal or for its memory."""
@@ -66,7 +67,8 @@ def attack_simulation(seed: int) -> Report:
     """Simulate a random scenario and apply the oracles to the outcome."""
     # asyncio logs tasks that failed; the oracles report failures that matter.
     logging.disable(logging.ERROR)
-    violations = find_violations(random_scenario(seed), repeat=seed % REPEATED == 0)
+    repeat = seed % REPETITION_INTERVAL == 0
+    violations = find_violations(random_scenario(seed), repeat=repeat)
     return Report(seed, random_method(seed), violations)
 
 
@@ -108,8 +110,8 @@ def smallest_scenario(seed: int, kind: str) -> Tree:
 
 
 def simulation_evidence(seed: int, kind: str) -> bytes:
-    """Return the smallest scenario with a violation; the whole one of a killed process."""
-    # Reducing it would repeat in this process what killed the other one.
+    """Return the smallest scenario with a violation; for a killed process, the whole scenario."""
+    # The reduction runs the scenario in this process, which would be killed as well.
     if kind == KILLED:
         return to_yaml(random_scenario(seed))
     return to_yaml(smallest_scenario(seed, kind))
@@ -226,33 +228,33 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="print violations, but neither reduce nor write their input",
     )
-    given = parser.parse_args()
-    if given.only is not None and not TARGETS[given.target].has_method:
-        parser.error(f"--only cannot be combined with --{given.target}: remove it")
-    return given
+    arguments = parser.parse_args()
+    if arguments.only is not None and not TARGETS[arguments.target].has_method:
+        parser.error(f"--only cannot be combined with --{arguments.target}: remove it")
+    return arguments
 
 
 def main() -> int:
     """Attack until the time is over or all seeds have been tried; return the exit status."""
-    given = parse_arguments()
-    target = TARGETS[given.target]
+    arguments = parse_arguments()
+    target = TARGETS[arguments.target]
     FOLDER.mkdir(parents=True, exist_ok=True)
-    progress = Progress(FOLDER / f"next-{given.target}")
-    if given.fresh:
+    progress = Progress(FOLDER / f"next-{arguments.target}")
+    if arguments.fresh:
         progress.restart()
-    first = progress.next_seed if given.first is None else given.first
+    first = progress.next_seed if arguments.first is None else arguments.first
     # Selected seeds leave gaps, which a later command has to try.
-    has_progress = given.first is None and given.only is None
-    seeds = select_seeds(first, given.count, given.only)
-    print(f"seeds from {first}, for {given.seconds:g} s")
+    stores_progress = arguments.first is None and arguments.only is None
+    seeds = select_seeds(first, arguments.count, arguments.only)
+    print(f"seeds from {first}, for {arguments.seconds:g} s")
     attack_counts = Counter[str]()
     refused = 0
     violation_count = 0
-    last = first
-    until = time.monotonic() + given.seconds
-    for report in run_attacks(target.attack, seeds, given.jobs, until):
+    last_seed = first
+    until = time.monotonic() + arguments.seconds
+    for report in run_attacks(target.attack, seeds, arguments.jobs, until):
         # Attacks of several processes end in any order.
-        last = max(last, report.seed)
+        last_seed = max(last_seed, report.seed)
         attack_counts[report.label] += 1
         # Several violations of a kind have one reduced scenario.
         kinds = set()
@@ -265,16 +267,16 @@ def main() -> int:
             violation_count += 1
             print(f"seed {report.seed}, {report.label}: {violation}", flush=True)
             kinds.add(kind)
-        if not given.report_only:
-            write_evidence(given.target, report.seed, sorted(kinds))
-        if has_progress:
+        if not arguments.report_only:
+            write_evidence(arguments.target, report.seed, sorted(kinds))
+        if stores_progress:
             progress.finish(report.seed)
-    by_label = []
+    label_texts = []
     for label, count in sorted(attack_counts.items()):
-        by_label.append(f"{label} {count}")
+        label_texts.append(f"{label} {count}")
     print(
-        f"{attack_counts.total()} attacks up to seed {last}: {violation_count} violations, {refused} refused "
-        f"({', '.join(by_label)})"
+        f"{attack_counts.total()} attacks up to seed {last_seed}: {violation_count} violations, {refused} refused "
+        f"({', '.join(label_texts)})"
     )
     return 1 if violation_count else 0
 
@@ -298,7 +300,7 @@ def select_seeds(first: int, count: int | None, method: str | None) -> Iterator[
     """
     seeds: Iterator[int] = itertools.count(first)
     if method is not None:
-        # Without drawing the scenario, of which the method is the first choice.
+        # `random_method` does not draw the whole scenario, whose first random choice is the method.
         seeds = (seed for seed in seeds if random_method(seed) == method)
     return itertools.islice(seeds, count)
 

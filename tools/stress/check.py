@@ -30,9 +30,9 @@ from testbed.wire import arrays
 from testbed_controller.api import build
 from tools.stress.generate import COLLABORATIVE, LOSSLESS, SYNCHRONOUS, Tree
 
-LONGEST = 120
+HANG_SECONDS = 120
 """Seconds of real time after which a run of a few steps counts as hanging."""
-GAVE_UP = (
+GAVE_UP_TEXTS = (
     "not enough devices",
     "is left",
     "no device",
@@ -54,15 +54,15 @@ def find_violations(tree: Tree, *, repeat: bool = False) -> list[str]:
     With ``repeat``, the scenario is run twice, and compared with training of the undivided model.
     """
     oracles = partial(_check_simulation, tree, repeat)
-    return apply_oracles(tree, oracles, LONGEST)
+    return apply_oracles(tree, oracles, HANG_SECONDS)
 
 
 def apply_oracles(
-    tree: Tree, oracles: Callable[[Prepared], Iterable[str]], longest: int
+    tree: Tree, oracles: Callable[[Prepared], Iterable[str]], hang_seconds: int
 ) -> list[str]:
-    """Prepare a scenario and return the violations; oracles that take ``longest`` seconds count as a hang."""
-    previous = signal.signal(signal.SIGALRM, _raise_hang)
-    signal.alarm(longest)
+    """Prepare a scenario and return the violations; oracles that take ``hang_seconds`` count as a hang."""
+    previous_handler = signal.signal(signal.SIGALRM, _raise_hang)
+    signal.alarm(hang_seconds)
     try:
         try:
             # Through JSON: a copy without shared lists, as from a file.
@@ -73,12 +73,12 @@ def apply_oracles(
         # A list, so that all oracles run before the alarm is switched off.
         return list(oracles(prepared))
     except HangError:
-        return [f"hang: not finished after {longest} s of real time"]
+        return [f"hang: not finished after {hang_seconds} s of real time"]
     except Exception:  # noqa: BLE001 - an unexpected exception of any kind is a violation
         return ["traceback: " + one_line(traceback.format_exc())]
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def one_line(text: str) -> str:
@@ -118,7 +118,7 @@ def check_end(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
     elif outcome.status == "timed out":
         yield f"hang: {error[:300]}"
     elif outcome.status == "failed":
-        has_given_up = any(word in error for word in GAVE_UP)
+        has_given_up = any(text in error for text in GAVE_UP_TEXTS)
         if not (prepared.scenario.faults and has_given_up):
             yield f"failed: {error[:300]}"
 
@@ -163,7 +163,7 @@ def _check_request_numbers(outcome: Outcome, requests: int) -> Iterator[str]:
     counts = _count_values(outcome, "request", ("request", "failed"))
     is_complete = sorted(counts) == list(range(requests))
     has_repeated = any(count > 1 for count in counts.values())
-    # A source that boots again repeats all requests.
+    # A coordinator that boots again repeats all requests.
     may_repeat = _has_event(outcome, "fault")
     if not is_complete or (has_repeated and not may_repeat):
         yield f"requests: {requests} expected; answered or given up: {sorted(counts.elements())}"
@@ -244,8 +244,9 @@ def compare_with_undivided(tree: Tree, outcome: Outcome) -> Iterator[str]:
     work = tree["workload"]
     if work["method"]["name"] not in SYNCHRONOUS or outcome.status != "finished":
         return
-    alone = {**tree, "faults": [], "workload": {**work, "method": {"name": "single"}}}
-    (trial,) = trials(build(**json.loads(json.dumps(alone))))
+    single_work = {**work, "method": {"name": "single"}}
+    single_tree = {**tree, "faults": [], "workload": single_work}
+    (trial,) = trials(build(**json.loads(json.dumps(single_tree))))
     undivided = simulate_trial(prepare(trial))
     yield from compare_weights(undivided, outcome, "the undivided model's")
 

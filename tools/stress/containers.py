@@ -35,12 +35,12 @@ from tools.stress.check import (
 )
 from tools.stress.generate import INFERENCE, SYNCHRONOUS, Tree
 
-LONGEST = 240
+HANG_SECONDS = 240
 """Seconds after which a run on containers, including the creation of its lab, counts as hanging."""
 TIME_LIMIT = 120.0
 """Time limit of the scenario in seconds; a run that reaches this limit counts as hanging as well."""
-MOST_VIRTUAL = 20.0
-"""Longest scenario that runs on containers, in seconds of the virtual clock, since they take as much real time."""
+MAX_VIRTUAL_SECONDS = 20.0
+"""Maximum duration of a scenario on the virtual clock, in seconds; a run on containers takes as much real time."""
 PATIENCE = 20.0
 """Seconds in which the remains of a run must disappear."""
 
@@ -48,23 +48,23 @@ PATIENCE = 20.0
 def find_violations(tree: Tree) -> list[str]:
     """Run a scenario on containers and return the violations; ``["refused: ..."]`` if invalid or too long."""
     limited = {**tree, "time_limit": f"{TIME_LIMIT:g}s"}
-    return apply_oracles(limited, _check_containers, LONGEST)
+    return apply_oracles(limited, _check_containers, HANG_SECONDS)
 
 
 def _check_containers(prepared: Prepared) -> Iterator[str]:
     # First on the virtual clock, which takes little time and shows whether the scenario is too long.
     virtual = simulate_trial(prepared)
     seconds = max((event.time for event in virtual.events), default=0.0)
-    if seconds > MOST_VIRTUAL:
+    if seconds > MAX_VIRTUAL_SECONDS:
         yield f"refused: takes {seconds:.0f} s on the virtual clock"
         return
     with tempfile.TemporaryDirectory() as folder:
-        # A state folder of its own: runs of other users are not counted.
+        # A separate state folder, so that other runs are not counted.
         os.environ["XDG_STATE_HOME"] = folder
         lab = Lab.create(prepared.trial)
         try:
             dataset = load(workload_section(prepared.scenario).data)
-            # On a standing lab, since logs are gone once a lab is removed.
+            # On a lab created before, since the removal of a lab deletes the logs.
             outcome = emulate(prepared, dataset, existing_lab=lab, accept_links=True)
             yield from _check_logs(lab)
         finally:
@@ -107,7 +107,7 @@ def _last_losses(outcome: Outcome, kind: str) -> dict[int | None, float]:
     losses = {}
     for event in outcome.events:
         if event.event == kind:
-            # A step that is repeated after a failure counts as computed last.
+            # The last computation of a step counts, since a step may be repeated after a failure.
             losses[event.fields.get("step")] = event.fields["loss"]
     return losses
 

@@ -1,4 +1,4 @@
-"""A proxy between the controller and the engine, whose connections can be cut."""
+"""A proxy between the controller and the engine, which can cut the connections like an engine that stops."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class EngineProxy:
         self._listener = None
         # Without the file, a new connection is refused at once, as by an engine that does not run.
         self._path.unlink()
-        for each in [listener, *self._open]:
+        for connection in [listener, *self._open]:
             # Closing alone would not wake a thread that waits in `accept` or `recv`.
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         listener.close()
 
     def mend(self) -> None:

@@ -29,11 +29,11 @@ from testbed.scenario.expand import trials
 from testbed.scenario.finding import scenarios_in
 from testbed.scenario.loading import load
 
-LONGEST = 2.0
+MAX_SECONDS = 2.0
 """Maximum processor time in seconds to read a file, after the imports."""
-LARGEST = 500 << 20
+MAX_GROWTH = 500 << 20
 """Maximum growth of the process by reading a file, in bytes."""
-WORDIEST = 5000
+MAX_MESSAGE = 5000
 """Maximum length of an error message in characters."""
 
 HOSTILE: tuple[Any, ...] = (
@@ -99,7 +99,7 @@ SYNTAX = (
 
 @cache
 def _originals() -> tuple[Path, ...]:
-    """Return the scenario files below 8,000 bytes, in a fixed order, so that a seed chooses the same one again."""
+    """Return the scenario files below 8,000 bytes, in a fixed order, so that a seed always chooses the same file."""
     paths = scenarios_in().values()
     return tuple(sorted(path for path in paths if path.stat().st_size < 8000))
 
@@ -144,33 +144,34 @@ def damage_bytes(draw: random.Random, content: bytes) -> bytes:
 
 def damage_tree(draw: random.Random, tree: Any) -> None:
     """Change, rename or remove one value of a tree."""
-    places = list(_places(tree))
-    if not places:
+    paths = list(_paths(tree))
+    if not paths:
         return
-    *way, last = draw.choice(places)
+    *parent_path, key = draw.choice(paths)
     parent = tree
-    for part in way:
+    for part in parent_path:
         parent = parent[part]
     match draw.randrange(6):
         case 0:
-            del parent[last]
+            del parent[key]
         case 1 if isinstance(parent, dict):
-            parent[f"{last}{draw.choice(['', 's', ' ', '_x'])}x"] = parent.pop(last)
+            parent[f"{key}{draw.choice(['', 's', ' ', '_x'])}x"] = parent.pop(key)
         case _:
             # A copy, as the next change may be inside the value.
-            parent[last] = copy.deepcopy(draw.choice(HOSTILE))
+            parent[key] = copy.deepcopy(draw.choice(HOSTILE))
 
 
-def _places(tree: Any, way: Key = ()) -> Iterator[Key]:
-    """Yield the keys of all values of a tree, depth first."""
+def _paths(tree: Any, parent_path: Key = ()) -> Iterator[Key]:
+    """Yield the path of each value of a tree, as keys and indices from the root, depth first."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, dict):
         items = tree.items()
     elif isinstance(tree, list):
         items = enumerate(tree)
     for key, value in items:
-        yield (*way, key)
-        yield from _places(value, (*way, key))
+        path = (*parent_path, key)
+        yield path
+        yield from _paths(value, path)
 
 
 def _to_yaml(tree: Any) -> bytes:
@@ -184,9 +185,9 @@ def _to_yaml(tree: Any) -> bytes:
 def attack(original: Path, content: bytes) -> list[str]:
     """Read a damaged file beside the other files of the original scenario; return the violations."""
     with tempfile.TemporaryDirectory() as folder:
-        for beside in original.parent.iterdir():
-            if beside.is_file() and beside.suffix != ".yaml":
-                shutil.copy(beside, folder)
+        for other in original.parent.iterdir():
+            if other.is_file() and other.suffix != ".yaml":
+                shutil.copy(other, folder)
         path = Path(folder, original.name)
         path.write_bytes(content)
         name = f"{original.parent.name}/{original.name}"
@@ -208,19 +209,19 @@ def check_reading(path: Path) -> Iterator[str]:
     try:
         for trial in trials(load(path))[:2]:
             prepare(trial)
-    except InputError as refused:
+    except InputError as error:
         # As the command line prints the message.
-        message = escape_control(str(refused))
+        message = escape_control(str(error))
         letters = message.replace("\n", "").replace("\t", "")
-        if len(message) > WORDIEST or not letters.isprintable():
+        if len(message) > MAX_MESSAGE or not letters.isprintable():
             yield f"words: a message of {len(message)} characters: {message[:200]!r}"
     except Exception:  # noqa: BLE001 - an unexpected exception of any kind is a violation
         yield "traceback: " + traceback.format_exc().strip().replace("\n", " | ")[-500:]
     seconds = time.process_time() - began
-    if seconds > LONGEST:
+    if seconds > MAX_SECONDS:
         yield f"time: read in {seconds:.1f} s"
     growth = peak_memory() - size_before
-    if growth > LARGEST:
+    if growth > MAX_GROWTH:
         yield f"memory: {growth >> 20} MiB more to read the file"
 
 

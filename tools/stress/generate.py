@@ -107,9 +107,11 @@ SPANS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(INFERENCE, ("forward", "load")),
     **dict.fromkeys(SLOTTED, ("forward", "backward", "evaluate")),
 }
-"""Activities of a device that a fault can wait for, by method; any other method has forward and backward."""
+"""Spans of a device that a fault can wait for, by method; all other methods have forward, backward and update."""
 EVENTS = ("send", "receive", "begin", "compute", "memory", "state")
+"""Events of a device that a fault can wait for, in inference."""
 TRAINING_EVENTS = (*EVENTS, "step", "evaluate")
+"""Events of a device that a fault can wait for, in training."""
 
 
 def random_method(seed: int) -> str:
@@ -242,7 +244,7 @@ def _draw_fault(
 def _draw_moment(
     draw: random.Random, workload: Tree, names: Sequence[str], *, is_first: bool
 ) -> Tree:
-    """Return the moment of a fault: a time, or an activity or event of a device."""
+    """Return the keys for the moment of a fault: a time, or a span or event of a device."""
     device = draw.choice(names)
     method = workload["method"]["name"]
     batch = draw.randrange(workload.get("requests") or workload["steps"])
@@ -255,7 +257,7 @@ def _draw_moment(
         {"when": {"device": device, "begins": span}},
         {"when": {"device": device, "event": event}},
     ]
-    # The first fault has no other whose time it could count from.
+    # "after" counts from the fault before, which the first fault lacks.
     if not is_first:
         moments.append({"after": f"{draw.choice([1, 200, 2000])}ms"})
     return draw.choice(moments)

@@ -53,7 +53,7 @@ from testbed_controller.shaping.shaper import check_links
 from testbed_controller.watch.server import application as page
 from tools.stress.files import damage_bytes
 from tools.stress.messages import (
-    LONGEST,
+    MAX_SECONDS,
     Application,
     Request,
     Target,
@@ -179,13 +179,13 @@ def _shaper_requests() -> list[Request]:
         ("worker", "source"): Link(1e6, 0.01, loss=0.1),
     }
     endpoints = []
-    for name, where in ADDRESSES.items():
-        address, _, _ = where.partition(":")
+    for name, address_and_port in ADDRESSES.items():
+        address, _, _ = address_and_port.partition(":")
         endpoints.append(Endpoint(name, 1, address, network="10.0.0.0/24"))
-    whole = make_attachment(endpoints, links, 1, [Cell(("source", "worker"), 1e6)])
+    attachment = make_attachment(endpoints, links, 1, [Cell(("source", "worker"), 1e6)])
     return [
-        Request("POST", "/attach", BEARER, whole),
-        Request("POST", "/set", BEARER, {"links": whole["links"]}),
+        Request("POST", "/attach", BEARER, attachment),
+        Request("POST", "/set", BEARER, {"links": attachment["links"]}),
         Request("POST", "/probe", BEARER, {"pairs": [["source", "worker"]]}),
         Request("GET", "/statistics", BEARER, query="reset=1"),
         *_bare_requests("GET", "/facts", "/show", "/health"),
@@ -194,16 +194,16 @@ def _shaper_requests() -> list[Request]:
 
 def _page_requests() -> list[Request]:
     """Return requests to the page of a run."""
-    own = {**BEARER, "HTTP_HOST": ORIGIN.partition("//")[2]}
+    headers = {**BEARER, "HTTP_HOST": ORIGIN.partition("//")[2]}
     faults: list[dict[str, Any]] = [
         {"kill": "source"},
         {"degrade": {"between": ["source", "worker"], "rate": "1mbit", "delay": "5ms"}},
         {"partition": [["source"]]},
         {"throttle": {"device": "source", "slowdown": 2}},
     ]
-    requests = [Request("GET", "/", own), Request("GET", "/events", own)]
+    requests = [Request("GET", "/", headers), Request("GET", "/events", headers)]
     for fault in faults:
-        requests.append(Request("POST", "/strike", own, fault))
+        requests.append(Request("POST", "/strike", headers, fault))
     return requests
 
 
@@ -222,12 +222,12 @@ class _Planner:
         cells: Iterable[Cell],
     ) -> None:
         check_links(links)
-        known = list(endpoints)
+        endpoints = list(endpoints)
         peers = {}
-        for number, each in enumerate(known, 1):
-            peers[each.name] = (number, each.address)
-        for each in known:
-            plan = planning.plan_interface(each, "eth0", None, peers, links, {})
+        for number, endpoint in enumerate(endpoints, 1):
+            peers[endpoint.name] = (number, endpoint.address)
+        for endpoint in endpoints:
+            plan = planning.plan_interface(endpoint, "eth0", None, peers, links, {})
             sender.build(plan)
 
     def set(self, links: Mapping[Pair, Link]) -> None:
@@ -324,7 +324,7 @@ class _Casts:
         self._link.sendto(datagram, self._address)
 
     def _send_valid(self) -> Iterator[str]:
-        until = time.monotonic() + LONGEST
+        until = time.monotonic() + MAX_SECONDS
         before = len(self._received)
         incarnation, number = 1, 0
         # A receiver ignores numbers and incarnations below the newest.

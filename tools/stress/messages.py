@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tools.stress.files import (
+    MAX_MESSAGE,
     SYNTAX,
-    WORDIEST,
     damage_bytes,
     damage_tree,
     peak_memory,
@@ -27,14 +27,16 @@ from tools.stress.files import (
 
 MESSAGES = 1000
 """Number of messages per seed."""
-LONGEST = 5.0
+MAX_SECONDS = 5.0
 """Maximum seconds until an answer; a request for events is answered after 2 s if there are none."""
-LARGEST = 500 << 20
+MAX_GROWTH = 500 << 20
 """Maximum growth of the process by the messages of a seed, in bytes."""
-HANGS_UP = 0.05
+HANG_UP_SECONDS = 0.05
 """Seconds after which a sender of damaged HTTP closes the connection."""
 LENGTHS = ("", "-1", "abc", "0", "1", "9" * 20, "1e3", " 5", "0x10", "\u0663")
+"""Wrong Content-Length headers; the last is a digit outside ASCII."""
 TOKENS = ("", "Bearer", "Bearer ", "Bearer \xff", "Basic dDp0", "Bearer " + "t" * 9000)
+"""Wrong Authorization headers."""
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 Target = Callable[[random.Random], Iterator[str]]
@@ -110,7 +112,7 @@ def attack(
     seed: int, listeners: Callable[[ExitStack], Mapping[str, Target]]
 ) -> list[str]:
     """Send the messages of a seed to the listeners, and return the violations."""
-    # The answer of Flask has the error as well.
+    # No logs are needed, since the answer of Flask contains the error.
     logging.disable(logging.CRITICAL)
     draw = random.Random(seed)
     violations: list[str] = []
@@ -127,10 +129,10 @@ def attack(
                 text = traceback.format_exc()[-700:]
                 violations.append(f"traceback: {text!r} {suffix}")
             seconds = time.monotonic() - began
-            if seconds > LONGEST:
+            if seconds > MAX_SECONDS:
                 violations.append(f"time: answered after {seconds:.1f} s {suffix}")
     growth = peak_memory() - size_before
-    if growth > LARGEST:
+    if growth > MAX_GROWTH:
         violations.append(f"memory: {growth >> 20} MiB more")
     return violations
 
@@ -145,7 +147,7 @@ def call_target(application: Application, requests: Sequence[Request]) -> Target
             return
         # 503: a device that is not ready.
         is_client_error = 400 <= status < 500 or status == 503
-        if not is_client_error or len(answer) > WORDIEST:
+        if not is_client_error or len(answer) > MAX_MESSAGE:
             text = f"{status}, {len(answer)} bytes, {answer[:200]!r}"
             yield f"answer: {text} to {_describe_request(request)}"
 
@@ -199,14 +201,14 @@ def port_target(address: tuple[str, int], requests: Sequence[Request]) -> Target
                 content += draw.choice(SYNTAX)
         answer = b""
         with (
-            socket.create_connection(address, timeout=LONGEST) as connection,
+            socket.create_connection(address, timeout=MAX_SECONDS) as connection,
             suppress(OSError),
         ):
             connection.sendall(content)
             if draw.random() < 0.5:
                 connection.shutdown(socket.SHUT_WR)
-            connection.settimeout(HANGS_UP)
-            answer = connection.recv(WORDIEST)
+            connection.settimeout(HANG_UP_SECONDS)
+            answer = connection.recv(MAX_MESSAGE)
         if answer.startswith(b"HTTP/1.1 500"):
             yield f"answer: {answer[:300]!r} to {content[:300]!r}"
 

@@ -1,4 +1,4 @@
-"""Random user networks: a network that `testbed validate` accepts must run in a simulation.
+"""Random neural networks of users: a network that `testbed validate` accepts must run in a simulation.
 
 python -m tools.stress.networks [COUNT] [SEED]
 """
@@ -131,8 +131,8 @@ def draw_layers(
             "tied": f"torch.tanh({name}({name}(x)))",
         }
         call = calls.get(kind, f"{name}(x)")
-        # With conversions the layer fits to its neighbours. Without them, validation must reject the mixed precision.
-        # The number is drawn for every kind, so that later draws of a seed stay the same.
+        # With conversions, a layer in double precision fits its neighbours. Without conversions, validation must reject
+        # the mixed precision. The number is drawn for every kind, so that later draws of a seed stay the same.
         if draws.random() < 0.5 and kind == "double":
             call = f"{name}(x.double()).float()"
         expression, width = layers[kind]

@@ -9,8 +9,8 @@ from typing import Any
 from testbed.common.errors import Key
 from tools.stress.generate import Tree
 
-MOST = 200
-"""Maximum number of scenarios tried."""
+MAX_TRIALS = 200
+"""Maximum number of variants that are tried."""
 
 
 def reduce_scenario(tree: Tree, violates: Callable[[Tree], bool]) -> Tree:
@@ -18,15 +18,15 @@ def reduce_scenario(tree: Tree, violates: Callable[[Tree], bool]) -> Tree:
 
     Replaces the scenario by its first smaller variant with the violation, until no variant has the violation.
     """
-    tried = 0
+    trial_count = 0
     while True:
         # From the first variant again after each success: a part may be removable only without another one.
-        for smaller in _smaller_variants(tree):
-            tried += 1
-            if tried > MOST:
+        for variant in _smaller_variants(tree):
+            trial_count += 1
+            if trial_count > MAX_TRIALS:
                 return tree
-            if violates(smaller):
-                tree = smaller
+            if violates(variant):
+                tree = variant
                 break
         else:
             return tree
@@ -39,26 +39,27 @@ def _smaller_variants(tree: Tree) -> Iterator[Tree]:
         yield _change_value(tree, key)
     for name in ("steps", "requests"):
         count = tree["workload"].get(name, 0)
-        for fewer in sorted({count // 2, count - 1}):
-            if fewer > 0:
-                yield _change_value(tree, ("workload", name), fewer)
+        for smaller_count in sorted({count // 2, count - 1}):
+            if smaller_count > 0:
+                yield _change_value(tree, ("workload", name), smaller_count)
 
 
 def _removable_faults(tree: Tree) -> Iterator[Key]:
-    """Yield removable faults; a fault stays if the next fault is scheduled relative to the first one."""
+    """Yield removable faults: those after which no other fault is scheduled by ``after``."""
     faults = tree["faults"]
     for number in range(len(faults)):
-        following = faults[number + 1 : number + 2]
-        if not any("after" in fault for fault in following):
+        is_last = number + 1 == len(faults)
+        if is_last or "after" not in faults[number + 1]:
             yield ("faults", number)
 
 
 def _removable_devices(tree: Tree) -> Iterator[Key]:
     """Yield the devices without a fault or a link of their own, as long as more than two remain."""
-    named = f"{tree['faults']} {tree['network'].get('links')}"
+    # Python's notation of these parts has the quoted names of devices.
+    parts_text = f"{tree['faults']} {tree['network'].get('links')}"
     # The first device is the coordinator, which every method needs.
     for name in list(tree["devices"])[1:]:
-        if len(tree["devices"]) > 2 and f"'{name}'" not in named:
+        if len(tree["devices"]) > 2 and f"'{name}'" not in parts_text:
             yield ("devices", name)
 
 
@@ -85,13 +86,13 @@ def _optional_keys(tree: Tree) -> Iterator[Key]:
 
 def _change_value(tree: Tree, key: Key, value: object = None) -> Tree:
     """Return a copy with another value at a key, or without the key for None."""
-    # A deep copy, as the scenario may still be tried without another part.
-    other = copy.deepcopy(tree)
-    place: Any = other
+    # A deep copy, since further variants are made from the same scenario.
+    variant = copy.deepcopy(tree)
+    parent: Any = variant
     for part in key[:-1]:
-        place = place[part]
+        parent = parent[part]
     if value is None:
-        del place[key[-1]]
+        del parent[key[-1]]
     else:
-        place[key[-1]] = value
-    return other
+        parent[key[-1]] = value
+    return variant

@@ -30,13 +30,13 @@ from tools.stress.engineproxy import EngineProxy, proxied
 CUT = "engine cut"
 TESTBED = [str(Path(sys.executable).with_name("testbed"))]
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "smoke" / "pause.yaml"
-LONGEST = 25.0
+MAX_DELAY = 25.0
 """Latest interruption, in seconds from the start of the run, which may have finished by then."""
 PATIENCE = 40.0
 """Seconds in which the remains of a run must disappear."""
-LONGEST_CUT = 12.0
+MAX_CUT = 12.0
 """Longest loss of the engine in seconds."""
-WAYS: dict[str, Sequence[signal.Signals]] = {
+INTERRUPTIONS: dict[str, Sequence[signal.Signals]] = {
     "SIGINT": [signal.SIGINT],
     "SIGINT twice": [signal.SIGINT] * 2,
     "SIGINT three times": [signal.SIGINT] * 3,
@@ -55,21 +55,21 @@ def draw_interruption(seed: int) -> tuple[str, float, float]:
     Returns the kind, the seconds until the interruption, and the seconds between signals or without engine.
     """
     draw = random.Random(seed)
-    way = draw.choice(list(WAYS))
-    after = draw.uniform(0.5, LONGEST)
+    kind = draw.choice(list(INTERRUPTIONS))
+    after = draw.uniform(0.5, MAX_DELAY)
     gap = draw.uniform(0.05, 1.5)
-    if way == CUT:
-        gap = LONGEST_CUT * gap / 1.5
-    return way, after, gap
+    if kind == CUT:
+        gap = MAX_CUT * gap / 1.5
+    return kind, after, gap
 
 
-def find_violations(way: str, after: float, gap: float) -> list[str]:
+def find_violations(kind: str, after: float, gap: float) -> list[str]:
     """Interrupt a run and return the violations; see `draw_interruption` for the arguments."""
     with tempfile.TemporaryDirectory() as folder, proxied(Path(folder)) as proxy:
-        # A state folder of its own: runs of other users are neither interrupted nor counted.
+        # A separate state folder, so that other runs are neither interrupted nor counted.
         os.environ["XDG_STATE_HOME"] = folder
         results = Path(folder) / "results"
-        status, output, remains = _interrupt_run(proxy, Path(folder), way, after, gap)
+        status, output, remains = _interrupt_run(proxy, Path(folder), kind, after, gap)
         violations = list(remains)
         if "Traceback" in output:
             violations.append("a traceback")
@@ -79,19 +79,19 @@ def find_violations(way: str, after: float, gap: float) -> list[str]:
                 summary = files.load(results).metrics["verdict"]["summary"]
             except TestbedError as error:
                 violations.append(f"results: {error}")
-        if way == CUT and not _has_ended_well(status, output, summary):
+        if kind == CUT and not _has_ended_well(status, output, summary):
             violations.append(f"status {status}: {output[-500:]}")
         return [f"left: {each}" for each in violations]
 
 
 def _interrupt_run(
-    proxy: EngineProxy, folder: Path, way: str, after: float, gap: float
+    proxy: EngineProxy, folder: Path, kind: str, after: float, gap: float
 ) -> tuple[int, str, list[str]]:
     """Interrupt a new run; return exit status and output of the command, and the remains of all runs."""
     command = [*TESTBED, "run", str(SCENARIO), "--accept-links"]
     command += ["--out", str(folder / "results")]
     environment = None
-    if way == CUT:
+    if kind == CUT:
         environment = {**os.environ, "DOCKER_HOST": proxy.address}
     with (folder / "output").open("w+") as output:
         run = subprocess.Popen(
@@ -103,19 +103,20 @@ def _interrupt_run(
         )
         with suppress(subprocess.TimeoutExpired):
             run.wait(after)
-        known = set(runstate.runs())
-        if way == CUT:
+        runs = set(runstate.runs())
+        if kind == CUT:
             proxy.cut()
             time.sleep(gap)
             proxy.mend()
-        _send_signals(run, way, gap)
+        _send_signals(run, kind, gap)
         status = run.wait()
-        known |= set(runstate.runs())
-        if way == "SIGKILL of both":
-            for each in known:
-                down = [*TESTBED, "down", each]
+        # A run that was created after the interruption.
+        runs |= set(runstate.runs())
+        if kind == "SIGKILL of both":
+            for name in runs:
+                down = [*TESTBED, "down", name]
                 subprocess.run(down, stdout=output, stderr=output, check=False)
-        remains = _find_remains(known | set(runstate.runs()))
+        remains = _find_remains(runs | set(runstate.runs()))
         output.seek(0)
         return status, output.read(), remains
 
@@ -132,15 +133,15 @@ def _has_ended_well(status: int, output: str, summary: str) -> bool:
     return is_unmet and "longer than it should" in summary
 
 
-def _send_signals(run: subprocess.Popen[bytes], way: str, gap: float) -> None:
+def _send_signals(run: subprocess.Popen[bytes], kind: str, gap: float) -> None:
     """Send the signals to a run in progress, and for "SIGKILL of both" to the reaper as well."""
     # The reaper first: it would remove the run as soon as the controller dies.
-    if way == "SIGKILL of both":
+    if kind == "SIGKILL of both":
         for path in Path(f"/proc/{run.pid}/task").glob("*/children"):
             for child in path.read_text().split():
                 with suppress(ProcessLookupError):
                     os.kill(int(child), signal.SIGKILL)
-    for number in WAYS[way]:
+    for number in INTERRUPTIONS[kind]:
         if run.poll() is None:
             run.send_signal(number)
             time.sleep(gap)
