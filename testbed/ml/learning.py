@@ -1,8 +1,12 @@
 """Training and inference as workloads: a model, data owned by devices, and initial weights.
 
-The controller describes a run by a `PlanningProblem`, which contains the model without weights, and sends the facts of
-the problem to the devices, which rebuild the problem. Before the run, each device gets its samples and weights: the
-coordinator all initial weights, the other devices the frozen ones.
+The controller describes a run by a `PlanningProblem`, which contains the model without weights. It sends the facts of
+the problem to the devices, and each device rebuilds the problem. Before the run, the devices receive their samples and
+the coordinator the initial weights, if the scenario names any.
+
+Some parameters of a model may be frozen, which means that the training does not change them. If a method's devices keep
+their units for the whole run (the capability ``fixed_units``), the frozen weights of `model.weights` are placed: every
+device receives them before the run, and no message contains them. The other weights are the trained weights.
 """
 
 from __future__ import annotations
@@ -44,18 +48,18 @@ else:
     preparation = Lazy("testbed.ml.preparation")
 
 Weights = Mapping[str, "torch.Tensor"]
-"""Tensors by their names in `Model.build`."""
+"""Weights by their names in the module that `Model.build` returns."""
 
 
 class Facts(BaseModel):
-    """The facts about model and data sent to a device."""
+    """The facts about model and data that a device needs to rebuild the planning problem."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     shape: tuple[int, ...]
     """Shape of a sample."""
     classes: int
     integers: bool
-    """Whether the model takes integer samples."""
+    """Whether the inputs of the model are integers, such as tokens."""
     fields: Fields = ()
     """The inputs of a sample, if there are several."""
     samples: dict[str, int] = {}
@@ -63,11 +67,11 @@ class Facts(BaseModel):
     model_code: Code | None = None
     """Source text of a user's model."""
     codes: dict[str, Code] = {}
-    """Source texts of user files named by the training."""
+    """Source texts of the user's files that the keys of training and of the method name, by `NamedPart.title`."""
 
 
 class Learning(Workload):
-    """Common parts of training and inference; the workload's keys distinguish the two."""
+    """Common base of training and inference; `task` of the workload's keys distinguishes the two."""
 
     Part = LearningPart
     arrays = "torch"
@@ -75,7 +79,7 @@ class Learning(Workload):
     def problems(
         self, scenario: Scenario, method: core.Method | None
     ) -> Iterator[Diagnostic]:
-        """Yield problems of numerics, model, data and folders."""
+        """Yield problems of the keys numerics, model and data, and of the data files."""
         return preparation.find_problems(scenario, method)
 
     def extend_problem(
@@ -86,13 +90,15 @@ class Learning(Workload):
     ) -> PlanningProblem:
         """Describe the data and create the model, without weights."""
         workload = preparation.workload_section(scenario)
-        codes = preparation.codes_of(scenario, base_problem.options)
-        source = preparation.described_data(scenario)
+        codes = preparation.read_codes(scenario, base_problem.options)
+        source = preparation.describe_data(scenario)
         model_code = preparation.model_code(scenario)
         model = model_of(workload, model_code, source.classes, source.input_spec)
         # `divide` adds the number of samples of each device.
         no_samples: dict[str, int] = {}
-        return _pose_problem(base_problem, method, model, no_samples, codes, model_code)
+        return _extend_problem(
+            base_problem, method, model, no_samples, codes, model_code
+        )
 
     def divide(
         self,
@@ -111,13 +117,13 @@ class Learning(Workload):
         problem: core.PlanningProblem,
         plan: Plan,
     ) -> None:
-        """Raise `InputError` for plans separating units with a shared weight."""
+        """Raise `InputError` for a training plan that separates the units of a tied weight, if unsupported."""
         assert isinstance(method, Method)
         assert isinstance(problem, PlanningProblem)
-        preparation.check_tied(method, problem, plan)
+        preparation.check_tied_weights(method, problem, plan)
 
     def hint(self, problem: core.PlanningProblem, error: InputError) -> str:
-        """Return the line of the user's network at which no unit can begin, if a model has too few units."""
+        """Return why the user's network has no more units, if a plan failed because of too many stages."""
         assert isinstance(problem, PlanningProblem)
         reasons = problem.model.undivided_reasons
         is_about_stages = error.key[-1:] == ("stages",)
@@ -161,13 +167,13 @@ class Learning(Workload):
         model = model_of(
             base_problem.workload, known.model_code, known.classes, input_spec
         )
-        return _pose_problem(
+        return _extend_problem(
             base_problem, method, model, known.samples, known.codes, known.model_code
         )
 
     def begin(self, workload: WorkloadPart) -> None:
-        """Fix torch's kernels for a reproducible workload."""
-        # Before torch is imported, since torch reads the variables of the environment at import.
+        """Select torch's kernels for a reproducible workload."""
+        # Torch reads the environment variables when it is imported, which is later.
         if workload.is_reproducible:
             kernels.fix()
 
@@ -181,11 +187,11 @@ class Learning(Workload):
         data: Any,
         weights: Weights | None,
     ) -> LearningInputs:
-        """Return samples and weights by device."""
+        """Return the samples and initial weights of the devices."""
         return LearningInputs(prepared, data, weights)
 
     def prepare_device(self, problem: core.PlanningProblem) -> dict[str, Any] | None:
-        """Import torch and fix the kernels for a reproducible workload; return processor and torch version."""
+        """Import torch and select its kernels; return processor and torch version."""
         assert isinstance(problem, PlanningProblem)
         import_torch()
         kernels.switch(reproducible=problem.workload.reproducible)
@@ -206,15 +212,15 @@ class Learning(Workload):
         weights: Weights | None,
         on_weights: Callable[[], None],
     ) -> ProgramContext:
-        """Return the context with the device's samples; frozen weights become part of the model."""
+        """Return the context with the device's samples; placed frozen weights become part of the model."""
         assert isinstance(problem, PlanningProblem)
-        frozen = frozen_part(problem, weights)
+        frozen = placed_frozen_weights(problem, weights)
         return _make_context(device, problem, plan, data, weights, frozen, on_weights)
 
     @contextmanager
     def _fixed_computation(self, problem: PlanningProblem) -> Iterator[None]:
         with (
-            # The devices of a simulation share the process, and sums of several threads differ from those of one.
+            # A container computes with one thread, and sums by several threads have another rounding.
             kernels.one_thread(),
             torch.random.fork_rng(devices=[]),
             kernels.fixed_kernels(reproducible=problem.workload.reproducible),
@@ -225,12 +231,12 @@ class Learning(Workload):
     def simulation_context(
         self, problem: core.PlanningProblem
     ) -> AbstractContextManager[None]:
-        """Seed torch, restrict torch to one thread, and fix the kernels for a reproducible workload."""
+        """Seed torch, restrict torch to one thread, and select the kernels for a reproducible workload."""
         assert isinstance(problem, PlanningProblem)
         return self._fixed_computation(problem)
 
     def initial_weights(self, prepared: Prepared) -> Mapping[str, Any] | str:
-        """Return the file of the initial weights with its digest, or the initialisation of drawn ones."""
+        """Return the file of the initial weights with its digest, or a text about the random initial weights."""
         return preparation.initial_weights(prepared)
 
     def sample_counts(self, prepared: Prepared) -> Mapping[str, Mapping[int, int]]:
@@ -259,7 +265,7 @@ class Inference(Learning):
 
 
 class LearningInputs(Inputs):
-    """Samples by owner, initial weights on the coordinator, and frozen weights on every device."""
+    """Samples of their owners, initial weights of the coordinator, and placed frozen weights of every device."""
 
     def __init__(
         self,
@@ -272,8 +278,7 @@ class LearningInputs(Inputs):
         self._problem: PlanningProblem = prepared.problem
         self._dataset = dataset
         self._weights = weights
-        self._frozen = frozen_part(self._problem, weights)
-        """The weights placed on all devices."""
+        self._frozen = placed_frozen_weights(self._problem, weights)
         self.begins_with_weights = weights is not None
 
     def program_context(
@@ -284,7 +289,7 @@ class LearningInputs(Inputs):
         on_weights: Callable[[], None],
         shared: Any = None,
     ) -> ProgramContext:
-        """Return the context with the samples a device owns."""
+        """Return the context with the samples that a device owns."""
         assert isinstance(problem, PlanningProblem)
         is_coordinator = device == self._prepared.plan.coordinator
         weights = self._weights if is_coordinator else None
@@ -305,30 +310,30 @@ class LearningInputs(Inputs):
         return preparation.samples_of(self._prepared, self._dataset, device)
 
     def data(self, device: str) -> bytes | None:
-        """Return the samples a device owns; augmented ones for all epochs."""
+        """Return the samples that a device owns, augmented samples for all epochs; None without samples."""
         from testbed.ml.data.dataset import pack
 
         own_samples = self._samples_of(device)
         return None if own_samples is None else pack(own_samples)
 
     def weights(self, device: str) -> bytes | None:
-        """Return the initial weights on the coordinator, the frozen weights on other devices."""
+        """Return all initial weights for the coordinator, and the placed frozen weights for other devices."""
         is_coordinator = device == self._prepared.plan.coordinator
         if is_coordinator and self._weights is not None:
             return arrays.pack(self._weights)
         return self._frozen_body
 
-    # Packed once for all devices.
+    # Cached, since all devices receive the same bytes.
     @cached_property
     def _frozen_body(self) -> bytes | None:
         return arrays.pack(self._frozen) if self._frozen else None
 
     def complete(self, weights: bytes) -> bytes:
-        """Add the frozen weights, never sent in messages, to the weights of a finished run."""
-        return add_frozen(self._problem, weights, self._weights)
+        """Add the frozen weights, which no message contains, to the weights of a finished run."""
+        return _add_frozen_weights(self._problem, weights, self._weights)
 
 
-def _pose_problem(
+def _extend_problem(
     base_problem: core.PlanningProblem,
     method: core.Method,
     model: Model,
@@ -367,10 +372,10 @@ def _make_context(
         device: name of the device.
         problem: the planning problem.
         plan: the plan of the run.
-        dataset: the samples owned by the device; None without any.
-        weights: all initial weights; None for weights drawn from the seed, and on other devices.
-        frozen: the weights that the model of every device contains.
-        on_weights: called at the first read of the weights.
+        dataset: the samples that the device owns; None without samples.
+        weights: on the coordinator, all initial weights; None for weights drawn from the seed.
+        frozen: the frozen weights placed on every device, which become part of the model.
+        on_weights: called when the program reads the weights.
     """
     trained = None
     if device == plan.coordinator and weights is not None:
@@ -379,7 +384,7 @@ def _make_context(
             if name not in frozen:
                 trained[name] = tensor
     return ProgramContext(
-        problem=with_frozen(problem, frozen),
+        problem=_with_frozen_weights(problem, frozen),
         plan=plan,
         dataset=dataset,
         given=trained,
@@ -387,10 +392,10 @@ def _make_context(
     )
 
 
-def frozen_part(
+def placed_frozen_weights(
     problem: PlanningProblem, weights: Weights | None
 ) -> dict[str, torch.Tensor]:
-    """Return the initial weights placed on every device before the run; empty if messages carry all weights."""
+    """Return the frozen ones of the initial weights if they are placed; empty if messages contain all weights."""
     model = problem.model
     if (
         weights is None
@@ -400,32 +405,37 @@ def frozen_part(
         return {}
     from testbed.ml.models.modules import frozen_names
 
-    # The names alone, without drawing weights: on the meta device, tensors have no values.
+    # Only the names are needed. Tensors on the meta device have no values, so no weights are drawn.
     with torch.device("meta"):
         module = model.build(0, len(model.units), seed=0)
     names = frozen_names(module)
     return {name: tensor for name, tensor in weights.items() if name in names}
 
 
-def with_frozen(problem: PlanningProblem, frozen: Weights) -> PlanningProblem:
-    """Return a problem whose model builds frozen weights with given values instead of values drawn from the seed."""
+def _with_frozen_weights(problem: PlanningProblem, frozen: Weights) -> PlanningProblem:
+    """Return a problem whose model has these frozen weights instead of weights drawn from the seed."""
     if not frozen:
         return problem
     return replace(problem, model=replace(problem.model, frozen_state=frozen))
 
 
-def add_frozen(
-    problem: PlanningProblem, trained: bytes, given: Weights | None
+def _add_frozen_weights(
+    problem: PlanningProblem, trained: bytes, initial: Weights | None
 ) -> bytes:
-    """Add the frozen weights, never sent in messages, to the weights of a finished run; both are safetensors."""
+    """Add the frozen weights to the trained weights of a finished run; both are safetensors.
+
+    ``initial`` are the initial weights of the scenario, if it names any. Nothing is added if messages contain the
+    frozen weights, since these are among the trained weights then.
+    """
     model = problem.model
     if problem.training.frozen_travels or not model.frozen_parameters:
         return trained
     from testbed.ml.models.modules import frozen_names
 
-    placed = with_frozen(problem, frozen_part(problem, given)).model
-    # Frozen weights without an initial value from a file are drawn from the seed, as on the devices.
-    module = placed.build(0, len(model.units), problem.seed)
+    frozen_initial = placed_frozen_weights(problem, initial)
+    completed = _with_frozen_weights(problem, frozen_initial)
+    # Frozen weights without an initial value are drawn from the seed, as on the devices.
+    module = completed.model.build(0, len(model.units), problem.seed)
     frozen = frozen_names(module)
     weights = arrays.unpack(bytearray(trained))
     for name, tensor in module.state_dict().items():
@@ -440,10 +450,10 @@ def model_of(
     classes: int,
     input_spec: InputSpec,
 ) -> Model:
-    """Return a workload's model without weights; raises `InputError` for keys that the model does not have.
+    """Create a workload's model, without weights; raises `InputError` for keys that the model does not have.
 
-    ``code`` is the text of a user's network, None for a catalogue model. ``classes`` and ``input_spec`` describe the
-    data.
+    ``code`` is the source text of a user's network, None for a catalogue model. ``classes`` and ``input_spec`` describe
+    the data.
     """
     part = workload.model
     lora = workload.training.lora
@@ -470,10 +480,10 @@ def model_of(
 
 @cache
 def import_torch() -> None:
-    """Import torch and trigger torch's lazy setup, so no program's first batch pays for the setup."""
+    """Import torch and trigger torch's lazy setup, so that the first batch of a program does not include the setup."""
     with keep_imports():
         torch.set_num_threads(1)
-        # A forward and a backward of the usual operations: each loads its kernels when first used.
+        # Torch loads the kernels of an operation at the first use, so this uses the most common operations.
         image = torch.zeros(1, 1, 4, 4)
         kernel = torch.zeros(1, 1, 3, 3, requires_grad=True)
         convolved = torch.nn.functional.conv2d(image, kernel)

@@ -1,7 +1,7 @@
 """The interface of methods for training and inference.
 
-`PlanningProblem` is the input of a method's planner, `ProgramContext` that of its program on a device, and `Method` the
-class to derive from. They extend the classes of `testbed.method`, which know nothing of models and data.
+A method derives from `Method`. `PlanningProblem` is the input of the method's planner, and `ProgramContext` that of the
+method's program on a device. The three classes add models and data to the classes of `testbed.method`.
 """
 
 from __future__ import annotations
@@ -49,25 +49,29 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PlanningProblem(core.PlanningProblem[ProblemOptions]):
-    """The input of a method's planner; the program of a device receives only the result of `Method.facts`."""
+    """The input of a method's planner; the program of a device receives only the facts that `Method.facts` returns."""
 
     workload: LearningPart
     """The keys of the workload in the scenario."""
     model: Model = field(kw_only=True)
+    """The model, without weights."""
     samples: Mapping[str, int] = field(default_factory=dict)
     """Training samples by device, for devices with data; empty if all samples are at the coordinator."""
     codes: Mapping[str, Code] = field(default_factory=dict)
-    """Texts of files named by ``workload.training``, by `testbed.ml.training.schema.NamedPart.title`."""
+    """Source texts of the files that ``workload.training`` and the method's options name, by
+    `testbed.ml.training.schema.NamedPart.title`."""
     model_code: Code | None = None
-    """Source text of a user's model."""
+    """Source text of a user's model; None for a catalogue model."""
     frozen_placed: bool = False
-    """Whether the method supports ``fixed_units``."""
+    """Whether devices receive the frozen ones of the initial weights before the run, instead of in messages: the method
+    supports ``fixed_units``."""
 
     @cached_property
     def training(self) -> TrainingConfig:
         """Optimizer, schedule, loss and metrics of the training."""
         workload = self.workload
-        # Frozen weights of the seed are drawn on every device; those of a file have to be sent, unless they are placed.
+        # Every device draws frozen weights from the seed by itself. Frozen weights of a file are sent in messages,
+        # unless every device receives them before the run.
         are_sent = workload.model.weights is not None and not self.frozen_placed
         frozen_travels = are_sent or workload.training.exchange == "all"
         return TrainingConfig(
@@ -81,24 +85,25 @@ class PlanningProblem(core.PlanningProblem[ProblemOptions]):
 
 @dataclass(frozen=True)
 class ProgramContext(core.ProgramContext[ProblemOptions, DetailsType]):
-    """The start arguments of a device's program."""
+    """The input of a device's program."""
 
     problem: PlanningProblem[ProblemOptions]
     dataset: Dataset | None = field(kw_only=True)
     """The training samples of this device, and on the plan's coordinator the test samples; None without samples.
 
-    If the workload does not split its data, the coordinator has all samples; with a method that supports
-    ``all_samples``, every device has."""
+    If the workload does not split its data, the coordinator has all samples. With a method that supports
+    ``all_samples``, every device of the plan has all samples."""
     given: Mapping[str, torch.Tensor] | None = None
-    """The result of `weights`; set by runtimes."""
+    """The value of `weights`, which programs read instead; set by runtimes."""
     on_weights: Callable[[], None] = lambda: None
-    """Called at the first read of `weights`, so runs ignoring given weights are not reported as using them."""
+    """Called at the first read of `weights`, since a run uses initial weights only if its program reads them."""
 
     @cached_property
     def weights(self) -> Mapping[str, torch.Tensor] | None:
-        """Initial weights instead of those of the seed, by their names in `Model.build`; only on the coordinator.
+        """The initial weights that the scenario names, by their names in the module of `Model.build`.
 
-        None if the scenario names no weights. A method that reads this property supports ``initial_weights``.
+        None on other devices than the coordinator, and if weights are drawn from the seed. A method that reads this
+        property supports ``initial_weights``.
         """
         if self.given is not None:
             self.on_weights()
@@ -106,11 +111,11 @@ class ProgramContext(core.ProgramContext[ProblemOptions, DetailsType]):
 
 
 class Method(core.Method[MethodOptions, MethodDetails]):
-    """A method of the tasks train and infer."""
+    """A method for training (the task train) or inference (the task infer)."""
 
     tasks: ClassVar[tuple[str, ...]] = ("train",)
     refuses: ClassVar[Mapping[str, str]] = {}
-    """Unsupported keys of ``workload.training``, such as ``ema`` or ``clip.norm``, with the reason."""
+    """Unsupported keys of ``workload.training``, such as ``ema`` or ``clip.norm``, with the reasons for errors."""
 
     @abstractmethod
     def plan(self, problem: PlanningProblem[MethodOptions]) -> Plan[MethodDetails]:
@@ -120,7 +125,7 @@ class Method(core.Method[MethodOptions, MethodDetails]):
     async def program(
         self, device: Device, context: ProgramContext[MethodOptions, MethodDetails]
     ) -> None:
-        """Run on one device in the role that the plan gives the device; again, without memory, after a restart."""
+        """Run on one device, in its role by the plan. After a restart of the device, the program runs again."""
 
     def facts(
         self,
@@ -128,18 +133,18 @@ class Method(core.Method[MethodOptions, MethodDetails]):
         plan: Plan[MethodDetails],
         device: str,
     ) -> tuple[PlanningProblem[MethodOptions], Plan[MethodDetails]]:
-        """Return the parts of problem and plan that the program of a device receives; pure."""
+        """Return the facts of the problem and of the plan that the program of a device receives; pure."""
         return super().facts(problem, plan, device)
 
     def data_owners(self, problem: PlanningProblem[MethodOptions]) -> tuple[str, ...]:
-        """Return the devices sharing training samples by ``workload.data.split``; pure.
+        """Return the devices that own training samples by ``workload.data.split``; pure.
 
-        By default no device does: the coordinator has all samples, and a split is rejected.
+        By default there are none: the coordinator has all samples, and a split is rejected.
         """
         return ()
 
     def samples_at_once(self, problem: PlanningProblem[MethodOptions]) -> int:
-        """Return the number of a batch's samples passing through the model together; pure."""
+        """Return how many samples of a batch pass through the model together, such as those of a micro-batch; pure."""
         return problem.workload.batch_size
 
     def simulation_state(self, problem: PlanningProblem[MethodOptions]) -> Any:
@@ -155,11 +160,11 @@ class Method(core.Method[MethodOptions, MethodDetails]):
     def alternatives(
         self, problem: PlanningProblem[MethodOptions]
     ) -> tuple[Alternative, ...]:
-        """Return the alternatives shown by `testbed plan`; pure. Empty if a method has a single variant."""
+        """Return the candidate plans that `testbed plan` compares; pure. Empty if the method has only one plan."""
         return ()
 
     def advice(
         self, problem: PlanningProblem[MethodOptions], plan: Plan[MethodDetails]
     ) -> tuple[str, ...]:
-        """Return probable mistakes with remedies, for `testbed plan` and `validate`; pure."""
+        """Return texts on probable mistakes in a scenario, with remedies, for `testbed plan` and `validate`; pure."""
         return ()

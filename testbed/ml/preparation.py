@@ -1,10 +1,19 @@
 """Preparation of a run of training or inference: checks, data, the division of samples, initial weights.
 
-Only the controller prepares runs. `find_problems` checks a scenario as far as possible without a plan, and `divide`
-decides before planning which device owns which samples.
+Only the controller prepares runs. `testbed.ml.learning` calls these functions in this order:
 
-Keys of the `InputError`s raised here are relative to the key ``workload``; keys of `Diagnostic`s are those of the
-scenario.
+1. `find_problems` checks a scenario as far as possible without a planning problem,
+2. `model_code`, `read_codes` and `describe_data` supply the parts of the planning problem,
+3. `divide` checks the problem and decides which device owns which training samples,
+4. `check_tied_weights` checks the plan,
+5. `load_data` and `samples_of` supply the samples of the devices,
+6. `export_weights` gives the weights of a finished run the names of the user's network.
+
+A share is the training samples that one device owns by `workload.data.split`. Without a split all samples are at the
+coordinator.
+
+Keys of the `InputError`s raised here are relative to the key ``workload``; keys of `Diagnostic`s begin with
+``workload``.
 """
 
 from __future__ import annotations
@@ -48,12 +57,12 @@ from testbed.workload import Prepared
 
 @dataclass(frozen=True)
 class Division:
-    """Decisions before planning: the owners of samples, and the run for training the initial weights."""
+    """The decisions before planning: the owners of samples, and a run that trains the initial weights."""
 
     shares: Mapping[str, Indices] = field(default_factory=dict)
     """Indices of the training samples of each device with data, (samples,); empty if all are at the coordinator."""
     pretraining: Prepared | None = None
-    """The run producing the initial weights, if they come from a scenario."""
+    """The run that trains the initial weights; None unless `model.weights` names a scenario."""
 
 
 def workload_section(scenario: Scenario) -> LearningPart:
@@ -63,22 +72,22 @@ def workload_section(scenario: Scenario) -> LearningPart:
 
 
 def data_folder(scenario: Scenario) -> Path:
-    """Return the file or folder of the data: the scenario's, or the folder filled by `testbed setup data`."""
+    """Return the file or folder of the data: as the scenario names it, or the folder of `testbed setup data`."""
     part = workload_section(scenario).data
-    for named in (part.file, part.path, part.folder):
-        if named:
-            return scenario.source.folder / named
+    for path in (part.file, part.path, part.folder):
+        if path:
+            return scenario.source.folder / path
     return data.data_place(part.name)
 
 
 def weights_file(scenario: Scenario) -> Path | None:
     """Return the file of the model's initial weights; None for weights drawn from the seed."""
-    named = workload_section(scenario).model.weights
-    return None if named is None else scenario.source.folder / named
+    path = workload_section(scenario).model.weights
+    return None if path is None else scenario.source.folder / path
 
 
 def pretraining_of(prepared: Prepared) -> Prepared | None:
-    """Return the run producing the initial weights; None for weights from another origin than a scenario."""
+    """Return the run that trains the initial weights; None unless these come from a scenario."""
     if not isinstance(prepared.division, Division):
         return None
     return prepared.division.pretraining
@@ -97,7 +106,8 @@ def shares_of(prepared: Prepared) -> Mapping[str, Indices]:
 def samples_of(prepared: Prepared, dataset: Dataset, device: str) -> Dataset | None:
     """Return the training samples of a device, and on the coordinator the test samples; None without samples.
 
-    Every device has all samples if the method supports ``all_samples``. A split may add noise to a device's samples.
+    With a method that supports ``all_samples``, every device of the plan has all samples. A split may add noise to a
+    device's samples.
     """
     assert isinstance(prepared.method, Method)
     shares = shares_of(prepared)
@@ -112,18 +122,18 @@ def samples_of(prepared: Prepared, dataset: Dataset, device: str) -> Dataset | N
         return _add_noise(prepared, own_samples, device)
     if not is_coordinator:
         return None
-    # A server without training samples still evaluates.
+    # A coordinator without training samples evaluates with the test samples.
     no_indices = np.empty(0, np.int64)
     return dataset.subset(no_indices, tests=True)
 
 
 def _add_noise(prepared: Prepared, samples: Dataset, device: str) -> Dataset:
-    """Return a device's samples with the noise of the split; the same samples for other splits."""
+    """Return a device's samples with the noise of the split; unchanged samples for splits without noise."""
     split = workload_section(prepared.scenario).data.split
     if not isinstance(split, SplitPart) or split.noise is None:
         return samples
-    # `noise` is the variance on the last device; the i-th of n devices has i/n of it, as in the noise-based feature
-    # imbalance of "Federated Learning on Non-IID Data Silos" (Li et al., 2022).
+    # The i-th of n devices has the variance noise * i / n, as in the noise-based feature imbalance of "Federated
+    # Learning on Non-IID Data Silos" (Li et al., 2022).
     owners = list(shares_of(prepared))
     position = 1 + owners.index(device)
     variance = split.noise * position / len(owners)
@@ -147,7 +157,7 @@ def samples_by_class(prepared: Prepared) -> dict[str, dict[int, int]]:
 
 
 def initial_weights(prepared: Prepared) -> Mapping[str, Any] | str:
-    """Return the file of the initial weights with its digest, or a sentence on how the weights are drawn."""
+    """Return the file of the initial weights with its digest, or a text about the random initial weights."""
     assert isinstance(prepared.problem, PlanningProblem)
     file = weights_file(prepared.scenario)
     if file is not None:
@@ -163,25 +173,25 @@ def export_weights(prepared: Prepared, outcome: Outcome) -> Outcome:
     problem = prepared.problem
     assert isinstance(problem, PlanningProblem)
     if problem.model.builder is None:
-        # A catalogue model, whose weights are stored under the names of its units.
+        # The weights of a catalogue model are stored under the names of its units.
         return outcome
     device_weights = {}
     for device, packed in outcome.parts.items():
         tensors = {}
         for name, tensor in arrays.unpack(bytearray(packed)).items():
-            own_name = weights.plain_name(name)
-            tensors[own_name] = tensor
+            name_in_network = weights.plain_name(name)
+            tensors[name_in_network] = tensor
         device_weights[device] = arrays.pack(tensors)
-    whole = None
+    model_weights = None
     if outcome.weights is not None:
         # Tensors of the user's network that no unit uses have their initial values, drawn from the seed.
         exported = weights.export_state(outcome.weights, problem.model, problem.seed)
-        whole = arrays.pack(exported)
-    return replace(outcome, weights_file=whole, parts=device_weights)
+        model_weights = arrays.pack(exported)
+    return replace(outcome, weights_file=model_weights, parts=device_weights)
 
 
 def load_data(prepared: Prepared) -> Dataset:
-    """Return the samples of an experiment; raises `InputError` for a number of samples unsuitable for the batches."""
+    """Read the data set of a run; raises `InputError` for a number of samples unsuitable for the batches."""
     scenario = prepared.scenario
     workload = workload_section(scenario)
     assert isinstance(prepared.problem, PlanningProblem)
@@ -194,15 +204,18 @@ def load_data(prepared: Prepared) -> Dataset:
 
 
 def _check_sample_count(prepared: Prepared, samples: int) -> None:
-    """Check the batches again: the number of samples in a catalogue's files is not known before they are read."""
+    """Raise `InputError` if the batches do not fit a number of training samples.
+
+    `find_problems` and `divide` check this only for data whose number of samples is known before the files are read.
+    """
     assert isinstance(prepared.method, Method)
     assert isinstance(prepared.problem, PlanningProblem)
     scenario = prepared.scenario
-    wrong = list(_batch_problems(workload_section(scenario), samples))
-    if wrong:
-        raise scenario.source.error(wrong)
+    problems = list(_batch_problems(workload_section(scenario), samples))
+    if problems:
+        raise scenario.source.error(problems)
     if prepared.problem.samples:
-        # Devices own the samples: `divide` has read the labels and checked each number.
+        # `divide` has read the labels, and checked the number of samples of each owner.
         return
     try:
         _check_last_batch_of(samples, prepared.method, prepared.problem)
@@ -211,7 +224,7 @@ def _check_sample_count(prepared: Prepared, samples: int) -> None:
 
 
 def _add_augmentation(prepared: Prepared, dataset: Dataset) -> Dataset:
-    # Imports torch, which runs without augmentation or numbers do not need.
+    # Imported here, since the module imports torch, which many runs do not need on the controller.
     from testbed.ml.data.augment import make_augmentation
 
     scenario = prepared.scenario
@@ -228,8 +241,26 @@ def _add_augmentation(prepared: Prepared, dataset: Dataset) -> Dataset:
 # Checks of a scenario
 
 
+def find_problems(
+    scenario: Scenario, method: core.Method | None
+) -> Iterator[Diagnostic]:
+    """Yield problems of the keys numerics, model and data, and of the data files.
+
+    ``method`` is None for an unknown method, which `testbed.validation` reports.
+    """
+    workload = workload_section(scenario)
+    if isinstance(method, Method):
+        yield from _numerics_problems(workload, method)
+    elif method is not None:
+        text = f"'{method.name}' does not support models: derive it from testbed.ml.method.Method"
+        yield Diagnostic(("workload", "method"), text)
+    yield from _model_problems(workload.model)
+    yield from _data_problems(scenario)
+    yield from _folder_problems(scenario)
+
+
 def _numerics_problems(workload: LearningPart, method: Method) -> Iterator[Diagnostic]:
-    """Yield a problem of a run without numbers, or with stacked devices, which few methods support."""
+    """Yield a problem if the method does not support timing-only runs, or devices that are computed together."""
     key: Key = ("workload", "numerics")
     if workload.numerics == "none" and "timing_only" not in method.supports:
         others = _methods_supporting("timing_only")
@@ -237,7 +268,8 @@ def _numerics_problems(workload: LearningPart, method: Method) -> Iterator[Diagn
         yield Diagnostic(key, text)
     if workload.numerics == "stacked" and "stacked" not in method.supports:
         others = _methods_supporting("stacked")
-        yield Diagnostic(key, f"'stacked' is for methods such as {others}: use full")
+        text = f"the method '{method.name}' does not support 'stacked': use full, or one of {others}"
+        yield Diagnostic(key, text)
 
 
 def _methods_supporting(capability: core.Capability) -> str:
@@ -254,7 +286,7 @@ def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
     key: Key = ("workload", "model")
     try:
         if part.file is not None or models.code_of(part.name) is not None:
-            # The user's own model is checked when the problem is built.
+            # `create_own` checks the user's own model, when the planning problem is made.
             return
     except InputError as error:
         yield _locate_error(error)
@@ -274,12 +306,12 @@ def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
 
 
 def _locate_error(error: InputError) -> Diagnostic:
-    """Return an error of this module as a problem of the scenario, whose keys begin with ``workload``."""
+    """Convert an error, whose key is relative to ``workload``, to a diagnostic of the scenario."""
     return Diagnostic(("workload", *error.key), error.text)
 
 
 def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    """Yield problems of the data part, except for missing files of the catalogue."""
+    """Yield problems of the key data, except for missing files of the catalogue."""
     workload = workload_section(scenario)
     part = workload.data
     try:
@@ -300,7 +332,7 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 
 
 def _path_problems(part: DataPart, *, is_single_file: bool) -> Iterator[Diagnostic]:
-    """Yield a problem if a catalogue set of a single file has no path, or any other set has one."""
+    """Yield a problem of the key path: catalogue sets of a single file need the key, and all others reject it."""
     key: Key = ("workload", "data")
     if is_single_file and part.path is None:
         text = f"{part.name} needs the file of an image: name it with `path`, or use the data set photos"
@@ -335,32 +367,14 @@ def _batch_problems(workload: LearningPart, samples: int) -> Iterator[Diagnostic
 
 
 def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    """Check the data files. `build_problem` omits this check: devices receive samples and lack the folder."""
+    """Yield problems of the files of a catalogue set."""
     part = workload_section(scenario).data
-    # `_data_problems` reports unknown names and broken packages.
+    # `_data_problems` has reported unknown names and broken packages.
     with suppress(InputError):
         if data.is_own(part):
             return
         for key, text in data.problems(part, data_folder(scenario)):
             yield Diagnostic(("workload", "data", *key), text)
-
-
-def find_problems(
-    scenario: Scenario, method: core.Method | None
-) -> Iterator[Diagnostic]:
-    """Yield problems of numerics, model, data and folders.
-
-    ``method`` is None for an unknown method, which `testbed.validation` reports.
-    """
-    workload = workload_section(scenario)
-    if isinstance(method, Method):
-        yield from _numerics_problems(workload, method)
-    elif method is not None:
-        text = f"'{method.name}' does not support models: derive it from testbed.ml.method.Method"
-        yield Diagnostic(("workload", "method"), text)
-    yield from _model_problems(workload.model)
-    yield from _data_problems(scenario)
-    yield from _folder_problems(scenario)
 
 
 def divide(
@@ -386,13 +400,16 @@ def divide(
     return problem, Division(shares, pretraining)
 
 
-def codes_of(scenario: Scenario, options: core.Options) -> dict[str, Code]:
-    """Return the source code of files named by the training and by method options. Raises `InputError`."""
-    return training_codes(scenario) | _option_codes(scenario, options)
+def read_codes(scenario: Scenario, options: core.Options) -> dict[str, Code]:
+    """Read the Python files that the keys of training and of the method name, by `NamedPart.title`.
+
+    Raises `InputError`.
+    """
+    return _training_codes(scenario) | _option_codes(scenario, options)
 
 
-def described_data(scenario: Scenario) -> data.DataSource:
-    """Describe the data with a minimum of reading. Raises `InputError`."""
+def describe_data(scenario: Scenario) -> data.DataSource:
+    """Describe the data; only the user's own data are read for the description. Raises `InputError`."""
     return data.describe_part(workload_section(scenario).data, data_folder(scenario))
 
 
@@ -414,7 +431,7 @@ def planned_total(scenario: Scenario) -> int | None:
 
 
 def _check_training(method: Method, problem: PlanningProblem) -> None:
-    """Raise `InputError` for keys of the training, or initial weights, that the method does not support."""
+    """Raise `InputError` for initial weights or keys of training that the method does not support."""
     has_weights = problem.workload.model.weights is not None
     if has_weights and "initial_weights" not in method.supports:
         text = f"'{method.name}' does not support initial weights: remove the key"
@@ -432,7 +449,7 @@ def _check_training(method: Method, problem: PlanningProblem) -> None:
 
 
 def _check_early_stopping(method: Method, problem: PlanningProblem) -> None:
-    """Raise `InputError` unless the method can decide by evaluations, and makes some after steps or rounds."""
+    """Raise `InputError` unless the method supports early stopping and evaluates after a number of steps or rounds."""
     if "early_stopping" not in method.supports:
         text = f"'{method.name}' does not support early stopping: remove 'until', 'patience' and 'best'"
         raise InputError(text, ("training",))
@@ -447,8 +464,8 @@ def _check_early_stopping(method: Method, problem: PlanningProblem) -> None:
         raise InputError(text, ("method", "evaluate_every"))
 
 
-def check_tied(method: Method, problem: PlanningProblem, plan: Plan) -> None:
-    """Raise `InputError` for a plan separating units with a shared trained weight.
+def check_tied_weights(method: Method, problem: PlanningProblem, plan: Plan) -> None:
+    """Raise `InputError` for a training plan that separates the units of a tied weight, which several units use.
 
     Methods with the capability ``tied_weights`` keep the copies of such a weight equal.
     """
@@ -457,11 +474,11 @@ def check_tied(method: Method, problem: PlanningProblem, plan: Plan) -> None:
     for tied in problem.model.tied_weights:
         for assignment in plan.assignments:
             units = range(assignment.start, assignment.stop)
-            held = [unit for unit in tied.units if unit in units]
-            # `part` describes a share of each unit, so the device lacks the rest of the weight.
-            is_whole = assignment.part is None
-            holds_all = len(held) == len(tied.units) and is_whole
-            if held and not holds_all:
+            assigned = [unit for unit in tied.units if unit in units]
+            # An assignment with a `part` is a share of each unit, so the device lacks the rest of the weight.
+            has_whole_units = assignment.part is None
+            has_all_units = len(assigned) == len(tied.units)
+            if assigned and not (has_all_units and has_whole_units):
                 raise InputError(
                     f"the network uses one weight as {tied.title}, and '{method.name}' gives {assignment.device} only "
                     "a part of these layers: use pipeline, gpipe or model-parallelism, which add up the gradients of "
@@ -471,7 +488,7 @@ def check_tied(method: Method, problem: PlanningProblem, plan: Plan) -> None:
 
 
 def _check_precision(method: Method, problem: PlanningProblem) -> None:
-    """Raise `InputError` for devices with a precision that the method or the task does not support."""
+    """Raise `InputError` for the precision of a device if the method or the task does not support it."""
     for device in problem.devices:
         if device.precision == "f32":
             continue
@@ -484,12 +501,12 @@ def _check_precision(method: Method, problem: PlanningProblem) -> None:
 
 
 def _check_normalisation(method: Method, problem: PlanningProblem) -> None:
-    """Raise `InputError` for batches with too few samples for a normalisation in training."""
+    """Raise `InputError` if batches have too few samples for the normalisation layers in training."""
     if problem.workload.task != "train":
         return
     # A device with fewer samples than a batch has smaller batches.
-    owned = problem.samples.values()
-    samples = min([method.samples_at_once(problem), *owned])
+    device_samples = problem.samples.values()
+    samples = min([method.samples_at_once(problem), *device_samples])
     for unit in problem.model.units:
         if samples < unit.min_samples:
             raise InputError(
@@ -500,9 +517,9 @@ def _check_normalisation(method: Method, problem: PlanningProblem) -> None:
 
 
 def _check_last_batch(method: Method, problem: PlanningProblem) -> None:
-    """Raise `InputError` for an incomplete last batch unsupported by the method or the model.
+    """Raise `InputError` if the method or the model does not support a smaller last batch of an epoch.
 
-    The number of samples in a catalogue's files is checked later, by `load_data`.
+    If the number of samples is known only from the files of a catalogue set, `load_data` checks the last batch.
     """
     workload = problem.workload
     if workload.drop_last or workload.task != "train":
@@ -510,33 +527,35 @@ def _check_last_batch(method: Method, problem: PlanningProblem) -> None:
     if "smaller_batches" not in method.supports:
         text = f"'{method.name}' requires batches of equal size: remove the key"
         raise InputError(text, ("drop_last",))
-    counts = list(problem.samples.values())
-    known = data.known_samples(workload.data)
-    if not counts and known:
-        counts = [known]
-    for count in counts:
-        _check_last_batch_of(count, method, problem)
+    sample_counts = list(problem.samples.values())
+    if not sample_counts:
+        # All samples are at the coordinator.
+        coordinator_samples = data.known_samples(workload.data)
+        if coordinator_samples:
+            sample_counts = [coordinator_samples]
+    for samples in sample_counts:
+        _check_last_batch_of(samples, method, problem)
 
 
 def _check_last_batch_of(
     samples: int, method: Method, problem: PlanningProblem
 ) -> None:
-    """Raise `InputError` if the last of the batches of ``samples`` is too small for a normalisation."""
+    """Raise `InputError` if the last batch of an epoch of ``samples`` samples is too small for a normalisation."""
     workload = problem.workload
-    last = samples % workload.batch_size
-    if not last or workload.drop_last or workload.task != "train":
+    last_batch = samples % workload.batch_size
+    if not last_batch or workload.drop_last or workload.task != "train":
         return
-    # The last batch is cut into as many micro-batches as it has samples, at most.
+    # The last batch has as many micro-batches as the others, but at most as many as samples.
     micro_batches = workload.batch_size // method.samples_at_once(problem)
-    smallest = last // min(micro_batches, last)
+    smallest_micro_batch = last_batch // min(micro_batches, last_batch)
     needed = max(unit.min_samples for unit in problem.model.units)
-    if smallest < needed:
-        text = f"the last batch of {samples} samples has {last}, too few to normalise: use another batch_size"
+    if smallest_micro_batch < needed:
+        text = f"the last batch of {samples} samples has {last_batch}, too few to normalise: use another batch_size"
         raise InputError(text, ("drop_last",))
 
 
 def model_code(scenario: Scenario) -> Code | None:
-    """Return the source code of the model's file or package; None for a catalogue model. Raises `InputError`."""
+    """Read the source code of the model's file or package; None for a catalogue model. Raises `InputError`."""
     part = workload_section(scenario).model
     if part.file is None:
         return models.code_of(part.name)
@@ -544,8 +563,7 @@ def model_code(scenario: Scenario) -> Code | None:
     return usercode.read(path, part.name, MODEL_FILE)
 
 
-def training_codes(scenario: Scenario) -> dict[str, Code]:
-    """Return the source code of files named by the training, by title. Raises `InputError`."""
+def _training_codes(scenario: Scenario) -> dict[str, Code]:
     codes = {}
     for key, named in workload_section(scenario).training.parts():
         if named.file is not None:
@@ -554,16 +572,12 @@ def training_codes(scenario: Scenario) -> dict[str, Code]:
 
 
 def _option_codes(scenario: Scenario, options: BaseModel) -> dict[str, Code]:
-    """Return the source code of files named by the method's options.
-
-    Raises `InputError`, also for a missing definition.
-    """
     codes = {}
     for key, named in named_in(options, ("method",)):
         if named.file is not None:
             code = _read_code(scenario, named, key)
             codes[named.title] = code
-            # Raises for a file without the definition.
+            # Raises an error now, instead of on the devices, if the file lacks the named function or class.
             usercode.function(code, key)
     return codes
 
@@ -576,10 +590,7 @@ def _read_code(scenario: Scenario, named: NamedPart, key: Key) -> Code:
 def _divide_samples(
     scenario: Scenario, method: Method, problem: PlanningProblem
 ) -> dict[str, Indices]:
-    """Return the indices of each device's training samples; empty if all are at the coordinator. Raises `InputError`.
-
-    Labels are read for split data only. `build_problem` omits this step: devices receive their samples.
-    """
+    """Return the indices of the training samples of each owner, empty without a split; raises `InputError`."""
     part = problem.workload.data
     owners = method.data_owners(problem)
     _check_owners(method, problem, owners)
@@ -595,7 +606,7 @@ def _divide_samples(
 def _check_owners(
     method: Method, problem: PlanningProblem, owners: Sequence[str]
 ) -> None:
-    """Raise `InputError` unless a split is given exactly if the method has devices that own training samples."""
+    """Raise `InputError` for a split with a method without data owners, and without a split for a method with them."""
     key: Key = ("data", "split")
     if problem.workload.data.split == "coordinator":
         if owners:
@@ -613,9 +624,9 @@ def _check_owners(
 
 
 def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
-    """Check the weights file; return the run for training the weights, None unless the file is a scenario.
+    """Check the file of initial weights; if it is a scenario, return the run that trains the weights, otherwise None.
 
-    `build_problem` omits this step: devices receive their weights and lack the file. Raises `InputError`.
+    Raises `InputError`.
     """
     file = weights_file(scenario)
     if file is None:
@@ -626,17 +637,17 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
     runs = trials(load(str(file), overrides=[]))
     if len(runs) > 1:
         raise InputError(
-            f"{file}: has {len(runs)} runs: name a scenario of one, without sweep and repetitions"
+            f"{file}: has {len(runs)} runs: name a scenario of one run, without sweep and repetitions"
         )
     trial = runs[0]
     workload = trial.scenario.workload
     if not isinstance(workload, LearningPart) or workload.task != "train":
         raise InputError(f"{file}: does not train: name a scenario whose task is train")
     origin = workload.model.weights
-    # Scenarios could name each other in a circle.
+    # Otherwise scenarios could name each other in a circle.
     if origin is not None and weights.is_scenario(Path(origin)):
         raise InputError(
-            f"{file}: takes its own initial weights from a scenario: name one with another origin"
+            f"{file}: takes its own initial weights from a scenario: name a scenario with random weights or a file"
         )
     run = prepare(trial)
     assert isinstance(run.problem, PlanningProblem)
@@ -644,14 +655,14 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
     return run
 
 
-def _check_same_model(file: Path, trained: Model, wanted: Model) -> None:
-    """Raise `InputError` unless the scenario of the initial weights, ``file``, trains the wanted model."""
-    if trained.name != wanted.name:
+def _check_same_model(file: Path, pretrained: Model, model: Model) -> None:
+    """Raise `InputError` unless the scenario of the initial weights, ``file``, trains the model of this run."""
+    if pretrained.name != model.name:
         raise InputError(
-            f"{file}: trains {trained.name}, not {wanted.name}: name a scenario with the same model"
+            f"{file}: trains {pretrained.name}, not {model.name}: name a scenario with the same model"
         )
-    if trained != wanted:
+    if pretrained != model:
         raise InputError(
-            f"{file}: trains another {wanted.name}: give both scenarios the same model, with the same options, and "
+            f"{file}: trains another {model.name}: give both scenarios the same model, with the same options, and "
             "samples of the same shape"
         )

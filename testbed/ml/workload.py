@@ -1,4 +1,7 @@
-"""The keys of training and inference in a scenario: model, data, training, and duration."""
+"""The keys of training and inference in a scenario: model, data, training, and length of the run.
+
+Each class is a section of the scenario. Descriptions of keys appear in docs/scenario/keys.md and in `testbed show`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from testbed.work import MOST_STEPS, WorkloadPart
 MOST_SAMPLES = 2_000_000
 """Maximum number of samples used from a data set, and of samples in a batch."""
 Initialisation = Literal["lecun", "he", "glorot", "torch"]
-"""Distribution of initial weights, see `testbed.ml.models.layers`."""
+"""Distribution of initial weights; `LearningPart.initialisation` describes the values."""
 
 
 class ModelPart(ConfigModel):
@@ -67,7 +70,7 @@ class ModelPart(ConfigModel):
         return self.name if self.file is None else f"{self.file}:{self.name}"
 
     def options(self) -> dict[str, Any]:
-        """Return the further keys, which the model itself validates."""
+        """Return all keys beyond the fields of this class; the model validates them."""
         return dict(self.model_extra or {})
 
 
@@ -148,7 +151,7 @@ class SplitPart(ConfigModel):
             names = ", ".join(map(repr, first))
             raise ValueError(f"takes exactly one of {names} and '{last}'")
         [kind] = given
-        # The sizes of the other kinds are not random, so another draw would not help.
+        # Only these two kinds have random sizes, which another draw changes.
         if self.min_samples is not None and kind not in ("dirichlet", "quantity"):
             raise ValueError(
                 "'min_samples' requires 'dirichlet' or 'quantity', whose shares are random"
@@ -157,7 +160,7 @@ class SplitPart(ConfigModel):
 
 
 def _split_tag(value: Any) -> str:
-    """Distinguish the mapping and the name of `split`, so that pydantic reports errors only for the form given."""
+    """Return the form of a `split`, keys or a name, so that pydantic reports the errors of this form alone."""
     return "[keys]" if isinstance(value, dict | SplitPart) else "[name]"
 
 
@@ -166,10 +169,10 @@ Split = Annotated[
     | Annotated[SplitPart, Tag("[keys]")],
     Discriminator(_split_tag),
 ]
-
+"""The value of `data.split`: a name or keys."""
 
 _SIZE = r"^[1-9][0-9]{0,3}x[1-9][0-9]{0,3}$"
-"""HEIGHTxWIDTH of images, each from 1 to 9,999 pixels."""
+"""Regular expression of HEIGHTxWIDTH, the size of images, each from 1 to 9,999 pixels."""
 
 
 class AugmentPart(ConfigModel):
@@ -281,7 +284,7 @@ class DataPart(ConfigModel):
     @field_validator("size")
     @classmethod
     def _check_size(cls, size: str | None) -> str | None:
-        # Here and not as the field's pattern, whose error would show the expression instead of an example.
+        # The error of a pydantic pattern would show the regular expression instead of an example.
         if size is not None and not re.match(_SIZE, size):
             raise ValueError(f"'{size}' is not HEIGHTxWIDTH, such as 32x32")
         return size
@@ -294,7 +297,7 @@ class DataPart(ConfigModel):
         if not isinstance(value.get("path"), str):
             return value
         path = PurePath(value["path"])
-        # A suffix or a trailing slash distinguishes this name from those of `testbed show data`.
+        # A suffix or a trailing slash distinguishes this name from a name of `testbed show data`.
         name = path.name if path.suffix else f"{path.name}/"
         return {**value, "name": name}
 
@@ -422,16 +425,16 @@ class LearningPart(WorkloadPart):
 
     @property
     def progress(self) -> str:  # type: ignore[override]  # one class for two tasks
-        """The event that counts the progress of the run."""
+        """The type of the event that counts the progress of a run."""
         return "step" if self.task == "train" else "request"
 
     @property
     def unit(self) -> str:  # type: ignore[override]
-        """The name of such an event in reports."""
+        """The name of a unit of progress in reports."""
         return self.progress
 
     def on_containers(self) -> Self:
-        """Return the keys without stacked numerics: a container computes for one device only."""
+        """Return the keys with full instead of stacked numerics: a container computes for one device only."""
         if self.numerics != "stacked":
             return self
         return self.model_copy(update={"numerics": "full"})
@@ -443,7 +446,7 @@ class LearningPart(WorkloadPart):
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether the workload asks for processor-independent kernels."""
+        """Whether the workload uses kernels that all processors have."""
         return self.reproducible
 
     @property
@@ -453,7 +456,7 @@ class LearningPart(WorkloadPart):
 
     @property
     def total(self) -> int | None:
-        """The number of steps or requests the scenario asks for."""
+        """The number of steps or requests; None if the scenario does not state this number."""
         return self.steps if self.task == "train" else self.requests
 
     def paths(self) -> Iterator[tuple[str, str | None]]:
@@ -463,7 +466,7 @@ class LearningPart(WorkloadPart):
         yield "model.weights", self.model.weights
 
     def sources(self) -> Mapping[str, Any]:
-        """Return the parts that may name a Python file, by key."""
+        """Return the sections that may name a Python file, by key."""
         return {"method": self.method, "model": self.model, "data": self.data}
 
     def files(self) -> Iterator[str]:
