@@ -53,8 +53,6 @@ class Host:
     """Memory in bytes."""
     version: str
     """Version of Docker."""
-    kernel: str
-    """Version of the kernel."""
 
 
 def reach(name: str) -> Host:
@@ -98,7 +96,6 @@ def reach(name: str) -> Host:
         cores=int(info["NCPU"]),
         memory=int(info["MemTotal"]),
         version=str(info["ServerVersion"]),
-        kernel=str(info["KernelVersion"]),
     )
 
 

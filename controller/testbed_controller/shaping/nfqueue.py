@@ -59,21 +59,22 @@ _SEQUENCES = count(1)
 """Numbers of configuration messages, which the kernel repeats in its acknowledgements."""
 IDENTITY_SIZE = 4
 """Size of a packet's identity in bytes."""
+_RECEIVE_BUFFER = 64 << 20
+"""Size of a socket's receive buffer in bytes; a packet that finds the buffer full is lost."""
+_SEND_BUFFER = 1 << 20
+"""Size of a socket's send buffer in bytes."""
 
 
-def open_socket(receive_buffer: int = 64 << 20) -> socket.socket:
-    """Open a socket to netfilter in the calling thread's network namespace; ``receive_buffer`` is its size in bytes.
-
-    Raises HostError without the capability NET_ADMIN.
-    """
+def open_socket() -> socket.socket:
+    """Open a socket to netfilter in the calling thread's network namespace; raises HostError without CAP_NET_ADMIN."""
     try:
         netfilter = socket.socket(
             socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER
         )
         netfilter.bind((0, 0))
-        # The FORCE variants may exceed net.core.rmem_max. A packet that finds the buffer full is lost.
-        netfilter.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, receive_buffer)
-        netfilter.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 1 << 20)
+        # The FORCE variants may exceed the host's limits, such as net.core.rmem_max.
+        netfilter.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER)
+        netfilter.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _SEND_BUFFER)
     except OSError as error:
         raise HostError(
             f"cannot open a netfilter socket: {error.strerror} (needs CAP_NET_ADMIN)"

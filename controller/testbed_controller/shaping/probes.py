@@ -124,7 +124,7 @@ class _Tally:
 def measure(
     links: Mapping[Pair, Link],
     devices: Mapping[str, ProbedDevice],
-    routes: Mapping[Pair, Route] | None = None,
+    routes: Mapping[Pair, Route],
 ) -> list[LinkMeasurement]:
     """Measure links; repeat for links outside their tolerance, since hosts may stall occasionally.
 
@@ -132,7 +132,6 @@ def measure(
     results have the order of ``links``.
     """
     results: dict[Pair, LinkMeasurement] = {}
-    routes = routes or {}
     representatives = _choose_representatives(links, devices, routes)
     remaining = dict(links)
     last_start = time.monotonic() + _REPEAT_SECONDS

@@ -25,12 +25,10 @@ def delay_tolerance(delay: float) -> float:
     return max(DELAY_SECONDS, DELAY_FRACTION * delay)
 
 
-def binomial_interval(
-    packets: int, probability: float, confidence: float = LOSS_CONFIDENCE
-) -> tuple[int, int]:
-    """Return the smallest and the largest plausible number of lost packets, of ``packets`` with the same loss.
+def binomial_interval(packets: int, probability: float) -> tuple[int, int]:
+    """Return the smallest and the largest plausible number of lost packets, if each is lost with a probability.
 
-    The number is outside with a probability of at most ``(1 - confidence) / 2`` on each side.
+    On each side, the number is outside with a probability of at most ``(1 - LOSS_CONFIDENCE) / 2``.
 
     >>> binomial_interval(100, 0.1)
     (3, 18)
@@ -39,7 +37,7 @@ def binomial_interval(
         return 0, 0
     if probability >= 1:
         return packets, packets
-    tail = (1 - confidence) / 2
+    tail = (1 - LOSS_CONFIDENCE) / 2
     # Logarithms, since the chance of no loss among many packets is too small for a float.
     odds = math.log(probability) - math.log1p(-probability)
     logarithm = packets * math.log1p(-probability)

@@ -36,7 +36,6 @@ def make_host(name: str, **changes: Any) -> Host:
         cores=2,
         memory=8 << 30,
         version="20.10",
-        kernel="6.1",
     )
     return replace(host, **changes)
 
