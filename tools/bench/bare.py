@@ -1,4 +1,5 @@
-"""Bare network namespaces on a bridge, which the shaper treats like containers, without an engine."""
+"""Bare network namespaces on a bridge, as a substitute for containers: the shaper needs no container engine for
+them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from testbed_controller.shaping.namespaces import Namespace
 from testbed_controller.shaping.plan import Endpoint
 
 T = TypeVar("T")
-_COUNT = itertools.count()
+_PORT_NUMBERS = itertools.count()
+"""Numbers of bridge ports, which are unique in this process."""
 _SETTINGS = {
     # The settings of devices: windows that fill 1 Gbit/s over 100 ms each way.
     "tcp_rmem": "4096 131072 67108864",
@@ -60,7 +62,7 @@ class Network:
         return endpoint
 
     def _plug_in(self, pid: int, address: str) -> None:
-        port = f"p{next(_COUNT)}"
+        port = f"p{next(_PORT_NUMBERS)}"
         _run_script(
             self._bridge,
             f"ip link add {port} type veth peer name data netns {pid}; ip link set {port} master bridge up",
@@ -106,12 +108,12 @@ class Network:
 
 
 def _run_script(pid: int, script: str) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         ["nsenter", "-t", str(pid), "-n", "sh", "-ec", script],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise HostError(f"a bare network cannot be set up: {done.stderr.strip()}")
-    return done.stdout
+    if result.returncode:
+        raise HostError(f"a bare network cannot be set up: {result.stderr.strip()}")
+    return result.stdout

@@ -36,13 +36,13 @@ def measure(devices: int = DEVICES) -> Iterator[Measurement]:
     if not hosts:
         return
     names = f"of {devices} devices"
-    one = _time_start_up(devices, hosts[:1])
-    yield Measurement(f"start-up {names} on {hosts[0]}", one, "s")
-    several = _time_start_up(devices, hosts)
-    yield Measurement(f"start-up {names} on {len(hosts)} hosts", several, "s")
-    yield Measurement(
-        "start-up on several hosts, ratio to one", several / one, "x", MOST_RATIO
-    )
+    seconds_on_one = _time_start_up(devices, hosts[:1])
+    yield Measurement(f"start-up {names} on {hosts[0]}", seconds_on_one, "s")
+    seconds_on_all = _time_start_up(devices, hosts)
+    yield Measurement(f"start-up {names} on {len(hosts)} hosts", seconds_on_all, "s")
+    ratio = seconds_on_all / seconds_on_one
+    name = "start-up on several hosts, ratio to one"
+    yield Measurement(name, ratio, "x", MOST_RATIO)
     if len(hosts) > 1:
         yield Measurement(
             "memory on a host without devices",
@@ -66,7 +66,7 @@ def _empty_host_bytes(hosts: Sequence[str]) -> float:
     """Return the memory in bytes of the containers on a host without devices."""
     trial = trials(make_scenario(2))[0]
     # All devices on the first host, so that the second has only the testbed's own containers.
-    place = {each.name: hosts[0] for each in trial.experiment.devices}
+    place = {device.name: hosts[0] for device in trial.experiment.devices}
     lab = HostsLab.create(trial, hosts[:2], place)
     try:
         return _containers_bytes(reach(hosts[1]).client, lab.run_id)

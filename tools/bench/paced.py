@@ -30,7 +30,7 @@ def busy_wait(seconds: float) -> None:
 def measure(charges: list[float], seconds: float) -> dict[str, Any]:
     """Return ``spans`` and ``wall``, as printed."""
     processors = Processors()
-    over = threading.Event()
+    all_done = threading.Event()
     spans: list[list[float]] = []
     began = time.monotonic()
 
@@ -48,7 +48,7 @@ def measure(charges: list[float], seconds: float) -> dict[str, Any]:
             if ended < began + seconds:
                 put(number + 1, ended)
             else:
-                over.set()
+                all_done.set()
 
         processors.put(
             lambda: busy_wait(charge * COMPUTED_SHARE),
@@ -60,7 +60,7 @@ def measure(charges: list[float], seconds: float) -> dict[str, Any]:
 
     put(0, began)
     # Work runs in the thread of `Processors`, which calls `end` after each piece.
-    over.wait()
+    all_done.wait()
     return {"spans": spans, "wall": time.monotonic() - began}
 
 

@@ -29,8 +29,8 @@ def measure_simpy(_: dict[str, Any]) -> dict[str, Any]:
     world = simpy.Environment()
     events = []
     inboxes = [simpy.Store(world) for _ in range(DEVICES)]
-    chosen = _draw_peers(chance)
-    links = _draw_links(world, chance, chosen)
+    peers = _draw_peers(chance)
+    links = _draw_links(world, chance, peers)
 
     def carry_message(pair: tuple[int, int], acknowledged: Any, delay: float) -> Any:
         yield world.timeout(delay)
@@ -43,7 +43,7 @@ def measure_simpy(_: dict[str, Any]) -> dict[str, Any]:
 
     def sender(me: int) -> Any:
         for number in range(MESSAGES // DEVICES):
-            pair = (me, chosen[me][number % PEERS])
+            pair = (me, peers[me][number % PEERS])
             queue, rate, delay = links[pair]
             acknowledged = world.event()
             with queue.request() as turn:
@@ -73,25 +73,25 @@ def measure_simpy(_: dict[str, Any]) -> dict[str, Any]:
 
 def _draw_peers(chance: random.Random) -> dict[int, list[int]]:
     """Return the random peers to which each device sends."""
-    chosen = {}
+    peers = {}
     for me in range(DEVICES):
         others = [other for other in range(DEVICES) if other != me]
-        chosen[me] = chance.sample(others, PEERS)
-    return chosen
+        peers[me] = chance.sample(others, PEERS)
+    return peers
 
 
 def _draw_links(
-    world: Any, chance: random.Random, chosen: dict[int, list[int]]
+    world: Any, chance: random.Random, peers: dict[int, list[int]]
 ) -> dict[tuple[int, int], tuple[Any, float, float]]:
     """Return queue, rate (bit/s) and delay (seconds) of the links to all peers and back."""
     import simpy
 
     links = {}
-    for me, others in chosen.items():
-        # All links there before all links back: the order decides which link gets which random values.
-        there = [(me, other) for other in others]
-        back = [(other, me) for other in others]
-        for pair in there + back:
+    for me, others in peers.items():
+        # All forward links before all backward links, since the order decides which link gets which random values.
+        forward = [(me, other) for other in others]
+        backward = [(other, me) for other in others]
+        for pair in forward + backward:
             rate = chance.uniform(1e6, 1e8)
             delay = chance.uniform(1e-3, 5e-2)
             links[pair] = (simpy.Resource(world), rate, delay)
@@ -105,7 +105,7 @@ def measure_testbed(_: dict[str, Any]) -> dict[str, Any]:
     return {"rate": messages_per_second(DEVICES, MESSAGES, PEERS).rate}
 
 
-def train_flower(given: dict[str, Any]) -> dict[str, Any]:
+def train_flower(training: dict[str, Any]) -> dict[str, Any]:
     """Train a perceptron on the digits by federated averaging in Flower's simulation; return accuracy and versions."""
     import flwr
     import numpy as np
@@ -126,22 +126,22 @@ def train_flower(given: dict[str, Any]) -> dict[str, Any]:
     answers = torch.from_numpy(digits.test_labels)
     # Equal shares of samples in random order.
     order = np.random.default_rng(1).permutation(len(labels))
-    shares = np.array_split(order, given["clients"])
+    shares = np.array_split(order, training["clients"])
     accuracies = []
 
     def network() -> Any:
         # The same initial weights for every client.
         torch.manual_seed(0)
-        hidden = given["hidden"]
+        hidden = training["hidden"]
         return torch.nn.Sequential(
             torch.nn.Linear(64, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 10)
         )
 
-    def filled(values: list[Any]) -> Any:
+    def network_with(weights: list[Any]) -> Any:
         model = network()
         with torch.no_grad():
-            for mine, value in zip(model.parameters(), values, strict=True):
-                mine.copy_(torch.from_numpy(np.array(value)))
+            for parameter, value in zip(model.parameters(), weights, strict=True):
+                parameter.copy_(torch.from_numpy(np.array(value)))
         return model
 
     class Client(NumPyClient):
@@ -151,10 +151,10 @@ def train_flower(given: dict[str, Any]) -> dict[str, Any]:
         def fit(self, parameters: Any, config: Any) -> Any:
             # One thread, as each client has one processor.
             torch.set_num_threads(1)
-            model = filled(parameters)
-            optimizer = torch.optim.SGD(model.parameters(), lr=given["rate"])
+            model = network_with(parameters)
+            optimizer = torch.optim.SGD(model.parameters(), lr=training["rate"])
             shuffled = self.share[torch.randperm(len(self.share))]
-            for batch in shuffled.split(given["batch"]):
+            for batch in shuffled.split(training["batch"]):
                 optimizer.zero_grad()
                 outputs = model(samples[batch])
                 torch.nn.functional.cross_entropy(outputs, labels[batch]).backward()
@@ -163,21 +163,22 @@ def train_flower(given: dict[str, Any]) -> dict[str, Any]:
 
     def evaluate(_round: int, parameters: Any, _config: Any) -> Any:
         with torch.no_grad():
-            right = filled(parameters)(tests).argmax(1) == answers
-        accuracies.append(float(right.float().mean()))
+            predictions = network_with(parameters)(tests).argmax(1)
+        is_correct = predictions == answers
+        accuracies.append(float(is_correct.float().mean()))
         return 0.0, {}
 
     def server(_context: Any) -> Any:
         initial = _arrays_of(network())
         strategy = FedAvg(
-            # The server alone tests, as in the testbed.
+            # Only the server tests, as in the testbed.
             fraction_evaluate=0.0,
-            min_available_clients=given["clients"],
+            min_available_clients=training["clients"],
             initial_parameters=flwr.common.ndarrays_to_parameters(initial),
             evaluate_fn=evaluate,
         )
         return ServerAppComponents(
-            strategy=strategy, config=ServerConfig(num_rounds=given["rounds"])
+            strategy=strategy, config=ServerConfig(num_rounds=training["rounds"])
         )
 
     def client(context: Any) -> Any:
@@ -187,7 +188,7 @@ def train_flower(given: dict[str, Any]) -> dict[str, Any]:
     run_simulation(
         ServerApp(server_fn=server),
         ClientApp(client_fn=client),
-        given["clients"],
+        training["clients"],
         backend_config=resources,
     )
     flower = importlib.metadata.version("flwr")

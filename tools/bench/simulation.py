@@ -54,22 +54,22 @@ def messages_per_second(
                 rate = random.uniform(1e6, 1e8)
                 links[pair] = Link(rate=rate, delay=random.uniform(1e-3, 5e-2))
     messages_each = messages // devices
-    finished = 0
-    over = asyncio.Event()
+    finished_devices = 0
+    all_finished = asyncio.Event()
 
     async def program(device: Device) -> None:
-        nonlocal finished
+        nonlocal finished_devices
         own_peers = peers_of[device.name]
         listening = asyncio.create_task(listen(device))
         for number in range(messages_each):
             message = Message("bench", {"number": number}, padding=padding)
             # Waits for the acknowledgement, so a device has one message under way.
             await device.send(own_peers[number % peers], message)
-        finished += 1
-        if finished == devices:
-            over.set()
+        finished_devices += 1
+        if finished_devices == devices:
+            all_finished.set()
         # A device that has sent everything must still acknowledge the messages of others.
-        await over.wait()
+        await all_finished.wait()
         listening.cancel()
 
     async def listen(device: Device) -> None:

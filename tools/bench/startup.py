@@ -59,9 +59,9 @@ def time_testbed(devices: int) -> tuple[float, float]:
 
 
 def time_bare_containers(devices: int) -> float:
-    """Return the seconds until as many containers, created in the same way, answer their health check.
+    """Return the seconds until ``devices`` containers, created as by the testbed, answer their health check.
 
-    They have no shaper and no network: the check runs inside their namespaces, which needs root.
+    The containers have no shaper and no network, so the check runs inside their namespaces, which needs root.
     """
     client = connect()
     image = ensure_images(client, lambda _text: None).device
@@ -83,11 +83,11 @@ def time_bare_containers(devices: int) -> float:
         return namespace.run(lambda: is_healthy(url))
 
     try:
-        # As many at once as the testbed starts.
+        # The testbed starts the same number of containers at once.
         with ThreadPoolExecutor(CREATION_WORKERS) as pool:
             waiting = list(pool.map(launch, specs))
         while waiting:
-            waiting = [each for each in waiting if not is_ready(each)]
+            waiting = [namespace for namespace in waiting if not is_ready(namespace)]
             time.sleep(0.02)
         return time.monotonic() - began
     finally:
@@ -97,14 +97,14 @@ def time_bare_containers(devices: int) -> float:
 def measure(counts: tuple[int, ...] = DEVICE_COUNTS) -> Iterator[Measurement]:
     """Yield the seconds for each number of devices, with and without the testbed, and their ratio."""
     for devices in counts:
-        plain = time_bare_containers(devices)
-        whole, removed = time_testbed(devices)
-        yield Measurement(f"start-up of {devices} bare containers", plain, "s")
+        bare_seconds = time_bare_containers(devices)
+        creation_seconds, removal_seconds = time_testbed(devices)
+        yield Measurement(f"start-up of {devices} bare containers", bare_seconds, "s")
         yield Measurement(
-            f"start-up of {devices} devices, shaped and healthy", whole, "s"
+            f"start-up of {devices} devices, shaped and healthy", creation_seconds, "s"
         )
-        yield Measurement(f"removal of {devices} devices", removed, "s")
+        yield Measurement(f"removal of {devices} devices", removal_seconds, "s")
         target = TARGET if devices == RATIO_AT else None
-        yield Measurement(
-            f"start-up of {devices} devices, ratio to bare", whole / plain, "x", target
-        )
+        ratio = creation_seconds / bare_seconds
+        name = f"start-up of {devices} devices, ratio to bare"
+        yield Measurement(name, ratio, "x", target)

@@ -72,8 +72,8 @@ def run_in_shaper_image(
         errors = error.stderr
         text = errors.decode(errors="replace") if isinstance(errors, bytes) else errors
         lines = str(text).strip().splitlines()
-        last = lines[-1] if lines else f"status {error.exit_status}"
-        raise HostError(last) from None
+        last_line = lines[-1] if lines else f"status {error.exit_status}"
+        raise HostError(last_line) from None
     finally:
         remove_run(client, run, recheck=False)
     return output

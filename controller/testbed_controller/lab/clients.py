@@ -158,7 +158,7 @@ class Shaper:
         return self._request("GET", "/show")
 
     def statistics(self, *, reset: bool = False) -> dict[str, Any]:
-        """Return queue drops and the lateness of the delay line; ``reset`` clears the lateness."""
+        """Return dropped packets by queue, and the lateness of the delay line; ``reset`` clears the lateness."""
         return self._request("GET", "/statistics" + ("?reset=1" if reset else ""))
 
 
@@ -204,7 +204,7 @@ class Agent:
         )
 
     def put_data(self, body: bytes) -> None:
-        """Send the data set."""
+        """Send the device's samples, as `testbed.workload.Inputs.data` returns them."""
         self._request("PUT", "/data", seconds=WORK_SECONDS, data=body)
 
     def put_shard(self, body: bytes) -> None:

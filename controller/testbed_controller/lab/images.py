@@ -49,9 +49,10 @@ from testbed_controller.lab.wheels import (
 )
 
 REGISTRY_BASE = f"python:{PYTHON}-slim-bookworm"
+"""Official Python image on Debian 12, the preferred source of the base image."""
 PULL_TIMEOUT = 60.0
 """Seconds to wait for the base image from a registry; after that, the image is made without a registry."""
-_BOOTSTRAP_ROOM = 600 * 10**6
+_BOOTSTRAP_SPACE = 600 * 10**6
 """Temporary disk space of mmdebstrap in bytes: packages, their files, and the archive."""
 LABEL = "testbed.image"
 """Label of the testbed's images; its value is the kind of image."""
@@ -149,7 +150,7 @@ def _targets(client: docker.DockerClient) -> list[Target]:
 
 
 def _choose(client: docker.DockerClient, choices: Sequence[ImageTags]) -> ImageTags:
-    """Prefer a choice whose device image exists, then one whose device runtime exists, then the first."""
+    """Return the first choice whose device image exists, else whose device runtime exists, else the first choice."""
     for kind in ("device", "device_runtime"):
         for tags in choices:
             if image_exists(client, getattr(tags, kind)):
@@ -175,7 +176,7 @@ def _tags_for(code: Mapping[str, Mapping[str, bytes]], target: Target) -> ImageT
 
 def _base_tag() -> str:
     packages = "\n".join(_base_packages())
-    # Any target: the file's name does not change the image.
+    # The name of the target file does not change the image.
     bootstrap = "\n".join(_bootstrap_command("-"))
     parts = {
         "packages": packages.encode(),
@@ -186,8 +187,8 @@ def _base_tag() -> str:
 
 
 def _runtime_tag(kind: str, target: Target) -> str:
-    wanted = requirements(kind, target)
-    lines = [f"{name}{specifier}" for name, specifier in wanted.items()]
+    packages = requirements(kind, target)
+    lines = [f"{name}{specifier}" for name, specifier in packages.items()]
     parts = {
         "base": _base_tag().encode(),
         "recipe": recipe("runtime"),
@@ -212,20 +213,20 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
     # Read the code once, so that the tags match the files in the images even if a file is saved during the build.
     code = _files_by_kind()
     choices = [_tags_for(code, target) for target in _targets(client)]
-    wanted = _choose(client, choices)
-    if image_exists(client, wanted.device) and image_exists(client, wanted.shaper):
-        return wanted
+    tags = _choose(client, choices)
+    if image_exists(client, tags.device) and image_exists(client, tags.shaper):
+        return tags
     with build_lock():
         # Another command may have built the images while this one waited for the lock.
-        wanted = _choose(client, choices)
-        has_device = image_exists(client, wanted.device)
+        tags = _choose(client, choices)
+        has_device = image_exists(client, tags.device)
         # Torch has to be fetched only if no image has it.
-        if not has_device and not image_exists(client, wanted.device_runtime):
-            wanted = _obtain_torch(choices, say)
+        if not has_device and not image_exists(client, tags.device_runtime):
+            tags = _obtain_torch(choices, say)
         for kind, files in code.items():
-            _ensure_image(client, kind, files, wanted.target, say)
-        remove_images(client, keep=wanted, spare=SPARE)
-    return wanted
+            _ensure_image(client, kind, files, tags.target, say)
+        remove_images(client, keep=tags, spare=SPARE)
+    return tags
 
 
 def _obtain_torch(choices: Sequence[ImageTags], say: Say) -> ImageTags:
@@ -336,12 +337,12 @@ def digest(parts: Mapping[str, bytes]) -> str:
     >>> digest({"a": b"1", "b": b"2"}) == digest({"b": b"2", "a": b"1"})
     True
     """
-    whole = hashlib.sha256()
+    checksum = hashlib.sha256()
     for name in sorted(parts):
         for piece in (name.encode(), parts[name]):
             # With lengths, so that no content can imitate the beginning of another part.
-            whole.update(len(piece).to_bytes(8, "big") + piece)
-    return whole.hexdigest()[:16]
+            checksum.update(len(piece).to_bytes(8, "big") + piece)
+    return checksum.hexdigest()[:16]
 
 
 def recipe(kind: str) -> bytes:
@@ -427,15 +428,15 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
     with tempfile.TemporaryDirectory(prefix="testbed-base-") as folder:
         archive = Path(folder) / "base.tar"
         command = _bootstrap_command(str(archive))
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             cwd=folder,
             capture_output=True,
             stdin=subprocess.DEVNULL,
             text=True,
         )
-        if done.returncode:
-            raise HostError(_explain_bootstrap_failure(done.stderr, command))
+        if result.returncode:
+            raise HostError(_explain_bootstrap_failure(result.stderr, command))
         labelled = [f"LABEL {LABEL}=base testbed.source=mmdebstrap"]
         try:
             # Podman accepts the tag only as part of the repository.
@@ -450,7 +451,7 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
 
 def _explain_bootstrap_failure(errors: str, command: Sequence[str]) -> str:
     folder = Path(tempfile.gettempdir())
-    disk_message = describe_full_disk(errors, folder, _BOOTSTRAP_ROOM)
+    disk_message = describe_full_disk(errors, folder, _BOOTSTRAP_SPACE)
     if disk_message:
         return f"mmdebstrap failed: {disk_message}"
     complaints = [line for line in errors.splitlines() if line.startswith("E:")]

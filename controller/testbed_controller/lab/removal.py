@@ -16,9 +16,13 @@ from testbed.common.errors import HostError
 from testbed_controller.lab import runstate
 
 RUN = "testbed.run"
+"""Label with the run's ID, on every container, network and volume of the run."""
 DEVICE = "testbed.device"
+"""Label with the name of the device, on its container and its volume."""
 ADDRESS = "testbed.address"
+"""Label with the device's address in the data network."""
 ROLE = "testbed.role"
+"""Label of a container that is not a device, such as ``shaper``."""
 
 _RETRY_SECONDS = 30.0
 """Time, in seconds, for an engine to remove objects that it refused to remove at first."""

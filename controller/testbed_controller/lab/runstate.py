@@ -23,10 +23,15 @@ class RunState:
     """The state of one run, for `testbed down`, `fault`, `link`, `ps` and `logs` in other processes."""
 
     run: str
+    """ID of the run."""
     token: str
+    """Secret from which the tokens of all containers are derived."""
     scenario: dict[str, Any] = field(default_factory=dict)
+    """The scenario of the trial, as the tree of values in its file."""
     point: dict[str, Any] = field(default_factory=dict)
+    """Values of the sweep in this trial, by key."""
     repetition: int = 0
+    """Number of the repetition, counted from 0."""
     results: str | None = None
     """Results folder of the run; None for a lab without a run."""
     lease: float | None = None
@@ -104,8 +109,8 @@ def read(run: str) -> RunState:
             document["engine"] = EngineAddress(**document["engine"])
         return RunState(**document)
     except FileNotFoundError:
-        known = ", ".join(runs()) or "none"
-        raise InputError(f"unknown run '{run}' (runs: {known})") from None
+        existing = ", ".join(runs()) or "none"
+        raise InputError(f"unknown run '{run}' (runs: {existing})") from None
     # AttributeError: a list instead of a mapping.
     except (ValueError, TypeError, AttributeError):
         raise InputError(
@@ -157,17 +162,17 @@ def choose(run: str | None) -> str:
 
     Raises InputError if no run or several runs exist.
     """
-    known = runs()
-    # Not looked up here: `down` also removes runs without a state file.
+    # The run need not have a state file: `testbed down` also removes runs without one.
     if run is not None:
         return run
-    if not known:
+    existing = runs()
+    if not existing:
         raise InputError(
             "no run is up: start one with 'testbed up SCENARIO' or 'testbed run SCENARIO'"
         )
-    if len(known) > 1:
-        raise InputError(f"several runs are up: choose one of {', '.join(known)}")
-    return known[0]
+    if len(existing) > 1:
+        raise InputError(f"several runs are up: choose one of {', '.join(existing)}")
+    return existing[0]
 
 
 def forget(run: str) -> None:
