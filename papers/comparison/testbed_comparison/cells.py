@@ -1,4 +1,4 @@
-"""Cells of the tables: the values of the paper and ours as text."""
+"""Cells of the tables: values of the paper, our values, and their comparison as text."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from testbed_comparison.rows import Row
-from testbed_comparison.words import RANKINGS, Ours, ranking_of, shares_of_paper
+from testbed_comparison.words import RANKINGS, OurValue, ranking_of, shares_of_paper
 
 NONE = "–"
-"""Cell of a value that does not exist."""
+"""Cell of a missing value."""
 
 
 def format_number(value: float) -> str:
-    """Return a number with four significant digits, or with all digits before the point if these are more.
+    """Return a number with four significant digits, or without decimals from 10,000 on.
 
     >>> format_number(3.14159), format_number(37431.0)
     ('3.142', '37431')
@@ -22,7 +22,7 @@ def format_number(value: float) -> str:
 
 
 def append_unit(text: str, unit: str) -> str:
-    """Return a value with unit; the unit ``x`` of ratios is not shown.
+    """Return a value with its unit, except the unit ``x`` of ratios.
 
     >>> append_unit("2.1", "s"), append_unit("2.1", "x")
     ('2.1 s', '2.1')
@@ -30,7 +30,7 @@ def append_unit(text: str, unit: str) -> str:
     return f"{text} {unit}".rstrip() if unit != "x" else text
 
 
-def paper_value(row: Row) -> str:
+def format_paper_value(row: Row) -> str:
     """Return the paper's value of a row."""
     if row.kind == "ranking":
         return str(row.paper)
@@ -45,10 +45,10 @@ def paper_value(row: Row) -> str:
     return append_unit(text, row.unit)
 
 
-def our_value(ours: Ours | None, unit: str) -> str:
+def format_our_value(ours: OurValue | None, unit: str) -> str:
     """Return our value with the confidence interval, or our range, as text.
 
-    >>> our_value(Ours(84.4, 84.4, 0.7, runs=5), "%")
+    >>> format_our_value(OurValue(84.4, 84.4, 0.7, runs=5), "%")
     '84.4 ± 0.7 %'
     """
     if ours is None:
@@ -61,14 +61,14 @@ def our_value(ours: Ours | None, unit: str) -> str:
     return append_unit(text, unit)
 
 
-def paper_range(rows: Sequence[Row]) -> str:
-    """Return the least and the largest value of several rows with one unit."""
+def format_paper_range(rows: Sequence[Row]) -> str:
+    """Return the smallest and the largest value of the paper in several rows with one unit."""
     if rows[0].kind == "ranking":
         return f"{len(rows)} rankings"
     ends: list[str] = []
     for row in rows:
         ends += row.ends
-    # As text, with the digits of the paper, and sorted as numbers.
+    # Texts keep the digits of the paper, and are sorted as numbers.
     ends.sort(key=float)
     text = ends[0]
     if ends[0] != ends[-1]:
@@ -76,22 +76,22 @@ def paper_range(rows: Sequence[Row]) -> str:
     return append_unit(text, rows[0].unit)
 
 
-def our_range(values: Sequence[Ours], unit: str) -> str:
-    """Return the least and the largest of our values, and the widest interval; without values a dash."""
+def format_our_range(values: Sequence[OurValue], unit: str) -> str:
+    """Return the smallest and the largest of our values, and the widest interval; without values a dash."""
     if not values:
         return NONE
-    least = min(value.low for value in values)
-    most = max(value.high for value in values)
-    text = append_unit(_format_range(least, most), unit)
+    smallest = min(value.low for value in values)
+    largest = max(value.high for value in values)
+    text = append_unit(_format_range(smallest, largest), unit)
     widest = max(value.half_width or 0.0 for value in values)
     return f"{text}, each ± {widest:.2g} or less" if widest else text
 
 
-def comparison(pairs: Iterable[tuple[Row, Ours | None]]) -> str:
-    """Return how far ours are from the paper's: the order of rankings, or our values divided by the paper's.
+def format_comparison(pairs: Iterable[tuple[Row, OurValue | None]]) -> str:
+    """Return our values divided by the paper's, and for rankings whether they are as claimed.
 
     >>> row = Row(item="", name="", kind="measured", paper="20", scenario="", metric="duration")
-    >>> comparison([(row, Ours(19.0, 19.0, None, runs=1)), (row, Ours(25.0, 25.0, None, runs=1))])
+    >>> format_comparison([(row, OurValue(19.0, 19.0, None, runs=1)), (row, OurValue(25.0, 25.0, None, runs=1))])
     '0.95–1.25'
     """
     orders: Counter[str] = Counter()
@@ -105,9 +105,9 @@ def comparison(pairs: Iterable[tuple[Row, Ours | None]]) -> str:
             shares += shares_of_paper(row, ours)
     parts = []
     if shares:
-        least = f"{min(shares):.3g}"
-        most = f"{max(shares):.3g}"
-        parts.append(least if least == most else f"{least}–{most}")
+        smallest = f"{min(shares):.3g}"
+        largest = f"{max(shares):.3g}"
+        parts.append(smallest if smallest == largest else f"{smallest}–{largest}")
     for order in RANKINGS:
         if orders[order]:
             parts.append(f"{orders[order]} {order}")
@@ -116,7 +116,7 @@ def comparison(pairs: Iterable[tuple[Row, Ours | None]]) -> str:
     return ", ".join(parts)
 
 
-def _format_range(least: float, most: float) -> str:
-    # A dash before or after a minus sign is hard to read.
-    separator = " to " if least < 0 else "–"
-    return f"{format_number(least)}{separator}{format_number(most)}"
+def _format_range(low: float, high: float) -> str:
+    # A dash beside a minus sign would be hard to read.
+    separator = " to " if low < 0 else "–"
+    return f"{format_number(low)}{separator}{format_number(high)}"

@@ -1,4 +1,7 @@
-"""A short figure of each paper on both clocks: in containers and simulated, stored in ``containers.json``."""
+"""Comparison of both clocks: a short figure of each paper, run in containers and simulated.
+
+The values are stored in ``containers.json`` beside ``figures.yaml``, whose entry `Containers` names the scenario.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from testbed_comparison.rows import Containers
 
 FILE = "containers.json"
 WITHOUT_EXPECTATIONS: dict[str, Any] = {"expect": {}}
-"""Changes without which a run fails if its expectation does not hold, although its times can still be compared."""
+"""Changes that remove the expectations: a run that misses one would fail, although its times can be compared."""
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """The values of one scenario on both clocks, with their provenance."""
+    """The metrics of one scenario on both clocks, with their provenance."""
 
     containers: Mapping[str, float]
     simulated: Mapping[str, float]
@@ -52,20 +55,22 @@ def load_clocks(folder: Path) -> Clocks | None:
     return Clocks(**values)
 
 
-def measure_clocks(folder: Path, wanted: Containers) -> Clocks:
+def measure_clocks(folder: Path, short_figure: Containers) -> Clocks:
     """Run the scenario in containers and simulated, and store the values.
 
     Raises `InputError` if a run fails or does not finish. A verdict of ``not trusted`` is stored and shown, since the
     ratio then describes the host.
     """
-    # Simulated first: a mistake in the scenario shows before the longer run in containers.
-    simulated = _run_once(folder, wanted, "simulate")
-    emulated = _run_once(folder, wanted, "emulate")
+    # Simulated first, to find a mistake in the scenario before the longer run in containers.
+    simulated = _run_once(folder, short_figure, "simulate")
+    emulated = _run_once(folder, short_figure, "emulate")
     manifest = emulated.run.manifest
-    command = compose_command(f"papers/{wanted.scenario}", wanted.changes, "emulate")
+    command = compose_command(
+        f"papers/{short_figure.scenario}", short_figure.changes, "emulate"
+    )
     clocks = Clocks(
-        containers=_metrics(emulated, wanted),
-        simulated=_metrics(simulated, wanted),
+        containers=_metrics(emulated, short_figure),
+        simulated=_metrics(simulated, short_figure),
         verdict=emulated.run.metrics["verdict"]["kind"],
         date=manifest["date"][:10],
         processor=processor_name(),
@@ -77,23 +82,25 @@ def measure_clocks(folder: Path, wanted: Containers) -> Clocks:
     return clocks
 
 
-def _run_once(folder: Path, wanted: Containers, runtime: str) -> testbed.Result:
-    """Run the scenario anew on one clock."""
-    runs = RUNS / f"{wanted.scenario}-{runtime}"
-    shutil.rmtree(runs, ignore_errors=True)
-    file = folder / "scenarios" / f"{wanted.scenario}.yaml"
-    changes = {**wanted.changes, **WITHOUT_EXPECTATIONS}
-    run_scenario(file, changes, runs, runtime)
-    (result,) = testbed.open_results(runs)
+def _run_once(folder: Path, short_figure: Containers, runtime: str) -> testbed.Result:
+    """Run the scenario on one clock, without the results of an earlier call."""
+    results_folder = RUNS / f"{short_figure.scenario}-{runtime}"
+    shutil.rmtree(results_folder, ignore_errors=True)
+    file = folder / "scenarios" / f"{short_figure.scenario}.yaml"
+    changes = {**short_figure.changes, **WITHOUT_EXPECTATIONS}
+    run_scenario(file, changes, results_folder, runtime)
+    (result,) = testbed.open_results(results_folder)
     if result.run.outcome.status != "finished":
-        raise InputError(f"{runs}: the run did not finish; its report names the reason")
+        raise InputError(
+            f"{results_folder}: the run did not finish; its report names the reason"
+        )
     return result
 
 
-def _metrics(result: testbed.Result, wanted: Containers) -> dict[str, float]:
+def _metrics(result: testbed.Result, short_figure: Containers) -> dict[str, float]:
     """Return the compared metrics of a run; raises `InputError` for a run without one of them."""
     values = {}
-    for name in wanted.metrics:
+    for name in short_figure.metrics:
         value = metric_of(result, name)
         if value is None:
             raise InputError(f"{result.path}: the run has no metric '{name}'")

@@ -40,12 +40,13 @@ PAGE = PAPERS.parent / "docs" / "papers.md"
 )
 @click.option(
     "--list",
-    "listing",
+    "list_only",
     is_flag=True,
     help="Print the commands of missing and stale scenarios.",
 )
 @click.option(
     "--tables",
+    "tables_only",
     is_flag=True,
     help="Run nothing; write the tables from the kept results.",
 )
@@ -59,8 +60,8 @@ def papers(
     only: str,
     jobs: int,
     again: bool,
-    listing: bool,
-    tables: bool,
+    list_only: bool,
+    tables_only: bool,
     containers: bool,
 ) -> None:
     """Compare the testbed's metrics with the figures of published papers.
@@ -80,31 +81,31 @@ def papers(
     # Imported in functions: `testbed --help` lists this command and should not wait for torch.
     from testbed_comparison.tables import all_papers_page, fill_in
 
-    everything = {folder.name: folder for folder in system_folders()}
-    unknown = sorted(set(systems) - everything.keys())
+    folders = {folder.name: folder for folder in system_folders()}
+    unknown = sorted(set(systems) - folders.keys())
     if unknown:
         raise InputError(
-            f"unknown system '{unknown[0]}'; available: {', '.join(everything)}"
+            f"unknown system '{unknown[0]}'; available: {', '.join(folders)}"
         )
-    chosen = [everything[name] for name in systems or everything]
+    selected = [folders[name] for name in systems or folders]
     if containers:
-        _compare_clocks(chosen)
+        _compare_clocks(selected)
     else:
-        for folder in chosen:
+        for folder in selected:
             _compare(
                 folder,
                 only=only,
                 jobs=jobs,
                 again=again,
-                listing=listing,
-                tables=tables,
+                list_only=list_only,
+                tables_only=tables_only,
             )
-    if not listing:
-        # The page has all papers, also those that were not run this time.
-        compared = {}
-        for name, folder in everything.items():
-            compared[name] = open_system(folder)
-        page = fill_in(PAGE.read_text(encoding="utf-8"), all_papers_page(compared))
+    if not list_only:
+        # The page has all papers, also those that were not selected.
+        all_systems = {}
+        for name, folder in folders.items():
+            all_systems[name] = open_system(folder)
+        page = fill_in(PAGE.read_text(encoding="utf-8"), all_papers_page(all_systems))
         PAGE.write_text(page, encoding="utf-8")
 
 
@@ -152,41 +153,51 @@ def _compare_clocks(folders: Iterable[Path]) -> None:
     from testbed_comparison.clocks import measure_clocks
 
     for folder in folders:
-        wanted = open_system(folder).figures.containers
-        if wanted is None:
+        short_figure = open_system(folder).figures.containers
+        if short_figure is None:
             raise InputError(f"{folder.name}: figures.yaml has no entry 'containers'")
-        clocks = measure_clocks(folder, wanted)
-        for metric in wanted.metrics:
-            click.echo(f"{folder.name}: {metric} {clocks.ratio(metric):.3f} times")
+        clocks = measure_clocks(folder, short_figure)
+        for metric in short_figure.metrics:
+            ratio = clocks.ratio(metric)
+            click.echo(f"{folder.name}: {metric} {ratio:.3f} times the simulated value")
         _write_page(open_system(folder))
 
 
 def _compare(
-    folder: Path, *, only: str, jobs: int, again: bool, listing: bool, tables: bool
+    folder: Path,
+    *,
+    only: str,
+    jobs: int,
+    again: bool,
+    list_only: bool,
+    tables_only: bool,
 ) -> None:
-    """Run the missing and stale scenarios of a system, or print their commands, and write the system's page."""
+    """Run the missing and stale scenarios of a system and write the system's page, or only print their commands."""
     from testbed_comparison.results import compose_command
 
     system = open_system(folder)
     figures = system.figures
     results = system.results
     names: set[str] = set()
-    if again and not tables:
+    if tables_only:
+        # Nothing is run.
+        pass
+    elif again:
         names = {scenario for scenario, _ in figures.values()}
-    elif not tables:
-        names = set(results.stale(figures))
+    else:
+        names = set(results.scenarios_to_run(figures))
     for name in sorted(names):
         if not fnmatch(name, only):
             continue
         changes = figures.changes.get(name, {})
         click.echo(shlex.join(compose_command(f"papers/{name}", changes)))
-        if listing:
+        if list_only:
             continue
         results.run(name, figures, jobs=jobs, again=again)
         # Results are saved after each scenario, so that Ctrl-C loses no finished scenario.
         results.save()
-    if not listing:
-        # After the runs, so that values of a removed row do not stay in the file.
+    if not list_only:
+        # Rows may have been removed from figures.yaml since the values were stored.
         results.prune(figures)
         results.save()
         _write_page(system)

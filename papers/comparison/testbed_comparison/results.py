@@ -1,4 +1,7 @@
-"""Results of a paper's scenarios in ``results.json``: missing and stale scenarios, runs, and values of metrics."""
+"""Results of a paper's scenarios, kept in ``results.json``: values of metrics, and the provenance of the runs.
+
+A scenario is stale if its file or its changes for the comparison differ from those of the kept results.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,25 @@ from testbed import InputError, Result
 from testbed.common.errors import DivergedError
 from testbed.scenario.expand import trials
 from testbed_comparison.rows import Expression, Figures, Value, terms
-from testbed_comparison.words import Ours, measure
+from testbed_comparison.words import OurValue, compute_our_value
 
 RESULTS_FILE = "results.json"
 RUNS = Path("results/papers")
 """Folder of all runs, relative to the working directory."""
 PLAN_PREFIX = "plan."
 """Prefix of values that come from the details of the plan instead of the metrics."""
-WITHOUT_EFFECT = ("description", "time_limit", "expect")
+IGNORED_KEYS = ("description", "time_limit", "expect")
 """Keys of a scenario without an effect on the values of its runs."""
 INNERMOST_LIST = re.compile(r"\[[^\[\]{}]*\]")
 """A list in JSON text without lists or objects inside, such as the numbers of a value or the seeds."""
-UNMET = 1
+FAILED_STATUS = 1
 """Exit status of `testbed run` if an expectation does not hold, but also after a failed run and after a crash."""
-ENDED = (0, UNMET, DivergedError.exit_code)
+STATUSES_WITH_VALUES = (0, FAILED_STATUS, DivergedError.exit_code)
 """Exit statuses after which runs may have values; training that diverges is a result of the method as well."""
 
 
 class Results:
-    """The kept results of one paper, by scenario.
+    """The kept results of the scenarios of one paper. A record is the entry of one scenario in ``results.json``.
 
     >>> results = Results(Path("papers/stahl"))
     >>> results.scenarios["stahl-example"]["date"]
@@ -58,30 +61,30 @@ class Results:
         text = INNERMOST_LIST.sub(lambda match: " ".join(match[0].split()), text)
         (self._folder / RESULTS_FILE).write_text(text + "\n", encoding="utf-8")
 
-    def stale(self, figures: Figures) -> list[str]:
-        """Return the scenarios to run: without results, with other conditions, or without a needed value."""
-        stale = []
+    def scenarios_to_run(self, figures: Figures) -> list[str]:
+        """Return the scenarios without results, with stale results, or without the result of a needed value."""
+        names = []
         for name, value_keys in _needed_values(figures).items():
             if not self._is_current(name, value_keys, figures):
-                stale.append(name)
-        return stale
+                names.append(name)
+        return names
 
     def _is_current(self, name: str, value_keys: set[str], figures: Figures) -> bool:
-        kept = self.scenarios.get(name)
-        if kept is None or not value_keys <= kept["values"].keys():
+        record = self.scenarios.get(name)
+        if record is None or not value_keys <= record["values"].keys():
             return False
         changes = figures.changes.get(name, {})
         digest = self.digest(name, changes)
-        return bool(kept["digest"] == digest)
+        return bool(record["digest"] == digest)
 
     def digest(self, name: str, changes: Mapping[str, Any]) -> str:
         """Return a hash of all keys of a scenario with an effect on the runs."""
         scenario = testbed.load(self._file(name), changes)
-        # Only keys that the file sets: a new option with a default must not make every result stale.
+        # Only keys that the file sets: a new option of the testbed must not make all results stale.
         content = scenario.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        for key in WITHOUT_EFFECT:
+        for key in IGNORED_KEYS:
             content.pop(key, None)
-        # The order of keys in a file means nothing.
+        # Sorted, since the order of keys in a file has no meaning.
         text = json.dumps(content, sort_keys=True)
         digest = hashlib.sha256(text.encode())
         return digest.hexdigest()[:16]
@@ -90,38 +93,38 @@ class Results:
         return self._folder / "scenarios" / f"{name}.yaml"
 
     def prune(self, figures: Figures) -> None:
-        """Remove scenarios and values that neither a row nor a trial of ``sensitivity`` in ``figures.yaml`` uses."""
+        """Remove scenarios and values that neither rows nor ``sensitivity`` in ``figures.yaml`` use."""
         needed = _needed_values(figures)
-        # The difference is a new set, so that entries can be removed meanwhile.
+        # The difference is a new set, so entries can be removed during the loop.
         for name in self.scenarios.keys() - needed.keys():
             del self.scenarios[name]
-        for name, kept in self.scenarios.items():
-            for key in kept["values"].keys() - needed[name]:
-                del kept["values"][key]
+        for name, record in self.scenarios.items():
+            for key in record["values"].keys() - needed[name]:
+                del record["values"][key]
 
     def ours(
         self, scenario: str, expressions: Sequence[Expression], unit: str
-    ) -> Ours | None:
+    ) -> OurValue | None:
         """Return our value of one expression, or the range of the values of several; None if a run is missing.
 
-        ``scenario`` is the scenario of all values without a scenario of their own.
+        ``scenario`` is the scenario of all values that name none.
         """
-        used: set[str] = set()
+        names: set[str] = set()
         for expression in expressions:
             for term in terms(expression):
-                used.add(term.scenario or scenario)
-        if not used <= self.scenarios.keys():
+                names.add(term.scenario or scenario)
+        if not names <= self.scenarios.keys():
             return None
 
         def numbers_of(value: Value) -> Sequence[float | None]:
-            kept = self.scenarios[value.scenario or scenario]
+            record = self.scenarios[value.scenario or scenario]
             key = _value_key(value)
-            numbers: Sequence[float | None] = kept["values"].get(key, ())
+            numbers: Sequence[float | None] = record["values"].get(key, ())
             return numbers
 
-        trains = any(self.scenarios[name]["trains"] for name in used)
+        trains = any(self.scenarios[name]["trains"] for name in names)
         # Without training, the runs compute only times and sizes, which are equal in every run.
-        return measure(expressions, unit, numbers_of, is_timing=not trains)
+        return compute_our_value(expressions, unit, numbers_of, is_timing=not trains)
 
     def failed_runs(self, name: str) -> int:
         """Return the number of kept runs of a scenario that the method ended with an error."""
@@ -135,23 +138,23 @@ class Results:
         """
         changes = figures.changes.get(name, {})
         digest = self.digest(name, changes)
-        # With the digest, runs under other conditions are not taken for parts of this one.
-        runs = RUNS / f"{name}-{digest}"
+        # The digest in the name keeps runs of another version of the scenario apart.
+        folder = RUNS / f"{name}-{digest}"
         if again:
-            shutil.rmtree(runs, ignore_errors=True)
-        run_scenario(self._file(name), changes, runs, "simulate", "--jobs", str(jobs))
+            shutil.rmtree(folder, ignore_errors=True)
+        run_scenario(self._file(name), changes, folder, "simulate", "--jobs", str(jobs))
         expected = len(trials(testbed.load(self._file(name), changes)))
-        results = testbed.open_results(runs)
+        results = testbed.open_results(folder)
         # A crash between two runs has the exit status of an unmet expectation, and leaves a part of the sweep.
         if len(results) != expected:
             raise InputError(
-                f"{runs}: {len(results)} of {expected} runs exist: run the command again to resume"
+                f"{folder}: {len(results)} of {expected} runs exist: run the command again to resume"
             )
-        wanted = []
+        values = []
         for scenario, value in figures.values():
             if scenario == name:
-                wanted.append(value)
-        record = _record_runs(results, wanted)
+                values.append(value)
+        record = _record_runs(results, values)
         record["command"] = shlex.join(compose_command(f"papers/{name}", changes))
         record["digest"] = digest
         self.scenarios[name] = record
@@ -160,26 +163,27 @@ class Results:
 def run_scenario(
     file: Path,
     changes: Mapping[str, Any],
-    runs: Path,
+    folder: Path,
     runtime: str,
     *options: str,
 ) -> None:
-    """Run a scenario in a new process, or resume the runs in a folder.
+    """Run a scenario in a new process with results in a folder; if the folder exists, resume its runs.
 
-    Raises `InputError` for an exit status outside `ENDED`. Since a crash has the status `UNMET`, the caller checks
-    that all runs exist and have finished.
+    Raises `InputError` for an exit status outside `STATUSES_WITH_VALUES`. Since a crash has the status
+    `FAILED_STATUS`, the caller checks that all runs exist and have finished.
     """
-    # By the interpreter, since the command `testbed` need not be on the path.
-    start = "from testbed_controller.cli.main import main; main()"
+    # By the interpreter, since the command `testbed` may not be on the path.
+    code = "from testbed_controller.cli.main import main; main()"
     _, *arguments = compose_command(str(file), changes, runtime)
-    place = ["--resume" if runs.exists() else "--out", str(runs)]
-    command = [sys.executable, "-c", start, *arguments, *place, *options]
+    folder_option = "--resume" if folder.exists() else "--out"
+    arguments += [folder_option, str(folder), *options]
+    command = [sys.executable, "-c", code, *arguments]
     # Events take most of the space, and all values come from metrics and plans.
     command.append("--no-events")
     status = subprocess.run(command, check=False).returncode
-    if status not in ENDED:
+    if status not in STATUSES_WITH_VALUES:
         raise InputError(
-            f"{file.stem}: 'testbed run' failed with exit status {status}; its output names the reason"
+            f"{file.stem}: 'testbed run' failed with exit status {status}; the output above has the reason"
         )
 
 
@@ -202,7 +206,7 @@ def compose_command(
 
 
 def _needed_values(figures: Figures) -> dict[str, set[str]]:
-    """Return the keys of all values used by rows and by trials of ``sensitivity``, by scenario."""
+    """Return the keys of all values in rows and ``sensitivity``, by scenario."""
     needed: dict[str, set[str]] = {}
     for scenario, value in figures.values():
         keys = needed.setdefault(scenario, set())
@@ -234,11 +238,11 @@ def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str
         manifests.append(manifest)
         seeds.add(manifest["seed"])
         seconds += manifest["wall_seconds"]
-        # A run that trains has an accuracy; a run that computes only times and sizes has none.
+        # A run that trains has an accuracy, unlike a run that computes only times and sizes.
         trains = trains or result.run.metrics.get("accuracy") is not None
-    kept = {}
+    numbers = {}
     for value in values:
-        kept[_value_key(value)] = _values_at(results, value)
+        numbers[_value_key(value)] = _values_at(results, value)
     first = manifests[0]
     return {
         "date": first["date"][:10],
@@ -249,7 +253,7 @@ def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str
         "failed": sum(map(_has_failed, results)),
         "seconds": round(seconds),
         "trains": trains,
-        "values": kept,
+        "values": numbers,
     }
 
 
@@ -280,17 +284,22 @@ def _check_run(result: Result) -> None:
 
 
 def _values_at(results: Sequence[Result], value: Value) -> list[float | None]:
-    """Return the metric of each repetition in order; None for a run without the metric, such as a time not reached."""
+    """Return the metric of each repetition in order; None for a run without the metric.
+
+    A time until a certain accuracy, for example, is missing if a run did not reach the accuracy.
+    """
     points: dict[str, list[float | None]] = {}
     for result in results:
         if not _is_at(result, value):
             continue
         point = json.dumps(result.run.trial.point, sort_keys=True)
         numbers = points.setdefault(point, [])
-        # Each repetition has an entry: both values of a ratio must come from the same repetition.
-        # A failed run has no value, since it ended early and is not comparable with whole runs.
-        failed = _has_failed(result)
-        numbers.append(None if failed else metric_of(result, value.metric))
+        # A failed run ended early, so that its metrics are not comparable. It has an entry nevertheless, since the two
+        # values of a ratio are paired by repetition.
+        number = None
+        if not _has_failed(result):
+            number = metric_of(result, value.metric)
+        numbers.append(number)
     if not points:
         raise InputError(
             f"{value.metric} at {value.at}: 0 points of the sweep match; correct 'at'"
@@ -307,43 +316,39 @@ def _values_at(results: Sequence[Result], value: Value) -> list[float | None]:
 def _values_at_minimum(
     points: Mapping[str, list[float | None]], key: str
 ) -> list[float | None]:
-    """Return the numbers of the point with the least mean; with a key, the swept value of this key at that point.
+    """Return the numbers of the point with the smallest mean; with a key, its swept value at this point.
 
-    ``points`` has the numbers of each repetition by point, as JSON. The result is empty if no run has a number.
+    ``points`` has the numbers of all repetitions by point, as JSON. The result is empty if no run has a number.
     """
     means: dict[str, float] = {}
     for point, numbers in points.items():
-        if _numbers_in(numbers):
-            means[point] = fmean(_numbers_in(numbers))
+        present = [number for number in numbers if number is not None]
+        if present:
+            means[point] = fmean(present)
     if not means:
         return []
-    best = min(means, key=means.__getitem__)
+    point_of_minimum = min(means, key=means.__getitem__)
     if not key:
-        return points[best]
-    return [float(_swept_value(json.loads(best), key))]
-
-
-def _numbers_in(values: Sequence[float | None]) -> list[float]:
-    """Return the values of those repetitions that have a value."""
-    return [number for number in values if number is not None]
+        return points[point_of_minimum]
+    return [float(_swept_value(json.loads(point_of_minimum), key))]
 
 
 def _is_at(result: Result, value: Value) -> bool:
-    """Return whether a run belongs to the point of the sweep named by a value."""
+    """Return whether a run belongs to the point of the sweep that a value names."""
     point = result.run.trial.point
-    return all(_swept_value(point, key) == wanted for key, wanted in value.at.items())
+    return all(_swept_value(point, key) == item for key, item in value.at.items())
 
 
 def _swept_value(point: Mapping[str, Any], key: str) -> Any:
     """Return the value of a swept key, or of a key inside a swept value."""
-    for swept, value in point.items():
-        # A value with a label is written as both.
+    for swept_key, value in point.items():
+        # A labelled value is a mapping of label and value.
         if isinstance(value, Mapping) and value.keys() == {"label", "value"}:
             value = value["value"]
-        if key == swept:
+        if key == swept_key:
             return value
-        if key.startswith(f"{swept}.") and isinstance(value, Mapping):
-            return _swept_value(value, key.removeprefix(f"{swept}."))
+        if key.startswith(f"{swept_key}.") and isinstance(value, Mapping):
+            return _swept_value(value, key.removeprefix(f"{swept_key}."))
     return None
 
 
@@ -355,10 +360,10 @@ def metric_of(result: Result, name: str) -> float | None:
         value = run.plan.details.model_dump(mode="json")
     for key in name.removeprefix(PLAN_PREFIX).split("."):
         value = _child(value, key)
-    # In Python a boolean is an integer.
+    # Booleans are integers in Python, but no numbers here.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    # Nine digits are more than any page shows; further ones differ between builds of torch.
+    # Nine digits are more than any page shows; further digits differ between builds of torch.
     return float(f"{value:.9g}")
 
 
@@ -366,7 +371,7 @@ def _child(tree: Any, key: str) -> Any:
     """Return an element of a mapping, or of a list by its index from 0 on; None for a missing element."""
     if isinstance(tree, Mapping):
         return tree.get(key)
-    # A key such as -1 or a word is no index.
+    # Only digits are an index: a key may be a word, or a number such as -1.
     if isinstance(tree, list) and key.isdecimal() and int(key) < len(tree):
         return tree[int(key)]
     return None

@@ -1,4 +1,8 @@
-"""The file format: claims of a paper, each with an expression over metrics that computes the same value."""
+"""The format of ``figures.yaml``: the claims of a paper, and for each an expression that computes our value.
+
+A row is one claim: a value that the paper prints. A `Value` is a metric of our runs at one point of a sweep, and an
+expression combines values in the same way as the claim, such as a ratio of two times. `Figures` is the whole file.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from pydantic import (
 from testbed import InputError
 
 FILE = "figures.yaml"
+"""Name of the file in the folder of a paper."""
 UNITS = {
     "": 1.0,
     "x": 1.0,
@@ -41,10 +46,12 @@ REFERENCE = re.compile(
 PAPERS_NUMBER = re.compile(
     r"\b(theirs?|papers?('s)?|authors?('s)?|prints?|printed|says?)\b[^;.]*?\d"
 )
-"""A word for the paper, and a digit in the same half of a sentence."""
+"""A word for the paper, followed by a digit in the same clause: a number of the paper."""
 
 
 class _Part(BaseModel):
+    """Base class of the parts of the file."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -55,23 +62,23 @@ class Value(_Part):
     """Name of a metric as in `expect`, or ``plan.`` and a dotted key of the plan's details; default: the row's metric.
     """
     at: dict[str, Any] = {}
-    """The point of the sweep: swept key, or a key inside a swept value -> value, besides those of the row."""
+    """The point of the sweep, in addition to that of the row: values by swept key, or by a key inside a swept value."""
     scenario: str = ""
     """Default: the scenario of the row."""
     minimum: bool = False
     """Whether to take the minimum of several points of the sweep, instead of the value at one point."""
     key: str = ""
-    """With `minimum`: a swept key, whose value at the point with the minimum is taken instead of the metric."""
+    """With `minimum`: a swept key, whose value at the point with the minimum replaces the metric."""
 
 
 class Ratio(_Part):
-    """The first value divided by the second; each may be a ratio itself, such as a speed-up."""
+    """The first value divided by the second; either may be another ratio, such as a speed-up."""
 
     ratio: tuple[Value | Ratio, Value | Ratio]
 
 
 class Difference(_Part):
-    """The first value less the second."""
+    """The first value minus the second."""
 
     difference: tuple[Value, Value]
 
@@ -95,7 +102,7 @@ def operands(
 
 
 def terms(expression: Expression) -> tuple[Value, ...]:
-    """Return the values combined by an expression.
+    """Return all values in an expression, in order.
 
     >>> duration = Value(metric="duration")
     >>> terms(Ratio(ratio=(duration, duration))) == (duration, duration)
@@ -107,28 +114,31 @@ def terms(expression: Expression) -> tuple[Value, ...]:
     return (*terms(first), *terms(second))
 
 
-def complete(expression: Expression, metric: str, at: dict[str, Any]) -> Expression:
-    """Return an expression whose values also have the metric and the point of the sweep that their row states once.
+def complete_expression(
+    expression: Expression, metric: str, at: dict[str, Any]
+) -> Expression:
+    """Return an expression whose values have the metric and the point of the sweep that the row states for all values.
 
-    >>> complete(Value(at={"devices": 2}), "duration", {"seed": 1})
+    >>> complete_expression(Value(at={"devices": 2}), "duration", {"seed": 1})
     Value(metric='duration', at={'seed': 1, 'devices': 2}, scenario='', minimum=False, key='')
     """
     if isinstance(expression, Value):
-        # Keys of the value itself take precedence over those of the row.
-        own_metric = expression.metric or metric
+        # Metric and keys of the value take precedence over those of the row.
         point = {**at, **expression.at}
-        update = {"metric": own_metric, "at": point}
+        update = {"metric": expression.metric or metric, "at": point}
         return expression.model_copy(update=update)
-    one, other = operands(expression)
-    first = complete(one, metric, at)
-    second = complete(other, metric, at)
+    first, second = operands(expression)
+    completed = (
+        complete_expression(first, metric, at),
+        complete_expression(second, metric, at),
+    )
     # The name of the only field: ratio, difference or saving.
-    (form,) = type(expression).model_fields
-    return expression.model_copy(update={form: (first, second)})
+    (field_name,) = type(expression).model_fields
+    return expression.model_copy(update={field_name: completed})
 
 
 class Row(_Part):
-    """One figure or claim of a paper."""
+    """One claim of a paper, such as a value in a figure or a table."""
 
     item: str
     """The figure, table or section of the paper with the claim."""
@@ -146,21 +156,21 @@ class Row(_Part):
     """A key of `UNITS`."""
     scenario: str
     metric: str = ""
-    """The metric of all values of `ours` that name none."""
+    """The metric of all values in `ours` that name none."""
     at: dict[str, Any] = {}
-    """Keys of the sweep, and the values that all values of `ours` share."""
+    """The point of the sweep, by swept key, for all values in `ours`."""
     each: dict[str, tuple[Any, ...]] = {}
-    """Keys of the sweep, and the values that give one expression each: ours is a range of all combinations."""
+    """Several values of swept keys: each combination gives one expression, and our value is the range of all."""
     ours: Expression | tuple[Expression, ...] = Value()
-    """The expression that gives ours; several give a range from the least to the largest."""
+    """The expression that computes our value; several give a range from the smallest to the largest value."""
     largest: bool = False
-    """Whether the paper states a maximum ("up to"), so that ours is the largest of the range alone."""
+    """Whether the paper states a maximum ("up to"), so that our value is the upper end of our range alone."""
     fitted: str = ""
     """The parameter that was set from this figure or a neighbouring one; empty without such a parameter."""
     data: str = ""
     """The data of our runs if the paper used other data; empty for the paper's data."""
     other_metric: str = ""
-    """Our metric if the paper prints another one that our runs do not have; empty for the paper's metric."""
+    """Our metric, if our runs lack the metric of the paper; empty for the paper's metric."""
     note: str = ""
     """A remark for readers."""
 
@@ -173,14 +183,14 @@ class Row(_Part):
 
     @property
     def expressions(self) -> tuple[Expression, ...]:
-        """All expressions of the row, complete with its metric and its points of the sweep."""
-        patterns = self.ours if isinstance(self.ours, tuple) else (self.ours,)
+        """All expressions of the row, completed with the metric and the points that the row states once."""
+        incomplete = self.ours if isinstance(self.ours, tuple) else (self.ours,)
         expressions = []
         for values in product(*self.each.values()):
             combination = dict(zip(self.each, values, strict=True))
             at = {**self.at, **combination}
-            for pattern in patterns:
-                expressions.append(complete(pattern, self.metric, at))
+            for expression in incomplete:
+                expressions.append(complete_expression(expression, self.metric, at))
         return tuple(expressions)
 
     @field_validator("unit")
@@ -192,11 +202,11 @@ class Row(_Part):
 
     @field_validator("note")
     @classmethod
-    def _without_numbers(cls, note: str) -> str:
-        # A number in a note would escape the comparison.
+    def _check_note(cls, note: str) -> str:
+        # A number of the paper in a note would not be compared with ours.
         if PAPERS_NUMBER.search(REFERENCE.sub("", note)):
             raise ValueError(
-                "a paper's number is graded in a row of its own; remove it from the note"
+                "a number of the paper must be a row, so that it is compared; remove it from the note"
             )
         return note
 
@@ -205,7 +215,7 @@ class Row(_Part):
         is_ranking = self.kind == "ranking"
         if is_ranking != (self.paper in ("larger", "similar")):
             raise ValueError(
-                "the paper's value of a ranking, and of no other row, is 'larger' or 'similar'"
+                "'paper' must be 'larger' or 'similar' in a row of the kind 'ranking', and a number in other rows"
             )
         if is_ranking:
             self._check_ranking()
@@ -218,7 +228,7 @@ class Row(_Part):
         for expression in self.expressions:
             if isinstance(expression, Value):
                 raise ValueError(
-                    "a ranking compares two values by a ratio or a difference"
+                    "'ours' of a ranking must be a ratio or a difference of two values"
                 )
 
     def _check_numbers(self) -> None:
@@ -237,33 +247,36 @@ def _check_metrics(expressions: tuple[Expression, ...]) -> None:
 
 
 class Condition(_Part):
-    """A default condition of all rows of a paper, chosen before the runs."""
+    """A condition of our runs for all rows of a paper, chosen before the runs."""
 
     condition: str
     reason: str = ""
 
 
-class Trial(_Part):
-    """One value of a parameter, and the expression for the row's figure with this value."""
+class ParameterValue(_Part):
+    """One value of a parameter in a sensitivity test, and the expression for the row's claim with this value."""
 
     value: str
+    """The value as text."""
     scenario: str
     at: dict[str, Any] = {}
-    """Keys of the sweep, and the values that all values of the expression share."""
+    """The point of the sweep, by swept key, for all values in the expression."""
     ours: Expression | None = None
     """Default: the expression of the row."""
     unit: str = ""
     """Default: the unit of the row."""
 
     def expressions(self, row: Row) -> tuple[Expression, ...]:
-        """Return the complete expressions for the figure of a row.
+        """Return the complete expressions for the claim of a row.
 
         >>> row = Row(item="", name="", kind="measured", paper="1", scenario="", metric="duration")
-        >>> Trial(value="two", scenario="", at={"devices": 2}).expressions(row)
+        >>> ParameterValue(value="two", scenario="", at={"devices": 2}).expressions(row)
         (Value(metric='duration', at={'devices': 2}, scenario='', minimum=False, key=''),)
         """
-        patterns = (self.ours,) if self.ours else row.expressions
-        return tuple(complete(each, row.metric, self.at) for each in patterns)
+        incomplete = (self.ours,) if self.ours else row.expressions
+        return tuple(
+            complete_expression(each, row.metric, self.at) for each in incomplete
+        )
 
 
 class Sensitivity(_Part):
@@ -271,7 +284,7 @@ class Sensitivity(_Part):
 
     row: str
     parameter: str
-    values: tuple[Trial, ...]
+    values: tuple[ParameterValue, ...]
 
 
 class Headline(_Part):
@@ -279,6 +292,7 @@ class Headline(_Part):
 
     claim: str
     rows: tuple[str, ...] = Field(min_length=1)
+    """Names of the rows with the values of the claim."""
     differs: str = ""
     """The condition in which our runs differ from the paper's."""
 
@@ -322,7 +336,7 @@ class Containers(_Part):
 
 
 class Figures(_Part):
-    """The figures of one paper with the scenarios and expressions of our values: the contents of ``figures.yaml``."""
+    """The content of ``figures.yaml``: the claims of one paper, with the scenarios and expressions of our values."""
 
     paper: str
     conditions: tuple[Condition, ...]
@@ -344,16 +358,17 @@ class Figures(_Part):
         # Headlines, plots and sensitivity refer to rows by name.
         if repeated:
             raise ValueError(f"each row needs a name of its own: {', '.join(repeated)}")
-        unknown = sorted(self._used_rows() - counts.keys())
+        unknown = sorted(self._referenced_rows() - counts.keys())
         if unknown:
             raise ValueError(f"unknown rows: {', '.join(unknown)}")
-        for each in self.sensitivity:
-            for trial in each.values:
-                _check_metrics(trial.expressions(self.row(each.row)))
+        for sensitivity in self.sensitivity:
+            row = self.row(sensitivity.row)
+            for value in sensitivity.values:
+                _check_metrics(value.expressions(row))
         return self
 
-    def _used_rows(self) -> set[str]:
-        """Return the names of rows used by headlines, plots and sensitivity."""
+    def _referenced_rows(self) -> set[str]:
+        """Return the names of rows that headlines, plots and sensitivity refer to."""
         names: set[str] = set()
         for headline in self.headlines:
             names.update(headline.rows)
@@ -369,21 +384,22 @@ class Figures(_Part):
         return next(row for row in self.rows if row.name == name)
 
     def values(self) -> Iterator[tuple[str, Value]]:
-        """Yield the scenario and the value of each term of rows and sensitivity."""
+        """Yield all values of rows and sensitivity, each with the name of its scenario."""
         for row in self.rows:
             for expression in row.expressions:
                 yield from _terms_with_scenario(expression, row.scenario)
-        for each in self.sensitivity:
-            for trial in each.values:
-                for expression in trial.expressions(self.row(each.row)):
-                    yield from _terms_with_scenario(expression, trial.scenario)
+        for sensitivity in self.sensitivity:
+            row = self.row(sensitivity.row)
+            for value in sensitivity.values:
+                for expression in value.expressions(row):
+                    yield from _terms_with_scenario(expression, value.scenario)
 
 
 def _terms_with_scenario(
-    expression: Expression, default: str
+    expression: Expression, default_scenario: str
 ) -> Iterator[tuple[str, Value]]:
     for term in terms(expression):
-        yield term.scenario or default, term
+        yield term.scenario or default_scenario, term
 
 
 def load(folder: Path) -> Figures:
@@ -394,14 +410,14 @@ def load(folder: Path) -> Figures:
     """
     file = folder / FILE
     try:
-        contents = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return Figures.model_validate(contents)
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return Figures.model_validate(content)
     except FileNotFoundError:
         raise InputError(
             f"{file}: not found; papers are compared in a checkout of the testbed"
         ) from None
     except ValidationError as error:
-        # All problems at once: the file is written by hand.
+        # All problems at once, since the file is written by hand.
         problems = []
         for each in error.errors():
             key = ".".join(map(str, each["loc"]))

@@ -1,4 +1,8 @@
-"""Tables of a system's README and of the page with the headlines of all papers."""
+"""The generated Markdown of a paper's README and of the page with the headlines of all papers.
+
+A system is a published paper with its folder. A figure, table or section of the paper (``item``) has several rows, the
+claims of `testbed_comparison.rows`; each has a word such as "agrees" (`testbed_comparison.words`).
+"""
 
 from __future__ import annotations
 
@@ -11,33 +15,33 @@ from typing import Any, TypeVar
 
 from testbed_comparison.cells import (
     NONE,
-    comparison,
+    format_comparison,
     format_number,
-    our_range,
-    our_value,
-    paper_range,
-    paper_value,
+    format_our_range,
+    format_our_value,
+    format_paper_range,
+    format_paper_value,
 )
 from testbed_comparison.clocks import Clocks
 from testbed_comparison.results import Results
-from testbed_comparison.rows import Figures, Headline, Row, Sensitivity, Trial
-from testbed_comparison.words import WORDS, Ours, Word, word_for
+from testbed_comparison.rows import Figures, Headline, ParameterValue, Row, Sensitivity
+from testbed_comparison.words import WORDS, OurValue, Word, word_for
 
 MARK = re.compile(r"<!-- comparison -->\n.*?<!-- /comparison -->", re.DOTALL)
 """The generated part of a page; everything outside is written by hand."""
-LEGEND = (
+WORDS_NOTE = (
     "[docs/papers.md](../../docs/papers.md) defines the words.\n"
     "Our values are simulated on the virtual clock, except those under *In containers*."
 )
 LONG_TABLE = 15
 """Number of lines from which a table is folded."""
-VALUES_A_LINE = 3
-"""Number of other values of a parameter in one line of the sensitivity table."""
+VALUES_PER_LINE = 3
+"""Maximum number of values of a parameter in one line of the sensitivity table."""
 CONDITION = "open or other condition"
-"""Heading of the conditions that a paper leaves open or in which ours differ; they explain no value."""
+"""Heading of the conditions that a paper leaves open, or in which our runs differ from the paper."""
 HEADLINE_COLUMNS = ("claim", "paper", "ours", "ours / paper", CONDITION, "word")
 TOO_WIDE = "our interval contains the paper's value, but is too wide"
-T = TypeVar("T")
+Item = TypeVar("Item")
 Line = Sequence[str]
 """The cells of one line of a table."""
 
@@ -51,7 +55,7 @@ class System:
     results: Results
     clocks: Clocks | None = None
 
-    def ours(self, row: Row) -> Ours | None:
+    def ours(self, row: Row) -> OurValue | None:
         """Return our value of a row."""
         ours = self.results.ours(row.scenario, row.expressions, row.unit)
         if ours is not None and row.largest:
@@ -71,7 +75,7 @@ def fill_in(page: str, content: str) -> str:
     """
     block = f"<!-- comparison -->\n{content}\n<!-- /comparison -->"
     if MARK.search(page):
-        # A function, since backslashes in a replacement text have a meaning.
+        # A function as replacement, since backslashes in a replacement text would be escapes.
         return MARK.sub(lambda _: block, page)
     return f"{page.rstrip()}\n\n{block}\n"
 
@@ -106,7 +110,7 @@ def headline_page(systems: Mapping[str, System]) -> str:
         link = f"[{system.figures.paper}](../papers/{name}/README.md)"
         for headline in system.figures.headlines:
             lines.append([link, *_headline_cells(system, headline)])
-            # The name of a paper stands beside its first headline only.
+            # Only the first headline of a paper has its name.
             link = ""
     return _table(["", *HEADLINE_COLUMNS], lines)
 
@@ -115,10 +119,10 @@ def clocks_page(systems: Mapping[str, System]) -> str:
     """Return the ratio of both clocks for each metric of the short figure of each paper as Markdown."""
     lines = []
     for system in systems.values():
-        head = [system.figures.paper, _short_figure(system)]
+        first_cells = [system.figures.paper, _short_figure(system)]
         for cells in _clock_cells(system):
-            lines.append([*head, *cells])
-            head = ["", ""]
+            lines.append([*first_cells, *cells])
+            first_cells = ["", ""]
     heading = ["", "figure", "metric", "containers", "simulated", "ratio", "verdict"]
     text = (
         "One short figure of each paper was also run in containers (`testbed papers --containers`). A ratio of 1\n"
@@ -138,14 +142,14 @@ def _summary_section(system: System) -> str:
     if headlines:
         blocks.append(_table(HEADLINE_COLUMNS, headlines))
     rows = system.figures.rows
-    blocks.append(f"{len(rows)} rows: {_count_words(system, rows)}. {LEGEND}")
+    blocks.append(f"{len(rows)} rows: {_count_words(system, rows)}. {WORDS_NOTE}")
     lines = _lines_by_word(system, rows)
     blocks.append(_table(["word", "rows", "figures"], lines))
     return "\n\n".join(blocks)
 
 
 def _lines_by_word(system: System, rows: Iterable[Row]) -> Iterator[Line]:
-    """Yield each word with the number of rows and the figures of these rows."""
+    """Yield a line for each word: the number of rows with this word, and the figures of these rows."""
     words = {row.name: system.word(row) for row in rows}
     groups = _group_by_item(rows)
     for word in WORDS:
@@ -179,14 +183,14 @@ def _headline_cells(system: System, headline: Headline) -> Iterator[str]:
         differs.append(headline.differs)
     yield headline.claim
     if len(rows) == 1:
-        yield paper_value(rows[0])
+        yield format_paper_value(rows[0])
         ours = system.ours(rows[0])
-        yield our_value(ours, rows[0].unit)
+        yield format_our_value(ours, rows[0].unit)
         if _is_too_wide(system, rows[0]):
             differs.append(TOO_WIDE)
     else:
         yield from _value_ranges(system, rows)
-    yield comparison((row, system.ours(row)) for row in rows)
+    yield format_comparison((row, system.ours(row)) for row in rows)
     yield "; ".join(differs)
     words = {system.word(row) for row in rows}
     if len(words) == 1:
@@ -196,9 +200,9 @@ def _headline_cells(system: System, headline: Headline) -> Iterator[str]:
 
 
 def _value_ranges(system: System, rows: list[Row]) -> tuple[str, str]:
-    """Return the least and the largest value of several rows, the paper's and ours, or only the number of rows."""
+    """Return the ranges of the paper's and of our values in several rows, or only the number of rows."""
     units = {row.unit for row in rows}
-    # Plain numbers of a formula count elements, operations and slots, which have no common range.
+    # Formulas count elements, operations and slots as plain numbers, so a common range would mix them.
     are_counts = units == {""} and rows[0].kind == "arithmetic"
     if len(units) > 1 or are_counts:
         return f"{len(rows)} values", ""
@@ -207,7 +211,7 @@ def _value_ranges(system: System, rows: list[Row]) -> tuple[str, str]:
         ours = system.ours(row)
         if ours is not None:
             values.append(ours)
-    return paper_range(rows), our_range(values, rows[0].unit)
+    return format_paper_range(rows), format_our_range(values, rows[0].unit)
 
 
 def _count_words(system: System, rows: Iterable[Row]) -> str:
@@ -252,26 +256,26 @@ def _figures_section(system: System) -> str:
     remarks: dict[str, int] = {}
     lines = []
     for item, members in _group_by_item(rows).items():
-        head = item
+        item_cell = item
         for row in members:
             ours = system.ours(row)
             numbers = []
             for remark in _remarks(system, row):
-                # A remark has the number of its first use.
+                # Equal remarks have one number, in the order of their first use.
                 number = remarks.setdefault(remark, len(remarks) + 1)
                 numbers.append(str(number))
             lines.append(
                 [
-                    head,
+                    item_cell,
                     row.name,
-                    paper_value(row),
-                    our_value(ours, row.unit),
+                    format_paper_value(row),
+                    format_our_value(ours, row.unit),
                     str(ours.runs) if ours else "",
                     system.word(row),
                     ", ".join(numbers),
                 ]
             )
-            head = ""
+            item_cell = ""
     content = _table(["", "", "paper", "ours", "runs", "word", "remarks"], lines)
     if remarks:
         texts = [f"{number}. {remark}" for remark, number in remarks.items()]
@@ -296,8 +300,8 @@ def _remarks(system: System, row: Row) -> Iterator[str]:
 
 
 def _plots_table(plots: Mapping[str, str]) -> str:
-    """Return a table with two plots a line and an empty heading."""
-    pictures = [f"![{title}]({place})" for title, place in plots.items()]
+    """Return a table with two plots per line and an empty heading."""
+    pictures = [f"![{title}]({path})" for title, path in plots.items()]
     if not pictures:
         return ""
     if len(pictures) % 2:
@@ -322,30 +326,30 @@ def _sensitivity_section(system: System) -> str:
 
 
 def _sensitivity_lines(system: System) -> Iterator[Line]:
-    """Yield a line for each row and parameter, or several for many values."""
-    # The file lists parameters in the order in which they were tried, so a row can appear in several places.
-    by_row: dict[str, list[Sensitivity]] = {}
-    for each in system.figures.sensitivity:
-        by_row.setdefault(each.row, []).append(each)
-    for name, parameters in by_row.items():
+    """Yield a line for each row and parameter, or several lines for many values of the parameter."""
+    # The file lists parameters in the order in which they were tested, so the entries of a row are not adjacent.
+    tests_of_rows: dict[str, list[Sensitivity]] = {}
+    for test in system.figures.sensitivity:
+        tests_of_rows.setdefault(test.row, []).append(test)
+    for name, tests in tests_of_rows.items():
         row = system.figures.row(name)
-        ours = our_value(system.ours(row), row.unit)
-        head = [name, paper_value(row), ours]
-        for each in parameters:
-            parameter = each.parameter
-            for trials in _chunks(each.values, VALUES_A_LINE):
-                values = [_trial_text(system, row, trial) for trial in trials]
-                yield [*head, parameter, "; ".join(values)]
-                head = ["", "", ""]
+        ours = format_our_value(system.ours(row), row.unit)
+        row_cells = [name, format_paper_value(row), ours]
+        for test in tests:
+            parameter = test.parameter
+            for values in _chunks(test.values, VALUES_PER_LINE):
+                texts = [_describe_effect(system, row, value) for value in values]
+                yield [*row_cells, parameter, "; ".join(texts)]
+                row_cells = ["", "", ""]
                 parameter = ""
 
 
-def _trial_text(system: System, row: Row, trial: Trial) -> str:
-    """Return a value of a parameter, and our value of the row for this parameter."""
-    unit = trial.unit or row.unit
-    expressions = trial.expressions(row)
-    ours = system.results.ours(trial.scenario, expressions, unit)
-    return f"{trial.value}: {our_value(ours, unit)}"
+def _describe_effect(system: System, row: Row, value: ParameterValue) -> str:
+    """Return a value of a parameter, and our value of the row with it."""
+    unit = value.unit or row.unit
+    expressions = value.expressions(row)
+    ours = system.results.ours(value.scenario, expressions, unit)
+    return f"{value.value}: {format_our_value(ours, unit)}"
 
 
 def _clocks_section(system: System) -> str:
@@ -366,18 +370,18 @@ def _clocks_section(system: System) -> str:
 
 
 def _short_figure(system: System) -> str:
-    """Return the figure for both clocks."""
-    wanted = system.figures.containers
-    return NONE if wanted is None else wanted.figure
+    """Return the name of the figure that was run on both clocks."""
+    short_figure = system.figures.containers
+    return NONE if short_figure is None else short_figure.figure
 
 
 def _clock_cells(system: System) -> Iterator[Line]:
-    """Yield metric, both values, their ratio and the verdict."""
-    wanted = system.figures.containers
+    """Yield a line for each metric: its name, both values, their ratio and the verdict."""
+    short_figure = system.figures.containers
     clocks = system.clocks
-    if wanted is None:
+    if short_figure is None:
         return
-    for metric in wanted.metrics:
+    for metric in short_figure.metrics:
         if clocks is None or metric not in clocks.containers:
             yield [metric, NONE, NONE, NONE, "not run"]
             continue
@@ -391,19 +395,18 @@ def _clock_cells(system: System) -> Iterator[Line]:
 
 
 def _runs_section(system: System) -> str:
-    """Return the provenance of all runs, a line for each processor and version of torch."""
-    by_host: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for kept in system.results.scenarios.values():
-        of_host = by_host.setdefault(_host_cells(kept), [])
-        of_host.append(kept)
+    """Return the provenance of all runs, with a line for each processor and version of torch."""
+    records_of_hosts: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for record in system.results.scenarios.values():
+        records_of_hosts.setdefault(_host_cells(record), []).append(record)
     lines = []
-    for (processor, torch), scenarios in sorted(by_host.items()):
-        runs = sum(kept["runs"] for kept in scenarios)
-        dates = sorted({kept["date"] for kept in scenarios})
-        revisions = {str(kept["revision"])[:8] for kept in scenarios}
+    for (processor, torch), records in sorted(records_of_hosts.items()):
+        runs = sum(record["runs"] for record in records)
+        dates = sorted({record["date"] for record in records})
+        revisions = {str(record["revision"])[:8] for record in records}
         lines.append(
             [
-                str(len(scenarios)),
+                str(len(records)),
                 str(runs),
                 ", ".join(dates),
                 ", ".join(sorted(revisions)),
@@ -412,7 +415,7 @@ def _runs_section(system: System) -> str:
             ]
         )
     blocks = ["## Runs"]
-    missing = system.results.stale(system.figures)
+    missing = system.results.scenarios_to_run(system.figures)
     if missing:
         blocks.append(f"Not run yet, or stale: {', '.join(missing)}.")
     heading = ["scenarios", "runs", "dates", "revisions", "processor", "torch"]
@@ -423,11 +426,11 @@ def _runs_section(system: System) -> str:
     return "\n\n".join(blocks)
 
 
-def _host_cells(kept: Mapping[str, Any]) -> tuple[str, str]:
-    """Return processors and versions of torch of a scenario's runs."""
+def _host_cells(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the processors and the versions of torch of a scenario's runs, each as text."""
     processors = set()
     versions = set()
-    for host in kept["computing"]:
+    for host in record["computing"]:
         processors.add(f"{host['processor']} ({host['instruction_set']})")
         versions.add(host["torch"])
     return ", ".join(sorted(processors)), ", ".join(sorted(versions))
@@ -443,16 +446,14 @@ def _table(heading: Line, lines: Iterable[Line]) -> str:
 
 
 def _fold(summary: str, content: str, lines: int) -> str:
-    """Fold content of many lines; a reader unfolds the content by a click on the summary.
-
-    GitHub needs the empty lines, and mkdocs the attribute, to read the content as Markdown.
-    """
+    """Fold content of many lines, which a reader unfolds by a click on the summary."""
     if lines < LONG_TABLE:
         return content
-    head = f'<details markdown="1"><summary>{summary}</summary>'
-    return f"{head}\n\n{content}\n\n</details>"
+    # GitHub needs the empty lines, and mkdocs the attribute, to read the content as Markdown.
+    opening = f'<details markdown="1"><summary>{summary}</summary>'
+    return f"{opening}\n\n{content}\n\n</details>"
 
 
-def _chunks(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+def _chunks(values: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     for start in range(0, len(values), size):
         yield values[start : start + size]

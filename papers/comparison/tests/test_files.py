@@ -23,7 +23,7 @@ from testbed_comparison.tables import (
     headline_page,
     system_page,
 )
-from testbed_comparison.words import Ours
+from testbed_comparison.words import OurValue
 
 FIGURES = {
     "paper": "Somebody (2020), a system",
@@ -87,8 +87,8 @@ def write_figures(folder, figures):
         ({"note": "theirs 1.03 min with other links"}, "remove it from the note"),
         ({"note": "the paper prints 58 min"}, "remove it from the note"),
         ({"unit": "hours"}, "unknown unit 'hours'"),
-        ({"paper": "larger"}, "the paper's value of a ranking"),
-        ({"kind": "ranking", "paper": "larger"}, "a ranking compares two values"),
+        ({"paper": "larger"}, "'paper' must be 'larger' or 'similar'"),
+        ({"kind": "ranking", "paper": "larger"}, "'ours' of a ranking must be a ratio"),
         (
             {"name": "fast above slow"},
             "each row needs a name of its own: fast above slow",
@@ -135,7 +135,7 @@ def test_largest_value_of_range_is_compared_with_maximum(folder, monkeypatch):
     write_figures(folder, with_row(**values, largest=True))
     system = open_system(folder)
     monkeypatch.setattr(
-        system.results, "ours", lambda *arguments: Ours(1.0, 3.0, None, runs=1)
+        system.results, "ours", lambda *arguments: OurValue(1.0, 3.0, None, runs=1)
     )
     ours = system.ours(system.figures.row("run time"))
     assert (ours.low, ours.high) == (3.0, 3.0)
@@ -239,16 +239,16 @@ def test_fill_in_replaces_only_text_between_marks():
 def test_changed_scenario_is_stale_unless_only_expectations_changed(folder):
     figures = load(folder)
     results = Results(folder)
-    assert results.stale(figures) == ["one"]
+    assert results.scenarios_to_run(figures) == ["one"]
     write_results(folder, duration=[60.0], fast=[0.9], slow=[0.7])
     results = Results(folder)
     file = folder / "scenarios" / "one.yaml"
     results.scenarios["one"]["digest"] = results.digest("one", {})
-    assert not results.stale(figures)
+    assert not results.scenarios_to_run(figures)
     file.write_text(SCENARIO.replace("== 15", "== 16"))
-    assert not results.stale(figures)
+    assert not results.scenarios_to_run(figures)
     file.write_text(SCENARIO.replace("batch_size: 100", "batch_size: 50"))
-    assert results.stale(figures) == ["one"]
+    assert results.scenarios_to_run(figures) == ["one"]
 
 
 def test_committed_pages_match_results():
@@ -285,7 +285,7 @@ def test_results_of_missing_scenario_are_saved(folder, monkeypatch):
     results.run("one", figures, jobs=1, again=False)
     results.save()
     saved = Results(folder)
-    assert saved.stale(figures) == []
+    assert saved.scenarios_to_run(figures) == []
     assert (
         saved.scenarios["one"]["command"] == "testbed run papers/one --runtime simulate"
     )

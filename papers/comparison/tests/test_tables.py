@@ -29,7 +29,7 @@ def row(name, item="Figure 1", **keys):
 @pytest.fixture
 def page(tmp_path, monkeypatch):
     # None of these results is compared with a scenario.
-    monkeypatch.setattr(Results, "stale", lambda self, figures: [])
+    monkeypatch.setattr(Results, "scenarios_to_run", lambda self, figures: [])
 
     def write(rows, values, **keys):
         kept = {}

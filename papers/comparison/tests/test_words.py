@@ -8,9 +8,9 @@ import pytest
 
 from testbed_comparison.rows import Difference, Ratio, Row, Saving, Value, terms
 from testbed_comparison.words import (
-    Ours,
-    combine,
-    measure,
+    OurValue,
+    compute_our_value,
+    evaluate,
     ranking_of,
     shares_of_paper,
     word_for,
@@ -35,17 +35,17 @@ def row(paper, kind="measured", ours=ACCURACY, **keys):
 
 
 def trained(mean, half_width, runs=5):
-    return Ours(mean, mean, half_width, runs, is_timing=False)
+    return OurValue(mean, mean, half_width, runs, is_timing=False)
 
 
 def timed(low, high=None):
-    return Ours(low, low if high is None else high, None, 1, is_timing=True)
+    return OurValue(low, low if high is None else high, None, 1, is_timing=True)
 
 
 def ours_of(
     values: Mapping[str, Sequence[float | None]], *expressions, unit="", is_timing=False
 ):
-    return measure(
+    return compute_our_value(
         expressions,
         unit,
         lambda value: values[value.at.get("method", "")],
@@ -197,10 +197,10 @@ def test_expressions_pair_values_of_same_repetition():
     ours = ours_of(values, Difference(difference=(ACCURACY, OTHER)), unit="points")
     assert ours.low == pytest.approx(10)
     assert ours.half_width == pytest.approx(0, abs=1e-9)
-    assert combine(
+    assert evaluate(
         Ratio(ratio=(ACCURACY, OTHER)), lambda value: [1.0] if value.at else [2.0]
     ) == [2.0]
-    assert combine(
+    assert evaluate(
         Saving(saving=(ACCURACY, OTHER)), lambda value: [4.0] if value.at else [3.0]
     ) == [0.25]
 
@@ -210,7 +210,7 @@ def test_nested_ratios_pair_values_of_same_repetition():
         return [8.0, None, 6.0] if value == ACCURACY else [2.0, 2.0, 3.0]
 
     inner = Ratio(ratio=(ACCURACY, OTHER))
-    assert combine(Ratio(ratio=(inner, OTHER)), values) == [
+    assert evaluate(Ratio(ratio=(inner, OTHER)), values) == [
         pytest.approx(2.0),
         pytest.approx(2 / 3),
     ]
@@ -243,4 +243,4 @@ def test_several_expressions_give_range_unless_value_is_missing():
 )
 def test_times_of_one_run_rank_only_beyond_difference_of_clocks(ratio, word):
     ranking = row("larger", "ranking", Ratio(ratio=(ACCURACY, OTHER)), unit="x")
-    assert word_for(ranking, Ours(ratio, ratio, None, 1)) == word
+    assert word_for(ranking, OurValue(ratio, ratio, None, 1)) == word
