@@ -24,6 +24,7 @@ class Architecture:
     """The shape of a decoder-only transformer, in the terms of the Llama family."""
 
     layers: int
+    """Number of layers."""
     width: int
     """Activations of a token between layers (``hidden_size`` in Hugging Face's configuration)."""
     heads: int
@@ -37,6 +38,7 @@ class Architecture:
     context: int
     """Tokens of the longest sequence, prompt included."""
     rope_base: float = 10_000.0
+    """Base of the frequencies of the rotary positions."""
     epsilon: float = 1e-5
     """Added to the mean square by RMSNorm."""
     tied: bool = False
@@ -130,7 +132,7 @@ class Architecture:
         return stored_bytes(self.embedding_values, storage) + norm
 
     def cache_bytes(self, value_bytes: int = CACHE_BYTES) -> int:
-        """Return the bytes of the key and the value of one token in the KV cache of one layer.
+        """Return the bytes of all keys and values of one token in the KV cache of one layer.
 
         >>> preset("llama-3-8b").cache_bytes()
         4096
@@ -140,8 +142,9 @@ class Architecture:
     def layer_flops(self, tokens: int, past: int = 0) -> float:
         """Return the FLOPs of one layer for ``tokens`` tokens of a sequence after ``past`` tokens in the cache.
 
-        A multiplication and an addition are two FLOPs. Each token is multiplied with the matrices that it reads, and
-        attends to itself and to all tokens before it: a product with each key and a weighted sum of each value.
+        A multiplication and an addition are two FLOPs. The activations of each token are multiplied with the matrices
+        of `read_values`. A token attends to itself and to all tokens before it: each pair of tokens needs the product
+        of a query and a key, and a weighted value.
         """
         # Pairs of a new token and a token that it attends to.
         pairs = tokens * past + tokens * (tokens + 1) / 2
@@ -152,7 +155,7 @@ class Architecture:
         return 2.0 * tokens * self.embedding_values
 
 
-# Numbers without a keyword are layers, width, heads, kv_heads, hidden, vocabulary and context.
+# Positional arguments are layers, width, heads, kv_heads, hidden, vocabulary and context, as in `Architecture`.
 PRESETS: dict[str, Architecture] = {
     "tinystories-260k": Architecture(5, 64, 8, 4, 172, 512, 512, tied=True),
     "smollm2-135m": Architecture(

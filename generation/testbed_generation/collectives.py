@@ -1,5 +1,6 @@
 """All-reduce: every device gets the sum of the values of all devices.
 
+Unlike `testbed.ml.layers.collectives`, these operations also work without numerics, with messages of the right size.
 `StarAllReduce` sends all values to one device, which returns the sum: two consecutive messages, all on the links of one
 device. `RingAllReduce` sends parts round a ring (Patarasuk and Yuan, 2009): each link carries 2 (n - 1) / n of the
 values, in 2 (n - 1) consecutive messages. `ExchangeAllReduce` sends all values to all devices, as distributed-llama
@@ -24,7 +25,7 @@ from testbed_generation.transport import Transport
 
 @dataclass(frozen=True)
 class Part(TypedMessage, kind="part", key=("sender", "operation", "step")):
-    """Values of an all-reduce, or a part of them."""
+    """Values of an all-reduce in a star, or a chunk of the values in a ring."""
 
     operation: int
     """Number of the all-reduce; the same on all devices."""
@@ -39,6 +40,7 @@ class PackedPart(TypedMessage, kind="packed-part", key=("sender", "operation")):
     """All values of a device for an exchange, packed for transport."""
 
     operation: int
+    """Number of the all-reduce; the same on all devices."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Empty without numerics."""
 
@@ -49,7 +51,11 @@ class AllReduce(Protocol):
     async def all_reduce(
         self, operation: int, values: Tensor | None, size: int
     ) -> Tensor | None:
-        """Return the sum of all devices' values; without numerics None, after messages of ``size`` bytes."""
+        """Return the sum of all devices' values, which have one shape.
+
+        ``operation`` is the number of the all-reduce. Without numerics ``values`` and the result are None, and the
+        messages have the bytes for values of ``size`` bytes.
+        """
 
 
 class StarAllReduce:
@@ -70,7 +76,8 @@ class StarAllReduce:
             # Step 0 is the message to the root, step 1 the answer.
             answer = await self._mailbox.take(Part, (self._root, operation, 1))
             return answer.values
-        # In the order of the devices, not of arrival: a sum of floats depends on the order, and texts must not.
+        # Added in the order of the devices instead of arrival: the order decides how a sum is rounded, and texts must
+        # not depend on times.
         for name in self._others:
             part = await self._mailbox.take(Part, (name, operation, 0))
             if values is not None and part.values is not None:
@@ -102,7 +109,7 @@ class RingAllReduce:
             # With fewer values than devices some chunks are empty, so that all devices take the same steps.
             chunks += [chunks[0][:0]] * (device_count - len(chunks))
         for step in range(2 * (device_count - 1)):
-            # In the first pass a device adds its own chunk to the received one; in the second it forwards the sums.
+            # In the first pass a device adds its own chunk to the received one; in the second pass sums replace chunks.
             is_adding = step < device_count - 1
             sent_index = (self._index - step) % device_count
             received_index = (sent_index - 1) % device_count
@@ -150,7 +157,7 @@ class ExchangeAllReduce:
             if values is not None:
                 shape = tuple(values.shape)
                 parts[name] = self._transport.unpack(received.tensors, shape)
-        # In the order of the devices, not of arrival, as in `StarAllReduce`.
+        # Added in the order of the devices, as in `StarAllReduce`.
         total: Tensor | None = None
         for name in self._names:
             part_values = parts.get(name)
@@ -165,7 +172,7 @@ def make_all_reduce(
     names: Sequence[str],
     transport: Transport,
 ) -> AllReduce:
-    """Return the all-reduce with a name of scenarios; only an exchange packs values for transport."""
+    """Return the all-reduce of the option ``reduce``; only an exchange packs values for transport."""
     match name:
         case "star":
             return StarAllReduce(mailbox, names)

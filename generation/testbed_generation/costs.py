@@ -1,4 +1,8 @@
-"""Computing costs and memory of a language model on a device. Pure functions without torch."""
+"""Computing costs and memory of a language model on a device. Pure functions without torch.
+
+In all costs ``tokens`` is the number of tokens of one sequence that are computed together, and ``past`` the number of
+tokens before them, whose keys and values are in the KV cache.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,9 @@ from testbed_generation.sharding import Shard
 VALUE_BYTES = 4
 """Bytes of an activation; activations are computed and sent in float32."""
 
+BUFFER_TOKENS = 512
+"""Maximum number of tokens for which buffers have room: llama.cpp computes longer prompts in parts of this size."""
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -20,14 +27,15 @@ class CostModel:
 
     architecture: Architecture
     storage: Format = "f32"
+    """Format of the stored weights."""
     tokens: int = 0
     """Tokens of the longest sequence, for which every KV cache has room; 0: the model's context."""
     sequences: int = 1
     """Number of sequences in flight at once, each with a KV cache of its own."""
 
     @property
-    def longest(self) -> int:
-        """Capacity of a KV cache in tokens."""
+    def cache_length(self) -> int:
+        """Number of tokens for which a KV cache has room: those of the longest sequence."""
         return self.tokens or self.architecture.context
 
     @property
@@ -36,9 +44,9 @@ class CostModel:
         return VALUE_BYTES if self.storage == "f32" else CACHE_BYTES
 
     def layers_cost(self, count: float, tokens: int, past: int) -> Cost:
-        """Return the cost of ``count`` layers for tokens of one sequence, after ``past`` tokens in the cache.
+        """Return the cost of ``count`` layers.
 
-        Weights are read once for all tokens together; each token reads the cache entries of all earlier tokens.
+        Weights and entries of the cache are read once for all tokens together.
         """
         architecture = self.architecture
         # Activations of each token are read before a layer and written after the layer.
@@ -54,13 +62,13 @@ class CostModel:
         )
 
     def half_layer_cost(
-        self, shard: Shard, tokens: int, past: int, *, attention: bool
+        self, shard: Shard, tokens: int, past: int, *, is_attention: bool
     ) -> Cost:
-        """Return the cost of a shard's heads in one layer; with ``attention`` false, of the shard's hidden columns."""
+        """Return the cost of a shard in one half of one layer: its heads if ``is_attention``, else its columns."""
         architecture = self.architecture
         # Every shard reads and writes the activations at full width.
         activations = 2 * VALUE_BYTES * architecture.width * tokens
-        if attention:
+        if is_attention:
             share = shard.heads / architecture.kv_heads
             entry = architecture.cache_bytes(self.cache_value_bytes)
             cached = entry * (past + tokens) * share
@@ -81,8 +89,8 @@ class CostModel:
 
     def shard_cost(self, shard: Shard, tokens: int, past: int) -> Cost:
         """Return the cost of a shard's heads and hidden columns in all layers."""
-        heads = self.half_layer_cost(shard, tokens, past, attention=True)
-        columns = self.half_layer_cost(shard, tokens, past, attention=False)
+        heads = self.half_layer_cost(shard, tokens, past, is_attention=True)
+        columns = self.half_layer_cost(shard, tokens, past, is_attention=False)
         return (heads + columns) * self.architecture.layers
 
     def product_cost(self, values: int, tokens: int, *, integers: bool) -> Cost:
@@ -116,7 +124,7 @@ class CostModel:
     def layer_cache(self) -> int:
         """Return the bytes of the KV caches of one layer for all sequences at full length."""
         bytes_per_token = self.architecture.cache_bytes(self.cache_value_bytes)
-        return bytes_per_token * self.longest * self.sequences
+        return bytes_per_token * self.cache_length * self.sequences
 
     def layer_memory(self) -> float:
         """Return the bytes of the weights of one layer and of the caches of all sequences at full length."""
@@ -141,11 +149,12 @@ class CostModel:
         return layers + self.end_memory(has_embedding=True, has_output=True)
 
     def buffer_memory(self) -> float:
-        """Return the bytes of activations while the longest prompt passes a layer."""
-        # The larger one of two buffers (gate and up of a feed-forward network, or the logits), and four activations.
-        widest = max(2 * self.architecture.hidden, self.architecture.vocabulary)
-        values = widest + 4 * self.architecture.width
-        return VALUE_BYTES * values * min(self.longest, 512)
+        """Return the bytes of activations while a prompt passes a layer."""
+        # For each token: either gate and up of a feed-forward network or the logits, whatever is more, and four
+        # activations.
+        largest_output = max(2 * self.architecture.hidden, self.architecture.vocabulary)
+        values = largest_output + 4 * self.architecture.width
+        return VALUE_BYTES * values * min(self.cache_length, BUFFER_TOKENS)
 
     def layer_seconds(self, device: DeviceSpec, past: int) -> float:
         """Return the seconds of one layer on a device for one decoded token."""

@@ -43,11 +43,11 @@ class Progress:
         """Number of tokens still allowed."""
         return self.request.limit - len(self.tokens)
 
-    def is_complete(self, end: int | None) -> bool:
-        """Return whether a text has all tokens, or ends with the token ``end``."""
+    def is_complete(self, end_token: int | None) -> bool:
+        """Return whether the text has all tokens that are allowed, or ends with ``end_token``."""
         if self.tokens_left <= 0:
             return True
-        return bool(self.tokens) and self.tokens[-1] == end
+        return bool(self.tokens) and self.tokens[-1] == end_token
 
     @property
     def all_tokens(self) -> list[int]:
@@ -56,10 +56,10 @@ class Progress:
 
 
 class Decoder(Protocol):
-    """Computes the next tokens of a request over the devices, and repeats a computation after a loss."""
+    """Computes the next tokens of a request on the devices, and repeats a computation after the loss of a device."""
 
     async def next_tokens(self, progress: Progress) -> list[int]:
-        """Return the next tokens of a request, at least one; a loss of a stage delays tokens and changes none."""
+        """Return one or more next tokens of a request; the loss of a stage delays tokens and changes none."""
 
     def forget_request(self, number: int) -> None:
         """Drop all state of a complete request."""
@@ -85,7 +85,7 @@ class Embedder:
         """
         tokens = [*progress.all_tokens[position:], *drafts]
         last_position = position + len(tokens) - 1
-        # Charts and faults identify a pass by its last token, as everywhere in this package.
+        # Charts and faults identify a pass by the position of its last token, as in the spans of the stages.
         span = Span("embed", batch=progress.request.number, micro=last_position)
         cost = self._model.embedding_cost(len(tokens))
         return await self._device.compute(lambda: self._look_up(tokens), cost, span)
@@ -192,7 +192,7 @@ class ForwardingDecoder:
             self._losses_when_sent[number] = losses
             activations = await self._embedder.embed_tokens(progress, position, drafts)
             if self._pipeline.losses != losses:
-                # A stage was lost while the coordinator computed: the path would lead to a lost device.
+                # A stage was lost during the embedding: the path would lead to a lost device.
                 continue
             path = []
             for stage in self._pipeline.stages:
@@ -372,7 +372,7 @@ class Service:
     requests: Sequence[Request]
     concurrency: int = 1
     """Number of requests in flight at once, in the order of their arrival."""
-    end: int | None = None
+    end_token: int | None = None
     """The token after which a text is complete; None: each text has as many tokens as its request allows."""
     on_complete: Callable[[int, Sequence[int]], None] = lambda number, tokens: None
     """Callback for each complete request: its number and its tokens."""
@@ -400,8 +400,8 @@ async def serve_requests(device: Device, decoder: Decoder, service: Service) -> 
                 group.create_task(serve_request(request))
     except BaseExceptionGroup as errors:
         # The user gets the error of one request instead of a group of errors; the other errors usually follow from it.
-        first = errors.exceptions[0]
-        raise first from first.__cause__
+        first_error = errors.exceptions[0]
+        raise first_error from first_error.__cause__
 
 
 async def _generate_text(
@@ -409,10 +409,10 @@ async def _generate_text(
 ) -> None:
     """Generate the text of one request, and record each token and the end."""
     progress = Progress(request)
-    while not progress.is_complete(service.end):
+    while not progress.is_complete(service.end_token):
         for token in await decoder.next_tokens(progress):
-            # If several tokens were accepted, those after the end of the text do not count.
-            if progress.is_complete(service.end):
+            # Accepted drafts after the end of the text do not count.
+            if progress.is_complete(service.end_token):
                 break
             progress.tokens.append(token)
             _record_token(device, service, progress, token)

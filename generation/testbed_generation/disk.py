@@ -1,4 +1,7 @@
-"""Layers that a device reads from its disk for every token, since its memory has no room for all of them."""
+"""Layers that a device reads from its disk for every token, since its memory has no room for all of them.
+
+A device of a ring holds one window (consecutive layers) for each round; see `testbed_generation.ring`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from testbed_generation.ring import read_seconds
 
 
 class Disk:
-    """A disk that reads windows of layers, the next window while other devices compute.
+    """A disk that reads windows of layers, if possible the next window while other devices compute.
 
-    A read takes `testbed_generation.ring.read_seconds`.
+    No bytes are read: a read only takes the time `testbed_generation.ring.read_seconds`.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class Disk:
         self._next_window: int | None = None
         """First layer of the window that is being read ahead; None without such a window."""
         self._ready_time = 0.0
-        """Time at which the window read ahead is in memory."""
+        """Time in seconds at which the window that is read ahead is in memory."""
 
     def add_window(self, start: int, layers: int) -> None:
         """Add a window of ``layers`` layers that begins with layer ``start``, and drop all windows that overlap it."""
@@ -45,7 +48,7 @@ class Disk:
         for other_start, other_layers in list(self._windows.items()):
             if other_start < stop and start < other_start + other_layers:
                 del self._windows[other_start]
-        # The output matrix of a ring is a stage without layers, which stays in memory.
+        # The last stage of a ring has no layers: the output matrix stays in memory.
         if layers:
             self._windows[start] = layers
 
@@ -72,8 +75,9 @@ class Disk:
         if not self._prefetch or first_layer not in self._windows:
             return
         # A token passes the windows in the order of their layers, and the next token begins with the first window.
-        order = sorted(self._windows)
-        next_window = order[(order.index(first_layer) + 1) % len(order)]
+        first_layers = sorted(self._windows)
+        next_index = (first_layers.index(first_layer) + 1) % len(first_layers)
+        next_window = first_layers[next_index]
         if self._windows[next_window] * self._layer_bytes <= self._memory:
             self._next_window = next_window
             self._ready_time = self._device.now() + self._read_seconds(next_window)

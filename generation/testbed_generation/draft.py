@@ -24,7 +24,7 @@ from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, WeightSource, re
 class _DraftProgress:
     """The draft model's state of a request."""
 
-    tokens: list[int] = field(default_factory=list)
+    cached_tokens: list[int] = field(default_factory=list)
     """Tokens in the caches, prompt included."""
     caches: list[Cache] = field(default_factory=list)
 
@@ -42,7 +42,8 @@ class Draft:
     ) -> None:
         """``max_proposed`` is the maximum number of tokens proposed at once, ``sampling`` the rule of the stages.
 
-        With another rule, the same probabilities would give other tokens, which the stages reject.
+        With another rule, the draft model would choose other tokens from the same probabilities, and the stages would
+        reject these tokens.
         """
         architecture = model.architecture
         self._device = device
@@ -59,55 +60,57 @@ class Draft:
         self._requests: dict[int, _DraftProgress] = {}
 
     async def propose_tokens(
-        self, request: Request, known: Sequence[int], limit: int
+        self, request: Request, text_tokens: Sequence[int], limit: int
     ) -> list[int]:
-        """Return the draft model's proposal of the tokens after the known ones, at most ``limit``."""
-        new_progress = _DraftProgress([], [Cache() for _ in self._layers])
+        """Return at most ``limit`` proposed tokens after ``text_tokens``, the prompt and all tokens chosen so far."""
+        new_progress = _DraftProgress(caches=[Cache() for _ in self._layers])
         progress = self._requests.setdefault(request.number, new_progress)
-        self._keep_common(progress, known)
-        # Known tokens that the draft model has not computed yet: at least the newest one.
-        new = list(known[len(progress.tokens) :])
+        self._drop_rejected(progress, text_tokens)
+        # The draft model has not computed these tokens of the text yet: the newest one, and possibly earlier ones.
+        inputs = list(text_tokens[len(progress.cached_tokens) :])
         proposed: list[int] = []
         while len(proposed) < min(self._max_proposed, limit):
-            past = len(progress.tokens)
-            layers = self._model.layers_cost(len(self._layers), len(new), past)
-            cost = layers + self._model.output_cost(1)
-            span = Span("draft", batch=request.number, micro=past + len(new) - 1)
-            propose = partial(self._choose_next, progress, new, request.number)
+            past = len(progress.cached_tokens)
+            layers_cost = self._model.layers_cost(len(self._layers), len(inputs), past)
+            cost = layers_cost + self._model.output_cost(1)
+            span = Span("draft", batch=request.number, micro=past + len(inputs) - 1)
+            propose = partial(self._choose_next, progress, inputs, request.number)
             token = await self._device.compute(propose, cost, span)
-            progress.tokens += new
+            progress.cached_tokens += inputs
             proposed.append(token)
-            # The next proposal needs this token in the caches.
-            new = [token]
+            inputs = [token]
         return proposed
 
     def forget_request(self, number: int) -> None:
         """Drop the caches of a request."""
         self._requests.pop(number, None)
 
-    def _keep_common(self, progress: _DraftProgress, known: Sequence[int]) -> None:
-        """Drop rejected tokens, and the newest known token, from the caches."""
-        common = 0
-        # The newest known token is computed again, since its logits decide the first proposal.
-        for cached, token in zip(progress.tokens, known[:-1], strict=False):
+    def _drop_rejected(
+        self, progress: _DraftProgress, text_tokens: Sequence[int]
+    ) -> None:
+        """Drop the tokens that differ from the text, and the newest token of the text, from the caches."""
+        equal_tokens = 0
+        # The newest token is computed again in any case, since its logits decide the first proposal.
+        earlier_tokens = text_tokens[:-1]
+        for cached, token in zip(progress.cached_tokens, earlier_tokens, strict=False):
             if cached != token:
                 break
-            common += 1
-        del progress.tokens[common:]
+            equal_tokens += 1
+        del progress.cached_tokens[equal_tokens:]
         for cache in progress.caches:
-            cache.truncate(common)
+            cache.truncate(equal_tokens)
 
     def _choose_next(
-        self, progress: _DraftProgress, new: Sequence[int], request: int
+        self, progress: _DraftProgress, inputs: Sequence[int], request: int
     ) -> int:
-        """Return the token after the new ones, which are appended to the caches."""
+        """Append the tokens ``inputs`` to the caches, and return the token after them."""
         epsilon = self._model.architecture.epsilon
         with torch.inference_mode():
-            activations = embed(torch.tensor(new), self._embedding)
+            activations = embed(torch.tensor(inputs), self._embedding)
             for layer, cache in zip(self._layers, progress.caches, strict=True):
                 activations = layer.forward(activations, cache)
-            last = activations[-1:]
-            logits = score(last, self._norm, self._output, epsilon)[0]
+            # Only the logits after the newest token decide.
+            logits = score(activations[-1:], self._norm, self._output, epsilon)[0]
         # Position of the chosen token in the text; the stages use the same random number for this position.
-        position = len(progress.tokens) + len(new)
+        position = len(progress.cached_tokens) + len(inputs)
         return self._sampling.choose_token(logits, request, position)

@@ -1,4 +1,4 @@
-"""Storage formats of values, and the number of bytes that weights or messages take in each format.
+"""Storage formats of values, and the number of bytes of weights or messages in each format.
 
 ``q8_0`` and ``q4_0`` are block formats of ggml (``ggml-common.h``): a block of 32 values has one scale of 16 bits, and
 each value has 8 or 4 bits. ``q4_k_m`` mixes several block formats of ggml, so only its mean size is given here.
@@ -11,7 +11,7 @@ import math
 from typing import Literal
 
 Format = Literal["f32", "f16", "q8_0", "q4_0", "q4_k_m"]
-"""Name of a storage format; the `storage` of a scenario's model."""
+"""Name of a storage format, as in the key `storage` of a scenario's model."""
 
 BLOCK = 32
 """Values in a block of ``q8_0`` and ``q4_0``; a block has one scale."""

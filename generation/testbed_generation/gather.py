@@ -1,8 +1,8 @@
 """Tensor parallelism by rows, as in distributed-llama of January 2024 (revision 8b16487, src/transformer-tasks.cpp).
 
-Every device holds some rows of every matrix of every layer. The coordinator alone normalises, attends and keeps the KV
-caches. For each product of a layer it sends the inputs to the other devices (the workers), multiplies with its own
-rows, and gathers the workers' rows.
+Every device holds some rows of every matrix of every layer; a row gives one output. The coordinator alone normalises,
+attends and keeps the KV caches. For each product of a layer it sends the inputs to the other devices (the workers),
+multiplies them with its own rows, and gathers the outputs of the workers' rows.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Inputs(TypedMessage, kind="inputs"):
     product: str
     """A key of `PRODUCTS`."""
     tokens: int = 1
+    """Number of tokens."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Activations, packed for transport; for the product ``down`` without those that the worker has computed."""
+    """Activations, packed for transport; for the product ``down`` without those that the worker has computed itself."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,17 @@ class Outputs(
     forward: int
     layer: int
     product: str
+    """The first three fields are those of the `Inputs`."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Activations, packed for transport."""
 
 
 KINDS: tuple[type[TypedMessage], ...] = (Inputs, Outputs)
+"""Messages that the mailbox of each device has to register."""
 
 
 class MatrixRows:
-    """A device's rows of all matrices."""
+    """A device's rows of all matrices: one of ``parts`` equal parts of each matrix."""
 
     def __init__(
         self,
@@ -94,7 +98,7 @@ class MatrixRows:
 
     def output_widths(self, product: str) -> tuple[int, ...]:
         """Return the number of activations of a token that each device computes in a product, for each tensor."""
-        # Gate and up are multiplied with each other on the device, which gives a single tensor.
+        # The device multiplies the outputs of gate and up with each other, which gives a single tensor.
         if product == "hidden":
             return (self.model.architecture.hidden // self.parts,)
         widths = []
@@ -106,9 +110,10 @@ class MatrixRows:
     async def multiply(
         self, mailbox: Mailbox, activations: Tensor | None, inputs: Inputs
     ) -> tuple[Tensor, ...] | None:
-        """Return the outputs of the device's rows of a product, (tokens, rows) for each tensor.
+        """Return the outputs of the device's rows for ``activations``, (tokens, rows) for each tensor.
 
-        ``inputs`` names the forward pass, the layer and the product. The result is None without numerics.
+        ``inputs`` only names the forward pass, the layer, the product and the number of tokens; its tensors are not
+        used. The result is None without numerics.
         """
         product = inputs.product
 
@@ -126,12 +131,12 @@ class MatrixRows:
                     return (functional.silu(gate) * up,)
                 return tuple(outputs)
 
-        size = 0
+        weight_values = 0
         for name in PRODUCTS[product]:
             rows, columns = self._shapes[name]
-            size += rows // self.parts * columns
+            weight_values += rows // self.parts * columns
         cost = self.model.product_cost(
-            size, inputs.tokens, integers=self.transport.storage == "q8_0"
+            weight_values, inputs.tokens, integers=self.transport.storage == "q8_0"
         )
         span = Span(product, batch=inputs.forward, micro=inputs.layer)
         return await mailbox.device.compute(compute, cost, span)
@@ -141,12 +146,13 @@ async def serve_products(mailbox: Mailbox, coordinator: str, rows: MatrixRows) -
     """Multiply activations that the coordinator sends with a worker's rows, until cancelled."""
     transport = rows.transport
     local_hidden: Tensor | None = None
-    """The worker's last hidden activations, (tokens, hidden rows of the worker)."""
+    """The worker's newest outputs of the product ``hidden``, (tokens, hidden rows of the worker)."""
     while True:
         inputs = await mailbox.take(Inputs)
         activations = transport.unpack(inputs.tensors, (inputs.tokens, -1))
         if inputs.product == "down":
-            # A worker receives only the others' hidden activations; the published numbers of bytes confirm this.
+            # In distributed-llama a worker receives only the hidden activations of other devices, as its published
+            # numbers of bytes confirm.
             activations = _insert_part(activations, local_hidden, rows.part)
         products = await rows.multiply(mailbox, activations, inputs)
         # Rounded as on the wire, so that all devices multiply the same activations as the coordinator.
@@ -192,6 +198,7 @@ class RowCoordinator:
         self._norms: list[tuple[Tensor, Tensor]] = []
         """Scales of both normalisations of each layer; empty without numerics."""
         self._caches: dict[int, list[Cache]] = {}
+        """Cache of each layer by request."""
         if weight_source is not None:
             for layer in range(rows.model.architecture.layers):
                 # Workers only multiply; the coordinator normalises, attends and adds.
@@ -311,12 +318,12 @@ class RowCoordinator:
         # Rounded as on the wire, so that the coordinator multiplies the same activations as the workers.
         activations = transport.round_trip(activations)
         self._send_inputs(forward, layer, product, activations)
-        # The coordinator computes while the workers do.
+        # The coordinator computes at the same time as the workers.
         local_inputs = Inputs(forward.number, layer, product, forward.tokens)
         local_outputs = await rows.multiply(self._mailbox, activations, local_inputs)
         widths = rows.output_widths(product)
         parts = [] if local_outputs is None else [local_outputs]
-        # In the order of the devices, not of arrival: rows are concatenated in this order.
+        # Rows are concatenated in the order of the devices, so outputs are received in this order.
         for name in self._workers:
             key = (name, forward.number, layer, product)
             message = await self._mailbox.take(Outputs, key)
@@ -335,11 +342,12 @@ class RowCoordinator:
         rows, transport = self._rows, self._rows.transport
         # Part 0 of each matrix is the coordinator's.
         for part, name in enumerate(self._workers, start=1):
-            sent = activations
+            sent_activations = activations
             if product == "down" and activations is not None:
                 # A worker has its part of the hidden activations already.
                 chunks = list(activations.chunk(rows.parts, dim=1))
-                sent = torch.cat(chunks[:part] + chunks[part + 1 :], dim=1)
+                del chunks[part]
+                sent_activations = torch.cat(chunks, dim=1)
             padding = 0
             if activations is None:
                 padding = self._input_bytes(product, forward.tokens)
@@ -348,7 +356,7 @@ class RowCoordinator:
                 layer=layer,
                 product=product,
                 tokens=forward.tokens,
-                tensors=transport.pack(sent),
+                tensors=transport.pack(sent_activations),
                 padding=padding,
             )
             self._mailbox.post(name, inputs)

@@ -1,5 +1,8 @@
 """Messages between the coordinator, which serves the requests, and the devices that hold layers.
 
+An assignment is a range of layers that a device (a stage) holds. A step computes some tokens of a request on all stages
+one after the other. Without numerics, padding replaces the tensors of a message.
+
 Names of fields are sent with every message and count as bytes. Therefore some are shorter than the names in the
 programs: a range of layers is ``first`` and ``last``, where ``last`` is the layer after the last one; ``way`` is the
 path of a step, and ``values`` are activations.
@@ -22,6 +25,7 @@ class Assign(TypedMessage, kind="assign"):
     assignment: int
     """Number of the assignment; no two assignments of a run have the same number."""
     first: int
+    """First layer."""
     last: int
     """The layer after the last one."""
     final: bool
@@ -39,6 +43,7 @@ class Assigned(TypedMessage, kind="assigned"):
     """To the coordinator: the layers are loaded."""
 
     assignment: int
+    """Number of the assignment."""
     held: Mapping[str, int] = field(default_factory=dict)
     """By request, the number of tokens in the KV caches: the tokens of which the device had copies."""
 
@@ -48,7 +53,9 @@ class Step(TypedMessage, kind="step"):
     """To a stage: compute the next tokens of a request, and send the result to the next stage of the path."""
 
     assignment: int
+    """Number of the receiving stage's assignment."""
     request: int
+    """Number of the request."""
     attempt: int
     """Rises when the coordinator sends tokens of a request again; results of lower attempts are ignored."""
     position: int
@@ -74,6 +81,7 @@ class Result(
     computed: int
     """Number of tokens of the request after the step, including those of the step."""
     assignment: int
+    """Number of the sending stage's assignment."""
     chosen: Sequence[int] = ()
     """The token after each of the last ``scored`` tokens of the step, from the stage with the output matrix."""
     values: torch.Tensor | None = None
@@ -100,8 +108,9 @@ class Copy(TypedMessage, kind="copy"):
     tokens: int
     """Number of tokens of the step."""
     keys: torch.Tensor | None = None
-    """Shape (layers, heads, tokens, values of a head); None without numerics."""
+    """Keys of shape (layers, heads, tokens, values of a head); None without numerics."""
     values: torch.Tensor | None = None
+    """Values (of the attention) with the shape of the keys; None without numerics."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
-"""Methods of the workload ``generate``: pipelines of ranges of layers, and shards of every layer.
+"""Methods of the workload ``generate``.
 
-Planning needs no torch. Therefore this module imports the modules of programs only when a program runs.
+`Sequential` and the classes derived from it are pipelines: each stage holds a range of layers. `TensorParallel` gives
+every device a part of every layer. Planning needs no torch, so this module imports the modules of programs only when a
+program runs.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
     from testbed_generation.weights import WeightSource
 
 WINDOW_RULES = {"halda": halda, "even": even_windows, "memory": memory_windows}
-"""Rules that assign windows, by their names in a scenario."""
+"""Rules by which a ring divides its layers into windows, by their names in a scenario."""
 
 
 class StagesOptions(Options):
@@ -144,7 +146,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
     def divide(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
     ) -> tuple[tuple[Assignment, ...], StagesDetails]:
-        """Return the assignments and the predicted times of a plan with the given devices."""
+        """Return the assignments and the predicted times of a plan with the devices ``names``."""
         layer_counts = self.assign_layers(problem, names)
         assignments = make_stage_assignments(problem, layer_counts)
         placement_problem = make_placement_problem(problem, names)
@@ -158,7 +160,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
     def assign_layers(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
     ) -> LayerCounts:
-        """Return the stages on the given devices; raises `InputError` if the model does not fit into memory."""
+        """Return the stages on the devices ``names``; raises `InputError` if the model does not fit into memory."""
         divide_layers = PARTITION_RULES[problem.options.partition]
         return divide_layers(make_placement_problem(problem, names))
 
@@ -172,9 +174,9 @@ class Sequential(Method[StagesOptions, StagesDetails]):
         self, problem: GenerateProblem[StagesOptions], plan: Plan[StagesDetails]
     ) -> Iterator[PlannedMessage]:
         """Return the activations of the longest prompt between consecutive stages."""
-        # All tokens of a prompt pass the stages together, all later ones singly or with a few drafts.
-        longest = max(len(request.prompt) for request in problem.requests)
-        size = problem.model.message_bytes(longest)
+        # All tokens of a prompt pass the stages together, and later tokens one by one or with a few drafts.
+        prompt_tokens = max(len(request.prompt) for request in problem.requests)
+        size = problem.model.message_bytes(prompt_tokens)
         names = [plan.coordinator, *plan.devices]
         for sender, receiver in pairwise(names):
             if sender != receiver:
@@ -290,7 +292,10 @@ class Sequential(Method[StagesOptions, StagesDetails]):
     def _assign_to_reachable(
         self, problem: GenerateProblem[StagesOptions], reachable: Collection[str]
     ) -> LayerCounts:
-        """Return the stages on the reachable devices, with as few spares as possible; raises `InputError`."""
+        """Return the stages on the reachable devices, with as few spares as possible.
+
+        Raises `InputError` if the model does not fit into the memory of these devices.
+        """
         spares = problem.options.spares
         planned = devices_without_spares(problem, spares)
         names = [name for name in planned if name in reachable]
@@ -404,7 +409,7 @@ class PipedRing(Sequential):
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
     ) -> tuple[tuple[Assignment, ...], StagesDetails]:
         """Return the windows of all rounds as assignments, and the predicted times."""
-        check_known(problem, _ring_options(problem).disk, "disk")
+        check_device_names(problem, _ring_options(problem).disk, "disk")
         ring = self._make_ring(problem, names)
         windows = self._assign_windows(problem, ring)
         assignments = make_window_assignments(problem, windows.stages())
@@ -418,7 +423,7 @@ class PipedRing(Sequential):
     def assign_layers(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
     ) -> LayerCounts:
-        """Return the stages of all rounds on the given devices."""
+        """Return the stages of all rounds on the devices ``names``."""
         ring = self._make_ring(problem, names)
         return self._assign_windows(problem, ring).stages()
 
@@ -455,13 +460,13 @@ class PipedRing(Sequential):
 
 
 def _ring_options(problem: GenerateProblem[StagesOptions]) -> RingOptions:
-    # The problem of a method has options of its class `Options`; the base class only promises stages.
+    # The testbed creates the problem of a method with its class `Options`, here `RingOptions`.
     assert isinstance(problem.options, RingOptions)
     return problem.options
 
 
 def refuse_draft(problem: GenerateProblem[Any], remedy: str) -> None:
-    """Raise `InputError` if the scenario has a draft model, for a method that cannot use one."""
+    """Raise `InputError` if the scenario has a draft model; ``remedy`` says in its message how to use one."""
     if problem.draft is not None:
         raise InputError(
             f"this method generates one token at a time: leave 'draft' out, or {remedy}",
@@ -469,22 +474,22 @@ def refuse_draft(problem: GenerateProblem[Any], remedy: str) -> None:
         )
 
 
-def check_known(
+def check_device_names(
     problem: GenerateProblem[Any], names: Collection[str], key: str
 ) -> None:
-    """Raise `InputError` for an unknown device in an option of a method."""
-    known = [device.name for device in problem.devices]
+    """Raise `InputError` for an unknown device in the option ``key`` of a method."""
+    device_names = [device.name for device in problem.devices]
     for name in names:
-        if name not in known:
+        if name not in device_names:
             raise InputError(
-                f"unknown device '{name}': {nearest(name, known)}",
+                f"unknown device '{name}': {nearest(name, device_names)}",
                 ("workload", "method", key),
             )
 
 
 def check_spares(problem: GenerateProblem[Any], spares: Collection[str]) -> None:
     """Raise `InputError` for an unknown spare, and if the coordinator is a spare."""
-    check_known(problem, spares, "spares")
+    check_device_names(problem, spares, "spares")
     coordinator = problem.devices[0].name
     if coordinator in spares:
         raise InputError(
@@ -534,7 +539,11 @@ class ShardsOptions(Options):
 
 
 class TensorParallel(Method[ShardsOptions, GenerationDetails]):
-    """Every device holds some heads and hidden columns of every layer; all add up their results twice per layer."""
+    """Every device holds a part of every layer.
+
+    With ``dataflow: all-reduce`` this is some heads and hidden columns, and the devices add up their results twice per
+    layer; with ``dataflow: gather`` it is some rows of each matrix, and the coordinator gathers the results.
+    """
 
     name = "tensor-parallel"
     summary = "generation: heads and hidden columns of every layer on every device, with all-reduce"
@@ -558,9 +567,8 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
         """Divide the layers; raises `InputError` for too many devices or too little memory."""
         refuse_draft(problem, "use the method 'sequential'")
         options, device_count = problem.options, len(problem.devices)
-        # A power of two has one bit set. Subtracting 1 clears this bit and sets all lower ones, so both have no bit in
-        # common.
-        if options.power_of_two and device_count & (device_count - 1):
+        # A power of two has a single bit.
+        if options.power_of_two and device_count.bit_count() != 1:
             raise InputError(
                 f"{device_count} devices are not a power of two: use 1, 2, 4, 8, ... devices, or leave 'power_of_two' "
                 "out",
@@ -600,9 +608,11 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
         # The coordinator alone embeds tokens and multiplies with the output matrix.
         is_coordinator = device is problem.devices[0]
         share = shard.heads / architecture.kv_heads
-        layers = model.layer_memory() * architecture.layers * share
-        ends = model.end_memory(has_embedding=is_coordinator, has_output=is_coordinator)
-        memory = layers + model.buffer_memory() + ends
+        layer_memory = model.layer_memory() * architecture.layers * share
+        end_memory = model.end_memory(
+            has_embedding=is_coordinator, has_output=is_coordinator
+        )
+        memory = layer_memory + model.buffer_memory() + end_memory
         part = f"heads {shard.head_start} to {shard.head_stop - 1}"
         parameters = architecture.layers * shard.parameters(architecture)
         assignment = self._make_assignment(problem, device, memory, part, parameters)

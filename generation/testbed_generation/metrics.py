@@ -39,15 +39,17 @@ class GenerationDetails(PlanDetails):
 class RequestTimes:
     """The times of a request's arrival and of each of its tokens, in seconds.
 
-    >>> RequestTimes(request=0, arrival=1.0, prompt=4, tokens=[1.5, 1.75, 2.0]).token_gaps
+    >>> times = RequestTimes(request=0, arrival=1.0, prompt_length=4, token_times=[1.5, 1.75, 2.0])
+    >>> times.token_gaps
     [0.25, 0.25]
     """
 
     request: int
+    """Number of the request."""
     arrival: float
-    prompt: int
+    prompt_length: int
     """Number of tokens of the prompt."""
-    tokens: list[float] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
     """Time of each generated token."""
     end: float | None = None
     """Time at which the text was complete; None for a request that did not end."""
@@ -55,12 +57,12 @@ class RequestTimes:
     @property
     def first_seconds(self) -> float | None:
         """Seconds from the arrival until the first token (TTFT)."""
-        return self.tokens[0] - self.arrival if self.tokens else None
+        return self.token_times[0] - self.arrival if self.token_times else None
 
     @property
     def token_gaps(self) -> list[float]:
-        """Seconds between successive tokens."""
-        return [later - earlier for earlier, later in pairwise(self.tokens)]
+        """Seconds between successive tokens, one number less than tokens."""
+        return [later - earlier for earlier, later in pairwise(self.token_times)]
 
 
 def request_times(record: RunView) -> list[RequestTimes]:
@@ -73,7 +75,7 @@ def request_times(record: RunView) -> list[RequestTimes]:
                 fields["request"], event.time, fields["tokens"]
             )
         elif event.event == "token":
-            times[fields["request"]].tokens.append(event.time)
+            times[fields["request"]].token_times.append(event.time)
         elif event.event == "request" and fields["request"] in times:
             times[fields["request"]].end = event.time
     return [times[number] for number in sorted(times)]
@@ -99,6 +101,7 @@ def _median_ttft(record: RunView) -> float | None:
 
 
 def _token_gaps(record: RunView) -> list[float]:
+    """Return the seconds between successive tokens of all requests."""
     gaps: list[float] = []
     for request in request_times(record):
         gaps += request.token_gaps
@@ -111,29 +114,33 @@ def _median_tpot(record: RunView) -> float | None:
 
 
 def _count_tokens(record: RunView) -> int:
-    return sum(len(request.tokens) for request in request_times(record))
+    return sum(len(request.token_times) for request in request_times(record))
 
 
 def _total_rate(record: RunView) -> float | None:
     """Return the tokens per second from the first arrival until the last token."""
-    requests = [request for request in request_times(record) if request.tokens]
+    requests = [request for request in request_times(record) if request.token_times]
     if not requests:
         return None
     start = min(request.arrival for request in requests)
-    end = max(request.tokens[-1] for request in requests)
+    end = max(request.token_times[-1] for request in requests)
     return _count_tokens(record) / (end - start) if end > start else None
 
 
 def _median_request_rate(record: RunView) -> float | None:
-    """Return the tokens per second after the first token, so that the time of the prompt does not count."""
+    """Return the median over requests of the tokens per second.
+
+    The rate of a request begins at its first token, so that the time of the prompt does not count.
+    """
     rates = []
     for request in request_times(record):
-        if len(request.tokens) < 2:
+        times = request.token_times
+        if len(times) < 2:
             continue
-        seconds = request.tokens[-1] - request.tokens[0]
+        seconds = times[-1] - times[0]
         # Tokens that are accepted together from a draft have equal times.
         if seconds > 0:
-            rates.append((len(request.tokens) - 1) / seconds)
+            rates.append((len(times) - 1) / seconds)
     return median(rates) if rates else None
 
 
@@ -142,6 +149,7 @@ def _longest_pause(record: RunView) -> float | None:
 
 
 def _token_bytes(record: RunView) -> float | None:
+    """Return the bytes that all devices send, divided by the number of tokens."""
     token_count = _count_tokens(record)
     if not token_count:
         return None
@@ -154,7 +162,10 @@ def _token_bytes(record: RunView) -> float | None:
 def _per_token(
     device_seconds: Callable[[RunView, str], float],
 ) -> Callable[[RunView], dict[str, float]]:
-    """Return the function of a metric by device: the seconds of an activity divided by the number of tokens."""
+    """Return a function for a metric of each device: the result of ``device_seconds`` divided by the number of tokens.
+
+    ``device_seconds`` takes the run and the name of a device.
+    """
 
     def compute(record: RunView) -> dict[str, float]:
         token_count = _count_tokens(record)
@@ -170,7 +181,7 @@ def _per_token(
 
 
 def _event_seconds(event_name: str) -> Callable[[RunView, str], float]:
-    """Return the function that adds up the durations of a device's events of one kind."""
+    """Return a function of the run and a device that adds up the durations of the device's events ``event_name``."""
 
     def total_seconds(record: RunView, device: str) -> float:
         seconds = 0.0
@@ -190,7 +201,7 @@ def _waiting_seconds(record: RunView, device: str) -> float:
     busy_until = first_arrival
     busy = [*record.spans(device, "compute"), *record.spans(device, "send")]
     spans = [(float(start), float(end)) for start, end in busy]
-    # A device can compute and send at the same time, so a gap begins at the latest end so far.
+    # A device can compute and send at the same time, so it waits from the latest end of all earlier spans on.
     for start, end in sorted(spans):
         waiting += max(0.0, min(start, last_token) - busy_until)
         busy_until = max(busy_until, end)
@@ -198,16 +209,19 @@ def _waiting_seconds(record: RunView, device: str) -> float:
 
 
 def _cache_bytes(record: RunView) -> dict[str, float]:
-    """Return the planned room for KV caches by device."""
+    """Return the bytes for KV caches by device, as planned."""
     details = record.plan.details
     return details.cache if isinstance(details, GenerationDetails) else {}
 
 
 def _last_transfer(field_name: str) -> Callable[[RunView], float | None]:
-    """Return the function of the bytes transferred for the last token, which is None with other dataflows."""
+    """Return a function for the bytes in field ``field_name`` of the last ``transfer``; None without such events.
+
+    Only the dataflow ``gather`` has these events.
+    """
 
     def compute(record: RunView) -> float | None:
-        # The last transfer is that of a single token; the first is that of the prompt.
+        # The first transfer of a request is for its whole prompt, the last one for a single token.
         transfers = list(record.of("transfer"))
         return float(transfers[-1].fields[field_name]) if transfers else None
 
@@ -233,8 +247,8 @@ def requests_list(record: RunView) -> list[dict[str, Any]]:
             {
                 "request": request.request,
                 "arrival": request.arrival,
-                "prompt": request.prompt,
-                "tokens": len(request.tokens),
+                "prompt": request.prompt_length,
+                "tokens": len(request.token_times),
                 "ttft": request.first_seconds,
                 "tpot": tpot,
                 "latency": latency,
@@ -248,11 +262,11 @@ def tokens_list(record: RunView) -> list[dict[str, Any]]:
     requests = request_times(record)
     times: list[float] = []
     for request in requests:
-        times += request.tokens
+        times += request.token_times
     if not times:
         return []
     first_arrival = min(request.arrival for request in requests)
-    # With a first value of 0 the axis of the chart is linear.
+    # The first row has 0 tokens, so that the chart has a linear axis that begins at 0.
     rows = []
     for count, time in enumerate([first_arrival, *sorted(times)]):
         rows.append({"time": time, "tokens": count})

@@ -1,4 +1,8 @@
-"""The stages of a pipeline as the coordinator manages them: it assigns layers, detects losses and replaces stages."""
+"""The stages of a pipeline as the coordinator manages them: it assigns layers, detects losses and replaces stages.
+
+A loss is an event in which one or more devices with stages fail or restart. `FailureDetector` detects losses by pings,
+and `Pipeline` repairs them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ class PipelineOptions:
     """Times for the detection of lost stages, and the kind of recovery."""
 
     recovery: Literal["restart", "replay", "replicate"]
-    """restart: layers are assigned anew to all remaining devices. Otherwise one device replaces the lost one."""
+    """restart: all layers are assigned again to the remaining devices. Otherwise one device replaces the lost one."""
     heartbeat: float
     """Interval between health checks of the stages in seconds."""
     failure_timeout: float
@@ -63,16 +67,16 @@ class Stage:
 
 
 class FailureDetector:
-    """Pings devices, and reports the devices that are lost."""
+    """Pings devices in rounds, and reports the devices that are lost."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._question = 0
-        """Number of the last round of pings."""
+        """Number of the newest round of pings."""
         self._answers: dict[str, Pong] = {}
-        """Answers to the last round of pings, by device."""
+        """Answers to the newest round of pings, by device."""
         self._incarnations: dict[str, float] = {}
-        """Start time of each device's program, as in its first answer after layers were assigned."""
+        """Start time of each device's program, as in its first answer after its layers were assigned."""
         mailbox.on(Pong, self._store_pong)
 
     def _store_pong(self, pong: Pong) -> None:
@@ -81,13 +85,13 @@ class FailureDetector:
             self._answers[pong.sender] = pong
 
     def forget_start(self, name: str) -> None:
-        """Forget the start time of a device, so that its next answer defines the start time."""
+        """Forget the start time of a device that gets new layers, so that its next answer defines the start time."""
         self._incarnations.pop(name, None)
 
     async def find_lost(
         self, names: Collection[str], failure_timeout: float
     ) -> set[str]:
-        """Return the devices that do not answer in time, or have restarted since layers were assigned."""
+        """Return the devices that do not answer in time, or have restarted since their layers were assigned."""
         self._question += 1
         self._answers.clear()
         pings = {}
@@ -101,7 +105,7 @@ class FailureDetector:
                 ping.cancel()
         for name, pong in self._answers.items():
             first_incarnation = self._incarnations.setdefault(name, pong.incarnation)
-            # A device that has restarted answers, and has lost its layers.
+            # A restarted device answers, but has lost its layers.
             if pong.incarnation != first_incarnation:
                 lost.add(name)
         return lost
@@ -134,11 +138,11 @@ class Pipeline:
         options: PipelineOptions,
         weights_to_send: Callable[[str, Assign], Mapping[str, Tensor]],
     ) -> None:
-        """``devices`` may hold layers, the coordinator first.
+        """Register the handlers of messages; `assign_layers` creates the stages.
 
         Args:
             mailbox: mailbox of the coordinator.
-            devices: names of all devices, spares included.
+            devices: names of all devices, spares included, the coordinator first.
             divide_layers: function that divides the layers among the reachable devices.
             layer_capacity: function of a device that returns the number of layers for which it has memory.
             options: kind of recovery, and times.
@@ -146,8 +150,9 @@ class Pipeline:
                 the device has these weights.
         """
         self.stages: list[Stage] = []
+        """The current stages."""
         self.losses = 0
-        """Number of losses of stages that have been repaired."""
+        """Number of losses that have been repaired."""
         self._mailbox = mailbox
         self._device = mailbox.device
         self._reachable = list(devices)
@@ -159,12 +164,12 @@ class Pipeline:
         self._detector = FailureDetector(mailbox)
         self._ready_event = asyncio.Event()
         self._has_started = False
-        """Whether all stages have held their layers once."""
+        """Whether all stages have had their layers at some time."""
         self._loss_number = 0
-        """Number of losses of stages, including a loss that is being repaired."""
+        """Number of losses so far, including a loss that is being repaired."""
 
     async def assign_layers(self) -> None:
-        """Assign the planned layers, and check the stages from then on.
+        """Assign the planned layers, and monitor the stages from then on.
 
         Raises `TestbedError` if the model does not fit into the memory of the reachable devices.
         """
@@ -191,7 +196,7 @@ class Pipeline:
             self._mailbox.post(stage.device, Release(request))
 
     async def _assign_all(self) -> None:
-        """Assign layers to the reachable devices; repeat this without the devices that are lost meanwhile."""
+        """Assign all layers to the reachable devices; repeat this without devices that are lost meanwhile."""
         while True:
             try:
                 layer_counts = self._divide_layers(self._reachable)
@@ -200,7 +205,7 @@ class Pipeline:
                     f"too few devices are left for the model: {error}"
                 ) from error
             stages = self._make_stages(layer_counts)
-            # Before the first assignment there is none to drop.
+            # Devices drop all earlier assignments; the first assignment has no earlier ones.
             oldest = stages[0].assignment if stages[0].assignment > 1 else None
             lost = await self._assign_stages(stages, stages, oldest)
             if not lost:
@@ -212,7 +217,8 @@ class Pipeline:
         start = 0
         for name, layers in layer_counts:
             # Numbers of assignments are never used again, so that a late answer is not taken for a new one.
-            number, stop = next(self._assignment_numbers), start + layers
+            number = next(self._assignment_numbers)
+            stop = start + layers
             stages.append(Stage(name, number, start, stop, self._loss_number))
             start = stop
         return stages
@@ -223,36 +229,38 @@ class Pipeline:
         stages: list[Stage],
         oldest: int | None = None,
     ) -> set[str]:
-        """Make ``stages`` the current ones, and assign those that have changed; return devices lost meanwhile.
+        """Make ``stages`` the current ones, and assign the layers of ``changed_stages``; return devices lost meanwhile.
 
-        Assignments before number ``oldest`` become void.
+        Devices drop assignments before number ``oldest``.
         """
-        waiting = {}
+        loading = {}
+        """Stages that have not loaded their layers yet, by number of the assignment."""
         for stage in changed_stages:
             self._detector.forget_start(stage.device)
             assign = Assign(
                 stage.assignment,
                 stage.start,
                 stage.stop,
-                # The last stage of a ring has no layers: its predecessor stops at the same layer, and is not the last.
+                # Compared by the first layer: the last stage of a ring has no layers, so the stage before it has the
+                # same last layer.
                 final=stage.start == stages[-1].start,
                 replica=self._replica_of(stage, stages),
                 oldest=oldest,
             )
             weights = self._weights_to_send(stage.device, assign)
             self._mailbox.post(stage.device, replace(assign, weights=weights))
-            waiting[stage.assignment] = stage
+            loading[stage.assignment] = stage
         self.stages = stages
-        while waiting:
+        while loading:
             deadline = self._device.now() + self._options.heartbeat
             assigned = await self._mailbox.take(Assigned, deadline=deadline)
             if assigned is None:
-                # A device that dies while it loads never answers, and is not checked before all stages are ready.
-                lost = await self._find_lost(waiting.values())
+                # A device that dies while it loads never answers, and no other check runs before all stages are ready.
+                lost = await self._find_lost(loading.values())
                 if lost:
                     return lost
-            elif assigned.assignment in waiting:
-                stage = waiting.pop(assigned.assignment)
+            elif assigned.assignment in loading:
+                stage = loading.pop(assigned.assignment)
                 index = self.stages.index(stage)
                 self.stages[index] = replace(stage, cached_tokens=assigned.held)
         self.losses = self._loss_number
@@ -269,20 +277,18 @@ class Pipeline:
         return next_device if next_device != stage.device else None
 
     async def _find_lost(self, stages: Iterable[Stage]) -> set[str]:
-        """Return the lost devices of some stages."""
+        """Return the lost devices of ``stages``, without the coordinator."""
         failure_timeout = self._options.failure_timeout
         if not self._has_started:
             failure_timeout = max(self._options.startup_timeout, failure_timeout)
-        # A dictionary as an ordered set: pings are sent in the order of the stages in every run with the same seed.
-        others = dict.fromkeys(stage.device for stage in stages)
+        # The dictionary is an ordered set: pings are sent in the order of the stages in every run with the same seed.
+        names = dict.fromkeys(stage.device for stage in stages)
         # The coordinator runs this program: a run without it has ended.
-        others.pop(self._device.name, None)
-        return await self._detector.find_lost(others, failure_timeout)
+        names.pop(self._device.name, None)
+        return await self._detector.find_lost(names, failure_timeout)
 
     def _forget_devices(self, lost: set[str]) -> None:
         self._reachable = [name for name in self._reachable if name not in lost]
-
-    # Losses
 
     async def _monitor_stages(self) -> None:
         while True:
@@ -312,7 +318,7 @@ class Pipeline:
     async def _replace_lost(self) -> set[str]:
         """Assign the layers of lost stages to reachable devices; return devices lost meanwhile."""
         stages = list(self.stages)
-        replaced = []
+        substitutes = []
         for index, stage in enumerate(stages):
             if stage.device in self._reachable:
                 continue
@@ -324,16 +330,17 @@ class Pipeline:
                 self._loss_number,
             )
             stages[index] = substitute
-            replaced.append(substitute)
-        return await self._assign_stages(replaced, stages)
+            substitutes.append(substitute)
+        return await self._assign_stages(substitutes, stages)
 
     def _choose_substitute(self, lost: Stage, stages: list[Stage]) -> str:
-        """Return the device that replaces a lost stage: that with copies of the caches, or else the emptiest one.
+        """Return the device that replaces a lost stage: the one with copies of the caches, or else the emptiest one.
 
         Raises `TestbedError` if the layers of the stage fit into no device.
         """
 
         def free_capacity(name: str) -> int:
+            """Return the number of further layers for which a device has memory."""
             capacity = self._layer_capacity(name)
             for stage in stages:
                 if stage.device == name:
@@ -341,7 +348,7 @@ class Pipeline:
             return capacity
 
         replica = self._replica_of(lost, stages)
-        # With copies of the caches, no token is computed again.
+        # If the substitute has copies of the caches, no token has to be computed again.
         if replica in self._reachable and free_capacity(replica) >= lost.layers:
             return replica
         emptiest = max(self._reachable, key=free_capacity)

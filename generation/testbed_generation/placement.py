@@ -40,7 +40,10 @@ DevicePath = tuple[int, ...]
 """Indices of devices, in the order in which a token visits them."""
 
 PathEnd = tuple[int, int]
-"""A set of devices as bits, and the index of the device visited last. Paths with equal ends can be extended alike."""
+"""The set of the devices of a path, as an integer with bit i set for device i, and the index of its last device.
+
+Paths with equal ends can be extended by the same devices.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class PlacementProblem:
     devices: tuple[str, ...]
     """Names, the coordinator first."""
     layers: int
+    """Number of layers of the model."""
     layer_seconds: Mapping[str, float]
     """Time of one layer on each device."""
     capacity: Mapping[str, int]
@@ -84,10 +88,11 @@ class PlacementProblem:
         for name, count in layer_counts:
             computing += count * self.layer_seconds[name]
         last, _ = layer_counts[-1]
-        travel = self._travel_seconds(layer_counts)
-        return computing + travel + self.output_seconds(last)
+        messages = self._message_seconds(layer_counts)
+        return computing + messages + self.output_seconds(last)
 
-    def _travel_seconds(self, layer_counts: LayerCounts) -> float:
+    def _message_seconds(self, layer_counts: LayerCounts) -> float:
+        """Return the seconds of all messages of one token."""
         names = [name for name, _ in layer_counts]
         seconds = 0.0
         for sender, receiver in pairwise(names):
@@ -112,7 +117,7 @@ class PlacementProblem:
 
 
 def divide_evenly(problem: PlacementProblem) -> LayerCounts:
-    """Return about as many layers for each device, in the given order.
+    """Return equal numbers of layers for all devices, as nearly as possible, in the order of the devices.
 
     >>> divide_evenly(
     ...     PlacementProblem(("a", "b"), 5, {"a": 1, "b": 1}, {"a": 9, "b": 9}, lambda sender, receiver: 0)
@@ -123,14 +128,14 @@ def divide_evenly(problem: PlacementProblem) -> LayerCounts:
 
 
 def divide_by_memory(problem: PlacementProblem) -> LayerCounts:
-    """Return layers in proportion to the memory of the devices, in the given order.
+    """Return numbers of layers in proportion to the memory of the devices, in the order of the devices.
 
     >>> divide_by_memory(
     ...     PlacementProblem(("a", "b"), 4, {"a": 1, "b": 2}, {"a": 9, "b": 3}, lambda sender, receiver: 0.5)
     ... )
     (('a', 3), ('b', 1))
     """
-    # A device without room has a share as well, so that the check of the capacities names this device.
+    # Shares must be positive. A device without room gets a small share, so that the error names this device.
     shares = [max(problem.capacity[name], 1e-9) for name in problem.devices]
     return _divide_by_shares(problem, shares)
 
@@ -178,7 +183,8 @@ def minimize_bottleneck(problem: PlacementProblem) -> LayerCounts:
     """Return the devices, their order and their layers with the shortest time between tokens.
 
     The bottleneck is one of finitely many times: those of 1 to all layers on some device, and those of links. A
-    bisection finds the shortest of these times within which some chain can generate a token.
+    bisection finds the shortest of these times that allows a chain, since a longer time allows every chain of a shorter
+    one.
     """
     times = sorted(_possible_bottlenecks(problem))
     best: LayerCounts | None = None
@@ -232,33 +238,35 @@ def _fill_devices(
     return None if remaining else tuple(counts.items())
 
 
-def _extensions(members: int, device_count: int) -> Iterator[tuple[int, PathEnd]]:
-    """Yield each device outside the set ``members``, and the end of a path that continues to that device."""
+def _extensions(visited: int, device_count: int) -> Iterator[tuple[int, PathEnd]]:
+    """Yield each device outside the set ``visited``, and the end of a path that continues to that device."""
     # The coordinator, with index 0, begins every path and is never visited again.
     for index in range(1, device_count):
         bit = 1 << index
-        if not members & bit:
-            yield index, (members | bit, index)
+        if not visited & bit:
+            yield index, (visited | bit, index)
 
 
 def _shortest_chains(
     problem: PlacementProblem,
 ) -> list[tuple[tuple[str, ...], float]]:
-    """Return the order with the shortest travel time, in seconds, for each set of devices with the coordinator.
+    """Return, for each set of devices with the coordinator, the order with the shortest time, and this time.
 
-    The recurrence is that of Held and Karp (1962): the best path through a set that ends at a device extends the best
-    path through the set without that device.
+    The time, in seconds, is that of all messages and of the output matrix; the time of layers does not depend on the
+    order. The recurrence is that of Held and Karp (1962): the best path through a set that ends at a device extends the
+    best path through the set without that device.
     """
     _check_device_count(problem)
     coordinator, device_count = problem.devices[0], len(problem.devices)
-    alone = problem.output_seconds(coordinator)
-    chains: list[tuple[tuple[str, ...], float]] = [((coordinator,), alone)]
+    output_seconds = problem.output_seconds(coordinator)
+    # The chain of the coordinator alone has no messages.
+    chains: list[tuple[tuple[str, ...], float]] = [((coordinator,), output_seconds)]
     paths: dict[PathEnd, tuple[float, DevicePath]] = {(1, 0): (0.0, (0,))}
     for size in range(2, device_count + 1):
         extended: dict[PathEnd, tuple[float, DevicePath]] = {}
-        for (members, last), (seconds, path) in paths.items():
+        for (visited, last), (seconds, path) in paths.items():
             sender = problem.devices[last]
-            for index, end in _extensions(members, device_count):
+            for index, end in _extensions(visited, device_count):
                 total = seconds + problem.message_seconds(
                     sender, problem.devices[index]
                 )
@@ -276,20 +284,21 @@ def _shortest_chains(
 def _close_paths(
     problem: PlacementProblem, paths: Mapping[PathEnd, tuple[float, DevicePath]]
 ) -> list[tuple[tuple[str, ...], float]]:
-    """Return the best chain of each set of devices.
+    """Return the chain with the shortest time for each set of devices, and this time.
 
-    Its seconds include the message to the coordinator, and the output matrix on the last device.
+    The time includes the message to the coordinator, and the output matrix on the last device.
     """
-    best: dict[int, tuple[float, DevicePath]] = {}
-    for (members, last), (seconds, path) in paths.items():
+    shortest_paths: dict[int, tuple[float, DevicePath]] = {}
+    """By the set of devices of a path."""
+    for (visited, last), (seconds, path) in paths.items():
         name = problem.devices[last]
-        returning = problem.token_message_seconds(name, problem.devices[0])
-        total = seconds + returning + problem.output_seconds(name)
-        shortest, _ = best.get(members, (math.inf, ()))
+        return_seconds = problem.token_message_seconds(name, problem.devices[0])
+        total = seconds + return_seconds + problem.output_seconds(name)
+        shortest, _ = shortest_paths.get(visited, (math.inf, ()))
         if total < shortest:
-            best[members] = (total, path)
+            shortest_paths[visited] = (total, path)
     chains = []
-    for seconds, path in best.values():
+    for seconds, path in shortest_paths.values():
         names = tuple(problem.devices[index] for index in path)
         chains.append((names, seconds))
     return chains
@@ -315,28 +324,28 @@ def _possible_bottlenecks(problem: PlacementProblem) -> set[float]:
 
 
 def _chain_within(problem: PlacementProblem, limit: float) -> LayerCounts | None:
-    """Return a chain whose stages and links take at most ``limit`` seconds per token; None if no chain suffices.
+    """Return a chain whose stages and links take at most ``limit`` seconds per token; None without such a chain.
 
     Paths grow by one device at a time over links within the limit, and the first path with room for all layers is
-    chosen. Among paths with the same end any will do: they have the same devices, and therefore the same room.
+    chosen. Of paths with the same end only one is kept: they have the same devices, and therefore the same room.
     """
     _check_device_count(problem)
     device_count = len(problem.devices)
     # The limit is one of the sums compared with it, which may differ in the last bit if added in another order.
     limit *= 1 + 1e-12
-    inside, at_end = _capacities_within(problem, limit)
-    if inside[0] < 1:
+    inner_capacity, end_capacity = _capacities_within(problem, limit)
+    if inner_capacity[0] < 1:
         return None
     paths: dict[PathEnd, DevicePath] = {(1, 0): (0,)}
     while paths:
         extended: dict[PathEnd, DevicePath] = {}
-        for (members, last), path in paths.items():
-            capacities = [inside[index] for index in path]
-            capacities[-1] = at_end[last]
+        for (visited, last), path in paths.items():
+            capacities = [inner_capacity[index] for index in path]
+            capacities[-1] = end_capacity[last]
             if _is_sufficient(problem, path, capacities, limit):
                 return _spread_layers(problem, path, capacities)
-            for index, end in _extensions(members, device_count):
-                if inside[index] < 1:
+            for index, end in _extensions(visited, device_count):
+                if inner_capacity[index] < 1:
                     continue
                 seconds = problem.message_seconds(
                     problem.devices[last], problem.devices[index]
@@ -353,7 +362,7 @@ def _is_sufficient(
     capacities: Sequence[int],
     limit: float,
 ) -> bool:
-    """Return whether the devices of a path can hold all layers, and return the token within the limit."""
+    """Return whether the devices of a path have room for all layers, and the token returns within the limit."""
     if len(path) > 1:
         last, coordinator = problem.devices[path[-1]], problem.devices[0]
         if problem.token_message_seconds(last, coordinator) > limit:
@@ -365,22 +374,22 @@ def _is_sufficient(
 def _capacities_within(
     problem: PlacementProblem, limit: float
 ) -> tuple[list[int], list[int]]:
-    """Return how many layers each device computes in ``limit`` seconds, inside a chain and at its end."""
-    inside = []
-    at_end = []
+    """Return how many layers each device can compute in ``limit`` seconds: inside a chain, and at its end."""
+    inner_capacity = []
+    end_capacity = []
     for name in problem.devices:
         seconds, capacity = problem.layer_seconds[name], problem.capacity[name]
-        inside.append(min(capacity, int(limit / seconds)))
+        inner_capacity.append(min(capacity, int(limit / seconds)))
         # The last device also multiplies with the output matrix.
         remaining = limit - problem.output_seconds(name)
-        at_end.append(min(capacity, int(remaining / seconds)))
-    return inside, at_end
+        end_capacity.append(min(capacity, int(remaining / seconds)))
+    return inner_capacity, end_capacity
 
 
 def _spread_layers(
     problem: PlacementProblem, path: DevicePath, capacities: Sequence[int]
 ) -> LayerCounts:
-    """Return one layer for each device of a path, and the others for the first devices that have room for them."""
+    """Return one layer for each device of a path; the first devices with room get the remaining layers."""
     remaining = problem.layers - len(path)
     layer_counts = []
     for index, capacity in zip(path, capacities, strict=True):

@@ -1,4 +1,9 @@
-"""Inputs of the planners, and assignments from the planners' results. Pure functions without torch."""
+"""Inputs of the planners, and assignments from the planners' results. Pure functions without torch.
+
+`make_placement_problem`, `make_ring` and `make_shards` describe the devices of a `GenerateProblem` to
+`testbed_generation.placement`, `ring` and `sharding`; `make_stage_assignments` and `make_window_assignments` turn
+numbers of layers into the assignments of a plan.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +22,8 @@ from testbed_generation.ring import Member, Ring
 from testbed_generation.sharding import Shard, divide_layer
 from testbed_generation.workload import GenerateProblem
 
-CHOSEN_BYTES = 64
-"""Approximate bytes of a chosen token with the fields of its message."""
+TOKEN_MESSAGE_BYTES = 64
+"""Approximate bytes of the message with a chosen token."""
 
 PARTITION_RULES: dict[str, Callable[[PlacementProblem], LayerCounts]] = {
     "even": placement.divide_evenly,
@@ -35,7 +40,7 @@ def middle_position(problem: GenerateProblem[Any]) -> int:
 
 
 def mean_prompt(problem: GenerateProblem[Any]) -> int:
-    """Return the mean length of the prompts in tokens, rounded."""
+    """Return the mean length of the prompts in tokens, rounded; 1 without requests."""
     lengths = [len(request.prompt) for request in problem.requests] or [1]
     return round(sum(lengths) / len(lengths))
 
@@ -52,11 +57,13 @@ def pass_seconds(
     ``cost`` is a function of the number of tokens and of the number of cached tokens before them. The last device also
     chooses a token. Reads from a disk are not included.
     """
-    end = problem.model.output_cost(1) if is_last else Cost()
-    prompt = mean_prompt(problem)
+    output_cost = problem.model.output_cost(1) if is_last else Cost()
+    prompt_tokens = mean_prompt(problem)
+    prompt_cost = cost(prompt_tokens, 0) + output_cost
+    token_cost = cost(1, middle_position(problem)) + output_cost
     return {
-        f"prefill of {prompt}": device.seconds(cost(prompt, 0) + end),
-        "token": device.seconds(cost(1, middle_position(problem)) + end),
+        f"prefill of {prompt_tokens}": device.seconds(prompt_cost),
+        "token": device.seconds(token_cost),
     }
 
 
@@ -66,21 +73,24 @@ def layer_capacity(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
     Only the coordinator holds the embedding. The output matrix is counted on every device, since any device may be the
     last one.
     """
-    free = free_memory(problem, device, holds_output=True)
-    return max(0, math.floor(free / problem.model.layer_memory()))
+    memory = free_memory(problem, device, holds_output=True)
+    return max(0, math.floor(memory / problem.model.layer_memory()))
 
 
 def free_memory(
     problem: GenerateProblem[Any], device: DeviceSpec, *, holds_output: bool
 ) -> float:
-    """Return a device's bytes for layers, beside buffers and, on the coordinator, embedding and draft model."""
+    """Return the bytes that a device has for layers; negative if everything else does not fit.
+
+    Everything else is buffers, the output matrix if ``holds_output``, and embedding and draft model on the coordinator.
+    """
     model = problem.model
     is_coordinator = device.name == problem.devices[0].name
-    free = device.memory - model.buffer_memory()
-    free -= model.end_memory(has_embedding=is_coordinator, has_output=holds_output)
+    memory = device.memory - model.buffer_memory()
+    memory -= model.end_memory(has_embedding=is_coordinator, has_output=holds_output)
     if is_coordinator and problem.draft is not None:
-        free -= problem.draft.total_memory()
-    return free
+        memory -= problem.draft.total_memory()
+    return memory
 
 
 def message_time(
@@ -120,7 +130,7 @@ def make_placement_problem(
         capacity=capacity,
         message_seconds=message_time(problem, model.message_bytes(1)),
         # The last device chooses the token, and sends its number instead of activations.
-        token_message_seconds=message_time(problem, CHOSEN_BYTES),
+        token_message_seconds=message_time(problem, TOKEN_MESSAGE_BYTES),
         output_matrix_seconds=output_matrix_seconds,
     )
 
@@ -206,18 +216,19 @@ def make_window_assignments(
     """
     model = problem.model
     assignments: list[Assignment] = []
-    used: dict[str, float] = {}
+    assigned_memory: dict[str, float] = {}
+    """Bytes of the assignments of each device so far."""
     start = 0
     for index, (name, count) in enumerate(layer_counts):
         device = problem.device(name)
         is_head = device.name == problem.devices[0].name
         memory = count * model.layer_memory()
-        if name not in used:
+        if name not in assigned_memory:
             # Embedding, output matrix and buffers are counted once, with the first window.
-            used[name] = 0.0
+            assigned_memory[name] = 0.0
             memory += device.memory - free_memory(problem, device, holds_output=is_head)
-        memory = min(memory, device.memory - used[name])
-        used[name] += memory
+        memory = min(memory, device.memory - assigned_memory[name])
+        assigned_memory[name] += memory
         assignment = Assignment(
             device=name,
             start=start,
@@ -241,17 +252,19 @@ def device_cache_bytes(
     problem: GenerateProblem[Any], assignments: Sequence[Assignment]
 ) -> dict[str, float]:
     """Return the bytes for KV caches by device, for assignments of whole layers."""
-    cache: dict[str, float] = {}
+    cache_bytes: dict[str, float] = {}
     for assignment in assignments:
-        added = (assignment.stop - assignment.start) * problem.model.layer_cache()
-        cache[assignment.device] = cache.get(assignment.device, 0.0) + added
-    return cache
+        layers = assignment.stop - assignment.start
+        earlier_bytes = cache_bytes.get(assignment.device, 0.0)
+        added_bytes = layers * problem.model.layer_cache()
+        cache_bytes[assignment.device] = earlier_bytes + added_bytes
+    return cache_bytes
 
 
 def make_shards(
     problem: GenerateProblem[Any], shares: Sequence[float] | None
 ) -> tuple[Shard, ...]:
-    """Return the shard of each device, by the given shares or else in proportion to the devices' decoding rates."""
+    """Return the shard of each device by ``shares``; None: in proportion to the devices' decoding rates."""
     if shares is None:
         position = middle_position(problem)
         rates = []

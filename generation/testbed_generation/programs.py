@@ -78,7 +78,10 @@ def load_seconds(problem: GenerateProblem[Any], layers: int) -> float:
 
 
 def make_service(device: Device, context: GenerateContext[Any, Any]) -> Service:
-    """Return the coordinator's service, which records the text of each complete request if tokens are computed."""
+    """Return the requests for the coordinator, with callbacks that decode tokens to text and record the texts.
+
+    Without numerics there are no texts.
+    """
     problem = context.problem
     is_computed = problem.workload.is_computed
 
@@ -86,16 +89,16 @@ def make_service(device: Device, context: GenerateContext[Any, Any]) -> Service:
         if not is_computed:
             return
         # The end token is not a part of the text.
-        if tokens[-1] == problem.end:
+        if tokens[-1] == problem.end_token:
             tokens = tokens[:-1]
         text = decode_tokens(tokens, context.pieces)
         device.record("text", request=number, text=text)
 
     decoders: dict[int, TextDecoder] = {}
-    """By request: a character may take several tokens, and tokens of other requests may be decoded between them."""
+    """By request, since a character may take several tokens, and tokens of other requests may come between them."""
 
     def decode_token(number: int, token: int) -> str:
-        if token == problem.end:
+        if token == problem.end_token:
             return ""
         decoder = decoders.setdefault(number, TextDecoder(context.pieces))
         return decoder.decode(token)
@@ -103,7 +106,7 @@ def make_service(device: Device, context: GenerateContext[Any, Any]) -> Service:
     return Service(
         problem.requests,
         concurrency=problem.workload.concurrency,
-        end=problem.end,
+        end_token=problem.end_token,
         on_complete=record_text,
         token_text=decode_token if is_computed else None,
     )

@@ -80,8 +80,9 @@ class Ring:
     """Inputs for dividing layers among the devices of a ring."""
 
     members: tuple[Member, ...]
-    """In the order of the ring, the head first."""
+    """Devices in the order of the ring, the head first."""
     layers: int
+    """Number of layers of the model."""
     layer_bytes: float
     """Bytes of a layer's weights and caches."""
     message_seconds: Callable[[str, str], float]
@@ -154,7 +155,7 @@ class Windows:
         It also takes at least as long as any single device computes and reads.
         """
         round_seconds = self._round_message_seconds(ring)
-        longest = 0.0
+        longest_device_seconds = 0.0
         for name, window_layers in self.layer_counts:
             member = ring.member(name)
             computing = window_layers * member.layer_seconds
@@ -162,9 +163,10 @@ class Windows:
             round_seconds += computing
             if not ring.can_prefetch(member, window_layers):
                 round_seconds += reading
-            # A window that is read ahead must be there before the device computes again, one round later.
-            longest = max(longest, computing + reading)
-        return self.rounds * max(round_seconds, longest) + ring.output_seconds
+            # A window that is read ahead must be in memory before the device computes again, one round later.
+            longest_device_seconds = max(longest_device_seconds, computing + reading)
+        round_seconds = max(round_seconds, longest_device_seconds)
+        return self.rounds * round_seconds + ring.output_seconds
 
     def busiest_seconds(self, ring: Ring) -> float:
         """Return the seconds between two tokens when many requests are in flight and all devices are busy.
@@ -259,21 +261,21 @@ def _cheapest_windows(ring: Ring, rounds: int) -> Windows | None:
             continue
         if last != _HEAD:
             # Activations return to the head after each round, for its next window or for the output matrix.
-            returning = ring.message_seconds(ring.members[last].name, head.name)
-            seconds += rounds * returning
+            return_seconds = ring.message_seconds(ring.members[last].name, head.name)
+            seconds += rounds * return_seconds
         if seconds < lowest_seconds:
             cheapest, lowest_seconds = layer_counts, seconds
     return None if cheapest is None else Windows(rounds, cheapest)
 
 
 def _add_member(states: _States, ring: Ring, index: int, rounds: int) -> None:
-    """Add all states in which a device is the last one used."""
+    """Add to ``states`` all states in which the device with this index is the last one used."""
     member = ring.members[index]
     per_round = ring.layers // rounds
     costs = []
     for window_layers in range(per_round + 1):
         costs.append(ring.device_seconds(member, window_layers, rounds))
-    # A copy, since new states are added meanwhile: their last device is this one, which is used once.
+    # The loop must not see the states that it adds, since it would use this device twice: it goes through a copy.
     for (last, assigned), (seconds, layer_counts) in list(states.items()):
         sender = ring.members[last].name
         messages = rounds * ring.message_seconds(sender, member.name)
@@ -296,7 +298,7 @@ def _no_windows_error(ring: Ring, rounds: int) -> InputError:
             ("workload", "method"),
         )
     error = _missing_link_error(ring, windows)
-    # With all links of these windows the given ring would have had windows, too.
+    # If the ring had all links between these windows, it would have windows.
     assert error is not None
     return error
 
@@ -364,30 +366,31 @@ def _share_by_memory(ring: Ring, rounds: int) -> dict[str, int]:
     """Return the number of layers of each device's window, in proportion to free memory, possibly none."""
     counts: dict[str, int] = {}
     remaining = _layers_per_round(ring, rounds)
-    sharing = list(ring.members)
-    # In each pass the remaining devices share the remaining layers. A device whose share does not fit gets as many
-    # layers as fit, and leaves; so there are at most as many passes as devices.
+    candidates = list(ring.members)
+    # In each pass the candidates share the remaining layers. A device whose share does not fit gets as many layers as
+    # fit and is no candidate any more, so there are at most as many passes as devices.
     for _ in ring.members:
-        # A device with a disk and no free memory reads all its layers, so it has a share as well: one byte, since
-        # negative shares are no proportions, and shares that are all 0 have no sum to divide by.
-        shares = [max(member.memory, 1.0) for member in sharing]
-        proportional = apportion(remaining, shares, "layers")
-        full = []
-        for member, window_layers in zip(sharing, proportional, strict=True):
+        # A device with a disk and no free memory can read all its layers, so it has a share as well: one byte, since
+        # shares must be positive.
+        shares = [max(member.memory, 1.0) for member in candidates]
+        window_sizes = apportion(remaining, shares, "layers")
+        full_members = []
+        for member, window_layers in zip(candidates, window_sizes, strict=True):
             counts[member.name] = window_layers
             if not _fits(ring, member, window_layers, rounds):
-                full.append(member)
-        if not full:
+                full_members.append(member)
+        if not full_members:
             break
-        # No device is left for the layers that do not fit.
-        if len(full) == len(sharing):
-            raise _no_memory_error(full[0], rounds * counts[full[0].name])
-        for member in full:
+        # Without another candidate, no device has room for the layers that do not fit.
+        if len(full_members) == len(candidates):
+            first_full = full_members[0]
+            raise _no_memory_error(first_full, rounds * counts[first_full.name])
+        for member in full_members:
             # Free memory is negative if embedding and buffers alone do not fit.
             window_layers = max(0, int(member.memory / ring.layer_bytes / rounds))
             counts[member.name] = window_layers
             remaining -= window_layers
-            sharing.remove(member)
+            candidates.remove(member)
     return counts
 
 
@@ -447,7 +450,7 @@ def best_windows(
         if best is None or windows.token_seconds(ring) < best.token_seconds(ring):
             best = windows
     if best is None:
-        # At least one candidate was tried, and it had neither windows nor another result than an error.
+        # Each candidate has windows or an error, and there is at least one candidate.
         assert first_error is not None
         raise first_error
     return best

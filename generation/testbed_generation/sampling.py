@@ -33,11 +33,15 @@ class Sampling:
         if self.temperature == 0:
             return int(logits.argmax())
         probabilities = torch.softmax(logits.double() / self.temperature, dim=-1)
-        ordered, tokens = probabilities.sort(descending=True)
-        # The most probable token is always kept, since the sum of the probabilities before it is 0.
-        before = ordered.cumsum(dim=-1) - ordered
-        ordered = torch.where(before < self.top_p, ordered, 0.0)
+        sorted_probabilities, tokens = probabilities.sort(descending=True)
+        # A token is kept if all more probable tokens together have less than `top_p`. The most probable token is always
+        # kept, since this sum is 0.
+        sums_before = sorted_probabilities.cumsum(dim=-1) - sorted_probabilities
+        kept_probabilities = torch.where(
+            sums_before < self.top_p, sorted_probabilities, 0.0
+        )
         generator = torch.Generator().manual_seed(
             derive(self.seed, "token", request, position)
         )
-        return int(tokens[torch.multinomial(ordered, 1, generator=generator)])
+        index = torch.multinomial(kept_probabilities, 1, generator=generator)
+        return int(tokens[index])

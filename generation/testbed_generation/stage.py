@@ -1,4 +1,9 @@
-"""The program of a device with layers: loads them, computes steps in the order of arrival, and keeps KV caches."""
+"""The program of a device with layers: loads them, computes steps in the order of arrival, and keeps KV caches.
+
+A `StageServer` may hold several `LayerRange` objects, one for each assignment of the coordinator. The final stage has
+the output matrix and chooses tokens. With recovery by replication, a stage sends copies of new cache entries to the
+device that would replace it.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +47,14 @@ class SequenceState:
 class LayerRange:
     """The layers of one assignment, with the KV caches of all requests.
 
-    Without weights no activations are computed; positions in the caches are counted, since times depend on them.
+    Without numerics there are no weights and no activations; positions in the caches are counted, since times depend on
+    them.
     """
 
     def __init__(
         self, model: CostModel, assign: Assign, weight_source: WeightSource | None
     ) -> None:
-        """``weight_source`` is None without numerics."""
+        """Read the weights of the layers that ``assign`` names; ``weight_source`` is None without numerics."""
         self.assign = assign
         self.model = model
         self.sequences: dict[int, SequenceState] = {}
@@ -72,7 +78,7 @@ class LayerRange:
         return self.assign.last - self.assign.first
 
     def accepts(self, step: Step) -> bool:
-        """Return whether a step continues the caches; a newer attempt drops entries from its position on.
+        """Return whether a step continues the caches, which are first truncated for a step of a newer attempt.
 
         A step is rejected if its attempt is older, if it was computed already, or if earlier tokens are missing.
         """
@@ -101,9 +107,9 @@ class LayerRange:
         return cost + self.model.output_cost(step.scored)
 
     def compute_step(self, step: Step) -> Tensor | None:
-        """Return activations of shape (tokens, width); from the final stage, logits of shape (scored, vocabulary).
+        """Return the output for a step: logits, (scored, vocabulary), of the final stage, else activations.
 
-        None without numerics.
+        Activations have the shape (tokens, width). The result is None without numerics.
         """
         sequence = self.sequences[step.request]
         sequence.position = step.position + step.tokens
@@ -115,9 +121,9 @@ class LayerRange:
                 activations = layer.forward(activations, cache)
             if self._output is None or self._norm is None:
                 return activations
-            scored = activations[-step.scored :]
+            scored_activations = activations[-step.scored :]
             epsilon = self.model.architecture.epsilon
-            return score(scored, self._norm, self._output, epsilon)
+            return score(scored_activations, self._norm, self._output, epsilon)
 
     def added_entries(self, step: Step) -> tuple[Tensor, Tensor] | None:
         """Return the keys and values of a step's tokens, each of shape (layers, heads, tokens, values of a head).
@@ -144,7 +150,7 @@ class LayerRange:
             new_sequence = self._make_sequence(copy.attempt)
             sequence = self.sequences.setdefault(copy.request, new_sequence)
             if copy.position > sequence.position:
-                # The copy before this one is still in transit, or was lost with its sender.
+                # An earlier copy is still in transit, or was lost with its sender.
                 return
             sequence.attempt = copy.attempt
             sequence.position = copy.position + copy.tokens
@@ -182,7 +188,7 @@ class StageServer:
             disk: disk from which layers beyond the memory are read for each step.
         """
         self.ranges: dict[int, LayerRange] = {}
-        """Loaded layers by number of the assignment; several while one replaces another."""
+        """Loaded layers by the number of the assignment; several while an assignment replaces an earlier one."""
         self._mailbox = mailbox
         self._device: Device = mailbox.device
         self._coordinator = coordinator
@@ -231,13 +237,13 @@ class StageServer:
         self._mailbox.start(self._load_layers(assign))
 
     def _drop_before(self, oldest: int) -> None:
-        """Drop the ranges of void assignments, whose weights would take memory until the end of the run."""
+        """Drop the ranges of assignments before ``oldest``, whose weights would take memory until the run ends."""
         self._oldest = oldest
-        void = [number for number in self.ranges if number < oldest]
-        for number in void:
-            dropped = self.ranges.pop(number)
+        void_numbers = [number for number in self.ranges if number < oldest]
+        for number in void_numbers:
+            layer_range = self.ranges.pop(number)
             if self._disk is not None:
-                self._disk.drop_window(dropped.assign.first)
+                self._disk.drop_window(layer_range.assign.first)
 
     async def _load_layers(self, assign: Assign) -> None:
         await self._device.sleep(self._load_seconds(assign))
@@ -271,7 +277,8 @@ class StageServer:
         if self._disk is not None:
             self._disk.read_ahead(layer_range.assign.first)
         if layer_range.assign.replica is not None:
-            # Before the activations, so that copies of a token are in transit when the coordinator receives the token.
+            # Sent before the activations, so that copies of a token are in transit when the coordinator receives the
+            # token.
             self._send_copy(layer_range, step, layer_range.assign.replica)
         if step.way:
             self._forward_activations(step, output)
@@ -315,7 +322,7 @@ class StageServer:
         self._mailbox.post(self._coordinator, result)
 
     def _padding_for(self, activations: Tensor | None, tokens: int) -> int:
-        """Return the bytes that replace activations without numerics, so that times on links are the same."""
+        """Return the bytes of padding in place of activations, without numerics, so that times on links are equal."""
         return 0 if activations is not None else self._model.message_bytes(tokens)
 
     def _choose_tokens(self, step: Step, logits: Tensor | None) -> list[int]:

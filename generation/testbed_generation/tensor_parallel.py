@@ -26,10 +26,11 @@ from testbed_generation.transformer import Cache, LayerShard, score
 from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, WeightSource, read_layer
 
 KINDS: tuple[type[TypedMessage], ...] = (Forward, Part, PackedPart, Release)
+"""Messages that the mailbox of each device has to register."""
 
 
 class ShardServer:
-    """A device's shard of all layers, with the KV caches of its heads."""
+    """A device's shard of all layers, with the KV caches of its heads; on the coordinator, a `LocalPart`."""
 
     def __init__(
         self,
@@ -74,12 +75,16 @@ class ShardServer:
         new_caches = [Cache() for _ in range(layers)]
         caches = self._caches.setdefault(forward.request, new_caches)
         activations = forward.values
-        # Two sums for each layer. All devices number the sums alike, so that parts of different sums are not mixed.
+        # Each layer has two sums. All devices number them alike, so that parts of different sums are not mixed.
         operation = 2 * layers * forward.number
         for layer in range(layers):
-            for attention in (True, False):
+            for is_attention in (True, False):
                 part = await self._compute_half(
-                    layer, forward, activations, caches[layer], attention=attention
+                    layer,
+                    forward,
+                    activations,
+                    caches[layer],
+                    is_attention=is_attention,
                 )
                 total = await self._all_reduce.all_reduce(operation, part, size)
                 operation += 1
@@ -95,23 +100,23 @@ class ShardServer:
         activations: Tensor | None,
         cache: Cache,
         *,
-        attention: bool,
+        is_attention: bool,
     ) -> Tensor | None:
-        """Return the output of the shard's heads; with ``attention`` false, of the shard's hidden columns."""
+        """Return the output of the shard's heads if ``is_attention``, otherwise that of its hidden columns."""
 
         def compute() -> Tensor | None:
             if activations is None:
                 return None
             with torch.inference_mode():
                 shard = self._layers[layer]
-                if attention:
+                if is_attention:
                     return shard.attend(activations, cache)
                 return shard.feed_forward(activations)
 
         cost = self._model.half_layer_cost(
-            self._shard, forward.tokens, forward.position, attention=attention
+            self._shard, forward.tokens, forward.position, is_attention=is_attention
         )
-        name = "attention" if attention else "feed_forward"
+        name = "attention" if is_attention else "feed_forward"
         last_position = forward.position + forward.tokens - 1
         span = Span(name, batch=forward.request, micro=last_position)
         return await self._device.compute(compute, cost, span)

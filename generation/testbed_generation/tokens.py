@@ -1,4 +1,7 @@
-"""Tokenizers: single bytes without a file of weights, or the tokenizer of a checkpoint or of a GGUF file."""
+"""Tokenizers: single bytes without a file of weights, or the tokenizer of a checkpoint or of a GGUF file.
+
+A token is a number; its piece is the bytes of text that it stands for, which may be a part of a character.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from testbed_generation.weights import GgufFile, open_weights
 KEY = ("workload", "model", "weights")
 """Key of the scenario that names the file, for errors."""
 UNKNOWN = "\ufffd".encode()
-"""Text of a token that has none in its vocabulary."""
+"""Piece of a token without a text: U+FFFD, the replacement character."""
 
 
 class Tokenizer(Protocol):
-    """Converts text to tokens, and has the text of each token."""
+    """Converts text to tokens, and has the piece of each token."""
 
-    end: int | None
+    end_token: int | None
     """The token after which a text is complete; None for a vocabulary without such a token."""
     pieces: Sequence[bytes]
-    """Text of each token in UTF-8; several tokens may form one character."""
+    """The bytes of each token's text in UTF-8."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -67,7 +70,7 @@ def decode_tokens(tokens: Sequence[int], pieces: Sequence[bytes]) -> str:
 class ByteTokenizer:
     """One token for each byte of UTF-8."""
 
-    end: int | None = None
+    end_token: int | None = None
     pieces: Sequence[bytes] = tuple(bytes([value]) for value in range(256))
 
     def encode(self, text: str) -> list[int]:
@@ -78,10 +81,10 @@ class ByteTokenizer:
 class VocabularyTokenizer:
     """The tokens of a tokenizer of the package ``tokenizers``."""
 
-    def __init__(self, tokenizer: Any, end: int | None) -> None:
-        """``tokenizer`` is a ``tokenizers.Tokenizer``, ``end`` the token that ends a text."""
+    def __init__(self, tokenizer: Any, end_token: int | None) -> None:
+        """``tokenizer`` is a ``tokenizers.Tokenizer``, and ``end_token`` the token after which a text is complete."""
         self._tokenizer = tokenizer
-        self.end = end
+        self.end_token = end_token
         pieces = []
         for token in range(tokenizer.get_vocab_size()):
             pieces.append(_token_bytes(tokenizer.id_to_token(token)))
@@ -99,34 +102,37 @@ def _byte_letters() -> dict[str, int]:
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     ]
-    letters = {chr(value): value for value in printable}
+    byte_of_letter = {chr(value): value for value in printable}
     # GPT-2 represents all other bytes, such as the space, by the letters from U+0100 on, in the order of the bytes.
-    letter = 256
+    code_point = 0x100
     for value in range(256):
         if value not in printable:
-            letters[chr(letter)] = value
-            letter += 1
-    return letters
+            byte_of_letter[chr(code_point)] = value
+            code_point += 1
+    return byte_of_letter
 
 
-_LETTERS = _byte_letters()
+_BYTE_OF_LETTER = _byte_letters()
 
 
-def _token_bytes(token: str | None) -> bytes:
-    """Return the text of a token; in byte-level vocabularies a letter represents a byte, in others itself."""
-    if token is None:
+def _token_bytes(text: str | None) -> bytes:
+    """Return the piece of a token from its text in the vocabulary, which writes some bytes in other letters.
+
+    ``text`` is None for a token without a text.
+    """
+    if text is None:
         return UNKNOWN
-    # SentencePiece writes a byte without a letter as <0x0A>, and a space as ▁.
-    if token.startswith("<0x") and len(token) == 6:
-        return bytes([int(token[3:5], 16)])
-    if "▁" in token:
-        return token.replace("▁", " ").encode()
+    # SentencePiece writes a byte that is no character as <0x0A>, and a space as ▁.
+    if text.startswith("<0x") and len(text) == 6:
+        return bytes([int(text[3:5], 16)])
+    if "▁" in text:
+        return text.replace("▁", " ").encode()
     values = []
-    for letter in token:
-        if letter not in _LETTERS:
-            # A special token, or a token of a vocabulary of characters.
-            return token.encode()
-        values.append(_LETTERS[letter])
+    for letter in text:
+        if letter not in _BYTE_OF_LETTER:
+            # The vocabulary writes this token as it is: a special token, or a token of characters.
+            return text.encode()
+        values.append(_BYTE_OF_LETTER[letter])
     return bytes(values)
 
 
@@ -156,11 +162,11 @@ def _from_checkpoint(path: Path) -> Tokenizer:
             KEY,
         )
     tokenizer = _import_tokenizers(path).Tokenizer.from_file(str(file))
-    # tokenizer.json does not name the token that ends a text; for chat models it is the first of these that exists.
+    # tokenizer.json does not name the end token. It is the first of these that exists; chat models have several.
     for text in ("</s>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>"):
-        end = tokenizer.token_to_id(text)
-        if end is not None:
-            return VocabularyTokenizer(tokenizer, end)
+        end_token = tokenizer.token_to_id(text)
+        if end_token is not None:
+            return VocabularyTokenizer(tokenizer, end_token)
     return VocabularyTokenizer(tokenizer, None)
 
 
@@ -188,7 +194,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     # Marks such as <|im_start|> are single tokens, which merges of letters would not produce.
-    special = [text for text in texts if text.startswith("<|") and text.endswith("|>")]
-    tokenizer.add_special_tokens(special)
-    end = file.read_number("tokenizer.ggml.eos_token_id")
-    return VocabularyTokenizer(tokenizer, None if end is None else int(end))
+    marks = [text for text in texts if text.startswith("<|") and text.endswith("|>")]
+    tokenizer.add_special_tokens(marks)
+    end_token = file.read_number("tokenizer.ggml.eos_token_id")
+    return VocabularyTokenizer(tokenizer, None if end_token is None else int(end_token))

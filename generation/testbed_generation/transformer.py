@@ -62,15 +62,19 @@ def normalise(values: Tensor, scale: Tensor, epsilon: float) -> Tensor:
     return values * torch.rsqrt(mean_square + epsilon) * scale
 
 
-def rotate(values: Tensor, first: int, base: float) -> Tensor:
+def rotate(values: Tensor, first_position: int, base: float) -> Tensor:
     """Return queries or keys of shape (heads, tokens, values) with rotary positions (Su et al., 2021).
 
-    ``first`` is the position of the first token. As in Hugging Face's layout, value i is paired with value i + half.
+    ``first_position`` is the position of the first token. As in Hugging Face's layout, value i is paired with value
+    i + half.
     """
+    tokens = values.shape[1]
     half = values.shape[-1] // 2
-    # Pair i of d values turns by position * base ** (-2 * i / d).
+    # Of d values of a head, pair i turns by the angle position * base ** (-2 * i / d).
     frequencies = base ** (-torch.arange(half, dtype=torch.float32) / half)
-    positions = torch.arange(first, first + values.shape[1], dtype=torch.float32)
+    positions = torch.arange(
+        first_position, first_position + tokens, dtype=torch.float32
+    )
     angles = torch.outer(positions, frequencies)
     cosine, sine = angles.cos(), angles.sin()
     low, high = values[..., :half], values[..., half:]
@@ -86,7 +90,8 @@ def attend_to(
 ) -> Tensor:
     """Return the attention output for the queries of the next tokens.
 
-    Rotates queries and keys, and appends keys and values to the cache. All shapes are (tokens, width of all heads).
+    Rotates queries and keys, and appends keys and values to the cache. Queries, keys, values and the result have the
+    shape (tokens, width of all heads).
     """
 
     def split_heads(projected: Tensor) -> Tensor:
@@ -94,20 +99,21 @@ def attend_to(
         by_token = projected.view(len(projected), -1, architecture.values_per_head)
         return by_token.transpose(0, 1)
 
-    first, tokens = cache.length, len(queries)
+    first_position, tokens = cache.length, len(queries)
     base = architecture.rope_base
-    rotated = rotate(split_heads(queries), first, base)
+    rotated_queries = rotate(split_heads(queries), first_position, base)
     # Keys are cached after their rotation, which depends on their own position alone.
-    new_keys = rotate(split_heads(keys), first, base)
-    keys, values = cache.extend(new_keys, split_heads(values))
+    rotated_keys = rotate(split_heads(keys), first_position, base)
+    all_keys, all_values = cache.extend(rotated_keys, split_heads(values))
     # A single token attends to all of the cache, so it needs no mask.
     mask = None
     if tokens > 1:
         # A new token attends to the cache, to earlier new tokens and to itself: the diagonal begins after the cache.
-        mask = torch.ones(tokens, keys.shape[1], dtype=torch.bool).tril(diagonal=first)
-    # `enable_gqa`: groups of query heads share a key and value head.
+        all_pairs = torch.ones(tokens, all_keys.shape[1], dtype=torch.bool)
+        mask = all_pairs.tril(diagonal=first_position)
+    # `enable_gqa` lets groups of query heads share a key-value head.
     attended = functional.scaled_dot_product_attention(
-        rotated, keys, values, attn_mask=mask, enable_gqa=True
+        rotated_queries, all_keys, all_values, attn_mask=mask, enable_gqa=True
     )
     return attended.transpose(0, 1).reshape(tokens, -1)
 
@@ -152,5 +158,9 @@ def embed(tokens: Tensor, embedding: Tensor) -> Tensor:
 
 
 def score(activations: Tensor, scale: Tensor, output: Tensor, epsilon: float) -> Tensor:
-    """Return the logits of the next token after each given token, shape (tokens, vocabulary)."""
+    """Return the logits of the token after each of the tokens, shape (tokens, vocabulary).
+
+    ``activations`` are those after the last layer, ``scale`` the scales of the last normalisation, and ``output`` the
+    output matrix.
+    """
     return functional.linear(normalise(activations, scale, epsilon), output)

@@ -1,4 +1,8 @@
-"""Weights of a model: drawn from a seed, or read from a safetensors or GGUF file in the Llama layout."""
+"""Weights of a model: drawn from a seed, or read from a safetensors or GGUF file in the Llama layout.
+
+All sources have the names of Hugging Face's Llama checkpoints, such as ``model.layers.3.mlp.up_proj.weight``. The part
+that all layers have in common, here ``mlp.up_proj``, is the short name of a weight.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,13 @@ from testbed_generation.messages import Assign
 from testbed_generation.sharding import Shard
 
 EMBEDDING = "model.embed_tokens.weight"
+"""Name of the token embedding."""
 NORM = "model.norm.weight"
+"""Name of the scales of the normalisation before the output matrix."""
 OUTPUT = "lm_head.weight"
+"""Name of the output matrix; a model whose output matrix is the embedding has no such weight."""
+_KEY = ("workload", "model", "weights")
+"""Key of the scenario that names the file, for errors."""
 DRAFT = "draft."
 """Prefix of the names of a draft model's weights, which are sent together with those of the model."""
 
@@ -31,13 +40,13 @@ DRAFT = "draft."
 def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight of a layer by its short name."""
     width, hidden = architecture.width, architecture.hidden
-    queries, keys = architecture.query_values, architecture.kv_values
+    query_values, kv_values = architecture.query_values, architecture.kv_values
     return {
         "input_layernorm": (width,),
-        "self_attn.q_proj": (queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (width, queries),
+        "self_attn.q_proj": (query_values, width),
+        "self_attn.k_proj": (kv_values, width),
+        "self_attn.v_proj": (kv_values, width),
+        "self_attn.o_proj": (width, query_values),
         "post_attention_layernorm": (width,),
         "mlp.gate_proj": (hidden, width),
         "mlp.up_proj": (hidden, width),
@@ -78,8 +87,8 @@ class WeightSource(Protocol):
 class SeededWeights:
     """Weights drawn from a seed, each by a generator of its own, so that a device draws only the weights that it holds.
 
-    Matrices are normal with variance 1 / inputs; the matrices whose products are added to the residual stream are
-    smaller by sqrt(2 * layers), as in GPT-2. Scales are one.
+    The values of a matrix are normally distributed with variance 1 / inputs. The matrices whose products are added to
+    the residual stream are smaller by sqrt(2 * layers), as in GPT-2. Vectors, the scales of normalisations, are one.
     """
 
     def __init__(self, architecture: Architecture, seed: int) -> None:
@@ -104,7 +113,7 @@ class SeededWeights:
 def _broken_file_error(path: Path, error: Exception) -> InputError:
     return InputError(
         f"{path}: no weights can be read ({error}): copy or download the file again",
-        ("workload", "model", "weights"),
+        _KEY,
     )
 
 
@@ -133,7 +142,7 @@ class Checkpoint:
         if not self._index and not self._path.is_file():
             raise InputError(
                 f"{self._path}: no such file: name a .safetensors or .gguf file, or a folder with model.safetensors",
-                ("workload", "model", "weights"),
+                _KEY,
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -168,7 +177,7 @@ class Checkpoint:
 
 def _missing_weight_error(file: Path, name: str) -> InputError:
     text = f"{file}: has no weight {name}: name a file in the Llama layout"
-    return InputError(text, ("workload", "model", "weights"))
+    return InputError(text, _KEY)
 
 
 _GGUF_NAMES = {
@@ -182,7 +191,7 @@ _GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""Names of a layer's weights in a GGUF file."""
+"""The name in a GGUF file of each weight of a layer, by short name."""
 
 
 class GgufFile:
@@ -195,13 +204,10 @@ class GgufFile:
         except ImportError:
             raise InputError(
                 f"{path}: install the package that reads GGUF files: pip install gguf",
-                ("workload", "model", "weights"),
+                _KEY,
             ) from None
         if not path.is_file():
-            raise InputError(
-                f"{path}: no such file: name a .gguf file",
-                ("workload", "model", "weights"),
-            )
+            raise InputError(f"{path}: no such file: name a .gguf file", _KEY)
         self._dequantise = gguf.quants.dequantize
         try:
             self._reader = gguf.GGUFReader(path)
@@ -227,32 +233,38 @@ class GgufFile:
     @cached_property
     def architecture(self) -> Architecture:
         """The model's shape according to the metadata."""
-
-        def required_number(key: str, default: float | None = None) -> float:
-            value = self.read_number(f"llama.{key}")
-            if value is None:
-                value = default
-            if value is None:
-                raise InputError(
-                    f"the GGUF file has no llama.{key}: name a file of a model of the Llama family",
-                    ("workload", "model", "weights"),
-                )
-            return value
-
-        heads = int(required_number("attention.head_count"))
+        heads = self._llama_number("attention.head_count")
+        # Files of the first Llama models lack the keys with a default here.
+        kv_heads = self._llama_number("attention.head_count_kv", default=heads)
+        rope_base = self._llama_number("rope.freq_base", default=10_000.0)
+        epsilon = self._llama_number("attention.layer_norm_rms_epsilon", default=1e-5)
         return Architecture(
-            layers=int(required_number("block_count")),
-            width=int(required_number("embedding_length")),
-            heads=heads,
-            kv_heads=int(required_number("attention.head_count_kv", heads)),
-            hidden=int(required_number("feed_forward_length")),
+            layers=int(self._llama_number("block_count")),
+            width=int(self._llama_number("embedding_length")),
+            heads=int(heads),
+            kv_heads=int(kv_heads),
+            hidden=int(self._llama_number("feed_forward_length")),
             vocabulary=len(self.read_strings("tokenizer.ggml.tokens")),
-            context=int(required_number("context_length")),
-            # Files of the first Llama models lack these keys.
-            rope_base=required_number("rope.freq_base", 10_000.0),
-            epsilon=required_number("attention.layer_norm_rms_epsilon", 1e-5),
-            # llama.cpp leaves the output matrix out of a file where it is the embedding.
+            context=int(self._llama_number("context_length")),
+            rope_base=rope_base,
+            epsilon=epsilon,
+            # llama.cpp omits the output matrix from a file if the matrix is the embedding.
             tied="output.weight" not in self._tensors,
+        )
+
+    def _llama_number(self, key: str, default: float | None = None) -> float:
+        """Return a number of the metadata whose key begins with ``llama.``; a missing key has the default.
+
+        Raises `InputError` if a key without a default is missing.
+        """
+        number = self.read_number(f"llama.{key}")
+        if number is not None:
+            return number
+        if default is not None:
+            return default
+        raise InputError(
+            f"the GGUF file has no llama.{key}: name a file of a model of the Llama family",
+            _KEY,
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -264,7 +276,7 @@ class GgufFile:
         if gguf_name not in self._tensors:
             raise InputError(
                 f"the GGUF file has no weight {gguf_name}: name a file of a model of the Llama family",
-                ("workload", "model", "weights"),
+                _KEY,
             )
         return self._tensors[gguf_name]
 
@@ -281,7 +293,7 @@ class GgufFile:
 
 
 def _gguf_name(name: str) -> str:
-    """Return the name in a GGUF file of a weight with a name of Hugging Face's layout."""
+    """Return the name in a GGUF file of the weight that Hugging Face's layout calls ``name``."""
     outer_names = {
         EMBEDDING: "token_embd.weight",
         NORM: "output_norm.weight",
@@ -289,15 +301,16 @@ def _gguf_name(name: str) -> str:
     }
     if name in outer_names:
         return outer_names[name]
-    _, _, layer, short = name.removesuffix(".weight").split(".", 3)
-    return f"blk.{layer}.{_GGUF_NAMES[short]}.weight"
+    # A name of a layer's weight is model.layers.LAYER.SHORT_NAME.weight.
+    _, _, layer, short_name = name.removesuffix(".weight").split(".", 3)
+    return f"blk.{layer}.{_GGUF_NAMES[short_name]}.weight"
 
 
 def _unpermute(weight: Tensor, heads: int) -> Tensor:
-    """Return a query or key matrix with Hugging Face's order of rows.
+    """Return a query or key matrix of a GGUF file with its rows in the order of Hugging Face's layout.
 
-    For the rotary positions, a GGUF file pairs neighbouring rows of a head, and Hugging Face's layout rows i and
-    i + half.
+    Rotary positions rotate pairs of rows of a head. A pair is two neighbouring rows in a GGUF file, and rows i and
+    i + half in Hugging Face's layout.
     """
     half = weight.shape[0] // heads // 2
     pairs = weight.view(heads, half, 2, weight.shape[1])
@@ -314,21 +327,21 @@ def open_weights(path: Path) -> Checkpoint | GgufFile:
 
 @lru_cache(maxsize=1)
 def _open_gguf(path: Path, modified: float) -> GgufFile:
-    # The shape, the tokens and the weights are read from one opened file; the time of modification is a part of the
-    # cache's key, so that a changed file is opened again.
+    # The shape, the tokens and the weights are read in separate calls from one opened file. The time of modification is
+    # an argument, and so a part of the cache's key, in order that a changed file is opened again.
     return GgufFile(path)
 
 
 def check_shapes(file: Checkpoint | GgufFile, architecture: Architecture) -> None:
     """Raise `InputError` for a weight that is missing, or has another shape than in the model."""
-    for name, shape in weight_shapes(architecture).items():
-        stored = file.shape(name)
-        if stored != shape:
-            sizes = " x ".join(map(str, stored))
-            needed = " x ".join(map(str, shape))
+    for name, model_shape in weight_shapes(architecture).items():
+        file_shape = file.shape(name)
+        if file_shape != model_shape:
+            file_sizes = " x ".join(map(str, file_shape))
+            model_sizes = " x ".join(map(str, model_shape))
             raise InputError(
-                f"{name} has the shape {sizes}, the model needs {needed}: choose the preset of these weights",
-                ("workload", "model", "weights"),
+                f"{name} has the shape {file_sizes}, the model needs {model_sizes}: choose the preset of these weights",
+                _KEY,
             )
 
 
@@ -343,18 +356,13 @@ def read_layer(
     for name in layer_shapes(architecture):
         weight = weight_source.read(weight_name(layer, name))
         if shard is not None:
-            axis, indices = shard.weight_slice(name, architecture)
-            # Axis -1 is that of a vector, which every shard has whole.
-            if axis == 0:
-                weight = weight[indices]
-            elif axis == 1:
-                weight = weight[:, indices]
+            weight = weight[shard.weight_indices(name, architecture)]
         weights[name] = weight.contiguous()
     return weights
 
 
 class ReceivedWeights:
-    """Weights that a device has received."""
+    """A source of the weights that a device has received from the coordinator."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         """``weights`` are tensors by their names in a checkpoint."""
@@ -368,7 +376,7 @@ class ReceivedWeights:
 def read_weights(
     weight_source: WeightSource, architecture: Architecture
 ) -> dict[str, Tensor]:
-    """Return all weights of a model by their names."""
+    """Return all weights of a model in float32 by their names in a checkpoint."""
     weights = {}
     for name in weight_shapes(architecture):
         weights[name] = weight_source.read(name).contiguous()
@@ -376,13 +384,14 @@ def read_weights(
 
 
 def layer_weight_names(architecture: Architecture, start: int, stop: int) -> list[str]:
-    """Return the names of the weights of layers ``start`` to ``stop`` - 1.
+    """Return the names of the weights of layers ``start`` to ``stop`` (exclusive).
 
-    If they include the last layer, the weights of the output are included as well.
+    If the last layer of the model is among them, the weights of the output are included as well.
     """
     names = []
     for layer in range(start, stop):
-        names += [weight_name(layer, name) for name in layer_shapes(architecture)]
+        for short_name in layer_shapes(architecture):
+            names.append(weight_name(layer, short_name))
     if stop == architecture.layers:
         # The stage with the last layer also chooses tokens.
         names += [NORM, EMBEDDING if architecture.tied else OUTPUT]
@@ -393,17 +402,18 @@ def assignment_weight_names(
     architecture: Architecture, assignments: Sequence[Assignment]
 ) -> list[str]:
     """Return the names of the weights that the assignments of a device need, each name once."""
-    # A dictionary as an ordered set: two assignments may need the same weight.
-    names: dict[str, None] = {}
+    # The dictionary is an ordered set: two assignments may need the same weight.
+    unique_names: dict[str, None] = {}
     for assignment in assignments:
-        added = layer_weight_names(architecture, assignment.start, assignment.stop)
-        names |= dict.fromkeys(added)
-    return list(names)
+        names = layer_weight_names(architecture, assignment.start, assignment.stop)
+        unique_names |= dict.fromkeys(names)
+    return list(unique_names)
 
 
 def assigned_weights(
     weights: Mapping[str, Tensor], architecture: Architecture, assign: Assign
 ) -> dict[str, Tensor]:
-    """Return the weights that an assignment needs."""
-    names = layer_weight_names(architecture, assign.first, assign.last)
+    """Return the weights that the layers of the message ``assign`` need."""
+    # The field `last` of the message is the layer after the last one.
+    names = layer_weight_names(architecture, start=assign.first, stop=assign.last)
     return {name: weights[name] for name in names}

@@ -43,7 +43,7 @@ PROGRAM_MODULES = (
     "stage",
     "tensor_parallel",
 )
-"""Modules that the programs of methods import, by their names within the package."""
+"""Modules that the programs of methods import, by their names within the package; devices import them before a run."""
 
 
 class LanguageModelPart(ConfigModel):
@@ -105,7 +105,7 @@ class LanguageModelPart(ConfigModel):
             "rope_base": self.rope_base,
             "tied": self.tied,
         }
-        # Keys of the scenario replace those of the preset one by one.
+        # Each key of the scenario replaces the preset's value.
         overrides = {name: value for name, value in shape.items() if value is not None}
         if self.preset is not None:
             base = asdict(preset(self.preset))
@@ -280,8 +280,8 @@ class GenerateProblem(PlanningProblem[ProblemOptions]):
     """The draft model, which the coordinator holds."""
     requests: tuple[Request, ...] = ()
     """All requests, in the order of their arrival."""
-    end: int | None = None
-    """The token after which a text is complete."""
+    end_token: int | None = None
+    """The token after which a text is complete; None for random prompts and vocabularies without such a token."""
 
 
 @dataclass(frozen=True)
@@ -292,13 +292,13 @@ class GenerateContext(ProgramContext[ProblemOptions, DetailsType]):
     weights: Mapping[str, torch.Tensor] | None = None
     """The device's weights by their names in a checkpoint; None: they are drawn from the seed."""
     on_weights: Callable[[], None] = lambda: None
-    """Callback for the first use of given weights."""
+    """Callback for the first use of received weights."""
     pieces: Sequence[bytes] = ()
-    """The text of each token, on the coordinator."""
+    """The bytes of each token's text, on the coordinator."""
 
 
 class Generate(Workload):
-    """Generation of text."""
+    """Generation of text by a language model: the implementation of the testbed's interface of workloads."""
 
     name = "generate"
     Part = GeneratePart
@@ -319,9 +319,9 @@ class Generate(Workload):
         self, base_problem: PlanningProblem, scenario: Scenario, method: Method
     ) -> GenerateProblem:
         """Return the planning problem with the model and the requests; raises `InputError`."""
-        model, requests, end = self._describe_model(scenario)
+        model, requests, end_token = self._describe_model(scenario)
         draft = _draft_model(_part_of(scenario), scenario, model)
-        return _make_problem(base_problem, model, requests, end, draft)
+        return _make_problem(base_problem, model, requests, end_token, draft)
 
     def _describe_model(
         self, scenario: Scenario
@@ -335,7 +335,7 @@ class Generate(Workload):
                 f"{part.model.preset} is a mixture of experts, which is supported for times only: add numerics: none",
                 ("workload", "numerics"),
             )
-        prompts, end = _read_prompts(part, scenario, architecture, weights)
+        prompts, end_token = _read_prompts(part, scenario, architecture, weights)
         times = arrival_times(
             len(prompts),
             part.arrivals.every,
@@ -345,17 +345,19 @@ class Generate(Workload):
         requests = []
         for number, (prompt, time) in enumerate(zip(prompts, times, strict=True)):
             requests.append(Request(number, tuple(prompt), time, part.tokens))
-        longest = max(len(prompt) for prompt in prompts) + part.tokens
-        if longest > architecture.context:
+        max_length = max(len(prompt) for prompt in prompts) + part.tokens
+        if max_length > architecture.context:
             raise InputError(
-                f"a prompt and its {part.tokens} tokens are {longest} tokens, the model's context is "
+                f"a prompt and its {part.tokens} tokens are {max_length} tokens, the model's context is "
                 f"{architecture.context}: generate fewer, or shorten the prompt",
                 ("workload", "tokens"),
             )
         storage, concurrency = part.model.storage, part.concurrency
         # Every KV cache has room for the longest sequence, since memory is reserved before the texts are known.
-        model = CostModel(architecture, storage, longest, sequences=concurrency)
-        return model, tuple(requests), end
+        model = CostModel(
+            architecture, storage, tokens=max_length, sequences=concurrency
+        )
+        return model, tuple(requests), end_token
 
     def facts(self, problem: PlanningProblem) -> Mapping[str, Any]:
         """Return the model and the requests as plain values, which are sent to the devices as JSON."""
@@ -364,7 +366,7 @@ class Generate(Workload):
             "model": asdict(problem.model),
             "draft": None if problem.draft is None else asdict(problem.draft),
             "requests": [asdict(request) for request in problem.requests],
-            "end": problem.end,
+            "end": problem.end_token,
         }
 
     def rebuild_problem(
@@ -468,7 +470,7 @@ class Loaded:
     """The contents of the files that a scenario names."""
 
     pieces: Sequence[bytes]
-    """The text of each token."""
+    """The bytes of each token's text."""
     weights: Mapping[str, torch.Tensor] | None
     """All weights of the model; None: devices draw them from the seed."""
 
@@ -551,7 +553,7 @@ def _make_problem(
     base: PlanningProblem,
     model: CostModel,
     requests: tuple[Request, ...],
-    end: int | None,
+    end_token: int | None,
     draft: CostModel | None,
 ) -> GenerateProblem:
     """Return the planning problem of the testbed with the model and the requests."""
@@ -566,12 +568,15 @@ def _make_problem(
         model=model,
         draft=draft,
         requests=requests,
-        end=end,
+        end_token=end_token,
     )
 
 
 def _read_architecture(part: LanguageModelPart, weights: Path | None) -> Architecture:
-    """Return the shape given by the scenario or by a GGUF file; raises `InputError` for weights of another shape."""
+    """Return the shape by the keys of the scenario or by a GGUF file.
+
+    Raises `InputError` if a file has weights of another shape than the keys of the scenario.
+    """
     if weights is None:
         return part.architecture()
     from testbed_generation.weights import GgufFile, check_shapes, open_weights
@@ -600,13 +605,15 @@ def _draft_model(
             f"{model.architecture.vocabulary}: choose a draft of the same family",
             ("workload", "draft", "vocabulary"),
         )
-    if architecture.context < model.longest:
+    if architecture.context < model.cache_length:
         raise InputError(
-            f"the draft has a context of {architecture.context} tokens, the longest sequence {model.longest}: choose "
-            "a draft with a longer context, or generate fewer tokens",
+            f"the draft has a context of {architecture.context} tokens, the longest sequence {model.cache_length}: "
+            "choose a draft with a longer context, or generate fewer tokens",
             ("workload", "draft", "context"),
         )
-    return CostModel(architecture, part.draft.storage, model.longest, model.sequences)
+    return CostModel(
+        architecture, part.draft.storage, model.cache_length, model.sequences
+    )
 
 
 def _read_prompts(
@@ -645,7 +652,7 @@ def _read_prompts(
             "the file has no prompt: write one on each line",
             ("workload", "prompts", "file"),
         )
-    return encoded, tokenizer.end
+    return encoded, tokenizer.end_token
 
 
 def _read_lines(file: Path) -> list[str]:

@@ -145,7 +145,9 @@ def test_flops_of_all_shards_equal_those_of_the_layer() -> None:
     flops = 0.0
     for shard in divide_layer(TINY, [1.0, 1.0]):
         for attention in (True, False):
-            cost = MODEL.half_layer_cost(shard, tokens=1, past=5, attention=attention)
+            cost = MODEL.half_layer_cost(
+                shard, tokens=1, past=5, is_attention=attention
+            )
             flops += cost.of().flops
     layer = MODEL.layers_cost(count=1, tokens=1, past=5)
     assert flops == pytest.approx(layer.of().flops)
