@@ -203,28 +203,37 @@ def _read_lines(path: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
 
     Raises `InputError` for a line with another number of cells than the header, and for a file without rows.
     """
-    # Errors name the line; line 1 is the header.
-    line_number = 1
+    has_rows = False
     try:
         # Spreadsheets write a byte order mark, which "utf-8-sig" drops.
         with path.open(newline="", encoding="utf-8-sig") as file:
-            # `csv.reader` returns an empty list for an empty line, which `filter` drops.
-            rows = filter(None, csv.reader(file))
-            header = [name.strip() for name in next(rows, [])]
+            reader = csv.reader(file)
+            # The reader returns an empty list for an empty line, which `filter` drops.
+            first_row = next(filter(None, reader), [])
+            header = [name.strip() for name in first_row]
+            rows = _complete_rows(path, reader, len(header))
             while block := list(islice(rows, ROWS)):
-                for row in block:
-                    line_number += 1
-                    if len(row) != len(header):
-                        text = f"{path}:{line_number}: has {len(row)} cells, the first line {len(header)}"
-                        raise InputError(text, _PATH)
+                has_rows = True
                 yield header, block
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: cannot be read as CSV: {error}", _PATH) from None
-    if line_number == 1:
+    if not has_rows:
         raise InputError(
             f"{path}: has no rows: write a line with the names of the columns, then one line per sample",
             _PATH,
         )
+
+
+def _complete_rows(path: Path, reader: Any, columns: int) -> Iterator[list[str]]:
+    """Yield the rows of a `csv.reader` without empty lines; raises `InputError` for rows without all columns."""
+    for row in reader:
+        if not row:
+            continue
+        if len(row) != columns:
+            # The reader counts lines of the file, among them empty ones.
+            text = f"{path}:{reader.line_num}: has {len(row)} cells, the first line {columns}"
+            raise InputError(text, _PATH)
+        yield row
 
 
 def _open_parquet(path: Path) -> Any:

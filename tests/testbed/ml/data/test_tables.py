@@ -145,9 +145,21 @@ def test_blanks_and_byte_order_mark_of_column_names_are_ignored(
             {},
             r"sales.csv:3: has 3 cells, the first line 4",
         ),
+        (
+            ["", "a,1,2,cheap", "", "b,2,dear"],
+            {},
+            r"sales.csv:5: has 3 cells, the first line 4",
+        ),
         ([], {}, "has no rows"),
     ],
-    ids=["unknown-label", "unknown-column", "empty-cell", "missing-cell", "no-rows"],
+    ids=[
+        "unknown-label",
+        "unknown-column",
+        "empty-cell",
+        "missing-cell",
+        "missing-cell-after-empty-lines",
+        "no-rows",
+    ],
 )
 def test_malformed_table_is_rejected_with_row(
     tmp_path: Path, rows: list[str], keys: dict[str, object], message: str
