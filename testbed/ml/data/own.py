@@ -9,6 +9,8 @@ mask, each input has an array ``train_NAME`` and ``test_NAME``. Pickles are reje
 
 The split column (`column` of `workload.data.split`) is the column of a table, or the input, whose values decide which
 device owns a sample; samples with equal values form a group.
+
+In all functions, ``data_part`` is the section `workload.data` of the scenario.
 """
 
 from __future__ import annotations
@@ -494,6 +496,8 @@ def _read_result(result: Any, where: str) -> StoredPair:
         if isinstance(result, tuple) and len(result) == 2:
             samples, labels = result
             return _read_inputs(samples, _to_array(labels))
+        if not len(result):
+            raise ValueError("the sequence has no samples")
         all_samples = []
         all_labels = []
         # A torch data set has a length, but iterating over it may never end.

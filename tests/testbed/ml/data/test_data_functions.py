@@ -25,6 +25,7 @@ def ragged(): return [(X[0], 0), (X[0][:, :1], 1)], (X, Y)
 def half(): return (torch.zeros(2, 3).bfloat16(), Y[:2]), (X, Y)
 def leaves(): sys.exit(3)
 def wrong(): return 1
+def nothing(): return [], None
 def broken(): return 1 / 0
 def data_set():
     images, labels = torch.rand(8, 5), torch.arange(8) % 2
@@ -68,8 +69,9 @@ def test_function_result_is_accepted(
         ("half", "must be arrays"),
         ("wrong", r"wrong returned int: return \(train, test\)"),
         ("leaves", "mine.py:11: SystemExit: 3"),
-        ("broken", "mine.py:13: ZeroDivisionError"),
-        ("none", "there: no_tests, .*, wrong, broken, data_set"),
+        ("broken", "mine.py:14: ZeroDivisionError"),
+        ("nothing", "mine.py: nothing: .*: the sequence has no samples"),
+        ("none", "there: no_tests, .*, wrong, nothing, broken, data_set"),
     ],
 )
 def test_unsuitable_function_is_rejected(
