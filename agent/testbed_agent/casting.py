@@ -77,9 +77,9 @@ class Addresses:
     listen: Address
     broadcast: Address | None
     """Destination of broadcasts; None disables sending."""
-    own: str
+    source: str
     """Source address of this device's broadcasts; 0.0.0.0 leaves the choice to the kernel."""
-    sources: Mapping[str, str]
+    peer_sources: Mapping[str, str]
     """Source address of each peer's broadcasts; devices cannot send from another's address, nor impersonate a peer."""
 
 
@@ -117,9 +117,9 @@ class Caster:
         self._form = form
         self._receive_filter = receive_filter
         self._broadcast = addresses.broadcast
-        self._sources = addresses.sources
+        self._peer_sources = addresses.peer_sources
         self._source_information = _PACKET_INFORMATION.pack(
-            0, socket.inet_aton(addresses.own), bytes(4)
+            0, socket.inet_aton(addresses.source), bytes(4)
         )
         self._mark = run_mark(run)
         self._limit = limit
@@ -260,7 +260,7 @@ class Caster:
         complete, header_size = decoded
         # A device cannot send from another's address. A message with the name of another device is an impersonation and
         # is dropped.
-        if self._sources.get(complete.sender) != source:
+        if self._peer_sources.get(complete.sender) != source:
             return
         message = self._receive_filter(complete, header_size, number)
         if message is None or not inbox.reserve(size):

@@ -217,8 +217,8 @@ class Channel:
         """Return whether a message of this device is unacknowledged."""
         parcels = [*self._waiting, *self._held_parcels]
         parcels += [parcel for _, parcel in self._unanswered]
-        own = [parcel for parcel in parcels if parcel.sender is device]
-        return not all(parcel.future.done() for parcel in own)
+        own_parcels = [parcel for parcel in parcels if parcel.sender is device]
+        return not all(parcel.future.done() for parcel in own_parcels)
 
     def has_partial_arrival(self) -> bool:
         """Return whether a message has arrived in part."""
@@ -513,7 +513,7 @@ class Channel:
             name: tensor._lazy_clone() for name, tensor in message.tensors.items()
         }
         # Not `replace`, which takes longer than all else here.
-        own = Message(
+        copy = Message(
             message.kind,
             message.fields,
             copied,
@@ -523,7 +523,7 @@ class Channel:
         )
         start = cast.start + delay
         now = self._event_queue.now
-        device.deliver(own, cast.size, start, now - start, cast.number)
+        device.deliver(copy, cast.size, start, now - start, cast.number)
 
 
 def _keep_answer() -> bool:

@@ -35,18 +35,18 @@ class SharedChannel(Channel):
         self._shared_rates = shared_rates
         """Rates of the source's uplink and of the target's downlink, each only if limited."""
         self._cell = cell
-        self._present: Parcel | None = None
-        """Message in transmission, or the next one."""
-        self._flow: SharedTransfer | None = None
-        """The transmission of the present message; None before its start."""
+        self._current_parcel: Parcel | None = None
+        """The only scheduled message: in transmission, or waiting for its start."""
+        self._transfer: SharedTransfer | None = None
+        """The transmission of the current message; None before its start."""
         self._lag = 0.0
-        """Random lateness of the present message's arrival, in seconds."""
+        """Random lateness of the current message's arrival, in seconds."""
 
     def _launch_parcel(self, parcel: Parcel) -> None:
-        # The next message starts when the present one has left: see `_finish_leaving`.
-        if self._present is not None:
+        # The next message starts when the current one has left: see `_finish_leaving`.
+        if self._current_parcel is not None:
             return
-        self._present = parcel
+        self._current_parcel = parcel
         self._unacknowledged += parcel.size
         start = max(self._free_at, self._event_queue.now)
         if parcel.first_start < 0:
@@ -57,7 +57,7 @@ class SharedChannel(Channel):
 
     def _launch_waiting(self) -> None:
         self._waits_for_window = False
-        if self._present is not None:
+        if self._current_parcel is not None:
             return
         for parcel in self._waiting:
             if parcel.arrival < 0:
@@ -69,8 +69,8 @@ class SharedChannel(Channel):
     def _start_leaving(self, leaving: tuple[Parcel, float]) -> None:
         parcel, start = leaving
         # An entry of the event queue cannot be cancelled: it is void if the message was interrupted before its start.
-        is_present = parcel is self._present and self._flow is None
-        if not is_present or parcel.start != start:
+        is_current = parcel is self._current_parcel and self._transfer is None
+        if not is_current or parcel.start != start:
             return
         wire, min_seconds, self._lag = parcel.remaining, 0.0, 0.0
         if self._is_random:
@@ -85,13 +85,13 @@ class SharedChannel(Channel):
         if min_seconds:
             # TCP's window, not the link, sets the pace.
             cap = min(cap, wire * 8 / min_seconds)
-        self._flow = SharedTransfer(wire * 8, cap, uses, self._finish_leaving)
-        self._sharing.begin(self._flow)
+        self._transfer = SharedTransfer(wire * 8, cap, uses, self._finish_leaving)
+        self._sharing.begin(self._transfer)
 
     def _finish_leaving(self) -> None:
-        parcel, now = self._present, self._event_queue.now
+        parcel, now = self._current_parcel, self._event_queue.now
         assert parcel is not None
-        self._present = self._flow = None
+        self._current_parcel = self._transfer = None
         parcel.end = now
         arrival = max(now + (self.link.delay + self._lag), self._last_arrival)
         self._last_arrival = parcel.arrival = arrival
@@ -99,15 +99,15 @@ class SharedChannel(Channel):
         self._launch_waiting()
 
     def _interrupt_sending(self) -> None:
-        parcel, flow = self._present, self._flow
+        parcel, transfer = self._current_parcel, self._transfer
         if parcel is not None:
-            self._present = self._flow = None
-            # The share of the message that has not left, 0 to 1.
-            left = 1.0
-            if flow is not None:
-                left = self._sharing.stop(flow) / flow.whole
-            if left < 1:
-                parcel.remaining *= left
+            self._current_parcel = self._transfer = None
+            # The part of the message that has not left, from 0 to 1.
+            remaining_share = 1.0
+            if transfer is not None:
+                remaining_share = self._sharing.stop(transfer) / transfer.total_bits
+            if remaining_share < 1:
+                parcel.remaining *= remaining_share
                 self._blocked_since = None
             elif parcel.first_start == parcel.start:
                 parcel.first_start = -1.0

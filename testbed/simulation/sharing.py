@@ -25,7 +25,7 @@ class Shared:
 
     rate: float
     """bit/s."""
-    flows: dict[SharedTransfer, None] = field(default_factory=dict)
+    transfers: dict[SharedTransfer, None] = field(default_factory=dict)
     """Transmissions in the order of their start."""
     reserved_until: float = 0.0
     """End of the reservation for broadcasts; other transmissions wait."""
@@ -33,9 +33,9 @@ class Shared:
 
 @dataclass(eq=False, slots=True)
 class SharedTransfer:
-    """One transmission under way; with shared cores, one piece of work in seconds instead of bits."""
+    """A transmission that uses shared rates; for shared cores, one piece of work in seconds instead of bits."""
 
-    whole: float
+    total_bits: float
     """Size in bits at the start."""
     cap: float
     """Rate limit in bit/s of the transmission's own link."""
@@ -43,16 +43,17 @@ class SharedTransfer:
     """Shared rates with the bits that each bit occupies: more than one if the link is slower than a radio channel and
     occupies the channel longer."""
     on_end: Callable[[], None]
-    bits: float = field(init=False)
-    """Unsent bits at time ``since``."""
+    unsent_bits: float = field(init=False)
+    """Unsent bits at time ``updated_at``."""
     rate: float = 0.0
-    """bit/s since the time ``since``; 0 while other traffic has reserved a shared rate."""
-    since: float = 0.0
-    ends: float = -1.0
+    """bit/s since the time ``updated_at``; 0 while other traffic has reserved a shared rate."""
+    updated_at: float = 0.0
+    """Time of the last change of ``rate``."""
+    end: float = -1.0
     """End time at the current rate; negative without a rate."""
 
     def __post_init__(self) -> None:
-        self.bits = self.whole
+        self.unsent_bits = self.total_bits
 
     def is_stopped(self, level: float, full: Collection[Shared]) -> bool:
         """Return whether a rate of ``level`` bit/s is the maximum: the own link's, or that of a full shared rate."""
@@ -67,17 +68,21 @@ class Sharing:
         self._touched: dict[Shared, None] = {}
         """Shared rates whose transmissions have changed at this instant, in the order of the changes."""
 
-    def begin(self, flow: SharedTransfer) -> None:
+    def begin(self, transfer: SharedTransfer) -> None:
         """Add a transmission."""
-        flow.since = self._event_queue.now
-        for shared, _ in flow.uses:
-            shared.flows[flow] = None
+        transfer.updated_at = self._event_queue.now
+        for shared, _ in transfer.uses:
+            shared.transfers[transfer] = None
             self.touch(shared)
 
-    def stop(self, flow: SharedTransfer) -> float:
+    def stop(self, transfer: SharedTransfer) -> float:
         """Stop a transmission early; return the unsent bits."""
-        self._remove_flow(flow)
-        return max(0.0, flow.bits - flow.rate * (self._event_queue.now - flow.since))
+        self._remove_transfer(transfer)
+        return max(
+            0.0,
+            transfer.unsent_bits
+            - transfer.rate * (self._event_queue.now - transfer.updated_at),
+        )
 
     def reserve(self, shared: Shared, start: float, end: float) -> None:
         """Reserve the whole rate for a broadcast between two instants; reservations must not overlap."""
@@ -97,23 +102,25 @@ class Sharing:
             self._event_queue.at(self._event_queue.now, self._settle_rates, None)
         self._touched[shared] = None
 
-    def _remove_flow(self, flow: SharedTransfer) -> None:
-        flow.ends = -1.0
-        for shared, _ in flow.uses:
-            del shared.flows[flow]
+    def _remove_transfer(self, transfer: SharedTransfer) -> None:
+        transfer.end = -1.0
+        for shared, _ in transfer.uses:
+            del shared.transfers[transfer]
             self.touch(shared)
 
     def _settle_rates(self, _nothing: None) -> None:
-        now, flows = self._event_queue.now, self._affected_transfers()
-        for flow, rate in max_min_fair_rates(flows, now).items():
+        now, transfers = self._event_queue.now, self._affected_transfers()
+        for transfer, rate in max_min_fair_rates(transfers, now).items():
             # Recomputing an unchanged transmission would round its end differently.
-            if rate == flow.rate and flow.ends >= 0:
+            if rate == transfer.rate and transfer.end >= 0:
                 continue
-            flow.bits = max(0.0, flow.bits - flow.rate * (now - flow.since))
-            flow.since, flow.rate = now, rate
-            flow.ends = now + flow.bits / rate if rate > 0 else -1.0
+            transfer.unsent_bits = max(
+                0.0, transfer.unsent_bits - transfer.rate * (now - transfer.updated_at)
+            )
+            transfer.updated_at, transfer.rate = now, rate
+            transfer.end = now + transfer.unsent_bits / rate if rate > 0 else -1.0
             if rate > 0:
-                self._event_queue.at(flow.ends, self._end_flow, flow)
+                self._event_queue.at(transfer.end, self._end_transfer, transfer)
 
     def _affected_transfers(self) -> list[SharedTransfer]:
         """Return all transmissions connected to the touched rates, directly or indirectly."""
@@ -121,29 +128,29 @@ class Sharing:
         self._touched.clear()
         # Dictionaries as sets, since the order of a set changes from run to run, and with it the rounding of rates.
         seen = dict.fromkeys(shared_rates)
-        flows: dict[SharedTransfer, None] = {}
+        transfers: dict[SharedTransfer, None] = {}
         # The list grows as the search meets further rates.
         for shared in shared_rates:
-            for flow in shared.flows:
-                if flow in flows:
+            for transfer in shared.transfers:
+                if transfer in transfers:
                     continue
-                flows[flow] = None
-                for other, _ in flow.uses:
+                transfers[transfer] = None
+                for other, _ in transfer.uses:
                     if other not in seen:
                         seen[other] = None
                         shared_rates.append(other)
-        return list(flows)
+        return list(transfers)
 
-    def _end_flow(self, flow: SharedTransfer) -> None:
+    def _end_transfer(self, transfer: SharedTransfer) -> None:
         # Void if the rate has changed meanwhile, or the transmission was stopped.
-        if flow.ends != self._event_queue.now:
+        if transfer.end != self._event_queue.now:
             return
-        self._remove_flow(flow)
-        flow.on_end()
+        self._remove_transfer(transfer)
+        transfer.on_end()
 
 
 def max_min_fair_rates(
-    flows: Sequence[SharedTransfer], now: float
+    transfers: Sequence[SharedTransfer], now: float
 ) -> dict[SharedTransfer, float]:
     """Return the max-min fair rate of each transmission in bit/s, by progressive filling.
 
@@ -157,21 +164,25 @@ def max_min_fair_rates(
     >>> list(max_min_fair_rates([slow, fast], now=0.0).values())
     [2000000.0, 8000000.0]
     """
-    left: dict[Shared, float] = {}
-    for flow in flows:
-        for shared, _ in flow.uses:
-            left[shared] = 0.0 if now < shared.reserved_until else shared.rate
+    remaining_rates: dict[Shared, float] = {}
+    for transfer in transfers:
+        for shared, _ in transfer.uses:
+            remaining_rates[shared] = (
+                0.0 if now < shared.reserved_until else shared.rate
+            )
     rates: dict[SharedTransfer, float] = {}
-    rising = dict.fromkeys(flows)
+    rising = dict.fromkeys(transfers)
     while rising:
-        level, full = _raise_rates(rising, left)
-        stopped = [flow for flow in rising if flow.is_stopped(level, full)]
-        for flow in stopped:
-            rates[flow] = level
-            del rising[flow]
-            for shared, share in flow.uses:
+        level, full = _raise_rates(rising, remaining_rates)
+        stopped = [transfer for transfer in rising if transfer.is_stopped(level, full)]
+        for transfer in stopped:
+            rates[transfer] = level
+            del rising[transfer]
+            for shared, share in transfer.uses:
                 # Rounding must not leave a negative rate for the others.
-                left[shared] = max(0.0, left[shared] - level * share)
+                remaining_rates[shared] = max(
+                    0.0, remaining_rates[shared] - level * share
+                )
     return rates
 
 
@@ -181,11 +192,11 @@ def _raise_rates(
     """Return the highest common rate of the rising transmissions and the media filled by this rate; none if a link is
     the limit."""
     weights: dict[Shared, float] = {}
-    for flow in rising:
-        for shared, share in flow.uses:
+    for transfer in rising:
+        for shared, share in transfer.uses:
             weights[shared] = weights.get(shared, 0.0) + share
     level = min(remaining[shared] / weight for shared, weight in weights.items())
-    slowest = min(flow.cap for flow in rising)
+    slowest = min(transfer.cap for transfer in rising)
     # A transmission's own link limits it alone; what it leaves is shared by the others in the next step.
     if slowest <= level:
         return slowest, set()

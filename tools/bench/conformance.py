@@ -148,10 +148,10 @@ def measure_delays(
     lab: NamespaceLab, points: Sequence[float] = DELAYS, packets: int = 200
 ) -> Iterator[Measurement]:
     """Measure the median of one-way delays, on links of all given delays at once."""
-    wanted = [Link(delay=delay) for delay in points]
+    requested_links = [Link(delay=delay) for delay in points]
     # Until the last packet of the slowest link has arrived.
     linger = max(points) + 0.2
-    with lab.links(wanted) as links:
+    with lab.links(requested_links) as links:
         measured = measure_flows(lab.net, list(links), packets, 0.003, linger=linger)
     for pair, link in links.items():
         bound = delay_tolerance(link.delay) * 1e3
@@ -223,12 +223,12 @@ def measure_bursts(
     lab: NamespaceLab, packets: int = 2 * PACKETS
 ) -> Iterator[Measurement]:
     """Measure loss and mean burst length of Gilbert-Elliott links and of a link with correlated loss."""
-    wanted = [
+    requested_links = [
         Link(bursts=GilbertElliott(p=0.05, r=0.5)),
         Link(bursts=GilbertElliott(p=0.04, r=0.25)),
         Link(loss=0.1, loss_correlation=0.4),
     ]
-    with lab.links(wanted) as links:
+    with lab.links(requested_links) as links:
         measured = measure_flows(lab.net, list(links), packets, 0.0, read_every=50)
     for pair, link in links.items():
         states = loss_chain(link)
@@ -258,14 +258,14 @@ def measure_alterations(
 ) -> Iterator[Measurement]:
     """Measure duplication, reordering and corruption: three links with one of them, and a link with all."""
     # With a delay, since a reordered packet is one that skips the delay.
-    wanted = [
+    requested_links = [
         Link(delay=0.005, duplicate=0.05),
         Link(delay=0.005, reorder=0.05),
         Link(delay=0.005, corrupt=0.05),
         Link(delay=0.005, duplicate=0.02, reorder=0.03, corrupt=0.01, loss=0.02),
     ]
     # Large datagrams, in which the unchecked bits of the Ethernet header are a small part.
-    with lab.links(wanted) as links:
+    with lab.links(requested_links) as links:
         measured = measure_flows(lab.net, list(links), packets, 0.0002, size=1000)
     duplicating, reordering, corrupting, combined = (measured[pair] for pair in links)
     yield _random_share("duplicate 5 %", duplicating.duplicates, packets, 0.05)
@@ -285,7 +285,7 @@ def measure_alterations(
         "2 % lost, 1 % corrupt, 2 % twice",
         combined.lost,
         packets,
-        _lost_share(wanted[-1]),
+        _lost_share(requested_links[-1]),
     )
 
 
@@ -438,11 +438,11 @@ def measure_live_change(
     )
     with lab.links([Link(delay=0.1)]) as links:
         [pair] = links
-        requested: list[float] = []
+        change_times: list[float] = []
 
         def shorten() -> None:
             time.sleep(0.2)
-            requested.append(time.monotonic())
+            change_times.append(time.monotonic())
             lab.shaping.set({pair: Link(delay=0.001)})
 
         changing = threading.Thread(target=shorten)
@@ -451,7 +451,7 @@ def measure_live_change(
         changing.join()
     # Packets sent before the change took effect have the old delay of 100 ms, all others one of 1 ms.
     late = [flow.sent[number] for number, delay in flow.arrived if delay > 0.05]
-    elapsed = max(late) - requested[0]
+    elapsed = max(late) - change_times[0]
     name = "a change takes effect after"
     yield Measurement(name, 1e3 * elapsed, "ms", 1e3 * CHANGE_SECONDS)
 

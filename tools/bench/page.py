@@ -76,9 +76,9 @@ def main(files: Sequence[str]) -> None:
     if not runs:
         return
     text = PAGE.read_text()
-    before, rest = text.split(_BEGIN)
-    _, after = rest.split(_END)
-    PAGE.write_text(before + _BEGIN + make_table(runs) + _END + after)
+    text_before, rest = text.split(_BEGIN)
+    _former_table, text_after = rest.split(_END)
+    PAGE.write_text(text_before + _BEGIN + make_table(runs) + _END + text_after)
 
 
 if __name__ == "__main__":

@@ -314,14 +314,14 @@ def run_attacks(
     which of its processes ended. The seed that kills its process again is reported as a violation.
     """
     while True:
-        lost = yield from _attack_until_killed(attack, seeds, jobs, until)
-        if not lost:
+        unreported = yield from _attack_until_killed(attack, seeds, jobs, until)
+        if not unreported:
             return
-        names = ", ".join(map(str, lost))
+        names = ", ".join(map(str, unreported))
         print(
             f"a process was killed during seeds {names}: trying each alone", flush=True
         )
-        for seed in lost:
+        for seed in unreported:
             yield _attack_alone(attack, seed)
 
 

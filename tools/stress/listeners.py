@@ -76,20 +76,20 @@ def listeners(stack: ExitStack) -> dict[str, Target]:
     """Start the listeners of a new run and return the targets; closing the stack stops the listeners."""
     settings = Settings(run="r", device="source", token=TOKEN, data=("127.0.0.1", 0))
     data = DataServer(settings)
-    ready = _make_runner(settings)
+    runner = _make_runner(settings)
     data.inbox = _make_inbox("worker")
     loop = asyncio.new_event_loop()
     loop.call_soon(data.serve)
     threading.Thread(target=loop.run_forever, daemon=True).start()
     stack.callback(loop.call_soon_threadsafe, loop.stop)
-    own = deployments(prepared_run(), "r", TOKEN, ADDRESSES, None).of("source")
-    ready.deploy(bytearray(own))
-    deployment = Request("PUT", "/deployment", BEARER, json.loads(own))
+    body = deployments(prepared_run(), "r", TOKEN, ADDRESSES, None).of("source")
+    runner.deploy(bytearray(body))
+    deployment = Request("PUT", "/deployment", BEARER, json.loads(body))
     controls = [deployment, *_control_requests()]
     idle = control_application(_make_runner(settings))
     # Only for the idle device, which has no program to start.
     starts = Request("POST", "/start", BEARER, {"origin": 12.5})
-    control = control_application(ready)
+    control = control_application(runner)
     shaper = server.create_application(_Planner(), TOKEN)  # type: ignore[arg-type]
     watch_page = page(_run_folder(), TOKEN, ORIGIN, _parse_fault)
     return {

@@ -68,10 +68,10 @@ def connect_to(engine: EngineAddress, timeout: int) -> docker.DockerClient:
     tls: Any = certificates_of(engine) or False
     if timeout < _REQUEST_SECONDS:
         # A client has one time-out for all requests. For the first request, a separate client has a shorter one.
-        first = docker.DockerClient(
+        probe_client = docker.DockerClient(
             base_url=engine.url, tls=tls, timeout=timeout, version="auto"
         )
-        first.close()
+        probe_client.close()
     client = docker.DockerClient(
         base_url=engine.url,
         tls=tls,
@@ -447,16 +447,16 @@ def _iptables_works(iptables: str) -> bool:
 
 def _last_error(log: Path) -> str:
     """Return the last error in the engine's log."""
-    last = "no reason given"
-    last_serious = ""
+    last_line = "no reason given"
+    last_error = ""
     for line in log.read_text(errors="replace").splitlines():
         if not line.strip():
             continue
-        last = line
+        last_line = line
         # The engine's own messages have a level. Lines without a level belong to a crash.
         if "level=" not in line or "level=error" in line or "level=fatal" in line:
-            last_serious = line
-    return last_serious or last
+            last_error = line
+    return last_error or last_line
 
 
 def _last_line(text: str) -> str:

@@ -175,15 +175,15 @@ class Health:
     def _was_requested(self, name: str, status: Mapping[str, Any]) -> bool:
         """Return whether a client of the engine requested the end of the container."""
         filters = {"container": container_name(self._run, name), "event": "kill"}
-        began = datetime.fromisoformat(status["StartedAt"]).timestamp()
-        ended = datetime.fromisoformat(status["FinishedAt"]).timestamp()
+        start = datetime.fromisoformat(status["StartedAt"]).timestamp()
+        end = datetime.fromisoformat(status["FinishedAt"]).timestamp()
         # The engine records a kill shortly after sending the signal, so the window extends beyond the end. The engine
         # responds after the end of the window.
-        until = math.ceil(ended + KILL_EVENT_SECONDS)
-        events = self._client.events(int(began), until, decode=True, filters=filters)
+        until = math.ceil(end + KILL_EVENT_SECONDS)
+        events = self._client.events(int(start), until, decode=True, filters=filters)
         with contextlib.closing(events):
             # The window begins at a whole second, so it may include a kill before this start of the container.
-            return any(event["timeNano"] / 1e9 >= began for event in events)
+            return any(event["timeNano"] / 1e9 >= start for event in events)
 
     def check_alive(self, name: str) -> None:
         """Raise HostError with the cause if the container has ended."""

@@ -61,10 +61,13 @@ def device_addresses(
     >>> device_addresses(IPv4Network("198.18.0.0/29"), ["source", "worker1"])["worker1"]
     IPv4Address('198.18.0.3')
     """
-    first = int(subnet.network_address) + 2
-    if first + len(names) > int(subnet.broadcast_address):
+    first_address = int(subnet.network_address) + 2
+    if first_address + len(names) > int(subnet.broadcast_address):
         raise HostError(f"{subnet} has no room for {len(names)} devices")
-    return {name: IPv4Address(first + index) for index, name in enumerate(names)}
+    addresses = {}
+    for index, name in enumerate(names):
+        addresses[name] = IPv4Address(first_address + index)
+    return addresses
 
 
 def host_routes(within: str) -> list[IPv4Network]:

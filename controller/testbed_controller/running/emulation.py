@@ -85,12 +85,12 @@ def emulate(
         stage("deploying the programs")
         # Query the facts before the run: its results must not be lost if the engine does not respond afterwards.
         facts = lab.facts()
-        before = lab.shaper.statistics(reset=True)
+        statistics_before = lab.shaper.statistics(reset=True)
         outcome = Execution(lab, prepared, data, weights, on_event).run(stage)
         error = f": {outcome.error}" if outcome.error else ""
         _LOG.info("the run is %s%s", outcome.status, error)
         outcome.links = measured
-        _note_host(outcome, lab, facts, before)
+        _note_host(outcome, lab, facts, statistics_before)
         if keep or existing_lab is not None:
             stage(f"the lab stays up; remove it with: testbed down {lab.run_id}")
     outcome.wall_seconds = time.monotonic() - began
@@ -98,12 +98,15 @@ def emulate(
 
 
 def _note_host(
-    outcome: Outcome, lab: AnyLab, facts: Mapping[str, Any], before: Mapping[str, Any]
+    outcome: Outcome,
+    lab: AnyLab,
+    facts: Mapping[str, Any],
+    statistics_before: Mapping[str, Any],
 ) -> None:
-    """Add facts about the hosts, and link statistics since the reading ``before``, to the outcome."""
+    """Add facts about the hosts, and link statistics of the run, to the outcome."""
     outcome.host |= facts
     with suppress(HostError):
-        outcome.fidelity |= statistics_since(before, lab.shaper.statistics())
+        outcome.fidelity |= statistics_since(statistics_before, lab.shaper.statistics())
     unlimited: set[str] = set()
     for host in facts.get("hosts", {"": facts}).values():
         unlimited.update(host["engine"]["unlimited"])
