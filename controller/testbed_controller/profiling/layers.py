@@ -14,14 +14,16 @@ from testbed_controller.profiling import board
 
 @dataclass(frozen=True)
 class LayerTime:
-    """One layer in training: forward and backward of a batch."""
+    """The measured time of one layer in training: forward and backward pass of a batch."""
 
     unit: str
+    """Name of the unit that contains the layer."""
     layer: str
+    """Class of the layer, such as ``Conv``."""
     cost: Cost
-    """Charged amount of work."""
+    """Amount of work that a simulation charges for the layer."""
     seconds: float
-    """Processor time in seconds."""
+    """Processor time."""
 
 
 def measure_layers(model: Model, batch_size: int) -> list[LayerTime]:
@@ -46,7 +48,7 @@ def measure_layers(model: Model, batch_size: int) -> list[LayerTime]:
 
 
 def measure_whole(model: Model, batch_size: int) -> float:
-    """Return the processor time of forward and backward through all layers, with one thread of this machine."""
+    """Return the processor time in seconds of forward and backward pass of the model, with one thread."""
     with board.one_thread():
         module = model.build(0, len(model.units), seed=0)
         inputs = torch.randn(batch_size, *model.input)

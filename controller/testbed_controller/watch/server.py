@@ -1,4 +1,7 @@
-"""The HTTP server of the page: on loopback, protected by a token, closed to pages of other origins."""
+"""The HTTP server of the page that `testbed watch` opens: on loopback, with a token, closed to pages of other origins.
+
+The page receives the events of a run from `testbed_controller.watch.feed` as server-sent events, and may inject faults.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from testbed_controller.results.files import trial_in
 from testbed_controller.watch.feed import batches
 
 Strike = Callable[[Mapping[str, object]], str]
-"""Function that injects a fault in the syntax of a scenario and returns a summary."""
+"""Function that injects a fault, given as a mapping in the syntax of a scenario, and returns a summary."""
 READERS = 64
 """Maximum number of open pages; each occupies a thread that waits for events."""
 LARGEST_REQUEST = 1 << 16
@@ -40,19 +43,18 @@ def application(
     strike: Strike | None = None,
     pace: float | None = None,
 ) -> flask.Flask:
-    """Return the WSGI application for the page of one run.
+    """Return the WSGI application for the page of the run in a results folder.
 
     Every request needs the token, in its query or as ``Authorization: Bearer``; a request with an ``origin`` other than
     the page's own, ``http://127.0.0.1:PORT``, is refused. Without ``strike``, the page cannot inject faults.
     """
     app = flask.Flask("watch")
-    page = Environment(
-        loader=PackageLoader("testbed_controller.watch", "."), autoescape=True
-    ).get_template("page.html")
-    facts = {"token": token, "strikes": strike is not None}
+    loader = PackageLoader("testbed_controller.watch", ".")
+    template = Environment(loader=loader, autoescape=True).get_template("page.html")
     trial = trial_in(folder)
-    run = describe_run(trial, load_metrics_spec(folder, trial))
-    drawn = frozenset(run["devices"])
+    facts = describe_run(trial, load_metrics_spec(folder, trial))
+    facts |= {"token": token, "strikes": strike is not None}
+    drawn_devices = frozenset(facts["devices"])
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_REQUEST
     app.before_request(lambda: _authorise(token, origin))
     app.register_error_handler(
@@ -62,8 +64,8 @@ def application(
     app.register_error_handler(
         TestbedError, lambda error: ({"error": refusal(str(error))}, 400)
     )
-    app.get("/", endpoint="page")(lambda: page.render(facts=run | facts))
-    app.get("/events", endpoint="events")(lambda: _stream(folder, drawn, pace))
+    app.get("/", endpoint="page")(lambda: template.render(facts=facts))
+    app.get("/events", endpoint="events")(lambda: _stream(folder, drawn_devices, pace))
     if strike is not None:
         app.post("/strike", endpoint="strike")(
             lambda: {"done": strike(_check_fault(flask.request.get_json()))}
@@ -88,9 +90,11 @@ def _authorise(token: str, origin: str) -> tuple[dict[str, str], int] | None:
     return None
 
 
-def _stream(folder: Path, drawn: Collection[str], pace: float | None) -> flask.Response:
+def _stream(
+    folder: Path, devices: Collection[str], pace: float | None
+) -> flask.Response:
     def messages() -> Iterator[str]:
-        for batch in batches(folder, drawn, pace):
+        for batch in batches(folder, devices, pace):
             # An empty line ends a server-sent event.
             yield f"data: {LINES.encode(batch)}\n\n"
 
@@ -100,7 +104,10 @@ def _stream(folder: Path, drawn: Collection[str], pace: float | None) -> flask.R
 
 
 def describe_run(trial: Trial, declared: MetricsSpec) -> dict[str, Any]:
-    """Return the data that the page needs before the first event, with at most `MAX_SHOWN` devices."""
+    """Return the data that the page needs before the first event, with at most `MAX_SHOWN` devices.
+
+    ``left_out`` is the number of further devices. ``pauses`` are the names of events at which the work stood still.
+    """
     experiment = trial.experiment
     radio = experiment.radio
     drawn = [device.name for device in experiment.devices[:MAX_SHOWN]]
@@ -126,7 +133,10 @@ def describe_run(trial: Trial, declared: MetricsSpec) -> dict[str, Any]:
 
 
 class PageServer:
-    """A server for the page of a run, in a separate thread, on a free port of 127.0.0.1."""
+    """A server for the page of the run in a results folder, in a separate thread, on a free port of 127.0.0.1.
+
+    Without ``strike``, the page cannot inject faults; ``pace`` is that of `testbed_controller.watch.feed.batches`.
+    """
 
     def __init__(
         self, folder: Path, strike: Strike | None = None, pace: float | None = None
@@ -140,7 +150,7 @@ class PageServer:
         threading.Thread(target=self._server.serve, name="page", daemon=True).start()
 
     def show(self) -> None:
-        """Open the page in a graphical browser; a text browser would take over the terminal."""
+        """Open the page in a browser, unless only a text browser could run, which would take over the terminal."""
         has_display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
         if has_display or sys.platform == "darwin":
             webbrowser.open(self.address)

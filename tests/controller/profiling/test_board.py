@@ -57,8 +57,8 @@ def test_measured_layers_have_costs_of_models(
         kinds.add(measurement.kind)
         module, shape = modules[measurement.kind, measurement.name]
         layer_cost = describe_module(module).cost(shape)
-        forward = forward_of(layer_cost, board.BATCH)
-        cost = forward + backward_of(layer_cost, board.BATCH)
+        forward = forward_of(layer_cost, board.BATCH_SIZE)
+        cost = forward + backward_of(layer_cost, board.BATCH_SIZE)
         # FLOPs, bytes of activations and bytes of weights.
         assert cost.of() == measurement[2:5]
         assert cost.of([measurement.kind]) == measurement[2:5]  # type: ignore[list-item]
@@ -90,11 +90,11 @@ def test_measured_profile_is_valid_device_profile(
     # FLOPs, bytes of activations, bytes of weights and seconds of layers on a machine with 2 GFLOP/s in convolutions,
     # and with 4 GFLOP/s and 1 GB/s of weights in linear layers. Row b: 8 / 4 + 1 / 1 = 3 s.
     measured = [
-        board.Measured("linear", "a", 4e9, 5.0, 1e9, 2.0),
-        board.Measured("linear", "b", 8e9, 1e9, 1e9, 3.0),
-        board.Measured("linear", "c", 4e9, 0.0, 3e9, 4.0),
-        board.Measured("convolution", "d", 2e9, 1.0, 1.0, 1.0),
-        board.Measured("convolution", "e", 4e9, 5e9, 0.0, 2.0),
+        board.LayerMeasurement("linear", "a", 4e9, 5.0, 1e9, 2.0),
+        board.LayerMeasurement("linear", "b", 8e9, 1e9, 1e9, 3.0),
+        board.LayerMeasurement("linear", "c", 4e9, 0.0, 3e9, 4.0),
+        board.LayerMeasurement("convolution", "d", 2e9, 1.0, 1.0, 1.0),
+        board.LayerMeasurement("convolution", "e", 4e9, 5e9, 0.0, 2.0),
     ]
     monkeypatch.setattr(board, "measure_layers", lambda: measured)
     path = tmp_path / "pi.yaml"
@@ -124,7 +124,10 @@ def test_measured_profile_is_valid_device_profile(
     [
         (None, r"own.yaml:3: devices.device.profile: .*pi.yaml: cannot be read"),
         ("speed: 1gflops\n", "memory"),
-        ("speed: 1gflops\nmemory: 1GiB\nwatts: {idle: 3, busy: 2}\n", "busy >= idle"),
+        (
+            "speed: 1gflops\nmemory: 1GiB\nwatts: {idle: 3, busy: 2}\n",
+            "'busy' must be at least 'idle'",
+        ),
     ],
 )
 def test_invalid_profile_is_refused(
@@ -154,7 +157,7 @@ def test_energy_is_idle_power_and_additional_power_of_computing(tmp_path: Path) 
 def test_link_between_two_ends_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(board, "SENT", 1 << 16)
+    monkeypatch.setattr(board, "TRANSFER_BYTES", 1 << 16)
     with socket.create_server(("", 0)) as unused:
         port = unused.getsockname()[1]
     threading.Thread(target=board.serve_peer, args=(port,), daemon=True).start()
