@@ -35,7 +35,7 @@ SEND: Form = (
 )
 """Name and fields of the event of an acknowledged message."""
 STALL_SECONDS = 2.0
-"""Seconds without an answer after which the sender reconnects, as in the agent."""
+"""Seconds without an acknowledgement after which the sender reconnects, as in the agent."""
 CONNECT_SECONDS = 1.0
 """Seconds between connection attempts over a silent link: the kernel repeats a lost SYN after a second."""
 REFUSED_SECONDS = 0.25
@@ -63,10 +63,10 @@ def next_attempt(since: float, now: float, round_trip: float) -> float:
 
 
 class Parcel:
-    """A message in transit, until acknowledged."""
+    """A message that waits for its transmission or is in transit, until acknowledged."""
 
     __slots__ = (
-        "answer_delay",
+        "acknowledgement_delay",
         "arrival",
         "call_time",
         "channel",
@@ -109,7 +109,7 @@ class Parcel:
         """Time when the last byte leaves."""
         self.arrival = -1.0
         """Time when the last byte arrives; negative while the message waits for a transmission."""
-        self.answer_delay = 0.0
+        self.acknowledgement_delay = 0.0
         """Random extra delay of the acknowledgement, in seconds."""
 
 
@@ -148,7 +148,7 @@ class Channel:
         """Time when the last transmission scheduled so far ends."""
         self._last_arrival = 0.0
         """Time when the last message scheduled so far arrives; later messages arrive no earlier."""
-        self._last_answer_arrival = 0.0
+        self._last_acknowledgement = 0.0
         """Time when the last acknowledgement scheduled so far arrives."""
         self._unacknowledged = 0
         """Unacknowledged bytes of the current program at the source."""
@@ -159,7 +159,7 @@ class Channel:
         """Time since which a message waits for the channel to open; None if none waits."""
         self._is_random = False
         """Whether either direction has random behaviour."""
-        self._passes_answers = True
+        self._passes_acknowledgements = True
         """Whether the link back lets acknowledgements of this channel's messages through."""
         self._waits_for_window = False
         """Whether a message waits for room in the window."""
@@ -182,7 +182,7 @@ class Channel:
         """Whether the target was off at any time since the channel was last open."""
         self._held_parcels: list[Parcel] = []
         """Messages that arrived at a paused target."""
-        self._unanswered: list[tuple[float, Parcel]] = []
+        self._blocked_acknowledgements: list[tuple[float, Parcel]] = []
         """Delivery times of messages whose acknowledgement is blocked on the way back."""
 
     @staticmethod
@@ -205,7 +205,7 @@ class Channel:
         is_random = self.crossing is not None or back.crossing is not None
         self._is_random = is_random
         back._is_random = is_random
-        back._passes_answers = is_passable(link)
+        back._passes_acknowledgements = is_passable(link)
 
     def _is_passable(self) -> bool:
         return self._is_reachable() and not self.source.paused
@@ -216,7 +216,7 @@ class Channel:
     def awaits_acknowledgement(self, device: Guest) -> bool:
         """Return whether a message of this device is unacknowledged."""
         parcels = [*self._waiting, *self._held_parcels]
-        parcels += [parcel for _, parcel in self._unanswered]
+        parcels += [parcel for _, parcel in self._blocked_acknowledgements]
         own_parcels = [parcel for parcel in parcels if parcel.sender is device]
         return not all(parcel.future.done() for parcel in own_parcels)
 
@@ -247,7 +247,9 @@ class Channel:
         self._unacknowledged += parcel.size
         wire, min_seconds, lag = parcel.remaining, 0.0, 0.0
         if self._is_random:
-            wire, min_seconds, lag, parcel.answer_delay = self._draw_crossing(wire)
+            wire, min_seconds, lag, parcel.acknowledgement_delay = self._draw_crossing(
+                wire
+            )
         end = start + self.link.transmission_time(wire)
         # Over a link that loses packets, TCP's window may take longer than the rate.
         if end < start + min_seconds:
@@ -282,18 +284,21 @@ class Channel:
 
     def _draw_crossing(self, wire: float) -> tuple[float, float, float, float]:
         """Draw a transmission: total bytes sent, minimum duration, and the delays of message and acknowledgement."""
-        min_seconds, lag, answer, back = 0.0, 0.0, 0.0, self.back.crossing
+        min_seconds, lag, acknowledgement_delay = 0.0, 0.0, 0.0
+        back = self.back.crossing
         if self.crossing is not None:
             if self._window is None:
                 self._window = Window()
-            unheard = _keep_answer if back is None else back.draw_loss
+            draw_acknowledgement_loss = (
+                _keep_acknowledgement if back is None else back.draw_loss
+            )
             spacing = self.link.transmission_time(PACKET)
             wire, min_seconds, lag = self.crossing.draw_message(
-                wire, spacing, self.round_trip, self._window, unheard
+                wire, spacing, self.round_trip, self._window, draw_acknowledgement_loss
             )
         if back is not None:
-            answer = back.draw_answer(self.round_trip)
-        return wire, min_seconds, lag, answer
+            acknowledgement_delay = back.draw_acknowledgement(self.round_trip)
+        return wire, min_seconds, lag, acknowledgement_delay
 
     @property
     def round_trip(self) -> float:
@@ -327,18 +332,18 @@ class Channel:
         # Reordered packets skip the delay.
         if start > now:
             start = now
-        if self._passes_answers:
-            self._send_answer(
-                parcel, now + (self.back.link.delay + parcel.answer_delay)
+        if self._passes_acknowledgements:
+            self._send_acknowledgement(
+                parcel, now + (self.back.link.delay + parcel.acknowledgement_delay)
             )
         else:
-            self._unanswered.append((now, parcel))
+            self._blocked_acknowledgements.append((now, parcel))
         device.deliver(parcel.message, parcel.size, start, now - start)
 
-    def _send_answer(self, parcel: Parcel, when: float) -> None:
-        if when < self._last_answer_arrival:
-            when = self._last_answer_arrival
-        self._last_answer_arrival = when
+    def _send_acknowledgement(self, parcel: Parcel, when: float) -> None:
+        if when < self._last_acknowledgement:
+            when = self._last_acknowledgement
+        self._last_acknowledgement = when
         self._event_queue.at(when, _on_acknowledgement, parcel)
 
     def acknowledge(self, parcel: Parcel) -> None:
@@ -403,7 +408,7 @@ class Channel:
                 self._blocked_since = now
             return
         self._relaunch_from(now if was_open else self._reopens_at(now))
-        self.back._send_blocked_answers()
+        self.back._send_blocked_acknowledgements()
 
     def _interrupt_sending(self) -> None:
         """Stop unfinished transmissions and record their progress."""
@@ -424,16 +429,19 @@ class Channel:
                 # Its first byte has not left after all.
                 parcel.first_start = -1.0
             # Drawn again with the next transmission.
-            parcel.answer_delay = 0.0
+            parcel.acknowledgement_delay = 0.0
             self._mark_for_relaunch(parcel)
 
     def _forget_connection(self) -> None:
         """Requeue all unacknowledged messages, because a restarted target has forgotten them."""
         self._target_was_off = True
         self._window = None
-        arrived = [*(parcel for _, parcel in self._unanswered), *self._held_parcels]
+        arrived = [
+            *(parcel for _, parcel in self._blocked_acknowledgements),
+            *self._held_parcels,
+        ]
         in_transit = [parcel for parcel in self._waiting if parcel.arrival >= 0]
-        self._unanswered.clear()
+        self._blocked_acknowledgements.clear()
         self._held_parcels.clear()
         for parcel in (*arrived, *in_transit):
             self._mark_for_relaunch(parcel)
@@ -448,7 +456,7 @@ class Channel:
         self._target_was_off = False
         if since is None or since == now:
             return now
-        # A stopped target answers at once that nobody listens, so attempts follow each other soon.
+        # A stopped target refuses connections at once, so attempts follow each other soon.
         if refused:
             attempts = math.ceil((now - since) / REFUSED_SECONDS)
             return since + attempts * REFUSED_SECONDS
@@ -464,13 +472,13 @@ class Channel:
         self._free_at = start
         self._launch_waiting()
 
-    def _send_blocked_answers(self) -> None:
+    def _send_blocked_acknowledgements(self) -> None:
         """Send the acknowledgements blocked so far; the sender's next attempt reveals them."""
-        now, unanswered = self._event_queue.now, self._unanswered
-        self._unanswered = []
-        for since, parcel in unanswered:
+        now, blocked = self._event_queue.now, self._blocked_acknowledgements
+        self._blocked_acknowledgements = []
+        for since, parcel in blocked:
             attempt = next_attempt(since, now, self.round_trip)
-            self._send_answer(parcel, attempt + self.round_trip)
+            self._send_acknowledgement(parcel, attempt + self.round_trip)
 
     def abandon(self) -> None:
         """Discard unsent messages of a stopped sender. Bytes that have left still arrive."""
@@ -526,7 +534,7 @@ class Channel:
         device.deliver(copy, cast.size, start, now - start, cast.number)
 
 
-def _keep_answer() -> bool:
+def _keep_acknowledgement() -> bool:
     """Draw that an acknowledgement arrives: its direction of the link loses none."""
     return False
 

@@ -53,13 +53,13 @@ class Crossing:
         spacing: float,
         round_trip: float,
         window: Window,
-        draw_answer_loss: Draw,
+        draw_acknowledgement_loss: Draw,
     ) -> tuple[float, float, float]:
         """Draw the transmission of a message of ``wire`` bytes, with ``spacing`` seconds per full packet.
 
         Returns the number of bytes sent, including repeated ones; the minimum seconds until they have left, 0 if the
         rate alone decides; and the lateness of the arrival relative to the last byte's departure plus the link's delay,
-        negative if that byte skips the delay. ``draw_answer_loss`` draws whether an acknowledgement is lost.
+        negative if that byte skips the delay. ``draw_acknowledgement_loss`` draws whether an acknowledgement is lost.
         """
         packets = math.ceil(wire / PACKET)
         if self._lost is None and self._corrupted is None:
@@ -72,16 +72,18 @@ class Crossing:
             spacing * size / PACKET,
             round_trip,
             self.draw_loss,
-            draw_answer_loss,
+            draw_acknowledgement_loss,
         )
         transmission.run()
         lateness = transmission.last_departure - transmission.sending_seconds
         lateness += self._latest_arrival(transmission.last_round_size, spacing)
         return transmission.sent_packets * size, transmission.sending_seconds, lateness
 
-    def draw_answer(self, round_trip: float) -> float:
-        """Draw the lateness, relative to the link's delay, of an answer of one packet in a connection's other
-        direction."""
+    def draw_acknowledgement(self, round_trip: float) -> float:
+        """Draw the lateness, relative to the link's delay, of an acknowledgement, which is one packet.
+
+        The message of the acknowledgement uses the other direction; ``round_trip`` is in seconds.
+        """
         lag = 0.0
         timeout = round_trip + RETRANSMISSION_TIMEOUT
         for _ in range(_MAX_ATTEMPTS):

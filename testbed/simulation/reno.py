@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 
 RETRANSMISSION_TIMEOUT = 0.2
-"""Seconds beyond the round trip before TCP sends unanswered bytes again (Linux's minimum)."""
+"""Seconds beyond the round trip before TCP sends unacknowledged bytes again (Linux's minimum)."""
 _LONGEST_TIMEOUT = 2.0
 """Maximum seconds of a time-out beyond the round trip: the agent reconnects after this silence."""
 FIRST_WINDOW = 10
@@ -32,7 +32,7 @@ _QUEUED_PACKETS = 2
 """TCP small queues: beyond the packets on the way, at most this number of packets waits before the link, ..."""
 _QUEUED_SECONDS = 0.001
 """... plus the packets that the link sends in this number of seconds."""
-_CERTAIN_ANSWERS = 4
+_CERTAIN_ACKNOWLEDGEMENTS = 4
 """Number of acknowledgements of which one arrives for certain: a loss of all is too rare to matter, and draws take
 time."""
 _SPARE_ATTEMPTS = 10_000
@@ -42,7 +42,7 @@ Draw = Callable[[], bool]
 
 
 def double_timeout(seconds: float, round_trip: float) -> float:
-    """Return the time-out that follows a time-out of ``seconds`` without an answer (RFC 6298, 5.5)."""
+    """Return the time-out that follows a time-out of ``seconds`` without an acknowledgement (RFC 6298, 5.5)."""
     return min(2 * seconds, round_trip + _LONGEST_TIMEOUT)
 
 
@@ -89,7 +89,7 @@ class Transmission:
     __slots__ = (
         "_attempt_limit",
         "_attempts",
-        "_draw_answer_loss",
+        "_draw_acknowledgement_loss",
         "_draw_loss",
         "_largest_round",
         "_missing",
@@ -116,12 +116,13 @@ class Transmission:
         spacing: float,
         round_trip: float,
         lost: Draw,
-        draw_answer_loss: Draw,
+        draw_acknowledgement_loss: Draw,
     ) -> None:
         """Begin with all packets unsent.
 
         ``spacing`` is the time of a packet on the link and ``round_trip`` the sum of both delays, in seconds. ``lost``
-        and ``draw_answer_loss`` draw the fates of the next packet and of the next acknowledgement: true if lost.
+        and ``draw_acknowledgement_loss`` draw the fates of the next packet and of the next acknowledgement: true if
+        lost.
         """
         self.sent_packets = 0
         """Number of sent packets, including repeated ones and probes."""
@@ -141,7 +142,7 @@ class Transmission:
         self._spacing = spacing
         self._round_trip = round_trip
         self._draw_loss = lost
-        self._draw_answer_loss = draw_answer_loss
+        self._draw_acknowledgement_loss = draw_acknowledgement_loss
         self._now = 0.0
         """Seconds since the first packet began to leave."""
         self._recovering = False
@@ -216,17 +217,19 @@ class Transmission:
         before_gap = fates.index(True) if lost else count
         # If only the last packets are lost, the receiver sees no gap and acknowledges every other packet.
         in_order = before_gap == arrived
-        answers = arrived // 2 if in_order and not self._recovering else arrived
-        is_answered = self._draw_is_answered(answers)
-        if self._timed_out and is_answered:
+        acknowledgements = (
+            arrived // 2 if in_order and not self._recovering else arrived
+        )
+        is_acknowledged = self._draw_is_acknowledged(acknowledgements)
+        if self._timed_out and is_acknowledged:
             # After a time-out, slow start begins while packets are still missing (RFC 5681, 3.1): Linux withholds it
             # in the states CWR and Recovery alone (`tcp_cong_control`). Packets behind a gap do not raise the window
             # (`tcp_may_raise_cwnd`). New packets that Linux sends before repeated ones (F-RTO) are left out.
             self._window.raise_by(before_gap)
         is_last_round = not self._unsent and not self._missing
         self._missing += lost
-        if not is_answered or (lost and in_order and is_last_round):
-            self._await_timer(round_end, count, arrived, is_answered, in_order)
+        if not is_acknowledged or (lost and in_order and is_last_round):
+            self._await_timer(round_end, count, arrived, is_acknowledged, in_order)
             return
         self._now = max(self._now + self._round_trip + self._spacing, round_end)
         if lost and in_order and not self._recovering:
@@ -240,10 +243,10 @@ class Transmission:
         else:
             self._continue_sending(fates, repeated)
 
-    def _draw_is_answered(self, answers: int) -> bool:
-        """Draw whether any of ``answers`` acknowledgements arrives."""
-        return answers >= _CERTAIN_ANSWERS or not all(
-            self._draw_answer_loss() for _ in range(answers)
+    def _draw_is_acknowledged(self, acknowledgements: int) -> bool:
+        """Draw whether any of ``acknowledgements`` acknowledgements arrives."""
+        return acknowledgements >= _CERTAIN_ACKNOWLEDGEMENTS or not all(
+            self._draw_acknowledgement_loss() for _ in range(acknowledgements)
         )
 
     def _continue_sending(self, fates: list[bool], repeated: int) -> None:
@@ -293,7 +296,7 @@ class Transmission:
         self._attempts += 1
         if self._attempts > self._attempt_limit:
             return False
-        return self._draw_loss() or self._draw_answer_loss()
+        return self._draw_loss() or self._draw_acknowledgement_loss()
 
     def _prepare_round(self, budget: int) -> None:
         """Set the number of packets of the next round; the round belongs to a recovery if lost packets are missing."""
@@ -325,22 +328,22 @@ class Transmission:
         round_end: float,
         count: int,
         arrived: int,
-        is_answered: bool,
+        is_acknowledged: bool,
         in_order: bool,
     ) -> None:
         """Wait for the timer that ends a silence: the time-out during recovery, otherwise a probe.
 
         ``count`` packets were sent and ``arrived`` of them arrived, all before the first loss if ``in_order``.
         """
-        since = round_end + self._round_trip if is_answered else round_end
+        since = round_end + self._round_trip if is_acknowledged else round_end
         if self._recovering or not in_order:
             self._time_out(since)
             self._prepare_round(self._window.size)
         else:
-            self._send_probe(since, round_end, count, arrived, is_answered)
+            self._send_probe(since, round_end, count, arrived, is_acknowledged)
             budget = self._window.size
             # If only the probe is acknowledged, recovery begins with one packet, as in Linux (`tcp_cwnd_reduction`).
-            if not is_answered and not self._timed_out:
+            if not is_acknowledged and not self._timed_out:
                 budget = 1
             self._prepare_round(budget)
 
@@ -350,11 +353,11 @@ class Transmission:
         round_end: float,
         count: int,
         arrived: int,
-        is_answered: bool,
+        is_acknowledged: bool,
     ) -> None:
         """Send a probe, unless a delayed acknowledgement lets new packets leave before."""
         lost = count - arrived
-        outstanding = lost + arrived % 2 if is_answered else count
+        outstanding = lost + arrived % 2 if is_acknowledged else count
         due = since + self._probe_timer(outstanding)
         delayed = round_end + self._round_trip + _DELAYED_ACKNOWLEDGEMENT
         probes = True

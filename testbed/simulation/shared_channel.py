@@ -74,8 +74,8 @@ class SharedChannel(Channel):
             return
         wire, min_seconds, self._lag = parcel.remaining, 0.0, 0.0
         if self._is_random:
-            wire, min_seconds, self._lag, parcel.answer_delay = self._draw_crossing(
-                wire
+            wire, min_seconds, self._lag, parcel.acknowledgement_delay = (
+                self._draw_crossing(wire)
             )
         cap = inf if self.link.rate is None else self.link.rate
         uses = [(shared, 1.0) for shared in self._shared_rates]
@@ -112,6 +112,6 @@ class SharedChannel(Channel):
             elif parcel.first_start == parcel.start:
                 parcel.first_start = -1.0
             parcel.start = parcel.end = -1.0
-            parcel.answer_delay = 0.0
+            parcel.acknowledgement_delay = 0.0
             self._mark_for_relaunch(parcel)
         super()._interrupt_sending()

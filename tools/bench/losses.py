@@ -180,7 +180,7 @@ def simulate_mean_time(link: Link, size: int, count: int) -> float:
                 sent_bytes, min_seconds, lateness = forward.draw_message(
                     wire_bytes, packet_time, round_trip, window, backward.draw_loss
                 )
-                lateness += backward.draw_answer(round_trip)
+                lateness += backward.draw_acknowledgement(round_trip)
             # The link or the window limits the message, whichever takes longer.
             transmission = max(sent_bytes * 8 / link.rate, min_seconds)
             times.append(transmission + lateness + round_trip)

@@ -155,4 +155,4 @@ def test_timeout_of_lost_acknowledgement_doubles_including_round_trip(monkeypatc
     losses = iter([True, True, False])
     monkeypatch.setattr(crossing, "draw_loss", lambda: next(losses))
     first = 0.1 + RETRANSMISSION_TIMEOUT
-    assert crossing.draw_answer(0.1) == pytest.approx(first + 2 * first)
+    assert crossing.draw_acknowledgement(0.1) == pytest.approx(first + 2 * first)
