@@ -27,25 +27,25 @@ def _update_share(record: RunView) -> float | None:
     A device can update each of its layers once a step, after the last micro-batch. The update takes place if the device
     has a gradient of at least one micro-batch; without micro-batches this is the gradient of the batch.
     """
-    layer_parts = 0
+    updates_per_step = 0
     for assignment in record.plan.assignments:
-        layer_parts += assignment.stop - assignment.start
-    possible = len(record.of("step")) * layer_parts
-    if not possible:
+        updates_per_step += assignment.stop - assignment.start
+    possible_updates = len(record.of("step")) * updates_per_step
+    if not possible_updates:
         return None
     micro_batches = details_of(record).micro_batches
     updates = 0
     for event in record.of("compute"):
         if event.fields["span"] != "backward":
             continue
-        # Backwards of earlier micro-batches only add up gradients.
+        # Only the backward of the last micro-batch changes weights; earlier ones add up gradients.
         if (event.fields["batch"] + 1) % micro_batches == 0:
             updates += 1
-    return updates / possible
+    return updates / possible_updates
 
 
 def _model_partition_bytes(record: RunView) -> int | None:
-    """Return the bytes of requests and answers; None for a run whose devices take the partition from the plan."""
+    """Return the bytes of messages with or about the model partition; None for a run without such messages."""
     total = 0
     for event in record.of("send"):
         if event.fields["message"] in PARTITION_MESSAGES:
@@ -113,7 +113,7 @@ class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
     async def program(
         self, device: Device, context: ProgramContext[EdgePipeOptions, SlotDetails]
     ) -> None:
-        """Do the work of the device's super neuron, slot by slot; nothing on a device without one."""
+        """Do the work of the device's super neuron, slot by slot; devices without a super neuron do nothing."""
         if device.name not in context.plan.devices:
             return
         # Imported here, since only devices need torch.

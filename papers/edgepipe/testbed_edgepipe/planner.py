@@ -23,10 +23,10 @@ class EdgePipeOptions(SlotOptions):
     """Options of `EdgePipe`."""
 
     baselines: ClassVar[Baselines] = {
-        # Section VI's Model: model parallelism alone, where a batch begins after the one before is complete.
+        # Section VI's Model: model parallelism alone, where a batch begins after the previous one is complete.
         "model": {"pipelined": False},
-        # Section VI compares with the core of GPipe and PipeDream, both on the allocation Vertical. It divides a batch
-        # into as many micro-batches as there are devices.
+        # Section VI compares with the cores of GPipe and PipeDream, both on the allocation Vertical. GPipe's batches
+        # are divided into as many micro-batches as there are devices.
         "gpipe": {"allocation": "vertical", "micro_batches": "devices"},
         "pipedream": {"allocation": "vertical"},
         # Figure 8's Random: super neurons on devices in a random order.
@@ -39,8 +39,9 @@ class EdgePipeOptions(SlotOptions):
         "masks": "mask_missing_outputs",
     }
     allocation: Allocation = "hybrid"
-    """Groups of layers, each divided among devices of its own. `vertical`: one layer in each group, as far as there are
-    devices. `hybrid`: as many layers in each as equation (1) says. `horizontal`: all layers in one group."""
+    """Groups of layers; each group is divided among devices that belong to it alone. `vertical`: one layer in each
+    group, as far as there are devices. `hybrid`: the numbers of layers of equation (1). `horizontal`: all layers in one
+    group."""
     micro_batches: Annotated[int, Field(ge=1)] | Literal["devices"] = 1
     """Number of parts of a batch. With more than one the schedule is GPipe's, and `allocation` must be `vertical`: all
     parts go forward, one in each slot, then all go backward, and the weights change after the last. `devices`: as many
@@ -62,7 +63,7 @@ class EdgePipeOptions(SlotOptions):
 
     @property
     def divide(self) -> Divide:
-        """The division of neurons over devices: by `layers_per_group` if it is set, otherwise by `allocation`.
+        """The division of neurons among devices: by `layers_per_group` if it is set, otherwise by `allocation`.
 
         >>> EdgePipeOptions(allocation="vertical").divide([4, 4], ["a", "b"]).devices
         ('a', 'b')
@@ -75,5 +76,5 @@ class EdgePipeOptions(SlotOptions):
 def planned_assignment(
     problem: PlanningProblem[EdgePipeOptions], plan: Plan[SlotDetails]
 ) -> NeuronAssignment:
-    """Return the assignment of neurons of a plan, which stores the order of the devices alone."""
+    """Return the assignment of neurons to devices; a plan stores only the order of the devices, not the neurons."""
     return problem.options.divide(layer_sizes(problem), plan.details.devices)

@@ -1,6 +1,7 @@
 """EdgePipe's program, and its rule for missing values (Section V-B): a missing signal "is treated as null".
 
-Layers and batches are numbered from 0; layer 0 is the input layer.
+Layers and batches are numbered from 0; layer 0 is the input layer. Losses are the gradients that a layer casts to the
+previous layer.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.method import ProgramContext
 from testbed.ml.slots.arrangement import NeuronAssignment
-from testbed.ml.slots.missing import ReceivedParts, Usable, Work, backpropagate
+from testbed.ml.slots.missing import (
+    BackwardWork,
+    ReceivedParts,
+    UsableValues,
+    backpropagate,
+)
 from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.planner import SlotDetails
-from testbed.ml.slots.program import KINDS, FixedAssignment, SlotProgram, transmit_of
-from testbed.ml.slots.weights import Needs, receive_initial_weights, request_data
+from testbed.ml.slots.program import KINDS, FixedAssignment, SlotProgram, make_transmit
+from testbed.ml.slots.weights import DataRequest, receive_initial_weights, request_data
 from testbed_edgepipe.planner import (
     PARTITION_MESSAGES,
     EdgePipeOptions,
@@ -28,33 +34,34 @@ from testbed_edgepipe.planner import (
 )
 
 
-class NeedsPartition(Needs, kind=PARTITION_MESSAGES[0]):
-    """Request for the model partition, to the device coordinator."""
+class PartitionRequest(DataRequest, kind=PARTITION_MESSAGES[0]):
+    """To the device coordinator: request for the model partition, the assignment of all neurons to devices."""
 
 
 @dataclass(frozen=True)
 class ModelPartition(TypedMessage, kind=PARTITION_MESSAGES[1]):
-    """From the device coordinator: the task of each device (line 22 of Algorithm 1)."""
+    """From the device coordinator: the neurons of each device (line 22 of Algorithm 1)."""
 
     layers: list[dict[str, list[int]]]
-    """For each layer: device -> first neuron of the device, and the neuron after its last one."""
+    """For each layer: device -> [its first neuron, the neuron after its last one]."""
 
 
-class TreatedAsNull:
-    """A missing part counts as zero in the forward pass; a layer learns if all losses of the next layer have arrived.
+class ZeroSubstitution:
+    """The hook `testbed.ml.slots.missing.MissingDataPolicy`: missing values count as zero in the forward pass.
 
-    Outputs that counted as zero get no losses, unless ``mask_missing_outputs`` is false.
+    A layer learns if all losses of the next layer have arrived. Outputs that counted as zero get no losses, unless
+    ``mask_missing_outputs`` is false.
 
     >>> from testbed.ml.slots.missing import SenderPart
     >>> parts = (SenderPart("a", range(1), torch.ones(1, 1)), SenderPart("b", range(1, 2), None))
     >>> received = ReceivedParts(layer=1, batch=0, samples=1, neurons=2, parts=parts)
-    >>> TreatedAsNull().inputs(received)
+    >>> ZeroSubstitution().inputs(received)
     tensor([[1., 0.]])
     >>> received.is_complete
     False
     """
 
-    # Receivers count parts that are missing at the start of a slot as zero, so that an empty cast adds nothing.
+    # Receivers count a part that is missing at the start of a slot as zero, so that a cast without values is useless.
     casts_empty_messages = False
 
     def __init__(
@@ -64,56 +71,58 @@ class TreatedAsNull:
         *,
         mask_missing_outputs: bool = True,
     ) -> None:
-        """``micro_batches`` is the number of parts of a batch.
+        """``micro_batches`` is the number of micro-batches of a batch; all other batches here are micro-batches.
 
-        An update follows the last part of each batch, and uses the gradients of all parts whose losses have arrived.
+        An update follows the last micro-batch of each batch, with the gradients of all whose losses have arrived.
         """
         self.masks_missing_outputs = mask_missing_outputs
         self._update_condition = update_condition
         self._micro_batches = micro_batches
         self._incomplete: set[tuple[int, int]] = set()
-        """Layers and batches with missing inputs on this device; empty unless such batches are excluded from learning.
-        """
+        """(layer, batch) with missing inputs on this device, if such batches are excluded from learning."""
 
     def inputs(self, received: ReceivedParts) -> torch.Tensor:
-        """Return the outputs of the layer before, (samples, values), with zeros for missing values."""
+        """Return the outputs of the previous layer, (samples, values), with zeros for missing values."""
         needs_all_inputs = self._update_condition == "all_transmissions"
         if needs_all_inputs and not received.is_complete:
-            # The received outputs are those of the previous layer.
-            self._incomplete.add((received.layer + 1, received.batch))
+            layer = received.layer + 1
+            self._incomplete.add((layer, received.batch))
         return received.joined_values()
 
     def test_values(self, received: ReceivedParts) -> ReceivedParts:
-        """Return the received values: missing ones count as zero in tests, too."""
+        """Return the received values; missing values count as zero in tests, too."""
         return received
 
-    async def usable_results(self, received: ReceivedParts) -> Usable:
-        """Return the results, with zeros for missing values if the output layer may learn from such results."""
-        # Section V-B requires all losses of the next layer; the output layer has no next layer.
-        suffices = received.is_complete or self._update_condition == "all_losses"
-        values = received.joined_values() if suffices else None
-        return self._usable(received.layer, received, values)
+    async def usable_results(self, received: ReceivedParts) -> UsableValues:
+        """Return the results, with zeros for missing values if the option `update_condition` allows such results."""
+        # The paper's condition, all losses of the next layer, says nothing about the output layer, which has no next
+        # layer.
+        accepts_missing = self._update_condition == "all_losses"
+        values = None
+        if received.is_complete or accepts_missing:
+            values = received.joined_values()
+        return self._decide(received.layer, received, values)
 
-    async def usable_losses(self, received: ReceivedParts) -> Usable:
-        """Return the gradient by the own outputs, (samples, values), if all parts have arrived.
+    async def usable_losses(self, received: ReceivedParts) -> UsableValues:
+        """Return the gradient of the device's outputs, (samples, values), if all losses have arrived.
 
         Section V-B: a layer computes gradients "only if it receives all of the losses from its next layer".
         """
         values = received.summed_losses() if received.is_complete else None
-        return self._usable(received.layer - 1, received, values)
+        return self._decide(received.layer - 1, received, values)
 
-    def _usable(
+    def _decide(
         self, layer: int, received: ReceivedParts, values: torch.Tensor | None
-    ) -> Usable:
-        """Return values for learning in a layer; none for a batch whose inputs of the layer were incomplete."""
+    ) -> UsableValues:
+        """Return ``values`` for learning in a layer, or none if the inputs of the layer were incomplete."""
         is_incomplete = (layer, received.batch) in self._incomplete
-        # Earlier batches of the layer will not come back.
-        for other_layer, batch in list(self._incomplete):
-            if other_layer == layer and batch <= received.batch:
-                self._incomplete.discard((other_layer, batch))
+        # The layer has no further backward of this batch or of an earlier one.
+        for incomplete_layer, batch in list(self._incomplete):
+            if incomplete_layer == layer and batch <= received.batch:
+                self._incomplete.discard((incomplete_layer, batch))
         if is_incomplete or values is None:
-            return Usable(None, "nothing")
-        return Usable(values, "new")
+            return UsableValues(None, "nothing")
+        return UsableValues(values, "new")
 
     def learn(
         self,
@@ -121,15 +130,16 @@ class TreatedAsNull:
         layer: int,
         batch: int,
         gradient: torch.Tensor | None,
-        usable: Usable,
-    ) -> Work | None:
-        """Return the work of accumulating a gradient, (samples, values), and of updating after the last micro-batch.
+        usable: UsableValues,
+    ) -> BackwardWork | None:
+        """Return the computation of a backward: it accumulates ``gradient``, and updates after the last micro-batch.
 
-        The work returns the gradient by the layer's inputs, which is cast to the previous layer. Without a gradient
-        nothing is cast, so that the previous layers do not learn from this batch either.
+        ``gradient`` is (samples, values). The computation returns the gradient of the layer's inputs, which is cast to
+        the previous layer. Without ``gradient`` nothing is cast, so that previous layers do not learn from this batch
+        either.
         """
         is_last = (batch + 1) % self._micro_batches == 0
-        # Gradients of earlier micro-batches still count if those of the last one are missing.
+        # Even if the last micro-batch gives no gradient, the update uses the gradients of earlier ones.
         has_earlier_gradients = is_last and bool(shard.gradients())
         if gradient is None and not has_earlier_gradients:
             return None
@@ -152,7 +162,7 @@ class TreatedAsNull:
 async def receive_assignment(
     mailbox: Mailbox, context: ProgramContext[EdgePipeOptions, SlotDetails]
 ) -> NeuronAssignment:
-    """Return the planned assignment; with `send_model_partition`, as the device coordinator has sent it."""
+    """Return the assignment of the plan; with `send_model_partition`, receive it from the device coordinator."""
     planned = planned_assignment(context.problem, context.plan)
     if not context.problem.options.send_model_partition:
         return planned
@@ -161,21 +171,21 @@ async def receive_assignment(
         layers = []
         for holders in planned.layers:
             ranges = {}
-            for name, own in holders.items():
-                # The neurons of a device are adjacent: two numbers take less of the channel than a list.
-                ranges[name] = [own[0], own[-1] + 1]
+            for name, neurons in holders.items():
+                # The neurons of a device are adjacent, so that two numbers stand for all of them.
+                ranges[name] = [neurons[0], neurons[-1] + 1]
             layers.append(ranges)
         return ModelPartition(layers)
 
-    received = await request_data(
+    partition = await request_data(
         mailbox,
-        context.plan.details.device_coordinator,
-        NeedsPartition,
-        ModelPartition,
-        make_answer,
+        holder=context.plan.details.device_coordinator,
+        request=PartitionRequest,
+        answer_type=ModelPartition,
+        make_answer=make_answer,
     )
     layers = []
-    for ranges in received.layers:
+    for ranges in partition.layers:
         holders = {}
         for name, (first, end) in ranges.items():
             holders[name] = range(first, end)
@@ -187,20 +197,25 @@ async def run(
     device: Device, context: ProgramContext[EdgePipeOptions, SlotDetails]
 ) -> None:
     """Train and test, beginning in the current slot."""
-    problem, options = context.problem, context.problem.options
-    kinds = (*KINDS, NeedsPartition, ModelPartition)
+    problem = context.problem
+    options = problem.options
+    kinds = (*KINDS, PartitionRequest, ModelPartition)
     async with Mailbox(device, problem.links, kinds) as mailbox:
         assignment = await receive_assignment(mailbox, context)
         initial_weights = await receive_initial_weights(mailbox, context)
         neurons = Neurons(device, problem, initial_weights)
-        fixed = FixedAssignment(assignment, neurons, device.name)
-        # The plan has the number: the option may be `devices`.
-        micro_batches = context.plan.details.micro_batches
-        policy = TreatedAsNull(
+        missing_data = ZeroSubstitution(
             options.update_condition,
-            micro_batches,
+            # Not the option, which may be `devices` instead of a number.
+            context.plan.details.micro_batches,
             mask_missing_outputs=options.mask_missing_outputs,
         )
-        transmit = transmit_of(mailbox, context)
-        program = SlotProgram(mailbox, context, neurons, fixed, policy, transmit)
+        program = SlotProgram(
+            mailbox,
+            context,
+            neurons,
+            assignments=FixedAssignment(assignment, neurons, device.name),
+            missing_data=missing_data,
+            transmit=make_transmit(mailbox, context),
+        )
         await program.run()

@@ -704,17 +704,17 @@ def test_training_continues_while_device_is_off_and_after_restart():
         (
             {"network": {"link": {"message_loss": "100%"}}},
             ("network",),
-            "receives no cast of",
+            "but receives none",
         ),
         (
             {"method": {"micro_batches": 2}},
             ("method", "micro_batches"),
-            "is GPipe, which divides layer by layer",
+            "is GPipe, which needs groups of one layer",
         ),
         (
             {"method": {**GPIPE, "micro_batches": 17}},
             ("method", "micro_batches"),
-            "a batch of 16 samples into",
+            "too many for a batch of 16 samples",
         ),
         (
             {
@@ -747,7 +747,7 @@ def test_acknowledgements_need_return_path():
     links = [{"from": name, "to": first, "message_loss": "100%"} for name in devices]
     network = {"links": links}
     assert plan_scenario(six_devices(method, network=network))
-    with pytest.raises(InputError, match="ack needs a return path") as caught:
+    with pytest.raises(InputError, match="ack needs acknowledgements") as caught:
         plan_scenario(six_devices({**method, "recovery": "ack"}, network=network))
     assert caught.value.key == ("method", "recovery")
 

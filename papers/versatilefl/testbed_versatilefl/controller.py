@@ -1,9 +1,10 @@
-"""A device's reaction to long-term volatility (Section V): judge the others, decide, hand over neurons.
+"""A device's reaction to long-term volatility (Section V): judge other devices, decide, hand over neurons.
 
-At the end of a window each device knows the fraction received of every sender's casts, and adds this record to its own
-casts. After the records have reached all devices, the acting coordinator decides for all devices: the first member of
-the assignment whose casts were received in the last window. The plan's coordinator, which scores the tests, is another
-role. The assignment and the neurons that move are sent reliably.
+Training is divided into windows of equally many steps. At the end of a window each device knows the fraction of every
+sender's casts that it has received, and adds this record to its casts. After the records have reached all devices, the
+acting coordinator decides for all devices: the first device of the assignment whose casts were received in the last
+window. The plan's coordinator, which scores the tests, is another role. The assignment and the neurons that move are
+sent reliably.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from testbed_versatilefl.records import ReceptionRecords, is_silent, mean_credib
 
 @dataclass(frozen=True)
 class Join(TypedMessage, kind="join"):
-    """Request for neurons: sent after a boot, cast by a device without neurons whose casts had been lost."""
+    """Request for neurons, from a device that has restarted or that has lost its neurons to other devices."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Leave(TypedMessage, kind="leave"):
 class ArrangementController:
     """The hook `testbed.ml.slots.program.AssignmentPolicy`: windows, joining and leaving devices, and rearrangement.
 
-    Every device has one; only the acting coordinator's decides.
+    Every device has a controller; only the controller of the acting coordinator decides.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ArrangementController:
         maintenance: Maintenance,
         window: int,
     ) -> None:
-        """``window`` is the number of steps after which devices are judged."""
+        """``window`` is the number of steps of a window."""
         problem, details = context.problem, context.plan.details
         options = problem.options
         self._mailbox = mailbox
@@ -71,27 +72,26 @@ class ArrangementController:
         )
         names = [device.name for device in problem.devices]
         names.remove(mailbox.device.name)
-        self._others = names
-        self._steps = window
-        """Number of steps of a window."""
-        self._seconds = window * timetable_of(details).period * details.timeslot
-        """Duration of a window."""
+        self._other_devices = names
+        self._window_steps = window
+        slots_per_window = window * timetable_of(details).period
+        self._window_seconds = slots_per_window * details.timeslot
         self._rearranges = options.rearrangement
-        self._until = options.naive_after
+        self._maintenance_end = options.naive_after
         """Step at which all maintenance ends; None: never, or ended already."""
-        self._reported = 0
-        """Number of windows with recorded counts of maintenance."""
+        self._reported_windows = 0
+        """Number of windows whose counts of maintenance are recorded."""
         self._joining: dict[str, int] = {}
-        """Devices that asked to join, and the version of the assignment known here at that time."""
+        """Device that has asked to join -> version of the newest assignment known here at that time."""
         self._leaving: dict[str, None] = {}
-        """Leaving devices, in the order of their messages."""
+        """Leaving devices, in the order of their messages; a dictionary in place of an ordered set."""
         self._newcomers: dict[str, float] = {}
-        """Devices without a full window since they asked to join, and the window that they joined in: infinite until
-        the next step begins."""
+        """Device that has asked to join -> window in which it joined, until the device has been present for a whole
+        window. The number is infinite until the next step begins."""
         self._silent: Collection[str] = ()
-        """Devices without received casts at the end of the last window."""
+        """Devices none of whose casts were received at the end of the last window."""
         self._averages: dict[str, float] = {}
-        """Credibility of each device in the last window."""
+        """Device -> its mean credibility in the last window."""
         mailbox.on(Join, self._on_join)
         mailbox.on(Leave, self._on_leave)
 
@@ -101,35 +101,35 @@ class ArrangementController:
         return self._handover.assignment
 
     def _on_join(self, message: Join) -> None:
-        known = self._handover.newest
-        # A device that has just booted knows no version; any assignment is newer then.
-        version = -1 if known is None else known.version
+        newest = self._handover.newest
+        # A device that has just booted knows no assignment, so that every assignment will be newer.
+        version = -1 if newest is None else newest.version
         self._joining[message.sender] = version
         self._newcomers[message.sender] = math.inf
         self._leaving.pop(message.sender, None)
 
     def _on_leave(self, message: Leave) -> None:
-        # A dictionary as an ordered set.
         self._leaving[message.sender] = None
 
     @property
     def _group(self) -> int | None:
-        known = self._handover.newest
-        return None if known is None else known.group_of(self._device.name)
+        """The number of this device's group of layers; None without neurons."""
+        newest = self._handover.newest
+        return None if newest is None else newest.group_of(self._device.name)
 
     async def wait_for_group(self, until: float) -> int | None:
-        """Return the own group as soon as the device has one.
+        """Return the number of this device's group of layers as soon as the device has neurons.
 
         Return None if the device has left and all its neurons have arrived elsewhere, or at the instant ``until``, in
         seconds, the end of the last slot. A device that lost its neurons because its casts did not arrive repeats
-        `Join` by cast, once a window: the cast arrives when the device can be heard again.
+        `Join` as a cast, once a window: the cast arrives when the link works again.
         """
         device = self._device
         if self._handover.newest is None:
-            # After a restart: the others have this device's neurons, or will have them.
+            # After a restart: other devices have this device's neurons, or will get them.
             self._newcomers[device.name] = math.inf
             self._post_to_all(Join())
-        next_cast = device.now() + self._seconds
+        next_cast = device.now() + self._window_seconds
         while self._group is None:
             if device.leaving:
                 await self._handover.wait_until_delivered(until)
@@ -138,53 +138,54 @@ class ArrangementController:
                 return None
             timeout = min(next_cast, until) - device.now()
             has_message = await self._mailbox.changed(timeout)
-            # A message may bring neurons. After `next_cast` the next wait ends at once, so that messages do not delay
-            # the cast.
+            # A message may bring neurons, and is handled first. The cast is not delayed for long: after `next_cast` the
+            # next wait ends at once.
             if not has_message and device.now() >= next_cast:
                 self._newcomers[device.name] = math.inf
-                await self._mailbox.cast(self._others, Join())
-                next_cast = device.now() + self._seconds
+                await self._mailbox.cast(self._other_devices, Join())
+                next_cast = device.now() + self._window_seconds
             self._handover.apply_messages()
         return self._group
 
     def on_slot_start(self, segment: SlotSegment, action: LayerAction | None) -> bool:
-        """Apply due changes as a slot begins or a segment ends; return whether the group has changed.
+        """Apply pending changes as a slot begins or a segment ends; return whether this device's group has changed.
 
         Raises `GroupLostError` on the acting coordinator if a group has no device left.
         """
+        # The step of training; None in tests and at the end of a segment.
         step = None if segment.is_test or action is None else action.batch
         self._record_counts(segment, step)
-        self._stop_when_due(step)
+        self._stop_maintenance(step)
         if not self._rearranges:
             return False
-        before = self._group
+        previous_group = self._group
         self._handover.apply_messages()
         self._forget_joined()
         self._announce_leaving()
         window = None if step is None else self._judge_devices(step)
-        # A newcomer has not judged the others. As a second acting coordinator beside the one that the others elect, it
-        # would send another assignment of the same version.
-        absent = {*self._silent, *self._leaving, *self._joining, *self._newcomers}
-        if find_coordinator(self.assignment, absent) == self._device.name:
+        # A newcomer has not judged the other devices. If it acted as coordinator beside the one that the others elect,
+        # both would send an assignment of the same version.
+        excluded = {*self._silent, *self._leaving, *self._joining, *self._newcomers}
+        if find_coordinator(self.assignment, excluded) == self._device.name:
             self._rearrange(window)
-        return self._group != before
+        return self._group != previous_group
 
-    def _stop_when_due(self, step: int | None) -> None:
-        """End all maintenance at the step given by `naive_after` (the comparison of Figure 11)."""
-        if step is None or self._until is None:
+    def _stop_maintenance(self, step: int | None) -> None:
+        """End all maintenance at the step of the option `naive_after` (the comparison of Figure 11)."""
+        if step is None or self._maintenance_end is None:
             return
-        if step >= self._until:
+        if step >= self._maintenance_end:
             self._rearranges = False
-            self._until = None
+            self._maintenance_end = None
             self._maintenance.stop_maintaining()
 
     def _announce_leaving(self) -> None:
-        """Announce once that this device leaves. The coordinator scores the tests and cannot leave."""
-        me = self._device.name
-        if not self._device.leaving or me == self._rules.coordinator:
+        """Announce once that this device leaves. The plan's coordinator scores the tests and cannot leave."""
+        own_name = self._device.name
+        if not self._device.leaving or own_name == self._rules.coordinator:
             return
-        if me not in self._leaving:
-            self._leaving[me] = None
+        if own_name not in self._leaving:
+            self._leaving[own_name] = None
             self._post_to_all(Leave())
 
     def _record_counts(self, segment: SlotSegment, step: int | None) -> None:
@@ -193,69 +194,77 @@ class ArrangementController:
             return
         if step is None:
             # The segment is over.
-            self._reported = segment.batches.stop // self._steps
+            self._reported_windows = segment.batches.stop // self._window_steps
             self._maintenance.record_counts(self._device, segment.trained_steps)
-        elif step // self._steps > self._reported:
-            self._reported = step // self._steps
+        elif step // self._window_steps > self._reported_windows:
+            self._reported_windows = step // self._window_steps
             self._maintenance.record_counts(self._device, step)
 
     def _judge_devices(self, step: int) -> int | None:
-        """Close a window that is over; return the last window once all devices have its records."""
+        """Close a window that is over; judge the devices by its records once all devices have these, and return it.
+
+        Returns None at all other steps.
+        """
         self._records.close_window(step, self.assignment)
-        for name, joined in self._newcomers.items():
-            if joined == math.inf:
-                # Whoever is there by the first step of a window has no part of that window to miss.
-                self._newcomers[name] = (step - 1) // self._steps
+        for name, joined_window in self._newcomers.items():
+            if joined_window == math.inf:
+                # ``step - 1``: a device that is present at the first step of a window takes part in the whole window,
+                # and thus joined in the window before.
+                self._newcomers[name] = (step - 1) // self._window_steps
         window = self._records.next_due_window(step)
         if window is None:
             return None
         latest, credibilities = self._records.receptions_of(window)
-        for name, joined in list(self._newcomers.items()):
-            if joined < window:
+        for name, joined_window in list(self._newcomers.items()):
+            if joined_window < window:
                 del self._newcomers[name]
         silent = []
         averages = {}
         for name in self.assignment.devices:
-            # Devices that joined during this window or later cannot be judged by it.
+            # The window has no complete record of devices that joined during it or later.
             if name in self._newcomers:
                 continue
             averages[name] = mean_credibility(credibilities, name)
             if is_silent(latest, name):
                 silent.append(name)
-        me = self._device.name
-        if self._records.is_cut_off and me != self._rules.coordinator:
-            # A device without links finds all others silent, but it is the silent one for them.
-            silent = [me]
+        own_name = self._device.name
+        if self._records.is_cut_off and own_name != self._rules.coordinator:
+            # A device without links receives nothing from all others, but for the others it is the silent device.
+            silent = [own_name]
         self._silent = silent
         self._averages = averages
         return window
 
     def _rearrange(self, window: int | None) -> None:
         """Apply all pending decisions as one new assignment, and send it to all devices."""
-        before = assignment = self.assignment
+        assignment = self.assignment
         for decision in self._pending_decisions(window):
             self._record_decision(assignment, decision)
             assignment = decision.assignment
-        if assignment.version == before.version:
+        if assignment.version == self.assignment.version:
             return
         layers = []
         for holders in assignment.layers:
-            lists = {}
-            for name, own in holders.items():
-                # A range cannot travel as JSON.
-                lists[name] = list(own)
-            layers.append(lists)
-        # The others apply the assignment when the message arrives. Until then, the version in each cast identifies the
-        # neurons of its sender.
+            neuron_lists = {}
+            for name, neurons in holders.items():
+                # JSON has no ranges.
+                neuron_lists[name] = list(neurons)
+            layers.append(neuron_lists)
+        # Other devices apply the assignment when the message arrives. Until then, the version in each cast identifies
+        # the neurons of its sender.
         self._post_to_all(Arrange(assignment.version, layers))
         self._handover.apply(assignment)
         self._forget_joined()
 
     def _record_decision(self, before: NeuronAssignment, decision: Decision) -> None:
         """Record a decision with the numbers of moved and of reset neurons."""
-        moved = reset = 0
-        for move in list_moves(before, decision.assignment, decision.gone):
-            # Without a giver nobody has the trained weights.
+        moved = 0
+        reset = 0
+        moves = list_moves(
+            before, decision.assignment, decision.devices_without_weights
+        )
+        for move in moves:
+            # Without a giver, no device has the trained weights.
             if move.giver is None:
                 reset += len(move.neurons)
             else:
@@ -270,8 +279,10 @@ class ArrangementController:
         )
 
     def _pending_decisions(self, window: int | None) -> Iterator[Decision]:
-        """Yield the changes due to joining and leaving devices, and to a window with complete records."""
-        assignment, averages, rules = self.assignment, self._averages, self._rules
+        """Yield the decisions about joining and leaving devices, and about a window with complete records."""
+        assignment = self.assignment
+        averages = self._averages
+        rules = self._rules
         # Joining devices first: they may take the neurons of devices that leave.
         for name in self._joining:
             decision = decide_join(assignment, name, averages, rules)
@@ -291,10 +302,10 @@ class ArrangementController:
     def _forget_joined(self) -> None:
         """Forget requests to join once a newer assignment has answered them."""
         version = self.assignment.version
-        for name, known in list(self._joining.items()):
-            if known != version:
+        for name, version_at_request in list(self._joining.items()):
+            if version_at_request != version:
                 del self._joining[name]
 
     def _post_to_all(self, message: TypedMessage) -> None:
-        for name in self._others:
+        for name in self._other_devices:
             self._mailbox.post(name, message)

@@ -26,7 +26,7 @@ class Arrange(TypedMessage, kind="arrange"):
 
 @dataclass(frozen=True)
 class Moved(TypedMessage, kind="moved"):
-    """Neurons with their weights, sent to the device that holds them under assignment ``version``."""
+    """Neurons with their weights, to the device that holds them under the assignment of this version."""
 
     version: int
     layer: int
@@ -37,8 +37,8 @@ class Moved(TypedMessage, kind="moved"):
 class Handover:
     """The neurons of one device as assignments change.
 
-    A device holds the neurons that the newest received assignment gives to it. A neuron that has not arrived has its
-    initial weights until it does, and keeps them if its previous holder has failed.
+    A device holds the neurons that it has in the newest assignment that it has received. A neuron has its initial
+    weights until its trained weights arrive, and keeps them if its previous holder has failed.
     """
 
     def __init__(
@@ -55,10 +55,9 @@ class Handover:
         or replaced.
         """
         self.newest: NeuronAssignment | None = None
-        """The assignment with the highest version that was applied here; None from the start of the program until then.
-        """
+        """The assignment with the highest version that was applied here; None before one was applied."""
         self.by_version: dict[int, NeuronAssignment] = {}
-        """All received assignments, applied or not: a cast sent under any of them may still arrive."""
+        """All received assignments by version, applied or not: a cast sent under any of them may still arrive."""
         self._mailbox = mailbox
         self._device = mailbox.device
         self._neurons = neurons
@@ -66,13 +65,15 @@ class Handover:
         self._on_layer_changed = on_layer_changed
         self._arrange_messages: list[Arrange] = []
         self._moved_messages: list[Moved] = []
+        """Received neurons that are not added yet, in the order of arrival."""
         self._sends: list[asyncio.Future[None]] = []
+        """Neurons on their way to other devices; a future completes when its message has arrived."""
         mailbox.on(Arrange, self._arrange_messages.append)
         mailbox.on(Moved, self._moved_messages.append)
 
     @property
     def assignment(self) -> NeuronAssignment:
-        """The newest assignment, for callers that run only with one. Raises ValueError without one."""
+        """The newest assignment. Raises ValueError before an assignment was applied."""
         if self.newest is None:
             raise ValueError(
                 f"{self._device.name} has received no assignment since its program started"
@@ -81,47 +82,47 @@ class Handover:
 
     def apply_messages(self) -> None:
         """Apply the newest assignment received since the last call, and add the neurons that have arrived for it."""
-        received = []
+        assignments = []
         for message in self._arrange_messages:
             assignment = self._assignment_of(message)
-            # Also of assignments that a newer one has overtaken: another device may have cast under them.
+            # Also an assignment that a newer one has overtaken: another device may have cast under it.
             self.by_version[message.version] = assignment
-            received.append(assignment)
+            assignments.append(assignment)
         self._arrange_messages.clear()
-        if received:
-            self.apply(max(received, key=lambda assignment: assignment.version))
+        if assignments:
+            self.apply(max(assignments, key=lambda assignment: assignment.version))
         if self.newest is not None:
-            self._receive_due_neurons(self.newest)
+            self._add_arrived_neurons(self.newest)
 
     def _assignment_of(self, message: Arrange) -> NeuronAssignment:
         layers = []
-        for holders in message.layers:
-            by_device = {}
-            for name, own in holders.items():
-                by_device[name] = as_channels(own)
-            layers.append(by_device)
+        for neuron_lists in message.layers:
+            holders = {}
+            for name, neurons in neuron_lists.items():
+                holders[name] = as_channels(neurons)
+            layers.append(holders)
         return replace(self._planned, layers=tuple(layers), version=message.version)
 
-    def _receive_due_neurons(self, assignment: NeuronAssignment) -> None:
-        """Add the received neurons that an assignment or an earlier one moved; keep those of later ones."""
-        due: list[Moved] = []
+    def _add_arrived_neurons(self, assignment: NeuronAssignment) -> None:
+        """Add received neurons, except those that a later assignment than ``assignment`` moves here."""
+        current: list[Moved] = []
         later: list[Moved] = []
         for moved in self._moved_messages:
             if moved.version <= assignment.version:
-                due.append(moved)
+                current.append(moved)
             else:
                 later.append(moved)
-        # In place: the mailbox appends to this list.
+        # In place, since the mailbox appends to this list.
         self._moved_messages[:] = later
         # In the order of arrival. If a neuron moves on before its trained weights have arrived, its holder first sends
-        # initial weights, and later the trained ones, which have to replace them.
-        for moved in due:
-            self._receive(assignment, moved)
+        # initial weights, and later the trained weights, which have to replace the initial ones.
+        for moved in current:
+            self._add_or_forward(assignment, moved)
 
     def apply(self, assignment: NeuronAssignment) -> None:
-        """Send neurons that an assignment takes from this device, and add those that it gives to the device.
+        """Send neurons that this device does not have in an assignment any more, and add neurons that it newly has.
 
-        An assignment that is not newer than the current one changes nothing.
+        Only an assignment that is newer than the current one changes anything.
         """
         if self.newest is not None and assignment.version <= self.newest.version:
             return
@@ -130,11 +131,11 @@ class Handover:
         # Layer 0 is the input, whose neurons have no weights.
         for layer in range(1, len(assignment.sizes)):
             self._apply_layer(assignment, layer)
-        me = self._device.name
-        # The event counts the neurons of the input layer, too, whose values the device casts.
+        own_name = self._device.name
+        # The event also counts neurons of the input layer, whose values the device casts.
         counts = {}
         for layer in range(len(assignment.sizes)):
-            counts[str(layer)] = len(assignment.neurons_of(me, layer))
+            counts[str(layer)] = len(assignment.neurons_of(own_name, layer))
         self._device.record(
             "arrangement",
             version=assignment.version,
@@ -145,10 +146,10 @@ class Handover:
     def _apply_layer(self, assignment: NeuronAssignment, layer: int) -> None:
         shard = self._neurons.shards.get(layer)
         # The rows of a layer's weights are its neurons.
-        present = set(shard.part.rows if shard else ())
-        assigned = set(assignment.neurons_of(self._device.name, layer))
-        released = as_channels(present - assigned)
-        added = as_channels(assigned - present)
+        before = set(shard.part.rows if shard else ())
+        after = set(assignment.neurons_of(self._device.name, layer))
+        released = as_channels(before - after)
+        added = as_channels(after - before)
         if released:
             state = self._neurons.release(layer, released)
             moved = Moved(assignment.version, layer, list(released), state)
@@ -160,9 +161,9 @@ class Handover:
             self._on_layer_changed(layer)
 
     async def wait_until_delivered(self, until: float) -> None:
-        """Wait until all neurons that left this device have arrived, at most until an instant, in seconds.
+        """Wait until all neurons that left this device have arrived, at most until the instant ``until``, in seconds.
 
-        A message to a dead device is never acknowledged.
+        The limit is needed because a message to a failed device is never acknowledged.
         """
         if self._sends:
             timeout = max(0.0, until - self._device.now())
@@ -173,29 +174,29 @@ class Handover:
         for owner, neurons in assignment.layers[moved.layer].items():
             part = as_channels(set(moved.neurons) & set(neurons))
             if part and owner != self._device.name:
-                sent = self._mailbox.post(owner, _select_neurons(moved, part))
-                # Without the delivered ones, which would accumulate over a long run.
-                self._sends = [each for each in self._sends if not each.done()]
-                self._sends.append(sent)
+                sending = self._mailbox.post(owner, _select_neurons(moved, part))
+                # Without delivered messages, which would accumulate over a long run.
+                pending = [future for future in self._sends if not future.done()]
+                self._sends = [*pending, sending]
 
-    def _receive(self, assignment: NeuronAssignment, moved: Moved) -> None:
-        """Add received neurons of this device, and send all others to their present devices."""
+    def _add_or_forward(self, assignment: NeuronAssignment, moved: Moved) -> None:
+        """Add received neurons that this device has in an assignment, and send all others to their devices."""
         assigned = assignment.neurons_of(self._device.name, moved.layer)
-        own = as_channels(set(moved.neurons) & set(assigned))
-        if own:
-            # `apply` has added these neurons with initial weights, which the received ones replace.
-            self._neurons.release(moved.layer, own)
-            trained = _select_neurons(moved, own).state
-            self._neurons.add(moved.layer, own, trained)
+        own_neurons = as_channels(set(moved.neurons) & set(assigned))
+        if own_neurons:
+            # `apply` has added these neurons with initial weights, which the received weights replace.
+            self._neurons.release(moved.layer, own_neurons)
+            trained_state = _select_neurons(moved, own_neurons).state
+            self._neurons.add(moved.layer, own_neurons, trained_state)
             self._on_layer_changed(moved.layer)
-        # This device may know a newer assignment than the sender of the neurons, and forwards those of other devices.
-        # The message carries the newer version: a holder that has not received this assignment keeps the neurons
-        # until it has, instead of returning them.
+        # This device may know a newer assignment than the sender, in which other devices have the neurons. The
+        # forwarded message has the newer version: a device that has not received this assignment yet keeps the message
+        # until then, instead of returning the neurons.
         self._send(assignment, replace(moved, version=assignment.version))
 
 
 def _select_neurons(moved: Moved, neurons: Channels) -> Moved:
-    """Return the weights of some neurons in a message."""
+    """Return the message with some of its neurons alone."""
     state = {}
     for name, tensor in moved.state.items():
         state[name] = pick(tensor, 0, neurons, moved.neurons)

@@ -14,13 +14,13 @@ from testbed_versatilefl.planner import VersatileDetails, VersatileOptions, plan
 
 
 class Versatile(SlotMethod[VersatileOptions, VersatileDetails]):
-    """Learning with incomplete values, and with neurons moving as devices and links fail.
+    """Learning with incomplete values, in which neurons move as devices and links fail.
 
     Missing values are substituted, saved gradients are used again, and the neurons of a layer are divided among the
     devices of its group in proportion to their credibility. A device that restarts joins again, and so does a device
-    that lost its neurons because its casts did not arrive, once they arrive again. Losses go to all neurons of the
-    previous layer (equation 2), also to those whose outputs had not arrived: to leave them out, as EdgePipe does, made
-    no measurable difference.
+    that lost its neurons because its casts did not arrive, once its casts arrive again. Losses go to all neurons of the
+    previous layer (equation 2), also to neurons whose outputs had not arrived: to leave these out, as EdgePipe does,
+    made no measurable difference.
     """
 
     name = "versatile"
@@ -42,7 +42,7 @@ class Versatile(SlotMethod[VersatileOptions, VersatileDetails]):
         plan: Plan[VersatileDetails],
         device: str,
     ) -> tuple[PlanningProblem[VersatileOptions], Plan[VersatileDetails]]:
-        """Return the whole problem and plan: any device may become the coordinator, which needs all links."""
+        """Return the whole problem and plan: any device may become the acting coordinator, which needs all links."""
         return problem, plan
 
     async def program(

@@ -7,7 +7,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from testbed.ml.slots.metrics import DECLARED as SLOTS
+from testbed.ml.slots.metrics import DECLARED as SLOT_METRICS
 from testbed.trace.events import Event, EventType
 from testbed.trace.metrics_spec import (
     Column,
@@ -20,7 +20,7 @@ from testbed.trace.metrics_spec import (
 from testbed.trace.record import RunView
 
 _UPDATES = ("fresh", "reused", "idle")
-"""Counts of layer updates: with new gradients, with saved ones, and none."""
+"""Counts of a layer's backwards: updates with new gradients, updates with saved gradients, and no update."""
 _SHARES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "substituted_inputs": (
         "missing",
@@ -43,28 +43,32 @@ _SHARES: dict[str, tuple[str, tuple[str, ...], str]] = {
         "share of layer updates made with new gradients",
     ),
 }
-"""Metric -> count of ``maintenance`` events, the counts by whose sum the count is divided, and the description."""
+"""Metric -> (numerator, denominator, description).
+
+The numerator is a count of ``maintenance`` events, and the denominator the sum of several of their counts.
+"""
 
 
-def _share(name: str, events: Iterable[Event]) -> float | None:
-    """Return a metric of `_SHARES` over some events; None without anything to count."""
-    counter, total_counters, _ = _SHARES[name]
-    counted = total = 0
+def _compute_share(name: str, events: Iterable[Event]) -> float | None:
+    """Return a metric of `_SHARES` over ``maintenance`` events; None if the denominator is 0."""
+    numerator_key, denominator_keys, _ = _SHARES[name]
+    numerator = 0
+    denominator = 0
     for event in events:
-        counted += event.fields.get(counter, 0)
-        for key in total_counters:
-            total += event.fields.get(key, 0)
-    return counted / total if total else None
+        numerator += event.fields.get(numerator_key, 0)
+        for key in denominator_keys:
+            denominator += event.fields.get(key, 0)
+    return numerator / denominator if denominator else None
 
 
-def _of_run(name: str, record: RunView) -> float | None:
-    return _share(name, record.of("maintenance"))
+def _share_of_run(name: str, record: RunView) -> float | None:
+    return _compute_share(name, record.of("maintenance"))
 
 
 def _grouped_events(
     record: RunView, *keys: str
 ) -> list[tuple[tuple[int, ...], list[Event]]]:
-    """Return the counts of all devices in groups with equal fields, sorted by these."""
+    """Return the ``maintenance`` events of all devices, grouped and sorted by the fields ``keys``."""
     groups: dict[tuple[int, ...], list[Event]] = {}
     for event in record.of("maintenance"):
         group = tuple(event.fields[key] for key in keys)
@@ -72,28 +76,28 @@ def _grouped_events(
     return sorted(groups.items())
 
 
-def _of_layers(name: str, record: RunView) -> dict[str, float]:
-    """Return a share by layer, over the whole run."""
+def _shares_of_layers(name: str, record: RunView) -> dict[str, float]:
+    """Return layer -> share of `_SHARES`, over the whole run."""
     shares = {}
     for (layer,), events in _grouped_events(record, "layer"):
-        share = _share(name, events)
+        share = _compute_share(name, events)
         if share is not None:
             shares[str(layer)] = share
     return shares
 
 
-def _over_time(name: str, record: RunView) -> list[dict[str, Any]]:
-    """Return a share by layer over time, added up over the devices reporting in the same step."""
+def _list_shares(name: str, record: RunView) -> list[dict[str, Any]]:
+    """Return the shares of each layer over time, each over all devices that report in the same step."""
     points = []
     for (_, layer), events in _grouped_events(record, "step", "layer"):
-        share = _share(name, events)
+        share = _compute_share(name, events)
         if share is not None:
             time = events[-1].time
             points.append({"time": time, "layer": f"layer {layer}", name: share})
     return points
 
 
-def _neurons(record: RunView) -> list[dict[str, Any]]:
+def _list_neurons(record: RunView) -> list[dict[str, Any]]:
     """Return the number of neurons of each device at each change; 0 for a failed device."""
     changes = []
     for event in record.of("arrangement"):
@@ -104,7 +108,7 @@ def _neurons(record: RunView) -> list[dict[str, Any]]:
         if event.fields["cause"] == "failure":
             for name in event.fields["devices"]:
                 changes.append((event.time, name, 0))
-    # By time alone: a device that gets neurons and fails at once keeps this order.
+    # By time alone, so that simultaneous changes of a device keep their order: it gets neurons, then fails.
     changes.sort(key=itemgetter(0))
     rows = []
     for time, name, count in changes:
@@ -112,7 +116,7 @@ def _neurons(record: RunView) -> list[dict[str, Any]]:
     return rows
 
 
-def _rearrangements(record: RunView) -> list[dict[str, Any]]:
+def _list_rearrangements(record: RunView) -> list[dict[str, Any]]:
     rows = []
     for event in record.of("rearrangement"):
         devices = ", ".join(event.fields["devices"])
@@ -121,9 +125,9 @@ def _rearrangements(record: RunView) -> list[dict[str, Any]]:
     return rows
 
 
-def _credibility(record: RunView) -> list[dict[str, Any]]:
+def _list_credibilities(record: RunView) -> list[dict[str, Any]]:
     """Return credibilities over time; at one time, in the order of the scenario's devices."""
-    # In this order, devices have the same colours as in other plots.
+    # In the scenario's order, so that devices have the same colours as in other charts.
     order = [spec.name for spec in record.experiment.devices]
 
     def position(event: Event) -> tuple[float, int]:
@@ -131,12 +135,17 @@ def _credibility(record: RunView) -> list[dict[str, Any]]:
 
     points = []
     for event in sorted(record.of("credibility"), key=position):
-        name, value = event.fields["rated_device"], event.fields["value"]
-        points.append({"time": event.time, "device": name, "credibility": value})
+        point = {
+            "time": event.time,
+            "device": event.fields["rated_device"],
+            "credibility": event.fields["value"],
+        }
+        points.append(point)
     return points
 
 
-def _count_changes(cause: str | None, record: RunView) -> int:
+def _count_rearrangements(cause: str | None, record: RunView) -> int:
+    """Return the number of rearrangements with a cause; None counts all."""
     causes = [event.fields["cause"] for event in record.of("rearrangement")]
     return len(causes) if cause is None else causes.count(cause)
 
@@ -154,7 +163,7 @@ def _accuracy_gain(record: RunView) -> float | None:
     """Return the gain of accuracy since the last failure, retirement or join; None without one of these."""
     last_change = None
     for event in record.of("rearrangement"):
-        # Credibility moves neurons all the time.
+        # Rearrangements by credibility occur all the time, without a change of the devices.
         if event.fields["cause"] != "credibility":
             last_change = event.time
     if last_change is None:
@@ -172,11 +181,11 @@ def _accuracy_gain(record: RunView) -> float | None:
 
 
 def _last_values(
-    list_of: Callable[[RunView], list[dict[str, Any]]], name: str, record: RunView
+    make_list: Callable[[RunView], list[dict[str, Any]]], name: str, record: RunView
 ) -> dict[str, float]:
-    """Return the last entry of each device in a list."""
+    """Return device -> last value of the field ``name`` in a list over time."""
     values = {}
-    for entry in list_of(record):
+    for entry in make_list(record):
         # Later entries replace earlier ones.
         values[entry["device"]] = entry[name]
     return values
@@ -186,11 +195,13 @@ def _share_metrics() -> Iterator[Metric]:
     """Yield the metrics of all shares: of the run, then of its layers."""
     for name, (_, _, meaning) in _SHARES.items():
         is_brief = name in ("substituted_inputs", "gradients_reused")
-        yield Metric(name, "share", meaning, partial(_of_run, name), brief=is_brief)
+        compute = partial(_share_of_run, name)
+        yield Metric(name, "share", meaning, compute, brief=is_brief)
     for name, (_, _, meaning) in _SHARES.items():
-        of_layer = f"{meaning}, of one layer"
+        meaning_for_layer = f"{meaning}, of one layer"
+        compute_by_layer = partial(_shares_of_layers, name)
         yield Metric(
-            f"layers.<layer>.{name}", "share", of_layer, partial(_of_layers, name)
+            f"layers.<layer>.{name}", "share", meaning_for_layer, compute_by_layer
         )
 
 
@@ -201,7 +212,7 @@ def _share_curve(title: str, note: str, value: str, by: str) -> TimeSeries:
 
 DECLARED = MetricsSpec(
     former_metrics={
-        **SLOTS.former_metrics,
+        **SLOT_METRICS.former_metrics,
         "accuracy_risen": "accuracy_gain",
         "dropped": "dropped_batches",
         "failures_found": "failures_detected",
@@ -210,38 +221,38 @@ DECLARED = MetricsSpec(
         "substituted": "substituted_inputs",
     },
     metrics=(
-        *SLOTS.metrics,
+        *SLOT_METRICS.metrics,
         *_share_metrics(),
         Metric(
             "devices.<device>.neurons",
             "number",
             "neurons of one device at the end",
-            partial(_last_values, _neurons, "neurons"),
+            partial(_last_values, _list_neurons, "neurons"),
         ),
         Metric(
             "devices.<device>.credibility",
             "share",
             "credibility of one device at the end of its last window",
-            partial(_last_values, _credibility, "credibility"),
+            partial(_last_values, _list_credibilities, "credibility"),
         ),
         Metric(
             "rearrangements",
             "number",
             "decisions to move neurons",
-            partial(_count_changes, None),
+            partial(_count_rearrangements, None),
             compared=True,
         ),
         Metric(
             "failures_detected",
             "number",
             "devices that no other device received for a window",
-            partial(_count_changes, "failure"),
+            partial(_count_rearrangements, "failure"),
         ),
         Metric(
             "joins",
             "number",
             "devices that received neurons after a start or a return",
-            partial(_count_changes, "join"),
+            partial(_count_rearrangements, "join"),
         ),
         Metric(
             "neurons_reset",
@@ -266,15 +277,15 @@ DECLARED = MetricsSpec(
         ),
     ),
     lists={
-        "substituted_inputs_list": partial(_over_time, "substituted_inputs"),
-        "dropped_batches_list": partial(_over_time, "dropped_batches"),
-        "gradients_reused_list": partial(_over_time, "gradients_reused"),
-        "neurons_list": _neurons,
-        "credibility_list": _credibility,
-        "rearrangement_list": _rearrangements,
+        "substituted_inputs_list": partial(_list_shares, "substituted_inputs"),
+        "dropped_batches_list": partial(_list_shares, "dropped_batches"),
+        "gradients_reused_list": partial(_list_shares, "gradients_reused"),
+        "neurons_list": _list_neurons,
+        "credibility_list": _list_credibilities,
+        "rearrangement_list": _list_rearrangements,
     },
     events=(
-        *SLOTS.events,
+        *SLOT_METRICS.events,
         EventType(
             "rearrangement",
             "decision to move neurons, with its cause",

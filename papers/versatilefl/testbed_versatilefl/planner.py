@@ -1,4 +1,4 @@
-"""VersatileFL's options, plan and first placement of neurons."""
+"""VersatileFL's options, plan and initial assignment of neurons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from testbed_versatilefl.records import ALPHA
 PATIENCE = 60
 """Steps without a better loss after which the next stage begins; the value of Section VI."""
 MARGIN_STEPS = 4
-"""Steps beyond those that a record needs to reach all devices, for casts that are lost on the way."""
+"""Steps that a record gets beyond those in which it reaches all devices without loss, for casts that are lost."""
 
 
 class VersatileOptions(SlotOptions):
@@ -121,13 +121,13 @@ class VersatileDetails(SlotDetails):
     management_window: int | None
     """Steps of a window; None: an epoch."""
     record_delay: int
-    """Steps from the end of a window until its records have reached all devices; decisions wait for them."""
+    """Steps from the end of a window until its records have reached all devices, for which decisions wait."""
     random_allocation: bool
-    """Whether each neuron was given to any device of the group."""
+    """Whether each neuron was given to a random device."""
 
 
 def plan(problem: PlanningProblem[VersatileOptions]) -> Plan[VersatileDetails]:
-    """Plan as EdgePipe does. Raises `InputError` for an impossible plan."""
+    """Plan as EdgePipe does, with the constants of rearrangement. Raises `InputError` for an impossible plan."""
     options = problem.options
     # With `random`, every device has neurons of every layer, as in Horizontal, so the schedule is the same.
     allocation: Allocation = "horizontal"
@@ -137,11 +137,11 @@ def plan(problem: PlanningProblem[VersatileOptions]) -> Plan[VersatileDetails]:
     def divide(sizes: Sequence[int], names: Sequence[str]) -> NeuronAssignment:
         return partition_neurons(sizes, names, options.layers_per_group or allocation)
 
-    planned = planner.plan("versatile", problem, divide)
-    record_delay = _record_delay(planner.timetable_of(planned.details))
+    slot_plan = planner.plan("versatile", problem, divide)
+    record_delay = _record_delay(planner.timetable_of(slot_plan.details))
     window = options.management_window
     if options.rearrangement and window is not None and window <= record_delay:
-        # The next window would end before the decision on this one.
+        # The next window would end before the decision about this window.
         text = f"{window} steps are too few: records take {record_delay} steps to reach every device"
         raise InputError(text, ("method", "management_window"))
     ratios = [1 - link.message_loss for link in problem.links.values()]
@@ -150,18 +150,18 @@ def plan(problem: PlanningProblem[VersatileOptions]) -> Plan[VersatileDetails]:
         # The paper's C_thres, 0.7767, is the mean reception ratio of its network.
         threshold = fmean(ratios or [1.0])
     details = VersatileDetails(
-        **planned.details.model_dump(),
+        **slot_plan.details.model_dump(),
         credibility_threshold=threshold,
         management_window=window,
         record_delay=record_delay,
         random_allocation=options.allocation == "random",
     )
-    return Plan(**{**dict(planned), "details": details})
+    return Plan(**{**dict(slot_plan), "details": details})
 
 
 def _record_delay(table: Timetable) -> int:
-    """Return the steps in which a record of received casts reaches all devices."""
-    # Casts carry records through all layers and back: one whole batch, and some for lost casts.
+    """Return the number of steps in which a record of received casts reaches all devices."""
+    # The casts of one batch carry a record through all layers, forward and backward.
     steps = math.ceil(table.slot_count(1) / table.period)
     return steps + MARGIN_STEPS
 
@@ -169,15 +169,16 @@ def _record_delay(table: Timetable) -> int:
 def initial_assignment(
     problem: PlanningProblem[VersatileOptions], details: VersatileDetails
 ) -> NeuronAssignment:
-    """Return the initial placement of neurons: EdgePipe's, or with `allocation: random` one drawn from the seed."""
-    options, names = problem.options, details.devices
+    """Return the initial assignment of neurons: EdgePipe's, or with `allocation: random` one drawn from the seed."""
+    options = problem.options
+    names = details.devices
     sizes = planner.layer_sizes(problem)
     if options.allocation != "random":
         allocation = options.layers_per_group or options.allocation
         return partition_neurons(sizes, names, allocation)
     layers = []
     for layer, size in enumerate(sizes):
-        # Each device computes this placement itself: draws depend on seed and layer alone.
+        # Each device computes this assignment, so draws depend on seed and layer alone.
         draws = random.Random(derive(problem.seed, "scatter", layer))
         layers.append(_scatter_neurons(size, names, draws))
     groups = tuple(range(first, stop) for first, stop in details.groups)
@@ -187,12 +188,12 @@ def initial_assignment(
 def _scatter_neurons(
     size: int, names: Sequence[str], draws: random.Random
 ) -> dict[str, Channels]:
-    """Return a layer's neurons by device; the device of each neuron is drawn."""
+    """Return the neurons of each device in a layer of ``size`` neurons, each on a random device."""
     owners = draws.choices(names, k=size)
-    # Each device gets a neuron: without any it would never cast, and the others could not judge it.
+    # Each device gets at least one neuron: without neurons it would never cast, and the others could not judge it.
     owners[: len(names)] = names
     draws.shuffle(owners)
-    neurons: dict[str, list[int]] = {name: [] for name in names}
+    neurons_by_device: dict[str, list[int]] = {name: [] for name in names}
     for neuron, owner in enumerate(owners):
-        neurons[owner].append(neuron)
-    return {name: as_channels(own) for name, own in neurons.items()}
+        neurons_by_device[owner].append(neuron)
+    return {name: as_channels(neurons) for name, neurons in neurons_by_device.items()}

@@ -21,7 +21,7 @@ Cause = Literal["failure", "credibility", "retirement", "join"]
 
 
 class GroupLostError(TestbedError):
-    """Raised if the last device of a group of layers has gone."""
+    """Raised if a group of layers has lost its last device."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Decision:
     cause: Cause
     devices: tuple[str, ...]
     """The devices that failed, retired or joined, or whose credibility is too low."""
-    gone: frozenset[str] = frozenset()
-    """The devices whose neurons begin with initial weights."""
+    devices_without_weights: frozenset[str] = frozenset()
+    """Devices that failed or restarted: the neurons that they had before the change begin with initial weights."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class DecisionRules:
     coordinator: str
     """The device that scores the tests and therefore keeps its place."""
     seed: int
+    """Seed of the run, from which random choices of neurons are derived."""
 
 
 def decide_after_window(
@@ -53,13 +54,13 @@ def decide_after_window(
     averages: Mapping[str, float],
     rules: DecisionRules,
 ) -> Iterator[Decision]:
-    """Yield the decisions after a window: silent devices leave, groups with a poor device are rearranged.
+    """Yield the decisions after a window: ``failed`` devices leave, and groups with a poor device are rearranged.
 
-    ``averages`` are the credibilities of devices; a group with a device without credibility stays. Raises
-    `GroupLostError`.
+    A device is poor if its credibility is below the threshold. ``averages`` are the credibilities of devices; a group
+    with a device without credibility is not rearranged. Raises `GroupLostError`.
     """
     for name in failed:
-        # Without the coordinator nobody would score the tests: the run fails with it.
+        # The coordinator stays: no other device scores the tests, so that the run fails without it.
         if name != rules.coordinator and assignment.group_of(name) is not None:
             assignment = without_device(assignment, name, averages, rules.seed)
             yield Decision(assignment, "failure", (name,), frozenset({name}))
@@ -68,7 +69,7 @@ def decide_after_window(
         if not poor:
             continue
         after = rearrange_group(assignment, group, averages, rules.seed)
-        # Credibilities in the same proportion as before move no neuron.
+        # If the proportions of the credibilities have not changed, no neuron moves.
         if after.layers != assignment.layers:
             assignment = after
             yield Decision(assignment, "credibility", poor)
@@ -97,12 +98,13 @@ def _poor_members(
 def without_device(
     assignment: NeuronAssignment, device: str, averages: Mapping[str, float], seed: int
 ) -> NeuronAssignment:
-    """Return the assignment without a device. Raises `GroupLostError`."""
+    """Return the assignment without a device. Raises `GroupLostError` if the device was the last one of its group."""
     group = assignment.group_of(device)
     after = remove_device(assignment, device, averages, seed)
     if group is not None and not after.members(group):
-        own_layers = assignment.groups[group]
-        first, last = own_layers[0], own_layers[-1]
+        group_layers = assignment.groups[group]
+        first = group_layers[0]
+        last = group_layers[-1]
         layers = f"layer {first}" if first == last else f"layers {first} to {last}"
         raise GroupLostError(
             f"group {group} ({layers}) is left with no device: {device} was its last"
@@ -116,36 +118,36 @@ def decide_join(
     averages: Mapping[str, float],
     rules: DecisionRules,
 ) -> Decision:
-    """Return the decision about a device without neurons, which has booted or whose casts arrive again.
+    """Return the decision about a device that asks for neurons: it has booted, or its casts arrive again.
 
-    The coordinator returns to its own place.
+    The coordinator returns to its former place.
     """
     if device == rules.coordinator:
         after = replace(assignment, version=assignment.version + 1)
     else:
-        # Whoever restarts before its failure was noticed still has a place, and loses it here.
-        others = remove_device(assignment, device, averages, rules.seed)
-        after = add_device(others, device, rules.seed)
+        # A device that restarts before its failure was noticed is still in the assignment, and is removed first.
+        without = remove_device(assignment, device, averages, rules.seed)
+        after = add_device(without, device, rules.seed)
     return Decision(after, "join", (device,), frozenset({device}))
 
 
 def find_coordinator(
-    assignment: NeuronAssignment, absent: Collection[str]
+    assignment: NeuronAssignment, excluded: Collection[str]
 ) -> str | None:
-    """Return the first member outside ``absent``; None without such a member.
+    """Return the acting coordinator: the first device of the assignment that is not ``excluded``; None without one.
 
-    Devices of the input layer alone receive no casts, and so cannot decide.
+    Devices that have the input layer alone receive no casts, so they cannot decide.
 
     >>> from testbed.ml.slots.arrangement import partition_neurons
     >>> assignment = partition_neurons([4, 4, 4, 4], ["a", "b", "c", "d"])
-    >>> find_coordinator(assignment, absent=()), find_coordinator(assignment, absent={"a", "b"})
+    >>> find_coordinator(assignment, excluded=()), find_coordinator(assignment, excluded={"a", "b"})
     ('a', 'c')
     """
     for group, layers in enumerate(assignment.groups):
         if layers[-1] == 0:
             continue
         for name in assignment.members(group):
-            if name not in absent:
+            if name not in excluded:
                 return name
     return None
 
@@ -157,15 +159,16 @@ class Move:
     layer: int
     neurons: Channels
     giver: str | None
-    """None if the previous device is gone, so that the neurons begin with initial weights."""
+    """The old device; None if no device has the weights, so that the neurons begin with initial weights."""
     taker: str
+    """The new device."""
 
 
 def share_neurons(proportions: Sequence[float], total: int) -> list[int]:
     """Return Section V-B's ``neuronNum``: numbers of neurons in given proportions.
 
-    Devices with the largest remainders get the neurons that rounding leaves. Each device gets at least one: the others
-    would never receive a cast of a device without neurons again. If all proportions are 0, the division is even. Raises
+    Devices with the largest remainders get the neurons that rounding leaves over. Each device gets at least one neuron,
+    since a device without neurons would never cast again. If all proportions are 0, the division is even. Raises
     ValueError for more devices than neurons.
 
     >>> share_neurons([0.15, 0.6], 10)
@@ -173,24 +176,24 @@ def share_neurons(proportions: Sequence[float], total: int) -> list[int]:
     """
     if len(proportions) > total:
         raise ValueError(f"{total} neurons are too few for {len(proportions)} devices")
-    summed = math.fsum(proportions)
-    if summed:
-        exact = [total * proportion / summed for proportion in proportions]
+    sum_of_proportions = math.fsum(proportions)
+    if sum_of_proportions:
+        exact = [total * proportion / sum_of_proportions for proportion in proportions]
     else:
-        # Proportions of zero say nothing about the devices.
         exact = [total / len(proportions)] * len(proportions)
     # Without the margin, 0.6 / 0.75 * 10 would be slightly less than 8.
     counts = [max(1, math.floor(value + 1e-9)) for value in exact]
     while sum(counts) != total:
-        step = 1 if sum(counts) < total else -1
-        deficits = {}
+        change = 1 if sum(counts) < total else -1
+        # By how much the change of each count brings it closer to its exact value.
+        gains = {}
         for index, count in enumerate(counts):
-            # No device may fall to zero neurons.
-            if count + step > 0:
-                deficits[index] = step * (exact[index] - count)
-        # `max` returns the first of equal deficits, so that all devices compute the same numbers.
-        most_lacking = max(deficits, key=deficits.__getitem__)
-        counts[most_lacking] += step
+            # Each device keeps at least one neuron.
+            if count + change > 0:
+                gains[index] = change * (exact[index] - count)
+        # `max` returns the first of equal gains, so that all devices compute the same numbers.
+        best = max(gains, key=gains.__getitem__)
+        counts[best] += change
     return counts
 
 
@@ -200,7 +203,7 @@ def rearrange_group(
     credibility: Mapping[str, float],
     seed: int,
 ) -> NeuronAssignment:
-    """Return the same members of a group with neurons in proportion to their credibility."""
+    """Return the assignment in which the devices of a group have neurons in proportion to their credibility."""
     proportions = {}
     for name in assignment.members(group):
         proportions[name] = credibility[name]
@@ -214,9 +217,9 @@ def remove_device(
     credibility: Mapping[str, float],
     seed: int,
 ) -> NeuronAssignment:
-    """Return the assignment without a device: the rest of the group shares all neurons by credibility.
+    """Return the assignment without a device: the other devices of its group share all neurons by credibility.
 
-    A group without devices keeps none; its neurons wait for a device that joins.
+    If the device was the only one of its group, no device has the group's neurons until one joins.
 
     >>> from testbed.ml.slots.arrangement import partition_neurons
     >>> after = remove_device(partition_neurons([6, 6], ["a", "b", "c"], "horizontal"), "b", {}, seed=1)
@@ -227,16 +230,17 @@ def remove_device(
     if group is None:
         return assignment
     others = []
-    known = []
+    values = []
     for name in assignment.members(group):
         if name == device:
             continue
         others.append(name)
         if name in credibility:
-            known.append(credibility[name])
-    # A device that has just joined has no credibility yet; with 0 it would lose all neurons that it was given.
-    usual = math.fsum(known) / len(known) if known else 1.0
-    proportions = {name: credibility.get(name, usual) for name in others}
+            values.append(credibility[name])
+    # A device that has just joined has no credibility yet, and counts with the mean of the others: with 0 it would lose
+    # nearly all neurons that it was given.
+    default = math.fsum(values) / len(values) if values else 1.0
+    proportions = {name: credibility.get(name, default) for name in others}
     layer_count = len(assignment.groups[group])
     return _next_assignment(assignment, group, [proportions] * layer_count, seed)
 
@@ -247,9 +251,9 @@ def add_device(
     """Return the assignment with another device, in the group with the fewest devices, the first one on ties.
 
     Section V-A inserts joining devices "into a layer-wise set with the least number of devices". The device takes an
-    even share of each layer, from the others in proportion to their neurons. A group is full if one of its layers has
-    no neuron for another device; a device of the plan always finds the place that it left. Raises ValueError for a
-    member, and if all groups are full.
+    even share of each layer, from the other devices in proportion to their neurons. A group is full if one of its
+    layers has no neuron for another device; a device of the plan always finds the place that it left. Raises ValueError
+    if the device has neurons already, or if all groups are full.
 
     >>> from testbed.ml.slots.arrangement import partition_neurons
     >>> after = add_device(partition_neurons([6, 6], ["a", "b"], "horizontal"), "c", seed=1)
@@ -274,16 +278,20 @@ def add_device(
         counts = {}
         for name, neurons in holders.items():
             counts[name] = float(len(neurons))
-        # The mean of the present devices, so that the new one gets an even share of the layer.
+        # The mean number of the other devices' neurons, so that the new device gets an even share of the layer.
         counts[device] = assignment.sizes[layer] / max(1, len(holders))
         proportions.append(counts)
     return _next_assignment(assignment, group, proportions, seed)
 
 
 def list_moves(
-    before: NeuronAssignment, after: NeuronAssignment, gone: Collection[str] = ()
+    before: NeuronAssignment,
+    after: NeuronAssignment,
+    devices_without_weights: Collection[str] = (),
 ) -> list[Move]:
-    """Return the neurons to hand over; neurons without a holder, or of ``gone`` devices, begin with initial weights.
+    """Return the neurons that change their device between two assignments.
+
+    Neurons that had no device, or one of ``devices_without_weights``, begin with initial weights.
 
     >>> from testbed.ml.slots.arrangement import partition_neurons
     >>> before = partition_neurons([4], ["a", "b"], "horizontal")
@@ -292,7 +300,7 @@ def list_moves(
     """
     moves = []
     for layer, holders_after in enumerate(after.layers):
-        givers = _holder_by_neuron(before.layers[layer], gone)
+        givers = _holder_by_neuron(before.layers[layer], devices_without_weights)
         for taker, neurons in holders_after.items():
             moved_from: dict[str | None, list[int]] = {}
             for neuron in neurons:
@@ -305,11 +313,13 @@ def list_moves(
     return moves
 
 
-def _holder_by_neuron(holders: Holders, gone: Collection[str]) -> dict[int, str]:
-    """Return the present device of each neuron of a layer; neurons of ``gone`` devices have none."""
+def _holder_by_neuron(
+    holders: Holders, devices_without_weights: Collection[str]
+) -> dict[int, str]:
+    """Return the device that has the weights of each neuron of a layer, without neurons whose weights are lost."""
     by_neuron: dict[int, str] = {}
     for name, neurons in holders.items():
-        if name not in gone:
+        if name not in devices_without_weights:
             by_neuron.update(dict.fromkeys(neurons, name))
     return by_neuron
 
@@ -320,39 +330,44 @@ def _next_assignment(
     proportions: Sequence[Mapping[str, float]],
     seed: int,
 ) -> NeuronAssignment:
-    """Return the next assignment: devices share each layer of a group in the given proportions."""
+    """Return the next version of an assignment, in which devices share each layer of a group by ``proportions``.
+
+    ``proportions`` has a mapping from devices to numbers for each layer of the group.
+    """
     version = assignment.version + 1
     layers = list(assignment.layers)
-    for layer, of_layer in zip(assignment.groups[group], proportions, strict=True):
-        # Another device may be the coordinator of the next change: draws depend on the version alone.
+    group_layers = assignment.groups[group]
+    for layer, proportions_in_layer in zip(group_layers, proportions, strict=True):
+        # Draws depend on version and layer alone, since another device may be the acting coordinator of the next
+        # change.
         draws = random.Random(derive(seed, "rearrangement", version, layer))
         size = assignment.sizes[layer]
-        layers[layer] = _share_layer(layers[layer], of_layer, size, draws)
+        layers[layer] = _share_layer(layers[layer], proportions_in_layer, size, draws)
     return replace(assignment, layers=tuple(layers), version=version)
 
 
 def _share_layer(
     holders: Holders, proportions: Mapping[str, float], size: int, draws: random.Random
 ) -> dict[str, Channels]:
-    """Return a layer's neurons by device: devices with too many give random ones to devices with too few."""
+    """Return the neurons of each device of a layer: devices with too many give random ones to devices with too few."""
     if not proportions:
         return {}
     shares = share_neurons(list(proportions.values()), size)
     counts = dict(zip(proportions, shares, strict=True))
-    kept = {}
+    kept_neurons = {}
     for name, count in counts.items():
-        present = holders.get(name, ())
-        kept_count = min(count, len(present))
-        # Section V-B: a device with too many neurons "randomly selects" those that it passes on.
-        kept[name] = draws.sample(present, kept_count)
-    every = set(range(size))
+        former_neurons = holders.get(name, ())
+        kept_count = min(count, len(former_neurons))
+        # Section V-B: a device with too many neurons "randomly selects" the neurons that it passes on.
+        kept_neurons[name] = draws.sample(former_neurons, kept_count)
+    all_neurons = set(range(size))
     # Sorted, since the order of a set is not defined.
-    free = sorted(every.difference(*kept.values()))
-    draws.shuffle(free)
-    assigned = {}
+    free_neurons = sorted(all_neurons.difference(*kept_neurons.values()))
+    draws.shuffle(free_neurons)
+    neurons_by_device = {}
     for name, count in counts.items():
-        lacking = count - len(kept[name])
-        neurons = kept[name] + free[:lacking]
-        assigned[name] = as_channels(neurons)
-        free = free[lacking:]
-    return assigned
+        missing_count = count - len(kept_neurons[name])
+        neurons = kept_neurons[name] + free_neurons[:missing_count]
+        neurons_by_device[name] = as_channels(neurons)
+        free_neurons = free_neurons[missing_count:]
+    return neurons_by_device

@@ -1,4 +1,8 @@
-"""Section V-A: each device's records of received casts, and the credibility of the others (equation 4)."""
+"""Section V-A: each device's records of received casts, and the credibility of other devices (equation 4).
+
+Training is divided into windows of equally many steps. At the end of a window a device records, for each sender, the
+fraction of casts that it has received, and the sender's credibility.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,16 @@ from testbed.network.link import Pair
 
 ALPHA = 0.9
 """Weight of the last window in equation (4); the value of Section VI-B."""
-SERIES = 20
-"""Number of missing casts in a row after which a device counts as failed; all casts of a window with fewer casts.
+FAILURE_SERIES = 20
+"""Number of lost casts in a row after which a device counts as failed; in a window with fewer casts, all of them.
 
-The paper gives no number. Over a link that loses four casts of five, one series in a hundred is missing by chance.
+The paper gives no number. Over a link that loses four casts of five, one series in a hundred is lost by chance.
 """
 
 Ratios = Mapping[Pair, float]
-"""By sender and receiver, from 0 to 1; pairs of different devices only."""
+"""(sender, receiver) -> a fraction from 0 to 1; pairs of different devices only."""
 Record = dict[str, tuple[float, float]]
-"""By sender: the fraction received at the end of a window, and the credibility at that time."""
+"""Sender -> fraction of its last `FAILURE_SERIES` casts in a window that were received, and credibility afterwards."""
 
 
 def update_credibility(recent: float, before: float, alpha: float = ALPHA) -> float:
@@ -36,7 +40,7 @@ def update_credibility(recent: float, before: float, alpha: float = ALPHA) -> fl
 
 
 def mean_credibility(table: Ratios, device: str) -> float:
-    """Return the credibility of a device, averaged as a sender and as a receiver; 0 without a record of the device.
+    """Return the mean credibility of a device as a sender and as a receiver; 0 without a value in ``table``.
 
     Section V-B: "the status as both the sender and the receiver affects the net connectivity".
 
@@ -45,16 +49,16 @@ def mean_credibility(table: Ratios, device: str) -> float:
     """
     values = []
     for (sender, receiver), value in table.items():
-        # A device and itself are no link.
+        # A pair of a device and itself has no link.
         if device in (sender, receiver) and sender != receiver:
             values.append(value)
     return fmean(values) if values else 0.0
 
 
 def is_silent(latest: Ratios, device: str) -> bool:
-    """Return whether a device has failed: no receiver with a record of the device has any of its latest casts.
+    """Return whether a device has failed: no receiver has received any of its latest casts.
 
-    False without such a record.
+    ``latest`` are the received fractions of latest casts. A device without a value in ``latest`` has not failed.
 
     >>> is_silent({("a", "b"): 0.0, ("a", "c"): 0.0, ("b", "c"): 0.8}, "a")
     True
@@ -72,8 +76,8 @@ def is_silent(latest: Ratios, device: str) -> bool:
 class ReceptionRecords:
     """One device's records, window after window, and the newest records of other devices from their casts.
 
-    Slots go by the clock, and devices without values cast an empty message: a message that is missing in its slot was
-    lost. A window has ``steps`` steps.
+    Slots go by the clock, and devices without values cast an empty message. A message that is missing in its slot has
+    thus been lost.
     """
 
     def __init__(
@@ -81,51 +85,57 @@ class ReceptionRecords:
     ) -> None:
         """``initial`` are the reception ratios of the plan, C(0) of equation (4).
 
-        ``alpha`` is the weight of the last window, ``steps`` the length of a window, and ``record_delay`` the number of
-        steps in which records reach all devices.
+        ``alpha`` is the weight of the newest window, ``steps`` the length of a window, and ``record_delay`` the number
+        of steps in which records reach all devices.
         """
         self.newest: dict[str, tuple[int, Record]] = {}
-        """By receiver: the newest window with a known record, and the record."""
+        """Receiver -> number of the newest window of which its record is known here, and the record."""
         self._device = device
         self._credibility = dict(initial)
         self._alpha = alpha
         self._steps = steps
         self._record_delay = record_delay
         self._arrivals: defaultdict[str, list[bool]] = defaultdict(list)
-        """By sender, whether each cast due in this window has arrived."""
+        """Sender -> whether each cast expected from it in this window has arrived, in order."""
         self._lost_in_a_row = 0
-        """Number of lost casts in a row, from any sender."""
+        """Number of casts lost since the last received one, from any sender."""
         self._current_window: int | None = None
         """The current window; None before the first step."""
         self._last_due_window = -1
-        """The last window returned by `next_due_window`."""
+        """The newest window that `next_due_window` has returned."""
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether no cast of any device arrives: most likely this device has lost all links, not all others failed."""
-        return self._lost_in_a_row >= SERIES
+        """Whether no cast of any device arrives: most likely, this device has lost its links."""
+        return self._lost_in_a_row >= FAILURE_SERIES
 
     def note_cast(self, sender: str, *, received: bool) -> None:
-        """Record whether a due cast has arrived; a device's own values do not count."""
-        if sender != self._device:
-            self._arrivals[sender].append(received)
-            self._lost_in_a_row = 0 if received else self._lost_in_a_row + 1
+        """Record whether an expected cast has arrived; values of this device are no casts and do not count."""
+        if sender == self._device:
+            return
+        self._arrivals[sender].append(received)
+        if received:
+            self._lost_in_a_row = 0
+        else:
+            self._lost_in_a_row += 1
 
     def merge_records(self, records: Mapping[str, Sequence[Any]]) -> None:
-        """Store all records newer than the known ones. ``records`` has receiver -> window and record, as in JSON."""
+        """Store records that are newer than the known ones.
+
+        ``records`` maps each receiver to its window and record, with the lists of JSON in place of tuples.
+        """
         for receiver, (window, shares) in records.items():
             known_window, _ = self.newest.get(receiver, (-1, {}))
             if window > known_window:
-                # JSON has lists instead of tuples.
                 record = {name: tuple(pair) for name, pair in shares.items()}
                 self.newest[receiver] = (window, record)
 
     def close_window(self, step: int, assignment: NeuronAssignment) -> None:
-        """Close the window before the current step's window, if still open."""
-        before = self._current_window
-        # The backward of a step comes after the forward of later ones: a closed window stays closed.
-        self._current_window = max(step // self._steps, before or 0)
-        if before is None or self._current_window == before:
+        """Make the record of a window, once the device works on a step of the next window."""
+        previous_window = self._current_window
+        # The backward of a step comes after the forward of later steps, so ``step`` may return to the closed window.
+        self._current_window = max(step // self._steps, previous_window or 0)
+        if previous_window is None or self._current_window == previous_window:
             return
         record = {}
         for sender in assignment.senders(self._device):
@@ -133,29 +143,31 @@ class ReceptionRecords:
             arrivals = self._arrivals[sender]
             recent = _received_share(arrivals)
             # Section V-A: "the credibility of the joining resource is recorded with zero".
-            known = self._credibility.get(pair, 0.0)
-            value = update_credibility(recent, known, self._alpha)
-            self._credibility[pair] = value
+            before = self._credibility.get(pair, 0.0)
+            credibility = update_credibility(recent, before, self._alpha)
+            self._credibility[pair] = credibility
             # Only the last casts: a device that failed in the middle of a window has cast before.
-            latest = _received_share(arrivals[-SERIES:])
-            # Rounded, since every cast carries the records.
-            share = round(latest, 4)
-            record[sender] = (share, round(value, 4))
+            latest = _received_share(arrivals[-FAILURE_SERIES:])
+            # Rounded to keep casts short, since every cast carries the records.
+            record[sender] = (round(latest, 4), round(credibility, 4))
         self._arrivals.clear()
         self.newest[self._device] = (self._current_window - 1, record)
 
     def next_due_window(self, step: int) -> int | None:
-        """Return the last window once, as soon as all devices know the records; otherwise None."""
-        window, position = divmod(step, self._steps)
-        if window - 1 <= self._last_due_window or position < self._record_delay:
+        """Return the window before the current one, once, as soon as all devices know its records; otherwise None."""
+        window, steps_in_window = divmod(step, self._steps)
+        previous_window = window - 1
+        if previous_window <= self._last_due_window:
             return None
-        self._last_due_window = window - 1
-        return self._last_due_window
+        if steps_in_window < self._record_delay:
+            return None
+        self._last_due_window = previous_window
+        return previous_window
 
     def receptions_of(self, window: int) -> tuple[dict[Pair, float], dict[Pair, float]]:
-        """Return the received fractions at the end of a window, and the credibilities, by sender and receiver.
+        """Return the fractions of latest casts received in a window, and the credibilities after it.
 
-        Both contain only pairs whose record of this window is known here.
+        Both map (sender, receiver) to a value, for receivers whose record of this window is known here.
         """
         latest: dict[Pair, float] = {}
         credibilities: dict[Pair, float] = {}
@@ -169,5 +181,5 @@ class ReceptionRecords:
 
 
 def _received_share(arrivals: Sequence[bool]) -> float:
-    """Return the fraction received; 0 if no cast was due."""
+    """Return the fraction of received casts; 0 if no cast was expected."""
     return sum(arrivals) / len(arrivals) if arrivals else 0.0

@@ -13,7 +13,7 @@ from testbed.ml.models.chain import chain
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.layers import Linear
 from testbed.ml.models.sliced import draw_tensors
-from testbed.ml.slots.missing import ReceivedParts, SenderPart, Usable
+from testbed.ml.slots.missing import ReceivedParts, SenderPart, UsableValues
 from testbed.ml.slots.planner import slice_of
 from testbed.ml.training.schema import OptimizerPart
 from testbed_versatilefl.maintenance import DynamicUpdate, Maintenance
@@ -160,7 +160,7 @@ def test_incomplete_results_and_dropped_batches_give_no_new_gradients():
     lost = SenderPart("b", range(1, 2), None)
     assert asyncio.run(
         maintenance.usable_results(ReceivedParts(2, 0, 2, 2, (mine, lost)))
-    ) == Usable(None, "saved")
+    ) == UsableValues(None, "saved")
     other = SenderPart("b", range(1, 2), torch.ones(2, 1), {"rates": [0.5, 0.5]})
     usable = asyncio.run(
         maintenance.usable_results(ReceivedParts(2, 1, 2, 2, (mine, other)))
@@ -173,7 +173,7 @@ def test_incomplete_results_and_dropped_batches_give_no_new_gradients():
     unusable = asyncio.run(
         maintenance.usable_results(ReceivedParts(2, 2, 2, 2, lossy_parts))
     )
-    assert unusable == Usable(None, "nothing")
+    assert unusable == UsableValues(None, "nothing")
     assert maintenance.learn(None, 2, 2, None, unusable) is None
 
 

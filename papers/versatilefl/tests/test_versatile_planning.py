@@ -20,7 +20,7 @@ from testbed_versatilefl.rearrangement import (
 )
 from testbed_versatilefl.records import (
     ALPHA,
-    SERIES,
+    FAILURE_SERIES,
     ReceptionRecords,
     is_silent,
     mean_credibility,
@@ -103,9 +103,9 @@ def test_cast_missing_in_slot_counts_as_lost():
     )
     assert rates == {"a": (0.75, 0.75), "b": (1, 1), "c": (0, 0), "d": (0, 0)}
     # Device a fails in the middle of the window: its casts were received at the start only.
-    assert window(2, *(("a", step < 3 * SERIES) for step in range(4 * SERIES)))[
-        "a"
-    ] == (0, 0.75)
+    assert window(
+        2, *(("a", step < 3 * FAILURE_SERIES) for step in range(4 * FAILURE_SERIES))
+    )["a"] == (0, 0.75)
     assert records.is_cut_off
     assert window(3, ("b", True))["a"] == (0, 0)
     assert not records.is_cut_off
@@ -215,7 +215,8 @@ def test_neurons_of_failed_device_are_reset_and_of_retired_device_move():
     before = partition_neurons([8, 8], devices(2), "horizontal")
     after = remove_device(before, "d1", {"d0": 1.0}, seed=3)
     assert {
-        (move.giver, move.taker) for move in list_moves(before, after, gone={"d1"})
+        (move.giver, move.taker)
+        for move in list_moves(before, after, devices_without_weights={"d1"})
     } == {(None, "d0")}
     assert {(move.giver, move.taker) for move in list_moves(before, after)} == {
         ("d1", "d0")

@@ -1,6 +1,6 @@
-"""EdgePipe's Algorithm 1: a network divided into groups of layers, then the neurons of each layer over devices.
+"""EdgePipe's Algorithm 1: a network divided into groups of layers, then the neurons of each layer among devices.
 
-Every device belongs to one group, and has neurons of all layers of this group. Such a set of neurons is a super neuron.
+Every device belongs to one group, and has neurons of all layers of this group. These neurons are its super neuron.
 Sections and equations are those of the EdgePipe paper; its index w of a group counts from 1, ours from 0.
 """
 
@@ -15,7 +15,7 @@ from testbed.common.errors import InputError
 from testbed.ml.models.slices import NO_CHANNELS, Channels
 
 Allocation = Literal["vertical", "hybrid", "horizontal"]
-"""Groups of one layer each, groups by equation (1), or one group of all layers."""
+"""Groups of layers. ``vertical``: one layer each; ``hybrid``: by equation (1); ``horizontal``: all layers in one."""
 Holders = Mapping[str, Channels]
 """Device -> its neurons of one layer."""
 
@@ -37,7 +37,7 @@ class NeuronAssignment:
     sizes: tuple[int, ...]
     """Number of neurons of each layer."""
     layers: tuple[Holders, ...]
-    """The devices of each layer with their neurons. All layers of a group have the same devices, in the same order."""
+    """For each layer, the neurons of its devices. All layers of a group have the same devices, in the same order."""
     version: int = 0
     """Number of changes since the plan: neurons may move during a run."""
 
@@ -58,7 +58,7 @@ class NeuronAssignment:
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """All members, group after group."""
+        """All devices with neurons, group after group."""
         devices: list[str] = []
         for group in range(len(self.groups)):
             devices += self.members(group)
@@ -91,7 +91,7 @@ class NeuronAssignment:
         return [*forward, *backward, sharing]
 
     def senders(self, receiver: str) -> tuple[str, ...]:
-        """Return the other devices casting to a device, in the order of `devices`.
+        """Return the devices whose casts a device needs, in the order of `devices`.
 
         >>> partition_neurons([4, 4, 4, 4], ["a", "b", "c", "d"], "vertical").senders("b")
         ('a', 'c')
@@ -119,8 +119,8 @@ class NeuronAssignment:
             lengths.append(len(holders[device]) * values[layer])
             if layer > 1:
                 # Each device has a part of the losses of every neuron of the previous layer.
-                before = layer - 1
-                lengths.append(self.sizes[before] * values[before])
+                previous = layer - 1
+                lengths.append(self.sizes[previous] * values[previous])
         return max(lengths)
 
 
@@ -164,11 +164,12 @@ def _split_layer(layer: int, size: int, members: Sequence[str]) -> Holders:
             f"layer {layer} has {size} neurons for {count} devices: use fewer devices"
         )
         raise InputError(text, ("method", "allocation"))
-    # Rounded bounds: ranges differ by one neuron at most.
-    bounds = [size * place // count for place in range(count + 1)]
     holders = {}
-    for place, name in enumerate(members):
-        holders[name] = range(bounds[place], bounds[place + 1])
+    for index, name in enumerate(members):
+        # Rounded down, so that the ranges differ by one neuron at most.
+        start = size * index // count
+        stop = size * (index + 1) // count
+        holders[name] = range(start, stop)
     return holders
 
 
@@ -177,9 +178,9 @@ def layer_groups(
 ) -> list[range]:
     """Return the layers of each group (lines 3 and 4 of Algorithm 1).
 
-    Equation (1) gives every group two devices if possible, and at most as many groups as layers; if the number of
-    layers is no multiple of the number of groups, the last groups, at the output, have one layer more. With a given
-    maximum, groups are filled from the output backwards, and the first group takes the rest.
+    Equation (1) gives every group two devices if possible, and at most as many groups as layers. If the layers cannot
+    be divided evenly, the last groups, at the output, have one layer more. With a number as ``allocation``, the maximum
+    number of layers per group, groups are filled from the output backwards, and the first group gets the rest.
 
     >>> layer_groups(6, 6, "hybrid")
     [range(0, 2), range(2, 4), range(4, 6)]
@@ -201,11 +202,12 @@ def layer_groups(
         count = min(layers, max(1, devices // 2))
     else:
         count = 1
-    size, left = divmod(layers, count)
+    size, remainder = divmod(layers, count)
     start = 0
     for group in range(count):
-        is_longer = group >= count - left
-        stop = start + size + is_longer
+        stop = start + size
+        if group >= count - remainder:
+            stop += 1
         groups.append(range(start, stop))
         start = stop
     return groups
@@ -214,29 +216,29 @@ def layer_groups(
 def group_device_counts(groups: Sequence[range], devices: int) -> list[int]:
     """Return the number of devices of each group, in proportion to its layers and at least one.
 
-    Rounding follows line 6 of Algorithm 1 if the result uses all devices; otherwise the remaining devices go to the
-    groups with the largest deficit, starting at the input.
+    Rounding follows line 6 of Algorithm 1 if its result uses all devices; otherwise the remaining devices go to the
+    groups with the largest deficit, beginning at the input layer.
 
     >>> group_device_counts([range(0, 2), range(2, 6)], 6)
     [2, 4]
     """
     layers = sum(map(len, groups))
-    exact = [devices * len(group) / layers for group in groups]
-    # Shares are rounded down first, and the largest remainders up below: line 6, if its result uses all devices.
-    # A group without a device could not compute its layers.
-    counts = [max(1, int(share)) for share in exact]
+    exact_counts = [devices * len(group) / layers for group in groups]
+    # Rounded down here, and the largest remainders up below: this is line 6, if its result uses all devices. A group
+    # without a device could not compute its layers.
+    counts = [max(1, int(exact)) for exact in exact_counts]
 
     def deficit(group: int) -> float:
-        """Return by how many devices the group has less than its exact share; negative for a surplus."""
-        return exact[group] - counts[group]
+        """Return by how many devices the group has less than its exact number; negative for a surplus."""
+        return exact_counts[group] - counts[group]
 
-    # `max` and `min` return the first of equal groups, the one nearest to the input.
+    # Of groups with equal deficits, `max` and `min` return the first one, nearest to the input.
     while sum(counts) < devices:
-        poorest = max(range(len(groups)), key=deficit)
-        counts[poorest] += 1
-    # Too many devices are in use if groups were given their one device against the proportion.
+        neediest = max(range(len(groups)), key=deficit)
+        counts[neediest] += 1
+    # With many small groups, the minimum of one device for each may exceed the number of devices.
     while sum(counts) > devices:
         reducible = [group for group, count in enumerate(counts) if count > 1]
-        richest = min(reducible, key=deficit)
-        counts[richest] -= 1
+        best_supplied = min(reducible, key=deficit)
+        counts[best_supplied] -= 1
     return counts

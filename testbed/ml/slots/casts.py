@@ -1,7 +1,8 @@
-"""Casts between devices: receivers, repetition against loss, and the parts received in time.
+"""Casts between devices: their receivers, their repetition against loss, and the parts that arrive in time.
 
-A cast is one transmission to several devices, of which each may lose it. A cast belongs to one batch and layer.
-Receivers use the cast at the start of their next slot with work for this batch; a later arrival is discarded.
+A cast is one transmission to several devices, of which each may lose it. A cast has the values of one device in one
+layer for one batch: its part of the layer. Receivers use the part at the start of their next slot with work for this
+batch; a later arrival is discarded.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from testbed.ml.slots.missing import ReceivedParts, SenderPart, present_share
 
 @dataclass(frozen=True)
 class Values(TypedMessage, key=("batch", "layer", "sender")):
-    """The values a device casts for one batch. Batches are numbered in feeding order, including test batches."""
+    """The values of a device's neurons in one layer for one batch."""
 
     batch: int
+    """Number of the batch among all batches of training and tests, in the order in which they enter the network."""
     layer: int
+    """The sender's layer."""
     tensor: torch.Tensor | None = None
     """(samples, values); None if the sender has no values for this batch."""
     note: dict[str, Any] | None = None
@@ -53,7 +56,7 @@ class CastAck(TypedMessage, kind="heard"):
 
 CASTS = (Outputs, Losses, CastAck)
 """Kinds of messages that are cast."""
-Sent = TypeVar("Sent", bound=Values)
+AnyValues = TypeVar("AnyValues", bound=Values)
 
 
 class Transmit(Protocol):
@@ -62,14 +65,14 @@ class Transmit(Protocol):
     async def __call__(
         self, receivers: Sequence[str], message: Values, until: float
     ) -> None:
-        """Cast before the instant ``until``, in seconds; return after the last attempt."""
+        """Transmit a cast, which is of use until the instant ``until``, in seconds; return after the last attempt."""
 
     def on_arrival(self, message: Values) -> None:
-        """Handle an arrival of another device's cast, repetitions too."""
+        """Handle each complete arrival of another device's cast, also of a repetition."""
 
 
-class Repeated:
-    """The paper's r-TX: repeat the same cast a fixed number of times. One transmission means no recovery."""
+class RepeatedCasts:
+    """The paper's r-TX: transmit each cast a fixed number of times. One transmission means no recovery."""
 
     def __init__(self, mailbox: Mailbox, times: int = 1) -> None:
         self._mailbox = mailbox
@@ -78,7 +81,7 @@ class Repeated:
     async def __call__(
         self, receivers: Sequence[str], message: Values, until: float
     ) -> None:
-        """Cast to all receivers the given number of times."""
+        """Transmit the cast as often as configured, whatever the time."""
         for _ in range(self._times):
             await self._mailbox.cast(receivers, message)
 
@@ -86,26 +89,27 @@ class Repeated:
         """Do nothing: the sender expects no acknowledgement."""
 
 
-class Acknowledged:
-    """The paper's ACK: repeat casts to receivers without acknowledgement, until none is left or the slot ends.
+class AcknowledgedCasts:
+    """The paper's ACK: repeat a cast until all receivers have acknowledged it or the slot ends.
 
-    Acknowledgements are casts, which can be lost as well.
+    A repetition goes to the receivers whose acknowledgement is missing. Acknowledgements are casts, which can be lost
+    as well.
     """
 
     def __init__(self, mailbox: Mailbox, wait: float) -> None:
-        """``wait`` is the number of seconds acknowledgements take after a cast has left."""
+        """``wait`` is the number of seconds after a cast has left in which its acknowledgements normally arrive."""
         self._mailbox = mailbox
         self._wait = wait
         self._missing: dict[tuple[str, int, int], set[str]] = {}
         """Receivers without acknowledgement, by kind, batch and layer of the cast."""
         self._complete: asyncio.Future[None] | None = None
-        """Ends the wait after a cast as soon as all receivers have acknowledged it."""
+        """Completed when all receivers have acknowledged the newest cast, to end the wait for acknowledgements."""
         mailbox.on(CastAck, self._on_acknowledgement)
 
     async def __call__(
         self, receivers: Sequence[str], message: Values, until: float
     ) -> None:
-        """Cast at least once."""
+        """Transmit the cast at least once, and again while a round trip fits into the time before ``until``."""
         device = self._mailbox.device
         cast = (message.kind, message.batch, message.layer)
         # `_on_acknowledgement` removes names from this set while the loop waits.
@@ -115,15 +119,15 @@ class Acknowledged:
             start = device.now()
             await self._mailbox.cast(sorted(missing), message)
             round_trip = device.now() - start + self._wait
-            # Receivers use a cast in the next slot: a repetition after this one's end comes too late.
+            # Receivers use a cast in the next slot, so a repetition after the end of this slot comes too late.
             if device.now() + round_trip >= until:
                 break
             await self._wait_for_acknowledgements(missing)
         del self._missing[cast]
 
     async def _wait_for_acknowledgements(self, missing: set[str]) -> None:
-        """Return once all receivers have acknowledged, or after the time acknowledgements normally take."""
-        # All of them may have arrived while the cast was leaving.
+        """Return once all receivers have acknowledged, or after the time that acknowledgements normally take."""
+        # All acknowledgements may have arrived while the cast was leaving.
         if not missing:
             return
         self._complete = asyncio.get_running_loop().create_future()
@@ -134,7 +138,7 @@ class Acknowledged:
             pass
 
     def on_arrival(self, message: Values) -> None:
-        """Acknowledge every arrival again, because earlier acknowledgements may be lost."""
+        """Acknowledge every arrival, also of a repetition: the earlier acknowledgement may have been lost."""
         answer = CastAck(message.kind, message.batch, message.layer)
         casting = self._mailbox.cast([message.sender], answer)
         self._mailbox.start(casting)
@@ -148,25 +152,25 @@ class Acknowledged:
         missing.discard(answer.sender)
         if missing:
             return
-        # Nobody waits while the cast is still leaving.
+        # No wait is under way while the cast is still leaving.
         if self._complete is not None and not self._complete.done():
             self._complete.set_result(None)
 
 
 class Notes(Protocol):
-    """Hook: annotations added to casts and received from other devices."""
+    """Hook: annotations (notes) that devices add to their casts and read from the casts of others."""
 
-    def annotate(self, message: Sent) -> Sent:
+    def annotate(self, message: AnyValues) -> AnyValues:
         """Return a message with an added annotation."""
 
     def read_note(self, message: Values) -> Channels | None:
-        """Process the annotation of a message in time; return the sender's neurons in the message's layer.
+        """Process the annotation of a message that has arrived in time; return the sender's neurons in its layer.
 
-        None makes the caller ignore the message.
+        Return None to have the message ignored.
         """
 
     def note_missing(self, sender: str) -> None:
-        """Record a message not received in time."""
+        """Record that a message of ``sender`` has not arrived in time."""
 
 
 @dataclass
@@ -175,7 +179,7 @@ class Tally:
 
     expected: int = 0
     received: float = 0
-    """Received fraction, counting partially received parts."""
+    """Number of received parts; a part of which only some values have arrived counts as the fraction of these."""
 
 
 class CastExchange:
@@ -193,10 +197,10 @@ class CastExchange:
         """``assignment`` returns the current assignment.
 
         ``batches_in_flight`` is the maximum number of batches between the first layer's forward and its backward.
-        ``values`` has, for each layer, the values of a neuron per sample.
+        ``values`` has, for each layer, the number of values of a neuron per sample.
         """
-        self.until = math.inf
-        """End of the current slot in seconds, after which nothing is cast."""
+        self.slot_end = math.inf
+        """End of the current slot, in seconds: later repetitions of a cast are useless."""
         self._mailbox = mailbox
         self._assignment = assignment
         self._transmit = transmit
@@ -207,7 +211,7 @@ class CastExchange:
         self._arrived: dict[tuple[type[Values], int, int], dict[str, Values]] = {}
         """Received messages by kind, batch and layer, then by sender."""
         self._oldest = {Outputs: 0, Losses: 0}
-        """The oldest batch whose messages still count."""
+        """The oldest batch whose messages are still stored, by kind; messages for earlier batches are discarded."""
         mailbox.on(Outputs, self._store_part)
         mailbox.on(Losses, self._store_part)
         purposes = ("forward", "backward", "sharing")
@@ -215,6 +219,7 @@ class CastExchange:
         """Parts of other devices, by their purpose."""
 
     def _store_part(self, message: Values) -> None:
+        """Store a message until its slot, and let the transmission strategy acknowledge it."""
         kind = type(message)
         batch = message.batch
         sender = message.sender
@@ -231,17 +236,17 @@ class CastExchange:
             self._arrived[key] = parts
 
     def _discard_before(self, kind: type[Values], batch: int) -> None:
-        """Drop unused casts of earlier batches, including future arrivals."""
+        """Drop unused messages of earlier batches, also those that arrive from now on."""
         if batch <= self._oldest[kind]:
             return
         self._oldest[kind] = batch
         for key in list(self._arrived):
-            other_kind, other_batch, _ = key
-            if other_kind is kind and other_batch < batch:
+            stored_kind, stored_batch, _ = key
+            if stored_kind is kind and stored_batch < batch:
                 del self._arrived[key]
 
-    async def cast(self, layer: int, message: Sent) -> None:
-        """Transmit a message to all devices of a layer; this device stores the message without a transmission."""
+    async def cast(self, layer: int, message: AnyValues) -> None:
+        """Cast a message to all devices with neurons of ``layer``; this device keeps it without a transmission."""
         if self._notes is not None:
             message = self._notes.annotate(message)
         receivers = self._assignment().holders(layer)
@@ -249,14 +254,14 @@ class CastExchange:
             self._store_part(message)
         others = [name for name in receivers if name != self._name]
         if others:
-            await self._transmit(others, message, self.until)
+            await self._transmit(others, message, self.slot_end)
 
     def take_outputs(self, layer: int, batch: int, samples: int) -> ReceivedParts:
-        """Remove and return the received outputs of a layer."""
+        """Remove and return the received outputs of ``layer`` for a batch of ``samples`` samples."""
         assignment = self._assignment()
         purpose = "sharing" if layer == assignment.output_layer else "forward"
         parts = self._received_parts(Outputs, batch, layer, purpose)
-        # Layers of a device take outputs of different batches: those under way may still be asked for.
+        # The layers of a device take outputs of different batches: another layer may still need a batch in flight.
         self._discard_before(Outputs, batch - self._batches_in_flight - 1)
         return ReceivedParts(
             layer,
@@ -268,21 +273,21 @@ class CastExchange:
         )
 
     def take_losses(self, layer: int, batch: int, samples: int) -> ReceivedParts:
-        """Remove and return the received losses of a layer's own neurons, sent by the next layer.
+        """Remove and return the losses that the next layer has sent to this device's neurons of ``layer``.
 
-        Later arrivals for earlier batches are dropped.
+        Losses of earlier batches are dropped, also those that arrive from now on.
         """
         assignment = self._assignment()
         own_neurons = assignment.neurons_of(self._name, layer)
         own_values = elements_of(own_neurons, self._values[layer])
-        sending = layer + 1
-        parts = self._received_parts(Losses, batch, sending, "backward", own_values)
+        next_layer = layer + 1
+        parts = self._received_parts(Losses, batch, next_layer, "backward", own_values)
         self._discard_before(Losses, batch)
         return ReceivedParts(
-            sending,
+            next_layer,
             batch,
             samples,
-            neurons=assignment.sizes[sending],
+            neurons=assignment.sizes[next_layer],
             parts=parts,
         )
 
@@ -292,67 +297,71 @@ class CastExchange:
         batch: int,
         layer: int,
         purpose: str,
-        own: Channels | None = None,
+        own_values: Channels | None = None,
     ) -> tuple[SenderPart, ...]:
-        """Return the parts sent by a layer's holders; for losses, only the part for the ``own`` values."""
+        """Return the parts sent by the devices of a layer, and count them under ``purpose``.
+
+        A device sends losses for all values of the previous layer; ``own_values`` selects those of this device.
+        """
         arrived = self._arrived.pop((kind, batch, layer), {})
         holders = self._assignment().layers[layer]
         tally = self.tally[purpose]
         parts: list[SenderPart] = []
-        # Added to the tally at once: single additions would round differently.
-        share: float = 0
+        # Summed here and added to the tally once: additions one by one would round differently.
+        received: float = 0
         for sender, neurons in holders.items():
             message = arrived.get(sender)
             if sender != self._name:
                 tally.expected += 1
-                # A message that the method ignores was received all the same.
+                # Counted before the hook `Notes` decides whether to ignore the message.
                 if message is not None:
-                    share += present_share(message.missing.get("tensor"))
-            parts.append(self._received_part(message, neurons, sender, own))
-        tally.received += share
+                    received += present_share(message.missing.get("tensor"))
+            part = self._received_part(message, neurons, sender, own_values)
+            parts.append(part)
+        tally.received += received
         return tuple(parts)
 
     def _received_part(
         self,
         message: Values | None,
-        assigned: Channels,
+        assigned_neurons: Channels,
         sender: str,
-        own: Channels | None,
+        own_values: Channels | None,
     ) -> SenderPart:
-        """Return the part of one sender; arguments as in `_received_parts`, ``assigned`` the sender's neurons."""
-        absent = SenderPart(sender, assigned, None)
+        """Return the part of one sender, to which the current assignment gives the neurons ``assigned_neurons``."""
+        missing_part = SenderPart(sender, assigned_neurons, None)
         if message is None:
             if self._notes is not None:
                 self._notes.note_missing(sender)
-            return absent
-        neurons: Channels | None = assigned
+            return missing_part
+        neurons: Channels | None = assigned_neurons
         if self._notes is not None:
             neurons = self._notes.read_note(message)
         if neurons is None:
-            return absent
+            return missing_part
         tensor = message.tensor
         missing = message.missing.get("tensor")
-        if own is not None and tensor is not None:
-            tensor = pick(tensor, 1, own)
+        if own_values is not None and tensor is not None:
+            tensor = pick(tensor, 1, own_values)
             if missing is not None:
-                missing = pick(missing, 1, own)
-        # The own values may all have arrived though others of the message are missing.
+                missing = pick(missing, 1, own_values)
+        # All values of this device may have arrived though other values of the message are missing.
         if missing is not None and not missing.any():
             missing = None
         return SenderPart(sender, neurons, tensor, message.note, missing)
 
 
-def _fill_gaps(first: Values, again: Values) -> Values:
-    """Return the first copy of a message with values of the repetition in its gaps."""
-    if first is again or not first.missing:
+def _fill_gaps(first: Values, repetition: Values) -> Values:
+    """Return the first copy of a message, with values of its repetition in place of missing ones."""
+    if first is repetition or not first.missing:
         return first
     # A message without values cannot fill gaps.
-    if first.tensor is None or again.tensor is None:
+    if first.tensor is None or repetition.tensor is None:
         return first
     gaps = first.missing["tensor"]
-    tensor = torch.where(gaps, again.tensor, first.tensor)
-    remaining = torch.zeros_like(gaps)
-    if again.missing:
-        remaining = gaps & again.missing["tensor"]
-    missing = {"tensor": remaining} if remaining.any() else {}
+    tensor = torch.where(gaps, repetition.tensor, first.tensor)
+    remaining_gaps = torch.zeros_like(gaps)
+    if repetition.missing:
+        remaining_gaps = gaps & repetition.missing["tensor"]
+    missing = {"tensor": remaining_gaps} if remaining_gaps.any() else {}
     return replace(first, tensor=tensor, missing=missing)

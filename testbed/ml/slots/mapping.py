@@ -3,9 +3,9 @@
 There are four mappings: EdgePipe's Algorithm 2 (`genetic_order`), hill climbs (`climbed_order`), a random order
 (`random_order`) and an exhaustive search (`best_order`).
 
-Super neurons that transmit often should have devices with good links. An order of the devices is better, the larger the
-sum over all pairs of super neurons of (share of transmissions) x (reception ratio of the link): the Hadamard product of
-the paper's two topologies.
+Super neurons that transmit often should have devices with good links. A mapping is an order of the devices: the i-th
+device gets the i-th super neuron. Its score is the sum over all pairs of super neurons of (transmissions, relative to
+the busiest pair) x (reception ratio of the link): the Hadamard product of the paper's two topologies.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.network.link import Pair
 
 Matrix = tuple[tuple[float, ...], ...]
-"""By sender, then by receiver; zeros on the diagonal."""
+"""A value for each (sender, receiver), by row and column; zeros on the diagonal."""
 Order = tuple[int, ...]
 """For each super neuron, the index of its device."""
 
-MOST_EXHAUSTIVE = 9
-"""The most devices of an exhaustive search; ten devices have 3.6 million orders."""
+MAX_EXHAUSTIVE_DEVICES = 9
+"""Maximum number of devices of an exhaustive search: ten devices have 3.6 million orders."""
 CLIMBS = 300
-"""Random orders from which `climbed_order` climbs.
+"""Number of random orders from which `climbed_order` climbs.
 
-In the worst of 800 random topologies of 4 to 7 devices one climb in 13 led to the best of all orders.
+In the worst of 800 random topologies of 4 to 7 devices one climb in 13 led to the best of all orders, so that 300 miss
+this order very rarely.
 """
 
 
@@ -52,7 +53,7 @@ def count_transmissions(assignment: NeuronAssignment) -> tuple[tuple[int, ...], 
         # Neurons of adjacent layers are fully connected, so each sender has values for each receiver.
         transmissions.update(itertools.product(senders, receivers))
     names = assignment.devices
-    # A device needs no transmission to itself.
+    # A device keeps its own values without a transmission.
     for name in names:
         transmissions[name, name] = 0
     rows = []
@@ -89,7 +90,7 @@ def reception_matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matr
     for sender in names:
         row = []
         for receiver in names:
-            # A device has no link to itself.
+            # The diagonal stays 0, since a device has no link to itself.
             ratio = 0.0
             if sender != receiver:
                 ratio = ratios.get((sender, receiver), 0.0)
@@ -113,7 +114,7 @@ def score_order(connectivity: Matrix, reception: Matrix, order: Order) -> float:
 
 def _make_scorer(connectivity: Matrix, reception: Matrix) -> Callable[[Order], float]:
     """Return `score_order` for these topologies, as a function of the order."""
-    # Most pairs of super neurons exchange nothing; leaving these out makes the thousands of scores cheap.
+    # Most pairs of super neurons exchange nothing. Without these pairs, the thousands of scores of a search are cheap.
     edges = []
     for source, row in enumerate(connectivity):
         for target, weight in enumerate(row):
@@ -132,7 +133,7 @@ def _make_scorer(connectivity: Matrix, reception: Matrix) -> Callable[[Order], f
 
 
 def generation_count(devices: int) -> int:
-    """Return the number of generations in the paper's experiments."""
+    """Return the number of generations in the paper's experiments with this number of devices."""
     return 1_000 if devices <= 6 else 10_000
 
 
@@ -144,9 +145,10 @@ def genetic_order(
 ) -> Order:
     """Return the result of Algorithm 2 after ``count`` generations, by default the paper's.
 
-    The paper calls it a simple genetic algorithm (Section IV-B). Its population is one order: a generation compares the
-    best order so far with a random one and with a rotation of the best one by one place. As printed, an order equal to
-    the best one replaces it. If all links are alike, no order is better than another, and the devices keep their order.
+    The paper calls Algorithm 2 a simple genetic algorithm (Section IV-B). Its population is one order: a generation
+    compares the best order so far with a random order and with a rotation of the best one by one place. As printed, an
+    order of equal score replaces the best one. If all links are alike, no order is better than another, and the devices
+    keep their order.
     """
     best: Order = tuple(range(len(connectivity)))
     if _are_alike(reception):
@@ -161,7 +163,7 @@ def genetic_order(
         rotated = (*best[1:], *best[:1])
         shuffled_score = score(shuffled)
         rotated_score = score(rotated)
-        # Lines 11 to 16: of equal orders the random one wins, then the rotated one.
+        # Lines 11 to 16: of orders with equal scores the random one wins, then the rotated one.
         if shuffled_score >= max(rotated_score, best_score):
             best = shuffled
             best_score = shuffled_score
@@ -180,7 +182,10 @@ def _are_alike(reception: Matrix) -> bool:
 
 
 def climbed_order(connectivity: Matrix, reception: Matrix, seed: int) -> Order:
-    """Return the best order of hill climbs, by exchanges of two devices, from Algorithm 2's order and random orders."""
+    """Return the best order that hill climbs reach from Algorithm 2's order and from random orders.
+
+    A climb exchanges two devices as long as an exchange improves the score.
+    """
     score = _make_scorer(connectivity, reception)
     first = genetic_order(connectivity, reception, seed)
     draws = random.Random(derive(seed, "mapping", "climbing"))
@@ -191,15 +196,16 @@ def climbed_order(connectivity: Matrix, reception: Matrix, seed: int) -> Order:
     summits = [_climb_order(start, score) for start in starts]
 
     def rounded_score(order: Order) -> float:
-        # Sums of equal terms in another order differ in the last bits; such orders are equal, and the first one wins.
+        # Sums of equal terms in another order differ in the last bits. Rounded, they are equal, and the first order
+        # wins.
         return round(score(order), 12)
 
     return max(summits, key=rounded_score)
 
 
 def _climb_order(order: Order, score: Callable[[Order], float]) -> Order:
-    """Exchange pairs of devices while an order improves by more than rounding."""
-    reached = score(order)
+    """Return the order after exchanges of two devices, as long as an exchange improves the score."""
+    best_score = score(order)
     improves = True
     while improves:
         improves = False
@@ -208,10 +214,10 @@ def _climb_order(order: Order, score: Callable[[Order], float]) -> Order:
             swapped[one] = order[other]
             swapped[other] = order[one]
             swapped_score = score(tuple(swapped))
-            # More than the rounding of a sum: otherwise equal orders could be exchanged for ever.
-            if swapped_score > reached + 1e-12:
+            # Better by more than the rounding of a sum: otherwise the loop could exchange equal orders for ever.
+            if swapped_score > best_score + 1e-12:
                 order = tuple(swapped)
-                reached = swapped_score
+                best_score = swapped_score
                 improves = True
     return order
 
@@ -219,8 +225,8 @@ def _climb_order(order: Order, score: Callable[[Order], float]) -> Order:
 def random_order(devices: int, seed: int, number: int = 1) -> Order:
     """Return a uniformly random order: the paper's Random.
 
-    ``number``, from 1 on, is the place of the order in the seed's sequence of orders. Two numbers may give the same
-    order, since all orders of the sequence are drawn independently; with few devices they often do.
+    ``number``, from 1 on, is the place of the order in the seed's sequence of orders. The orders of the sequence are
+    drawn independently, so two numbers may give the same order, especially with few devices.
     """
     draws = random.Random(derive(seed, "mapping", "random"))
     for _ in range(number):
@@ -232,12 +238,12 @@ def best_order(connectivity: Matrix, reception: Matrix) -> Order:
     """Return the best of all orders, the first on ties: the paper's Upper.
 
     Among orders whose scores differ only by the rounding of sums, any may be returned. Raises ValueError for more than
-    nine devices.
+    `MAX_EXHAUSTIVE_DEVICES` devices.
     """
     count = len(connectivity)
-    if count > MOST_EXHAUSTIVE:
+    if count > MAX_EXHAUSTIVE_DEVICES:
         raise ValueError(
-            f"{count} devices have too many permutations for an exhaustive search: use {MOST_EXHAUSTIVE} at most"
+            f"{count} devices are too many for an exhaustive search: use {MAX_EXHAUSTIVE_DEVICES} at most"
         )
     orders = itertools.permutations(range(count))
     return max(orders, key=_make_scorer(connectivity, reception))
@@ -266,8 +272,8 @@ def choose_device_coordinator(
             distances[pair] = 1 / ratio
         else:
             distances[pair] = math.inf
-    # Floyd and Warshall need all pairs for one middle device before the next middle device. In `product`, the first
-    # element changes last.
+    # The algorithm visits all pairs for one middle device before the next middle device: the first element of `product`
+    # changes last.
     for middle, start, end in itertools.product(names, repeat=3):
         detour = distances[start, middle] + distances[middle, end]
         distances[start, end] = min(distances[start, end], detour)

@@ -22,11 +22,12 @@ TARGET_ACCURACY = 0.8
 
 
 def _last_evaluation(field: str, record: RunView) -> float | None:
-    """Return a field of the last evaluation; ``gathered`` is the accuracy by complete results.
+    """Return a field of the last evaluation.
 
-    Only gathered evaluations have a field ``coordinator_accuracy``, the accuracy by the results that the coordinator
-    received, and their field ``accuracy`` is the one by complete results. Without gathering, ``accuracy`` is the
-    accuracy by received results.
+    The event's field ``accuracy`` is the accuracy by the results that the coordinator received, unless results are
+    gathered: then it is the accuracy by complete results, and the accuracy by received results is in the field
+    ``coordinator_accuracy``. As an argument, ``coordinator_accuracy`` stands for the latter in both cases, and
+    ``gathered`` for the accuracy by complete results.
     """
     evaluations = record.of("evaluate")
     fields: Mapping[str, Any] = {}
@@ -48,14 +49,14 @@ def _accuracy_mean(record: RunView) -> float | None:
 
 
 def _received_share(purpose: str, record: RunView) -> float | None:
-    """Return the share of parts that arrived in time, from the last counts of each device."""
-    # Counts of a device are totals, tests included, so the last event has all; a restart begins new ones.
-    last: dict[str, Mapping[str, Any]] = {}
+    """Return the share of parts that arrived in time, over all devices."""
+    # The counts of a device, tests included, grow until it restarts, so its last event has its totals.
+    totals: dict[str, Mapping[str, Any]] = {}
     for event in record.of("parts_received"):
         if event.fields["purpose"] == purpose:
-            last[event.device] = event.fields
-    expected = sum(fields["expected"] for fields in last.values())
-    received = sum(fields["received"] for fields in last.values())
+            totals[event.device] = event.fields
+    expected = sum(fields["expected"] for fields in totals.values())
+    received = sum(fields["received"] for fields in totals.values())
     if not expected:
         return None
     share: float = received / expected
@@ -93,7 +94,7 @@ def details_of(record: RunView) -> SlotDetails:
 
 
 def _last_backward(record: RunView) -> float:
-    """Return the start of the last backward; 0 without one."""
+    """Return the start of the last backward, in seconds; 0 without one."""
     last = 0.0
     for _, (times, spans) in record.of("begin").columns("time", "span"):
         for time, span in zip(times, spans, strict=False):
@@ -103,19 +104,19 @@ def _last_backward(record: RunView) -> float:
 
 
 def _count_timeslots(record: RunView) -> float | None:
-    """Count the slots by the clock, in seconds, tolerating rounding to the previous slot."""
-    last = record.cached(_last_backward)
-    if not last:
+    """Return the number of timeslots until the last backward, from its time."""
+    last_backward = record.cached(_last_backward)
+    if not last_backward:
         return None
     details = details_of(record)
-    begin = details.start_time or 0.0
+    start = details.start_time or 0.0
     # A backward may begin a rounding error before its slot.
-    elapsed = last - begin + 1e-6
+    elapsed = last_backward - start + 1e-6
     return elapsed // details.timeslot + 1
 
 
 def _time_to_target(record: RunView) -> float | None:
-    """Return the training seconds until the target, without tests, as if the pipeline had never drained."""
+    """Return the seconds of training until the target accuracy, without tests, as if the pipeline had never drained."""
     details = details_of(record)
     for event in record.of("evaluate"):
         if event.fields["accuracy"] >= TARGET_ACCURACY:
@@ -130,19 +131,20 @@ def _count_casts(record: RunView) -> int:
 
 
 def _count_transmissions(record: RunView) -> int:
-    """Count packets as in the paper: one per receiver."""
+    """Return the number of transmissions, of which the paper counts one for each receiver of a cast."""
     return sum(record.cached(_training_casts))
 
 
 def _training_rate(count: Callable[[RunView], int], record: RunView) -> float | None:
     """Return a count per second of training, tests excluded, and per device."""
-    last = record.cached(_last_backward)
+    last_backward = record.cached(_last_backward)
     test_seconds = 0.0
     for start, end in _test_intervals(record):
         # Tests after the last backward do not delay training.
-        if end < last:
+        if end < last_backward:
             test_seconds += end - start
-    seconds = last - (details_of(record).start_time or 0.0) - test_seconds
+    start_time = details_of(record).start_time or 0.0
+    seconds = last_backward - start_time - test_seconds
     if seconds <= 0:
         return None
     return count(record) / seconds / len(record.plan.devices)

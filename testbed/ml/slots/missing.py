@@ -50,7 +50,10 @@ class SenderPart(NamedTuple):
 
 
 ArrivalPattern = tuple[tuple[Channels, bool], ...]
-"""For each sender, its neurons and whether its part has arrived: layers with equal patterns lack the same values."""
+"""(neurons of the sender, whether its part has arrived) for each sender of a layer.
+
+Batches with equal patterns lack the same values.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,12 @@ class ReceivedParts:
 
     @property
     def success_rate(self) -> float:
-        """The layer-to-layer success rate: the mean of the senders' `SenderPart.received_share`."""
+        """The papers' layer-to-layer success rate: the mean of the senders' `SenderPart.received_share`."""
         return sum(part.received_share for part in self.parts) / len(self.parts)
 
     @cached_property
     def arrival_pattern(self) -> ArrivalPattern | None:
-        """The neurons of each part and whether the part has arrived; None if a part has arrived in part only."""
+        """The neurons of each part and whether it has arrived; None if only some values of a part have arrived."""
         pattern = []
         for part in self.parts:
             if part.missing is not None:
@@ -124,7 +127,7 @@ class ReceivedParts:
     def joined_values(self, into: torch.Tensor | None = None) -> torch.Tensor:
         """Return the outputs of the whole layer, (samples, values), with zeros for missing values.
 
-        ``into`` is a tensor of any shape whose memory may hold the result; its values are lost.
+        ``into`` is a tensor of any shape whose memory may be reused for the result; its values are lost.
 
         >>> parts = (SenderPart("a", range(2), torch.ones(1, 2)), SenderPart("b", range(2, 3), None))
         >>> ReceivedParts(layer=1, batch=0, samples=1, neurons=3, parts=parts).joined_values()
@@ -148,14 +151,14 @@ class ReceivedParts:
         return torch.zeros(self.samples, self.neurons * self.values)
 
     def _sent_values(self, part: SenderPart) -> torch.Tensor:
-        """Return the values of a part, (samples, values of the sender), or zeros for an absent part."""
+        """Return the values of a part, (samples, values of the sender), or zeros if the part has not arrived."""
         if part.tensor is None:
             values = len(part.neurons) * self.values
             return torch.zeros(self.samples, values)
         return part.tensor
 
     def _is_in_order(self) -> bool:
-        """Return whether the parts, one after the other, are the whole layer: False once neurons have moved."""
+        """Return whether the parts, one after the other, make up the layer, as they do until neurons move."""
         end = 0
         for part in self.parts:
             if not isinstance(part.neurons, range) or part.neurons.start != end:
@@ -173,12 +176,12 @@ class ReceivedParts:
         >>> ReceivedParts(layer=2, batch=0, samples=1, neurons=4, parts=parts).summed_losses()
         tensor([[2., 2., 2.]])
         """
-        received = [part.tensor for part in self.parts if part.tensor is not None]
-        if not received:
+        losses = [part.tensor for part in self.parts if part.tensor is not None]
+        if not losses:
             raise ValueError(
                 f"no part of layer {self.layer} has arrived for batch {self.batch}"
             )
-        return torch.stack(received).sum(dim=0)
+        return torch.stack(losses).sum(dim=0)
 
 
 def _put_values(
@@ -186,29 +189,29 @@ def _put_values(
     columns: Channels,
     whole: torch.Tensor,
 ) -> None:
-    """Write values, (samples, columns) or a single one for all, into some columns of ``whole``."""
+    """Write values, (samples, columns) or a scalar for all places, into some columns of ``whole``."""
     if isinstance(columns, range):
-        # A view: neurons that never moved are ranges, and need no list of indices.
+        # The fast case: until neurons move, the columns are a range, and a view of ``whole`` needs no list of indices.
         whole.narrow(1, columns.start, len(columns)).copy_(values)
     else:
         whole[:, list(columns)] = values
 
 
 def _all_missing() -> torch.Tensor:
-    """Return a mask without axes, which marks any number of values as missing."""
+    """Return a scalar mask, which marks any number of values as missing."""
     return torch.ones((), dtype=torch.bool)
 
 
-# Over a lossy radio the same few patterns come again and again. Eight senders have 256 patterns.
+# The same few patterns recur over a lossy radio. Eight senders have 2 ** 8 = 256 patterns.
 @lru_cache(maxsize=256)
 def _missing_mask_of(
     pattern: ArrivalPattern, neurons: int, values: int
 ) -> torch.Tensor:
     """Return the mask of values in missing parts of a layer, (1, values)."""
     mask = torch.zeros(1, neurons * values, dtype=torch.bool)
-    for part, has_arrived in pattern:
+    for sender_neurons, has_arrived in pattern:
         if not has_arrived:
-            elements = elements_of(part, values)
+            elements = elements_of(sender_neurons, values)
             _put_values(_all_missing(), elements, mask)
     return mask
 
@@ -224,46 +227,47 @@ def present_share(missing: torch.Tensor | None) -> float:
     return 1 - float(missing.float().mean())
 
 
-class Usable(NamedTuple):
+class UsableValues(NamedTuple):
     """The decision of a `MissingDataPolicy` about the losses, or the shared results, of one batch."""
 
     values: torch.Tensor | None
-    """Of losses the gradient of the device's outputs, (samples, values of its neurons); of results all outputs of the
+    """For losses the gradient of the device's outputs, (samples, values of its neurons); for results all outputs of the
     network, (samples, classes); None if too little has arrived."""
     gradient_source: Literal["new", "saved", "nothing"]
     """The gradients from which the layer learns: those of this batch, those saved from an earlier batch, or none."""
 
 
-Work = Callable[[], torch.Tensor | None]
-"""The computation of a backward: it may change weights, and returns the gradient of the layer's inputs, (samples,
-values), to be cast to the previous layer; None if there is nothing to cast."""
+BackwardWork = Callable[[], torch.Tensor | None]
+"""The computation of a backward, which may change weights. It returns the gradient of the layer's inputs, (samples,
+values), to be cast to the previous layer, or None if there is nothing to cast."""
 
 
 class MissingDataPolicy(Protocol):
     """Hook: a method's treatment of batches of which parts are missing."""
 
     casts_empty_messages: bool
-    """Whether a device without values for a batch sends a cast without values, so that others still hear the device."""
+    """Whether a device without values for a batch sends a cast without values, so that others know it is present."""
     masks_missing_outputs: bool
     """Whether no losses are sent to outputs that were missing in the forward pass of the batch."""
 
     def inputs(self, received: ReceivedParts) -> torch.Tensor | None:
-        """Compute the inputs of a layer, (samples, values), from the outputs of the previous layer.
+        """Return the inputs of a layer, (samples, values), computed from the outputs of the previous layer.
 
-        None stops the batch on this device.
+        Return None to stop the batch on this device.
         """
 
     def test_values(self, received: ReceivedParts) -> ReceivedParts | None:
-        """Return the parts from which a test computes a layer's inputs or its results; None stops the batch here.
+        """Return the parts from which a test computes a layer's inputs or the results.
 
-        By default these are the received parts: missing values count as zero.
+        By default all received parts are used, with zeros for missing values. Return None to stop the batch on this
+        device.
         """
         return received
 
-    async def usable_results(self, received: ReceivedParts) -> Usable:
+    async def usable_results(self, received: ReceivedParts) -> UsableValues:
         """Decide about the shared results of a batch, from which the output layer computes its gradient."""
 
-    async def usable_losses(self, received: ReceivedParts) -> Usable:
+    async def usable_losses(self, received: ReceivedParts) -> UsableValues:
         """Decide about the losses of a batch that the next layer has sent."""
 
     def learn(
@@ -272,12 +276,12 @@ class MissingDataPolicy(Protocol):
         layer: int,
         batch: int,
         gradient: torch.Tensor | None,
-        usable: Usable,
-    ) -> Work | None:
-        """Return the work of a backward; None if there is nothing to compute, so that no losses are cast either.
+        usable: UsableValues,
+    ) -> BackwardWork | None:
+        """Return the computation of a backward in ``layer``; None if there is nothing to compute and nothing to cast.
 
         ``gradient`` is the gradient of the device's outputs, (samples, values of its neurons). It is None if ``usable``
-        has none, and if this device has not computed the forward of the batch.
+        has no values, and if this device has not computed the forward of the batch.
         """
 
     def observe_loss(self, step: int, loss: float) -> None:

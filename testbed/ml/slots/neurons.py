@@ -14,7 +14,7 @@ from testbed.ml.method import PlanningProblem
 from testbed.ml.models.graph import GraphLayer
 from testbed.ml.models.sliced import cut_copies, draw_tensors
 from testbed.ml.models.slices import Channels, Slice
-from testbed.ml.slots.missing import ReceivedParts, Work
+from testbed.ml.slots.missing import BackwardWork, ReceivedParts
 from testbed.ml.slots.planner import (
     LayerCosts,
     SlotOptions,
@@ -23,11 +23,11 @@ from testbed.ml.slots.planner import (
     slice_of,
 )
 
-Learn = Callable[[LayerShard, torch.Tensor | None], Work | None]
-"""From a layer and the gradient of its outputs to the work of a backward, as `MissingDataPolicy.learn` returns it."""
+Learn = Callable[[LayerShard, torch.Tensor | None], BackwardWork | None]
+"""(layer, gradient of its outputs) -> the computation of a backward, as `MissingDataPolicy.learn` returns it."""
 
-MOST_KEPT = 1 << 24
-"""Approximate limit, in bytes, of the outputs in tests that are kept for equal inputs."""
+MAX_CACHED_BYTES = 1 << 24
+"""Approximate limit of the test outputs that are cached, in bytes: 16 MiB, little beside the weights of a network."""
 
 
 class Neurons:
@@ -47,16 +47,17 @@ class Neurons:
         self._device = device
         self._problem = problem
         self._layers = layers_of(problem)
-        self._forwarded: dict[tuple[int, int], torch.Tensor | None] = {}
-        """By layer and batch, for forwards that wait for losses: mask of the inputs without a gradient, or None."""
-        self._known_costs: dict[tuple[int, int, int], LayerCosts] = {}
-        """By layer, number of own neurons, and samples."""
-        self._inferred: dict[Hashable, torch.Tensor] = {}
-        """Outputs in tests by layer and inputs, until the weights change."""
+        self._pending_backwards: dict[tuple[int, int], torch.Tensor | None] = {}
+        """(layer, batch) of forwards that wait for losses -> mask of missing inputs, whose gradient is zero, or None.
+        """
+        self._cached_costs: dict[tuple[int, int, int], LayerCosts] = {}
+        """(layer, number of neurons, samples) -> costs."""
+        self._cached_outputs: dict[Hashable, torch.Tensor] = {}
+        """(layer, cache key of `infer`) -> outputs in tests, until the weights change."""
         self._buffer = torch.empty(0)
         """Memory for the inputs of tests, reused because large allocations for each test would fragment the heap."""
         self.shards: dict[int, LayerShard] = {}
-        """The device's neurons by layer."""
+        """Layer -> this device's neurons of the layer, with their weights."""
 
     async def forward(
         self,
@@ -65,16 +66,16 @@ class Neurons:
         inputs: torch.Tensor,
         missing_inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the outputs, (samples, own values), keeping the values `backward` needs.
+        """Return the outputs of the device's neurons, (samples, values), and keep the values that `backward` needs.
 
         ``missing_inputs`` marks missing inputs, (samples or 1, values), whose gradient is zero.
         """
-        # Training follows, which changes the weights.
-        self._inferred.clear()
+        # A forward belongs to training, which is about to change the weights.
+        self._cached_outputs.clear()
         work = partial(self.shards[layer].forward, batch, inputs)
         cost = self._layer_costs(layer, inputs.shape[0]).forward
         outputs = await self._device.compute(work, cost, Span("forward", batch))
-        self._forwarded[layer, batch] = missing_inputs
+        self._pending_backwards[layer, batch] = missing_inputs
         return outputs
 
     async def infer(
@@ -84,28 +85,27 @@ class Neurons:
         received: ReceivedParts,
         cache_key: Hashable = None,
     ) -> torch.Tensor:
-        """Return the outputs of a test, (samples, own values).
+        """Return the outputs of the device's neurons for a test batch, (samples, values).
 
-        Calls with the same ``cache_key`` other than None have equal outputs, which are computed once.
+        Calls with the same ``cache_key`` have equal outputs, which are computed once; None caches nothing.
         """
-
-        work = partial(self._infer_once, layer, received, cache_key)
+        work = partial(self._infer_or_reuse, layer, received, cache_key)
         # The emulated device computes every time, and is charged for it; only the host saves work.
         cost = self._layer_costs(layer, received.samples).forward
         return await self._device.compute(work, cost, Span("evaluate", batch))
 
-    def _infer_once(
+    def _infer_or_reuse(
         self, layer: int, received: ReceivedParts, cache_key: Hashable
     ) -> torch.Tensor:
-        known = self._inferred.get((layer, cache_key))
-        if known is not None:
-            return known
+        cached = self._cached_outputs.get((layer, cache_key))
+        if cached is not None:
+            return cached
         inputs = received.joined_values(self._buffer)
         outputs = self.shards[layer].infer(inputs)
-        # Approximate: all outputs count as large as this one.
-        fits = (len(self._inferred) + 1) * outputs.nbytes <= MOST_KEPT
-        if cache_key is not None and fits:
-            self._inferred[layer, cache_key] = outputs
+        # An approximation, in which all cached outputs are as large as this one.
+        cached_bytes = (len(self._cached_outputs) + 1) * outputs.nbytes
+        if cache_key is not None and cached_bytes <= MAX_CACHED_BYTES:
+            self._cached_outputs[layer, cache_key] = outputs
         return outputs
 
     async def backward(
@@ -116,13 +116,14 @@ class Neurons:
         gradient: torch.Tensor | None,
         learn: Learn,
     ) -> torch.Tensor | None:
-        """Learn from the gradient of the own outputs; return the inputs' gradient, or None without one to cast.
+        """Learn from the gradient of the device's outputs; return the gradient of its inputs, or None without one.
 
-        Gradients are (samples, values). Without a gradient, any other learning is charged as an update.
+        Gradients are (samples, values). Without a gradient, ``learn`` may still update weights from saved gradients,
+        which is charged as an update alone.
         """
-        self._inferred.clear()
-        if (layer, batch) not in self._forwarded:
-            # The forward was lost, or the neurons have changed since.
+        self._cached_outputs.clear()
+        if (layer, batch) not in self._pending_backwards:
+            # The device has not computed the forward of the batch, or its neurons have changed since.
             gradient = None
         input_gradient = None
         work = learn(self.shards[layer], gradient)
@@ -133,22 +134,22 @@ class Neurons:
                 cost = costs.backward + costs.update
             span = Span("backward", batch)
             input_gradient = await self._device.compute(work, cost, span)
-        missing_inputs = self._forwarded.pop((layer, batch), None)
-        # Outputs that did not arrive have not influenced this batch: their neurons get no losses for it.
+        missing_inputs = self._pending_backwards.pop((layer, batch), None)
+        # Missing inputs have not influenced this batch, so the neurons that sent them get no losses for it.
         if input_gradient is not None and missing_inputs is not None:
             input_gradient.masked_fill_(missing_inputs, 0.0)
         self.shards[layer].forget(batch)
         return input_gradient
 
     def forget_before(self, layer: int, batch: int) -> None:
-        """Drop forward passes of batches before a given one, since losses for these will not arrive."""
-        for other_layer, other_batch in list(self._forwarded):
-            if other_layer == layer and other_batch < batch:
-                del self._forwarded[layer, other_batch]
-                self.shards[layer].forget(other_batch)
+        """Drop the forwards of batches before ``batch``, whose losses will not arrive any more."""
+        for pending_layer, pending_batch in list(self._pending_backwards):
+            if pending_layer == layer and pending_batch < batch:
+                del self._pending_backwards[layer, pending_batch]
+                self.shards[layer].forget(pending_batch)
 
     def release(self, layer: int, neurons: Channels) -> dict[str, torch.Tensor]:
-        """Remove some or all neurons of a layer and return their state; drop the layer's batches under way."""
+        """Remove some or all neurons of a layer and return their state; drop the layer's pending backwards."""
         self._drop_computations(layer)
         shard = self.shards[layer]
         if len(neurons) < len(shard.part.rows):
@@ -157,7 +158,7 @@ class Neurons:
         return self.shards.pop(layer).state()
 
     def add(self, layer: int, neurons: Channels, state: State | None = None) -> None:
-        """Add neurons of a layer with a given state; without a state, neurons have initial weights."""
+        """Add neurons of a layer with ``state``, by default with initial weights."""
         self._drop_computations(layer)
         whole = self._layers[layer - 1]
         part = slice_of(whole, neurons)
@@ -170,24 +171,25 @@ class Neurons:
             self.shards[layer] = LayerShard(whole, part, state, optimizer)
 
     def _initial_state(self, whole: GraphLayer, part: Slice) -> State:
-        """Return initial weights of some neurons: given ones, or the same as any device would draw from the seed."""
-        wanted = [(whole, part)]
+        """Return the initial weights of some neurons; weights drawn from the seed are the same on every device."""
+        slices = [(whole, part)]
         if self._initial_weights is not None:
-            return cut_copies(wanted, self._initial_weights)
-        return draw_tensors(self._problem.model, wanted, self._problem.seed)
+            return cut_copies(slices, self._initial_weights)
+        return draw_tensors(self._problem.model, slices, self._problem.seed)
 
     def _drop_computations(self, layer: int) -> None:
-        """Drop computations made with other neurons of a layer than the current ones."""
-        for key in list(self._forwarded):
-            if key[0] == layer:
-                del self._forwarded[key]
-        self._inferred.clear()
+        """Drop results that were computed with the former neurons of a layer."""
+        for pending_layer, batch in list(self._pending_backwards):
+            if pending_layer == layer:
+                del self._pending_backwards[pending_layer, batch]
+        self._cached_outputs.clear()
 
     def _layer_costs(self, layer: int, samples: int) -> LayerCosts:
         neurons = self.shards[layer].part.rows
         key = (layer, len(neurons), samples)
-        if key not in self._known_costs:
-            self._known_costs[key] = layer_costs(
-                self._layers[layer - 1], neurons, samples, self._problem
+        if key not in self._cached_costs:
+            whole = self._layers[layer - 1]
+            self._cached_costs[key] = layer_costs(
+                whole, neurons, samples, self._problem
             )
-        return self._known_costs[key]
+        return self._cached_costs[key]

@@ -1,7 +1,8 @@
 """Plans of methods in timeslots: super neurons on devices, and the length of a timeslot.
 
-A timeslot is as long as the longest computation of any device in a slot, the longest transmission of one cast, and a
-margin (EdgePipe, Section VI). All devices follow the clock, so a device that needs longer loses the slot.
+A super neuron is the set of neurons that one device holds. A timeslot is as long as the longest computation of any
+device in a slot, the longest transmission of one cast, and a margin (EdgePipe, Section VI). All devices follow the
+clock, so a device that needs longer loses the slot.
 """
 
 from __future__ import annotations
@@ -43,14 +44,13 @@ from testbed.wire import cast
 ACKNOWLEDGEMENT_TIME = 0.005
 """Seconds that a device may take to acknowledge a cast, beside the transmission."""
 
-BYTES_OF_RANGE = 32
-"""Approximate bytes in a message for the neurons of one device in one layer."""
+BYTES_PER_RANGE = 32
+"""Approximate bytes in a message for the neurons of one device in one layer: its name and two numbers as JSON."""
 
 Divide = Callable[[Sequence[int], Sequence[str]], NeuronAssignment]
-"""Hook: divides the neurons over the devices, one super neuron each.
+"""Hook: (number of neurons of each layer from the input layer on, names of devices) -> super neurons of the devices.
 
-Takes the number of neurons of each layer, beginning with the input layer, and the names of the devices in the order of
-the super neurons.
+The first device gets the first super neuron, and so on.
 """
 
 
@@ -104,14 +104,14 @@ class SlotDetails(PlanDetails):
     """Plan details of a method in timeslots."""
 
     groups: tuple[tuple[int, int], ...]
-    """First layer of each group, and the one behind its last; layer 0 is the input layer."""
+    """(first layer, last layer exclusive) of each group; layer 0 is the input layer."""
     devices: tuple[str, ...]
-    """By super neuron, group after group."""
+    """The device of each super neuron, group after group."""
     device_coordinator: str
     """The paper's device coordinator, which partitions the model: the device of the highest closeness centrality on
     expected transmissions. The plan's `coordinator` is another role: it records losses and scores."""
     transmissions: tuple[tuple[int, ...], ...]
-    """By super neuron in the order of `devices`, the transmissions per batch to each super neuron."""
+    """Transmissions per batch from each super neuron to each super neuron, both in the order of `devices`."""
     largest_message: int
     """M_pkt of equation (4): the maximum number of values per sample that a device sends at once."""
     mapping_score: float
@@ -121,7 +121,7 @@ class SlotDetails(PlanDetails):
     pipelined: bool
     micro_batches: int
     timeslot: float
-    """Seconds."""
+    """Seconds of a timeslot of training."""
     test_timeslot: float
     """Seconds of a timeslot of tests, whose batches may be larger."""
     forward_seconds: tuple[float, ...]
@@ -129,9 +129,12 @@ class SlotDetails(PlanDetails):
     backward_seconds: tuple[float, ...]
     """By layer, the seconds of a batch's backward and update on the slowest device."""
     start_time: float | None = None
-    """Start of the first slot in seconds, after distributing weights or the assignment; None: at once."""
+    """Start of the first slot in seconds, after weights or the assignment have been distributed; None: at once."""
     acknowledgement_seconds: tuple[float, ...]
-    """By device, the seconds after a cast has left until all have acknowledged it; devices know only own links."""
+    """For each of `devices`, the seconds from the end of its cast until all receivers have acknowledged it.
+
+    Part of the plan, because a device knows its own links only.
+    """
 
 
 def timetable_of(details: SlotDetails) -> Timetable:
@@ -159,9 +162,10 @@ def layer_sizes(problem: PlanningProblem[SlotOptions]) -> tuple[int, ...]:
 
 
 def layers_of(problem: PlanningProblem[SlotOptions]) -> tuple[GraphLayer, ...]:
-    """Return the dense and convolutional layers, pools included; the l-th element is layer l.
+    """Return the dense and convolutional layers, the latter with their pools.
 
-    Raises `InputError` for other kinds of layers.
+    The input layer, layer 0, is no element, so layer l is at index l - 1. Raises `InputError` for other kinds of
+    layers.
     """
     graph: Graph = graph_of(problem.model)
     layers: list[GraphLayer] = []
@@ -193,7 +197,7 @@ def values_per_neuron(problem: PlanningProblem[SlotOptions]) -> tuple[int, ...]:
 
 
 def slice_of(layer: GraphLayer, neurons: Channels) -> Slice:
-    """Return the slice of some neurons of a layer, including all incoming weights."""
+    """Return the slice of a layer's weights with some of its neurons, and for these all inputs."""
     return Slice(neurons, range(layer.input_channels), neurons)
 
 
@@ -229,9 +233,10 @@ def plan(
     micro_batches: int = 1,
     send_model_partition: bool = False,
 ) -> Plan[SlotDetails]:
-    """Divide the layers, map super neurons to devices, and time the slots. Raises `InputError`.
+    """Divide the layers, map super neurons to devices, and determine the length of the slots.
 
     ``send_model_partition``: whether the device coordinator sends all others their neurons before the first slot.
+    Raises `InputError` if the devices, links or options allow no plan.
     """
     options = problem.options
     batch_size = problem.workload.batch_size
@@ -240,7 +245,7 @@ def plan(
     ratios = {}
     for pair, link in problem.links.items():
         ratios[pair] = 1 - link.message_loss
-    # Divided twice: the mapping needs the transmissions between super neurons, and decides the order of the devices.
+    # Two divisions: the mapping needs the super neurons of the first one, and gives the order of devices of the second.
     unmapped = divide(sizes, names)
     reception = mapping.reception_matrix(names, ratios)
     order, score = _map_neurons(problem, unmapped, reception)
@@ -250,10 +255,10 @@ def plan(
     table = _timetable_for(
         assignment.groups, pipelined=options.pipelined, micro_batches=micro_batches
     )
-    # The largest micro-batch, since a batch may not divide evenly.
+    # The micro-batches of a batch may differ by one sample; the largest one determines the slot.
     samples = math.ceil(batch_size / micro_batches)
     slot = _slot_seconds(problem, assignment, samples)
-    # Test batches may be larger than those of training and need longer slots.
+    # Test batches may be larger than batches of training and need longer slots.
     test_samples = samples_per_test_batch(problem)
     test_seconds = sum(_needed_seconds(problem, assignment, test_samples))
     forward_seconds = []
@@ -269,7 +274,7 @@ def plan(
     start_time = _weights_seconds(problem, coordinator)
     if send_model_partition:
         range_count = sum(map(len, assignment.layers))
-        partition_bytes = BYTES_OF_RANGE * range_count
+        partition_bytes = BYTES_PER_RANGE * range_count
         start_time += _distribution_seconds(
             problem, device_coordinator, partition_bytes
         )
@@ -310,7 +315,7 @@ def plan(
 
 
 def _weights_seconds(problem: PlanningProblem[SlotOptions], coordinator: str) -> float:
-    """Return the seconds to distribute given initial weights; 0 if weights are drawn from the seed."""
+    """Return the seconds to distribute the scenario's initial weights; 0 if weights are drawn from the seed."""
     if problem.workload.model.weights is None:
         return 0.0
     parameters = costs.count_parameters(problem.model.units)
@@ -324,10 +329,10 @@ def _check_micro_batches(
     key = ("method", "micro_batches")
     largest_group = max(map(len, assignment.groups))
     if count > 1 and largest_group > 1:
-        text = "is GPipe, which divides layer by layer: use allocation: vertical and a device for each layer"
+        text = "is GPipe, which needs groups of one layer: use allocation: vertical and a device for each layer"
         raise InputError(text, key)
     if count > size:
-        text = f"cuts a batch of {size} samples into more parts than it has: take {size} at most"
+        text = f"{count} micro-batches are too many for a batch of {size} samples: use {size} at most"
         raise InputError(text, key)
 
 
@@ -336,17 +341,17 @@ def _map_neurons(
     assignment: NeuronAssignment,
     ratios: mapping.Matrix,
 ) -> tuple[mapping.Order, float]:
-    """Return the order of devices that the option `mapping` asks for, and the order's score."""
+    """Return the order of devices by the algorithm of the option `mapping`, and the score of the order."""
     options = problem.options
     seed = problem.seed
     count = len(problem.devices)
     connectivity = mapping.connectivity_matrix(assignment)
     match options.mapping:
         case "upper":
-            most = mapping.MOST_EXHAUSTIVE
-            if count > most:
+            limit = mapping.MAX_EXHAUSTIVE_DEVICES
+            if count > limit:
                 raise InputError(
-                    f"{count} devices are too many for an exhaustive search: use genetic, or at most {most}",
+                    f"{count} devices are too many for an exhaustive search: use genetic, or at most {limit}",
                     ("method", "mapping"),
                 )
             order = mapping.best_order(connectivity, ratios)
@@ -362,13 +367,13 @@ def _map_neurons(
 def _check_links(
     assignment: NeuronAssignment, ratios: Mapping[Pair, float], *, acknowledged: bool
 ) -> None:
-    """Raise `InputError` for missing links between communicating super neurons, or for their acknowledgements."""
+    """Raise `InputError` if a super neuron cannot receive the casts that it needs, or acknowledge them."""
     for receiver in assignment.devices:
         for sender in assignment.senders(receiver):
             # Acknowledgements return over the opposite link.
             if acknowledged and ratios.get((receiver, sender), 0) <= 0:
                 raise InputError(
-                    f"ack needs a return path, but {sender} receives nothing from {receiver}: use r-tx, or add a link",
+                    f"ack needs acknowledgements, but {sender} receives none from {receiver}: use r-tx, or add a link",
                     ("method", "recovery"),
                 )
             if (sender, receiver) not in ratios:
@@ -378,8 +383,8 @@ def _check_links(
                 )
             if ratios[sender, receiver] <= 0:
                 raise InputError(
-                    f"{receiver} receives no cast of {sender}, but needs them: place the devices closer, or lower the "
-                    "message_loss of that link",
+                    f"{receiver} needs the casts of {sender}, but receives none: place the devices closer, or lower "
+                    "the message_loss of this link",
                     ("network",),
                 )
 
@@ -392,35 +397,41 @@ def samples_per_test_batch(problem: PlanningProblem[SlotOptions]) -> int:
 def _slot_seconds(
     problem: PlanningProblem[SlotOptions], assignment: NeuronAssignment, samples: int
 ) -> float:
-    """Return the seconds of a timeslot, configured or by equation (4). Raises `InputError` for a too short one."""
+    """Return the seconds of a timeslot: the option `timeslot`, by default by equation (4).
+
+    Raises `InputError` if the option is shorter than a computation and a transmission.
+    """
     computing, transmitting = _needed_seconds(problem, assignment, samples)
     needed = computing + transmitting
-    given = problem.options.timeslot
-    if given is None:
+    configured = problem.options.timeslot
+    if configured is None:
         return needed + problem.options.timeslot_margin
-    if given < needed:
+    if configured < needed:
         raise InputError(
-            f"{formats.seconds(given)} is too short: computing takes up to {formats.seconds(computing)}, "
+            f"{formats.seconds(configured)} is too short: computing takes up to {formats.seconds(computing)}, "
             f"transmitting {formats.seconds(transmitting)}",
             ("method", "timeslot"),
         )
-    return given
+    return configured
 
 
 def _step_count(
     problem: PlanningProblem[SlotOptions], table: Timetable, slot: float
 ) -> int | None:
-    """Return the number of steps fitting into the training time. Raises `InputError` if none fits."""
+    """Return the number of steps that fit into the option `training_time`; None without the option.
+
+    Raises `InputError` if no step fits.
+    """
     time = problem.options.training_time
     if time is None:
         return None
-    # A time that is a multiple of the slot must not lose a slot by rounding.
+    # If the time is a multiple of the slot, rounding must not lose a slot.
     slots = math.floor(time / slot + 1e-9)
     steps = table.step_count(slots)
     if steps < 1:
-        least = formats.seconds(table.slot_count(table.micro) * slot)
+        step_time = formats.seconds(table.slot_count(table.micro_batches) * slot)
         raise InputError(
-            f"{formats.seconds(time)} is too short: one step takes {least}",
+            f"{formats.seconds(time)} is too short: one step takes {step_time}",
             ("method", "training_time"),
         )
     return steps
@@ -431,10 +442,10 @@ def _distribution_seconds(
 ) -> float:
     """Return the seconds to distribute ``size`` bytes from one device to all others, such as initial weights.
 
-    The result is twice the time of sequential transfers to all others, plus some round trips: nothing waits for the
-    transfers, so the first slot must not begin too early. Raises `InputError` for a missing link.
+    The first slot begins after this time, whether or not the transfers are complete. The time is therefore generous:
+    twice the time of sequential transfers, and two round trips. Raises `InputError` for a missing link.
     """
-    others = 0
+    receivers = 0
     for device in problem.devices:
         if device.name == sender:
             continue
@@ -443,11 +454,11 @@ def _distribution_seconds(
                 f"no link leads from {sender}, which sends the initial state, to {device.name}: use the topology mesh",
                 ("network", "topology"),
             )
-        others += 1
+        receivers += 1
     rate, delay = _cast_rate(problem, sender)
     transfers = 0.0
     if rate is not None:
-        transfers = 8 * size * others / rate
+        transfers = 8 * size * receivers / rate
     return 2 * transfers + 4 * delay + problem.options.timeslot_margin
 
 
@@ -458,7 +469,7 @@ def _needed_seconds(
     longest_computation = 0.0
     longest_transmission = 0.0
     for layer in range(len(assignment.sizes)):
-        # A slot has a forward or a backward, not both.
+        # A slot has either a forward or a backward of one layer.
         seconds = max(_computation_seconds(problem, assignment, layer, samples))
         longest_computation = max(longest_computation, seconds)
     for name in assignment.devices:
@@ -494,9 +505,9 @@ def _transmission_seconds(
     name: str,
     samples: int,
 ) -> float:
-    """Return the seconds until a device's longest message has arrived everywhere, including repetitions.
+    """Return the seconds until a device's longest message has arrived everywhere.
 
-    With ``ack`` the time includes one acknowledgement.
+    The time includes all transmissions with ``r-tx``, and the acknowledgements of one transmission with ``ack``.
     """
     options = problem.options
     rate, delay = _cast_rate(problem, name)
@@ -504,17 +515,17 @@ def _transmission_seconds(
     size = cast.size_around(BYTES_PER_VALUE * values)
     if options.recovery == "r-tx":
         size *= options.transmissions
-    answered = 0.0
+    acknowledging = 0.0
     if options.recovery == "ack":
-        answered = _acknowledgement_seconds(problem, name)
+        acknowledging = _acknowledgement_seconds(problem, name)
     sending = 0.0
     if rate is not None:
         sending = 8 * size / rate
-    return delay + answered + sending
+    return delay + acknowledging + sending
 
 
 def _acknowledgement_seconds(problem: PlanningProblem[SlotOptions], name: str) -> float:
-    """Return the seconds from the end of a cast until all receivers have acknowledged one after the other."""
+    """Return the seconds from the end of a device's cast until all others have acknowledged it."""
     _, delay = _cast_rate(problem, name)
     answering = 0.0
     longest_return = 0.0
@@ -532,7 +543,7 @@ def _acknowledgement_seconds(problem: PlanningProblem[SlotOptions], name: str) -
 def _cast_rate(
     problem: PlanningProblem[SlotOptions], name: str
 ) -> tuple[float | None, float]:
-    """Return the bit/s of a device's casts, None without a limit, and the seconds until all have received one."""
+    """Return the rate of a device's casts in bit/s (None without a limit), and the longest delay in seconds."""
     links = []
     longest_delay = 0.0
     for (source, _), link in problem.links.items():
@@ -562,31 +573,30 @@ def _make_placement(
     group = assignment.group_of(name)
     assert group is not None
     members = assignment.members(group)
-    own = assignment.groups[group]
+    group_layers = assignment.groups[group]
     parameters = 0
-    values = 0
-    """Values in memory at once."""
+    stored_values = 0
     cost = Cost()
-    for layer in learning_layers(own):
+    for layer in learning_layers(group_layers):
         whole = layers[layer - 1]
         neurons = assignment.neurons_of(name, layer)
         weights = _parameter_count(whole, neurons)
-        # Counted in whole batches: micro-batches together keep as much.
-        batches = table.staleness(layer)
+        # Whole batches: the micro-batches of a batch together store as much.
+        batches_in_flight = table.staleness(layer)
         parameters += weights
         cost += layer_costs(whole, neurons, samples, problem).forward
-        # The newest weights, a gradient, and for each batch under way the weights, inputs and outputs of its forward.
+        # The newest weights, a gradient, and for each batch in flight the weights, inputs and outputs of its forward.
         pixels = math.prod(whole.main_output[1:])
         outputs = len(neurons) * pixels
-        values += weights * (2 + batches)
-        values += samples * batches * (whole.inputs + outputs)
-    memory = float(BYTES_PER_VALUE * values)
+        stored_values += weights * (2 + batches_in_flight)
+        stored_values += samples * batches_in_flight * (whole.inputs + outputs)
+    memory = float(BYTES_PER_VALUE * stored_values)
     costs.check_memory(problem.device(name), memory)
     return Assignment(
         device=name,
         # Units of a plan exclude the input layer, which is layer 0 here.
-        start=max(0, own.start - 1),
-        stop=own.stop - 1,
+        start=max(0, group_layers.start - 1),
+        stop=group_layers.stop - 1,
         memory=memory,
         part=f"share {members.index(name) + 1} of {len(members)}",
         parameters=parameters,
@@ -602,11 +612,10 @@ SlotMethodDetails = TypeVar("SlotMethodDetails", bound=SlotDetails)
 class SlotMethod(Method[SlotMethodOptions, SlotMethodDetails]):
     """A method whose devices hold super neurons and follow the clock of timeslots.
 
-    Every device has all samples: devices of the input layer read their own values, and those of the output layer the
-    labels.
+    Every device has all samples: devices of the input layer read the values of their neurons, and devices of the output
+    layer the labels.
     """
 
-    # Devices of the input layer read samples, and those of the output layer labels.
     supports = frozenset({"all_samples", "initial_weights"})
     refuses: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("optimizer", "schedule", "loss", "clip", "ema", "metrics"),
@@ -614,11 +623,11 @@ class SlotMethod(Method[SlotMethodOptions, SlotMethodDetails]):
     )
 
     def draw(self, plan: Plan[SlotMethodDetails]) -> str | None:
-        """Draw the first timeslots, one line per group of layers."""
+        """Draw the first timeslots, with one line for each group of layers."""
         return draw_timetable(timetable_of(plan.details))
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
-        """Return the spans of a super neuron; other devices have none."""
+        """Return the names of the spans of a device with a super neuron; other devices have no spans."""
         if device not in plan.devices:
             return frozenset()
         return frozenset({"forward", "backward", "evaluate"})

@@ -1,8 +1,8 @@
 """The program of one device: sleep until a slot begins, use the received casts, compute, cast.
 
 The program never waits for another device: each slot begins by the clock, and values that have not arrived by then are
-missing. Methods differ in four hooks, `AssignmentPolicy` below and three in `testbed.ml.slots.missing` and
-`testbed.ml.slots.casts`.
+missing. Methods differ in four hooks: `AssignmentPolicy` below, `testbed.ml.slots.missing.MissingDataPolicy`, and
+`Transmit` and `Notes` of `testbed.ml.slots.casts`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from testbed.ml.slots import weights
 from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.casts import (
     CASTS,
-    Acknowledged,
+    AcknowledgedCasts,
     CastExchange,
     Losses,
     Notes,
     Outputs,
-    Repeated,
+    RepeatedCasts,
     Transmit,
 )
-from testbed.ml.slots.missing import MissingDataPolicy, Usable, Work
+from testbed.ml.slots.missing import BackwardWork, MissingDataPolicy, UsableValues
 from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.planner import (
     SlotDetails,
@@ -63,7 +63,7 @@ KINDS = (*CASTS, Tested, *weights.KINDS)
 
 
 class MissedTestsError(TestbedError):
-    """Raised if the coordinator was off at the end of the last test, so the run's result is unknown."""
+    """Raised if the coordinator has not scored the last tests, so that the run has no result."""
 
 
 class AssignmentPolicy(Protocol):
@@ -71,18 +71,18 @@ class AssignmentPolicy(Protocol):
 
     @property
     def assignment(self) -> NeuronAssignment:
-        """The current assignment of neurons to devices; this device has some."""
+        """The current assignment of neurons to devices, in which this device has neurons."""
 
     async def wait_for_group(self, until: float) -> int | None:
-        """Return the own group once the device has neurons.
+        """Return the number of this device's group of layers, once the device has neurons.
 
-        Returns None if the device has no neurons at the instant ``until``, in seconds, or will not receive any more.
+        Returns None if the device has no neurons at the instant ``until``, in seconds, or will never receive any.
         """
 
     def on_slot_start(self, segment: SlotSegment, action: LayerAction | None) -> bool:
-        """Act at the start of a slot, or without an action at the end of a segment.
+        """React to the start of a slot; ``action`` is None at the end of a segment.
 
-        Returns whether the device now belongs to another group, whose slots differ.
+        Returns whether the device now belongs to another group, whose devices work in other slots.
         """
 
 
@@ -100,7 +100,7 @@ class FixedAssignment:
                 neurons.add(layer, holders[device])
 
     async def wait_for_group(self, until: float) -> int | None:
-        """Return the group of this device at once."""
+        """Return the group of this device."""
         return self.assignment.group_of(self._device)
 
     def on_slot_start(self, segment: SlotSegment, action: LayerAction | None) -> bool:
@@ -109,25 +109,25 @@ class FixedAssignment:
 
 
 def answering_time(mailbox: Mailbox, details: SlotDetails) -> float:
-    """Return the seconds from the end of a cast until all acknowledgements have normally arrived."""
-    place = details.devices.index(mailbox.device.name)
-    return details.acknowledgement_seconds[place]
+    """Return the seconds from the end of this device's cast until all acknowledgements have normally arrived."""
+    index = details.devices.index(mailbox.device.name)
+    return details.acknowledgement_seconds[index]
 
 
-def transmit_of(mailbox: Mailbox, context: SlotContext) -> Transmit:
-    """Return the transmission strategy named by the options."""
+def make_transmit(mailbox: Mailbox, context: SlotContext) -> Transmit:
+    """Return the transmission strategy for the option ``recovery``."""
     options = context.problem.options
     if options.recovery == "ack":
-        return Acknowledged(mailbox, answering_time(mailbox, context.plan.details))
+        return AcknowledgedCasts(mailbox, answering_time(mailbox, context.plan.details))
     if options.recovery == "r-tx":
-        return Repeated(mailbox, options.transmissions)
-    return Repeated(mailbox)
+        return RepeatedCasts(mailbox, options.transmissions)
+    return RepeatedCasts(mailbox)
 
 
 def gradient_of_cross_entropy(
     logarithms: torch.Tensor, labels: torch.Tensor, weight: float
 ) -> torch.Tensor:
-    """Return the gradient of ``weight`` times the summed cross-entropy by the results, (samples, classes).
+    """Return the gradient of ``weight`` times the summed cross-entropy with respect to the results, (samples, classes).
 
     ``logarithms`` is `torch.log_softmax` of the results, (samples, classes), and ``labels`` (samples,). The gradient is
     bitwise equal to autograd's, in a third of the time.
@@ -137,10 +137,10 @@ def gradient_of_cross_entropy(
     tensor([[-0.5000,  0.5000]])
     """
     # The derivative of the negative log-likelihood: -weight at the right class of each sample.
-    of_logarithms = torch.zeros_like(logarithms)
-    of_logarithms.scatter_(1, labels[:, None], -weight)
+    logarithm_gradient = torch.zeros_like(logarithms)
+    logarithm_gradient.scatter_(1, labels[:, None], -weight)
     gradient: torch.Tensor = torch.ops.aten._log_softmax_backward_data(
-        of_logarithms, logarithms, 1, logarithms.dtype
+        logarithm_gradient, logarithms, 1, logarithms.dtype
     )
     return gradient
 
@@ -156,9 +156,9 @@ def _make_test_runs(context: SlotContext) -> TestRuns:
 class SlotProgram:
     """The work of one device in each slot, with a method's hooks.
 
-    In each slot a device does the work of one batch in one layer, as the timetable says: it uses the parts that have
+    In each slot of the timetable a device does the work of one batch in one layer: the device uses the parts that have
     arrived, computes, and casts its values to the devices of the next layer. The hook `AssignmentPolicy` moves neurons,
-    `MissingDataPolicy` treats incomplete batches, `Transmit` repeats casts, and `Notes` annotates them.
+    `MissingDataPolicy` treats incomplete batches, `Transmit` repeats casts, and `Notes` annotates casts.
 
     Batches have two numbers: ``batch`` counts the micro-batches of training, or the test batches of an evaluation, and
     ``number`` counts the batches of training and tests together, to tell their casts apart.
@@ -183,14 +183,14 @@ class SlotProgram:
         self._table = table
         self._is_coordinator = context.plan.coordinator == mailbox.device.name
         training = Training(context.dataset, problem.workload, problem.seed)
-        self._training = MicroBatches(training, table.micro)
+        self._training = MicroBatches(training, table.micro_batches)
         self._tests = _make_test_runs(context)
         # The option `training_time` may allow fewer steps than the workload.
         steps = min(training.steps, context.plan.steps or training.steps)
         self._context = context
-        # Made anew for each pass over the segments: a device that changes its group begins from the first one again,
-        # and skips those that are over.
-        self._segments = partial(
+        # Called for each pass over the segments: a device that changes its group begins again with the first segment,
+        # and skips the segments that are over.
+        self._make_segments = partial(
             make_segments,
             table,
             slot=details.timeslot,
@@ -198,44 +198,46 @@ class SlotProgram:
             test_slot=details.test_timeslot,
             tests=len(self._tests),
             every=problem.options.evaluate_every,
-            first=details.start_time or 0.0,
+            start_time=details.start_time or 0.0,
         )
-        self._batches_in_flight = table.staleness(1) * table.micro
         self._neurons = neurons
         self._assignments = assignments
         self._missing_data = missing_data
         self._exchange = CastExchange(
             mailbox,
-            lambda: assignments.assignment,
-            transmit,
-            self._batches_in_flight,
-            values_per_neuron(problem),
-            notes,
+            assignment=lambda: assignments.assignment,
+            transmit=transmit,
+            batches_in_flight=table.staleness(1) * table.micro_batches,
+            values=values_per_neuron(problem),
+            notes=notes,
         )
         self._losses: list[float] = []
-        """Losses of the micro-batches of the current step."""
-        self._evaluated = 0
-        """Steps trained before the last evaluation."""
+        """Losses of the current step's micro-batches so far."""
+        self._evaluated_step = 0
+        """Steps trained before the newest evaluation; 0 before the first one."""
         self._gathering: Gathering | None = None
         if problem.options.test_results == "gathered":
-            # Received and gathered results are scored apart.
-            scores = _make_test_runs(context)
-            self._gathering = Gathering(mailbox, context.plan.coordinator, scores)
+            # `_tests` has the scores by received results, and this object the scores by gathered results.
+            gathered_scores = _make_test_runs(context)
+            self._gathering = Gathering(
+                mailbox, context.plan.coordinator, gathered_scores
+            )
         self._evaluations: list[asyncio.Task[None]] = []
         """Collections of gathered results under way."""
 
     async def run(self) -> None:
         """Train, and test over the same links, starting in the current slot.
 
-        Raises `MissedTestsError` on the coordinator if it was off until the end of the last slot.
+        Raises `MissedTestsError` on the coordinator if it was off, or had no neurons, when the last slot ended.
         """
         # The end of the last segment bounds every wait, so that a lost device cannot make the others wait forever.
-        *_, last = self._segments()
+        *_, last = self._make_segments()
         is_over = False
         group = await self._assignments.wait_for_group(last.end)
         while group is not None and not is_over:
             is_over = await self._work_slots(group)
             if not is_over:
+                # The group has changed, or the device has lost its neurons.
                 group = await self._assignments.wait_for_group(last.end)
         until = last.end + RESULT_WAIT_SLOTS * last.slot
         if self._gathering is not None:
@@ -249,7 +251,7 @@ class SlotProgram:
                 self._assignments.assignment,
                 until,
             )
-        if self._is_coordinator and self._evaluated < last.trained_steps:
+        if self._is_coordinator and self._evaluated_step < last.trained_steps:
             raise MissedTestsError(
                 f"the evaluation after step {last.trained_steps} is lost: the coordinator {self._device.name} was off "
                 f"or had no neurons when the last timeslot ended at {last.end:.1f} s: train more, or end the fault "
@@ -257,15 +259,15 @@ class SlotProgram:
             )
 
     async def _work_slots(self, group: int) -> bool:
-        """Work in the slots of a group; return whether all slots are over, with the group unchanged."""
-        slots = work_slots(self._device, group, self._segments())
-        # Closed before the next call, which begins with the slots of another group.
+        """Work in the slots of a group; return True when all slots are over, and False as soon as the group changes."""
+        slots = work_slots(self._device, group, self._make_segments())
+        # Closed explicitly: an abandoned generator would be closed some time later, while the next one is in use.
         async with aclosing(slots) as work:
             async for segment, action in work:
                 if self._assignments.on_slot_start(segment, action):
                     return False
-                # Receivers use a cast in the next slot: later repetitions come too late.
-                self._exchange.until = segment.next_start(self._device.now())
+                # Receivers use a cast in the next slot, so later repetitions come too late.
+                self._exchange.slot_end = segment.next_start(self._device.now())
                 if action is None:
                     self._end_segment(segment)
                     continue
@@ -278,7 +280,7 @@ class SlotProgram:
 
     @property
     def _assignment(self) -> NeuronAssignment:
-        """The current assignment; neurons move between slots only."""
+        """The current assignment, which changes between slots only."""
         return self._assignments.assignment
 
     async def _train_batch(self, action: LayerAction, number: int) -> None:
@@ -290,9 +292,9 @@ class SlotProgram:
             return
         if layer:
             values = await self._train_outputs(layer, batch, number)
-            # The losses of older batches have not arrived, and their slots have passed.
-            delay = self._table.staleness(layer) * self._table.micro
-            self._neurons.forget_before(layer, batch - delay + 1)
+            # The backward slots of older batches have passed: losses that have not arrived are useless now.
+            batches_in_flight = self._table.staleness(layer) * self._table.micro_batches
+            self._neurons.forget_before(layer, batch - batches_in_flight + 1)
         else:
             values = self._training.images(batch, self._own_neurons(0))
         await self._cast_outputs(layer, number, values)
@@ -300,7 +302,7 @@ class SlotProgram:
     async def _train_outputs(
         self, layer: int, batch: int, number: int
     ) -> torch.Tensor | None:
-        """Return the outputs of own neurons, (samples, own values); None if the batch stops on this device."""
+        """Return the outputs of this device's neurons, (samples, values); None if the batch stops here."""
         samples = self._training.samples(batch)
         received = self._exchange.take_outputs(layer - 1, number, samples)
         missing_inputs = None
@@ -315,12 +317,12 @@ class SlotProgram:
     async def _test_batch(
         self, segment: SlotSegment, action: LayerAction, number: int
     ) -> None:
-        """Test a batch in one layer; in the output layer, also score the batches before."""
+        """Test a batch in one layer; in the output layer, also score the previous batches."""
         layer = action.layer
         batch = action.batch
         is_output = layer == self._assignment.output_layer
         if is_output:
-            # The slot in which the previous batch's results were shared is over.
+            # The slot in which the results of the previous batch were shared is over, so they have arrived or are lost.
             self._score_tests(segment, batch)
         if layer:
             values = await self._test_outputs(layer, batch, number)
@@ -333,14 +335,15 @@ class SlotProgram:
     async def _test_outputs(
         self, layer: int, batch: int, number: int
     ) -> torch.Tensor | None:
-        """Return the outputs of own neurons, (samples, own values); None if the batch stops on this device."""
+        """Return the outputs of this device's neurons, (samples, values); None if the batch stops here."""
         samples = self._tests.samples(batch)
         received = self._exchange.take_outputs(layer - 1, number, samples)
         usable = self._missing_data.test_values(received)
         if usable is None:
             return None
         cache_key = None
-        # The input layer casts the samples themselves, in each run the same: equal gaps give equal outputs.
+        # The input layer casts the samples, which are the same in each test run. Equal patterns of arrival thus give
+        # equal outputs, unless the method has replaced missing values.
         pattern = received.arrival_pattern if layer == 1 else None
         if pattern and usable is received:
             cache_key = (self._tests.index_in_run(batch), pattern)
@@ -352,19 +355,19 @@ class SlotProgram:
     async def _cast_outputs(
         self, layer: int, number: int, values: torch.Tensor | None
     ) -> None:
-        """Cast own values of the samples or outputs of own neurons, (samples, own values), to the next layer.
+        """Cast the outputs of this device's neurons of a layer, (samples, values), to the next layer.
 
-        The output layer shares its results within itself.
+        For the input layer, these are values of the samples. The output layer casts its results to itself.
         """
         if values is None and not self._missing_data.casts_empty_messages:
             return
         # Result sharing: each device of the output layer needs all outputs for the cross-entropy.
-        receiver = min(layer + 1, self._assignment.output_layer)
+        receiving_layer = min(layer + 1, self._assignment.output_layer)
         message = Outputs(number, layer, values, sender=self._device.name)
-        await self._exchange.cast(receiver, message)
+        await self._exchange.cast(receiving_layer, message)
 
     async def _backward_layer(self, layer: int, batch: int, number: int) -> None:
-        """Learn, and cast the contribution of the own neurons to the losses of the previous layer."""
+        """Learn from a batch, and cast this device's contribution to the losses of the previous layer."""
         samples = self._training.samples(batch)
         if layer == self._assignment.output_layer:
             usable = await self._result_gradient(layer, batch, number)
@@ -372,21 +375,25 @@ class SlotProgram:
             received = self._exchange.take_losses(layer, number, samples)
             usable = await self._missing_data.usable_losses(received)
 
-        def learn(shard: LayerShard, gradient: torch.Tensor | None) -> Work | None:
+        def learn(
+            shard: LayerShard, gradient: torch.Tensor | None
+        ) -> BackwardWork | None:
             return self._missing_data.learn(shard, layer, batch, gradient, usable)
 
         losses = await self._neurons.backward(
             layer, batch, samples, usable.values, learn
         )
-        # The input layer learns nothing and needs no losses.
+        # The previous layer is the input layer, which has no weights and needs no losses.
         if layer == 1:
             return
         if losses is not None or self._missing_data.casts_empty_messages:
             message = Losses(number, layer, losses, sender=self._device.name)
             await self._exchange.cast(layer - 1, message)
 
-    async def _result_gradient(self, layer: int, batch: int, number: int) -> Usable:
-        """Return the gradient of a batch's cross-entropy by the own outputs, if the results are usable."""
+    async def _result_gradient(
+        self, layer: int, batch: int, number: int
+    ) -> UsableValues:
+        """Return the gradient of a batch's cross-entropy by this device's outputs, if the results are usable."""
         samples = self._training.samples(batch)
         received = self._exchange.take_outputs(layer, number, samples)
         usable = await self._missing_data.usable_results(received)
@@ -397,22 +404,24 @@ class SlotProgram:
         if results is None:
             # The coordinator records a loss of every step, also of one without learning.
             results = received.joined_values()
-        batch_size = self._training.whole
+        batch_size = self._training.batch_size
         logarithms = torch.log_softmax(results, dim=1)
         labels = self._training.labels(batch)
         if self._is_coordinator:
             summed_loss = functional.nll_loss(logarithms, labels, reduction="sum")
-            self._note_loss(batch, float(summed_loss / batch_size), is_exact=is_usable)
+            loss = float(summed_loss / batch_size)
+            self._record_loss(batch, loss, is_exact=is_usable)
         if not is_usable:
             return usable
         gradient = gradient_of_cross_entropy(logarithms, labels, 1 / batch_size)
-        own = pick(gradient, 1, self._own_neurons(layer))
-        return usable._replace(values=own)
+        own_gradient = pick(gradient, 1, self._own_neurons(layer))
+        return usable._replace(values=own_gradient)
 
-    def _note_loss(self, batch: int, loss: float, *, is_exact: bool) -> None:
-        """Record the loss of a step after the last micro-batch, on the coordinator.
+    def _record_loss(self, batch: int, loss: float, *, is_exact: bool) -> None:
+        """Add the loss of a micro-batch, and record the step after its last micro-batch, on the coordinator.
 
-        The loss is this device's view: missing results count as zeros, even if they are excluded from learning.
+        The coordinator computes the loss from the results that it has received: missing results count as zeros, even if
+        the method excludes them from learning. ``is_exact``: the results were usable for learning.
         """
         self._losses.append(loss)
         step, part = divmod(batch, self._training.parts)
@@ -420,14 +429,16 @@ class SlotProgram:
             return
         total = sum(self._losses)
         self._losses = []
-        self._device.record("step", step=step, loss=total, samples=self._training.whole)
+        self._device.record(
+            "step", step=step, loss=total, samples=self._training.batch_size
+        )
         if is_exact:
             self._missing_data.observe_loss(step, total)
 
     def _score_tests(self, segment: SlotSegment, before: int) -> None:
         """Score the test batches up to ``before`` (exclusive) by the results that this device has received.
 
-        Missing results count as zeros, as in `_note_loss`.
+        Missing results count as zeros, as in `_record_loss`.
         """
         if not self._is_coordinator and self._gathering is None:
             return
@@ -473,30 +484,31 @@ class SlotProgram:
         scores = self._tests.finish()
         if not self._is_coordinator:
             return
-        self._evaluated = segment.trained_steps
+        self._evaluated_step = segment.trained_steps
         if gathering is None:
             self._device.record("evaluate", step=segment.trained_steps, **scores)
             return
-        # A task: the next training segment begins while results are still arriving.
-        gather = self._gather(segment, gathering, holders, scores)
+        # In a task, since the next training segment begins while results are still arriving.
+        gather = self._gather_scores(segment, gathering, holders, scores)
         self._evaluations.append(self._mailbox.start(gather))
 
-    async def _gather(
+    async def _gather_scores(
         self,
         segment: SlotSegment,
         gathering: Gathering,
         devices: Sequence[str],
-        own: Mapping[str, Any],
+        received_scores: Mapping[str, Any],
     ) -> None:
-        """Record the scores of gathered results, and the accuracy by the results that the coordinator received.
+        """Record the scores by gathered results, and the accuracy by the results that the coordinator received.
 
-        ``devices`` are those of the output layer, and ``own`` the scores by the received results.
+        ``devices`` are the devices of the output layer, and ``received_scores`` the coordinator's scores by received
+        results.
         """
         until = segment.end + RESULT_WAIT_SLOTS * segment.slot
         scores = await gathering.collect_scores(segment.trained_steps, devices, until)
         self._device.record(
             "evaluate",
             step=segment.trained_steps,
-            coordinator_accuracy=own["accuracy"],
+            coordinator_accuracy=received_scores["accuracy"],
             **scores,
         )

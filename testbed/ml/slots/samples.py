@@ -1,6 +1,7 @@
 """Inputs of the network: micro-batches of training, and test batches with their scores.
 
-Test results can be gathered reliably: devices of the output layer send their outputs and scores to the coordinator.
+The coordinator scores tests by the results that it has received. In addition, results can be gathered reliably
+(`Gathering`): the other devices of the output layer send their outputs and scores to the coordinator after the tests.
 """
 
 from __future__ import annotations
@@ -26,37 +27,40 @@ RESULT_WAIT_SLOTS = 10
 
 
 class MicroBatches:
-    """Each step's batch in nearly equal micro-batches, numbered through all steps; a single one except with GPipe."""
+    """The batches of training, each cut into nearly equal micro-batches: a single one except with GPipe.
+
+    Micro-batches are numbered from 0 through all steps.
+    """
 
     def __init__(self, training: Training, parts: int) -> None:
+        """``parts`` is the number of micro-batches of a batch."""
         self.parts = parts
-        self.steps = training.steps
-        self.whole = training.samples
+        self.batch_size = training.samples
         """Samples of a whole batch."""
         self._training = training
-        self._cuts = cut_batch(training.samples, parts)
+        self._slices = cut_batch(training.samples, parts)
 
     def samples(self, number: int) -> int:
         """Return the number of samples of a micro-batch."""
-        cut = self._cuts[number % self.parts]
-        return int(cut.stop - cut.start)
+        rows = self._slices[number % self.parts]
+        return int(rows.stop - rows.start)
 
-    def images(self, number: int, own: Channels) -> torch.Tensor:
-        """Return the selected values of a micro-batch's samples, (samples, own values)."""
+    def images(self, number: int, input_neurons: Channels) -> torch.Tensor:
+        """Return a micro-batch's values of some neurons of the input layer, (samples, these neurons)."""
         step, part = divmod(number, self.parts)
-        cut = self._cuts[part]
-        if isinstance(own, range):
+        rows = self._slices[part]
+        if isinstance(input_neurons, range):
             # A range of values is read without copying the others.
-            own_values = self._training.images(step, slice(own.start, own.stop))
-            return own_values[cut]
-        samples = self._training.images(step)[cut]
-        return pick(samples.flatten(1), 1, own)
+            columns = slice(input_neurons.start, input_neurons.stop)
+            return self._training.images(step, columns)[rows]
+        samples = self._training.images(step)[rows]
+        return pick(samples.flatten(1), 1, input_neurons)
 
     def labels(self, number: int) -> torch.Tensor:
         """Return the labels of a micro-batch, (samples,)."""
         step, part = divmod(number, self.parts)
         labels = self._training.labels(step)
-        return labels[self._cuts[part]]
+        return labels[self._slices[part]]
 
 
 class TestRuns:
@@ -68,11 +72,11 @@ class TestRuns:
     def __init__(self, dataset: Dataset, batch_size: int, runs: int) -> None:
         self._requests = Requests(dataset, batch_size)
         self._scores = [Score() for _ in range(runs)]
-        self._scored = 0
+        self._next_unscored = 0
+        """The first test batch without a score; test batches are scored in order."""
         self._images: dict[int, torch.Tensor] = {}
-        """Values of the samples by the batch's index in its run: all runs read the same samples."""
-        self._own: Channels | None = None
-        """The values selected in `_images`."""
+        """Values of the neurons `_input_neurons`, by the batch's index in its run: all runs read the same samples."""
+        self._input_neurons: Channels | None = None
 
     def __len__(self) -> int:
         return len(self._scores) * len(self._requests)
@@ -81,17 +85,17 @@ class TestRuns:
         """Return the index of a test batch within a run, from 0."""
         return test % len(self._requests)
 
-    def images(self, test: int, own: Channels) -> torch.Tensor:
-        """Return the selected values of a test batch's samples, (samples, own values)."""
-        if self._own != own:
+    def images(self, test: int, input_neurons: Channels) -> torch.Tensor:
+        """Return a test batch's values of some neurons of the input layer, (samples, these neurons)."""
+        if self._input_neurons != input_neurons:
             # Neurons of the input layer have moved.
-            self._own = own
+            self._input_neurons = input_neurons
             self._images = {}
         index = self.index_in_run(test)
         if index not in self._images:
             samples = self._requests.images(index).flatten(1)
-            # Contiguous, so that the values of others are freed.
-            self._images[index] = pick(samples, 1, own).contiguous()
+            # Contiguous: a view would keep the values of all other neurons in memory.
+            self._images[index] = pick(samples, 1, input_neurons).contiguous()
         return self._images[index]
 
     def samples(self, test: int) -> int:
@@ -104,24 +108,28 @@ class TestRuns:
 
     def unscored_batches(self, before: int) -> range:
         """Return the numbers of the unscored test batches below ``before``."""
-        return range(self._scored, before)
+        return range(self._next_unscored, before)
 
     def score(self, test: int, results: torch.Tensor) -> None:
-        """Count the results of a test batch, (samples, classes); tests are scored in order."""
+        """Add the results of a test batch, (samples, classes), to the score of its run."""
         run = test // len(self._requests)
         self._scores[run].add(results, self.labels(test))
-        self._scored = test + 1
+        self._next_unscored = test + 1
 
     def finish(self) -> dict[str, Any]:
-        """Return mean accuracy and loss over the runs, standard deviation and each run's accuracy, and reset."""
+        """Reset all scores, and return them as the fields of an evaluation.
+
+        The fields are the mean accuracy and loss over the runs, the standard deviation of the accuracy, and the
+        accuracy of each run.
+        """
         accuracies = []
         losses = []
         for run in self._scores:
-            # A run without scored batches has neither.
+            # The score of a run without scored batches has neither.
             accuracies.append(run.accuracy or 0.0)
             losses.append(run.loss or 0.0)
         self._scores = [Score() for _ in accuracies]
-        self._scored = 0
+        self._next_unscored = 0
         return {
             "accuracy": fmean(accuracies),
             "loss": fmean(losses),
@@ -137,6 +145,7 @@ class Tested(TypedMessage, kind="tested", key=("step", "test", "sender")):
     step: int
     """Steps that were trained before."""
     test: int
+    """Number of the test batch."""
     results: torch.Tensor
     """Outputs of the sender's neurons, (samples, classes), with zeros for all other neurons."""
     right: torch.Tensor
@@ -144,65 +153,66 @@ class Tested(TypedMessage, kind="tested", key=("step", "test", "sender")):
 
 
 class Gathering:
-    """The reliable collection of test results: one device's side, and the aggregation on the coordinator."""
+    """The reliable collection of test results: sending on each device, and the aggregation on the coordinator."""
 
     def __init__(self, mailbox: Mailbox, coordinator: str, scores: TestRuns) -> None:
-        """``scores`` counts gathered results, one call per complete test batch."""
+        """``scores`` are the scores by gathered results, kept apart from those by received results."""
         self._mailbox = mailbox
         self._coordinator = coordinator
         self._scores = scores
-        self._computed: dict[int, tuple[Channels, torch.Tensor]] = {}
-        """By test batch: the own neurons and their outputs."""
-        self._own: dict[int, Tested] = {}
-        """The coordinator's own messages by test batch, which need no transmission."""
-        self._sent: list[asyncio.Future[None]] = []
+        self._outputs: dict[int, tuple[Channels, torch.Tensor]] = {}
+        """Test batch -> this device's neurons of the output layer, and their outputs."""
+        self._coordinator_messages: dict[int, Tested] = {}
+        """Test batch -> the coordinator's message to itself, which needs no transmission."""
+        self._sends: list[asyncio.Future[None]] = []
+        """Messages to the coordinator; each future completes when its message has arrived."""
 
-    def keep_outputs(self, test: int, own: Channels, outputs: torch.Tensor) -> None:
-        """Keep the outputs, (samples, own neurons), of a test batch."""
-        self._computed[test] = own, outputs
+    def keep_outputs(self, test: int, neurons: Channels, outputs: torch.Tensor) -> None:
+        """Keep the outputs of this device's neurons for a test batch, (samples, neurons)."""
+        self._outputs[test] = neurons, outputs
 
     def send_results(self, step: int, test: int, results: torch.Tensor) -> None:
-        """Send the own outputs of a test batch, together with the score of ``results`` as received here.
+        """Send the kept outputs of a test batch, together with the score of ``results``.
 
-        ``results`` is (samples, classes).
+        ``results`` are the results that this device has received, (samples, classes).
         """
         labels = torch.from_numpy(self._scores.labels(test))
         right = results.argmax(dim=1) == labels
-        computed = torch.zeros_like(results)
-        if test in self._computed:
-            own, outputs = self._computed.pop(test)
-            computed[:, list(own)] = outputs
-        message = Tested(step, test, computed, right)
+        own_results = torch.zeros_like(results)
+        if test in self._outputs:
+            neurons, outputs = self._outputs.pop(test)
+            own_results[:, list(neurons)] = outputs
+        message = Tested(step, test, own_results, right)
         if self._mailbox.device.name == self._coordinator:
-            self._own[test] = message
+            self._coordinator_messages[test] = message
         else:
             sending = self._mailbox.post(self._coordinator, message)
-            self._sent.append(sending)
+            self._sends.append(sending)
 
     async def wait_until_sent(self, until: float) -> None:
         """Return once all sent results have arrived, or at the instant ``until``, in seconds."""
-        if self._sent:
+        if self._sends:
             timeout = max(0.0, until - self._mailbox.device.now())
-            await asyncio.wait(self._sent, timeout=timeout)
+            await asyncio.wait(self._sends, timeout=timeout)
 
     async def collect_scores(
         self, step: int, devices: Collection[str], until: float
     ) -> dict[str, Any]:
-        """Return accuracy, loss and more of the tests after a step, as in `TestRuns.finish`, from gathered results.
+        """Return the fields of `TestRuns.finish` by gathered results, and ``any_device_accuracy``.
 
-        ``devices`` are those of the output layer. The field ``any_device_accuracy`` is the fraction of samples that at
-        least one device has classified correctly from the results it received. Results missing at the instant
-        ``until``, in seconds, count as zeros.
+        The latter is the fraction of samples that at least one device has classified correctly from the results it
+        received. ``devices`` are the devices of the output layer. Results missing at the instant ``until``, in seconds,
+        count as zeros.
         """
         right_anywhere: list[bool] = []
-        for test in sorted(self._own):
+        for test in sorted(self._coordinator_messages):
             messages = await self._results_of(step, test, devices, until)
             results = torch.stack([message.results for message in messages])
-            # Each device sends zeros for the neurons of the others, so the sum has all neurons.
+            # A device sends zeros for the neurons of other devices, so the sum has the outputs of all neurons.
             self._scores.score(test, results.sum(dim=0))
             right = torch.stack([message.right for message in messages])
             right_anywhere += right.any(dim=0).tolist()
-        self._own.clear()
+        self._coordinator_messages.clear()
         scores = self._scores.finish()
         scores["any_device_accuracy"] = fmean(right_anywhere)
         return scores
@@ -210,8 +220,8 @@ class Gathering:
     async def _results_of(
         self, step: int, test: int, devices: Collection[str], until: float
     ) -> list[Tested]:
-        """Return the messages about a test batch: the coordinator's own, and those that arrive in time."""
-        messages = [self._own[test]]
+        """Return the messages about a test batch: the coordinator's message, and others that arrive in time."""
+        messages = [self._coordinator_messages[test]]
         for name in devices:
             if name == self._coordinator:
                 continue

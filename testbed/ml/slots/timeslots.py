@@ -1,8 +1,9 @@
 """EdgePipe's equation (2): the work of each layer group in every timeslot, the staleness of weights, the slot clock.
 
-All groups have a common rhythm of ``period`` slots a batch. Batch b is forwarded through layer l in slot
-``forward[l]`` + b * period, and sent backward in slot ``backward[l]`` + b * period. In other slots a device stalls.
-Slots, layers and batches are counted from 0.
+A group is a number of adjacent layers that the same devices hold. All groups have a common rhythm of ``period`` slots a
+batch. Batch b is forwarded through layer l in slot ``forward[l]`` + b * period, and sent backward in slot
+``backward[l]`` + b * period. In other slots a device stalls. Slots, layers and batches are counted from 0; layer 0 is
+the input layer, which has no weights.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class LayerAction(NamedTuple):
 
 
 class _FirstAction(NamedTuple):
-    """A layer's work on batch 0, and the slot in which the layer does the work."""
+    """The work of a layer on batch 0, with the slot of this work."""
 
     kind: Literal["forward", "backward"]
     layer: int
@@ -41,23 +42,23 @@ class _FirstAction(NamedTuple):
 
 
 Rhythm = tuple[tuple[_FirstAction, ...], ...]
-"""For each slot of a period, the actions that a group repeats in this slot, with another batch in every period."""
+"""For each slot of a period, the actions that a group repeats in this slot, with the next batch in every period."""
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """The slots of each layer's work on each batch."""
+    """The slots in which each layer does its work on each batch."""
 
     groups: tuple[range, ...]
     """Adjacent layers of each group."""
     period: int
     """Slots from one batch to the next."""
     forward: tuple[int, ...]
-    """By layer, the slot of batch 0."""
+    """By layer, the slot in which batch 0 is forwarded."""
     backward: tuple[int | None, ...]
-    """The same for the backward; None for the input layer, which has no weights."""
-    micro: int = 1
-    """Micro-batches of each batch, one a slot. The methods below count these as batches."""
+    """By layer, the slot in which batch 0 is sent backward; None for the input layer, and for all layers in tests."""
+    micro_batches: int = 1
+    """Number of micro-batches of each batch, one a slot. Numbers of batches below count micro-batches."""
 
     def slot_count(self, batches: int) -> int:
         """Return the number of slots from the first forward to the last backward of one or more batches.
@@ -68,13 +69,13 @@ class Timetable:
         backwards = [slot for slot in self.backward if slot is not None]
         # Tests have no backward: their last slot forwards through the last layer.
         last = max(backwards, default=len(self.forward) - 1)
-        whole_batches, further_micro_batches = divmod(batches - 1, self.micro)
+        whole_batches, further_micro_batches = divmod(batches - 1, self.micro_batches)
         return last + 1 + self.period * whole_batches + further_micro_batches
 
     def step_count(self, slots: int) -> int:
-        """Return the number of complete batches, with all micro-batches, finished within a number of slots."""
-        after_first = slots - self.slot_count(self.micro)
-        return max(0, after_first // self.period + 1)
+        """Return the number of whole batches, with all their micro-batches, that are complete after ``slots`` slots."""
+        slots_after_first = slots - self.slot_count(self.micro_batches)
+        return max(0, slots_after_first // self.period + 1)
 
     def action(self, group: int, slot: int) -> LayerAction | None:
         """Return the action of a group's device in a slot; None for a stall."""
@@ -82,13 +83,14 @@ class Timetable:
         for kind, layer, first in rhythm[slot % self.period]:
             # Before its first batch a group stalls in this slot of the period.
             if slot >= first:
-                batch, part = divmod(slot - first, self.period)
-                return LayerAction(kind, layer, batch * self.micro + part)
+                whole_batch, part = divmod(slot - first, self.period)
+                batch = whole_batch * self.micro_batches + part
+                return LayerAction(kind, layer, batch)
         return None
 
     @cached_property
     def _group_rhythms(self) -> tuple[Rhythm, ...]:
-        """The rhythm of each group. Computed once, since every slot of a run asks for it."""
+        """The rhythm of each group, cached, since `action` needs it in every slot of a run."""
         return tuple(map(self._make_rhythm, self.groups))
 
     def _make_rhythm(self, group: range) -> Rhythm:
@@ -101,14 +103,14 @@ class Timetable:
             if backward_slot is not None:
                 first_actions.append(_FirstAction("backward", layer, backward_slot))
             # Micro-batches follow each other, one a slot.
-            for part in range(self.micro):
+            for part in range(self.micro_batches):
                 for first in first_actions:
                     slot = (first.slot + part) % self.period
                     rhythm[slot].append(first)
         return tuple(map(tuple, rhythm))
 
     def actions(self, group: int, batches: int) -> Iterator[LayerAction | None]:
-        """Yield a group's action in each slot until all groups have finished a number of batches."""
+        """Yield a group's action in each slot until all groups have finished ``batches`` batches; None for a stall."""
         for slot in range(self.slot_count(batches)):
             action = self.action(group, slot)
             # A group that has finished its last batch stalls until the other groups have.
@@ -116,10 +118,9 @@ class Timetable:
             yield None if is_beyond_end else action
 
     def staleness(self, layer: int) -> int:
-        """Return the number of updates by which a layer's weights lag in a forward.
+        """Return the age of a layer's weights in a forward: 1 if they include the update of the previous batch.
 
-        The number is 1 if the weights include the previous batch. Equation (3): P - w + 1 for group w of P, counted
-        from 1. The input layer has 0.
+        Equation (3): P - w + 1 for group w of P, counted from 1. The input layer, without weights, has 0.
 
         >>> table = make_timetable([range(0, 2), range(2, 4), range(4, 6)])
         >>> [table.staleness(layer) for layer in range(6)]
@@ -134,9 +135,9 @@ class Timetable:
 def make_timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
     """Return the timetable of groups of adjacent layers, from the input layer on.
 
-    Every layer is forwarded in the slot after the previous layer. A group goes backward once the next group is done or,
-    for groups of unequal length, in the first later slots without a forward of its own. If not ``pipelined``, a batch
-    begins after the previous one is complete (the paper's Model).
+    Every layer is forwarded in the slot after the previous layer. A group's backward begins after the backward of the
+    next group; for groups of unequal length, in the first slots after it without a forward of the group. If not
+    ``pipelined``, a batch begins after the previous one is complete (the paper's Model).
 
     >>> print(draw_timetable(make_timetable([range(0, 2), range(2, 3)]), batches=2))
     layers 0-1  F0.0 F0.1 .    F1.0 F1.1 B0.1 .    .    B1.1
@@ -145,19 +146,19 @@ def make_timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable
     layers = groups[-1].stop
     period = naive_slots(layers, 1)
     if pipelined:
-        # Equation (2): the rhythm is that of the group with the most forwards and backwards of one batch.
-        work = [len(group) + len(learning_layers(group)) for group in groups]
-        period = max(work)
+        # Equation (2): a batch needs as many slots as the group with the most forwards and backwards of one batch.
+        busy_slots = [len(group) + len(learning_layers(group)) for group in groups]
+        period = max(busy_slots)
     backward: list[int | None] = [None] * layers
     # Batch 0 has passed the last layer forward in slot `layers` - 1.
     next_slot = layers
     for group in reversed(groups):
-        learning = learning_layers(group)
-        forwarding = {layer % period for layer in group}
+        backward_layers = learning_layers(group)
+        forward_slots = {layer % period for layer in group}
         # With groups of unequal length, the next slots may belong to forwards of later batches.
-        while forwarding & _slots_of_period(next_slot, len(learning), period):
+        while forward_slots & _slots_of_period(next_slot, len(backward_layers), period):
             next_slot += 1
-        for layer in reversed(learning):
+        for layer in reversed(backward_layers):
             backward[layer] = next_slot
             next_slot += 1
     forward = tuple(range(layers))
@@ -165,7 +166,7 @@ def make_timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable
 
 
 def _slots_of_period(first: int, count: int, period: int) -> set[int]:
-    """Return the places within a period of a number of consecutive slots."""
+    """Return the positions within a period of ``count`` consecutive slots from slot ``first`` on."""
     return {(first + offset) % period for offset in range(count)}
 
 
@@ -208,7 +209,7 @@ class SlotSegment:
         return self.first_number + batch - self.batches.start
 
     def scheduled_work(self, group: int) -> Iterator[tuple[int, LayerAction]]:
-        """Yield the slots, numbered from 0, with work for a group's device, and the batch."""
+        """Yield (slot, action) for each slot of the segment, numbered from 0, in which a group's devices have work."""
         actions = self.table.actions(group, len(self.batches))
         for slot, action in enumerate(actions):
             if action is not None:
@@ -224,13 +225,14 @@ def make_segments(
     test_slot: float,
     tests: int,
     every: int | None = None,
-    first: float = 0.0,
+    start_time: float = 0.0,
 ) -> Iterator[SlotSegment]:
-    """Yield training segments, with test segments after each ``every`` steps (None: at the end only) and at the end.
+    """Yield a training segment and a test segment by turns, until ``steps`` steps are trained.
 
-    ``slot`` and ``test_slot`` are the seconds of a slot in training and in tests, and the first slot begins at the
-    instant ``first``. Each evaluation has ``tests`` test batches. The pipeline drains before tests and fills again
-    after them.
+    A training segment has ``every`` steps, by default all steps; the last segment may have fewer. ``slot`` and
+    ``test_slot`` are the seconds of a slot in training and in tests, and the first slot begins at the instant
+    ``start_time``, in seconds. Each evaluation has ``tests`` test batches. The pipeline drains before tests and fills
+    again after them.
 
     >>> table = make_timetable([range(0, 2), range(2, 3)])
     >>> for segment in make_segments(table, slot=0.5, steps=2, test_slot=1.0, tests=1):
@@ -239,12 +241,13 @@ def make_segments(
     True 4.5 7.5
     """
     test_table = _forward_only(table)
-    start = first
+    start = start_time
     number = 0
     interval = every or steps
-    for begin in range(0, steps, interval):
-        trained = min(begin + interval, steps)
-        batches = range(begin * table.micro, trained * table.micro)
+    for first_step in range(0, steps, interval):
+        trained_steps = min(first_step + interval, steps)
+        first_batch = first_step * table.micro_batches
+        batches = range(first_batch, trained_steps * table.micro_batches)
         training = SlotSegment(
             is_test=False,
             start=start,
@@ -252,7 +255,7 @@ def make_segments(
             table=table,
             batches=batches,
             first_number=number,
-            trained_steps=trained,
+            trained_steps=trained_steps,
         )
         yield training
         start = training.end
@@ -264,7 +267,7 @@ def make_segments(
             table=test_table,
             batches=range(tests),
             first_number=number,
-            trained_steps=trained,
+            trained_steps=trained_steps,
         )
         yield testing
         start = testing.end
@@ -274,16 +277,16 @@ def make_segments(
 async def work_slots(
     device: Device, group: int, segments: Iterable[SlotSegment]
 ) -> AsyncGenerator[tuple[SlotSegment, LayerAction | None], None]:
-    """Yield the work of each slot when the slot begins, and None when a segment ends.
+    """Sleep until each slot with work begins, and yield (segment, action); yield (segment, None) when a segment ends.
 
-    Past slots are skipped: the device was off or suspended.
+    Past slots are skipped: the device was off or suspended then.
     """
     for segment in segments:
         if device.now() >= segment.end:
             continue
         for slot, action in segment.scheduled_work(group):
             await _sleep_until(device, segment.start_of(slot))
-            # A device that slept too long leaves the slot out: the others no longer wait for its cast.
+            # A device that wakes too late skips the slot: the receivers of its cast have begun their next slots.
             if device.now() < segment.start_of(slot + 1):
                 yield segment, action
         await _sleep_until(device, segment.end)
@@ -302,24 +305,30 @@ def _forward_only(table: Timetable) -> Timetable:
     return Timetable(table.groups, period, table.forward, no_backward)
 
 
-def fill_and_drain(groups: Sequence[range], micro: int) -> Timetable:
+def fill_and_drain(groups: Sequence[range], micro_batches: int) -> Timetable:
     """Return GPipe's timetable of groups of one layer each.
 
     All micro-batches of a batch go forward, then all go backward.
 
-    >>> fill_and_drain([range(0, 1), range(1, 2), range(2, 3)], micro=2).backward
+    >>> fill_and_drain([range(0, 1), range(1, 2), range(2, 3)], micro_batches=2).backward
     (None, 5, 4)
     """
     layers = groups[-1].stop
     # The slot after the last micro-batch has passed the last layer.
-    turn = layers - 1 + micro
+    turn = layers - 1 + micro_batches
     backward: list[int | None] = [None]
     for layer in range(1, layers):
         backward.append(turn + layers - 1 - layer)
     # All forwards take `turn` slots, and all backwards one less, because the input layer has none.
     period = 2 * turn - 1
     forward = tuple(range(layers))
-    return Timetable(tuple(groups), period, forward, tuple(backward), micro)
+    return Timetable(
+        groups=tuple(groups),
+        period=period,
+        forward=forward,
+        backward=tuple(backward),
+        micro_batches=micro_batches,
+    )
 
 
 def learning_layers(group: range) -> range:
@@ -332,9 +341,9 @@ def learning_layers(group: range) -> range:
 
 
 def naive_slots(layers: int, batches: int) -> int:
-    """Return the slots of one device, and of any division without a pipeline: one batch after the other.
+    """Return the number of slots for ``batches`` batches without a pipeline, one batch after the other.
 
-    A batch passes all layers forward and all but the input layer backward.
+    A batch takes a slot in each layer forward, and in each layer but the input layer backward.
     """
     return (2 * layers - 1) * batches
 

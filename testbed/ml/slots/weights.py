@@ -1,7 +1,7 @@
 """Initial weights, distributed before the first timeslot, and final weights, gathered at the end.
 
 The coordinator distributes and collects the weights of all devices. Both kinds are sent reliably, and no timeslot waits
-for them: a plan with given weights reserves time before the first slot.
+for them: a plan of a scenario with initial weights reserves time before the first slot.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from testbed.ml.slots.planner import SlotDetails, SlotOptions, layers_of
 
 
 @dataclass(frozen=True)
-class Needs(TypedMessage):
+class DataRequest(TypedMessage):
     """Request for data that one device has and all others need before the first slot, such as initial weights."""
 
     started: float
     """Start of the sender, in seconds on its clock."""
 
 
-class NeedsWeights(Needs, kind="needs_weights"):
+class WeightsRequest(DataRequest, kind="needs_weights"):
     """To the coordinator: request for initial weights."""
 
 
 @dataclass(frozen=True)
-class GivenWeights(TypedMessage, kind="given_weights"):
-    """From the coordinator: the weights of the whole network."""
+class InitialWeights(TypedMessage, kind="given_weights"):
+    """From the coordinator: the initial weights of the whole network."""
 
     state: State
 
@@ -51,32 +51,33 @@ class FinalWeights(TypedMessage, kind="final_weights", key=("sender",)):
     state: State
 
 
-K = TypeVar("K", bound=TypedMessage)
-KINDS = (NeedsWeights, GivenWeights, FinalWeights)
+Answer = TypeVar("Answer", bound=TypedMessage)
+KINDS = (WeightsRequest, InitialWeights, FinalWeights)
+"""Kinds of messages of this module."""
 
 
 async def request_data(
     mailbox: Mailbox,
     holder: str,
-    need: type[Needs],
-    answer: type[K],
-    make_answer: Callable[[], K],
-) -> K:
-    """Return the data of one device, the ``holder``: all others request the data and wait for the answer.
+    request: type[DataRequest],
+    answer_type: type[Answer],
+    make_answer: Callable[[], Answer],
+) -> Answer:
+    """Return the data of the device ``holder``: all other devices send a request and wait for the answer.
 
     ``make_answer`` is called on the holder only.
     """
     if mailbox.device.name != holder:
-        mailbox.post(holder, need(mailbox.device.now()))
-        return await mailbox.take(answer)
-    own = make_answer()
+        mailbox.post(holder, request(mailbox.device.now()))
+        return await mailbox.take(answer_type)
+    answer = make_answer()
 
-    def send_answer(message: Needs) -> None:
-        mailbox.post(message.sender, own)
+    def send_answer(message: DataRequest) -> None:
+        mailbox.post(message.sender, answer)
 
-    # The handler stays for the whole run, since a device that restarts asks again.
-    mailbox.on(need, send_answer)
-    return own
+    # The handler stays for the whole run, since a device that restarts requests the data again.
+    mailbox.on(request, send_answer)
+    return answer
 
 
 async def receive_initial_weights(
@@ -86,13 +87,17 @@ async def receive_initial_weights(
     if context.problem.workload.model.weights is None:
         return None
 
-    def make_answer() -> GivenWeights:
-        return GivenWeights(dict(context.weights or {}))
+    def make_answer() -> InitialWeights:
+        return InitialWeights(dict(context.weights or {}))
 
-    given = await request_data(
-        mailbox, context.plan.coordinator, NeedsWeights, GivenWeights, make_answer
+    answer = await request_data(
+        mailbox,
+        holder=context.plan.coordinator,
+        request=WeightsRequest,
+        answer_type=InitialWeights,
+        make_answer=make_answer,
     )
-    return given.state
+    return answer.state
 
 
 async def send_final_weights(
@@ -102,24 +107,24 @@ async def send_final_weights(
     assignment: NeuronAssignment,
     until: float,
 ) -> None:
-    """Send the own weights to the coordinator, which exposes all weights received until the instant ``until``.
+    """Send this device's weights to the coordinator; on the coordinator, receive and expose the weights of all devices.
 
-    ``until`` is in seconds. Devices that are off contribute their initial weights.
+    The exposed network has the weights that arrive until the instant ``until``, in seconds, and otherwise the weights
+    that the seed gives.
     """
     device = mailbox.device
     coordinator = context.plan.coordinator
-    own = _own_weights(neurons)
+    own_weights = _own_weights(neurons)
     if device.name != coordinator:
         timeout = max(0.0, until - device.now())
-        sending = mailbox.post(coordinator, own)
+        sending = mailbox.post(coordinator, own_weights)
         await asyncio.wait([sending], timeout=timeout)
         return
     problem = context.problem
-    # Built from the seed, so that rows of devices without an answer keep their initial weights.
     model = problem.model
     network = model.build(0, len(model.units), problem.seed)
     whole = network.state_dict()
-    received = [own]
+    received = [own_weights]
     for name in assignment.devices:
         if name == coordinator:
             continue
@@ -145,7 +150,7 @@ def _insert_weights(
     part: FinalWeights,
     layers: Sequence[GraphLayer],
 ) -> None:
-    """Write a device's rows into the weights of the whole network."""
+    """Write the weights of a device's neurons, which are rows of its layers' tensors, into the whole network."""
     for layer, indices in part.neurons.items():
         # `layers` lacks the input layer, layer 0.
         own_layer = layers[int(layer) - 1]

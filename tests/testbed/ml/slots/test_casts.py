@@ -11,12 +11,12 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.casts import (
     CASTS,
-    Acknowledged,
+    AcknowledgedCasts,
     CastAck,
     CastExchange,
     Losses,
     Outputs,
-    Repeated,
+    RepeatedCasts,
 )
 from testbed.network.link import Link
 from tests.helpers.worlds import events_of, make_world
@@ -56,7 +56,7 @@ def receiver(*, acknowledges: bool, delay: float = 0.0):
     """Return a program receiving casts for ever, with or without acknowledgements after a delay."""
 
     async def receive(mailbox):
-        transmit = Acknowledged(mailbox, 1.0)
+        transmit = AcknowledgedCasts(mailbox, 1.0)
 
         async def acknowledge(message):
             await mailbox.device.sleep(delay)
@@ -88,11 +88,11 @@ def caster(make_transmit, until: float = 60.0):
 
 
 def repeated(times):
-    return lambda mailbox: Repeated(mailbox, times)
+    return lambda mailbox: RepeatedCasts(mailbox, times)
 
 
 def acknowledged(mailbox):
-    return Acknowledged(mailbox, 0.5)
+    return AcknowledgedCasts(mailbox, 0.5)
 
 
 def receivers_of_casts(world) -> list[list[str]]:
@@ -151,7 +151,7 @@ def test_message_is_cast_even_without_time_for_acknowledgement():
 
 def test_late_acknowledgement_does_not_count_for_next_cast():
     async def send(mailbox):
-        transmit = Acknowledged(mailbox, 1.0)
+        transmit = AcknowledgedCasts(mailbox, 1.0)
         await transmit(["b"], outputs_message(0), mailbox.device.now() + 0.5)
         await transmit(["b"], outputs_message(1), mailbox.device.now() + 10.0)
 
@@ -163,7 +163,7 @@ def test_late_acknowledgement_does_not_count_for_next_cast():
 def make_exchange(mailbox, assignment=ASSIGNMENT) -> CastExchange:
     """Return an exchange with at most two batches under way and one value for each neuron."""
     return CastExchange(
-        mailbox, lambda: assignment, Repeated(mailbox), 2, values=(1, 1, 1)
+        mailbox, lambda: assignment, RepeatedCasts(mailbox), 2, values=(1, 1, 1)
     )
 
 

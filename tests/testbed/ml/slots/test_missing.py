@@ -14,13 +14,13 @@ from testbed.ml.slots.missing import (
     MissingDataPolicy,
     ReceivedParts,
     SenderPart,
-    Usable,
+    UsableValues,
 )
 from testbed.ml.training.schema import OptimizerPart
-from testbed_edgepipe.program import TreatedAsNull
+from testbed_edgepipe.program import ZeroSubstitution
 
-NEW_GRADIENT = Usable(None, "new")
-NO_GRADIENT = Usable(None, "nothing")
+NEW_GRADIENT = UsableValues(None, "new")
+NO_GRADIENT = UsableValues(None, "nothing")
 
 
 def received_parts(*parts):
@@ -46,7 +46,7 @@ def test_missing_outputs_are_zeros_for_ranges_and_single_neurons():
 
 
 def test_losses_are_summed_and_usable_only_if_complete():
-    policy = TreatedAsNull()
+    policy = ZeroSubstitution()
     first = (range(2), torch.ones(2, 3))
     complete = received_parts(first, (range(2, 5), torch.full((2, 3), 2.0)))
     usable = asyncio.run(policy.usable_losses(complete))
@@ -70,7 +70,7 @@ def make_shard():
 
 def test_edgepipe_updates_weights_at_once_or_learns_nothing():
     shard = make_shard()
-    learn = TreatedAsNull().learn
+    learn = ZeroSubstitution().learn
     outputs = shard.forward(7, torch.ones(1, 4))
     before = shard.state()
     assert learn(shard, 2, 7, None, NO_GRADIENT) is None
@@ -88,7 +88,7 @@ def test_edgepipe_updates_weights_at_once_or_learns_nothing():
 def test_edgepipe_computes_no_input_gradient_for_layer_1():
     shard = make_shard()
     outputs = shard.forward(8, torch.ones(1, 4))
-    learn = TreatedAsNull().learn
+    learn = ZeroSubstitution().learn
     work = learn(shard, 1, 8, torch.ones_like(outputs), NEW_GRADIENT)
     assert work is not None
     # The inputs of layer 1 are the samples, to which no losses are sent.

@@ -107,14 +107,14 @@ def test_equal_test_inputs_are_computed_once_with_equal_results(
 
     def run_with_cache(size):
         """Run with a limit of kept outputs in bytes; return the events and the number of computations."""
-        monkeypatch.setattr(neurons, "MOST_KEPT", size)
+        monkeypatch.setattr(neurons, "MAX_CACHED_BYTES", size)
         calls.clear()
         outcome = run_simulated(with_tests)
         assert outcome.status == "finished"
         return list(outcome.events), len(calls)
 
     # Devices are charged for every computation; only the host computes equal inputs once.
-    events, computed = run_with_cache(neurons.MOST_KEPT)
+    events, computed = run_with_cache(neurons.MAX_CACHED_BYTES)
     events_without_cache, computed_without_cache = run_with_cache(0)
     assert events == events_without_cache
     # With substituted outputs the received parts are not the inputs, so equal parts say nothing.

@@ -28,8 +28,7 @@ WORKLOAD = LearningPart.model_validate(
 def test_micro_batches_joined_are_batches_of_training(parts: int) -> None:
     training = Training(DATA, WORKLOAD, 1)
     micro_batches = samples.MicroBatches(training, parts)
-    assert micro_batches.steps == 3
-    assert micro_batches.whole == 10
+    assert micro_batches.batch_size == 10
     for step in range(3):
         images, labels = training.batch(step)
         numbers = range(step * parts, (step + 1) * parts)
