@@ -6,7 +6,10 @@ machines.
 
 Modules of user files have unique names such as ``ring_0a1b2c3d4e5f``, derived from the content of the file and its
 imports: two files of one name are two modules, an edited file is a new module, and no user file hides an installed
-module. Import statements inside these modules resolve by the original names.
+module. Import statements inside these modules still use the original names, such as ``import ring``.
+
+`read` collects the source text of an object and of its imports as a `Code`; on any host, `load`, `function` and `call`
+import and use it. The argument ``key`` is the scenario key that names the object, for error messages.
 """
 
 from __future__ import annotations
@@ -34,29 +37,29 @@ from pydantic import BaseModel, ConfigDict
 from testbed.common.errors import InputError, Key
 
 MAX_CHARACTERS = 2_000_000
-"""Maximum number of source characters of a method or model."""
+"""Maximum number of source characters of a method or model, imports included, since every device receives them."""
 
 
 _HOME = Path(__file__).resolve().parents[2]
-"""Folder of the testbed's own packages."""
+"""Folder that contains the package `testbed`: a checkout, or the site-packages of an installation."""
 _PACKAGES = ("testbed", "testbed_agent", "testbed_controller")
 """The testbed's own packages, which may be imported from a checkout."""
 
 
 class Code(BaseModel):
-    """Source text of an object defined by a module."""
+    """Source text of an object, such as a method or a model, with everything that the object imports beside it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     name: str
-    """Name of a method, or of a function."""
+    """Name of the class or function in its module."""
     module: str
-    """Name of the defining module."""
+    """Unique name of the defining module."""
     sources: dict[str, str]
     """Source text by module name: the module itself and all its imports from the same folder or package."""
     files: dict[str, str] = {}
-    """Original file name by module name, where known."""
+    """File by module name, as the user would write it; empty for an installed package."""
     imports: dict[str, dict[str, str]] = {}
-    """Resolution of import names, by module."""
+    """For each module, the names in its import statements -> unique names of the imported modules."""
 
 
 class _TextImporter(MetaPathFinder, InspectLoader):
@@ -64,8 +67,9 @@ class _TextImporter(MetaPathFinder, InspectLoader):
 
     def __init__(self) -> None:
         self.sources: dict[str, str] = {}
+        """See `Code.sources`."""
         self.files: dict[str, str] = {}
-        """Where a text comes from, for tracebacks and ``__file__``."""
+        """See `Code.files`; used for tracebacks and ``__file__``."""
         self.imports: dict[str, dict[str, str]] = {}
         """See `Code.imports`."""
 
@@ -73,7 +77,7 @@ class _TextImporter(MetaPathFinder, InspectLoader):
         """Register the modules of a code object."""
         for module, file in code.files.items():
             if self.files.get(module, file) != file:
-                # Compiled under another file's name, to which its errors would point.
+                # The loaded module was compiled for a copy with another name, to which its errors would point.
                 sys.modules.pop(module, None)
         self.sources |= code.sources
         self.files |= code.files
@@ -90,7 +94,7 @@ class _TextImporter(MetaPathFinder, InspectLoader):
         file = self.files.get(fullname)
         origin = None if file is None else str(Path(file).absolute())
         spec = importlib.util.spec_from_loader(fullname, self, origin=origin)
-        # With a location, a module has `__file__`, beside which a user's code may read data.
+        # With a location, a module has `__file__`, by which a user's code may find data files.
         if spec is not None:
             spec.has_location = file is not None
         return spec
@@ -102,17 +106,20 @@ class _TextImporter(MetaPathFinder, InspectLoader):
         return self.sources[fullname]
 
     def get_code(self, fullname: str) -> CodeType:
-        # Without dont_inherit, this module's own `from __future__ import annotations` would apply.
+        # Without dont_inherit, the `from __future__ import annotations` of this file would apply to the user's code.
         return compile(
             self.sources[fullname], file_of(fullname), "exec", dont_inherit=True
         )
 
     def exec_module(self, module: ModuleType) -> None:
-        own = self.imports.get(_root_package(module.__name__))
-        if own:
-            # Import statements, also those in functions, call what the builtins of their module have for it.
-            importing = {"__import__": partial(_import_module, own)}
-            module.__dict__["__builtins__"] = {**vars(builtins), **importing}
+        unique_names = self.imports.get(_root_package(module.__name__))
+        if unique_names:
+            # An import statement, also within a function, calls `__import__` of its module's builtins.
+            import_function = partial(_import_module, unique_names)
+            module.__dict__["__builtins__"] = {
+                **vars(builtins),
+                "__import__": import_function,
+            }
         super().exec_module(module)
 
 
@@ -124,21 +131,22 @@ def _root_package(module: str) -> str:
 
 
 def _import_module(
-    own: Mapping[str, str], name: str, *arguments: Any, **keywords: Any
+    unique_names: Mapping[str, str], name: str, *arguments: Any, **keywords: Any
 ) -> ModuleType:
-    """Resolve an import statement; ``own`` maps names of user modules to their unique names."""
-    relative = arguments[3] if len(arguments) > 3 else keywords.get("level", 0)
+    """Replace ``__import__``; ``unique_names`` maps the names of user modules in import statements to unique names."""
+    # The signature is __import__(name, globals, locals, fromlist, level); level 0 is an absolute import.
+    level = arguments[3] if len(arguments) > 3 else keywords.get("level", 0)
     first, dot, rest = name.partition(".")
-    if not relative and first in own:
-        name = own[first] + dot + rest
+    if not level and first in unique_names:
+        name = unique_names[first] + dot + rest
     return builtins.__import__(name, *arguments, **keywords)
 
 
 def read(file: Path, name: str, key: Key) -> Code:
-    """Read a file and its imports from the same folder as the code of a named object.
+    """Read a file, and its imports from the same folder, as the code of the object ``name``.
 
-    A process reads a file once: what runs, what it declares and what is kept with the results is the same text. Raises
-    `InputError` naming the key, also where a file beside it has the name of another module that can be imported.
+    A process reads a file only once, so the planner, the devices and the results have the same text. Raises
+    `InputError` naming the key, also if an imported file has the name of another module that can be imported.
     """
     code = _gather_code(file.resolve(), str(file), key)
     return code.model_copy(update={"name": name})
@@ -146,16 +154,18 @@ def read(file: Path, name: str, key: Key) -> Code:
 
 @dataclass
 class _Source:
-    """An importable file, or a folder of Python files."""
+    """A Python file, or a folder of Python files (a package), that a user's file can import."""
 
     path: Path
+    """The file or folder."""
     files: dict[str, Path]
-    """Files by module name below the source; "" is the source itself."""
+    """Files by the dotted name of the module within the package; "" is the file, or the package itself."""
     texts: dict[str, str]
+    """Texts of `files`; empty for a missing ``__init__.py``."""
     imported: dict[str, _Source]
-    """Imported sources of the same folder, by name."""
+    """Imported sources of the same folder, by the name in import statements."""
     module: str = ""
-    """Unique name of the module."""
+    """Unique name of the module, set after all imports are known."""
 
     @property
     def characters(self) -> int:
@@ -164,15 +174,18 @@ class _Source:
 
 
 @cache
-def _gather_code(file: Path, named: str, key: Key) -> Code:
-    """Collect a file and all its imports from the same folder."""
-    main = _Source(file, {"": file}, {"": _read_text(file, named, key)}, {})
-    folder, named_folder = file.parent, Path(named).parent
-    sources = _with_imports(main, named_folder, key)
+def _gather_code(file: Path, shown_path: str, key: Key) -> Code:
+    """Collect a file and all its imports from the same folder.
+
+    ``shown_path`` is the path of the file as written by the user, for error messages and tracebacks.
+    """
+    main = _Source(file, {"": file}, {"": _read_text(file, shown_path, key)}, {})
+    folder, shown_folder = file.parent, Path(shown_path).parent
+    sources = _with_imports(main, shown_folder, key)
     if sum(source.characters for source in sources) > MAX_CHARACTERS:
-        text = f"{named} and the files that it imports have more than {MAX_CHARACTERS:,} characters: import less"
+        text = f"{shown_path} and the files that it imports have more than {MAX_CHARACTERS:,} characters: import less"
         raise InputError(text, key)
-    # All names first: an import may be circular.
+    # Imports may be circular, so all modules get their names before any import is resolved.
     for source in sources:
         identifier = re.sub(r"[^0-9A-Za-z_]", "_", source.path.stem)
         source.module = f"{identifier}_{_source_digest(source, folder)}"
@@ -184,61 +197,61 @@ def _gather_code(file: Path, named: str, key: Key) -> Code:
             }
         for name, text in source.texts.items():
             module = f"{source.module}.{name}" if name else source.module
-            place = named_folder / source.files[name].relative_to(folder)
+            shown_file = shown_folder / source.files[name].relative_to(folder)
             code.sources[module] = text
-            code.files[module] = str(place)
-    # Registered before it is loaded, so that a syntax error is located in the user's file.
+            code.files[module] = str(shown_file)
+    # Registered before the import, so that a syntax error is located in the user's file.
     _IMPORTER.add(code)
     return code
 
 
-def _with_imports(main: _Source, named: Path, key: Key) -> list[_Source]:
-    """Return a source and its transitive imports from the same folder; fill in `_Source.imported`.
+def _with_imports(main: _Source, shown_folder: Path, key: Key) -> list[_Source]:
+    """Return a source and its transitive imports from the same folder, and set `_Source.imported` of all of them.
 
-    Raises `InputError` for a name shared with another module.
+    Raises `InputError` for a file with the name of another module.
     """
     folder = main.path.parent
     sources = {main.path: main}
-    waiting = [main]
-    while waiting:
-        source = waiting.pop()
+    remaining = [main]
+    while remaining:
+        source = remaining.pop()
         for name, file, line in _absolute_imports(source):
             path = _find_beside(folder, name)
             if path is None:
                 continue
-            other = _other_origin(name, path)
+            other_module = _describe_other_module(name, path)
             # Devices could import the other module instead, depending on the order of their search path.
-            if other is not None:
-                where = f"{named / file.relative_to(folder)}:{line}"
-                text = f"{where}: imports '{name}', which is {path.name} beside it and {other}: rename {path.name}"
-                raise InputError(text, key)
+            if other_module is not None:
+                where = f"{shown_folder / file.relative_to(folder)}:{line}"
+                text = f"{where}: imports '{name}', which is {path.name} beside it and {other_module}: "
+                raise InputError(f"{text}rename {path.name}", key)
             if path not in sources:
                 sources[path] = _open_source(path, key)
-                waiting.append(sources[path])
+                remaining.append(sources[path])
             source.imported[name] = sources[path]
     return list(sources.values())
 
 
-def _read_text(file: Path, named: str, key: Key) -> str:
+def _read_text(file: Path, shown_path: str, key: Key) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise InputError(f"{named} is not text: name a Python file", key) from None
+        raise InputError(f"{shown_path} is not text: name a Python file", key) from None
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(
-            f"{named} cannot be read ({reason}): name a Python file, relative to the scenario",
+            f"{shown_path} cannot be read ({reason}): name a Python file, relative to the scenario",
             key,
         ) from None
 
 
 def _find_beside(folder: Path, name: str) -> Path | None:
-    """Return the file or package of a name in a folder."""
+    """Return the file or the package that a name in an import statement means in a folder; None if there is neither."""
     file, package = folder / f"{name}.py", folder / name
-    # The testbed's own packages are on every device.
+    # The testbed's own packages are on every device and need not be sent.
     if package == _HOME / name:
         return None
-    # In Python's order: a package, a module, then a folder without `__init__.py`.
+    # The order of Python's search: a package, a module, then a folder without `__init__.py`.
     if (package / "__init__.py").is_file():
         return package
     if file.is_file():
@@ -256,7 +269,7 @@ def _open_source(path: Path, key: Key) -> _Source:
             parts = parts[:-1]
         if all(part.isidentifier() for part in parts):
             files[".".join(parts)] = file
-            # A folder without `__init__.py` is a package, too: an empty one.
+            # A folder without `__init__.py` is a package, too, whose own text is empty.
             for depth in range(1, len(parts)):
                 inner = parts[:depth]
                 files.setdefault(".".join(inner), path.joinpath(*inner, "__init__.py"))
@@ -272,7 +285,7 @@ def _absolute_imports(source: _Source) -> Iterator[tuple[str, Path, int]]:
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError):
-            # Reported with its line when the module is loaded.
+            # Loading the module reports this error with its line.
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -282,8 +295,8 @@ def _absolute_imports(source: _Source) -> Iterator[tuple[str, Path, int]]:
                 yield _root_package(node.module), source.files[name], node.lineno
 
 
-def _other_origin(name: str, path: Path) -> str | None:
-    """Return the origin of an importable module of the same name outside the folder."""
+def _describe_other_module(name: str, path: Path) -> str | None:
+    """Describe an importable module that has the same name as the user's file or package; None if there is none."""
     if name in sys.stdlib_module_names:
         return "a module of the standard library"
     try:
@@ -292,33 +305,34 @@ def _other_origin(name: str, path: Path) -> str | None:
         return None
     if spec is None:
         return None
-    places = (
-        [spec.origin] if spec.origin else [*(spec.submodule_search_locations or ())]
-    )
-    # The current folder may be searched for modules; so is a checkout, whose other folders are nobody's modules.
-    own = [path, path / "__init__.py"]
+    origins = [*(spec.submodule_search_locations or ())]
+    if spec.origin:
+        origins = [spec.origin]
+    # Python may search the current folder, and thus find the user's file itself.
+    harmless = [path, path / "__init__.py"]
+    # In a checkout, Python also searches the checkout, whose other folders, such as tests, are no installed modules.
     if name not in _PACKAGES and (_HOME / "pyproject.toml").is_file():
-        own += [_HOME / name, _HOME / name / "__init__.py", _HOME / f"{name}.py"]
-    if all(Path(place).resolve() in own for place in places):
+        harmless += [_HOME / name, _HOME / name / "__init__.py", _HOME / f"{name}.py"]
+    if all(Path(origin).resolve() in harmless for origin in origins):
         return None
-    return f"an installed module ({places[0]})"
+    return f"an installed module ({origins[0]})"
 
 
 def _source_digest(source: _Source, folder: Path) -> str:
-    """Return a digest of a source and all its imports, which distinguishes its module from an edited one."""
+    """Return a digest of the texts of a source and of all its imports, so that an edit changes the digest."""
     sources: dict[Path, _Source] = {}
-    waiting = [source]
-    while waiting:
-        each = waiting.pop()
+    remaining = [source]
+    while remaining:
+        each = remaining.pop()
         if each.path not in sources:
             sources[each.path] = each
-            waiting.extend(each.imported.values())
+            remaining.extend(each.imported.values())
     digest = hashlib.sha256()
     for path in sorted(sources):
         relative = path.relative_to(folder).as_posix()
         for name, text in sources[path].texts.items():
             digest.update(f"{relative}\0{name}\0{text}\0".encode())
-    # 48 bits tell a user's files apart and keep names short in tracebacks.
+    # 48 bits suffice for the files of one user and keep names short in tracebacks.
     return digest.hexdigest()[:12]
 
 
@@ -326,22 +340,24 @@ def code_of_module(name: str, module: str) -> Code | None:
     """Return the code of an object in a user's module, with all imports; None for other modules."""
     if module not in _IMPORTER.files:
         return None
+    # The unique names of the user's files and packages that the module imports, without modules inside packages.
     roots: list[str] = []
-    waiting = [_root_package(module)]
+    remaining = [_root_package(module)]
     # Imports may be circular, so each module is visited once.
-    while waiting:
-        root = waiting.pop()
+    while remaining:
+        root = remaining.pop()
         if root not in roots:
             roots.append(root)
-            waiting.extend(_IMPORTER.imports.get(root, {}).values())
+            remaining.extend(_IMPORTER.imports.get(root, {}).values())
     sources = {}
     for each, text in _IMPORTER.sources.items():
         if _root_package(each) in roots:
             sources[each] = text
     files = {each: _IMPORTER.files[each] for each in sources}
-    imports = {
-        root: _IMPORTER.imports[root] for root in roots if root in _IMPORTER.imports
-    }
+    imports = {}
+    for root in roots:
+        if root in _IMPORTER.imports:
+            imports[root] = _IMPORTER.imports[root]
     return Code(name=name, module=module, sources=sources, files=files, imports=imports)
 
 
@@ -350,7 +366,7 @@ def code_of_package(name: str, module: str, key: Key) -> Code:
 
     Raises `InputError` for a package without source text or above the size limit.
     """
-    # All modules: which of them the object needs shows only while it runs.
+    # All modules are sent, since only a run shows which of them the object needs.
     modules = _package_modules(_root_package(module))
     sources = {each: _installed_text(each, key) for each in modules}
     if sum(map(len, sources.values())) > MAX_CHARACTERS:
@@ -379,7 +395,7 @@ def _installed_text(module: str, key: Key) -> str:
 
 
 def clear_cache() -> None:
-    """Forget all files read so far, so that edits are noticed."""
+    """Forget all files read by `read`, so that the next call reads edited files again."""
     _gather_code.cache_clear()
 
 
@@ -390,7 +406,7 @@ def load(code: Code, key: Key) -> ModuleType:
     _IMPORTER.add(code)
     try:
         return importlib.import_module(code.module)
-    # Before the others, since a syntax error has no frame in the traceback.
+    # A syntax error has no frame of the user's file in its traceback, so its line comes from the error itself.
     except SyntaxError as error:
         raise InputError(
             f"{error.filename}:{error.lineno}: is not Python: {error.msg}", key
@@ -402,10 +418,10 @@ def load(code: Code, key: Key) -> ModuleType:
 
 
 def call(code: Code, key: Key, **arguments: Any) -> Any:
-    """Call a function of a code object. Raises `InputError` naming the key and the failing line."""
-    called = function(code, key)
+    """Call the object of a code with keyword arguments. Raises `InputError` naming the key and the failing line."""
+    target = function(code, key)
     try:
-        return called(**arguments)
+        return target(**arguments)
     except InputError:
         raise
     except (Exception, SystemExit) as error:
@@ -415,24 +431,25 @@ def call(code: Code, key: Key, **arguments: Any) -> Any:
 
 
 def function(code: Code, key: Key) -> Callable[..., Any]:
-    """Return the named function or class. Raises `InputError` listing the available names."""
+    """Return the object of a code, a function or class. Raises `InputError` listing the available names."""
     module = load(code, key)
     value: Any = vars(module).get(code.name)
     if not callable(value):
-        own = []
+        defined_names = []
         for name, each in vars(module).items():
+            # Imported objects belong to another module.
             if getattr(each, "__module__", None) == code.module:
-                own.append(name)
-        available = ", ".join(own) or "none"
-        wrong = f"defines no function '{code.name}'" if code.name else "is a file"
-        text = f"{file_of(code.module)} {wrong}: name a function of it (there: {available})"
+                defined_names.append(name)
+        available = ", ".join(defined_names) or "none"
+        problem = f"defines no function '{code.name}'" if code.name else "is a file"
+        text = f"{file_of(code.module)} {problem}: name a function of it (available: {available})"
         raise InputError(text, (key[0], "name"))
     checked: Callable[..., Any] = value
     return checked
 
 
 def line_of(error: BaseException, code: Code) -> str:
-    """Return the innermost line of the code in an exception's traceback; the file alone if there is no such line."""
+    """Return ``file:line`` of the innermost frame of the code in an exception's traceback; the file without a frame."""
     frames = _user_frames(error, {file_of(name) for name in code.sources})
     if not frames:
         return file_of(code.module)
@@ -442,7 +459,7 @@ def line_of(error: BaseException, code: Code) -> str:
 def describe_error(error: BaseException) -> str | None:
     """Format an error with the lines of user files in its traceback; None without such lines.
 
-    The first line has the last of those lines and the error, as ``ring.py:42: KeyError: 'round'``.
+    The first line has the innermost line of a user file and the error, as ``ring.py:42: KeyError: 'round'``.
     """
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
@@ -461,7 +478,7 @@ def describe_error(error: BaseException) -> str | None:
             for each in frames
         ]
     text = "\n".join(lines)
-    # Names of modules end in a digest, which tells a user nothing.
+    # Unique module names end in a digest, which means nothing to a user.
     for module in _IMPORTER.files:
         if "." not in module:
             text = text.replace(module, module.rpartition("_")[0])
@@ -469,7 +486,7 @@ def describe_error(error: BaseException) -> str | None:
 
 
 def texts_of(code: Code) -> dict[str, str]:
-    """Return the texts of a code by their files, relative to the folder of the named file, which is the first."""
+    """Return the texts of a code by file, relative to the folder of the code's own file, which comes first."""
     folder = Path(code.files[code.module]).parent
     texts = {}
     for module in dict.fromkeys([code.module, *code.sources]):
@@ -481,11 +498,11 @@ def texts_of(code: Code) -> dict[str, str]:
 def _user_frames(
     error: BaseException, files: Iterable[str]
 ) -> list[traceback.FrameSummary]:
-    known = set(files)
+    file_names = set(files)
     frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if frame.filename in known]
+    return [frame for frame in frames if frame.filename in file_names]
 
 
 def file_of(module: str) -> str:
-    """Return the original file name of a module."""
+    """Return the file of a user's module as the user would write it; ``<module>`` for other modules."""
     return _IMPORTER.files.get(module, f"<{module}>")

@@ -71,7 +71,7 @@ def test_function_result_is_accepted(
         ("leaves", "mine.py:11: SystemExit: 3"),
         ("broken", "mine.py:14: ZeroDivisionError"),
         ("nothing", "mine.py: nothing: .*: the sequence has no samples"),
-        ("none", "there: no_tests, .*, wrong, nothing, broken, data_set"),
+        ("none", "available: no_tests, .*, wrong, nothing, broken, data_set"),
     ],
 )
 def test_unsuitable_function_is_rejected(

@@ -374,5 +374,5 @@ def test_options_become_arguments(tmp_path: Path) -> None:
 
 def test_unknown_function_is_rejected_with_available_names(tmp_path: Path) -> None:
     file = write_network(tmp_path, "def build():\n    return nn.Flatten()\n")
-    with pytest.raises(InputError, match="there: build"):
+    with pytest.raises(InputError, match="available: build"):
         create_network("make", file)
