@@ -43,10 +43,10 @@ def keep_imports() -> Iterator[None]:
 
 
 def skip_garbage_at_exit() -> None:
-    """Exempt all present objects: at the end of Python, a last search through torch's modules takes 0.6 s."""
+    """Exempt all present objects, because Python's last collection would search torch's modules for 0.6 s."""
     gc.freeze()
 
 
 def never_collect() -> None:
-    """Disable collection in a process that must not be late with packets, and that makes no reference cycles."""
+    """Disable collection in a process that must handle packets in time and creates no reference cycles."""
     gc.disable()

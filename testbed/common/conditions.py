@@ -94,7 +94,7 @@ def parse_target(text: str, kind: MetricKind) -> float | str | bool:
     0.004
     """
     text = text.strip()
-    # Times and sizes need a unit, since one that is guessed is wrong for somebody.
+    # Times and sizes need a unit, because users would expect different units.
     if kind == "seconds":
         return parse_duration(text)
     if kind == "bytes":

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 Key = tuple[str | int, ...]
-"""The way to a value: ``("faults", 0, "when", "batch")``."""
+"""Path of a value in a scenario, with the index of a list item as a number: ``("faults", 0, "when", "batch")``."""
 
 
 def parse_key(dotted: str) -> Key:
-    """Parse a dotted key; a number is the place in a list.
+    """Parse a dotted key; a part of digits is the index of a list item.
 
     >>> parse_key("faults.0.when.batch")
     ('faults', 0, 'when', 'batch')
@@ -31,8 +31,10 @@ def format_key(key: Key) -> str:
     return ".".join(str(part) for part in key)
 
 
-def reject_former_names(made: type, remedies: Mapping[str, str]) -> None:
-    """Raise TypeError if a class defines a name of an earlier version, which nothing would use any more.
+def reject_former_names(subclass: type, remedies: Mapping[str, str]) -> None:
+    """Raise TypeError if a user's subclass defines an attribute of an earlier version, which would have no effect.
+
+    ``remedies`` maps the former attributes to the ends of the error texts.
 
     >>> class Old:
     ...     begins = ("forward",)
@@ -40,8 +42,9 @@ def reject_former_names(made: type, remedies: Mapping[str, str]) -> None:
     Traceback (most recent call last):
     TypeError: Old.begins has no effect: write `span_names` instead
     """
-    for name in remedies.keys() & vars(made).keys():
-        raise TypeError(f"{made.__name__}.{name} has no effect: {remedies[name]}")
+    for name in remedies.keys() & vars(subclass).keys():
+        text = f"{subclass.__name__}.{name} has no effect: {remedies[name]}"
+        raise TypeError(text)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -60,8 +63,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> list[str]:
-    """Return the known word most similar to the given one; empty without a similar word."""
-    # Known words are lower-case, so a word in capitals is similar to none of them as written.
+    """Return a list with the known word most similar to the given one; empty without a similar word."""
+    # Known words are lower-case, so a word in capitals would be similar to none of them.
     return difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
 
 
@@ -74,6 +77,7 @@ class Diagnostic:
     """
 
     key: Key
+    """Path of the invalid value in the scenario; empty for the scenario as a whole."""
     text: str
     """The problem and its remedy."""
 
@@ -110,10 +114,10 @@ class InputError(TestbedError):
     exit_code = 2
 
     def __init__(self, text: str, key: Key = ()) -> None:
-        """Describe the problem and its remedy for the value at a key.
+        """Create the error with the problem and its remedy, and the key of the invalid value.
 
-        Its key is one of the workload, ``("method", "stages")``, or of the scenario, ``("network", "topology")`` or
-        ``("devices", name, "memory")`` with the name of a single device.
+        The key is relative to the workload, ``("method", "stages")``, or to the scenario, ``("network", "topology")``
+        or ``("devices", name, "memory")`` with the name of a single device.
         """
         super().__init__(str(Diagnostic(key, text)))
         self.text = text

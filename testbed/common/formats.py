@@ -14,30 +14,30 @@ MetricKind = Literal["share", "seconds", "bytes", "joules", "number", "bool", "t
 """Kind of quantity measured by a metric; decides unit and format."""
 
 
-_Steps = tuple[tuple[float, str], ...]
-"""Units of one kind by size, the largest first: size in base units and name."""
-_SECONDS: _Steps = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_JOULES: _Steps = ((1e3, "kJ"), (1.0, "J"))
-_BYTES: _Steps = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+_Units = tuple[tuple[float, str], ...]
+"""Units of one kind, the largest first: factor to base units, and name."""
+_SECONDS: _Units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_JOULES: _Units = ((1e3, "kJ"), (1.0, "J"))
+_BYTES: _Units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def unit(kind: MetricKind, highest: float) -> tuple[float, str]:
-    """Return size and name of the unit suited to a maximum value; the name is empty for plain numbers.
+    """Return factor and name of the unit suited to a maximum value; the name is empty for plain numbers.
 
     >>> unit("bytes", 25_000)
     (1000.0, 'kB')
     """
-    units = {
+    units_of_kinds = {
         "seconds": _SECONDS,
         "bytes": _BYTES,
         "joules": _JOULES,
         "share": ((0.01, "%"),),
     }
-    steps = units.get(kind, ((1.0, ""),))
-    for step in steps:
-        if highest >= step[0]:
-            return step
-    return steps[-1]
+    units = units_of_kinds.get(kind, ((1.0, ""),))
+    for factor, name in units:
+        if highest >= factor:
+            return factor, name
+    return units[-1]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class Scale:
 
     kind: MetricKind
     factor: float
+    """Size of the unit in base units."""
     unit: str
+    """Name of the unit; empty for plain numbers."""
 
     @classmethod
     def of(cls, kind: MetricKind, values: Iterable[float | bool | str | None]) -> Scale:
@@ -73,27 +75,27 @@ class Scale:
         return number(value if self.factor == 1 else value / self.factor)
 
 
-def _format_scaled(value: float, steps: _Steps) -> str:
-    """Format with the largest unit whose value is at least one after rounding to three digits."""
-    for factor, unit in steps:
-        # 999.7 kB rounds to 1000 kB, which reads as 1 MB.
+def _format_scaled(value: float, units: _Units) -> str:
+    """Format with the largest unit in which the value, rounded to three digits, is at least one."""
+    for factor, unit in units:
+        # The value is rounded first, since 999.7 kB rounds to 1000 kB, which is 1 MB.
         if abs(float(f"{value:.3g}")) >= factor:
             return f"{_format_digits(value / factor)} {unit}"
-    factor, unit = steps[-1]
+    factor, unit = units[-1]
     return f"{_format_digits(value / factor)} {unit}"
 
 
 def _format_digits(number: float) -> str:
-    """Write three significant digits, never as a power of ten between 0.001 and a million."""
+    """Write three significant digits, without an exponent between 0.001 and a million."""
     if number == 0:
         return "0"
     rounded = float(f"{number:.3g}")
-    if 1e-3 <= abs(rounded) < 1e6:
-        exponent = int(f"{rounded:e}".partition("e")[2])
-        places = max(0, 2 - exponent)
-        text = f"{rounded:.{places}f}"
-        return text.rstrip("0").rstrip(".") if places else text
-    return f"{number:.3g}"
+    if not 1e-3 <= abs(rounded) < 1e6:
+        return f"{number:.3g}"
+    exponent = int(f"{rounded:e}".partition("e")[2])
+    places = max(0, 2 - exponent)
+    text = f"{rounded:.{places}f}"
+    return text.rstrip("0").rstrip(".") if places else text
 
 
 def is_visible(character: str) -> bool:
@@ -114,8 +116,11 @@ def escape_control(text: str, max_characters: int = 2000) -> str:
     """
     pieces = []
     for character in text:
-        # Without the quotes of `repr`.
-        pieces.append(character if is_visible(character) else repr(character)[1:-1])
+        if is_visible(character):
+            pieces.append(character)
+        else:
+            # `repr` writes the escape sequence between two quotes, which are removed.
+            pieces.append(repr(character)[1:-1])
     escaped = "".join(pieces)
     if len(escaped) <= max_characters:
         return escaped
@@ -152,12 +157,12 @@ def seconds(value: float | None) -> str:
     """
     if value is None:
         return NONE
-    # Half a second below two minutes rounds to them.
+    # From here on, the value rounds to at least two minutes.
     if abs(value) >= 119.5:
         minutes, remainder = divmod(round(abs(value)), 60)
         sign = "-" if value < 0 else ""
         return f"{sign}{minutes} min {remainder} s"
-    # Below a nanosecond is rounding, not time.
+    # Less than a nanosecond is a rounding error.
     if abs(value) < 1e-9:
         return "0 s"
     return _format_scaled(value, _SECONDS)
@@ -212,7 +217,7 @@ def speed(value: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """Write a fraction as per cent; neither a small one reads as 0 nor one below 1 as 100.
+    """Write a fraction as per cent, with ``<`` for a small one, and two decimal places for one just below 1.
 
     >>> share(0.0004), share(0.987), share(0.9999)
     ('<0.1%', '98.7%', '99.99%')
@@ -256,7 +261,7 @@ def ratio(value: float | None) -> str:
     """
     if value is None:
         return NONE
-    # Two decimal places of 0.0012 would read as 0.00; below a millionth, 0.00 is meant.
+    # Two decimal places would show 0.0012 as 0.00. Below a millionth, 0.00 is the right text.
     if 1e-6 < abs(value) < 0.1:
         return f"{_format_digits(float(f'{value:.2g}'))}×"
     return f"{value:.2f}×"

@@ -52,15 +52,17 @@ def student_quantile(freedom: int, confidence: float) -> float:
 
 
 def _student_share(t: float, freedom: int) -> float:
-    """Return the share of Student's distribution between -t and t."""
+    """Return the share of Student's distribution between -t and t for ``freedom`` degrees of freedom."""
     angle = math.atan(t / math.sqrt(freedom))
     cosine = math.cos(angle)
-    odd = freedom % 2 == 1
-    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
-    for power in range(freedom // 2):
+    is_odd = freedom % 2 == 1
+    total = 0.0
+    # Odd degrees have the series cos + 2/3 cos^3 + ..., even degrees the series 1 + 1/2 cos^2 + ...
+    term = cosine if is_odd else 1.0
+    for index in range(freedom // 2):
         total += term
-        divisor = 2 * power + (3 if odd else 2)
+        divisor = 2 * index + (3 if is_odd else 2)
         term *= cosine * cosine * (divisor - 1) / divisor
-    if odd:
+    if is_odd:
         return 2 / math.pi * (angle + math.sin(angle) * total)
     return math.sin(angle) * total

@@ -19,7 +19,7 @@ class Lazy:
 
     def __getattr__(self, attribute: str) -> Any:
         value = getattr(importlib.import_module(self._name), attribute)
-        # From now on, Python finds the attribute itself and calls this method no more.
+        # Python calls __getattr__ for missing attributes only, so later accesses find the stored value at once.
         setattr(self, attribute, value)
         return value
 
@@ -39,7 +39,7 @@ def require_extra(module: str, extra: str, feature: str, key: Key = ()) -> Any:
     """Import an optional module for a feature. Raises `InputError` naming the missing extra."""
     try:
         return importlib.import_module(module)
-    # The cause is named, too: a library may be installed and lack one of its own.
+    # The original error is part of the text, since the module may be installed but lack one of its own dependencies.
     except ImportError as error:
         missing = module.partition(".")[0]
         raise InputError(

@@ -25,9 +25,9 @@ def log_to_stderr(environment: Mapping[str, str]) -> None:
     """Log to standard error, at debug level if the environment requests it, else at info level."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter())
-    # Users' methods log by loggers of their own, so the root logs, too.
+    # The root logger is configured, since users' methods have loggers outside the testbed's packages.
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     if environment.get(LEVEL) == "debug":
-        # At debug other libraries (pyroute2, asyncio) write hundreds of lines for each change of a link.
+        # Only our packages: pyroute2 and asyncio would write hundreds of debug lines for each change of a link.
         for name in PACKAGES:
             logging.getLogger(name).setLevel(logging.DEBUG)

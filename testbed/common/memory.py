@@ -13,9 +13,9 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20
 def keep_freed_memory() -> None:
     """Configure glibc to keep freed memory for reuse until the process ends.
 
-    By default it gives blocks of some megabytes back to the kernel, which hands out each page anew, zeroed, at its
-    first use: a simulation that makes large tensors over and over spent a tenth of its processor time on that. Other
-    C libraries are left as they are.
+    By default, glibc returns blocks of some megabytes to the kernel, and the kernel provides each page again, zeroed,
+    at its next use. A simulation that repeatedly creates large tensors spent a tenth of its processor time on zeroing.
+    With another C library, the function has no effect.
     """
     # musl, the C library of Alpine, has no such function.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -18,7 +18,7 @@ Loaded = TypeVar("Loaded")
 @cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
     """Return the entry points of a group by name."""
-    # The import and the scan take about 20 ms, which commands without a use for packages do not pay.
+    # Imported here, because the import and the scan take about 20 ms, which many commands can save.
     from importlib.metadata import entry_points
 
     return {each.name: each for each in entry_points(group=group)}
@@ -31,10 +31,10 @@ def find(group: str, name: str, key: Key) -> Any:
 
 
 def load(point: EntryPoint, key: Key, convert: Callable[[Any], Loaded]) -> Loaded:
-    """Import an entry point and convert the object; raises `InputError` naming the package where either fails."""
+    """Import an entry point and convert the object. Raises `InputError` naming the package if either fails."""
     try:
         return convert(point.load())
-    # A package's code may raise anything, and a script without a main guard may exit.
+    # A package's code may raise any exception, and a script without a main guard may exit.
     except (Exception, SystemExit) as error:
         package = point.dist.name if point.dist is not None else point.module
         reason = " ".join(str(error).split())
@@ -57,7 +57,8 @@ class Registry(Generic[Loaded]):
     """The objects of one extension point by name: the testbed's own, then those of installed packages.
 
     ``own`` maps names to ``module:attribute``, in the form that a package uses in its ``pyproject.toml``. An object is
-    imported when it is first needed; ``convert`` raises an error for one that does not suit the extension point.
+    imported when it is first needed. ``convert`` checks the object and raises an error if it does not suit the
+    extension point. ``noun`` names the extension point in error messages, as in "unknown fault 'x'".
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Quantities with written units, parsed in one place: rates, durations, fractions, sizes, speeds, byte rates.
+"""Quantities with units: parsers, formatters and pydantic types of rates, durations, fractions, sizes, speeds.
 
-A quantity is text such as ``50mbit``, ``5ms``, ``1%``, ``1GiB``, ``3.6gflops`` or ``4.4GB/s``; a bare number is
-refused (only ``0`` needs no unit), because a guessed unit is wrong for somebody. Parsed quantities are floats in SI
-base units: bit/s, seconds, fractions of one, FLOP/s, bytes/s; sizes are whole bytes.
+A quantity is text such as ``50mbit``, ``5ms``, ``1%``, ``1GiB``, ``3.6gflops`` or ``4.4GB/s``. A number without a unit
+is refused (except ``0``), because users would expect different units. Parsed quantities are floats in base units:
+bit/s, seconds, fractions of one, FLOP/s, bytes/s; sizes are whole bytes. A kind is one of these six.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBER_AND_UNIT = re.compile(
 )
 
 MAX_VALUE = 1e18
-"""Largest value of any quantity but a fraction, in SI units."""
+"""Maximum of any quantity except a fraction, in base units."""
 
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -52,11 +52,12 @@ _UNITS_OF_KINDS = (
     BYTE_RATE_UNITS,
 )
 
-# A capital B means bytes and a small b means bits; only `bps` is ambiguous. Prefixes have no case, as in tc.
+# Rates in other notations, for suggestions. A capital B means bytes and a small b bits; only `bps` is ambiguous. Upper
+# and lower case of prefixes are equal, as in tc.
 _BYTE_RATE = re.compile(r"([kKmMgG]?)(?:Bps|B/s|B)")
 _TC_BYTE_RATE = re.compile(r"([kKmMgG]?)(?:bps|BPS)")
 _BIT_RATE = re.compile(r"([kKmMgG]?)(?:(?i:bits?(?:/s)?)|b/s|b)")
-# Frequent mistakes. The message quotes a suggestion; two in one text bring their own inner quotes.
+# The message puts a suggestion in quotes, so a text with two suggestions contains the quotes between them.
 _LIKELY_UNITS = {
     "duration": {
         "sec": "s",
@@ -75,14 +76,15 @@ _LIKELY_UNITS = {
     },
     "speed": {"flop/s": "flops", "GFLOP/s": "gflops"},
 }
+"""Frequent wrong unit -> suggested unit, by kind."""
 
 
 def _suggest_unit(
     kind: str, number: float, unit: str, units: Mapping[str, float]
 ) -> str:
-    """Return a suggestion for an unknown unit."""
+    """Return a suggestion for an unknown unit, as the end of an error text."""
     if kind == "rate":
-        # `bps` are bytes to tc and bits to most people, so it is refused with both meanings.
+        # tc reads `bps` as bytes a second, most people as bits a second.
         if match := _TC_BYTE_RATE.fullmatch(unit):
             return f"tc reads '{unit}' as bytes a second, most people mean bits: write '{match[1].lower()}bit'"
         if match := _BYTE_RATE.fullmatch(unit):
@@ -91,10 +93,9 @@ def _suggest_unit(
             return f"write '{match[1].lower()}bit', which means bits a second"
     if unit in _LIKELY_UNITS.get(kind, {}):
         return f"write '{_LIKELY_UNITS[kind][unit]}'"
-    # Another case of letters is suggested, not assumed: a unit that is guessed is wrong for somebody.
-    for known in units:
-        if known.lower() == unit.lower():
-            return f"write '{known}'"
+    for candidate in units:
+        if candidate.lower() == unit.lower():
+            return f"write '{candidate}'"
     return f"a {kind} is in " + ", ".join(units)
 
 
@@ -109,9 +110,9 @@ def _parse_quantity(
     value: object,
     units: Mapping[str, float],
     example: str,
-    largest: float = MAX_VALUE,
+    maximum: float = MAX_VALUE,
 ) -> float:
-    """Return a quantity in SI units. Raises ValueError, which names the ``kind`` and may show an ``example``."""
+    """Return a quantity in base units. Raises ValueError, which names the ``kind`` and may show an ``example``."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"a {kind} is text with a unit, such as '{example}'")
     text = " ".join(str(value).split())
@@ -129,27 +130,27 @@ def _parse_quantity(
         text = f"'{text}' has no unit: a {kind} is written like '{example}'"
         # A bare number up to 1 is most likely meant as a fraction of one.
         if kind == "fraction" and number <= 1:
-            likely = f"{100 * number:g}%"
-            # The message ends with the example already.
-            if likely != example:
-                text += f", so write '{likely}'"
+            suggestion = f"{100 * number:g}%"
+            # The text already ends with the example.
+            if suggestion != example:
+                text += f", so write '{suggestion}'"
         raise ValueError(text)
     if unit not in units:
         raise ValueError(
             f"'{unit}' is not a unit of {kind}: {_suggest_unit(kind, number, unit, units)}"
         )
     converted = number * units[unit]
-    # A number too large for a float is infinite, and thus refused here as well.
-    if converted > largest:
-        limit = f"{largest:g} {_base_unit(units)}"
+    # A number too large for a float is infinite, so it is refused here, too.
+    if converted > maximum:
+        limit = f"{maximum:g} {_base_unit(units)}"
         raise ValueError(f"'{text}' is too large for a {kind}: it is at most {limit}")
     return converted
 
 
 def on_one_scale(values: Sequence[object]) -> tuple[list[float], str] | None:
-    """Convert values to plain numbers and their common unit (the largest one used; empty for numbers).
+    """Convert values to numbers in a common unit, for the axis of a chart: the largest unit used, empty for numbers.
 
-    Returns None unless all values are numbers, or quantities of one kind with at least one unit (a zero needs none).
+    Returns None unless all values are numbers, or quantities of one kind of which at least one has a unit.
 
     >>> on_one_scale(["500kbit", "2mbit"])
     ([0.5, 2.0], 'mbit')
@@ -166,15 +167,15 @@ def on_one_scale(values: Sequence[object]) -> tuple[list[float], str] | None:
         if quantity is None:
             return None
         quantities.append(quantity)
-    # A zero without a unit goes with any unit.
-    used = {unit for number, unit in quantities if unit or number != 0}
+    # A zero without a unit can have any unit.
+    used_units = {unit for number, unit in quantities if unit or number != 0}
     for units in _UNITS_OF_KINDS:
-        if used and used <= units.keys():
-            largest = max(used, key=units.__getitem__)
+        if used_units and used_units <= units.keys():
+            largest_unit = max(used_units, key=units.__getitem__)
             scaled = []
             for number, unit in quantities:
-                scaled.append(number * units.get(unit, 1.0) / units[largest])
-            return scaled, largest
+                scaled.append(number * units.get(unit, 1.0) / units[largest_unit])
+            return scaled, largest_unit
     return None
 
 
@@ -214,12 +215,12 @@ def parse_fraction(value: object) -> float:
 
 
 def _base_unit(units: Mapping[str, float]) -> str:
-    """Return the unit whose factor is closest to 1: the SI unit, or per cent."""
+    """Return the unit whose factor is closest to 1: the base unit, or per cent."""
     return min(units, key=lambda unit: abs(units[unit] - 1))
 
 
 def _format_quantity(value: float, units: Mapping[str, float]) -> str:
-    """Return the shortest text parsing to the same float, preferring numbers of at least 1.
+    """Return the shortest text that parses to the same float, with a number of at least 1 if possible.
 
     A percentage with more than 15 digits may parse to a neighbouring float.
     """
@@ -228,15 +229,16 @@ def _format_quantity(value: float, units: Mapping[str, float]) -> str:
     exact: list[tuple[int, bool, str]] = []
     for unit, factor in units.items():
         number = value / factor
-        # Six digits read best, 15 hide the rounding error of the division, and repr has all digits.
+        # Six digits are the easiest to read, 15 hide the rounding error of the division, and repr has all digits.
         for digits in (f"{number:g}", f"{number:.15g}", f"{number!r}"):
             if float(digits) * factor == value:
                 text = digits + unit
-                exact.append((len(text), value < factor, text))
+                is_below_one = value < factor
+                exact.append((len(text), is_below_one, text))
     if exact:
-        # The shortest; of these, a number of at least 1; of these, the first by alphabet.
+        # Ordered by length, then numbers of at least 1 first, then by alphabet.
         return min(exact)[-1]
-    # Only per cent, as other kinds have a unit of factor 1.
+    # Only per cent arrives here, as the other kinds have a unit of factor 1.
     base = _base_unit(units)
     return f"{value / units[base]!r}{base}"
 
@@ -263,8 +265,8 @@ def _annotated_type(
     """Combine parser, formatter and JSON schema of one kind of quantity into a pydantic annotation."""
     schema = {"anyOf": [{"type": "string"}, {"const": 0}], "examples": [example]}
     return (
-        # The parser refuses larger values itself. Without a bound here, `testbed.common.part` adds that of plain
-        # numbers, which is lower: 10tflops would be refused.
+        # The parser refuses larger values itself. Without a bound in the type, `testbed.common.part` would add that of
+        # plain numbers, which would refuse 10tflops.
         Le(MAX_VALUE),
         BeforeValidator(parse),
         PlainSerializer(format_text),

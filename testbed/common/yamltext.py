@@ -9,9 +9,9 @@ import yaml
 from yaml.cyaml import CSafeDumper, CSafeLoader
 
 MAX_DEPTH = 200
-"""Maximum depth of a text: a much deeper one overflows the stack of libyaml's reader, which ends the process."""
+"""Maximum depth of nested values. Thousands of levels would overflow the stack of libyaml and end the process."""
 
-# The core schema, https://yaml.org/spec/1.2.2/#103-core-schema; the first pattern that matches holds.
+# The core schema, https://yaml.org/spec/1.2.2/#103-core-schema. The first matching pattern decides.
 _TAGS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -21,6 +21,7 @@ _TAGS = {
         list("-+.0123456789"),
     ),
 }
+"""Type of scalars -> pattern of their texts, and the possible first characters ("" for empty text)."""
 
 
 class _Reader(CSafeLoader):
@@ -48,17 +49,19 @@ class _Writer(CSafeDumper):
         return True
 
 
-for _name, (_pattern, _first) in _TAGS.items():
+for _name, (_pattern, _first_characters) in _TAGS.items():
     for _class in (_Reader, _Writer):
         _class.add_implicit_resolver(
-            f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})\\Z"), _first
+            f"tag:yaml.org,2002:{_name}",
+            re.compile(f"(?:{_pattern})\\Z"),
+            _first_characters,
         )
 
 
 def nodes(text: str) -> yaml.Node | None:
     """Return the root node of a single-document text; None for empty text.
 
-    Raises `yaml.YAMLError` for what is not YAML and for what is nested too deeply.
+    Raises `yaml.YAMLError` for invalid YAML and for values nested too deeply.
     """
     reader = _Reader(text)
     try:
@@ -80,8 +83,9 @@ def values(text: str) -> Any:
 def written(plain: Any, width: int = 110, lines: bool = True) -> str:
     """Write plain values as YAML of about ``width`` columns, each value on its own line if ``lines``.
 
-    Raises `yaml.YAMLError` for a value that is of no plain type.
+    Raises `yaml.YAMLError` for a value that is not plain.
     """
+    # PyYAML writes collections of scalars as [ ... ] and { ... } for None, and none for False.
     flow = False if lines else None
     text: str = yaml.dump(
         plain,
