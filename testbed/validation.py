@@ -79,7 +79,7 @@ def metrics_spec_of(method: Method, workload: WorkloadPart) -> MetricsSpec:
 
 
 def _metrics_specs(scenario: Scenario) -> list[MetricsSpec]:
-    """Return the definitions of a run's metrics; for an unknown method, those of all methods."""
+    """Return the definitions of a run's metrics; for an unknown method, the definitions of all methods."""
     method = _method_or_problem(scenario)
     # An unknown method has an error already; its metrics must not cause another one.
     candidates = (

@@ -115,7 +115,7 @@ class WorkloadPart(ConfigModel):
         return {"method": self.method}
 
     def files(self) -> Iterator[str]:
-        """Yield further Python files named by subsections, besides those of method, model and data."""
+        """Yield further Python files named by subsections, besides the files of method, model and data."""
         return iter(())
 
     def title(self) -> str:
@@ -130,7 +130,7 @@ class WorkloadPart(ConfigModel):
     @classmethod
     def _of_its_kind(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate the section with the class of its `task`."""
-        # A derived class validates itself, and anything but a mapping is an error of its own.
+        # A derived class validates itself, and a value that is not a mapping has another error.
         if cls is not WorkloadPart or not isinstance(value, Mapping):
             return read(value)
         task = value.get("task", _DEFAULT)

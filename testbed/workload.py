@@ -109,7 +109,7 @@ class Workload(ABC):
     arrays: ClassVar[str] = "numpy"
     """The library whose arrays programs receive in messages (`testbed.wire.arrays`)."""
     declared: ClassVar[MetricsSpec] = NOTHING
-    """Metrics, events, rows, tables and charts of every run of this workload, besides those of the method."""
+    """Metrics, events, rows, tables and charts of every run of this workload, in addition to the method's."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Reject methods under a former name, which nothing would call."""

@@ -62,7 +62,7 @@ class RealDevice:
         self.name = settings.device
         self.leaving = False
         self.exposed: dict[bool, Callable[[], Mapping[str, Any]]] = {}
-        """Functions that return weights; the key is True for the device's part of the model alone."""
+        """Functions that return weights: under True the weights of the device's part of the model, under False all."""
         self.processors = Processors(spec.processors, pace)
         self.lanes: dict[str, Lane] = {}
         """Delivery to each peer that has been sent a message."""
@@ -372,7 +372,7 @@ class Totals:
 
     def __init__(self) -> None:
         self.counts: dict[str, float] = defaultdict(float)
-        """Values by metric name; the names are those of `testbed_agent.metrics`."""
+        """Values by metric name, as in `testbed_agent.metrics`."""
         self.learned: dict[str, float] = {}
         """Loss of the last step, accuracy and loss of the last test; empty on devices without these values."""
 

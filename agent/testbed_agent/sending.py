@@ -328,7 +328,7 @@ def _parse_response(received: bytes) -> tuple[Response, bytes] | None:
 
 
 class Rejected(Exception):  # noqa: N818 - an action of the peer
-    """Raised if the peer refuses the message for good."""
+    """Raised if the peer refuses a message finally, so that a repetition is useless."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The registry of all methods, including those of installed packages such as papers/."""
+"""The registry of all methods, including methods of installed packages such as papers/."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Registry(Mapping[str, "Method"]):
 
 
 METHODS: Mapping[str, Method] = _Registry()
-"""All methods: the testbed's own, then those of installed packages.
+"""All methods: first the methods of the testbed, then the methods of installed packages.
 
 A key ``TASK.NAME`` is a package's method NAME for one task only; the key NAME is the method for all other tasks.
 """

@@ -495,7 +495,7 @@ class Channel:
         delay = self.link.delay
         if self.crossing is not None:
             pieces = range(chunks(cast.size))
-            # A sum, not any(): all datagrams are drawn, whatever became of the first ones.
+            # A sum instead of any(), so that the number of draws does not depend on the fates of the first datagrams.
             if sum(self.crossing.draw_loss() for _ in pieces):
                 return None
             delay = max(self.crossing.draw_delay() for _ in pieces)

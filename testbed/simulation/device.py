@@ -113,7 +113,7 @@ class SimulatedDevice:
         self.running = True
         """Whether the program has not returned."""
         self.exposed: dict[bool, Callable[[], Mapping[str, Any]]] = {}
-        """Functions that return weights: under True those of the device's part of the model, under False all."""
+        """Functions that return weights: under True the weights of the device's part of the model, under False all."""
         self._world = world
         self._form: CastForm | None = None
         """Encoding of broadcasts; None before the first one."""
@@ -151,7 +151,7 @@ class SimulatedDevice:
     def expose(
         self, weights: Callable[[], Mapping[str, Any]], part: bool = False
     ) -> None:
-        """Register a function that returns all weights, or with ``part`` those of the device's part of the model."""
+        """Register a function that returns all weights, or with ``part`` only the device's part of the model."""
         self.exposed[part] = weights
 
     async def save(self, name: str, message: Message) -> None:

@@ -144,7 +144,7 @@ class EventQueue:
 
     def run(self) -> None:
         """Run until stopped. Raises EmptySchedule for an empty queue (deadlock), or TimeLimit."""
-        # Local names, since a simulation spends most of its own time in this loop.
+        # Local names, since a simulation spends most of its time in this loop.
         scheduled, frozen = self._scheduled, self._frozen
         next_ready, pop = self._ready.popleft, heapq.heappop
         while True:

@@ -23,7 +23,7 @@ class Guest(Protocol):
     leaving: bool
     """Whether the program has been asked to leave."""
     exposed: dict[bool, Callable[[], Mapping[str, Any]]]
-    """Functions that return weights: under True those of the device's part of the model, under False all."""
+    """Functions that return weights: under True the weights of the device's part of the model, under False all."""
 
     def deliver(
         self,

@@ -75,7 +75,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def create_task(
         self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any
     ) -> asyncio.Task[T]:
-        """Schedule a coroutine; ``options`` are those of `asyncio.Task`."""
+        """Schedule a coroutine; ``options`` are arguments of `asyncio.Task`."""
         if self._task_factory is None:
             return asyncio.Task(coro, loop=self, **options)
         task: asyncio.Task[T] = self._task_factory(self, coro, **options)

@@ -56,7 +56,7 @@ class SharedTransfer:
         self.unsent_bits = self.total_bits
 
     def is_stopped(self, level: float, full: Collection[Shared]) -> bool:
-        """Return whether a rate of ``level`` bit/s is the maximum: the own link's, or that of a full shared rate."""
+        """Return whether the transfer's own link or a full shared rate allows no more than ``level`` bit/s."""
         return self.cap <= level or any(shared in full for shared, _ in self.uses)
 
 

@@ -88,7 +88,7 @@ class World:
         for number, spec in enumerate(specs):
             self.hosts[spec.name] = Host(spec.name, spec, number)
         self.current = SystemState.of(specs, links, radio)
-        """Links and speeds in force; device states are those of the hosts."""
+        """Links and speeds in force; the present states of devices are in the hosts (`states`)."""
         self.recorder = recorder or Recorder()
         self.events = self.recorder.events
         self._program = program

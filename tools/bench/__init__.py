@@ -1,1 +1,1 @@
-"""What the testbed itself costs, measured: `python -m tools.bench`."""
+"""Measurements of the testbed's own costs: `python -m tools.bench`."""

@@ -27,7 +27,7 @@ _SETTINGS = {
 
 
 class Network:
-    """Sleeping processes in namespaces of their own, each connected by a veth to a bridge in a further namespace.
+    """Sleeping processes in separate namespaces, each connected by a veth to a bridge in a further namespace.
 
     With ``plugged=False`` they have no interface, and a shaper connects them.
     """

@@ -52,7 +52,7 @@ JITTER_FRACTION = 0.1
 BURSTS_FRACTION = 0.1
 """Maximum relative error of the loss and the length of bursts."""
 TCP_LOWEST = 0.92
-"""Minimum share of TCP content in the rate on the wire: headers alone take 4.4 %."""
+"""Minimum share of TCP content in the rate on the wire, of which headers take 4.4 %."""
 CHANGE_SECONDS = 0.05
 """Maximum time until a change of a link takes effect, in seconds."""
 DELAYS = (0.0005, 0.001, 0.005, 0.02, 0.1, 0.5)
@@ -131,7 +131,7 @@ class NamespaceLab:
 
 
 def repeat_failed(case: Callable[[], Iterator[Measurement]]) -> Iterator[Measurement]:
-    """Yield the measurements of a case; a second measurement replaces each one outside its bounds."""
+    """Yield the measurements of a case; a second measurement replaces each measurement outside its bounds."""
     first = list(case())
     second = {}
     if not all(measurement.reached for measurement in first):

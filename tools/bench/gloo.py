@@ -48,7 +48,7 @@ WARM_UP = 3
 STEPS = 10
 """Measured steps, after the warm-up."""
 MOST_STEP_RATIO = 0.8
-"""Maximum ratio of our step time to that of gloo."""
+"""Maximum ratio of our step time to gloo's step time."""
 MOST_PROCESSOR_RATIO = 0.25
 """Maximum ratio of our processor time without computation to the processor time of torch's pipelining."""
 MOST_DEVIATION = 0.05
@@ -142,7 +142,7 @@ def _run_program(
 
 
 def measure_gloo(lab: Lab, plan: Plan, schedule: str) -> GlooTimes:
-    """Run torch's pipelining on a lab and return the times; the warm-up counts for the processor time alone."""
+    """Run torch's pipelining on a lab and return the times; the warm-up counts only for the processor time."""
     arguments = stage_arguments(plan, schedule)
     # The coordinator has the first stage.
     first_address = lab.devices[plan.coordinator].address

@@ -26,7 +26,7 @@ DEVICE_COUNTS = (4, 16, 64)
 RATIO_AT = 16
 """Number of devices with a target."""
 TARGET = 1.5
-"""Maximum ratio of the start-up to that of bare containers."""
+"""Maximum ratio of the testbed's start-up time to the start-up time of bare containers."""
 
 
 def make_scenario(devices: int) -> Scenario:

@@ -1,4 +1,4 @@
-"""Oracles: conditions that every run must meet, whatever its scenario.
+"""Oracles: conditions that every run of every scenario must meet.
 
 An oracle examines the outcome of a run and yields violations: one line each, beginning with the kind of violation.
 Oracles recompute metrics from the events, independently of the testbed's own code.

@@ -211,7 +211,7 @@ def _page_requests() -> list[Request]:
 
 
 class _Planner:
-    """A shaper without effect: links are checked and planned, and the kernel is left alone."""
+    """A shaper without effect: links are checked and planned, but not applied."""
 
     seed = 0
 

@@ -54,7 +54,7 @@ def _removable_faults(tree: Tree) -> Iterator[Key]:
 
 
 def _removable_devices(tree: Tree) -> Iterator[Key]:
-    """Yield the devices without a fault or a link of their own, as long as more than two remain."""
+    """Yield the devices that no fault and no entry of `links` names, as long as more than two devices remain."""
     # Python's notation of these parts has the quoted names of devices.
     parts_text = f"{tree['faults']} {tree['network'].get('links')}"
     # The first device is the coordinator, which every method needs.

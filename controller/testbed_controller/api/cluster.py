@@ -235,7 +235,7 @@ def _count_workers(client: Client) -> int:
 # Once in a process, which keeps the code that it has imported even if the files change.
 @functools.cache
 def version() -> str:
-    """Return the version of the testbed with a hash of its Python files and of those of packages with methods.
+    """Return the version of the testbed with a hash of the Python files of the testbed and of packages with methods.
 
     Workers with another version are refused, because their results may differ. Libraries such as torch are not
     compared; manifest.json names their versions.

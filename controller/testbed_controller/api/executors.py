@@ -142,7 +142,7 @@ class OneRunPerHost:
         # The hosts are joined by a Docker swarm. Only a manager of the swarm can create the networks of a run, so each
         # run includes this host, even if all of its devices are on another one.
         managing_host = find_manager(reach_all(self.hosts)).name
-        # A queue in a process of its own (multiprocessing's "manager", not that of the swarm), since a plain queue
+        # A queue in a separate process (a "manager" of multiprocessing, not of the swarm), since a plain queue
         # cannot be an argument of a pool's jobs.
         free_hosts = get_context("spawn").Manager().Queue()
         for host in self.hosts:

@@ -289,7 +289,7 @@ def container_settings(
     environment: dict[str, str],
     **host: Any,
 ) -> dict[str, Any]:
-    """Return the settings of a container for the engine API: those common to all containers, and those of the caller.
+    """Return the settings of a container for the engine API: common settings of all containers, and the caller's.
 
     ``host`` are arguments of `docker.types.HostConfig`; ``log_config`` replaces the common limits of logs.
     """

@@ -230,7 +230,8 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
 
 
 def _obtain_torch(choices: Sequence[ImageTags], say: Say) -> ImageTags:
-    """Return the tags of the preferred torch build if pip can fetch it, otherwise those of the second one."""
+    """Return the tags of the preferred torch build if pip can fetch the build, otherwise the tags of the second
+    build."""
     preferred = choices[0]
     if len(choices) == 1 or fetch_cpu_torch(preferred.target, say):
         return preferred
@@ -392,7 +393,7 @@ def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
     if failure:
         return failure
     say(f"building {tag} on {REGISTRY_BASE}")
-    # The image brings a Python of its own.
+    # The image has another Python than Debian's.
     packages = [name for name in _base_packages() if name != "python3"]
     arguments = {"PACKAGES": " ".join(packages)}
     labels = {LABEL: "base", "testbed.source": REGISTRY_BASE}

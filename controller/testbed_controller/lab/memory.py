@@ -18,7 +18,7 @@ libraries in memory, took 22 GB."""
 
 
 def device_memory(device: DeviceSpec, *, torch: bool = True) -> float:
-    """Return the minimum memory of a device in bytes: that of an agent, or a smaller limit of the device.
+    """Return the minimum memory of a device in bytes: the memory of an agent, or a smaller limit of the device.
 
     >>> device_memory(DeviceSpec("worker1", 1e9, memory=4e9), torch=True)
     172000000.0

@@ -181,7 +181,7 @@ def _summarise(
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """New link properties, which replace those of the scenario; active faults modify the new properties."""
+    """New link properties, which replace the properties in the scenario; active faults modify the new properties."""
 
     pairs: Sequence[Pair]
     part: LinkPart

@@ -266,7 +266,7 @@ async def _follow_output(
     def record(text: str, name: str) -> None:
         # Also in the container's own log.
         print(text, file=sys.stderr if name == "stderr" else sys.stdout, flush=True)
-        # Python underlines the failed expression in a line of its own.
+        # Python underlines the failed expression in a separate line, which is omitted.
         if name == "stderr" and text.strip(" ^~"):
             last_errors.append(text.strip())
         fields = parse_event(text)
