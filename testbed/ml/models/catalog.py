@@ -1,4 +1,4 @@
-"""The catalogue of models and their options."""
+"""The catalogue of models: those of the testbed with their options, and the names of those of installed packages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class Entry:
 
     name: str
     summary: str
+    """One line for `testbed show models`."""
     Options: type[ConfigModel]
+    """Class of the options in a scenario."""
     make: Callable[[Any, Shape, int], Model]
     """(options, shape of an image, classes) -> model; raises ValueError for an unsuitable shape."""
     classes: int = 0
-    """Default number of classes for data without labels; 0: the model needs labels."""
+    """Number of classes for data without labels; 0 for a model that needs data with labels."""
 
 
 _ENTRIES = (
@@ -83,27 +85,31 @@ _ENTRIES = (
 )
 CATALOG = {entry.name: entry for entry in _ENTRIES}
 GROUP = "testbed.models"
-"""Entry points under which an installed package registers models: ``name = "module:function"``.
+"""Group of entry points by which an installed package registers models: ``name = "module:function"``.
 
-The function has the arguments of one in a Python file that a scenario names."""
-_NAME: Key = ("model", "name")
+The function is one as in a Python file that a scenario names (`testbed.ml.models.own`)."""
+_NAME_KEY: Key = ("model", "name")
+"""Key in a scenario's workload to which errors about a name refer."""
 
 
 def code_of(name: str) -> Code | None:
-    """Return the source text of a package's model; None for other names. Raises `InputError` for a broken package."""
+    """Return the source text of a package's model; None for a model of the catalogue or an unknown name.
+
+    Raises `InputError` for a broken package.
+    """
     # A package cannot replace a model of the catalogue.
     if name in CATALOG:
         return None
-    function = plugins.find(GROUP, name, _NAME)
+    function = plugins.find(GROUP, name, _NAME_KEY)
     if function is None:
         return None
     if not callable(function):
         raise InputError(
             f"the package's model '{name}' must be a function that returns a torch.nn.Module",
-            _NAME,
+            _NAME_KEY,
         )
     point = plugins.installed(GROUP)[name]
-    return usercode.code_of_package(point.attr, point.module, _NAME)
+    return usercode.code_of_package(point.attr, point.module, _NAME_KEY)
 
 
 def list_names() -> list[str]:
@@ -116,7 +122,7 @@ def list_names() -> list[str]:
 
 
 def summary_of(name: str) -> str:
-    """Return one line about a model; for a broken package, the error.
+    """Return one line about a model, or the error of a broken package.
 
     >>> summary_of("vgg5")
     "three convolutions and two fully connected layers, as in PipeLearn's Table II"
@@ -124,7 +130,7 @@ def summary_of(name: str) -> str:
     if name in CATALOG:
         return CATALOG[name].summary
     try:
-        return plugins.summarize(plugins.find(GROUP, name, _NAME))
+        return plugins.summarize(plugins.find(GROUP, name, _NAME_KEY))
     except InputError as error:
         return error.text
 
@@ -133,7 +139,7 @@ def find(name: str) -> Entry:
     """Return a model of the catalogue; raises `InputError` for an unknown name."""
     if name not in CATALOG:
         raise InputError(
-            f"unknown model '{name}': {nearest(name, list_names())}", _NAME
+            f"unknown model '{name}': {nearest(name, list_names())}", _NAME_KEY
         )
     return CATALOG[name]
 
@@ -144,25 +150,26 @@ def create(
     input_shape: Shape,
     classes: int,
 ) -> Model:
-    """Create a catalogue model for images of ``input_shape``; 0 ``classes`` means data without labels.
+    """Create a catalogue model for images of ``input_shape``.
 
-    Raises `InputError` for an unknown name and for unsuitable data, and pydantic's error for unknown options; the
-    options of a scenario have been checked before.
+    ``classes`` is the number of labels, 0 for data without labels. Raises `InputError` for an unknown name and for
+    unsuitable data, and pydantic's error for unknown options; the options of a scenario have been checked before.
 
     >>> model = create("mlp", {"hidden": [32, 32]}, (1, 8, 8), 10)
     >>> [unit.name for unit in model.units]
     ['hidden1', 'hidden2', 'output']
     """
     entry = find(name)
-    chosen = entry.Options.model_validate(dict(options))
+    checked_options = entry.Options.model_validate(dict(options))
     if not classes and not entry.classes:
         without_labels = [each.name for each in CATALOG.values() if each.classes]
         raise InputError(
             f"{name} needs data with labels: use labelled data, or {', '.join(without_labels)}",
             ("model",),
         )
+    class_count = classes or entry.classes
     try:
-        return entry.make(chosen, tuple(input_shape), classes or entry.classes)
+        return entry.make(checked_options, tuple(input_shape), class_count)
     except ValueError as error:
         size = "x".join(map(str, input_shape))
         raise InputError(
@@ -171,12 +178,13 @@ def create(
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """Return a model's size and cost as plain values: totals, and one row per unit; all per sample.
+    """Return a model's size and cost for one sample as plain values: totals, and a dictionary for each unit.
 
-    ``parameters`` are all trained values, ``weights`` those without biases and normalisation. ``undivided`` are reasons
-    why units of a user's network cannot be cut further. ``reads`` are the units whose outputs a unit reads, -1 the
-    model's input. ``output_bytes`` leave the unit, ``cut_bytes`` cross the cut after the unit, and
-    ``activation_bytes`` are kept for the backward pass.
+    ``parameters`` are all trained values, ``weights`` those without biases and normalisation. ``undivided`` are the
+    reasons why units of a user's network cannot be divided further. ``reads`` are the indices of the units whose
+    outputs a unit reads, with -1 for the model's input. ``output_bytes`` is the size of the unit's output,
+    ``cut_bytes`` the size of all tensors that cross the cut after the unit, and ``activation_bytes`` the size of the
+    values kept for the backward pass.
 
     >>> description = describe(create("mlp", {"hidden": [32]}, (1, 8, 8), 10))
     >>> description["parameters"], [unit["name"] for unit in description["units"]]

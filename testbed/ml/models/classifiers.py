@@ -1,4 +1,8 @@
-"""Image classifiers as chains of units; a block with a shortcut is one unit, so cuts never fall within a block."""
+"""Image classifiers of the catalogue, as chains of units.
+
+Each network is a function of its options, of the shape of an image, (channels, height, width), and of the number of
+classes. A block with a shortcut is one unit, so cuts never fall within a block.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,12 @@ from testbed.ml.models.layers import (
 )
 from testbed.ml.models.shapes import Shape
 
-MOST_LAYERS = 1000
-"""Maximum layers of one list: planning more would take too long."""
+MAX_HIDDEN_LAYERS = 1000
+"""Bound on the option ``hidden``: planning for more layers would take too long."""
 Width = Annotated[int, Field(ge=1, le=100_000)]
+"""Number of channels or features of one layer."""
 Units = list[tuple[str, list[Layer]]]
+"""Name and layers of each unit."""
 
 
 def _conv_layers(
@@ -37,10 +43,18 @@ def _conv_layers(
     *,
     batch_norm: bool = True,
 ) -> list[Layer]:
-    """Return a convolution that keeps the size of the image, up to its stride, and perhaps a normalisation."""
-    # A bias before the normalisation would be subtracted by it at once.
+    """Return a convolution with so much padding that only the stride changes the size of the image.
+
+    With ``batch_norm`` a normalisation follows.
+    """
     convolution = Conv2d(
-        channels, kernel, stride, kernel // 2, groups, bias=not batch_norm
+        channels,
+        kernel,
+        stride,
+        padding=kernel // 2,
+        groups=groups,
+        # The normalisation has a bias itself, and subtracts the mean, any bias included.
+        bias=not batch_norm,
     )
     return [convolution, BatchNorm2d()] if batch_norm else [convolution]
 
@@ -58,7 +72,7 @@ class MlpOptions(ConfigModel):
 
     hidden: tuple[Width, ...] = Field(
         (128, 128, 128, 128),
-        max_length=MOST_LAYERS,
+        max_length=MAX_HIDDEN_LAYERS,
         description="sizes of the hidden layers",
     )
 
@@ -88,7 +102,7 @@ class CnnOptions(ConfigModel):
     )
     hidden: tuple[Width, ...] = Field(
         (120, 84),
-        max_length=MOST_LAYERS,
+        max_length=MAX_HIDDEN_LAYERS,
         description="sizes of the fully connected layers before the last",
     )
 
@@ -103,10 +117,10 @@ def cnn(options: CnnOptions, shape: Shape, classes: int) -> Model:
     for index, channels in enumerate(options.channels, 1):
         layers: list[Layer] = [Conv2d(channels, padding=1), ReLU()]
         units.append((f"conv{index}", layers))
-    for _, pooled in units[-2:]:
-        pooled.append(MaxPool2d())
+    for _, layers in units[-2:]:
+        layers.append(MaxPool2d())
     _, last_layers = units[-1]
-    # In the last convolution's unit: the fully connected layers then take features, wherever the model is cut.
+    # In the unit of the last convolution, so that all later units take features.
     last_layers.append(Flatten())
     units += _hidden_units(options.hidden)
     units.append(("output", [Linear(classes)]))
@@ -127,51 +141,46 @@ def vgg5(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     >>> [unit.name for unit in vgg5(BatchNormOptions(), (3, 32, 32), 10).units]
     ['conv1', 'conv2', 'conv3', 'fc1', 'fc2']
     """
+    # Output channels of each convolution, and the last layer of its unit.
     convolutions: list[tuple[int, Layer]] = [
         (32, MaxPool2d()),
         (64, MaxPool2d()),
         (64, Flatten()),
     ]
     units: Units = []
-    for index, (channels, last) in enumerate(convolutions, 1):
+    for index, (channels, last_layer) in enumerate(convolutions, 1):
         layers = _conv_layers(channels, batch_norm=options.batch_norm)
-        units.append((f"conv{index}", [*layers, ReLU(), last]))
+        units.append((f"conv{index}", [*layers, ReLU(), last_layer]))
     units.append(("fc1", [Linear(128), ReLU()]))
     units.append(("fc2", [Linear(classes)]))
     return chain("vgg5", shape, classes, units)
 
 
 RESNET_GROUPS = ((64, 1), (128, 2), (256, 2), (512, 2))
-"""(channels, stride of the first block), two blocks each."""
+"""(channels, stride of the first block) of each group of two blocks; the second block has stride 1."""
 
 
 def resnet18(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     """Create ResNet18 for small images, as in PipeLearn's Table II: 11.2 million parameters for 10 classes, 3 channels.
 
-    Table II gives the stem as a 7x7 convolution to 64 channels and a max pooling, without strides. Both have stride 2,
-    as in the original network for images of 224x224 pixels (He et al., arXiv:1512.03385). Images of 32x32 pixels leave
-    the stem with 8x8 pixels, and the last blocks with one.
+    The layers before the first block are the stem. Table II gives the stem as a 7x7 convolution to 64 channels and a
+    max pooling, without strides. Both have stride 2, as in the original network for images of 224x224 pixels (He et
+    al., arXiv:1512.03385). Images of 32x32 pixels leave the stem with 8x8 pixels, and the last blocks with one.
 
     >>> resnet18(BatchNormOptions(), (3, 32, 32), 10).parameters
     11181642
     """
-    norm = options.batch_norm
-    stem = _conv_layers(64, kernel=7, stride=2, batch_norm=norm)
+    batch_norm = options.batch_norm
+    stem_channels = 64
+    stem = _conv_layers(stem_channels, kernel=7, stride=2, batch_norm=batch_norm)
     stem += [ReLU(), MaxPool2d(kernel=3, stride=2, padding=1)]
     units: Units = [("stem", stem)]
-    input_channels = 64
-    for group, (channels, first) in enumerate(RESNET_GROUPS, 1):
-        for block, stride in ((1, first), (2, 1)):
-            path = _conv_layers(channels, stride=stride, batch_norm=norm)
-            path.append(ReLU())
-            path += _conv_layers(channels, batch_norm=norm)
-            shortcut: list[Layer] = []
-            if stride > 1 or input_channels != channels:
-                # The block changes the shape, so its input cannot be added as it is.
-                shortcut = _conv_layers(
-                    channels, kernel=1, stride=stride, batch_norm=norm
-                )
-            residual = Residual(tuple(path), tuple(shortcut))
+    input_channels = stem_channels
+    for group, (channels, first_stride) in enumerate(RESNET_GROUPS, 1):
+        for block, stride in ((1, first_stride), (2, 1)):
+            residual = _basic_block(
+                input_channels, channels, stride, batch_norm=batch_norm
+            )
             units.append((f"block{group}-{block}", [residual, ReLU()]))
             input_channels = channels
     _, last_layers = units[-1]
@@ -180,8 +189,24 @@ def resnet18(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     return chain("resnet18", shape, classes, units)
 
 
+def _basic_block(
+    input_channels: int, channels: int, stride: int, *, batch_norm: bool
+) -> Residual:
+    """Return two convolutions with a shortcut."""
+    block = _conv_layers(channels, stride=stride, batch_norm=batch_norm)
+    block.append(ReLU())
+    block += _conv_layers(channels, batch_norm=batch_norm)
+    shortcut: list[Layer] = []
+    if stride > 1 or input_channels != channels:
+        # The block changes the shape, so its input cannot be added as it is.
+        shortcut = _conv_layers(
+            channels, kernel=1, stride=stride, batch_norm=batch_norm
+        )
+    return Residual(tuple(block), tuple(shortcut))
+
+
 IMAGENET_CLASSES = 1000
-"""Number of classes for data without labels."""
+"""Number of classes of AlexNet and VGG-16 for data without labels."""
 
 
 class ImagenetOptions(ConfigModel):
@@ -193,7 +218,7 @@ class ImagenetOptions(ConfigModel):
 
 
 VGG16_BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
-"""Channels and number of the convolutions before each pooling."""
+"""(channels, convolutions) of each block, which ends with a pooling."""
 
 
 def alexnet(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
@@ -214,7 +239,7 @@ def alexnet(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
         ("conv4", [Conv2d(256, padding=1), ReLU()]),
         ("conv5", [Conv2d(256, padding=1), ReLU()]),
         ("pool5", [MaxPool2d(3, 2)]),
-        *_classifier_layers(options, classes, 6),
+        *_classifier_units(options, classes, first_number=6),
     ]
     return chain("alexnet", shape, classes, units)
 
@@ -231,26 +256,28 @@ def vgg16(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
             layers: list[Layer] = [Conv2d(channels, padding=1), ReLU()]
             units.append((f"conv{block}-{index}", layers))
         units.append((f"pool{block}", [MaxPool2d()]))
-    units += _classifier_layers(options, classes, 14)
+    units += _classifier_units(options, classes, first_number=14)
     return chain("vgg16", shape, classes, units)
 
 
-def _classifier_layers(options: ImagenetOptions, classes: int, number: int) -> Units:
-    """Return the three fully connected layers at the end, named by their number in the network from ``number``."""
-    first, second = options.hidden
+def _classifier_units(
+    options: ImagenetOptions, classes: int, first_number: int
+) -> Units:
+    """Return the three fully connected layers at the end, named by their numbers among the layers with weights."""
+    first_features, second_features = options.hidden
     return [
-        (f"fc{number}", [Flatten(), Linear(first), ReLU()]),
-        (f"fc{number + 1}", [Linear(second), ReLU()]),
-        (f"fc{number + 2}", [Linear(classes)]),
+        (f"fc{first_number}", [Flatten(), Linear(first_features), ReLU()]),
+        (f"fc{first_number + 1}", [Linear(second_features), ReLU()]),
+        (f"fc{first_number + 2}", [Linear(classes)]),
     ]
 
 
 MOBILENET_GROUPS = (
     (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
 )  # fmt: skip
-"""(expansion, channels, blocks, stride of the first block): the paper's t, c, n and s."""
-SMALL = 64
-"""Pixels along an axis; smaller images have the small stem."""
+"""(expansion, output channels, blocks, stride of the first block) of each group: the paper's t, c, n and s."""
+MIN_IMAGENET_SIDE = 64
+"""Height and width in pixels below which MobileNetV2 has the small stem by default."""
 
 
 class MobileNetV2Options(ConfigModel):
@@ -278,21 +305,24 @@ def mobilenetv2(options: MobileNetV2Options, shape: Shape, classes: int) -> Mode
     """
     if len(shape) != 3:
         raise ValueError(f"MobileNetV2 needs (channels, height, width), not {shape}")
-    is_small = min(shape[1:]) < SMALL
+    has_small_stem = min(shape[1:]) < MIN_IMAGENET_SIDE
     if options.stem is not None:
-        is_small = options.stem == "small"
+        has_small_stem = options.stem == "small"
     input_channels = _scale_channels(32, options.width)
-    stem = _conv_layers(input_channels, 3, 1 if is_small else 2)
+    stem = _conv_layers(input_channels, stride=1 if has_small_stem else 2)
     units: Units = [("stem", [*stem, ReLU(6.0)])]
-    for group, (expansion, channels, blocks, stride) in enumerate(MOBILENET_GROUPS, 1):
+    for group, (expansion, channels, blocks, first_stride) in enumerate(
+        MOBILENET_GROUPS, 1
+    ):
         output_channels = _scale_channels(channels, options.width)
-        first = 1 if is_small and group == 2 else stride
-        for block in range(blocks):
-            own_stride = first if block == 0 else 1
+        for block in range(1, blocks + 1):
+            stride = first_stride if block == 1 else 1
+            if has_small_stem and group == 2:
+                stride = 1
             layers = _bottleneck_block(
-                input_channels, output_channels, own_stride, expansion
+                input_channels, output_channels, stride, expansion
             )
-            units.append((f"block{group}-{block + 1}", layers))
+            units.append((f"block{group}-{block}", layers))
             input_channels = output_channels
     # Narrow models keep the width of the head, as in the paper.
     head_channels = _scale_channels(1280, max(1.0, options.width))
@@ -306,14 +336,14 @@ def mobilenetv2(options: MobileNetV2Options, shape: Shape, classes: int) -> Mode
 
 
 def _scale_channels(channels: int, width: float) -> int:
-    """Return the product rounded to a multiple of 8, at least 8 and at least nine tenths of the product.
+    """Return ``channels`` times ``width``, rounded to a multiple of 8, as in the authors' own code.
 
-    As in the authors' own code.
+    The result is at least 8, and at least nine tenths of the product.
     """
-    exact = channels * width
+    product = channels * width
     # Half of 8 is added, so that the integer division rounds to the nearest multiple.
-    rounded = max(8, int(exact + 4) // 8 * 8)
-    return rounded + 8 if rounded < 0.9 * exact else rounded
+    rounded = max(8, int(product + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * product else rounded
 
 
 def _bottleneck_block(
@@ -322,13 +352,16 @@ def _bottleneck_block(
     stride: int,
     expansion: int,
 ) -> list[Layer]:
-    """Expand, filter each channel, project without activation; with a shortcut if the shape is unchanged."""
-    hidden = input_channels * expansion
+    """Return an inverted residual: expand the channels, filter each, and project without an activation.
+
+    There is a shortcut if input and output have one shape.
+    """
+    hidden_channels = input_channels * expansion
     layers: list[Layer] = []
     if expansion > 1:
-        layers += _conv_layers(hidden, kernel=1)
+        layers += _conv_layers(hidden_channels, kernel=1)
         layers.append(ReLU(6.0))
-    layers += _conv_layers(hidden, stride=stride, groups=hidden)
+    layers += _conv_layers(hidden_channels, stride=stride, groups=hidden_channels)
     layers.append(ReLU(6.0))
     layers += _conv_layers(output_channels, kernel=1)
     has_shortcut = stride == 1 and input_channels == output_channels

@@ -1,7 +1,8 @@
-"""Decoding of YOLOv2's output: grid cells and anchors to labelled boxes.
+"""Decoding of YOLOv2's output, a grid of cells, to labelled boxes around objects.
 
-For each cell (x, y) of a grid of W x H and each anchor (a_w, a_h), in cells, the channels hold t_x, t_y, t_w, t_h, an
-objectness and one value for each class (Redmon and Farhadi, "YOLO9000: Better, Faster, Stronger", section 2)::
+An anchor is a typical size of a box, a_w x a_h cells. For each cell (x, y) of a grid of W x H cells and each anchor,
+the output has the channels t_x, t_y, t_w, t_h, an objectness and one value for each class (Redmon and Farhadi,
+"YOLO9000: Better, Faster, Stronger", section 2)::
 
     centre = (x + sigmoid(t_x)) / W, (y + sigmoid(t_y)) / H      size = a_w exp(t_w) / W, a_h exp(t_h) / H
     score of a class = sigmoid(objectness) x softmax(classes)
@@ -17,10 +18,13 @@ from testbed.common.lazy import np, npt
 
 Floats: TypeAlias = "npt.NDArray[np.float32]"
 
+_VALUES_BESIDE_CLASSES = 5
+"""Channels of an anchor before those of the classes: t_x, t_y, t_w, t_h and objectness."""
+
 
 @dataclass(frozen=True)
 class Box:
-    """One detected object; positions are fractions of the network's input, from its upper left corner."""
+    """One detected object; edges are fractions of the image's width or height, from the upper left corner."""
 
     label: str
     score: float
@@ -44,10 +48,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Detector:
-    """Parameters for decoding an output."""
+    """The parameters for decoding an output."""
 
     anchors: tuple[tuple[float, float], ...]
-    """Width and height, in cells of the grid."""
+    """Width and height of each anchor, in cells of the grid."""
     labels: tuple[str, ...]
     """Names of the classes, in the order of the channels."""
     threshold: float = 0.5
@@ -56,13 +60,12 @@ class Detector:
     """Intersection over union above which only the better of two boxes of one class is kept."""
 
     def channels(self, classes: int) -> tuple[int]:
-        """Return the number of output channels, as the beginning of a shape."""
-        # Position, size and objectness.
-        values_per_box = 5 + classes
+        """Return the number of output channels, as the first axis of a shape."""
+        values_per_box = _VALUES_BESIDE_CLASSES + classes
         return (len(self.anchors) * values_per_box,)
 
     def boxes(self, output: Floats) -> list[Box]:
-        """Return the objects in one sample's output (channels, height, width), best first."""
+        """Return the objects in the output for one sample, (channels, height, width), best first."""
         return suppress(self.decode(output), self.overlap)
 
     def decode(self, output: Floats) -> list[Box]:
@@ -71,39 +74,51 @@ class Detector:
         ``output`` is (channels, height, width).
         """
         _, height, width = output.shape
-        # (anchors, 5 + classes, height, width), in float64: exponents magnify the rounding of float32.
+        # In float64, since exponents magnify the rounding of float32.
         values = output.astype(np.float64)
+        # (anchors, channels of an anchor, height, width)
         values = values.reshape(len(self.anchors), -1, height, width)
-        anchor_sizes = np.array(self.anchors)[:, :, None, None]
-        rows, columns = np.mgrid[0:height, 0:width]
-        centre_x = (columns + _sigmoid(values[:, 0])) / width
-        centre_y = (rows + _sigmoid(values[:, 1])) / height
-        # An exponent that no real box has would overflow and warn.
-        width_factor = np.exp(np.minimum(values[:, 2], 50))
-        height_factor = np.exp(np.minimum(values[:, 3], 50))
-        box_width = anchor_sizes[:, 0] * width_factor / width
-        box_height = anchor_sizes[:, 1] * height_factor / height
+        edges = self._box_edges(values)
         scores = _class_scores(values)
-        best = scores.max(axis=1)
-        classes = scores.argmax(axis=1)
-        edges = (
-            centre_x - box_width / 2,
-            centre_y - box_height / 2,
-            centre_x + box_width / 2,
-            centre_y + box_height / 2,
-        )
+        # (anchors, height, width)
+        best_scores = scores.max(axis=1)
+        best_classes = scores.argmax(axis=1)
         boxes = []
-        reaches_threshold = best >= self.threshold
+        reaches_threshold = best_scores >= self.threshold
         # (anchor, row, column) of each such box.
         for place in zip(*np.nonzero(reaches_threshold), strict=True):
             # A box may extend beyond the image.
             left, top, right, bottom = (
                 float(np.clip(edge[place], 0, 1)) for edge in edges
             )
-            label = self.labels[int(classes[place])]
-            score = float(best[place])
+            label = self.labels[int(best_classes[place])]
+            score = float(best_scores[place])
             boxes.append(Box(label, score, left, top, right, bottom))
         return sorted(boxes, key=lambda box: -box.score)
+
+    def _box_edges(
+        self, values: npt.NDArray[np.float64]
+    ) -> tuple[npt.NDArray[np.float64], ...]:
+        """Return left, top, right and bottom of all boxes as fractions of the image, each (anchors, height, width).
+
+        ``values`` is (anchors, channels of an anchor, height, width).
+        """
+        *_, height, width = values.shape
+        anchor_sizes = np.array(self.anchors)[:, :, None, None]
+        rows, columns = np.mgrid[0:height, 0:width]
+        centre_x = (columns + _sigmoid(values[:, 0])) / width
+        centre_y = (rows + _sigmoid(values[:, 1])) / height
+        # A larger exponent, which no real box has, would overflow and warn.
+        width_factor = np.exp(np.minimum(values[:, 2], 50))
+        height_factor = np.exp(np.minimum(values[:, 3], 50))
+        box_width = anchor_sizes[:, 0] * width_factor / width
+        box_height = anchor_sizes[:, 1] * height_factor / height
+        return (
+            centre_x - box_width / 2,
+            centre_y - box_height / 2,
+            centre_x + box_width / 2,
+            centre_y + box_height / 2,
+        )
 
 
 def _sigmoid(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -112,9 +127,12 @@ def _sigmoid(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _class_scores(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return objectness times softmax, (anchors, classes, height, width)."""
-    classes = values[:, 5:]
-    # The largest is subtracted, so that no exponential overflows.
+    """Return the score of each class in all boxes, (anchors, classes, height, width).
+
+    ``values`` is (anchors, channels of an anchor, height, width).
+    """
+    classes = values[:, _VALUES_BESIDE_CLASSES:]
+    # The largest value is subtracted, so that no exponential overflows.
     odds = np.exp(classes - classes.max(axis=1, keepdims=True))
     objectness = _sigmoid(values[:, 4])[:, None]
     scores: npt.NDArray[np.float64] = objectness * odds
@@ -149,10 +167,13 @@ def _area(box: Box) -> float:
 
 
 def suppress(boxes: Sequence[Box], limit: float) -> list[Box]:
-    """Drop boxes overlapping a better box of their class by more than ``limit``; ``boxes`` are sorted, best first."""
-    kept: list[Box] = []
+    """Return the boxes without those that overlap a better box of their class by more than ``limit``.
+
+    ``boxes`` and the result are sorted, best first. The overlap is the intersection over union.
+    """
+    best_boxes: list[Box] = []
     for box in boxes:
-        rivals = [better for better in kept if better.label == box.label]
+        rivals = [better for better in best_boxes if better.label == box.label]
         if all(overlap(box, better) <= limit for better in rivals):
-            kept.append(box)
-    return kept
+            best_boxes.append(box)
+    return best_boxes

@@ -1,8 +1,8 @@
 """Low-rank adapters of linear layers: LoRA (Hu et al., 2021).
 
-A linear layer with weight W of shape (outputs, inputs) computes ``x W' + (alpha / rank) x A' B'``. W stays as it is;
-A of shape (rank, inputs) and B of shape (outputs, rank) are trained. B begins with zeros, so an adapted network begins
-as the network without adapters.
+With an adapter, a linear layer with weight W, (outputs, inputs), and a bias b computes
+``x W' + b + (alpha / rank) x A' B'``. W and b are not trained. A, (rank, inputs), and B, (outputs, rank), are the
+adapter, and are trained. B begins with zeros, so the network begins with the outputs that it has without adapters.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from torch.nn import functional
 from testbed.common.errors import InputError
 from testbed.common.seeds import derive
 
-KEY = ("training", "lora")
-"""Key of a scenario's workload that errors about adapters name."""
+LORA_KEY = ("training", "lora")
+"""Key in a scenario's workload to which errors about adapters refer."""
 DOWN, UP = "lora_down", "lora_up"
-"""Names of A and B beside ``weight`` and ``bias``."""
+"""Names of A and B as parameters of a layer, beside ``weight`` and ``bias``."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """How a network is adapted."""
+    """Rank and scale of adapters, and the layers that get one."""
 
     rank: int
     alpha: float
+    """Numerator of the scale ``alpha / rank`` of an adapter's output."""
     modules: tuple[str, ...] = ()
-    """Names of linear layers, or their last parts such as ``q_proj``; empty: all linear layers."""
+    """Names of linear layers, or the last parts of names such as ``q_proj``; empty for all linear layers."""
 
 
 class AdaptedLinear(nn.Linear):
@@ -43,8 +44,8 @@ class AdaptedLinear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear, lora: Lora) -> None:
-        """Take weight and bias of a layer, and draw A as torch draws the weight of a linear layer."""
-        # Not `nn.Linear.__init__`: a weight would be allocated, and random numbers drawn, to be thrown away.
+        """Use the weight and bias of ``layer``, and draw A as torch draws the weight of a linear layer."""
+        # Not `nn.Linear.__init__`, which would allocate and draw another weight.
         nn.Module.__init__(self)
         self.in_features = layer.in_features
         self.out_features = layer.out_features
@@ -59,17 +60,17 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the sum of layer and adapter, of shape (..., outputs), for inputs (..., inputs)."""
-        # Through the rank first: the product of B and A would be as large as W.
-        lowered = functional.linear(values, self.lora_down)
-        adapted = functional.linear(lowered, self.lora_up)
+        # A first, then B: the product of both matrices would be as large as W.
+        rank_values = functional.linear(values, self.lora_down)
+        adapter_outputs = functional.linear(rank_values, self.lora_up)
         outputs = functional.linear(values, self.weight, self.bias)
-        return outputs + self.scale * adapted
+        return outputs + self.scale * adapter_outputs
 
 
 def adapt(network: nn.Module, lora: Lora) -> None:
-    """Stop the training of all parameters of a network, and give adapters to linear layers.
+    """Turn off `requires_grad` of all parameters of a network, and replace linear layers by layers with adapters.
 
-    Raises `InputError` if no linear layer has one of the names, and for a rank that saves nothing.
+    Raises `InputError` if no linear layer has one of the names of ``lora``, and for a rank that saves nothing.
 
     >>> network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     >>> adapt(network, Lora(rank=4, alpha=8.0, modules=("0",)))
@@ -79,34 +80,35 @@ def adapt(network: nn.Module, lora: Lora) -> None:
     network.requires_grad_(requires_grad=False)
     layers = {}
     for name, module in network.named_modules():
-        # Not its subclasses: MultiheadAttention reads the weight of its output projection without calling the layer.
+        # Without subclasses: MultiheadAttention reads the weight of its output projection, a subclass, without calling
+        # the layer.
         if type(module) is nn.Linear:
             layers[name] = module
-    chosen = [name for name in layers if _is_named(name, lora.modules)]
-    if not chosen:
-        known = ", ".join(layers) or "none"
+    chosen_names = [name for name in layers if _is_named(name, lora.modules)]
+    if not chosen_names:
+        layer_names = ", ".join(layers) or "none"
         raise InputError(
-            f"no linear layer has one of these names; the network has {known}",
-            (*KEY, "modules"),
+            f"no linear layer has one of these names; the network has {layer_names}",
+            (*LORA_KEY, "modules"),
         )
-    for name in chosen:
+    for name in chosen_names:
         layer = layers[name]
-        smaller = min(layer.in_features, layer.out_features)
-        if lora.rank >= smaller:
+        smaller_side = min(layer.in_features, layer.out_features)
+        if lora.rank >= smaller_side:
             raise InputError(
                 f"a rank of {lora.rank} does not reduce {name}, which has {layer.in_features} inputs and "
-                f"{layer.out_features} outputs: use a rank below {smaller}, or name other modules",
-                (*KEY, "rank"),
+                f"{layer.out_features} outputs: use a rank below {smaller_side}, or name other modules",
+                (*LORA_KEY, "rank"),
             )
-        parent, _, last = name.rpartition(".")
-        setattr(network.get_submodule(parent), last, AdaptedLinear(layer, lora))
+        parent, _, attribute = name.rpartition(".")
+        setattr(network.get_submodule(parent), attribute, AdaptedLinear(layer, lora))
 
 
-def _is_named(name: str, wanted: Sequence[str]) -> bool:
-    """Return whether a layer's name, or its last part, is wanted; an empty ``wanted`` takes all layers."""
-    if not wanted or name in wanted:
+def _is_named(layer_name: str, names: Sequence[str]) -> bool:
+    """Return whether a layer's name, or the end of the name, is among ``names``, or ``names`` is empty."""
+    if not names or layer_name in names:
         return True
-    return any(name.endswith(f".{each}") for each in wanted)
+    return any(layer_name.endswith(f".{name}") for name in names)
 
 
 def is_adapter(name: str) -> bool:
@@ -118,12 +120,16 @@ def is_adapter(name: str) -> bool:
     return name.endswith((DOWN, UP))
 
 
-def first_values(name: str, empty: Tensor) -> Tensor:
-    """Return the initial values of an adapter missing in a weights file, with the shape of ``empty``."""
-    values = torch.zeros(empty.shape, dtype=empty.dtype)
+def initial_values(name: str, model_tensor: Tensor) -> Tensor:
+    """Return the initial values of an adapter's tensor that a weights file lacks.
+
+    ``model_tensor`` has the shape and type of the tensor.
+    """
+    values = torch.zeros(model_tensor.shape, dtype=model_tensor.dtype)
     if name.endswith(DOWN):
-        # As `kaiming_uniform_` with a = sqrt(5), but a function of the name: all devices draw the same.
-        bound = 1 / math.sqrt(empty.shape[1])
+        # The distribution of `kaiming_uniform_` with a = sqrt(5), but with a seed from the name: all devices draw the
+        # same values.
+        bound = 1 / math.sqrt(model_tensor.shape[1])
         generator = torch.Generator().manual_seed(derive(0, "lora", name))
         values.uniform_(-bound, bound, generator=generator)
     return values

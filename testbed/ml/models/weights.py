@@ -1,7 +1,8 @@
 """Initial weights from a file: a `state_dict` as safetensors or of `torch.save`, or Darknet's weights.
 
-Files of a user's network have the names of its own `state_dict`. Within a run each name is prefixed by the unit's index
-(`Model.build`); files of earlier versions have the prefix and are read as well.
+In a run, tensors have the names of `Model.build`, which begin with the index of their unit: "3.head.weight". Files of a
+catalogue model have these names as well. Files of a user's network have the names of the network's own `state_dict`,
+without the index; files that earlier versions of the testbed wrote have the index, and are read as well.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from testbed.ml.models.chain import Model
 from testbed.wire import tensors
 
 State = Mapping[str, "torch.Tensor"]
+"""Tensors by name."""
 _COUNTER = ".num_batches_tracked"
-"""A counter of a normalisation, unused after training and missing in some files."""
-_BRACE = 8
-"""Position of the first brace in a safetensors file, after the length of its header."""
-_TORCH = (b"PK\x03\x04", b"\x80\x02")
-"""First bytes of torch.save files: a zip archive, or a pickle in old versions."""
-_PREFIXES = ("module.", "_orig_mod.", "model.", "network.")
-"""Prefixes added to names by network wrappers: DataParallel, torch.compile, trainers."""
-_NESTED = ("state_dict", "model_state_dict", "model")
-"""Keys under which a checkpoint of a training loop holds the `state_dict`."""
-_MOST_NAMES = 5
-"""Maximum names listed in a message."""
+"""End of the name of a normalisation's counter, which is unused after training and missing in some files."""
+_BRACE_OFFSET = 8
+"""Position in bytes of the first brace in a safetensors file, after the length of the header."""
+_ARCHIVE = b"PK\x03\x04"
+"""First bytes of a file of `torch.save`: a zip archive."""
+_OLD_PICKLE = b"\x80\x02"
+"""First bytes of a file of `torch.save` in old versions: a pickle."""
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.", "network.")
+"""Prefixes that wrappers add to the names of a network's tensors: DataParallel, torch.compile, trainers."""
+_CHECKPOINT_KEYS = ("state_dict", "model_state_dict", "model")
+"""Keys at which checkpoints of training loops contain the `state_dict`."""
+_MAX_NAMES = 5
+"""Maximum number of names listed in a message."""
 
 
 def check(path: Path, model: Model) -> None:
@@ -51,9 +55,9 @@ def is_scenario(path: Path) -> bool:
 
 
 def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
-    """Return a file's weights, keyed as in `Model.build`; raises `InputError` naming the problem."""
+    """Return a file's weights by their names in `Model.build`; raises `InputError` naming the problem."""
     if not path.is_file() or _detect_format(path) == "darknet":
-        # Raises for a missing file.
+        # Raises `InputError` for a missing file.
         check(path, model)
         return darknet.read(path, model)
     tensors = _match_names(path, _load_tensors(path), model)
@@ -66,28 +70,29 @@ def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
 
 
 def export_state(state: State, model: Model, seed: int) -> dict[str, torch.Tensor]:
-    """Return a state keyed as in `Model.build` as the `state_dict` of the user's own network.
+    """Return ``state``, which has the names of `Model.build`, as the `state_dict` of the user's network.
 
-    Tensors used by no unit have the initial values of ``seed``; tensors added by a method keep their names.
+    The network's tensors that no unit uses have the initial values of ``seed``. Tensors that a method added to the
+    model keep their names.
     """
     assert model.builder is not None
     network = model.builder.network(seed)
-    own_names = network.state_dict().keys()
-    own = {}
-    added = {}
+    network_names = network.state_dict().keys()
+    network_state = {}
+    added_tensors = {}
     for name, tensor in state.items():
-        own_name = plain_name(name)
-        if own_name in own_names:
-            own[own_name] = tensor
+        network_name = plain_name(name)
+        if network_name in network_names:
+            network_state[network_name] = tensor
         else:
-            added[name] = tensor
+            added_tensors[name] = tensor
     # Not strict, since tensors that no unit uses are missing.
-    network.load_state_dict(own, strict=False)
-    return network.state_dict() | added
+    network.load_state_dict(network_state, strict=False)
+    return network.state_dict() | added_tensors
 
 
 def plain_name(name: str) -> str:
-    """Return a name without the index of its unit.
+    """Return a name of `Model.build` without the index of the unit: the name in the user's network.
 
     >>> plain_name("3.head.weight")
     'head.weight'
@@ -96,7 +101,10 @@ def plain_name(name: str) -> str:
 
 
 def _load_tensors(path: Path, *, values: bool = True) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file; without ``values``, safetensors files yield names, shapes and types alone."""
+    """Return the tensors of a file by name.
+
+    Without ``values``, tensors of a safetensors file have no values, only shape and type.
+    """
     if _detect_format(path) == "torch":
         return _unwrap_checkpoint(path, _load_pickle(path))
     try:
@@ -112,7 +120,7 @@ def _load_tensors(path: Path, *, values: bool = True) -> dict[str, torch.Tensor]
 
 
 def _read_header(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file without values: a check of gigabytes then reads some kilobytes."""
+    """Return the tensors of a safetensors file without values, so that a check reads kilobytes of gigabytes."""
     with (
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
@@ -121,7 +129,7 @@ def _read_header(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _empty_tensors(content: mmap.mmap) -> dict[str, torch.Tensor]:
-    # A function of its own, whose views end with it: a file cannot be unmapped while there are views of it.
+    # A separate function, at whose end all views of the file are gone: with a view, the file could not be unmapped.
     raw_tensors, _ = tensors.read(memoryview(content))
     return {raw.name: arrays.empty(raw) for raw in raw_tensors}
 
@@ -130,19 +138,19 @@ def _load_pickle(path: Path) -> object:
     """Return the content of a file of `torch.save`; raises `InputError` for objects other than tensors."""
     try:
         with path.open("rb") as file:
-            is_archive = file.read(4) == _TORCH[0]
-        # weights_only: any other pickle runs code of whoever wrote it. Only archives can be mapped into memory.
+            is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+        # weights_only: otherwise a pickle may run code of whoever wrote it. Only archives can be mapped into memory.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        # torch's messages have many lines of advice for programmers.
+        # torch's messages have many lines of advice for programmers, and long lines.
         reason, _, _ = str(error).strip().partition("\n")
         text = "contains other objects than tensors, or is damaged: save only the `state_dict()` of the network"
         raise InputError(f"{path}: {text} ({reason[:200]})") from None
 
 
 def _unwrap_checkpoint(path: Path, content: object) -> dict[str, torch.Tensor]:
-    """Return the `state_dict` in a file of torch, also inside a checkpoint with more content."""
-    for key in _NESTED:
+    """Return the `state_dict` in the content of a file, which is the `state_dict` or a checkpoint that contains it."""
+    for key in _CHECKPOINT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not _is_state(content):
@@ -160,110 +168,117 @@ def _is_state(content: object) -> TypeGuard[Mapping[Any, torch.Tensor]]:
 
 
 def _match_names(path: Path, tensors: State, model: Model) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file by the names of `Model.build`; raises `InputError` for a mismatch."""
+    """Return the tensors of a file by the names of `Model.build`; raises `InputError` for a mismatch.
+
+    ``tensors`` are by their names in the file.
+    """
     from testbed.ml.models.lora import is_adapter
 
     # Any seed: the values are replaced.
-    wanted = _state_shapes(lambda: model.build(0, len(model.units), seed=0))
-    names, known = _names_in_file(wanted, tensors, model)
-    tensors = _without_prefixes(tensors, known)
-    other = f"{path}: not the weights of {model.name} with the options of the scenario"
+    model_state = _state_shapes(lambda: model.build(0, len(model.units), seed=0))
+    file_names, allowed_names = _names_in_file(model_state, tensors, model)
+    tensors = _without_prefixes(tensors, allowed_names)
+    problem = (
+        f"{path}: not the weights of {model.name} with the options of the scenario"
+    )
     remedy = "use weights of this model with the same options and number of classes"
-    # A file of the network without adapters suffices.
-    adapters = {name for name in names.values() if is_adapter(name)}
-    missing = _without_counters(names.values()) - tensors.keys() - adapters
+    # A file may lack all adapters, and is then one of the network without adapters.
+    adapters = {name for name in file_names.values() if is_adapter(name)}
+    required_names = _without_counters(file_names.values()) - adapters
+    missing = required_names - tensors.keys()
     if missing:
-        raise InputError(f"{other}: missing {_list_names(missing)}; {remedy}")
-    unknown = _without_counters(tensors) - known
+        raise InputError(f"{problem}: missing {_list_names(missing)}; {remedy}")
+    unknown = _without_counters(tensors) - allowed_names
     if unknown:
         raise InputError(
-            f"{other}: {_list_names(unknown)} does not belong to the model; {remedy}"
+            f"{problem}: {_list_names(unknown)} does not belong to the model; {remedy}"
         )
     result = {}
-    for name, empty in wanted.items():
-        own_name = names[name]
-        given = tensors.get(own_name)
-        if given is None:
-            given = _missing_values(own_name, empty)
-        if given.shape != empty.shape or given.dtype != empty.dtype:
-            actual = _type_and_shape(given)
-            needed = _type_and_shape(empty)
+    for name, model_tensor in model_state.items():
+        file_name = file_names[name]
+        tensor = tensors.get(file_name)
+        if tensor is None:
+            tensor = _missing_tensor(file_name, model_tensor)
+        is_same_type = tensor.dtype == model_tensor.dtype
+        if tensor.shape != model_tensor.shape or not is_same_type:
+            actual = _type_and_shape(tensor)
+            expected = _type_and_shape(model_tensor)
             raise InputError(
-                f"{other}: {own_name} is {actual} instead of {needed}; {remedy}"
+                f"{problem}: {file_name} is {actual} instead of {expected}; {remedy}"
             )
-        result[name] = given
+        result[name] = tensor
     return result
 
 
 def _names_in_file(
-    wanted: State, tensors: State, model: Model
+    model_state: State, tensors: State, model: Model
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the name in the file for each name of `Model.build`, and all permitted names of the file.
+    """Return the name in the file for each name of `Model.build`, and all names that the file may have.
 
-    ``wanted`` is the state of the model, ``tensors`` that of the file.
+    ``model_state`` is by the names of `Model.build`, and ``tensors`` by those in the file.
     """
     # Files of a user's network by earlier versions have the units' indices in the names, as the model has.
-    has_indices = _without_counters(tensors) == _without_counters(wanted)
+    has_indices = _without_counters(tensors) == _without_counters(model_state)
     builder = model.builder
     if builder is None or has_indices:
-        unchanged = {name: name for name in wanted}
-        return unchanged, set(wanted)
-    network = _state_shapes(lambda: builder.network(0))
-    names = {name: plain_name(name) for name in wanted}
+        same_names = {name: name for name in model_state}
+        return same_names, set(model_state)
+    network_state = _state_shapes(lambda: builder.network(seed=0))
+    file_names = {name: plain_name(name) for name in model_state}
     # The network may have tensors that no unit uses.
-    known = {*names.values(), *network}
-    return names, known
+    allowed_names = {*file_names.values(), *network_state}
+    return file_names, allowed_names
 
 
-def _missing_values(name: str, empty: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor that a file may lack."""
-    from testbed.ml.models.lora import first_values, is_adapter
+def _missing_tensor(name: str, model_tensor: torch.Tensor) -> torch.Tensor:
+    """Return the initial values of a tensor that a file may lack, with the shape and type of ``model_tensor``."""
+    from testbed.ml.models.lora import initial_values, is_adapter
 
     if is_adapter(name):
-        # The file is that of the network without adapters.
-        return first_values(name, empty)
+        return initial_values(name, model_tensor)
     # A counter of a normalisation.
-    return torch.zeros(empty.shape, dtype=empty.dtype)
+    return torch.zeros(model_tensor.shape, dtype=model_tensor.dtype)
 
 
 def _type_and_shape(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of {list(tensor.shape)}"
 
 
-def _state_shapes(make: Callable[[], nn.Module]) -> State:
-    """Return the state of a module; tensors without values are not drawn."""
+def _state_shapes(build: Callable[[], nn.Module]) -> State:
+    """Return the state of a module, without values where possible: drawing the weights would take long."""
     try:
         with torch.device("meta"):
-            module = make()
+            module = build()
     except (RuntimeError, NotImplementedError):
         # The network reads values while it is constructed.
-        module = make()
+        module = build()
     return module.state_dict()
 
 
-def _without_prefixes(tensors: State, known: Collection[str]) -> State:
-    """Return tensors without the prefixes of wrappers."""
+def _without_prefixes(tensors: State, allowed_names: Collection[str]) -> State:
+    """Return the tensors of a file by their names without the prefixes of wrappers."""
     # Wrappers may be nested, each with a prefix of its own.
-    while known and tensors:
+    while allowed_names and tensors:
         prefix = _common_prefix(tensors)
-        # The network's own names may begin with a module of such a name.
-        if prefix is None or _all_begin(known, prefix):
+        # All names of the network may begin with a prefix, if a module has this name.
+        if prefix is None or _all_begin(allowed_names, prefix):
             break
         without_prefix = {}
         for name, tensor in tensors.items():
             without_prefix[name.removeprefix(prefix)] = tensor
         tensors = without_prefix
-    renamed = {}
+    tensors_by_name = {}
     for name, tensor in tensors.items():
-        # torch.compile of single layers puts its prefix into the middle of names.
-        own_name = name if name in known else name.replace("_orig_mod.", "")
-        renamed[own_name] = tensor
-    return renamed
+        if name not in allowed_names:
+            # torch.compile of single layers puts its prefix into the middle of names.
+            name = name.replace("_orig_mod.", "")
+        tensors_by_name[name] = tensor
+    return tensors_by_name
 
 
 def _common_prefix(names: Collection[str]) -> str | None:
     """Return the prefix of a wrapper with which all names begin; None without one."""
-    for prefix in _PREFIXES:
+    for prefix in _WRAPPER_PREFIXES:
         if _all_begin(names, prefix):
             return prefix
     return None
@@ -278,37 +293,39 @@ def _without_counters(names: Collection[str]) -> set[str]:
 
 
 def _list_names(names: Collection[str]) -> str:
-    first = ", ".join(sorted(names)[:_MOST_NAMES])
-    others = len(names) - _MOST_NAMES
-    return f"{first} (and {others} more)" if others > 0 else first
+    first_names = ", ".join(sorted(names)[:_MAX_NAMES])
+    other_names = len(names) - _MAX_NAMES
+    return f"{first_names} (and {other_names} more)" if other_names > 0 else first_names
 
 
 def facts(path: Path, model: Model) -> dict[str, Any]:
-    """Return the identification of a weights file as plain values."""
+    """Return the format, name, size and digest of a weights file, which identify it in results."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    known = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
+    identity = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
     if is_scenario(path):
-        return {"format": "scenario", **known}
-    kind = _detect_format(path)
-    if kind != "darknet":
-        return {"format": kind, **known}
+        return {"format": "scenario", **identity}
+    file_format = _detect_format(path)
+    if file_format != "darknet":
+        return {"format": file_format, **identity}
     header = darknet.check(path, model)
     version = ".".join(map(str, header.version))
     return {
         "format": f"darknet {version}",
-        **known,
-        "images_seen": header.seen,
+        **identity,
+        "images_seen": header.images_seen,
     }
 
 
 def _detect_format(path: Path) -> Literal["safetensors", "torch", "darknet"]:
-    """Return the format shown by a file's first bytes: safetensors begins with a header length and a brace."""
+    """Return the format of a file by its first bytes; a file of neither of the other formats counts as Darknet's."""
     try:
         with path.open("rb") as file:
-            begin = file.read(_BRACE + 1)
+            first_bytes = file.read(_BRACE_OFFSET + 1)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    if begin[_BRACE:] == b"{" or path.suffix == ".safetensors":
+    if first_bytes[_BRACE_OFFSET:] == b"{" or path.suffix == ".safetensors":
         return "safetensors"
-    return "torch" if begin.startswith(_TORCH) else "darknet"
+    if first_bytes.startswith((_ARCHIVE, _OLD_PICKLE)):
+        return "torch"
+    return "darknet"

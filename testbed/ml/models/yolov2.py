@@ -16,9 +16,9 @@ from testbed.ml.models.layers import Conv2d, Layer, LeakyReLU, MaxPool2d, Reorga
 from testbed.ml.models.shapes import Shape
 
 CLASSES = 80
-"""Classes of COCO, for data without labels."""
+"""Number of classes in COCO, the data set of the published weights; used for data without labels."""
 STRIDE = 32
-"""Height and width of the input, in cells of the output's grid."""
+"""Height and width of a cell of the output's grid, in pixels of the input."""
 ANCHORS = (
     (0.57273, 0.677385),
     (1.87446, 2.06253),
@@ -26,9 +26,9 @@ ANCHORS = (
     (7.88282, 3.52778),
     (9.77052, 9.16828),
 )
-"""Width and height in cells of the grid, of the network trained on COCO."""
+"""Width and height of each anchor in cells of the grid, as for the published weights."""
 ROUTES = {25: (16,), 28: (27, 24)}
-"""The early features, reorganised, are joined before the last ones."""
+"""Index of a route -> indices of the units that it reads: features of unit 16, reorganised by unit 27, join unit 24."""
 
 # fmt: off
 COCO = (
@@ -44,7 +44,7 @@ COCO = (
 # fmt: on
 """Names of the classes, in the order of Darknet's list."""
 
-_MAX = MaxPool2d()
+_POOL = MaxPool2d()
 _ROUTE = None
 
 
@@ -52,25 +52,25 @@ def _conv_unit(channels: int, kernel: int) -> tuple[Layer, ...]:
     return (Conv2d(channels, kernel, padding=kernel // 2), LeakyReLU(0.1))
 
 
-_LAYERS = (
+_UNITS = (
     _conv_unit(32, 3),
-    _MAX,
+    _POOL,
     _conv_unit(64, 3),
-    _MAX,
+    _POOL,
     _conv_unit(128, 3),
     _conv_unit(64, 1),
     _conv_unit(128, 3),
-    _MAX,
+    _POOL,
     _conv_unit(256, 3),
     _conv_unit(128, 1),
     _conv_unit(256, 3),
-    _MAX,
+    _POOL,
     _conv_unit(512, 3),
     _conv_unit(256, 1),
     _conv_unit(512, 3),
     _conv_unit(256, 1),
     _conv_unit(512, 3),
-    _MAX,
+    _POOL,
     _conv_unit(1024, 3),
     _conv_unit(512, 1),
     _conv_unit(1024, 3),
@@ -84,7 +84,8 @@ _LAYERS = (
     _ROUTE,
     _conv_unit(1024, 3),
 )
-"""All layers but the last: convolutions with their activation, poolings, routes."""
+"""The layers of each unit but the last: a convolution with its activation, a pooling, the reorganisation, or a route.
+"""
 
 
 class Yolov2Options(ConfigModel):
@@ -102,7 +103,8 @@ def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
         raise ValueError(
             f"the input needs three channels and sides that are multiples of {STRIDE}, such as 3x416x416"
         )
-    units = [_name_unit(index, layer) for index, layer in enumerate(_LAYERS)]
+    units = [_name_unit(index, layers) for index, layers in enumerate(_UNITS)]
+    # Without the names of other classes, labels are numbers.
     labels: tuple[str, ...] = COCO
     if classes != CLASSES:
         labels = tuple(f"class {index}" for index in range(classes))
@@ -113,11 +115,12 @@ def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
 
 
 def _name_unit(
-    index: int, layer: tuple[Layer, ...] | Layer | None
+    index: int, layers: tuple[Layer, ...] | Layer | None
 ) -> tuple[str, tuple[Layer, ...]]:
-    if layer is None:
+    """Return name and layers of a unit from its index and its entry in `_UNITS`."""
+    if layers is None:
         return f"route{index}", ()
-    if isinstance(layer, tuple):
-        return f"conv{index}", layer
-    kind = "pool" if isinstance(layer, MaxPool2d) else "reorg"
-    return f"{kind}{index}", (layer,)
+    if isinstance(layers, tuple):
+        return f"conv{index}", layers
+    kind = "pool" if isinstance(layers, MaxPool2d) else "reorg"
+    return f"{kind}{index}", (layers,)

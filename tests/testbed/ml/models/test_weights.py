@@ -103,7 +103,7 @@ def test_darknet_file_gives_outputs_of_darknet(
     model = make_small_yolo()
     header = check(path, model)
     assert header.version == version
-    assert header.seen == IMAGES_SEEN
+    assert header.images_seen == IMAGES_SEEN
     module = model.build(0, len(model.units), seed=0)
     module.load_state_dict(read(path, model))
     images = torch.rand(2, 3, 8, 8)
