@@ -92,7 +92,7 @@ class TensorParallel(Method):
             cost = product_cost(layer, part, len(values))
             work = partial(sliced.sums, values)
             sums = await group.device.compute(work, cost, Span("forward"))
-            if part.columns != layer.whole.columns:
+            if part.columns != layer.whole_slice.columns:
                 sums = await group.all_reduce(sums)
             cost = finish_cost(layer, part, len(sums))
             work = partial(sliced.finish, sums)

@@ -41,7 +41,7 @@ from testbed.ml.method import Method, PlanningProblem
 from testbed.ml.models import catalog as models
 from testbed.ml.models import weights
 from testbed.ml.models.chain import Model
-from testbed.ml.models.making import KEY as MODEL_FILE
+from testbed.ml.models.maker import MODEL_FILE_KEY
 from testbed.ml.training.schema import NamedPart, named_in
 from testbed.ml.workload import DataPart, LearningPart, ModelPart, SplitPart
 from testbed.plan import Plan
@@ -560,7 +560,7 @@ def model_code(scenario: Scenario) -> Code | None:
     if part.file is None:
         return models.code_of(part.name)
     path = scenario.source.folder / part.file
-    return usercode.read(path, part.name, MODEL_FILE)
+    return usercode.read(path, part.name, MODEL_FILE_KEY)
 
 
 def _training_codes(scenario: Scenario) -> dict[str, Code]:

@@ -21,7 +21,7 @@ from testbed.common.errors import InputError
 from testbed.common.seeds import derive
 from testbed.common.usercode import Code
 from testbed.ml.models import Model
-from testbed.ml.models.making import KEY
+from testbed.ml.models.maker import MODEL_FILE_KEY
 from testbed.ml.models.own import create_own
 from tests.corpus import networks
 
@@ -68,7 +68,9 @@ class Architecture:
     def undivided(self, seed: int) -> nn.Module:
         """Return the network from the user's code, with the weights that the testbed draws."""
         torch.manual_seed(derive(seed, "weights"))
-        network: nn.Module = usercode.function(self.code, KEY)(**self.options)
+        network: nn.Module = usercode.function(self.code, MODEL_FILE_KEY)(
+            **self.options
+        )
         # Units compute activations out of place, too, since another unit may read their inputs.
         for module in network.modules():
             if getattr(module, "inplace", False) is True:

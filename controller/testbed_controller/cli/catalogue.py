@@ -203,14 +203,14 @@ def _load_model(name: str, function: str | None, data: str) -> Model:
     from testbed.common import usercode
     from testbed.ml.data.catalog import describe_part, part_of
     from testbed.ml.models.catalog import code_of, create
-    from testbed.ml.models.making import KEY
+    from testbed.ml.models.maker import MODEL_FILE_KEY
     from testbed.ml.models.own import create_own
 
     part = part_of(data)
     source = describe_part(part, Path(part.path or part.file or ""))
     code = code_of(name)
     if name.endswith(".py"):
-        code = usercode.read(Path(name), function or "", KEY)
+        code = usercode.read(Path(name), function or "", MODEL_FILE_KEY)
     # Without code, the model is one of the testbed; packages and files have code.
     if code is None:
         return create(name, {}, source.shape, source.classes)

@@ -498,7 +498,7 @@ def stored_slices(flow: Dataflow, device: int) -> dict[int, Slice]:
     slices: dict[int, Slice] = {}
     for index, layer in enumerate(flow.graph.layers):
         if index < flow.tiled and computes_tiles:
-            slices[index] = layer.whole
+            slices[index] = layer.whole_slice
             continue
         part = _slice_of(layer, flow.tasks[index][device])
         if part is not None:
@@ -511,15 +511,15 @@ def _slice_of(layer: GraphLayer, task: LayerTask) -> Slice | None:
     makes = as_range(task.makes)
     match task.work:
         case "whole":
-            return layer.whole
+            return layer.whole_slice
         case "outputs":
             # LOP: the filters of some output channels (Section 4.4).
-            return Slice(makes, layer.whole.columns, makes)
+            return Slice(makes, layer.whole_slice.columns, makes)
         case "sums":
             # LIP: of every filter the channels of some inputs; biases belong to the merged channels.
             pixels = layer.inputs // layer.input_channels
             columns = range(task.takes.first // pixels, task.takes.last // pixels)
-            return Slice(layer.whole.rows, columns, makes)
+            return Slice(layer.whole_slice.rows, columns, makes)
         case "channels":
             return Slice(NO_CHANNELS, NO_CHANNELS, makes)
         case _:

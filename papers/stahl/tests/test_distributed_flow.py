@@ -230,13 +230,13 @@ def test_output_parts_and_input_sums_equal_whole_layer(
         # A channel of 7x5 pixels has 35 values.
         inputs_of_part = flat[:, channels.start * 35 : channels.stop * 35]
         sums.append(sliced.sums(inputs_of_part))
-    undivided = SlicedLayer(layer, layer.whole, state)
+    undivided = SlicedLayer(layer, layer.whole_slice, state)
     assert is_close(undivided.finish(torch.stack(sums).sum(0)), whole)
     chunks = [
         range(output_channels)[first : first + 2]
         for first in range(0, output_channels, 2)
     ]
-    chunked = SlicedLayer(layer, layer.whole, state)
+    chunked = SlicedLayer(layer, layer.whole_slice, state)
     assert is_close(
         torch.cat(
             [
@@ -270,7 +270,9 @@ def test_tiles_with_halo_equal_whole_map(rows, columns, height, width):
     with torch.no_grad():
         whole = module(inputs)
     early = graph.layers[:3]
-    parts = [SlicedLayer(layer, layer.whole, module.state_dict()) for layer in early]
+    parts = [
+        SlicedLayer(layer, layer.whole_slice, module.state_dict()) for layer in early
+    ]
     ledger, output = Ledger("d0", 1e9), torch.full_like(whole, float("nan"))
     grid = (min(rows, whole.shape[2]), min(columns, whole.shape[3]))
     flow = best_candidate(

@@ -30,7 +30,7 @@ def count_values(slices: LayerSlices) -> int:
     >>> from testbed.ml.models.catalog import create
     >>> from testbed.ml.models.graph import graph_of
     >>> layers = graph_of(create("mlp", {"hidden": [32]}, (1, 8, 8), 10)).layers
-    >>> count_values([(layer, layer.whole) for layer in layers])
+    >>> count_values([(layer, layer.whole_slice) for layer in layers])
     2410
     """
     values = 0

@@ -268,7 +268,7 @@ class Model:
         reasons = []
         for unit in self.units:
             for layer in unit.layers:
-                # Only `CountedUnit` has this attribute, the layer of a user's network, whose module imports this one.
+                # Only `MeasuredUnit` has this attribute, the layer of a user's network, whose module imports this one.
                 reason = getattr(layer, "undivided_reason", "")
                 if reason and reason not in reasons:
                     reasons.append(reason)
@@ -295,7 +295,7 @@ class Model:
         >>> create("mlp", {"hidden": [32]}, (1, 8, 8), 10).input_shapes(1)
         [(32,)]
         """
-        return [self.output_shape(read) for read in self.reads(index)]
+        return [self.output_shape(source) for source in self.reads(index)]
 
     def tied_weight_across(self, cut: int) -> TiedWeight | None:
         """Return a weight used on both sides of a cut, the first of several; None if there is none."""

@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from testbed.device import Cost
 from testbed.ml.models.chain import Model, Unit, joined_shape
 from testbed.ml.models.layers import Division, Layer, PixelWindow, shapes_through
-from testbed.ml.models.making import CountedUnit
+from testbed.ml.models.maker import MeasuredUnit
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT, Shape
 from testbed.ml.models.slices import Channels, Slice
 
@@ -156,7 +156,7 @@ class GraphLayer:
         return self.weights + self.channel_values * self.output_channels
 
     @cached_property
-    def whole(self) -> Slice:
+    def whole_slice(self) -> Slice:
         """The slice that is the whole layer."""
         outputs = range(self.output_channels)
         return Slice(outputs, range(self.input_channels), outputs)
@@ -174,7 +174,7 @@ class GraphLayer:
         >>> layer.by_outputs(range(0, 16))
         Slice(rows=range(0, 16), columns=range(0, 64), channels=range(0, 16))
         """
-        return Slice(channels, self.whole.columns, channels)
+        return Slice(channels, self.whole_slice.columns, channels)
 
     def by_inputs(self, columns: Channels, channels: Channels | None = None) -> Slice:
         """Return the slice computing partial sums of all output channels from some input channels.
@@ -186,28 +186,28 @@ class GraphLayer:
         >>> layer.by_inputs(range(0, 16), channels=range(0, 8))
         Slice(rows=range(0, 32), columns=range(0, 16), channels=range(0, 8))
         """
-        finished = self.whole.channels if channels is None else channels
-        return Slice(self.whole.rows, columns, finished)
+        finished = self.whole_slice.channels if channels is None else channels
+        return Slice(self.whole_slice.rows, columns, finished)
 
     def with_pool(self, pool: GraphLayer) -> GraphLayer:
         """Return the layer with a pooling without parameters at the end, computed by the device finishing a channel."""
         return replace(self, sequence=(*self.sequence, *pool.sequence))
 
-    def product_cost(self, read: int, channels: int) -> Cost:
+    def product_cost(self, input_elements: int, channels: int) -> Cost:
         """Return the cost of a part of the main layer for one sample.
 
-        The part computes ``channels`` output channels from ``read`` input elements. FLOPs and weights are in proportion
-        to the product of both; all values read and written are counted.
+        The part computes ``channels`` output channels from ``input_elements`` elements. FLOPs and weights are in
+        proportion to the product of both; all values read and written are counted.
         """
         if not self.sequence:
             return Cost()
         whole = self.inputs * self.output_channels
-        part = read * channels
+        part = input_elements * channels
         # Multiplied before the division: the quotient of the two alone would be rounded.
         flops = 2 * self.multiplications * part / whole
         weights = BYTES_PER_VALUE * self.weights * part / whole
-        written = channels * math.prod(self.main_output[1:])
-        accessed = BYTES_PER_VALUE * (read + written)
+        output_elements = channels * math.prod(self.main_output[1:])
+        accessed = BYTES_PER_VALUE * (input_elements + output_elements)
         return Cost(flops, accessed, weights, self.sequence[0].kind)
 
     def finish_cost(self, channels: int) -> Cost:
@@ -222,9 +222,9 @@ class GraphLayer:
             shape = layer.output(shape)
         return total
 
-    def cost(self, read: int, channels: int) -> Cost:
+    def cost(self, input_elements: int, channels: int) -> Cost:
         """Return the cost of `product_cost` and `finish_cost` together."""
-        return self.product_cost(read, channels) + self.finish_cost(channels)
+        return self.product_cost(input_elements, channels) + self.finish_cost(channels)
 
     def share(self, total: int, part: Slice) -> int:
         """Return a slice's share of ``total``, the number of all weights or of all multiplications of the layer."""
@@ -330,7 +330,7 @@ def graph_of(model: Model) -> Graph:
     last_layers = {INPUT: INPUT}
     for index in range(len(model.units)):
         unit, names = _unit_by_layers(model, index)
-        sources = tuple(last_layers[read] for read in model.reads(index))
+        sources = tuple(last_layers[source] for source in model.reads(index))
         input_shape = unit.input
         if len(sources) == 1 and sources[0] != INPUT:
             # If the source flattens its output, the graph has the shape before.
@@ -348,17 +348,17 @@ def _unit_by_layers(model: Model, index: int) -> tuple[Unit, tuple[str, ...]]:
     """Return a unit as known layers where possible, and the name of each layer's module within the unit."""
     unit = model.units[index]
     measured = unit.layers[0] if unit.layers else None
-    if not isinstance(measured, CountedUnit):
+    if not isinstance(measured, MeasuredUnit):
         # A unit of a catalogue model, whose modules have the numbers of its layers.
         numbers = range(len(unit.layers))
         return unit, tuple(map(str, numbers))
-    if not measured.described:
+    if not measured.known_layers:
         # Computed as a whole, by a single module.
-        whole = replace(measured, make=partial(model.build_flat_unit, index))
+        whole = replace(measured, build_flat=partial(model.build_flat_unit, index))
         return replace(unit, layers=(whole,)), ("",)
     layers = []
     names = []
-    for name, layer in measured.described:
+    for name, layer in measured.known_layers:
         layers.append(layer)
         # A function has no module; no tensor's name begins with "-".
         names.append(name or "-")

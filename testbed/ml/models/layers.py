@@ -168,7 +168,7 @@ class Layer:
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Build the torch module with weights drawn from ``generator``.
 
-        Raises TypeError for a layer that only the whole model can build (`CountedUnit`).
+        Raises TypeError for a layer that only the whole model can build (`MeasuredUnit`).
         """
         raise TypeError(f"{type(self).__name__} is built by its model, not alone")
 

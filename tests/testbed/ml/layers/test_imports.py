@@ -27,8 +27,8 @@ def expensive_imports():
 
 model = chain("m", (4,), 3, [("a", [Linear(3), ReLU()])])
 layer = graph_of(model).layers[0]
-state = draw_tensors(model, [(layer, layer.whole)], 1)
-shard = LayerShard(layer, layer.whole, state, OptimizerPart(learning_rate=0.1))
+state = draw_tensors(model, [(layer, layer.whole_slice)], 1)
+shard = LayerShard(layer, layer.whole_slice, state, OptimizerPart(learning_rate=0.1))
 shard.forward(0, torch.ones(2, 4))
 shard.backward(0, torch.ones(2, 3))
 shard.update()

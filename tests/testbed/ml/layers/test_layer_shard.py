@@ -178,12 +178,12 @@ def join_channels(
 def test_learn_has_parameter_gradients_of_backward(case: Case) -> None:
     layer = case.layer
     reference = WholeLayer(case.model, layer, PLAIN)
-    state = reference.cut_state(layer.whole)
+    state = reference.cut_state(layer.whole_slice)
     inputs, gradient = draw_inputs_and_gradient(layer)
-    with_backward = LayerShard(layer, layer.whole, state, PLAIN)
+    with_backward = LayerShard(layer, layer.whole_slice, state, PLAIN)
     with_backward.forward(0, inputs)
     with_backward.backward(0, gradient)
-    with_learn = LayerShard(layer, layer.whole, state, PLAIN)
+    with_learn = LayerShard(layer, layer.whole_slice, state, PLAIN)
     with_learn.forward(0, inputs)
     with_learn.learn(0, gradient)
     expected = with_backward.gradients()
@@ -261,10 +261,10 @@ def test_backward_uses_weights_of_its_forward() -> None:
     state = reference.state()
     first, second = torch.randn(2, SAMPLES, INPUTS)
     gradient = torch.randn(SAMPLES, NEURONS)
-    without_update = LayerShard(layer, layer.whole, state, PLAIN)
+    without_update = LayerShard(layer, layer.whole_slice, state, PLAIN)
     without_update.forward(1, second)
     expected = without_update.backward(1, gradient)
-    shard = LayerShard(layer, layer.whole, state, PLAIN)
+    shard = LayerShard(layer, layer.whole_slice, state, PLAIN)
     weight = shard.state()["0.0.weight"]
     shard.forward(0, first)
     shard.forward(1, second)
@@ -279,8 +279,8 @@ def test_update_scales_accumulated_gradients(scale: float) -> None:
     layer, reference = make_dense()
     state = reference.state()
     gradient = torch.randn(SAMPLES, NEURONS)
-    scaled_gradients = LayerShard(layer, layer.whole, state, PLAIN)
-    scaled_update = LayerShard(layer, layer.whole, state, PLAIN)
+    scaled_gradients = LayerShard(layer, layer.whole_slice, state, PLAIN)
+    scaled_update = LayerShard(layer, layer.whole_slice, state, PLAIN)
     for key in range(2):
         inputs = torch.randn(SAMPLES, INPUTS)
         scaled_gradients.forward(key, inputs)
@@ -303,7 +303,7 @@ def test_training_does_not_modify_arguments_and_results() -> None:
     layer, reference = make_dense(MOMENTUM)
     initial = reference.state()
     initial_copies = clone_tensors(initial)
-    shard = LayerShard(layer, layer.whole, initial, MOMENTUM)
+    shard = LayerShard(layer, layer.whole_slice, initial, MOMENTUM)
     outputs = shard.forward(0, torch.randn(SAMPLES, INPUTS))
     outputs_copy = outputs.clone()
     state = shard.state()
@@ -319,7 +319,7 @@ def test_training_does_not_modify_arguments_and_results() -> None:
 
 def test_forgotten_forward_has_no_backward() -> None:
     layer, reference = make_dense()
-    shard = LayerShard(layer, layer.whole, reference.state(), PLAIN)
+    shard = LayerShard(layer, layer.whole_slice, reference.state(), PLAIN)
     shard.forward(1, torch.randn(SAMPLES, INPUTS))
     shard.forget(1)
     with pytest.raises(KeyError):
@@ -373,7 +373,7 @@ def test_moved_neurons_train_like_whole_layer(
 
 def test_neurons_cannot_be_taken_or_given_twice() -> None:
     layer, reference = make_dense()
-    shard = LayerShard(layer, layer.whole, reference.state(), PLAIN)
+    shard = LayerShard(layer, layer.whole_slice, reference.state(), PLAIN)
     with pytest.raises(ValueError, match="belong to this shard already"):
         shard.take(range(2), shard.state())
     shard.give(range(2))
@@ -396,7 +396,7 @@ def test_pooling_and_dropout_are_rejected() -> None:
     pooling, dropout = graph_of(chain("m", (1, 2, 2), 2, units)).layers[1:]
     for layer in (pooling, dropout):
         with pytest.raises(ValueError, match=layer.name):
-            LayerShard(layer, layer.whole, {}, PLAIN)
+            LayerShard(layer, layer.whole_slice, {}, PLAIN)
 
 
 @settings(max_examples=30, deadline=None)

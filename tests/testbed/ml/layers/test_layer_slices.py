@@ -122,7 +122,7 @@ def test_products_of_input_slices_sum_to_whole_layer() -> None:
         own_sums = sums[:, part.channels.start : part.channels.stop]
         # Bias and activation follow the sum over all devices.
         outputs.append(make_sliced(part).finish(own_sums))
-    expected = make_sliced(layer.whole).run(inputs)
+    expected = make_sliced(layer.whole_slice).run(inputs)
     assert torch.allclose(torch.cat(outputs, dim=1), expected, atol=1e-6)
 
 

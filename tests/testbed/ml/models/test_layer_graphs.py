@@ -10,7 +10,7 @@ import torch
 from testbed.common import usercode
 from testbed.ml.models.chain import Model
 from testbed.ml.models.graph import Graph, graph_of
-from testbed.ml.models.making import KEY
+from testbed.ml.models.maker import MODEL_FILE_KEY
 from testbed.ml.models.own import create_own
 from testbed.ml.models.sliced import SlicedLayer, cut_tensors
 from testbed.ml.preparation import load_data
@@ -69,7 +69,7 @@ def run_to_end(prepared: Prepared) -> Outcome:
 
 
 def create_from_file(file: Path, name: str) -> Model:
-    return create_own(usercode.read(file, name, KEY), {}, (1, 8, 8), 10)
+    return create_own(usercode.read(file, name, MODEL_FILE_KEY), {}, (1, 8, 8), 10)
 
 
 def create_from_source(folder: Path, source: str, name: str) -> Model:
@@ -85,9 +85,9 @@ def assert_layers_equal_network(model: Model) -> Graph:
     outputs = {-1: samples.flatten(1)}
     with torch.no_grad():
         for index, layer in enumerate(graph.layers):
-            tensors = cut_tensors(layer, layer.whole, network.state_dict())
+            tensors = cut_tensors(layer, layer.whole_slice, network.state_dict())
             inputs = torch.cat([outputs[source] for source in layer.sources], 1)
-            outputs[index] = SlicedLayer(layer, layer.whole, tensors).run(inputs)
+            outputs[index] = SlicedLayer(layer, layer.whole_slice, tensors).run(inputs)
         expected = network(samples).flatten(1)
     assert torch.equal(outputs[len(graph.layers) - 1], expected)
     return graph
@@ -99,7 +99,7 @@ def layer_kinds(graph: Graph) -> list[str]:
     for layer in graph.layers:
         for description in layer.sequence or ():
             name = type(description).__name__
-            kinds.append("whole" if name == "CountedUnit" else name)
+            kinds.append("whole" if name == "MeasuredUnit" else name)
     return kinds
 
 

@@ -20,7 +20,7 @@ from testbed.ml.models import CATALOG, Model, create
 from testbed.ml.models.chain import cost_of
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.layers import Flatten, shapes_through
-from testbed.ml.models.making import KEY
+from testbed.ml.models.maker import MODEL_FILE_KEY
 from testbed.ml.models.own import create_own
 from tests.corpus.architectures import sum_tied_gradients
 from tests.helpers import ROOT
@@ -39,14 +39,16 @@ def create_network(
     units: Sequence[str] | None = None,
     **options: object,
 ) -> Model:
-    code = usercode.read(file, name, KEY)
+    code = usercode.read(file, name, MODEL_FILE_KEY)
     return create_own(code, options, SHAPE, CLASSES, units)
 
 
 def build_original(name: str, seed: int) -> nn.Module:
     """Return a network built by the user's own code, with the weights of ``seed``."""
     torch.manual_seed(derive(seed, "weights"))
-    build = usercode.function(usercode.read(NETWORKS, name, KEY), KEY)
+    build = usercode.function(
+        usercode.read(NETWORKS, name, MODEL_FILE_KEY), MODEL_FILE_KEY
+    )
     network: nn.Module = build(SHAPE, CLASSES)
     return network
 
@@ -232,7 +234,7 @@ def test_measured_costs_equal_formulas_of_catalog(name: str, tmp_path: Path) -> 
         "    def forward(self, x):\n"
         f"        return self.whole(x){reduction}\n",
     )
-    code = usercode.read(file, "Net", KEY)
+    code = usercode.read(file, "Net", MODEL_FILE_KEY)
     measured = create_own(code, {}, described.input, described.classes)
     assert measured.parameters == described.parameters
     assert measured.forward_flops == described.forward_flops

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from testbed.ml.fields import InputSpec
-from testbed.ml.models import exported
+from testbed.ml.models import export_tracing
 
 
 class Wrapping(nn.Module):
@@ -33,7 +33,7 @@ def called_modules(graph: torch.fx.Graph) -> list[object]:
 
 def test_submodule_named_network_updates_running_statistics() -> None:
     root = Wrapping().train()
-    traced = exported._export_network(root, InputSpec((8,)))
+    traced = export_tracing._export_network(root, InputSpec((8,)))
     assert called_modules(traced.graph) == ["network"]
     running_mean = root.network.running_mean
     assert running_mean is not None
@@ -74,7 +74,7 @@ def test_module_that_contains_normalisation_is_expanded(
     normalisation: Callable[[int], nn.Module],
 ) -> None:
     root = nn.Sequential(normalisation(8), nn.Linear(8, 4), nn.BatchNorm1d(4))
-    traced = exported._export_network(root, InputSpec((8,)))
+    traced = export_tracing._export_network(root, InputSpec((8,)))
     # Only torch's own normalisation remains a module; the other one would lose its scale.
     assert called_modules(traced.graph) == ["2"]
 
@@ -82,7 +82,7 @@ def test_module_that_contains_normalisation_is_expanded(
 def test_tracing_keeps_running_statistics() -> None:
     root = nn.Sequential(NormScale(8), nn.Linear(8, 4), nn.BatchNorm1d(4))
     before = {name: buffer.clone() for name, buffer in root.named_buffers()}
-    exported._export_network(root, InputSpec((8,)))
+    export_tracing._export_network(root, InputSpec((8,)))
     for name, buffer in root.named_buffers():
         assert torch.equal(buffer, before[name]), name
 
@@ -104,5 +104,5 @@ class Masked(nn.Module):
 
 def test_buffer_with_overlapping_memory_is_exported() -> None:
     # torch cannot write in place into a tensor of which elements share memory.
-    traced = exported._export_network(Masked(), InputSpec((8,)))
-    assert len(traced.runs) == 2
+    traced = export_tracing._export_network(Masked(), InputSpec((8,)))
+    assert len(traced.measures) == 2

@@ -1,17 +1,23 @@
 """Tracing of a network by torch.fx, with simultaneous execution for two batch sizes.
 
-torch.fx calls the user's `forward` with proxies, which record each operation as a node. Here each node is also executed
-at once, for a small and a large batch. Results that are equal for both are independent of the samples: the user's code
-gets them as plain numbers and may branch and loop on them. Only the number of samples and their values stay unknown.
+torch.fx calls the user's `forward` with proxies, which record each operation as a node of a graph. Here each node is
+also executed at once, for a small and a large batch. Numbers that are equal for both are independent of the samples:
+the user's code gets them as plain numbers and may branch and loop on them. Only the number of samples and their values
+stay unknown.
+
+Torch.fx enters the user's modules and records the operations within. A leaf module, as torch.fx calls it, is not
+entered: its call is one node. Modules of torch.nn, such as a linear layer, are leaf modules.
+
+If torch.fx cannot trace a network, `testbed.ml.models.export_tracing` tries; `testbed.ml.models.unit_division` divides
+the graph.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,31 +26,28 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
 from testbed.common.seeds import derive
-from testbed.device import Cost, Kind
 from testbed.ml.fields import InputSpec, arguments, entries, entry
-from testbed.ml.models.making import KEY, Maker
-from testbed.ml.models.shapes import BYTES_PER_VALUE
+from testbed.ml.models.maker import MODEL_FILE_KEY, Maker
+from testbed.ml.models.measurement import Measure, measure_node, storage_ids
 
 # Above one, since a normalisation in training needs at least two samples, and torch.export makes a constant of one.
-BATCHES = (2, 3)
-"""The two batch sizes used for tracing: values differing between them depend on the batch."""
+BATCH_SIZES = (2, 3)
+"""Samples of the small and of the large batch: numbers differing between the two depend on the number of samples."""
 _IN_PLACE = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
 }
-"""In-place functions with their equivalents returning new values: units must not modify values read by others."""
-STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
-"""Modules of torch.nn traced into, because their layers are units."""
+"""In-place functions -> functions returning a new tensor: a unit must not modify a tensor that other units read."""
+TRANSFORMER_STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+"""Modules of torch.nn that are entered, so that each of their layers can be a unit."""
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
-"""Recurrent networks of torch.nn, whose layers are units. Subclasses may have a forward of their own."""
+"""Recurrent networks of torch.nn, whose layers are recorded one by one, so that each can be a unit."""
 _CREATION_FUNCTIONS = (
     torch.zeros,
     torch.ones,
@@ -54,87 +57,61 @@ _CREATION_FUNCTIONS = (
     torch.randn,
     torch.arange,
 )
-"""Functions creating tensors from sizes, including the number of samples: torch hides these calls from tracers."""
-_PRODUCTS = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::bmm",
-    "aten::baddbmm",
-    "aten::convolution",
-)
-"""Operations that multiply samples by weights."""
-_UNLIKE = "behaves differently in evaluation and in training"
+"""Functions creating tensors from sizes only. Without a tensor among its arguments, a call is invisible to torch.fx,
+although a size may be the number of samples; so torch.fx is told to replace these functions while it traces."""
+_DIFFERS_BY_MODE = "behaves differently in evaluation and in training"
 """Text by which `_trace_on_device` recognises the one error for which another attempt is useful."""
 _REMEDY = "rewrite it without that, or move it into a separate module and name this module in `units`"
-"""Advice for code that cannot be traced: a module named in `units` is one step, and is not traced."""
+"""Advice for code that cannot be traced: a module named in `units` is a leaf module."""
 
 
 @dataclass(frozen=True)
-class Measure:
-    """Measurements of one executed step."""
-
-    value: Any
-    """The result: a tensor, a number, or a group of them."""
-    cost: Cost = field(default_factory=Cost)
-    """Cost of the step for the whole batch."""
-    created_values: int = 0
-    """Number of values in the tensors created by the step."""
-    min_samples: int = 1
-    """Minimum number of samples in training."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether torch counts FLOPs in the step."""
-        return self.cost.of().flops > 0
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A network and its traced steps."""
+class TracedNetwork:
+    """A network with the graph of its operations, and the measurements of the graph's nodes."""
 
     root: nn.Module
     """The network."""
     graph: fx.Graph
-    """The operations of `forward`, one for each node."""
-    runs: tuple[dict[str, Measure], ...]
-    """Measurements by node, for each batch size."""
+    """The operations of `forward`, one for each node, with a single placeholder and a single output."""
+    measures: tuple[dict[str, Measure], dict[str, Measure]]
+    """Measurements by node name, for the small and for the large batch."""
     constants: Mapping[str, torch.Tensor]
-    """Tensors created by `forward` independently of inputs, by their names in the graph."""
+    """Tensors created by `forward` independently of the samples, by their names in the graph."""
 
 
 def trace_by_fx(
-    maker: Maker, input_spec: InputSpec, whole: Sequence[str] | None
-) -> Traced:
+    maker: Maker, input_spec: InputSpec, leaf_names: Sequence[str] | None
+) -> TracedNetwork:
     """Trace and measure a network by torch.fx; raises `InputError` naming the failing line.
 
-    The first attempt runs on tensors without values, so large networks are described quickly. If the user's code needs
-    values, the second attempt runs on random ones, with the modules ``whole`` traced as single steps. Modules without
-    weights are traced into only if they behave equally in training and in evaluation.
+    The first attempt uses tensors without values, so large networks are traced quickly. If it fails, for example
+    because the user's code reads values, the second attempt uses random values, and the modules ``leaf_names`` are leaf
+    modules. Modules without weights are leaf modules if they behave differently in training and in evaluation.
     """
-    attempts = (("meta", ()), ("cpu", tuple(whole or ())))
+    attempts = (("meta", ()), ("cpu", tuple(leaf_names or ())))
     for device, names in attempts:
         try:
             return _trace_on_device(maker, input_spec, device, names)
         except InputError as error:
-            refusal = error
-    raise refusal
+            last_error = error
+    raise last_error
 
 
 def _trace_on_device(
     maker: Maker,
     input_spec: InputSpec,
     device: str,
-    whole: Sequence[str],
-) -> Traced:
-    """Trace in training and evaluation; if the two differ, keep modules without weights as single steps."""
+    leaf_names: Sequence[str],
+) -> TracedNetwork:
+    """Trace in training and evaluation; if the two differ, again with modules without weights as leaf modules."""
     try:
-        return _trace_modes(maker, input_spec, device, whole)
+        return _trace_both_modes(maker, input_spec, device, leaf_names)
     except InputError as error:
-        if _UNLIKE not in error.text:
+        if _DIFFERS_BY_MODE not in error.text:
             raise
-    # DropPath, for example, branches on `self.training`: such a module is kept as one step, with both branches.
+    # DropPath, for example, branches on `self.training`: as a leaf module, it keeps both branches.
     weightless = _weightless_modules(maker)
-    return _trace_modes(maker, input_spec, device, (*whole, *weightless))
+    return _trace_both_modes(maker, input_spec, device, (*leaf_names, *weightless))
 
 
 def _weightless_modules(maker: Maker) -> list[str]:
@@ -157,7 +134,7 @@ def seeded_network(maker: Maker, seed: int) -> nn.Module:
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value contains no tensor, and therefore depends on the number of samples at most.
+    """Return whether a value is a number, text, type, slice or None, or a group of these, and thus has no tensor.
 
     >>> is_plain((3, torch.float32))
     True
@@ -177,55 +154,57 @@ def source_line(node: fx.Node, maker: Maker) -> str:
 
 
 def _make_network(maker: Maker) -> nn.Module:
-    """Construct the network without in-place activations; raises `InputError` for lazy modules without sizes."""
+    """Construct the network, with activations out of place; raises `InputError` for lazy modules without sizes."""
     root = maker()
     for name, module in root.named_modules():
         if getattr(module, "inplace", False) is True:
-            # A unit must not modify values that other units read.
+            # A unit must not modify a tensor that other units read.
             module.inplace = False
         is_lazy = isinstance(module, nn.modules.lazy.LazyModuleMixin)
         if is_lazy and module.has_uninitialized_params():
             text = f"'{name}' has no sizes yet: call the network once, as net(torch.zeros(1, *shape)), then return it"
-            raise InputError(f"{usercode.file_of(maker.code.module)}: {text}", KEY)
+            raise InputError(
+                f"{usercode.file_of(maker.code.module)}: {text}", MODEL_FILE_KEY
+            )
     return root
 
 
-def _trace_modes(
+def _trace_both_modes(
     maker: Maker,
     input_spec: InputSpec,
     device: str,
-    whole: Sequence[str],
-) -> Traced:
-    """Trace in training and in evaluation; booleans differing between the two follow the unit's mode."""
-    tracer = _trace_mode(maker, input_spec, device, whole, training=True)
-    evaluation = _trace_mode(maker, input_spec, device, whole, training=False)
+    leaf_names: Sequence[str],
+) -> TracedNetwork:
+    """Trace in training and in evaluation; flags and numbers differing between the two follow the mode of the unit."""
+    tracer = _trace_in_mode(maker, input_spec, device, leaf_names, training=True)
+    evaluation = _trace_in_mode(maker, input_spec, device, leaf_names, training=False)
     _follow_mode(tracer, evaluation.graph, maker)
-    # Backwards, so that a node read only by erased ones is erased as well.
+    # Backwards, so that a node read only by erased nodes is erased as well.
     for node in reversed(tracer.graph.nodes):
-        # With this mark, the modules made of the graph would have torch.fx patch the functions again.
+        # With this mark on calls of `_CREATION_FUNCTIONS`, a module of the graph would patch these functions again.
         node.meta.pop("is_wrapped", None)
         if not node.users and node.op not in ("placeholder", "output"):
             tracer.graph.erase_node(node)
     constants = _find_constants(tracer)
-    return Traced(tracer.root, tracer.graph, tracer.runs, constants)
+    return TracedNetwork(tracer.root, tracer.graph, tracer.measures, constants)
 
 
 def _find_constants(tracer: _Tracer) -> dict[str, torch.Tensor]:
     """Return the tensors created by `forward` independently of the samples, by name in the graph."""
     constants = {}
     for value, name in tracer.tensor_attrs.items():
-        # torch.fx gives such a tensor this name; the others here are attributes of modules.
+        # torch.fx gives a created tensor this name; the other entries are attributes of modules.
         is_constant = name.startswith("_tensor_constant")
         if is_constant and isinstance(value, torch.Tensor):
             constants[name] = value
     return constants
 
 
-def _trace_mode(
+def _trace_in_mode(
     maker: Maker,
     input_spec: InputSpec,
     device: str,
-    whole: Sequence[str],
+    leaf_names: Sequence[str],
     *,
     training: bool,
 ) -> _Tracer:
@@ -234,22 +213,22 @@ def _trace_mode(
         with torch.device("meta"):
             root = _make_network(maker)
     else:
-        # Any seed: values serve branches of the user's code alone, and all weights are drawn again in units.
-        root = seeded_network(maker, 0)
+        # Any seed: the values only decide branches of the user's code, and units draw their weights again.
+        root = seeded_network(maker, seed=0)
     root.train(training)
     file = usercode.file_of(maker.code.module)
-    tracer = _Tracer(input_spec, device, whole, file)
+    tracer = _Tracer(input_spec, device, leaf_names, file)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             tracer.trace(root)
     except InputError as error:
         where = usercode.line_of(error, maker.code)
-        raise InputError(f"{where}: {error.text}", KEY) from error
+        raise InputError(f"{where}: {error.text}", MODEL_FILE_KEY) from error
     except Exception as error:
-        # Any exception: the user's code runs here, on proxies that it was not written for.
+        # Any exception: the user's code runs here, with proxies in place of tensors.
         where = usercode.line_of(error, maker.code)
         text = f"cannot be traced: {first_line(error)}: {_REMEDY}"
-        raise InputError(f"{where}: {text}", KEY) from error
+        raise InputError(f"{where}: {text}", MODEL_FILE_KEY) from error
     return tracer
 
 
@@ -264,195 +243,93 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"
 
 
-def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
-    """Make arguments follow the unit's mode where evaluation has another value.
+def _follow_mode(tracer: _Tracer, evaluation_graph: fx.Graph, maker: Maker) -> None:
+    """Change the graph traced in training so that it also computes the results of evaluation.
 
-    ``evaluating`` is the graph of evaluation. Raises `InputError` for any other difference between the two graphs.
+    Arguments that differ in ``evaluation_graph`` are replaced by nodes that depend on the attribute `training` of the
+    unit's module. Raises `InputError` for any other difference between the two graphs.
     """
     graph = tracer.graph
     nodes = list(graph.nodes)
-    evaluation_nodes = list(evaluating.nodes)
-    # A module that is made of the graph has this attribute, which `train` and `eval` change.
+    evaluation_nodes = list(evaluation_graph.nodes)
     with graph.inserting_before(nodes[0]):
         mode = graph.get_attr("training")
-    for measures in tracer.runs:
+    for measures in tracer.measures:
         measures[mode.name] = Measure(value=True)
     for place, node in enumerate(nodes):
-        replaced = None
+        arguments_by_mode = None
         if place < len(evaluation_nodes):
-            replaced = _arguments_by_mode(node, evaluation_nodes[place], mode)
-        if replaced is None:
+            evaluation_node = evaluation_nodes[place]
+            arguments_by_mode = _arguments_by_mode(node, evaluation_node, mode)
+        if arguments_by_mode is None:
             where = source_line(node, maker)
-            text = f"{_UNLIKE}: write this as a separate module"
-            raise InputError(f"{where}: {text}", KEY)
-        node.args, node.kwargs = replaced
+            text = f"{_DIFFERS_BY_MODE}: write this as a separate module"
+            raise InputError(f"{where}: {text}", MODEL_FILE_KEY)
+        node.args, node.kwargs = arguments_by_mode
     _measure_mode_nodes(tracer)
 
 
-def _arguments_by_mode(node: fx.Node, other: fx.Node, mode: fx.Node) -> Any:
-    """Return the arguments of a node, following the mode; None unless both nodes call the same function.
+def _arguments_by_mode(node: fx.Node, evaluation_node: fx.Node, mode: fx.Node) -> Any:
+    """Return the arguments of a node as (args, kwargs), where differing ones depend on the node ``mode``.
 
-    ``node`` was traced in training, ``other`` in evaluation; ``mode`` is the node of the unit's mode.
+    ``node`` was traced in training, ``evaluation_node`` in evaluation. None if the two call different functions, or
+    differ in other arguments than flags and numbers.
     """
     # Targets are compared as text: each trace has functions and paths of its own.
-    is_same_function = str(node.target) == str(other.target)
-    if node.op != other.op or not is_same_function:
+    is_same_function = str(node.target) == str(evaluation_node.target)
+    if node.op != evaluation_node.op or not is_same_function:
         return None
     in_training = (node.args, node.kwargs)
-    in_evaluation = (other.args, other.kwargs)
+    in_evaluation = (evaluation_node.args, evaluation_node.kwargs)
     with node.graph.inserting_before(node):
-        return _follow_arguments(in_training, in_evaluation, mode)
+        return _values_by_mode(in_training, in_evaluation, mode)
 
 
 def _measure_mode_nodes(tracer: _Tracer) -> None:
-    """Record the value in training of each inserted call of `by_mode`, as if the call had been traced."""
+    """Store the measurements of each inserted call of `choose_by_mode`, whose result was traced in training."""
     for node in tracer.graph.nodes:
-        if node.target is not by_mode:
+        if node.target is not choose_by_mode:
             continue
         _, in_training, _ = node.args
-        for measures in tracer.runs:
+        for measures in tracer.measures:
             measures.setdefault(node.name, Measure(in_training))
 
 
-def by_mode(training: bool, in_training: float, in_evaluation: float) -> float:
-    """Return the number for a mode; a function of the graph, called with the mode of the unit.
+def choose_by_mode(training: bool, in_training: float, in_evaluation: float) -> float:
+    """Return the number for a mode; nodes of the graph call this function with the mode of the unit.
 
-    >>> by_mode(False, 0.5, 0.0)
+    >>> choose_by_mode(False, 0.5, 0.0)
     0.0
     """
     return in_training if training else in_evaluation
 
 
-def _follow_arguments(in_training: Any, in_evaluation: Any, mode: fx.Node) -> Any:
-    """Return arguments following the mode where flags or numbers differ; None for any other difference."""
-    values, structure = pytree.tree_flatten(in_training)
-    others, other_structure = pytree.tree_flatten(in_evaluation)
-    if structure != other_structure:
+def _values_by_mode(in_training: Any, in_evaluation: Any, mode: fx.Node) -> Any:
+    """Return nested values where differing flags and numbers depend on ``mode``; None for any other difference."""
+    training_values, structure = pytree.tree_flatten(in_training)
+    evaluation_values, evaluation_structure = pytree.tree_flatten(in_evaluation)
+    if structure != evaluation_structure:
         return None
-    following = []
-    for value, other in zip(values, others, strict=True):
+    values_by_mode = []
+    for value, other in zip(training_values, evaluation_values, strict=True):
         # By their texts: nodes of the two graphs are different objects of the same name.
         if repr(value) == repr(other):
-            following.append(value)
+            values_by_mode.append(value)
         elif value is True and other is False:
-            following.append(mode)
+            values_by_mode.append(mode)
         elif isinstance(value, int | float) and isinstance(other, int | float):
             # Such as the probability of dropout, which is zero in evaluation.
-            number = mode.graph.call_function(by_mode, (mode, value, other))
-            following.append(number)
+            number = mode.graph.call_function(choose_by_mode, (mode, value, other))
+            values_by_mode.append(number)
         else:
             return None
-    return pytree.tree_unflatten(following, structure)
-
-
-class _WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the cost of operations: values of new tensors, values read for these tensors, FLOPs; views are free."""
-
-    def __init__(self, weights: Collection[int]) -> None:
-        """``weights`` are the `storage_ids` of the network."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.created_values = 0
-        self.min_samples = 1
-        self.cost = Cost()
-        self.counter = FlopCounterMode(display=False)
-        """The counter, to be entered before this mode."""
-        self._weights = weights
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        if func.name().partition(".")[0] in _PRODUCTS:
-            _check_types(args)
-        before = self.counter.get_total_flops()
-        result = func(*args, **(kwargs or {}))
-        flops = self.counter.get_total_flops() - before
-        # Of several results the first counts: a normalisation also returns statistics, for its backward.
-        is_group = isinstance(result, tuple | list) and bool(result)
-        main = result[0] if is_group else result
-        if _is_float_tensor(main) and not func.is_view:
-            self._count_work(func, args, kwargs, main, flops)
-        return result
-
-    def _count_work(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        created: torch.Tensor,
-        flops: float,
-    ) -> None:
-        """Add the cost of an operation from its arguments and the created tensor."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        read = [each for each in leaves if _is_float_tensor(each)]
-        if "batch_norm" in func.name() and _needs_two_samples(args, read[0]):
-            self.min_samples = 2
-        accessed = created.numel()
-        matrices = 0
-        for tensor in read:
-            if tensor.untyped_storage()._cdata not in self._weights:
-                accessed += tensor.numel()
-            elif tensor.ndim > 1:
-                # Biases and normalisations are small; `Cost` counts kernels and matrices alone.
-                matrices += tensor.numel()
-        self.created_values += created.numel()
-        self.cost += Cost(
-            flops,
-            BYTES_PER_VALUE * accessed,
-            BYTES_PER_VALUE * matrices,
-            _work_kind(func, args, flops),
-        )
-
-
-def _needs_two_samples(arguments: Sequence[Any], samples: torch.Tensor) -> bool:
-    """Return whether a normalisation over a batch, (samples, channels, ...), fails for a single sample."""
-    # Of the arguments of a normalisation, only the flag of training is a boolean.
-    is_training = any(each is True for each in arguments)
-    # In training, a channel with one value has no variance.
-    return is_training and math.prod(samples.shape[2:]) == 1
-
-
-def _is_float_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _check_types(arguments: Sequence[Any]) -> None:
-    """Raise TypeError for a product of different types, which torch accepts for tensors without values."""
-    types = set()
-    for each in arguments:
-        if _is_float_tensor(each):
-            types.add(str(each.dtype).removeprefix("torch."))
-    if len(types) > 1:
-        factors = " by ".join(sorted(types))
-        text = "samples are float32: convert them, or the network by .float()"
-        raise TypeError(f"multiplies {factors}; {text}")
-
-
-def _work_kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
-    """Return the kind of layer of an aten operation; a device may have a rate for each kind."""
-    name = operation.name()
-    if name == "aten::convolution":
-        # convolution(input, weight, ..., groups)
-        weight = arguments[1]
-        groups = arguments[-1]
-        if groups > 1:
-            return "depthwise"
-        kernel_size = math.prod(weight.shape[2:])
-        return "pointwise" if kernel_size == 1 else "convolution"
-    if flops:
-        return "linear"
-    if "norm" in name:
-        return "normalisation"
-    return "pooling" if "pool" in name or "mean" in name else "activation"
+    return pytree.tree_unflatten(values_by_mode, structure)
 
 
 def single_tensor(result: Any) -> Any:
-    """Return the result of `forward`, or the `logits` or only tensor of a mapping, as models of `transformers` return.
+    """Return the result of `forward`; of a mapping, as models of `transformers` return, the logits or the only tensor.
 
-    Raises `InputError` for other mappings.
+    Raises `InputError` for a mapping of several tensors without logits.
 
     >>> single_tensor({"logits": torch.tensor(1.0), "loss": torch.tensor(2.0)})
     tensor(1.)
@@ -473,87 +350,31 @@ def single_tensor(result: Any) -> Any:
     return next(iter(tensors.values()))
 
 
-def samples_of(input_spec: InputSpec, size: int) -> torch.Tensor:
-    """Return sample inputs for a network, (size, ...); integers are zero, a valid index of every embedding.
+def make_samples(input_spec: InputSpec, size: int) -> torch.Tensor:
+    """Return a random batch for a network, (size, ...); integers are zero, a valid index of every embedding.
 
-    >>> samples_of(InputSpec((1, 8, 8)), 2).shape
+    >>> make_samples(InputSpec((1, 8, 8)), 2).shape
     torch.Size([2, 1, 8, 8])
     """
     generator = torch.Generator().manual_seed(size)
     samples = torch.rand(size, *input_spec.shape, generator=generator)
-    # Inputs of integers beside inputs of floats: the row of a sample is float32 then.
+    # Of several inputs, some may be integers although the row of a sample is float32.
     for begin, end, _, kind in entries(input_spec.fields).values():
         if kind != "float32":
             samples[:, begin:end] = 0
-    # Values in [0, 1) become zero.
+    # The random values are in [0, 1), and become zero.
     return samples.long() if input_spec.integers else samples
 
 
-def storage_ids(root: nn.Module) -> frozenset[int]:
-    """Return the memory identifiers of a network's weights and buffers.
-
-    A view of a weight, such as its transpose, has the same identifier.
-    """
-    identifiers = set()
-    for tensor in (*root.parameters(), *root.buffers()):
-        # Not `data_ptr`, which is 0 for all tensors without values.
-        identifiers.add(tensor.untyped_storage()._cdata)
-    return frozenset(identifiers)
-
-
-def measure_step(
-    root: nn.Module,
-    node: fx.Node,
-    runs: Mapping[str, Measure],
-    weights: Collection[int],
-    device: str = "cpu",
-) -> Measure:
-    """Execute one step and return its measurements.
-
-    Args:
-        root: the network.
-        node: the step.
-        runs: the measurements of all earlier steps by name.
-        weights: the network's `storage_ids`.
-        device: "cpu", or "meta" for tensors without values.
-    """
-    if node.op == "get_attr":
-        attribute = operator.attrgetter(str(node.target))(root)
-        if isinstance(attribute, torch.Tensor):
-            # The user's constructor may have put a plain attribute on another device.
-            attribute = attribute.to(device)
-        return Measure(attribute)
-
-    def result_of(read: fx.Node) -> Any:
-        return runs[read.name].value
-
-    args, kwargs = fx.map_arg((node.args, node.kwargs), result_of)
-    work = _WorkCounter(weights)
-    with torch.device(device), work.counter, work:
-        value = _execute_node(root, node, args, kwargs)
-    return Measure(value, work.cost, work.created_values, work.min_samples)
-
-
-def _execute_node(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        return module(*args, **kwargs)
-    if node.op == "call_method":
-        owner, *others = args
-        method = getattr(owner, str(node.target))
-        return method(*others, **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
 class _ValueProxy(fx.Proxy):
-    """A proxy whose value the tracer knows for both batch sizes."""
+    """The proxy that the user's code gets in place of a tensor; the tracer has its value for both batch sizes."""
 
     def __getattr__(self, k: str) -> Any:
         value = getattr(self.tracer.values(self.node)[0], k)  # type: ignore[attr-defined]
         if callable(value):
-            # A method: torch.fx records its call.
+            # torch.fx returns a proxy of the method, and records its call.
             return super().__getattr__(k)
-        # Attributes such as `shape` are read at once, so that the user's code gets plain numbers.
+        # `create_proxy` returns attributes such as `shape` as plain numbers where possible.
         return self.tracer.create_proxy("call_function", getattr, (self, k), {})
 
     def __len__(self) -> int:
@@ -576,10 +397,10 @@ class _ValueProxy(fx.Proxy):
 
 
 class _RecurrentStates(_ValueProxy):
-    """The last states of all layers of a recurrent network, of which a single layer's state can be read by index.
+    """The proxy of the last states of all layers of a recurrent network, (layers x directions, samples, features).
 
-    If ``hidden[-1]`` were read from all states together, the state of each layer would cross all later cuts as a second
-    tensor, and prevent them.
+    An index reads the state of a single layer from this layer's node. If ``hidden[-1]`` were read from the states of
+    all layers, the state of each layer would cross all later cuts as a second tensor, and prevent them.
     """
 
     def __init__(self, layer_states: Sequence[Any], all_states: _ValueProxy) -> None:
@@ -591,12 +412,12 @@ class _RecurrentStates(_ValueProxy):
             return self.tracer.create_proxy(
                 "call_function", operator.getitem, (self, key), {}
             )
-        # torch stacks the states as (layers x directions); each unit knows those of its own layer.
         states = self.tracer.values(self.node)[0]  # type: ignore[attr-defined]
         layers = len(self._layer_states)
         directions = len(states) // layers
-        # A range counts negative indices from the end, as the stacked tensor does.
-        place = range(layers * directions)[key]
+        # By a range, since negative indices count from the end.
+        place = range(len(states))[key]
+        # Torch numbers layers first, and the directions of a layer within.
         layer, direction = divmod(place, directions)
         return self._layer_states[layer][direction]
 
@@ -613,9 +434,12 @@ def recurrent_layer(
 ) -> tuple[torch.Tensor, ...]:
     """Return the output of one layer of `torch.nn.LSTM`, `GRU` or `RNN` for a batch, and the layer's last states.
 
+    The graph calls this function once for each layer, where torch's module calls one kernel for all layers. The states
+    at the beginning are zero.
+
     Args:
         values: (samples, steps, features) if ``batch_first``, else (steps, samples, features).
-        weights: the layer's weights, as torch's kernels take them.
+        weights: the layer's weights, in the order of `_recurrent_weights`.
         mode: LSTM, GRU, RNN_TANH or RNN_RELU, as `torch.nn.RNNBase` names them.
         bias: whether ``weights`` contain biases.
         directions: 2 for a bidirectional layer, else 1.
@@ -625,7 +449,7 @@ def recurrent_layer(
     samples = values.shape[0 if batch_first else 1]
     hidden_size, cell_size = sizes
     hidden = values.new_zeros(directions, samples, hidden_size)
-    # Counted by the tracer for a GRU or RNN as well, which have no cells.
+    # Also for a GRU or RNN, which have no cells: the tensor counts in the measured cost of the layer.
     cells = values.new_zeros(directions, samples, cell_size)
     state: Any = (hidden, cells) if mode == "LSTM" else hidden
     layers = 1
@@ -649,43 +473,43 @@ def recurrent_layer(
 
 
 class _Tracer(fx.Tracer):
-    """Executes each step while tracing, and returns values independent of the samples to the user's code."""
+    """Executes each node while tracing, and returns numbers independent of the samples to the user's code."""
 
-    # Buffers are read as attributes of the network as weights are, and not as constants of the graph.
+    # Otherwise torch.fx would make constants of buffers; they are attributes of the network, as weights are.
     proxy_buffer_attributes = True
 
     def __init__(
         self,
         input_spec: InputSpec,
         device: str,
-        whole: Sequence[str],
+        leaf_names: Sequence[str],
         file: str,
     ) -> None:
-        """Prepare for samples as ``input_spec`` describes.
+        """Prepare for a network with the input ``input_spec``.
 
-        ``device`` is "cpu", or "meta" for tensors without values; ``whole`` names modules that are single steps;
-        ``file`` is the user's file.
+        ``device`` is "cpu", or "meta" for tensors without values; ``leaf_names`` are names of leaf modules; ``file`` is
+        the path of the user's file.
         """
         super().__init__(autowrap_functions=_CREATION_FUNCTIONS)
-        # The functions are patched where they are looked up: in the user's module, and in torch itself.
+        # torch.fx replaces the functions in the user's module only, where they are called as `torch.zeros`.
         self._autowrap_search.append(torch)
         self._file = file
-        self.runs: tuple[dict[str, Measure], ...] = ({}, {})
+        self.measures: tuple[dict[str, Measure], dict[str, Measure]] = ({}, {})
         self._input_spec = input_spec
         self._weights: Collection[int] = ()
         self._device = device
-        self._whole = _innermost_names(whole)
-        self._running = False
-        """Whether a step is executed, in which modules are called and not traced."""
-        self._in_layers: nn.Module | None = None
-        """The recurrent network whose layers are traced one by one."""
+        self._leaf_names = _innermost_names(leaf_names)
+        self._is_executing = False
+        """Whether a node is executed now: the calls of modules and functions within are not recorded."""
+        self._layered_module: nn.Module | None = None
+        """The recurrent network whose layers are recorded one by one, or were recorded last."""
 
     def values(self, node: fx.Node) -> tuple[Any, Any]:
-        """Return the results of a step for both batches."""
-        small, large = self.runs
+        """Return the results of a node for the small and for the large batch."""
+        small, large = self.measures
         return small[node.name].value, large[node.name].value
 
-    # Methods called by torch.fx, with its names for their arguments
+    # Methods that torch.fx calls, with the names that it has for their arguments
 
     def create_args_for_root(
         self,
@@ -693,36 +517,41 @@ class _Tracer(fx.Tracer):
         is_module: bool,
         concrete_args: Any = None,
     ) -> Any:
-        """Pass the samples alone; other arguments keep the defaults of the user's code."""
+        """Return the function to trace and its arguments: the network and the samples.
+
+        ``root_fn`` is the network's `forward`. Arguments besides the inputs keep their defaults.
+        """
         self._weights = storage_ids(self.root)
-        # "self" and the samples are always passed.
         required = _required_arguments(root_fn)
         fields = self._input_spec.fields
+        # "self" and the samples are always passed.
         if len(required) > 2 and not fields:
             names = ", ".join(required[1:])
             raise InputError(
-                f"forward takes {names}: give the data an input of each name", KEY
+                f"forward takes {names}: give the data an input of each name",
+                MODEL_FILE_KEY,
             )
 
-        def called(root: nn.Module, samples: fx.Proxy) -> Any:
+        def call_forward(root: nn.Module, samples: fx.Proxy) -> Any:
             if not fields:
                 return single_tensor(root_fn(root, samples))
+            # Each input is cut from the row of a sample.
             inputs = {}
-            for name, part in entries(fields).items():
+            for name, position in entries(fields).items():
                 inputs[name] = self.create_proxy(
-                    "call_function", entry, (samples, *part), {}
+                    "call_function", entry, (samples, *position), {}
                 )
             ordered, named = arguments(root_fn, inputs)
             return single_tensor(root_fn(root, *ordered, **named))
 
         placeholder = self.create_proxy("placeholder", "samples", (), {})
-        return called, [self.root, placeholder]
+        return call_forward, [self.root, placeholder]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module is a single step."""
-        if module_qualified_name in self._whole:
+        """Return whether a call of a module is one node."""
+        if module_qualified_name in self._leaf_names:
             return True
-        if type(m) in STACKS or self._in_layers is m:
+        if type(m) in TRANSFORMER_STACKS or self._layered_module is m:
             return False
         return super().is_leaf_module(m, module_qualified_name)
 
@@ -733,15 +562,19 @@ class _Tracer(fx.Tracer):
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Trace a call, or execute the call within a step; trace stacked layers one by one."""
-        if self._running:
+        """Trace the call of a module; while a node is executed, only call the module.
+
+        Layers of encoders, decoders and recurrent networks of torch.nn are traced one by one.
+        """
+        if self._is_executing:
             return forward(*args, **kwargs)
         if type(m) in (nn.TransformerEncoder, nn.TransformerDecoder):
             # In evaluation, torch's forward skips padding in the whole stack, which single units cannot do.
             forward = partial(self._call_stack, m)
-        elif isinstance(m, nn.RNNBase) and _is_layered_recurrent(m, args, kwargs):
+        elif isinstance(m, nn.RNNBase) and _can_call_layers(m, args, kwargs):
             forward = partial(self._call_recurrent, m)
-            self._in_layers = m
+            # Else the network would be a leaf module, as a module of torch.nn.
+            self._layered_module = m
         return super().call_module(m, forward, args, kwargs)
 
     def _call_stack(
@@ -752,22 +585,25 @@ class _Tracer(fx.Tracer):
         is_causal: bool | None = None,
         **masks: Any,
     ) -> Any:
-        """Call the layers of an encoder or decoder one after the other, as `forward` does in training."""
-        encodes = isinstance(stack, nn.TransformerEncoder)
-        if encodes and memory:
-            # An encoder's second argument is its mask, a decoder's the memory.
+        """Call the layers of an encoder or decoder one after the other, as torch's `forward` does in training.
+
+        ``memory`` is the output of the encoder for a decoder, and may be the mask for an encoder, whose second argument
+        this is. ``masks`` are the other arguments of the stack.
+        """
+        is_encoder = isinstance(stack, nn.TransformerEncoder)
+        if is_encoder and memory:
             masks["mask"] = memory[0]
             memory = memory[1:]
-        mask = masks.get("mask" if encodes else "tgt_mask")
+        mask = masks.get("mask" if is_encoder else "tgt_mask")
         if isinstance(mask, fx.Proxy):
             mask, _ = self.values(mask.node)
         batch_first = stack.layers[0].self_attn.batch_first
-        steps = values.shape[1 if batch_first else 0]
-        # As torch's forward does: unless the caller says so, the mask is compared with a causal one.
-        causal = masks.pop("tgt_is_causal", is_causal)
-        causal = _detect_is_causal_mask(mask, causal, steps)
+        sequence_length = values.shape[1 if batch_first else 0]
+        # As torch's forward does: if the caller passes no flag, the mask is compared with a causal one.
+        causal_flag = masks.pop("tgt_is_causal", is_causal)
+        causal = _detect_is_causal_mask(mask, causal_flag, sequence_length)
         # The names of a layer's arguments differ from those of the stack.
-        if encodes:
+        if is_encoder:
             masks["src_mask"] = masks.pop("mask", None)
             masks["is_causal"] = causal
         else:
@@ -777,7 +613,10 @@ class _Tracer(fx.Tracer):
         return values if stack.norm is None else stack.norm(values)
 
     def _call_recurrent(self, module: nn.RNNBase, values: Any) -> Any:
-        """Call the layers of a recurrent network one after the other, as torch's kernel for all layers does."""
+        """Call the layers of a recurrent network one after the other.
+
+        The results are those of torch's module: the output of the last layer, and the last states of all layers.
+        """
         directions = 2 if module.bidirectional else 1
         # With a projection, hidden states are smaller than cells.
         hidden_size = module.proj_size or module.hidden_size
@@ -818,29 +657,27 @@ class _Tracer(fx.Tracer):
         attr_val: Any,
         parameter_proxy_cache: dict[str, Any],
     ) -> Any:
-        """Return a proxy of an attribute, or the attribute itself within a step."""
-        if self._running:
-            # A module that is executed computes with its weights.
+        """Return a proxy of an attribute; while a node is executed, the attribute, such as a weight to compute with."""
+        if self._is_executing:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return a proxy for the value of a step."""
+        """Return the proxy for the result of a node."""
         return _ValueProxy(node, self)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Iterate over values whose length is equal for all batches."""
-        # `len` of a proxy raises for a length that depends on the batch.
+        """Iterate over a proxy; raises `InputError` if the length depends on the number of samples."""
         return (obj[place] for place in range(len(obj)))  # type: ignore[index]
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Reject unknown values; known values are never proxies."""
+        """Raise `InputError` for a branch: a value independent of the samples is a number, not a proxy."""
         is_tensor = isinstance(self.values(obj.node)[0], torch.Tensor)
         unknown = "values of a tensor" if is_tensor else "the number of samples"
         raise InputError(f"branches depending on {unknown}: {_REMEDY}")
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
-        """Trace a step; return the proxy, or the value of a step independent of the samples."""
+        """Record and execute a node; return its result if that is a number independent of the samples, else a proxy."""
         proxy = super().create_proxy(*args, **kwargs)
         small, large = self.values(proxy.node)
         if isinstance(small, torch.device):
@@ -851,8 +688,8 @@ class _Tracer(fx.Tracer):
         return small if is_equal else proxy
 
     def _current_line(self) -> str | None:
-        """Return the traced line of the user's code, as FILE:LINE; None outside of the user's file."""
-        # torch would create a full traceback for each step.
+        """Return the line of the user's file that is traced now, as FILE:LINE; None outside of the file."""
+        # Faster than torch's own way, a full traceback for each node.
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
@@ -867,14 +704,14 @@ class _Tracer(fx.Tracer):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
-        """Record and execute a step; raises `InputError` for unsupported steps."""
-        # The graph has no node for the mode in which a step runs.
+        """Record and execute a node; raises `InputError` for unsupported operations."""
+        # The graph records operations, and not the `with` statement around them.
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             raise InputError(
                 "`with` torch.no_grad or torch.autocast is lost in tracing: use .detach() or .to(...)"
             )
         if kind == "call_method":
-            _refuse_method(target)
+            _check_method(target)
         target = _IN_PLACE.get(target, target)
         if kwargs.get("inplace"):
             kwargs = {**kwargs, "inplace": False}
@@ -882,34 +719,33 @@ class _Tracer(fx.Tracer):
         node.stack_trace = self._current_line()
         if kind == "output":
             return node
-        # The calls of modules and functions within the step are executed, not traced.
-        self._running = True
+        self._is_executing = True
         try:
             self._execute(node)
         except Exception as error:
-            # Any exception of torch: a wrong shape is found here, at the user's line.
+            # Any exception of torch, such as that for a wrong shape; the caller adds the user's line.
             raise InputError(first_line(error)) from error
         finally:
-            self._running = False
+            self._is_executing = False
         return node
 
     def _execute(self, node: fx.Node) -> None:
-        """Execute a step for both batch sizes."""
-        for size, measures in zip(BATCHES, self.runs, strict=True):
+        """Execute and measure a node for both batch sizes."""
+        for size, measures in zip(BATCH_SIZES, self.measures, strict=True):
             if node.op == "placeholder":
-                samples = samples_of(self._input_spec, size).to(self._device)
+                samples = make_samples(self._input_spec, size).to(self._device)
                 measure = Measure(samples)
             else:
-                measure = measure_step(
+                measure = measure_node(
                     self.root, node, measures, self._weights, self._device
                 )
             measures[node.name] = measure
 
 
 def _innermost_names(names: Sequence[str]) -> list[str]:
-    """Return the module names without the names of modules around other named ones.
+    """Return the module names without those of modules that contain another named module.
 
-    A user may name a module and modules within it: the outer one is traced then, and the inner ones are single steps.
+    A user may name a module and modules within: the outer module is then entered, and the inner ones are leaf modules.
     """
     innermost = []
     for name in names:
@@ -931,11 +767,12 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
     return names
 
 
-def _is_layered_recurrent(module: nn.RNNBase, args: Any, kwargs: Any) -> bool:
-    """Return whether a call of a recurrent network can be traced layer by layer.
+def _can_call_layers(module: nn.RNNBase, args: Any, kwargs: Any) -> bool:
+    """Return whether a recurrent network has several layers, and its call with these arguments can be divided.
 
-    A single layer is one step in any case, and so is a call with initial states: `recurrent_layer` begins with zeros.
+    A call with initial states cannot be divided, since `recurrent_layer` begins with zeros.
     """
+    # By the exact type: a subclass may have a forward of its own.
     has_several_layers = type(module) in _RECURRENT and module.num_layers > 1
     has_samples_only = len(args) == 1 and not kwargs
     return has_several_layers and has_samples_only
@@ -952,8 +789,8 @@ def _recurrent_weights(module: nn.RNNBase, layer: int, directions: int) -> list[
     return weights
 
 
-def _refuse_method(method: str) -> None:
-    """Raise `InputError` for tensor methods beyond tracing: reading values, and changing a tensor in place."""
+def _check_method(method: str) -> None:
+    """Raise `InputError` for a method of tensors that reads values, or changes the tensor in place."""
     if method in ("item", "tolist"):
         raise InputError(f".{method}() reads values of a tensor: {_REMEDY}")
     # Methods such as `add_` change the tensor; `__getitem__` and the like do not.

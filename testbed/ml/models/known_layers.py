@@ -1,7 +1,7 @@
-"""Units of a traced network as layers of `testbed.ml.models.layers`, if they are a plain sequence of such layers.
+"""Recognition of the layers of `testbed.ml.models.layers` in the units of a user's network.
 
-Methods dividing layers can then divide them. Any other unit, such as a residual block or attention, is one layer
-computed as a whole. This module imports torch at once.
+Methods that divide layers among devices can divide a unit that is a plain sequence of such layers. Any other unit, such
+as a residual block or an attention, is one layer computed as a whole. This module imports torch at once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from testbed.ml.models.layers import (
 )
 from testbed.ml.models.shapes import Shape
 
-Described = tuple[tuple[str, Layer], ...]
-"""Layers, each with the path of its module in the network; "" for a function."""
+KnownLayers = tuple[tuple[str, Layer], ...]
+"""Layers in order, each with the path of its module in the network; "" for a function."""
 _ACTIVATIONS = (
     "Sigmoid",
     "Tanh",
@@ -42,25 +42,28 @@ _ACTIVATIONS = (
     "Softplus",
     "Mish",
 )
-"""Element-wise functions with their modules' default arguments."""
-# torch has no public way to ask a module for its hooks.
-_HOOKS = (
+"""Modules of torch.nn that `Activation` can describe, if they have default arguments."""
+_HOOK_ATTRIBUTES = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+"""Private attributes of a module: torch has no public way to ask for hooks."""
 
 
-def _describe_dropout(
+def _make_dropout(
     p: float = 0.5,
     training: object = True,
     inplace: bool = False,
 ) -> nn.Module:
-    """Return the module of torch's function; raises TypeError for dropout active in evaluation too."""
+    """Return the module equivalent to a call of `functional.dropout` with these arguments.
+
+    Raises TypeError if the call is active in evaluation as well, since `nn.Dropout` is not.
+    """
     if training is False:
         return nn.Identity()
-    # Traced networks get their mode from a node; any other value is a constant.
+    # A flag that depends on the mode of the unit is a node; any other value is the same in both modes.
     if not isinstance(training, fx.Node):
         raise TypeError
     return nn.Dropout(p, inplace)
@@ -73,73 +76,75 @@ _FUNCTIONS: dict[str, Callable[..., nn.Module]] = {
     "leaky_relu": nn.LeakyReLU,
     "max_pool2d": nn.MaxPool2d,
     "adaptive_avg_pool2d": nn.AdaptiveAvgPool2d,
-    "dropout": _describe_dropout,
+    "dropout": _make_dropout,
 }
-"""Modules equivalent to torch functions, created from the functions' arguments."""
+"""Name of a torch function -> equivalent module, created with the arguments of the call after the tensor."""
 
 
 def describe_layers(
     root: nn.Module,
     nodes: Sequence[fx.Node],
-    read: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
     shape: Callable[[fx.Node], Shape],
-    weights: int,
-) -> Described:
-    """Return the layers of a unit; empty if the unit is more than a sequence of layers.
+    trained_values: int,
+) -> KnownLayers:
+    """Return the layers of a unit; empty if the unit is not a sequence of known layers.
 
     Args:
         root: the network.
-        nodes: nodes of the unit in order; the last one makes the unit's output.
-        read: nodes of other units read by this unit.
-        shape: output shape of a node for a sample, without the axis of the samples.
-        weights: trained values of the unit, which the layers must have as well.
+        nodes: operations of the unit in order; the last one has the unit's output.
+        inputs: operations of other units whose tensors this unit reads, or the samples.
+        shape: returns the output shape of a node for one sample.
+        trained_values: number of trained values of the unit, which the layers must have as well.
     """
-    tensors = {*read, *nodes}
-    row = list(nodes)
-    before = read[0]
-    if len(read) > 1:
-        # Several inputs make a route, which joins them before the layers.
-        if not _joins_channels(row[0]):
+    tensors = {*inputs, *nodes}
+    remaining_nodes = list(nodes)
+    source = inputs[0]
+    if len(inputs) > 1:
+        # A sequence of layers has one input, so the first operation must join all inputs, as a route.
+        if not _joins_channels(remaining_nodes[0]):
             return ()
-        before = row.pop(0)
-    input_shape = shape(before)
-    named: list[tuple[str, Layer]] = []
-    for node in row:
-        layers = _describe_node(root, node, shape(node))
-        inputs = [each for each in node.all_input_nodes if each in tensors]
+        source = remaining_nodes.pop(0)
+    input_shape = shape(source)
+    layers: list[Layer] = []
+    paths: list[str] = []
+    for node in remaining_nodes:
+        node_layers = _describe_node(root, node, shape(node))
+        node_inputs = [each for each in node.all_input_nodes if each in tensors]
         # In a sequence, each layer reads the layer before and nothing else.
-        if layers is None or inputs != [before]:
+        if node_layers is None or node_inputs != [source]:
             return ()
         path = str(node.target) if node.op == "call_module" else ""
-        for layer in layers:
-            named.append((path, layer))
-        before = node
-    layers_alone = [layer for _, layer in named]
-    if not _agrees_with_torch(layers_alone, input_shape, shape(before), weights):
+        for layer in node_layers:
+            layers.append(layer)
+            paths.append(path)
+        source = node
+    if not _agree_with_torch(layers, input_shape, shape(source), trained_values):
         return ()
-    return tuple(named)
+    return tuple(zip(paths, layers, strict=True))
 
 
-def _agrees_with_torch(
+def _agree_with_torch(
     layers: Sequence[Layer],
     input_shape: Shape,
     output_shape: Shape,
-    weights: int,
+    trained_values: int,
 ) -> bool:
-    """Return whether described layers have the output size and the number of trained values measured by torch.
+    """Return whether layers have the output size and the number of trained values that torch measured.
 
-    Otherwise the description is not trusted.
+    A safeguard: wrongly recognised layers are not used.
     """
     try:
         shapes = shapes_through(layers, input_shape)
     except ValueError:
         return False
-    described_weights = 0
+    parameters = 0
+    # Not strict: there is one shape more than there are layers, the output of the last layer.
     for layer, shape in zip(layers, shapes, strict=False):
-        described_weights += layer.parameters(shape)
+        parameters += layer.parameters(shape)
     # By the number of values: a flattened map and the map are the same output.
     has_same_size = math.prod(shapes[-1]) == math.prod(output_shape)
-    return has_same_size and described_weights == weights
+    return has_same_size and parameters == trained_values
 
 
 def _joins_channels(node: fx.Node) -> bool:
@@ -147,26 +152,26 @@ def _joins_channels(node: fx.Node) -> bool:
     if node.target not in (torch.cat, torch.concat):
         return False
     # torch.cat(tensors, dim=0)
-    along = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    return along in (1,)
+    axis = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    return isinstance(axis, int) and axis == 1
 
 
 def _describe_node(
-    root: nn.Module, node: fx.Node, made: Shape
+    root: nn.Module, node: fx.Node, output_shape: Shape
 ) -> tuple[Layer, ...] | None:
     """Return the layers of a node, empty for an identity; None for an unknown operation.
 
-    ``made`` is the shape of the node's output for one sample.
+    ``output_shape`` is that of the node for one sample.
     """
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         # Hooks may change the module's values.
-        if any(getattr(module, hooks) for hooks in _HOOKS):
+        if any(getattr(module, attribute) for attribute in _HOOK_ATTRIBUTES):
             return None
         return _describe_module(module)
     name = _operation_name(node)
     if name in ("flatten", "view", "reshape"):
-        return (Flatten(),) if len(made) == 1 else None
+        return (Flatten(),) if len(output_shape) == 1 else None
     if name == "mean":
         return (GlobalAveragePool2d(),) if _is_over_pixels(node) else None
     if name not in _FUNCTIONS:
@@ -174,13 +179,13 @@ def _describe_node(
     try:
         module = _FUNCTIONS[name](*node.args[1:], **node.kwargs)
     except TypeError:
-        # The function was called with an option that the module lacks.
+        # The call has an option that the module lacks, or is no dropout of training alone.
         return None
     return _describe_module(module)
 
 
 def _operation_name(node: fx.Node) -> str:
-    """Return the name of a function or method, without the underscores of private functions of torch."""
+    """Return the name of a function or method, without the leading underscores of torch's private functions."""
     if node.op == "call_method":
         return str(node.target).lstrip("_")
     name: str = getattr(node.target, "__name__", "")
@@ -200,11 +205,12 @@ def _describe_module(module: Any) -> tuple[Layer, ...] | None:
     """Return the layers of a module, empty for an identity; None for an unknown module."""
     kind = type(module)
     name = kind.__name__
-    # By their texts, which hold the arguments: modules have no equality.
+    # By their texts, which contain the arguments: modules have no equality.
     if name in _ACTIVATIONS and repr(module) == repr(getattr(nn, name)()):
         return (Activation(name),)
     # By the exact type: a subclass may compute something else.
-    return _KINDS[kind](module) if kind in _KINDS else None
+    describe = _DESCRIBE_BY_TYPE.get(kind)
+    return None if describe is None else describe(module)
 
 
 def _describe_convolution(module: nn.Conv2d) -> tuple[Layer, ...] | None:
@@ -226,10 +232,10 @@ def _describe_linear(module: nn.Linear) -> tuple[Layer, ...]:
 
 
 def _describe_normalisation(module: nn.BatchNorm2d) -> tuple[Layer, ...] | None:
-    # `BatchNorm2d` of the layers has torch's defaults alone.
+    # The layer `BatchNorm2d` has no options: these are torch's defaults.
     has_defaults = (module.eps, module.momentum) == (1e-5, 0.1)
-    has_values = module.affine and module.track_running_stats
-    return (BatchNorm2d(),) if has_defaults and has_values else None
+    has_all_tensors = module.affine and module.track_running_stats
+    return (BatchNorm2d(),) if has_defaults and has_all_tensors else None
 
 
 def _describe_pool(module: nn.MaxPool2d) -> tuple[Layer, ...] | None:
@@ -249,15 +255,15 @@ def _describe_mean(module: nn.AdaptiveAvgPool2d) -> tuple[Layer, ...] | None:
 
 
 def _describe_flatten(module: nn.Flatten) -> tuple[Layer, ...] | None:
-    is_whole = (module.start_dim, module.end_dim) == (1, -1)
-    return (Flatten(),) if is_whole else None
+    keeps_samples_only = (module.start_dim, module.end_dim) == (1, -1)
+    return (Flatten(),) if keeps_samples_only else None
 
 
 def _describe_clamp(module: nn.Hardtanh) -> tuple[Layer, ...] | None:
     return (ReLU(float(module.max_val)),) if module.min_val == 0 else None
 
 
-_KINDS: dict[type[nn.Module], Callable[[Any], tuple[Layer, ...] | None]] = {
+_DESCRIBE_BY_TYPE: dict[type[nn.Module], Callable[[Any], tuple[Layer, ...] | None]] = {
     nn.Identity: lambda module: (),
     nn.Conv2d: _describe_convolution,
     nn.Linear: _describe_linear,

@@ -1,7 +1,8 @@
-"""Tracing of a network by `torch.export`, for networks torch.fx cannot trace.
+"""Tracing of a network by `torch.export`, for networks that torch.fx cannot trace (`testbed.ml.models.fx_tracing`).
 
 The export supports in-place operations, `torch.no_grad`, branches on `self.training` and arbitrary Python between
-tensors, as in the models of `transformers`. It is slower than tracing by torch.fx, and descends into every module.
+tensors, as in the models of `transformers`. It is slower than tracing by torch.fx, and its graph has the single
+operations of torch's library aten, also from within the modules of torch.nn.
 """
 
 from __future__ import annotations
@@ -18,23 +19,21 @@ from torch._ops import HigherOrderOperator, OpOverload
 from testbed.common import usercode
 from testbed.common.errors import InputError
 from testbed.ml.fields import Fields, InputSpec, arguments, entries, entry
-from testbed.ml.models.making import KEY, Maker
-from testbed.ml.models.tracer import (
-    BATCHES,
-    Measure,
-    Traced,
-    by_mode,
+from testbed.ml.models.fx_tracing import (
+    BATCH_SIZES,
+    TracedNetwork,
+    choose_by_mode,
     first_line,
-    measure_step,
-    samples_of,
+    make_samples,
     seeded_network,
     single_tensor,
-    storage_ids,
 )
+from testbed.ml.models.maker import MODEL_FILE_KEY, Maker
+from testbed.ml.models.measurement import Measure, measure_node, storage_ids
 
 _NETWORK = "network."
 """Prefix of the names in an exported program: the attribute of `TensorOutput` that holds the user's network."""
-_READS_VALUE = (
+_READING_OPERATIONS = (
     torch.ops.aten.item.default,
     torch.ops.aten._local_scalar_dense.default,
 )
@@ -43,7 +42,7 @@ _NORMALISATIONS = (
     torch.ops.aten.batch_norm.default,
     torch.ops.aten.instance_norm.default,
 )
-"""The operations of normalisations that may have running statistics."""
+"""Operations of the normalisations that may have running statistics."""
 
 
 class TensorOutput(nn.Module):
@@ -74,34 +73,35 @@ class TensorOutput(nn.Module):
         return output
 
 
-def trace_by_export(maker: Maker, input_spec: InputSpec) -> Traced:
-    """Export a network as it is in training, and measure the steps of its graph.
+def trace_by_export(maker: Maker, input_spec: InputSpec) -> TracedNetwork:
+    """Export a network as it is in training, and measure the nodes of its graph.
 
     Raises `InputError` for code that torch cannot export, and for a network whose graph gives other results than the
     network itself, in training or in evaluation.
     """
-    # Any seed: structure and measures do not depend on the weights, and a model gets those of its own seed.
-    root = seeded_network(maker, 0).train()
+    # Any seed: structure and measurements do not depend on the weights, and units draw their weights again.
+    root = seeded_network(maker, seed=0).train()
     try:
         return _export_network(root, input_spec)
     except InputError as error:
         where = usercode.line_of(error, maker.code)
-        raise InputError(f"{where}: {error.text}", KEY) from error
+        raise InputError(f"{where}: {error.text}", MODEL_FILE_KEY) from error
     except Exception as error:
-        # Any exception: the user's code runs here, on values that it was not written for.
+        # Any exception: the user's code runs here, with symbols in place of the number of samples.
         where = usercode.line_of(error, maker.code)
-        # "Either": `trace_by_fx` was tried first, and its refusal precedes this one in the message.
+        # "Either": `trace_by_fx` was tried first, and its error precedes this one in the message.
         raise InputError(
-            f"{where}: cannot be exported by torch either: {first_line(error)}", KEY
+            f"{where}: cannot be exported by torch either: {first_line(error)}",
+            MODEL_FILE_KEY,
         ) from error
 
 
-def _export_network(root: nn.Module, input_spec: InputSpec) -> Traced:
+def _export_network(root: nn.Module, input_spec: InputSpec) -> TracedNetwork:
     wrapped = TensorOutput(root, input_spec.fields)
-    batches = [samples_of(input_spec, size) for size in BATCHES]
-    # For each of several inputs, its place in a row of samples; empty if the samples are the only input.
-    input_places = list(entries(input_spec.fields).values())
-    inputs = tuple(entry(batches[0], *place) for place in input_places)
+    batches = [make_samples(input_spec, size) for size in BATCH_SIZES]
+    # For each of several inputs, its position in a row of samples; empty if the samples are the only input.
+    input_positions = list(entries(input_spec.fields).values())
+    inputs = tuple(entry(batches[0], *position) for position in input_positions)
     if not inputs:
         inputs = (batches[0],)
     # At least two samples: torch would make a constant of a dimension of size 1.
@@ -110,50 +110,51 @@ def _export_network(root: nn.Module, input_spec: InputSpec) -> Traced:
         program = torch.export.export(
             wrapped,
             inputs,
-            # One argument of `forward`, the tuple of inputs, whose axes 0 are the samples.
+            # Nested as the arguments of `forward`: one tuple of inputs, axis 0 of each of which are the samples.
             dynamic_shapes=(({0: samples_axis},) * len(inputs),),
             strict=False,
         )
-    graph = _Flat(program, root, input_places).graph
+    graph = _FlatGraph(program, root, input_positions).graph
     constants = _find_constants(program)
+    # The graph reads constants as attributes of the network.
     for name, value in constants.items():
         setattr(root, name, value)
     with _unchanged_buffers(root):
         small, large = (_measure_graph(root, graph, samples) for samples in batches)
     _check_results(wrapped, graph, batches[0], inputs)
-    return Traced(root, graph, (small, large), constants)
+    return TracedNetwork(root, graph, (small, large), constants)
 
 
 def _measure_graph(
     root: nn.Module, graph: fx.Graph, samples: torch.Tensor
 ) -> dict[str, Measure]:
-    """Run a graph step by step for a batch; return the measures by node."""
+    """Execute a graph node by node for a batch; return the measurements by node name."""
     weights = storage_ids(root)
     measures: dict[str, Measure] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             measures[node.name] = Measure(samples)
         elif node.op != "output":
-            measures[node.name] = measure_step(root, node, measures, weights)
+            measures[node.name] = measure_node(root, node, measures, weights)
     return measures
 
 
 @contextmanager
 def _unchanged_buffers(network: nn.Module) -> Iterator[None]:
-    """Restore the network's buffers at the end: each run in training changes running statistics."""
+    """Restore the network's buffers at the end: a forward in training changes running statistics."""
     copies = [(buffer, buffer.clone()) for buffer in network.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, copy in copies:
-                # A buffer whose elements share memory, such as an expanded mask, is unchanged and cannot be written.
+                # Only if necessary: torch cannot write a buffer whose elements share memory, such as an expanded mask.
                 if not torch.equal(buffer, copy):
                     buffer.copy_(copy)
 
 
 def _find_constants(program: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors `forward` creates independently of its inputs."""
+    """Return the tensors that `forward` creates independently of its inputs, by the names they get in the network."""
     signature = program.graph_signature.inputs_to_lifted_tensor_constants
     constants = {}
     for name in signature.values():
@@ -177,11 +178,11 @@ def _check_results(
     """
     exported = fx.GraphModule(network.network, graph)
     for training in (True, False):
-        wanted = _run_seeded(network.train(training), inputs)
+        expected = _run_seeded(network.train(training), inputs)
         actual = _run_seeded(exported.train(training), (samples,))
         # Not to the bit, since the export may replace an operation by several, which round differently. A different
         # branch or a missing operation changes results by much more than these tolerances.
-        if not torch.allclose(wanted, actual, rtol=1e-4, atol=1e-5, equal_nan=True):
+        if not torch.allclose(expected, actual, rtol=1e-4, atol=1e-5, equal_nan=True):
             mode = "training" if training else "evaluation"
             text = f"behaves differently in {mode} than its export: write this as a module of torch.nn"
             raise InputError(text)
@@ -191,7 +192,7 @@ def _check_results(
 def _run_seeded(module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a module's output with the random numbers of seed 0, and leave the module's buffers unchanged.
 
-    Network and graph thus draw equal numbers, and start from equal running statistics.
+    Network and graph can thus be compared: they draw equal numbers, and begin with equal running statistics.
     """
     with (
         torch.random.fork_rng(devices=[]),
@@ -203,48 +204,51 @@ def _run_seeded(module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.Tens
     return output
 
 
-class _Flat:
-    """The graph of an exported program, flattened: one placeholder for the samples, and no nested graphs.
+class _FlatGraph:
+    """A copy of the graph of an exported program, as `TracedNetwork` needs it.
 
-    Weights and buffers are read from the network by their paths. A normalisation of torch.nn is called as a module.
+    The graph of a program has a placeholder for each input, weight and buffer, and contains a graph for each `with`
+    statement. The copy has one placeholder, for the samples, and contains no graphs. It reads weights and buffers from
+    the network by their paths, calls normalisations of torch.nn as modules, changes no tensor in place, and follows the
+    mode of its module, training or evaluation.
     """
 
     def __init__(
-        self, program: Any, network: nn.Module, input_places: Sequence[Any]
+        self, program: Any, network: nn.Module, input_positions: Sequence[Any]
     ) -> None:
         """``program`` is a `torch.export.ExportedProgram` of ``network`` in a `TensorOutput`.
 
-        ``input_places`` are the further arguments of `entry` for each of several inputs, in the order of the program's
-        inputs; empty if the samples are the only input.
+        ``input_positions`` are the arguments of `entry` besides the rows for each of several inputs, in the order of
+        the program's inputs; empty if the samples are the only input.
         """
         self.graph = fx.Graph()
         self._network = network
-        self._input_places = iter(input_places)
+        self._input_positions = iter(input_positions)
         self._samples: fx.Node | None = None
         self._program = program
         self._copies: dict[fx.Node, Any] = {}
+        """Node of the program -> its counterpart in ``graph``, or a value that is no node."""
         self._views: dict[fx.Node, fx.Node] = {}
-        """View -> the node whose memory it shares, which is not a view itself."""
+        """Node of the program that is a view -> the node whose memory the view shares, which is not a view itself."""
         self._mode = self.graph.get_attr("training")
-        self._inline_graph(program.graph, [])
-        # Backwards, so that a node read only by erased ones is erased as well.
+        self._copy_graph(program.graph, [])
+        # Backwards, so that a node read only by erased nodes is erased as well.
         for node in reversed(self.graph.nodes):
             if not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
 
-    def _inline_graph(
+    def _copy_graph(
         self,
         graph: fx.Graph,
-        placeholder_copies: Sequence[Any],
+        arguments: Sequence[Any],
         *,
         is_nested: bool = False,
     ) -> Any:
-        """Copy a graph and return copies of its results.
+        """Copy all nodes of the program's graph or of a nested graph; return the copies of the graph's results.
 
-        ``placeholder_copies`` are the copies of the values that a nested graph receives. The program's own graph has
-        inputs, weights and buffers as placeholders, and gets an output node.
+        ``arguments`` are the copies of the values that a nested graph receives.
         """
-        arguments = iter(placeholder_copies)
+        remaining_arguments = iter(arguments)
         for node in graph.nodes:
             if node.op == "output":
                 results = fx.map_arg(node.args[0], self._copy_of)
@@ -252,8 +256,10 @@ class _Flat:
                     # The results before the last are buffers that the network changes.
                     self.graph.output(results[-1])
                 return results
-            if node.op == "placeholder":
-                copy = next(arguments) if is_nested else self._copy_input(node)
+            if node.op == "placeholder" and is_nested:
+                copy = next(remaining_arguments)
+            elif node.op == "placeholder":
+                copy = self._copy_input(node)
             elif node.op == "get_attr":
                 copy = getattr(node.graph.owning_module, str(node.target), None)
             else:
@@ -267,80 +273,87 @@ class _Flat:
         return self._copies[node]
 
     def _copy_input(self, node: fx.Node) -> fx.Node:
+        """Return the node that reads the weight, buffer, constant or input of a placeholder of the program."""
         signature = self._program.graph_signature
-        for named in (signature.inputs_to_parameters, signature.inputs_to_buffers):
-            if node.name in named:
-                return self.graph.get_attr(named[node.name].removeprefix(_NETWORK))
+        for paths in (signature.inputs_to_parameters, signature.inputs_to_buffers):
+            if node.name in paths:
+                return self.graph.get_attr(paths[node.name].removeprefix(_NETWORK))
         constants = signature.inputs_to_lifted_tensor_constants
         if node.name in constants:
             return self.graph.get_attr(_constant_name(constants[node.name]))
         if self._samples is None:
             self._samples = self.graph.placeholder("samples")
-        place = next(self._input_places, None)
-        if place is None:
+        position = next(self._input_positions, None)
+        if position is None:
             return self._samples
         # One of several inputs, cut from the samples' row.
-        return self.graph.call_function(entry, (self._samples, *place))
+        return self.graph.call_function(entry, (self._samples, *position))
 
     def _copy_call(self, node: fx.Node) -> Any:
+        """Return the copy of a call, or the values that replace the call.
+
+        Raises `InputError` for an operation that a graph divided into units cannot have.
+        """
         target = node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._copy_of)
         if isinstance(target, HigherOrderOperator):
-            return self._copy_nested(node, args)
+            return self._copy_statement(node, args)
         if target is operator.getitem and isinstance(args[0], tuple | list):
+            # One of the results of a `with` statement.
             return list(args[0])[args[1]]  # type: ignore[index]
         assert callable(target)
         if not isinstance(target, OpOverload):
             return self.graph.call_function(target, args, kwargs)
-        if target in _READS_VALUE:
+        if target in _READING_OPERATIONS:
             raise InputError(f"{_source_line(node)}reads values of a tensor")
         if target in _NORMALISATIONS:
             # As a module, by which the testbed recognises running statistics, and which counts its batches.
             path = self._normalisation_path(node)
             if path:
                 return self.graph.call_module(path, (args[0],))
-        name = str(target).split(".")[1]
+        # An overload has a text such as "aten.add_.Tensor"; names of operations in place end with an underscore.
+        _, name, _ = str(target).split(".")
         if target._schema.is_mutable and name.endswith("_"):
-            return self._in_place(node, target, args, kwargs)
+            return self._copy_in_place(node, target, args, kwargs)
         if target.is_view and isinstance(node.args[0], fx.Node):
             self._views[node] = self._views.get(node.args[0], node.args[0])
         return self.graph.call_function(
-            target, self._following_mode(target, args), kwargs
+            target, self._arguments_by_mode(target, args), kwargs
         )
 
-    def _following_mode(
+    def _arguments_by_mode(
         self, target: OpOverload, args: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Return arguments in which flags of training follow the unit's mode.
+        """Return the arguments of an operation, with flags of training replaced by the mode of the unit.
 
         The network was exported in training. A flag that is False there was switched off by the user's code, as by
         ``F.dropout(x, training=False)``, and is False in evaluation as well.
         """
-        changed = list(args)
+        args_by_mode = list(args)
         for place, argument in enumerate(target._schema.arguments[: len(args)]):
-            value = changed[place]
+            value = args[place]
             is_flag = argument.name in ("train", "training", "use_input_stats")
             if is_flag and value is True:
-                changed[place] = self._mode
+                args_by_mode[place] = self._mode
             elif argument.name == "dropout_p" and value:
                 # Attention has no flag: its dropout is a probability, which is 0 in evaluation.
-                changed[place] = self.graph.call_function(
-                    by_mode, (self._mode, value, 0.0)
+                args_by_mode[place] = self.graph.call_function(
+                    choose_by_mode, (self._mode, value, 0.0)
                 )
-        return tuple(changed)
+        return tuple(args_by_mode)
 
-    def _in_place(
+    def _copy_in_place(
         self, node: fx.Node, target: OpOverload, args: Any, kwargs: Any
     ) -> Any:
-        """Copy an operation in place as one that returns a new value, which all later nodes read instead.
+        """Replace an operation in place by the one that returns a new tensor, which all later nodes read instead.
 
-        Raises `InputError` if this is impossible, since the memory is read under another name as well.
+        Raises `InputError` if later nodes read the same memory through other tensors as well.
         """
         changed = node.args[0]
         assert isinstance(changed, fx.Node)
         if changed.op == "placeholder" and changed.name.endswith("num_batches_tracked"):
-            # A normalisation called as a module counts itself. For others the number is not needed: it would be read by
-            # `item`, which is refused, and only with `momentum=None`.
+            # A normalisation called as a module counts its batches itself. Any other needs the number only with
+            # `momentum=None`, and would read it by `item`, which is rejected.
             return None
         if changed.op == "placeholder" or self._is_read_later(changed, node):
             raise InputError(
@@ -349,7 +362,7 @@ class _Flat:
         _, name, overload = str(target).split(".")
         functional = getattr(getattr(torch.ops.aten, name.rstrip("_")), overload)
         copy = self.graph.call_function(
-            functional, self._following_mode(functional, args), kwargs
+            functional, self._arguments_by_mode(functional, args), kwargs
         )
         copy.meta = _node_location(node)
         self._copies[changed] = copy
@@ -358,22 +371,26 @@ class _Flat:
     def _is_read_later(self, changed: fx.Node, node: fx.Node) -> bool:
         """Return whether memory that ``node`` changes is read later through another tensor than ``changed``.
 
-        This is the tensor of which ``changed`` is a view, or another view of the same tensor.
+        Such a tensor is the one of which ``changed`` is a view, or another view of the same tensor.
         """
         base = self._views.get(changed, changed)
-        shared = [view for view, owner in self._views.items() if owner is base]
+        views = [view for view, owner in self._views.items() if owner is base]
         readers: list[fx.Node] = []
-        for other in (*shared, base):
+        for other in (*views, base):
             if other is not changed:
                 readers += other.users
+        # torch.fx orders nodes by their places in the graph.
         return any(reader > node for reader in readers)
 
-    def _copy_nested(self, node: fx.Node, args: Sequence[Any]) -> Any:
-        """Copy the body of a `with` statement, a graph of its own; raises `InputError` for unknown statements."""
+    def _copy_statement(self, node: fx.Node, args: Sequence[Any]) -> Any:
+        """Copy the body of a `with` statement, a nested graph; raises `InputError` for unsupported statements.
+
+        ``args`` are copies of the statement's arguments, of which the body is one.
+        """
         name = str(node.target)
         if name == "wrap_with_set_grad_enabled":
-            is_enabled, body, *values = args
-            results = self._inline_graph(body.graph, values, is_nested=True)
+            is_enabled, body, *body_arguments = args
+            results = self._copy_graph(body.graph, body_arguments, is_nested=True)
             if is_enabled:
                 return results
             # A flat graph has no node for `torch.no_grad`. Detaching its results has the same effect: no gradient
@@ -381,19 +398,19 @@ class _Flat:
             detach = torch.ops.aten.detach.default
             return tuple(self.graph.call_function(detach, (each,)) for each in results)
         if name == "wrap_with_autocast":
-            _, _, is_enabled, _, body, *values = args
+            _, _, is_enabled, _, body, *body_arguments = args
             # Autocast that is switched off changes nothing.
             if not is_enabled:
-                return self._inline_graph(body.graph, values, is_nested=True)
+                return self._copy_graph(body.graph, body_arguments, is_nested=True)
         raise InputError(
             f"{_source_line(node)}{name}: cannot be divided into units: remove it"
         )
 
     def _normalisation_path(self, node: fx.Node) -> str:
-        """Return the path of the normalisation of torch.nn whose forward is a node; empty for other nodes.
+        """Return the path of the normalisation module whose whole forward is ``node``; empty if there is none.
 
-        Forward must be that of torch.nn. A user's module may call `functional.batch_norm`, or the forward of its base
-        class, among other operations: calling the module in place of the node would repeat these.
+        The module's forward must be torch's. A user's module may call `functional.batch_norm`, or the forward of its
+        base class, among other operations: calling the module in place of the node would repeat these.
         """
         modules = list(_module_stack(node).values())
         if not modules:
