@@ -206,7 +206,7 @@ def _gather_code(file: Path, shown_path: str, key: Key) -> Code:
 
 
 def _with_imports(main: _Source, shown_folder: Path, key: Key) -> list[_Source]:
-    """Return a source and its transitive imports from the same folder, and set `_Source.imported` of all of them.
+    """Return a source and its transitive imports from the same folder, and set `_Source.imported` of each source.
 
     Raises `InputError` for a file with the name of another module.
     """

@@ -336,7 +336,7 @@ class _Departures:
 
 
 class _LinkQueue:
-    """The messages of one device to one peer: when each of them can leave.
+    """The queue of messages from one device to one peer, which determines the earliest departure of each message.
 
     A message leaves after the call of ``send`` as soon as two conditions hold: the bytes of all earlier messages are on
     the wire, and fewer than `WINDOW` bytes to the peer are unacknowledged (`testbed_agent.sending.Lane`).

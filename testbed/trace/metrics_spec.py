@@ -138,7 +138,7 @@ class MetricsSpec:
     """Former name -> present name of renamed metrics. The error for a former name in ``expect`` has the present one."""
 
     def joined(self, other: MetricsSpec) -> MetricsSpec:
-        """Return the definitions of both, in this order; at most one of them may define ``recovery``."""
+        """Return these definitions followed by the other ones; at most one of both may define ``recovery``."""
         if NOTHING in (self, other):
             return other if self == NOTHING else self
         lists = {**(self.lists or {}), **(other.lists or {})}

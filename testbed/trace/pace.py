@@ -119,7 +119,7 @@ def busiest_share(record: RunView) -> float | None:
 
 
 def _of_steps(compute: Callable[[RunView], float]) -> Callable[[RunView], float | None]:
-    """Wrap a metric so that it is None for a run without steps."""
+    """Extend a metric of steps to runs without steps, which have the value None."""
     return lambda record: compute(record) if record.steps else None
 
 

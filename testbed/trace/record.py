@@ -267,7 +267,7 @@ class RunView:
 def steps_after(steps: Sequence[Step], moment: float) -> list[Step]:
     """Return the undisturbed steps that started after a moment.
 
-    If a permanent fault disturbs all of them, return these steps without the first.
+    If a permanent fault disturbs all later steps, return all later steps except the first.
     """
     later_steps = [step for step in steps if step.window[0] >= moment]
     # The first step after a change still fills the pipeline.

@@ -118,7 +118,7 @@ def _path_times(record: RunView) -> list[PathTime]:
 def busiest_seconds(
     events: Sequence[Event], experiment: Experiment, window: Interval
 ) -> float:
-    """Return for how many seconds the busiest processor or link was busy within an interval.
+    """Return the seconds for which the busiest processor or link was in use within an interval.
 
     A message occupies its link, the sender's uplink and the receiver's downlink for bytes / rate, at the rates of the
     scenario. Messages that arrived within the interval count. Channels that several devices share are left out,

@@ -79,29 +79,7 @@ def verdict(record: RunView) -> dict[str, Any]:
     of each of several hosts), ``lost`` (texts about missing parts of a finished run), and ``unlimited`` (limits of
     devices that the kernel ignored).
     """
-    outcome, experiment = record.outcome, record.experiment
-    checks = [
-        _check_status(outcome),
-        _check_events(record),
-        *_check_missed_updates(record),
-        *_check_faults(experiment, record.log, record.strikes),
-        *_check_changes(record.log, experiment),
-    ]
-    is_emulated = outcome.runtime == "emulate"
-    # These checks concern the host and the shaper, which a simulation does not have.
-    if is_emulated:
-        checks += [
-            _check_links(outcome, experiment),
-            _check_host(record.cached(added_time), outcome.fidelity),
-            *_check_recoveries(record.cached(recovery_list)),
-            *_check_stolen_time(outcome.fidelity),
-            *_check_queues(outcome.fidelity),
-            *_check_delays(outcome.fidelity, experiment),
-            *_check_clocks(outcome.fidelity),
-            *_check_limits(outcome.fidelity),
-        ]
-    else:
-        checks += _check_model(experiment)
+    checks = _run_checks(record)
     reasons = []
     notes = []
     for check in checks:
@@ -113,7 +91,7 @@ def verdict(record: RunView) -> dict[str, Any]:
     if reasons:
         kind = "not trusted"
         texts = reasons
-    elif is_emulated:
+    elif record.outcome.runtime == "emulate":
         kind = "trusted"
         texts = ["links, pacing, faults and host were all as the scenario asks", *notes]
     else:
@@ -126,6 +104,31 @@ def verdict(record: RunView) -> dict[str, Any]:
         "reasons": reasons,
         "checks": [asdict(check) for check in checks],
     }
+
+
+def _run_checks(record: RunView) -> list[Check]:
+    outcome, experiment = record.outcome, record.experiment
+    checks = [
+        _check_status(outcome),
+        _check_events(record),
+        *_check_missed_updates(record),
+        *_check_faults(experiment, record.log, record.strikes),
+        *_check_changes(record.log, experiment),
+    ]
+    # A simulation has no host and no shaper to check.
+    if outcome.runtime != "emulate":
+        return [*checks, *_check_model(experiment)]
+    return [
+        *checks,
+        _check_links(outcome, experiment),
+        _check_host(record.cached(added_time), outcome.fidelity),
+        *_check_recoveries(record.cached(recovery_list)),
+        *_check_stolen_time(outcome.fidelity),
+        *_check_queues(outcome.fidelity),
+        *_check_delays(outcome.fidelity, experiment),
+        *_check_clocks(outcome.fidelity),
+        *_check_limits(outcome.fidelity),
+    ]
 
 
 def _check_clocks(fidelity: Mapping[str, Any]) -> list[Check]:
