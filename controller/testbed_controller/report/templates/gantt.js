@@ -1,4 +1,5 @@
-// The Gantt chart: a row a device, compute above, send and receive below it; drag to zoom, double click for all.
+// The Gantt chart of testbed_controller/report/timeline.py: a row per device, with computations above, sends and receptions
+// below. Drag to zoom, double-click for the whole run. Times are in seconds, positions and sizes in pixels.
 (() => {
   const source = document.getElementById("timeline");
   if (!source) return;
@@ -7,19 +8,29 @@
   const canvas = box.querySelector("canvas");
   const tip = box.querySelector(".tip");
   const draw = canvas.getContext("2d");
+  // Heights of a row and of the axis above the rows.
   const ROW = 46, HEAD = 24;
+  // Top and bottom of a bar in its row.
+  const EDGES = {compute: [4, 24], send: [26, 32], receive: [34, 40], down: [2, 42]};
   const NAMED = {forward: "blue", infer: "blue", backward: "orange", update: "green", evaluate: "violet", test: "violet"};
   const OTHERS = ["teal", "grey", "green"];
+  const bars = data.bars.map(([device, kind, start, duration, label, batch, micro, peer, size, interrupted]) => ({
+    device, kind: data.kinds[kind], start, end: start + duration, duration, label: data.words[label], batch, micro,
+    peer: data.words[peer], size, interrupted,
+  }));
   const rows = data.devices.map(() => []);
-  for (const bar of data.bars) rows[bar[0]].push(bar);
-  const longest = rows.map(row => row.reduce((most, bar) => Math.max(most, bar[1] < 3 ? bar[3] : 0), 0));
-  const spans = [...new Set(data.bars.filter(bar => bar[1] === 0).map(bar => bar[4]))];
+  for (const bar of bars) rows[bar.device].push(bar);
+  // The longest bar of each row, without outages.
+  const longest = rows.map(row => row.reduce((most, bar) => Math.max(most, bar.kind === "down" ? 0 : bar.duration), 0));
+  const spans = [...new Set(bars.filter(bar => bar.kind === "compute").map(bar => bar.label))];
+  // Computations with usual names have fixed colours, all others the next of the remaining colours.
   const colour = new Map();
   let other = 0;
   for (const span of spans) {
-    const known = Object.keys(NAMED).find(name => data.words[span].startsWith(name));
+    const known = Object.keys(NAMED).find(name => span.startsWith(name));
     colour.set(span, known ? NAMED[known] : OTHERS[other++ % OTHERS.length]);
   }
+  // The shown part of the run.
   let from = data.views[0]?.start ?? 0, to = data.views[0]?.end ?? data.end;
   let width = 0, gutter = 0, drag = null, paint = {};
 
@@ -58,9 +69,15 @@
     draw.fillRect(start, top, end - start, bottom - top);
   }
 
-  function place(bar) {
-    const top = HEAD + bar[0] * ROW;
-    return [[top + 4, top + 24], [top + 26, top + 32], [top + 34, top + 40], [top + 2, top + 42]][bar[1]];
+  function edges(bar) {
+    const row = HEAD + bar.device * ROW;
+    const [top, bottom] = EDGES[bar.kind];
+    return [row + top, row + bottom];
+  }
+
+  function number(bar) {
+    if (bar.batch == null) return bar.label;
+    return bar.micro == null ? `${bar.batch}` : `${bar.batch}.${bar.micro}`;
   }
 
   function render() {
@@ -96,15 +113,14 @@
       draw.fillText("send / receive", 0, HEAD + index * ROW + 33, gutter - 8);
       draw.font = "11px system-ui, sans-serif";
       for (const bar of row) {
-        const end = bar[2] + bar[3];
-        if (end < from || bar[2] > to) continue;
-        const [high, low] = place(bar);
-        if (bar[1] === 3) down(x(bar[2]), high, x(end), low, data.words[bar[4]]);
-        else rectangle(tint(bar), x(bar[2]), high, x(end), low);
-        if (bar[9]) rectangle(paint.fault, x(end) - 2, high, x(end), low);
-        if (bar[1] === 0 && x(end) - x(bar[2]) > 30 && x(bar[2]) >= gutter) {
+        if (bar.end < from || bar.start > to) continue;
+        const [top, bottom] = edges(bar), left = x(bar.start), right = x(bar.end);
+        if (bar.kind === "down") outage(left, top, right, bottom, bar.label);
+        else rectangle(tint(bar), left, top, right, bottom);
+        if (bar.interrupted) rectangle(paint.fault, right - 2, top, right, bottom);
+        if (bar.kind === "compute" && right - left > 30 && left >= gutter) {
           draw.fillStyle = paint.card; draw.textAlign = "center";
-          draw.fillText(bar[5] == null ? data.words[bar[4]] : bar[6] == null ? `${bar[5]}` : `${bar[5]}.${bar[6]}`, (x(bar[2]) + Math.min(x(end), width)) / 2, (high + low) / 2);
+          draw.fillText(number(bar), (left + Math.min(right, width)) / 2, (top + bottom) / 2);
         }
       }
     });
@@ -122,44 +138,55 @@
     }
   }
 
-  function down(left, top, right, bottom, text) {
+  function outage(left, top, right, bottom, action) {
     draw.globalAlpha = 0.3;
     rectangle(paint.fault, left, top, right, bottom);
     draw.globalAlpha = 1;
     if (right - left < 40) return;
     draw.fillStyle = paint.fault; draw.textAlign = "center";
-    draw.fillText(text === "kill" ? "down" : "frozen", (Math.max(left, gutter) + Math.min(right, width)) / 2, (top + bottom) / 2);
+    draw.fillText(action === "kill" ? "down" : "frozen", (Math.max(left, gutter) + Math.min(right, width)) / 2, (top + bottom) / 2);
   }
 
-  const tint = bar => bar[1] === 0 ? paint[colour.get(bar[4])] : bar[1] === 1 ? paint.send : paint.receive;
+  const tint = bar => bar.kind === "compute" ? paint[colour.get(bar.label)] : paint[bar.kind];
 
-  function under(place_x, place_y) {
+  // The bar at a position; null without one.
+  function bar_at(place_x, place_y) {
     const index = Math.floor((place_y - HEAD) / ROW);
     if (index < 0 || index >= rows.length || place_x < gutter) return null;
-    const at = seconds(place_x), near = 3 * (to - from) / (width - gutter);
+    // Also a bar up to three pixels away, since many bars are narrower than a pixel.
+    const time = seconds(place_x), near = 3 * (to - from) / (width - gutter);
     let best = null;
+    // The bars of a row are in the order of their starts.
     for (const bar of rows[index]) {
-      if (bar[2] - near > at) break;
-      if (bar[1] < 3 && bar[2] + longest[index] + near < at) continue;
-      const [high, low] = place(bar);
-      if (bar[2] + bar[3] + near >= at && place_y >= high - 1 && place_y <= low + 1) {
-        if (!best || bar[1] < 3 || best[1] === 3) best = bar;
+      if (bar.start - near > time) break;
+      if (bar.kind !== "down" && bar.start + longest[index] + near < time) continue;
+      const [top, bottom] = edges(bar);
+      if (bar.end + near >= time && place_y >= top - 1 && place_y <= bottom + 1) {
+        // An outage is behind the other bars.
+        if (!best || bar.kind !== "down" || best.kind === "down") best = bar;
       }
     }
     return best;
   }
 
+  function describe(bar) {
+    if (bar.kind === "down") return `${data.devices[bar.device]} is down`;
+    let text = bar.kind === "compute" ? bar.label : `${bar.kind} ${bar.label}`;
+    if (bar.batch != null) text += `, batch ${bar.batch}`;
+    if (bar.micro != null) text += `, micro-batch ${bar.micro}`;
+    return text;
+  }
+
   function explain(event) {
     const area = canvas.getBoundingClientRect();
-    const bar = under(event.clientX - area.left, event.clientY - area.top);
+    const bar = bar_at(event.clientX - area.left, event.clientY - area.top);
     tip.hidden = !bar;
     if (!bar) return;
-    const kind = data.kinds[bar[1]];
     const title = document.createElement("b");
-    title.textContent = kind === "down" ? `${data.devices[bar[0]]} is down` : `${kind === "compute" ? "" : kind + " "}${data.words[bar[4]]}${bar[5] == null ? "" : `, batch ${bar[5]}`}${bar[6] == null ? "" : `, micro-batch ${bar[6]}`}`;
-    const lines = [`${duration(bar[3])}, from ${bar[2].toFixed(4)} s`];
-    if (bar[7] != null) lines.push(`${kind === "send" ? "to" : "from"} ${data.words[bar[7]]}${bar[8] == null ? "" : `, ${bytes(bar[8])}`}`);
-    if (bar[9]) lines.push("interrupted by the fault");
+    title.textContent = describe(bar);
+    const lines = [`${duration(bar.duration)}, from ${bar.start.toFixed(4)} s`];
+    if (bar.peer != null) lines.push(`${bar.kind === "send" ? "to" : "from"} ${bar.peer}${bar.size == null ? "" : `, ${bytes(bar.size)}`}`);
+    if (bar.interrupted) lines.push("interrupted by the fault");
     tip.replaceChildren(title, ...lines.flatMap(line => [line, document.createElement("br")]));
     const left = event.clientX - area.left, room = width - tip.offsetWidth - 4;
     tip.style.left = `${Math.max(0, Math.min(left + 14, room))}px`;
@@ -210,9 +237,9 @@
     if (act) { event.preventDefault(); act(); }
   });
   const key = box.parentElement.querySelector(".key");
-  const entries = spans.map(span => [data.words[span], colour.get(span)]);
-  if (data.bars.some(bar => bar[1] === 1)) entries.push(["send", "send"]);
-  if (data.bars.some(bar => bar[1] === 2)) entries.push(["receive", "receive"]);
+  const entries = spans.map(span => [span, colour.get(span)]);
+  if (bars.some(bar => bar.kind === "send")) entries.push(["send", "send"]);
+  if (bars.some(bar => bar.kind === "receive")) entries.push(["receive", "receive"]);
   if (data.windows.some(frame => frame.style === "fault")) entries.push(["fault", "fault"]);
   if (data.windows.some(frame => frame.style === "recovery")) entries.push(["recovering", "recovery"]);
   for (const [text, name] of entries) {
