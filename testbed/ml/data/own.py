@@ -444,7 +444,9 @@ def _convert_labels(
     else:
         smallest = 0
     # numpy's letters for unsigned integers, integers and floats.
-    if labels.dtype.kind in "uif" and labels.min() >= smallest:
+    is_number = labels.dtype.kind in "uif"
+    # Labels without values, such as (samples, 0), have no minimum.
+    if is_number and labels.size and labels.min() >= smallest:
         # A float64 beyond the range of float32 becomes infinite, and is rejected below.
         with np.errstate(over="ignore"):
             numbers = labels.astype(np.float32 if is_float else np.int64)

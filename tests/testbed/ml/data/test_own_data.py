@@ -90,6 +90,7 @@ def test_python_objects_are_never_unpickled(tmp_path: Path) -> None:
     [
         ({"train_labels": LABELS[:7]}, "30 samples and 7 labels"),
         ({"train_labels": LABELS[:30] - 2}, "whole numbers from 0"),
+        ({"train_labels": np.empty((30, 0), int)}, r"labels \(30, 0\) of int64"),
         ({"train_labels": np.full(30, 1e300)}, "finite numbers of float32"),
         ({"train_labels": np.full(30, np.nan)}, "finite numbers of float32"),
         ({"test_images": IMAGES[30:, :, :2]}, "give both one shape"),
@@ -111,6 +112,7 @@ def test_python_objects_are_never_unpickled(tmp_path: Path) -> None:
     ids=[
         "too-few-labels",
         "negative-labels",
+        "labels-without-values",
         "overflowing-labels",
         "labels-not-a-number",
         "different-shapes",
