@@ -230,8 +230,7 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
 
 
 def _obtain_torch(choices: Sequence[ImageTags], say: Say) -> ImageTags:
-    """Return the tags of the preferred torch build if pip can fetch the build, otherwise the tags of the second
-    build."""
+    """Return the tags of the preferred torch build if pip can fetch the build, otherwise of the second build."""
     preferred = choices[0]
     if len(choices) == 1 or fetch_cpu_torch(preferred.target, say):
         return preferred

@@ -191,16 +191,8 @@ class Execution:
         }
         with suppress(HostError):  # the end of the shaper may have ended the run
             fidelity |= self._lab.shaper.host_load()
-        is_computed = self._prepared.problem.workload.is_computed
-        weights = None
-        lost_results: list[str] = []
-        parts: dict[str, bytes] = {}
         # Weights are fetched before the programs are stopped, since the programs expose them.
-        if is_computed and status == "finished":
-            weights, lost_results = self._fetch_final_weights(WORK_SECONDS)
-        elif is_computed and status in UNGATHERED:
-            weights, _ = self._fetch_final_weights(UNGATHERED_SECONDS)
-            parts = self._gather_parts()
+        weights, parts, lost_results = self._collect_weights(status)
         if lost_results:
             fidelity["lost"] = lost_results
         self._stop_all()
@@ -545,6 +537,20 @@ class Execution:
             self._log(Event(0.0, TESTBED, event, fields))
 
     # The end
+
+    def _collect_weights(
+        self, status: Status
+    ) -> tuple[bytes | None, dict[str, bytes], list[str]]:
+        """Return the final weights, the parts of all devices after a failed run, and a list of lost results."""
+        if not self._prepared.problem.workload.is_computed:
+            return None, {}, []
+        if status == "finished":
+            weights, lost_results = self._fetch_final_weights(WORK_SECONDS)
+            return weights, {}, lost_results
+        if status in UNGATHERED:
+            weights, _ = self._fetch_final_weights(UNGATHERED_SECONDS)
+            return weights, self._gather_parts(), []
+        return None, {}, []
 
     def _fetch_final_weights(self, seconds: float) -> tuple[bytes | None, list[str]]:
         """Return the weights that the coordinator exposes, if any, and a list of lost results."""
