@@ -147,7 +147,8 @@ def _describe_event(event: Event) -> tuple[str, str] | None:
             text = f"request {fields.get('request')} failed: {fields.get('error')}"
             return text, ERROR_STYLE
         case "fault":
-            verb = "undone" if fields.get("phase") == "undo" else "strikes"
+            # In the words of the table of faults in the report.
+            verb = "reverted" if fields.get("phase") == "undo" else "injected"
             target = fields.get("target") or ""
             return f"fault {verb}: {fields.get('action')} {target}", ERROR_STYLE
         case "recovery":
