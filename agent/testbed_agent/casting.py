@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from testbed.wire.cast import CastForm
+from testbed.wire.cast import CastEncoding
 from testbed.wire.framing import CAST_BUFFER, CAST_CHUNK, CAST_HEADER
 from testbed.wire.message import Envelope, Message, WireError
 from testbed_agent.receiving import Arrival, Inbox
@@ -100,21 +100,21 @@ class Caster:
 
     Example::
 
-        caster = Caster(form, addresses, run, limit, lambda message, header, number: message)
+        caster = Caster(encoding, addresses, run, limit, lambda message, header, number: message)
         caster.start(inbox)
-        size, left = caster.send(form.encode(message, peers), incarnation, number=0)
+        size, left = caster.send(encoding.encode(message, peers), incarnation, number=0)
     """
 
     def __init__(
         self,
-        form: CastForm,
+        encoding: CastEncoding,
         addresses: Addresses,
         run: str,
         limit: int,
         receive_filter: ReceiveFilter,
     ) -> None:
         """``limit`` is the maximum size of a received message in bytes."""
-        self._form = form
+        self._encoding = encoding
         self._receive_filter = receive_filter
         self._broadcast = addresses.broadcast
         self._peer_sources = addresses.peer_sources
@@ -252,7 +252,7 @@ class Caster:
         size = len(body)
         arrived = time.monotonic()
         try:
-            decoded = self._form.decode(body)
+            decoded = self._encoding.decode(body)
         except WireError:
             return
         if decoded is None:

@@ -15,7 +15,7 @@ from testbed.device import Cost, Span
 from testbed.hardware import check_message, largest_message
 from testbed.trace.events import Event
 from testbed.wire.arrays import library_of
-from testbed.wire.cast import CastForm
+from testbed.wire.cast import CastEncoding
 from testbed.wire.message import Message, encode
 from testbed_agent.casting import Addresses, Caster, ReceiveFilter
 from testbed_agent.disk import Disk
@@ -95,13 +95,13 @@ class RealDevice:
         self._cast_lock = asyncio.Lock()
         self._cast_number = count()
         names = [device_spec.name for device_spec in problem.devices]
-        self._cast_form = CastForm(self.name, names)
+        self._cast_encoding = CastEncoding(self.name, names)
         sources = {name: peer.address[0] for name, peer in peers.items()}
         addresses = Addresses(
             settings.cast, deployment.broadcast, settings.data[0], sources
         )
         self._caster = Caster(
-            self._cast_form, addresses, settings.run, largest, receive_filter
+            self._cast_encoding, addresses, settings.run, largest, receive_filter
         )
         self._caster.start(self.inbox)
         self._closed = False
@@ -260,7 +260,7 @@ class RealDevice:
         """Broadcast a message once; return after the last datagram has left. Raises ValueError if a link is missing."""
         for peer in peers:
             self._require_link(peer)
-        body = self._cast_form.encode(message, peers)
+        body = self._cast_encoding.encode(message, peers)
         number = next(self._cast_number)
         for peer in peers:
             check_message(len(body), self._spec, self._specs[peer])

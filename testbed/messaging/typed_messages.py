@@ -89,8 +89,8 @@ K = TypeVar("K", bound=TypedMessage)
 
 
 @dataclass(frozen=True)
-class _Form:
-    """The encoding of the fields of one kind of message; every field is in one of these groups, by its name."""
+class _FieldGroups:
+    """The names of the fields of one kind of message, grouped by their encoding."""
 
     values: tuple[tuple[str, bool], ...]
     """JSON fields, each with whether a None is omitted."""
@@ -116,7 +116,7 @@ class _Torch:
 
 
 @cache
-def _classify_fields(kind: type[TypedMessage]) -> _Form:
+def _classify_fields(kind: type[TypedMessage]) -> _FieldGroups:
     """Classify the fields of a message by type; raises TypeError for an unresolvable annotation."""
     try:
         hints = get_type_hints(kind, localns={"torch": _Torch()}, include_extras=True)
@@ -141,7 +141,7 @@ def _classify_fields(kind: type[TypedMessage]) -> _Form:
             values.append((item.name, item.default is None))
             if hint == Fixed:
                 fixed.append(item.name)
-    return _Form(tuple(values), tuple(tensors), tuple(fixed), state)
+    return _FieldGroups(tuple(values), tuple(tensors), tuple(fixed), state)
 
 
 def _without_none(hint: Any) -> Any:
@@ -173,24 +173,24 @@ def encode(message: TypedMessage) -> Message:
     >>> encode(ConfigurationMessage(7)).fields
     {'configuration': 7}
     """
-    form = _classify_fields(type(message))  # type: ignore[arg-type]  # the hash of a class, not of its instances
+    groups = _classify_fields(type(message))  # type: ignore[arg-type]  # the hash of a class, not of its instances
     values = {}
-    for name, optional in form.values:
+    for name, optional in groups.values:
         value = getattr(message, name)
         if value is not None or not optional:
             values[name] = value
-    for name in form.fixed:
+    for name in groups.fixed:
         if values.get(name) is not None:
             # Sign, 17 significant digits and exponent: float() restores the exact value.
             values[name] = f"{values[name]:+24.16e}"
     tensors = {}
-    for name in form.tensors:
+    for name in groups.tensors:
         tensor = getattr(message, name)
         if tensor is not None:
             tensors[name] = tensor
     # Only one field may hold a mapping: its tensors have no prefix on the wire.
-    if form.state is not None:
-        tensors.update(getattr(message, form.state))
+    if groups.state is not None:
+        tensors.update(getattr(message, groups.state))
     return Message(message.kind, values, tensors, message.sender, message.padding)
 
 
@@ -199,20 +199,20 @@ def decode(kind: type[K], message: Message) -> K:
 
     Raises `WireError` if its fields are not those of the kind.
     """
-    form = _classify_fields(kind)  # type: ignore[arg-type]
+    groups = _classify_fields(kind)  # type: ignore[arg-type]
     arguments: dict[str, Any] = {**message.fields}
-    for name in form.tensors:
+    for name in groups.tensors:
         if name in message.tensors:
             arguments[name] = message.tensors[name]
-    if form.state is not None:
+    if groups.state is not None:
         state = {}
         # In the order of the message: the order of keys decides the order of sums.
         for name, value in message.tensors.items():
-            if name not in form.tensors:
+            if name not in groups.tensors:
                 state[name] = value
-        arguments[form.state] = state
+        arguments[groups.state] = state
     try:
-        for name in form.fixed:
+        for name in groups.fixed:
             if arguments.get(name) is not None:
                 arguments[name] = float(arguments[name])
         return kind(

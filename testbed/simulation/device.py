@@ -22,7 +22,7 @@ from testbed.simulation.recorder import Recorder
 from testbed.simulation.sharing import SharedTransfer, Sharing
 from testbed.trace.events import Event
 from testbed.trace.log import Form, Row
-from testbed.wire.cast import CastForm
+from testbed.wire.cast import CastEncoding
 from testbed.wire.framing import CAST_CHUNK, cast_wire_bytes
 from testbed.wire.message import Message, as_cast, delivered
 
@@ -115,8 +115,8 @@ class SimulatedDevice:
         self.exposed: dict[bool, Callable[[], Mapping[str, Any]]] = {}
         """Functions that return weights: under True the weights of the device's part of the model, under False all."""
         self._world = world
-        self._form: CastForm | None = None
-        """Encoding of broadcasts; None before the first one."""
+        self._cast_encoding: CastEncoding | None = None
+        """Encoding of broadcasts; None before the first broadcast."""
         self._cast_count = 0
         """Number of broadcasts since the boot."""
         self._last_cast_end = 0.0
@@ -125,10 +125,10 @@ class SimulatedDevice:
         """Work waiting for a processor."""
         self._running_work: list[_Work] = []
         """Work on the processors, also while these are paused."""
-        self._cost_of = lru_cache(256)(
+        self._charge_of = lru_cache(256)(
             lambda cost: (host.spec.seconds(cost), cost.of().flops)
         )
-        """Seconds and FLOPs of a cost; most are charged again and again."""
+        """Function from a cost to its seconds and FLOPs; most costs are charged again and again."""
 
     def now(self) -> float:
         """Return the virtual time."""
@@ -144,7 +144,7 @@ class SimulatedDevice:
             self._recorder.write(Event(self._event_queue.now, self.name, event, fields))
 
     def add(self, form: Form, row: Row) -> None:
-        """Record an event by its form, unless the device is dead."""
+        """Record an event as a row of values, unless the device is dead."""
         if self.alive:
             self._recorder.add(form, row)
 
@@ -173,11 +173,11 @@ class SimulatedDevice:
         self._event_queue.at(self._event_queue.now + seconds, _wake_program, wake_up)
         await wake_up
 
-    def _cast_form(self) -> CastForm:
-        """Prepare broadcasting on first use, because most devices never need the list of peers."""
-        if self._form is None:
-            self._form = CastForm(self.name, self._world.hosts)
-        return self._form
+    def _make_cast_encoding(self) -> CastEncoding:
+        """Return the encoding, made on first use: most devices never cast, and need no list of peers."""
+        if self._cast_encoding is None:
+            self._cast_encoding = CastEncoding(self.name, self._world.hosts)
+        return self._cast_encoding
 
     def _channel_to(self, peer: str) -> Channel:
         channel = self._channels[peer] = self._world.channel(self.name, peer)
@@ -212,7 +212,7 @@ class SimulatedDevice:
         ]
         sent, fields = as_cast(message, self.name)
         values = sum(tensor.nbytes for tensor in message.tensors.values())
-        header = self._cast_form().header_size(message, peers, fields)
+        header = self._make_cast_encoding().header_size(message, peers, fields)
         size = header + values + message.padding
         for channel in channels:
             check_message(size, self.host.spec, channel.target.spec)
@@ -379,7 +379,7 @@ class SimulatedDevice:
             except Exception as error:  # noqa: BLE001 - the program handles it
                 work.future.set_exception(error)
                 continue
-            work.remaining = self._cost_of(work.cost)[0] / self.host.factor
+            work.remaining = self._charge_of(work.cost)[0] / self.host.factor
             self._running_work.append(work)
             self._continue_work(work)
 
@@ -447,7 +447,7 @@ class SimulatedDevice:
         work.transfer = None
         self._running_work.remove(work)
         keys, values = work.span.row()
-        now, flops = self._event_queue.now, self._cost_of(work.cost)[1]
+        now, flops = self._event_queue.now, self._charge_of(work.cost)[1]
         # The host has no part in this clock, so ``busy`` and ``deficit`` are 0.
         row = (now, self.name, *values, work.start, now - work.start, flops, 0.0, 0.0)
         self.add(_work_forms(keys)[1], row)

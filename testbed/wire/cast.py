@@ -44,13 +44,13 @@ def size_around(tensor: float) -> float:
     return cast_wire_bytes(tensor + HEADER)
 
 
-class CastForm:
+class CastEncoding:
     """Encoder and decoder of the broadcasts of one run, for one device.
 
     Example::
 
-        form = CastForm("worker1", ["worker1", "worker2"])
-        data = form.encode(Message("hello", {"step": 1}), ["worker2"])
+        encoding = CastEncoding("worker1", ["worker1", "worker2"])
+        data = encoding.encode(Message("hello", {"step": 1}), ["worker2"])
     """
 
     def __init__(self, name: str, devices: Iterable[str]) -> None:

@@ -163,7 +163,7 @@ def delivered(message: Message, sender: str) -> tuple[Message, int]:
 def as_cast(message: Message, sender: str) -> tuple[Message, int]:
     """Return a broadcast as its receivers see it, and the size of its fields as JSON, in bytes.
 
-    `testbed.wire.cast.CastForm.header_size` needs that size. Raises WireError as `encode` does.
+    `testbed.wire.cast.CastEncoding.header_size` needs that size. Raises WireError as `encode` does.
     """
     fields, length = _read_back(message)
     return _copy_for_receiver(message, fields, sender), length

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from testbed.network.broadcast import is_received, received_part
-from testbed.wire.cast import CastForm
+from testbed.wire.cast import CastEncoding
 from testbed.wire.framing import CAST_CHUNK
 from testbed.wire.message import Message
 from testbed_agent.casting import Addresses, Caster, ReceiveFilter, run_mark
@@ -20,7 +20,7 @@ from testbed_agent.receiving import Arrival, Inbox
 SEED = 3
 """Seed of the draws of losses."""
 INBOX_LIMIT = 1 << 20
-FORMS = {name: CastForm(name, "abc") for name in "abc"}
+FORMS = {name: CastEncoding(name, "abc") for name in "abc"}
 
 
 def receive_all(message: Message, header: int, number: int) -> Message:

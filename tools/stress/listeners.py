@@ -33,7 +33,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import parse
 from testbed.trace.outcome import LinkMeasurement
 from testbed.wire import arrays
-from testbed.wire.cast import CastForm
+from testbed.wire.cast import CastEncoding
 from testbed.wire.framing import CAST_CHUNK
 from testbed.wire.message import Message, encode
 from testbed.wire.serving import PatientServer
@@ -286,7 +286,7 @@ class _Casts:
         self._inbox = Inbox({"worker": ""}, INBOX, self._deliver)
         addresses = Addresses(self._address, None, "127.0.0.1", {"worker": "127.0.0.1"})
         caster = Caster(
-            CastForm("source", ADDRESSES),
+            CastEncoding("source", ADDRESSES),
             addresses,
             "r",
             INBOX,
@@ -294,7 +294,7 @@ class _Casts:
         )
         caster.start(self._inbox)
         stack.callback(caster.close)
-        self._content = CastForm("worker", ADDRESSES).encode(MESSAGE, ["source"])
+        self._content = CastEncoding("worker", ADDRESSES).encode(MESSAGE, ["source"])
 
     def _deliver(self, arrival: Arrival) -> None:
         self._received.append(arrival)

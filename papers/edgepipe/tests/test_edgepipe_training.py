@@ -16,7 +16,7 @@ from testbed.network.broadcast import is_received, received_part
 from testbed.plan import PlanDetails
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
-from testbed.wire.cast import CastForm, size_around
+from testbed.wire.cast import CastEncoding, size_around
 from testbed.wire.message import Message
 from testbed_edgepipe.method import EdgePipe
 from testbed_edgepipe.planner import planned_assignment
@@ -521,7 +521,7 @@ def missing_outputs(values, step, devices, scenario, frame):
     if frame is None:
         return torch.ones(values.shape, dtype=torch.bool)
     message = Message("outputs", {"batch": step, "layer": 1}, {"tensor": values})
-    header = len(CastForm(devices[0], devices).header(message, devices[2:4]))
+    header = len(CastEncoding(devices[0], devices).header(message, devices[2:4]))
     chance = partial(
         is_received, scenario.seed, devices[0], devices[2], 2 * step + 1, 0.5
     )

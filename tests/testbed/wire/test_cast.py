@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.ml.arrays import from_raw
-from testbed.wire.cast import HEADER, CastForm, with_gaps
+from testbed.wire.cast import HEADER, CastEncoding, with_gaps
 from testbed.wire.message import Message, WireError, as_cast
 from testbed.wire.tensors import Raw, TensorError
 
 NAMES = [f"pi{number}" for number in range(1, 11)]
-# The order of the names given to a form must not matter.
-FORMS = {name: CastForm(name, reversed(NAMES)) for name in NAMES}
+# The order of the names given to an encoding must not matter.
+FORMS = {name: CastEncoding(name, reversed(NAMES)) for name in NAMES}
 
 
 def outputs_message(**fields):
@@ -43,7 +43,7 @@ def test_header_has_documented_bytes():
 
 
 def test_header_size_equals_length_of_header():
-    form = CastForm("pi1", NAMES)
+    encoding = CastEncoding("pi1", NAMES)
     # Batches 8 and 5678 get the size from the cache, since they have as many digits as their predecessors.
     for batch in (7, 8, 1234, 5678):
         message = Message(
@@ -53,14 +53,14 @@ def test_header_size_equals_length_of_header():
             padding=300,
         )
         _, fields_size = as_cast(message, "pi1")
-        header = form.header(message, ["pi3"])
-        assert form.header_size(message, ["pi2"], fields_size) == len(header)
+        header = encoding.header(message, ["pi3"])
+        assert encoding.header_size(message, ["pi2"], fields_size) == len(header)
 
 
 def test_header_size_of_unsupported_dtype_is_refused():
     message = Message("outputs", {}, {"x": torch.zeros(2, dtype=torch.complex64)})
     with pytest.raises(WireError, match="cannot be broadcast"):
-        CastForm("pi1", NAMES).header_size(message, ["pi2"], 2)
+        CastEncoding("pi1", NAMES).header_size(message, ["pi2"], 2)
 
 
 def test_overhead_of_layer_output_is_at_most_estimate():
