@@ -31,7 +31,7 @@ from testbed.ml.models.fx_tracing import (
 from testbed.ml.models.maker import MODEL_FILE_KEY, Maker
 from testbed.ml.models.measurement import Measure, measure_node, storage_ids
 
-_NETWORK = "network."
+_NETWORK_PREFIX = "network."
 """Prefix of the names in an exported program: the attribute of `TensorOutput` that holds the user's network."""
 _READING_OPERATIONS = (
     torch.ops.aten.item.default,
@@ -277,7 +277,9 @@ class _FlatGraph:
         signature = self._program.graph_signature
         for paths in (signature.inputs_to_parameters, signature.inputs_to_buffers):
             if node.name in paths:
-                return self.graph.get_attr(paths[node.name].removeprefix(_NETWORK))
+                return self.graph.get_attr(
+                    paths[node.name].removeprefix(_NETWORK_PREFIX)
+                )
         constants = signature.inputs_to_lifted_tensor_constants
         if node.name in constants:
             return self.graph.get_attr(_constant_name(constants[node.name]))
@@ -433,7 +435,7 @@ def _module_stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
         # A module called several times has "@1", "@2" ... in its path.
         plain_path, _, _ = path.partition("@")
         # The wrapper has the empty path and the network the path "network"; both become the empty path.
-        own_path = f"{plain_path}.".removeprefix(_NETWORK).rstrip(".")
+        own_path = f"{plain_path}.".removeprefix(_NETWORK_PREFIX).rstrip(".")
         if own_path:
             modules[key] = (own_path, kind)
     return modules
