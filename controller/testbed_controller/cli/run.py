@@ -202,7 +202,7 @@ class RunRequest:
         from testbed_controller.lab import runstate
 
         lab = open_lab(runstate.choose(self.lab or None))
-        lab.check_serves(trial)
+        lab.check_compatible(trial)
         return lab
 
     def executor(self, lab: AnyLab | None = None) -> Executor:

@@ -225,8 +225,8 @@ class EngineClock(MeasuredClock):
             self._exchange_times()
 
     @property
-    def is_other(self) -> bool:
-        """Whether the host's clock is another one: the offset exceeds the uncertainty of the exchanges."""
+    def has_offset(self) -> bool:
+        """Whether the clocks differ: the offset exceeds the uncertainty of the exchanges."""
         estimate = self.estimator.offset
         return abs(estimate.seconds) > estimate.uncertainty + _SAME_CLOCK_TOLERANCE
 

@@ -31,11 +31,11 @@ from testbed_controller.lab.containers import (
     shaper_settings,
 )
 from testbed_controller.lab.engine import (
+    can_start_engine,
     connect,
     describe_refusal_within,
     facts,
     lab_problem,
-    may_start,
 )
 from testbed_controller.lab.engineaddress import EngineAddress, chosen_engine
 from testbed_controller.lab.health import Health
@@ -122,7 +122,7 @@ def _check_connection() -> tuple[docker.DockerClient, EngineAddress] | HostCheck
     try:
         return connect(engine), engine
     except HostError as error:
-        is_startable = may_start(engine) and shutil.which("apt-get") is not None
+        is_startable = can_start_engine(engine) and shutil.which("apt-get") is not None
         remedy = str(error)
         if is_startable:
             remedy = "'testbed setup images' as root installs and starts one"
@@ -298,7 +298,7 @@ def _check_shaper(client: docker.DockerClient, image: str) -> HostCheck:
     finally:
         remove_run(client, state.run, recheck=False)
     detail = "starts and responds at its published port"
-    if clock.is_other:
+    if clock.has_offset:
         detail += "; the engine's machine has another clock, so times are converted"
     return HostCheck("shaper", "ok", detail)
 

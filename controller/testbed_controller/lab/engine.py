@@ -190,7 +190,7 @@ def ensure_engine(say: Say, engine: EngineAddress | None = None) -> docker.Docke
     try:
         return connect(engine)
     except HostError:
-        if not may_start(engine):
+        if not can_start_engine(engine):
             raise
     if shutil.which("dockerd") is None:
         install_packages(
@@ -304,7 +304,7 @@ def install_packages(packages: list[str], say: Say, why: str) -> None:
         raise HostError(_last_line(result.stdout))
 
 
-def may_start(engine: EngineAddress) -> bool:
+def can_start_engine(engine: EngineAddress) -> bool:
     """Return whether an unresponsive engine may be installed or started by the testbed."""
     return os.geteuid() == 0 and not engine.chosen
 
@@ -320,7 +320,7 @@ def _explain_missing_engine(engine: EngineAddress, error: BaseException) -> str:
     """Return the reason why no engine responds, and the remedy."""
     if engine.chosen:
         reason = f"no Docker engine responds at {engine.title} ({_shorten_error(str(error))})"
-        return f"{reason}: start it, or {engine.switch_back}; {SIMULATE_ADVICE}"
+        return f"{reason}: start it, or {engine.local_engine_advice}; {SIMULATE_ADVICE}"
     if "Permission denied" in str(error):
         return (
             "the Docker engine refuses this user: add the user to the group 'docker' (sudo usermod -aG docker "

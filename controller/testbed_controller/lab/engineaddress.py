@@ -72,7 +72,7 @@ class EngineAddress:
         return False
 
     @property
-    def switch_back(self) -> str:
+    def local_engine_advice(self) -> str:
         """Instruction for the user to choose the engine of this machine instead of this engine."""
         if not self.context:
             return "unset DOCKER_HOST"

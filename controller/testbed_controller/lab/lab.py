@@ -97,7 +97,7 @@ class RunLab:
         """The secret of this run, from which the tokens of agents and shaper are derived; no container has it."""
         return self._state.token
 
-    def check_serves(self, trial: Trial) -> None:
+    def check_compatible(self, trial: Trial) -> None:
         """Raise InputError if a trial needs other devices, links or images than the lab has."""
         present = self.experiment
         requested = trial.experiment
@@ -265,7 +265,7 @@ class Lab(RunLab):
         if self._clock is not None:
             return
         clock = EngineClock(lambda: float(self.shaper.facts()["monotonic"]))
-        if clock.is_other:
+        if clock.has_offset:
             self._clock = clock
             self.health.shares_kernel = False
             follow = partial(clock.follow, self.removed)

@@ -36,7 +36,7 @@ def test_clock_of_virtual_machine_is_converted(
     both = TwoClocks(offset)
     monkeypatch.setattr(clocks.time, "monotonic", both.monotonic)
     clock = EngineClock(both.read_engine)
-    assert clock.is_other
+    assert clock.has_offset
     # The error is at most half of the round trip of 3 ms.
     assert clock.to_host(60.0) == pytest.approx(60.0 + offset, abs=0.0015)
     assert clock.to_controller(60.0 + offset) == pytest.approx(60.0, abs=0.0015)
@@ -53,4 +53,4 @@ def test_slow_answer_is_not_taken_for_offset(
 ) -> None:
     both = TwoClocks(0.0, request_delay, answer_delay)
     monkeypatch.setattr(clocks.time, "monotonic", both.monotonic)
-    assert not EngineClock(both.read_engine).is_other
+    assert not EngineClock(both.read_engine).has_offset
