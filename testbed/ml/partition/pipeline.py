@@ -361,10 +361,10 @@ class Chain:
         cost, cuts = best
         if math.isinf(cost):
             # Cuts of infinite cost are arbitrary. If even the partition of least memory does not fit, memory is the
-            # reason; otherwise a weight that must not be cut.
+            # reason; otherwise the partition separates units with a tied weight.
             _, cuts_of_least_memory = self._least_memory
             self.check_memory(cuts_of_least_memory)
-            self._check_tied(cuts)
+            self._check_tied(cuts_of_least_memory)
         return cuts
 
 

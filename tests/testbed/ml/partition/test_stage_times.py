@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.ml.models import create
-from testbed.ml.models.chain import Model
+from testbed.ml.models.chain import Model, TiedWeight
 from testbed.ml.partition.asynchronous import (
     AsynchronousPipeline,
     UnitTimes,
@@ -260,6 +260,18 @@ def test_units_exceeding_memory_move_or_plan_is_rejected() -> None:
         InputError, match=r"a batch_size of at most 7 fits, or 4 devices fit"
     ):
         replace(roomy, devices=small_devices).least_bottleneck()
+
+
+def test_plan_is_rejected_if_only_cut_that_fits_separates_tied_weight() -> None:
+    tied = TiedWeight(("2.weight", "3.weight"), values=1)
+    model = replace(linear_model(4, 4, 4, 4, 400), tied_weights=(tied,))
+    roomy = make_pipeline(model, (1.0, 1.0), batch_size=8)
+    # The last unit alone fills a device.
+    need = roomy.memory(1, 3, 4)
+    tight = replace(roomy, devices=make_devices(1.0, 1.0, memory=need))
+    tight.check_memory((0, 3, 4))
+    with pytest.raises(InputError, match="units u2 and u3 share a weight"):
+        tight.least_bottleneck()
 
 
 def test_wrong_number_of_capacities_or_unit_times_is_rejected() -> None:
