@@ -225,6 +225,7 @@ class _Reader:
         return f"{self.file}:{line}: is not YAML: {reason}{hint}"
 
     def _node_value(self, node: Node, key: Key) -> Any:
+        """Return the plain value of a node at a key, and report its problems."""
         self.value_count += 1
         # Aliases of aliases can double the values with each line ("billion laughs").
         if self.value_count > _MAX_VALUES:

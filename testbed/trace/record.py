@@ -1,7 +1,8 @@
 """`RunView`, the view of a finished run from which all metrics are computed.
 
 Metrics call their `RunView` the record of the run. It computes steps, faults, recoveries and disturbances from the
-events, and caches these results. A step is undisturbed (steady) if no fault, recovery or pause overlaps it.
+events, and caches these results. A step is undisturbed (steady) if it is an ordinary step (`Step.usual`) and no fault,
+recovery or pause overlaps it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DescribeRecovery = Callable[[Recovery, "RunView"], dict[str, Any]]
 """Function that extends an entry of ``recovery_list`` from the phases of ``recovery`` events."""
 
 
-# With slots, since a long run has a million.
+# With slots, which save memory, since a long run has a million steps.
 @dataclass(frozen=True, slots=True)
 class Step:
     """A training step as reported by one device."""

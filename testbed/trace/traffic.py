@@ -17,7 +17,7 @@ from testbed.trace.record import RunView
 from testbed.wire.framing import cast_wire_bytes, wire_bytes
 
 
-def _sum_of_links(key: str, record: RunView) -> int:
+def _sum_over_devices(key: str, record: RunView) -> int:
     return sum(row[key] for row in record.cached(devices).values())
 
 
@@ -65,13 +65,13 @@ METRICS = (
         "messages",
         "number",
         "messages sent by all devices; a broadcast counts once",
-        lambda record: _sum_of_links("messages_sent", record),
+        lambda record: _sum_over_devices("messages_sent", record),
     ),
     Metric(
         "bytes_sent",
         "bytes",
         "bytes sent by all devices; a broadcast counts once",
-        lambda record: _sum_of_links("bytes_sent", record),
+        lambda record: _sum_over_devices("bytes_sent", record),
         compared=True,
     ),
     Metric(
@@ -88,7 +88,7 @@ METRICS = (
         "bytes_received",
         "bytes",
         "bytes received by all devices",
-        lambda record: _sum_of_links("bytes_received", record),
+        lambda record: _sum_over_devices("bytes_received", record),
     ),
 )
 
