@@ -176,8 +176,8 @@ class SlicedLayer:
         slice_weight = self._states[0]["weight"]
         weight = pick(slice_weight, 0, rows, self.part.rows)
         weight = pick(weight, 1, columns, self.part.columns)
-        pixels = self.layer.main_input[1:]
-        maps = inputs.reshape(len(inputs), len(columns), *pixels)
+        map_size = self.layer.main_input[1:]
+        maps = inputs.reshape(len(inputs), len(columns), *map_size)
         products = self.layer.sequence[0].product(maps, weight)
         return products.flatten(1)
 
@@ -192,8 +192,8 @@ class SlicedLayer:
         if channels is None:
             channels = self.part.channels
         # Features become maps of one pixel, since the module of a normalisation takes maps only.
-        pixels = self.layer.main_output[1:] or (1, 1)
-        maps = sums.reshape(len(sums), len(channels), *pixels)
+        map_size = self.layer.main_output[1:] or (1, 1)
+        maps = sums.reshape(len(sums), len(channels), *map_size)
         return self._finish_maps(maps, channels).flatten(1)
 
     def _finish_maps(self, values: torch.Tensor, channels: Channels) -> torch.Tensor:
@@ -233,8 +233,8 @@ class SlicedLayer:
             return self.finish(self.sums(inputs))
         if self.layer.is_channelwise:
             channels = len(self.part.channels)
-            pixels = self.layer.input[1:]
-            maps = inputs.reshape(len(inputs), channels, *pixels)
+            map_size = self.layer.input[1:]
+            maps = inputs.reshape(len(inputs), channels, *map_size)
             values = self.layer.sequence[0].product(maps, None)
             return self.finish(values.flatten(1))
         if self.layer.is_route:
