@@ -79,8 +79,10 @@ class FTPipeHDOptions(AsynchronousOptions):
 class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
     """Partitions by equations (4) to (7) with measured unit times, capacities of devices and rates of links.
 
-    Before the first measurement all devices have the same capacity, as in Section III-B. The coordinator, the paper's
-    central node, has the only partitioner.
+    A unit is the smallest part of the model that moves as a whole. The capacity C_i of a device is its time divided by
+    the coordinator's for the same units: a capacity of 10 is a device with a tenth of the coordinator's speed. Before
+    the first measurement all devices have the same capacity, as in Section III-B. The partitioner that counts is the
+    one of the coordinator, the paper's central node.
     """
 
     def __init__(self, problem: PlanningProblem[FTPipeHDOptions]) -> None:
@@ -90,8 +92,7 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         self._rates: dict[Pair, float] = {}
         """Measured bit/s of each link, by sender and receiver."""
         self._capacities: dict[str, float] = {}
-        """Measured capacity C_i of each device: its time divided by the coordinator's for the same units. A capacity of
-        10 is thus a device with a tenth of the coordinator's speed."""
+        """Measured capacity of each device."""
         self.profile_runs = problem.options.profile_runs
 
     def store_profile(self, profile: UnitTimes) -> None:
@@ -108,8 +109,8 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         self._rates.pop((other, one), None)
 
     def unmeasured_links(self, partition: StagePartition) -> list[Pair]:
-        """Return the neighbours, in both directions, whose link was not measured."""
-        # Equation (6) needs no other links: a stage sends to the next one, and gradients return the same way.
+        """Return (sender, receiver) for each link between neighbouring stages that was not measured."""
+        # Equation (6) needs no other links: a stage sends activations to the next stage, which sends gradients back.
         pairs = []
         for pair in _neighbours(partition.devices):
             if pair not in self._rates:
@@ -117,32 +118,33 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         return pairs
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
-        """Return the pipeline over these devices with measured capacities and links."""
-        # Equation (3) multiplies the profiled times by these; a device without a measurement counts as equal to the
-        # coordinator (Section III-F: "assume that all workers have the same computing capacity").
+        """Return the pipeline over the devices ``names``, with measured unit times, capacities and links."""
+        # A device without a measurement counts as equal to the coordinator (Section III-F: "assume that all workers
+        # have the same computing capacity").
         capacities = [self._capacities.get(name, 1.0) for name in names]
         pipeline = pipeline_over(self.problem, names, self._profile, capacities)
         return replace(pipeline, links=self._links(names))
 
     def _links(self, names: Sequence[str]) -> Mapping[Pair, Link]:
-        """Return the links as measured.
+        """Return the links between the devices ``names`` that the planner needs, with measured rates.
 
-        A link without a measurement has the rate of its other direction, or the mean of all measured rates.
+        A link without a measurement has the rate of its other direction, or the mean of all measured rates. Before any
+        measurement the links are those of the scenario.
         """
         if not self._rates:
             return self.problem.links
         # A link without a limit has an infinite rate, which would make the mean infinite.
-        finite = []
+        finite_rates = []
         for rate in self._rates.values():
             if not math.isinf(rate):
-                finite.append(rate)
-        mean_rate = fmean(finite) if finite else math.inf
-        # Global replication goes to the coordinator from every stage, also from those that are not its neighbours: from
-        # the third stage on.
+                finite_rates.append(rate)
+        mean_rate = fmean(finite_rates) if finite_rates else math.inf
+        # Every stage sends replicas to the coordinator (global replication). The second stage is its neighbour; the
+        # links from later stages come in addition.
         to_coordinator = [(name, names[0]) for name in names[2:]]
         rates: dict[Pair, float] = {}
         for source, target in [*_neighbours(names), *to_coordinator]:
-            # A topology may lack a link, and then no measurement may add it.
+            # Only links of the scenario, since a topology may lack some.
             if (source, target) in self.problem.links:
                 opposite = self._rates.get((target, source), mean_rate)
                 rate = self._rates.get((source, target), opposite)
@@ -152,7 +154,7 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
     def is_repartition_due(self, batches: int) -> bool:
         """Return whether to search a better partition after ``batches`` batches: once early, then regularly."""
         options = self.problem.options
-        # Section III-D: after 10 batches, to reach a good partition early, then after every 100.
+        # Section III-D: after 10 batches, to reach a good partition early, and then after every 100 batches.
         is_first = batches > 0 and batches == options.repartition_first
         return is_first or is_due(batches, options.repartition_every)
 
@@ -171,13 +173,13 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
     def propose_repartition(
         self, old: StagePartition, present: Sequence[str]
     ) -> StagePartition | None:
-        """Return a partition of the ``present`` devices whose improvement is worth the change, or None."""
+        """Return a partition over the ``present`` devices if its improvement is worth the change, otherwise None."""
         try:
             new = self.partition_for(present)
         except InputError:
-            # With the measured times no partition fits the devices' memory, so the run keeps the present one.
+            # With the measured times no partition fits into the devices' memory, so the run keeps the old one.
             return None
-        # Both by the newest measurements: the old partition may have become slower since it was chosen.
+        # Both partitions by the newest measurements: the old one may have become slower since it was chosen.
         old_pipeline = self.pipeline(old.devices)
         new_pipeline = self.pipeline(new.devices)
         current = old_pipeline.bottleneck(old.cuts)
@@ -189,7 +191,7 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
 
 
 def _neighbours(names: Sequence[str]) -> list[Pair]:
-    """Return the pairs of neighbouring stages, in both directions: activations go one way, gradients the other."""
+    """Return the (sender, receiver) pairs of neighbouring stages: activations go forward, gradients back."""
     pairs: list[Pair] = []
     for one, other in pairwise(names):
         pairs += [(one, other), (other, one)]
@@ -199,11 +201,12 @@ def _neighbours(names: Sequence[str]) -> list[Pair]:
 def estimate_capacities(
     execution: Sequence[float], cuts: Cuts, observed: Sequence[float | None]
 ) -> tuple[float, ...]:
-    """Return the capacities of stages by equations (1) and (2): observed over profiled seconds of their units.
+    """Return the capacities of stages by equations (1) and (2): observed seconds over profiled seconds of their units.
 
     ``execution`` are the coordinator's profiled seconds of each unit for one batch, ``observed`` the mean seconds of
     each stage for one batch. A stage without an observation (None) has capacity 1. The paper sets the coordinator's
-    capacity to 1; here the coordinator is estimated like any other stage, and has 1 as long as nothing slows it.
+    capacity to 1; here the coordinator's is estimated like that of any other stage, and is 1 unless something slows the
+    coordinator down.
 
     >>> estimate_capacities([1.0, 2.0, 3.0], (0, 1, 3), [1.0, 50.0])
     (1.0, 10.0)
@@ -222,7 +225,8 @@ def estimate_capacities(
 def is_worthwhile(current: float, best: float, min_improvement: float = 0.02) -> bool:
     """Return whether a partition with bottleneck ``best`` improves enough on one with bottleneck ``current``.
 
-    Measurements scatter: without a minimum improvement the cuts would alternate between equally fast partitions.
+    Measurements scatter, so that without a minimum improvement the cuts would alternate between equally fast
+    partitions.
 
     >>> is_worthwhile(1.0, 0.99), is_worthwhile(1.0, 0.9)
     (False, True)

@@ -1,8 +1,9 @@
-"""PipeLearn (Zhang et al., 2022): split-federated learning with several mini-batches of each device under way.
+"""PipeLearn (Zhang et al., 2022): split-federated learning with several mini-batches of each device in flight.
 
-Equations, algorithms and phases are those of the paper, as are its symbols: split point P, parallel batch number N,
-batch size B, and number of layers Q. Rounds, the split model and the averaging are the testbed's; this module adds the
-choice of P and N.
+A device computes the first P layers of its model, and the server the others; batches of B samples are cut into N
+mini-batches. Equations, algorithms and phases are those of the paper, as are its symbols: split point P, parallel batch
+number N, batch size B, and number of layers Q. Rounds, the split model and the averaging are the testbed's; this module
+adds the choice of P and N for each device.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from testbed.ml.rounds.planner import Choices, Participants, RoundDetails, split
 from testbed.plan import Plan
 
 Candidates = Literal["equation-14", "all-sizes"]
+"""Values of the option `parallel_batch_candidates`."""
 
 
 class PipeLearnOptions(GroupOptions):
@@ -58,25 +60,26 @@ class PipeLearnOptions(GroupOptions):
 def parallel_batches(profile: PairProfile, split_point: int, batch_size: int) -> int:
     """Return N for a split point by equation (14), at most the number of samples of the batch.
 
-    The mini-batches beside the first one fill the time in which a device would otherwise wait between a forward pass
-    and its backward pass.
+    The mini-batches after the first one fill the time in which a device would otherwise wait between the forward pass
+    and the backward pass of a mini-batch.
     """
-    whole = profile.durations(split_point, batch_size)
+    # Seconds of each part of an iteration, for a whole batch.
+    durations = profile.durations(split_point, batch_size)
     # The server's sums run over its own layers, P+1..Q; the equation as printed has 1..P for the forward.
-    idle = (
-        whole["upload"]
-        + whole["server forward"]
-        + whole["server backward"]
-        + whole["download"]
+    idle_time = (
+        durations["upload"]
+        + durations["server forward"]
+        + durations["server backward"]
+        + durations["download"]
     )
-    # The paper's transfers take size over rate alone; messages over our links are delayed as well.
-    idle += profile.up.delay + profile.down.delay
-    # A forward or a backward pass of another mini-batch fills the time, whichever is shorter.
-    shorter = min(whole["forward"], whole["backward"])
-    if shorter == 0:
-        # Any number fits into no time; a mini-batch has at least one sample.
+    # In the paper a transfer takes size over rate; messages over our links are delayed as well.
+    idle_time += profile.up.delay + profile.down.delay
+    # Passes of other mini-batches fill the time. N must suffice also if all of them are of the shorter kind.
+    shorter_pass = min(durations["forward"], durations["backward"])
+    if shorter_pass == 0:
+        # Any number of passes takes no time, so the limit is a mini-batch of one sample.
         return batch_size
-    return min(1 + math.ceil(idle / shorter), batch_size)
+    return min(1 + math.ceil(idle_time / shorter_pass), batch_size)
 
 
 def paper_choices(
@@ -86,12 +89,12 @@ def paper_choices(
 
     ``min_size`` is the minimum number of samples of a mini-batch; the paper has no such limit.
     """
-    # A batch smaller than the minimum size is one mini-batch.
-    most = max(1, batch_size // min_size)
+    # A batch smaller than the minimum size is a single mini-batch.
+    max_count = max(1, batch_size // min_size)
     choices = []
     for split_point in range(1, profile.depth + 1):
         count = parallel_batches(profile, split_point, batch_size)
-        choices.append(Choice(split_point, min(most, count)))
+        choices.append(Choice(split_point, min(max_count, count)))
     return tuple(choices)
 
 
@@ -100,25 +103,25 @@ def all_choices(
 ) -> tuple[Choice, ...]:
     """Return the paper's candidates, and at each split point the largest N for each size of a mini-batch.
 
-    Equation (14) stops where the device would no longer idle. If a link is the bottleneck of the pipeline, smaller
-    mini-batches still shorten the time before the link is busy and after its last transfer.
+    The N of equation (14) suffices to keep the device busy. If a link is the bottleneck of the pipeline, a larger N
+    still shortens the time before the link is busy and after its last transfer.
     """
     choices = list(paper_choices(profile, batch_size, min_size))
     smallest = max(1, min(min_size, batch_size))
     sizes = range(smallest, batch_size + 1)
-    # Fewer mini-batches of the same size take as long each and fill the pipeline less.
+    # For each size of a mini-batch the largest number that a batch has: fewer would fill the pipeline less.
     counts = sorted({batch_size // size for size in sizes})
     for split_point in range(1, profile.depth + 1):
         for count in counts:
             choices.append(Choice(split_point, count))
-    # Equal choices once, in order: ties of the estimate go to the first one, which is the paper's.
+    # Without repeated choices, and in order: ties of the estimate go to the first choice, which is the paper's.
     return tuple(dict.fromkeys(choices))
 
 
 def fewest_trainable_samples(units: Sequence[Unit]) -> int:
     """Return the minimum number of samples of a mini-batch with which the units can train.
 
-    Batch normalisation of maps of one pixel needs two samples, because one sample has no deviation.
+    This is 1, or 2 with batch normalisation, since a single value for each channel has no deviation.
 
     >>> from testbed.ml.models import create
     >>> perceptron = create("mlp", {"hidden": [8]}, (1, 8, 8), 10)
@@ -134,12 +137,12 @@ def fewest_trainable_samples(units: Sequence[Unit]) -> int:
 
 @cache
 def make_choices(min_size: int, candidates: Candidates) -> Choices:
-    """Return the function for listing the candidates for P and N of a device.
+    """Return the function that lists the candidates for P and N of a device.
 
     Equal arguments give the same function, because the planner caches the choice of similar devices by this function.
     """
-    listing = paper_choices if candidates == "equation-14" else all_choices
-    return partial(listing, min_size=min_size)
+    list_choices = paper_choices if candidates == "equation-14" else all_choices
+    return partial(list_choices, min_size=min_size)
 
 
 class PipeLearn(SplitMethod[PipeLearnOptions]):
@@ -153,11 +156,11 @@ class PipeLearn(SplitMethod[PipeLearnOptions]):
     """
 
     name = "pipelearn"
-    summary = "PipeLearn: split-federated learning with several mini-batches of each device under way"
+    summary = "PipeLearn: split-federated learning with several mini-batches of each device in flight"
     Options = PipeLearnOptions
 
     def hooks(self, options: PipeLearnOptions) -> Hooks:
-        """Average the models of a fraction of the devices."""
+        """Return the hooks that average the models of a fraction of the devices."""
         return Hooks(choose=options.choose, min_updates=options.min_devices)
 
     def plan(self, problem: PlanningProblem[PipeLearnOptions]) -> Plan[RoundDetails]:

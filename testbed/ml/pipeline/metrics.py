@@ -384,17 +384,17 @@ def _mean_of_steps(record: RunView, first: int, count: int) -> float | None:
 
 
 def _replication_step_time(record: RunView) -> float | None:
-    last = record.cached(_last_replication)
-    if last is None:
+    replication = record.cached(_last_replication)
+    if replication is None:
         return None
-    return _mean_of_steps(record, last, STEPS_OF_REPLICATION)
+    return _mean_of_steps(record, replication, STEPS_OF_REPLICATION)
 
 
 def _step_time_before_replication(record: RunView) -> float | None:
-    last = record.cached(_last_replication)
-    if last is None:
+    replication = record.cached(_last_replication)
+    if replication is None:
         return None
-    first = last - STEPS_BEFORE_REPLICATION
+    first = replication - STEPS_BEFORE_REPLICATION
     return _mean_of_steps(record, first, STEPS_BEFORE_REPLICATION)
 
 

@@ -255,7 +255,7 @@ class ReplicaRecovery:
         self.replica_index = ReplicaIndex(supervisor, store, units)
         supervisor.device.expose(self.replica_index.weights)
         self.recovering = False
-        """Whether no batch has been done since a recovery."""
+        """Whether the next batch that is done is the first one after a recovery."""
         self.batches_done = 0
         """Number of batches done on all stages, without batches that were undone."""
         self._supervisor = supervisor

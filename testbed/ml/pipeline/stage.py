@@ -52,7 +52,7 @@ class StagePosition:
 
     >>> stages = [("a", 0, 2), ("b", 2, 5)]
     >>> position = StagePosition(1, coordinator="a", stages=stages, index=1, steps=100)
-    >>> position.units, position.before, position.after
+    >>> position.units, position.previous_device, position.next_device
     ((2, 5), 'a', None)
     """
 
@@ -91,7 +91,7 @@ class StagePosition:
         return [tied.holders(cuts) for tied in model.tied_weights]
 
     @property
-    def before(self) -> str | None:
+    def previous_device(self) -> str | None:
         """The device of the previous stage; None for the first."""
         if self.index == 0:
             return None
@@ -99,7 +99,7 @@ class StagePosition:
         return device
 
     @property
-    def after(self) -> str | None:
+    def next_device(self) -> str | None:
         """The device of the next stage; None for the last."""
         if self.index + 1 == len(self.stages):
             return None
@@ -223,7 +223,7 @@ class Stage:
         cost = costs.forward_cost(self.units, len(inputs))
         span = Span(FORWARD_SPANS[activation.work], activation.batch)
         outputs = await self.compute(work, cost, span)
-        if position.after is None:
+        if position.next_device is None:
             result = Output(
                 configuration=position.configuration,
                 work=activation.work,
@@ -232,7 +232,7 @@ class Stage:
             )
             self.mailbox.post(position.coordinator, result)
         else:
-            self.mailbox.post(position.after, replace(activation, tensor=outputs))
+            self.mailbox.post(position.next_device, replace(activation, tensor=outputs))
 
 
 @dataclass(frozen=True)
@@ -337,14 +337,14 @@ class _Executor:
         span = self._make_span("forward", activation.batch, activation.micro)
         loss = 0.0
         # The forward of the last stage ends with the loss.
-        if stage.position.after is None:
+        if stage.position.next_device is None:
             forward_loss = await self._loss_work(activation)
             loss, seconds = await stage.compute_timed(forward_loss, cost, span)
         else:
             forward = self._forward_work(activation)
             outputs, seconds = await stage.compute_timed(forward, cost, span)
             result = replace(activation, tensor=outputs)
-            stage.mailbox.post(stage.position.after, result)
+            stage.mailbox.post(stage.position.next_device, result)
         passage = Passage(activation.batch, activation.micro, samples, loss, seconds)
         self.passages[number] = passage
         self._policy.forward_done(passage)
@@ -393,7 +393,7 @@ class _Executor:
         cost = costs.backward_cost(stage.units, passage.samples)
         received: Gradient | None = None
         output_gradient = None
-        if position.after is not None:
+        if position.next_device is not None:
             received = await stage.mailbox.take(Gradient, passage.key)
             output_gradient = received.tensor
             # The backward repeats the forward first, whose activations were discarded.
@@ -405,7 +405,7 @@ class _Executor:
         input_gradient, seconds = await stage.compute_timed(work, cost, span)
         report = self._policy.backward_done(passage, seconds, received)
         # The input of the first stage are the samples, whose gradient has no use.
-        if position.before is None:
+        if position.previous_device is None:
             return
         assert input_gradient is not None
         message = Gradient(
@@ -417,7 +417,7 @@ class _Executor:
         if report is not None:
             times, loss = report
             message = replace(message, times=times, loss=loss)
-        stage.mailbox.post(position.before, message)
+        stage.mailbox.post(position.previous_device, message)
 
     def _make_span(self, name: str, batch: int, micro: int) -> Span:
         if self._policy.whole_batches:

@@ -96,7 +96,7 @@ class SynchronousUpdates:
         position = stage.position
         batch = self._batch
         done = batch + 1
-        if position.after is None:
+        if position.next_device is None:
             loss = Loss(position.configuration, batch, self._loss)
             stage.mailbox.post(position.coordinator, loss)
         cost = costs.update_cost(stage.units, stage.problem.training)
@@ -111,7 +111,7 @@ class SynchronousUpdates:
         if is_evaluated or self._options.checkpoints(done, position.steps):
             await self._start_checkpoint(batch)
         # The first stage is the last one to update, so its report ends the step.
-        if position.before is None:
+        if position.previous_device is None:
             updated = Updated(position.configuration, batch)
             stage.mailbox.post(position.coordinator, updated)
 
@@ -190,18 +190,18 @@ class SynchronousUpdates:
             return None
         # A tied weight has one gradient, equal on all its stages, so its norm counts once.
         norms = stage.shard.norms(self._counted_elsewhere())
-        if position.after is not None:
+        if position.next_device is not None:
             later_norms = await stage.mailbox.take(Norms, (batch, False))
             norms = torch.cat([norms, later_norms.tensor])
         configuration = position.configuration
-        if position.before is not None:
+        if position.previous_device is not None:
             partial_norms = Norms(configuration, batch, whole=False, tensor=norms)
-            stage.mailbox.post(position.before, partial_norms)
+            stage.mailbox.post(position.previous_device, partial_norms)
             whole_norms = await stage.mailbox.take(Norms, (batch, True))
             norms = whole_norms.tensor
-        if position.after is not None:
+        if position.next_device is not None:
             whole_norms = Norms(configuration, batch, whole=True, tensor=norms)
-            stage.mailbox.post(position.after, whole_norms)
+            stage.mailbox.post(position.next_device, whole_norms)
         return norms
 
     def _counted_elsewhere(self) -> set[str]:
@@ -304,9 +304,9 @@ class AsynchronousUpdates:
         if isinstance(message, Activation):
             return message
         self._stretch_end = batch
-        if position.after is not None:
+        if position.next_device is not None:
             end = End(position.configuration, batch)
-            self._stage.mailbox.post(position.after, end)
+            self._stage.mailbox.post(position.next_device, end)
         return None
 
     def version(self, batch: int) -> int:
@@ -344,7 +344,7 @@ class AsynchronousUpdates:
         replicates = bool(self._replica_targets(batch + 1))
         if replicates:
             await self._replicate_state(batch + 1)
-        if position.before is None:
+        if position.previous_device is None:
             # Reported before any replica of the new state is sent: the coordinator then records the batch before
             # training can resume from a state that contains the batch.
             times = [self._mean_seconds(), *later_times]

@@ -160,19 +160,19 @@ class Neurons:
     def add(self, layer: int, neurons: Channels, state: State | None = None) -> None:
         """Add neurons of a layer with ``state``, by default with initial weights."""
         self._drop_computations(layer)
-        whole = self._layers[layer - 1]
-        part = slice_of(whole, neurons)
+        graph_layer = self._layers[layer - 1]
+        part = slice_of(graph_layer, neurons)
         if state is None:
-            state = self._initial_state(whole, part)
+            state = self._initial_state(graph_layer, part)
         if layer in self.shards:
             self.shards[layer].take(neurons, state)
         else:
             optimizer = self._problem.workload.training.optimizer
-            self.shards[layer] = LayerShard(whole, part, state, optimizer)
+            self.shards[layer] = LayerShard(graph_layer, part, state, optimizer)
 
-    def _initial_state(self, whole: GraphLayer, part: Slice) -> State:
+    def _initial_state(self, graph_layer: GraphLayer, part: Slice) -> State:
         """Return the initial weights of some neurons; weights drawn from the seed are the same on every device."""
-        slices = [(whole, part)]
+        slices = [(graph_layer, part)]
         if self._initial_weights is not None:
             return cut_copies(slices, self._initial_weights)
         return draw_tensors(self._problem.model, slices, self._problem.seed)
@@ -188,8 +188,8 @@ class Neurons:
         neurons = self.shards[layer].part.rows
         key = (layer, len(neurons), samples)
         if key not in self._cached_costs:
-            whole = self._layers[layer - 1]
+            graph_layer = self._layers[layer - 1]
             self._cached_costs[key] = layer_costs(
-                whole, neurons, samples, self._problem
+                graph_layer, neurons, samples, self._problem
             )
         return self._cached_costs[key]

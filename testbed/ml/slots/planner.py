@@ -261,23 +261,14 @@ def plan(
     # Test batches may be larger than batches of training and need longer slots.
     test_samples = samples_per_test_batch(problem)
     test_seconds = sum(_needed_seconds(problem, assignment, test_samples))
-    forward_seconds = []
-    backward_seconds = []
-    for layer in range(len(sizes)):
-        forward, backward = _computation_seconds(problem, assignment, layer, batch_size)
-        forward_seconds.append(forward)
-        backward_seconds.append(backward)
+    forward_seconds, backward_seconds = _layer_seconds(problem, assignment)
     # The coordinator records losses and scores, so it needs the results. The paper's device coordinator, which
     # partitions the model, may be another device.
     coordinator = assignment.holders(assignment.output_layer)[0]
     device_coordinator = mapping.choose_device_coordinator(names, ratios)
     start_time = _weights_seconds(problem, coordinator)
     if send_model_partition:
-        range_count = sum(map(len, assignment.layers))
-        partition_bytes = BYTES_PER_RANGE * range_count
-        start_time += _distribution_seconds(
-            problem, device_coordinator, partition_bytes
-        )
+        start_time += _partition_seconds(problem, device_coordinator, assignment)
     acknowledgement_seconds = []
     for name in assignment.devices:
         acknowledgement_seconds.append(_acknowledgement_seconds(problem, name))
@@ -296,8 +287,8 @@ def plan(
         micro_batches=micro_batches,
         timeslot=slot,
         test_timeslot=max(slot, test_seconds),
-        forward_seconds=tuple(forward_seconds),
-        backward_seconds=tuple(backward_seconds),
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
         start_time=start_time or None,
         acknowledgement_seconds=tuple(acknowledgement_seconds),
     )
@@ -320,6 +311,17 @@ def _weights_seconds(problem: PlanningProblem[SlotOptions], coordinator: str) ->
         return 0.0
     parameters = costs.count_parameters(problem.model.units)
     return _distribution_seconds(problem, coordinator, BYTES_PER_VALUE * parameters)
+
+
+def _partition_seconds(
+    problem: PlanningProblem[SlotOptions],
+    device_coordinator: str,
+    assignment: NeuronAssignment,
+) -> float:
+    """Return the seconds in which the device coordinator sends all others the assignment of neurons."""
+    range_count = sum(map(len, assignment.layers))
+    size = BYTES_PER_RANGE * range_count
+    return _distribution_seconds(problem, device_coordinator, size)
 
 
 def _check_micro_batches(
@@ -478,6 +480,20 @@ def _needed_seconds(
     return longest_computation, longest_transmission
 
 
+def _layer_seconds(
+    problem: PlanningProblem[SlotOptions], assignment: NeuronAssignment
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the results of `_computation_seconds` for a batch in each layer: of all forwards, and of all backwards."""
+    batch_size = problem.workload.batch_size
+    forward_seconds = []
+    backward_seconds = []
+    for layer in range(len(assignment.sizes)):
+        forward, backward = _computation_seconds(problem, assignment, layer, batch_size)
+        forward_seconds.append(forward)
+        backward_seconds.append(backward)
+    return tuple(forward_seconds), tuple(backward_seconds)
+
+
 def _computation_seconds(
     problem: PlanningProblem[SlotOptions],
     assignment: NeuronAssignment,
@@ -488,11 +504,11 @@ def _computation_seconds(
     # The input layer only reads samples.
     if layer == 0:
         return 0.0, 0.0
-    whole = layers_of(problem)[layer - 1]
+    graph_layer = layers_of(problem)[layer - 1]
     forward = 0.0
     backward = 0.0
     for name, neurons in assignment.layers[layer].items():
-        cost = layer_costs(whole, neurons, samples, problem)
+        cost = layer_costs(graph_layer, neurons, samples, problem)
         device = problem.device(name)
         forward = max(forward, device.seconds(cost.forward))
         backward = max(backward, device.seconds(cost.backward + cost.update))
@@ -578,18 +594,18 @@ def _make_placement(
     stored_values = 0
     cost = Cost()
     for layer in learning_layers(group_layers):
-        whole = layers[layer - 1]
+        graph_layer = layers[layer - 1]
         neurons = assignment.neurons_of(name, layer)
-        weights = _parameter_count(whole, neurons)
+        weights = _parameter_count(graph_layer, neurons)
         # Whole batches: the micro-batches of a batch together store as much.
         batches_in_flight = table.staleness(layer)
         parameters += weights
-        cost += layer_costs(whole, neurons, samples, problem).forward
+        cost += layer_costs(graph_layer, neurons, samples, problem).forward
         # The newest weights, a gradient, and for each batch in flight the weights, inputs and outputs of its forward.
-        pixels = math.prod(whole.main_output[1:])
+        pixels = math.prod(graph_layer.main_output[1:])
         outputs = len(neurons) * pixels
         stored_values += weights * (2 + batches_in_flight)
-        stored_values += samples * batches_in_flight * (whole.inputs + outputs)
+        stored_values += samples * batches_in_flight * (graph_layer.inputs + outputs)
     memory = float(BYTES_PER_VALUE * stored_values)
     costs.check_memory(problem.device(name), memory)
     return Assignment(
