@@ -77,7 +77,7 @@ def split_samples(
         shares = _draw_shares(labels, classes, owners, rule, seed, groups, draw)
         smallest = min(len(share) for share in shares)
         if min_samples is None or smallest >= min_samples:
-            return _name_shares(owners, shares, rule)
+            return _shares_by_device(owners, shares, rule)
         largest_minimum = max(largest_minimum, smallest)
     # The best draw shows the user how far `min_samples` is from being possible.
     raise InputError(
@@ -87,7 +87,7 @@ def split_samples(
     )
 
 
-def _name_shares(
+def _shares_by_device(
     owners: Sequence[str], shares: Sequence[Indices], rule: Split
 ) -> dict[str, Indices]:
     """Return the sorted shares by device; raises `InputError` for an empty share."""
@@ -119,7 +119,10 @@ def _draw_shares(
     groups: Indices | None,
     draw: int,
 ) -> list[Indices]:
-    """Return the unsorted shares of a draw, counted from 0; the other arguments are those of `split_samples`."""
+    """Return the unsorted shares of a draw; the other arguments are those of `split_samples`.
+
+    Draws are counted from 0, and only `dirichlet` and `quantity` depend on the number.
+    """
     samples = len(labels)
     devices = len(owners)
     # `noise` changes the values of the samples; the samples themselves are distributed as by `iid`.
@@ -161,7 +164,7 @@ def class_counts(
 
 
 def _seeded_generator(seed: int, kind: str, draw: int = 0) -> np.random.Generator:
-    """Return the random generator of a draw of one kind of rule."""
+    """Return the random generator for a draw; ``kind`` is the kind of rule."""
     # Seeds of earlier versions had no draw number. The first draw still has none, so that all splits stay the same.
     draw_number = [draw] if draw else []
     return np.random.default_rng(derive(seed, "split", kind, *draw_number))

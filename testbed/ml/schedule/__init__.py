@@ -212,12 +212,14 @@ def _ready_time(stage: int, action: Action, arrivals: Arrivals) -> float | None:
     return arrivals.get((stage, action))
 
 
-def _check_finished(stages: Sequence[Sequence[Action]], done: Sequence[int]) -> None:
-    """Raise `ScheduleError` unless all stages are finished; ``done`` is the number of finished actions by stage."""
+def _check_finished(
+    stages: Sequence[Sequence[Action]], positions: Sequence[int]
+) -> None:
+    """Raise `ScheduleError` unless all stages are finished; ``positions`` are as in `simulate_schedule`."""
     waiting = []
     for stage, actions in enumerate(stages):
-        if done[stage] < len(actions):
-            next_action = actions[done[stage]]
+        if positions[stage] < len(actions):
+            next_action = actions[positions[stage]]
             waiting.append(f"stage {stage} waits for {next_action}")
     if waiting:
         raise ScheduleError("deadlock: " + ", ".join(waiting))
@@ -228,9 +230,10 @@ def simulate_schedule(
     duration: ActionTime,
     transfer: TransferTime = _instant_transfer,
 ) -> list[Slot]:
-    """Return the slot of every action in the order of starts, without executing anything.
+    """Return the slot of every action, in the order of starts.
 
-    ``stages`` has the actions of each stage in order. Raises `ScheduleError` with the waiting actions of a deadlock.
+    ``stages`` has the actions of each stage in order. Nothing is computed but the times, from the seconds of each
+    action and of each transfer. Raises `ScheduleError` with the waiting actions of a deadlock.
 
     >>> stages = actions_by_stage(gpipe, stages=2, micro_batches=1)
     >>> slots = simulate_schedule(stages, lambda stage, action: 1.0)
@@ -238,8 +241,8 @@ def simulate_schedule(
     [(0, 'F0', 0.0), (1, 'F0', 1.0), (1, 'B0', 2.0), (0, 'B0', 3.0)]
     """
     slots: list[Slot] = []
-    # The state of the simulation: by stage, the number of finished actions and the end of the last one in seconds.
-    done = [0] * len(stages)
+    # The state of the simulation: by stage, the position of the next action, and the end of the action before.
+    positions = [0] * len(stages)
     idle_from = [0.0] * len(stages)
     arrivals: Arrivals = {}
     # (sending stage, receiving stage) -> seconds from which the link is free for the next message.
@@ -266,8 +269,8 @@ def simulate_schedule(
     while has_progress:
         has_progress = False
         for stage, actions in enumerate(stages):
-            while done[stage] < len(actions):
-                action = actions[done[stage]]
+            while positions[stage] < len(actions):
+                action = actions[positions[stage]]
                 ready = _ready_time(stage, action, arrivals)
                 if ready is None:
                     break
@@ -276,9 +279,9 @@ def simulate_schedule(
                 idle_from[stage] = end
                 slots.append(Slot(stage, action, start, end))
                 send(stage, action, end)
-                done[stage] += 1
+                positions[stage] += 1
                 has_progress = True
-    _check_finished(stages, done)
+    _check_finished(stages, positions)
 
     def sort_key(slot: Slot) -> tuple[float, int, float]:
         # The end orders an action without duration before the next action of its stage, which has the same start.
