@@ -99,5 +99,5 @@ def test_aggregation_interval_is_multiple_of_concurrent_trainings() -> None:
 def test_mean_of_versions_averages_weights_of_equal_names() -> None:
     versions = [{"0.weight": torch.tensor([float(value), 1.0])} for value in (1, 2, 6)]
     assert torch.equal(mean(versions)["0.weight"], torch.tensor([3.0, 1.0]))
-    with pytest.raises(ValueError, match="different units"):
+    with pytest.raises(ValueError, match="must have the same units"):
         mean([versions[0], {"1.weight": torch.zeros(2)}])
