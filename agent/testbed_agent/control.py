@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 JSON_LIMIT = 48 << 20
 """Maximum size of a deployment in bytes; program files take up to 20 MB of it, in base 64."""
 _NUMBER_LIMIT = 4096
-"""Maximum size in bytes of requests other than deployments and data."""
+"""Maximum size in bytes of a request with a single number."""
 
 routes = Blueprint("control", __name__)
 

@@ -34,6 +34,7 @@ class Loop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__(_Selector())
         self.on_timer: Callable[[float], None] = lambda _: None
+        """Function that is called with the monotonic instant of each fired timer, in seconds."""
 
     def run_until_exit(self) -> None:
         """Run until the process ends."""

@@ -1,4 +1,8 @@
-"""The life cycle of a device's program: idle, ready, running, finished, failed, stopped."""
+"""The life cycle of a device's program: idle, ready, running, and then finished, failed or stopped.
+
+A device is idle until its first deployment, and ready until the start. After the end of a program, the device may get
+another deployment.
+"""
 
 from __future__ import annotations
 

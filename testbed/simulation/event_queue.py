@@ -69,7 +69,7 @@ class EventQueue:
 
     An entry is an action with one argument at a time (`at`). A ready callback waits for its turn at the present time;
     only callbacks can be cancelled, and suspended with their owner (`freeze`). ``limit`` is the last time in seconds.
-    ``on_failure`` is called with each callback that raised, and its exception.
+    ``on_failure`` is called with each callback that raised an exception, and with the exception.
 
     >>> event_queue, happened = EventQueue(limit=10.0, on_failure=print), []
     >>> event_queue.at(2.5, happened.append, "an event")

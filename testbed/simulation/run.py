@@ -42,9 +42,9 @@ def simulate(
     ``on_event`` receives events as they happen, all or only events of some ``names``; ``on_lines`` receives all events
     as lines of a file, many at a time. Two calls with equal arguments give equal events.
     """
-    why_not = prepared.scenario.workload.why_not_simulated
-    if why_not is not None:
-        raise InputError(why_not)
+    refusal = prepared.scenario.workload.why_not_simulated
+    if refusal is not None:
+        raise InputError(refusal)
     experiment, plan = prepared.experiment, prepared.plan
     method, problem = prepared.method, prepared.problem
     work = prepared.workload
@@ -82,7 +82,7 @@ def simulate(
         recorder=recorder,
     )
     keep_freed_memory()
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         with work.simulation_context(problem):
             status, error = ended(
@@ -92,6 +92,7 @@ def simulate(
             )
             final_weights = None
             parts: dict[str, bytes] = {}
+            # Before `World.close`, which ends the programs that expose the weights.
             if problem.workload.is_computed:
                 final_weights = _exposed_weights(world.hosts[plan.coordinator].device)
                 if final_weights is not None:
@@ -109,7 +110,7 @@ def simulate(
         host={"computing": [] if versions is None else [versions]},
         weights_file=final_weights,
         parts=parts,
-        wall_seconds=time.perf_counter() - began,
+        wall_seconds=time.perf_counter() - start,
     )
 
 

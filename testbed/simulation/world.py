@@ -58,10 +58,15 @@ class _SharedCell:
 
 
 class World:
-    """Hosts, the channels between them, and the event log.
+    """Hosts, the channels between them, and the event log::
+
+        world = World(experiment.devices, experiment.links, program, coordinator="source")
+        world.start()
+        world.run()
+        world.close()
 
     The parts of an experiment are separate arguments, so that a test or a benchmark can make a world without a
-    scenario.
+    scenario. ``program`` is called with each `SimulatedDevice` at its boot.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class World:
         for number, spec in enumerate(specs):
             self.hosts[spec.name] = Host(spec.name, spec, number)
         self.current = SystemState.of(specs, links, radio)
-        """Links and speeds in force; the present states of devices are in the hosts (`states`)."""
+        """Links and speeds in force; the present states of the devices are those of `states`."""
         self.recorder = recorder or Recorder()
         self.events = self.recorder.events
         self._program = program
