@@ -383,13 +383,19 @@ def profiles(as_json: bool) -> None:
             }
         )
         return
-    _print_presets("Devices", map(_device_row, PROFILES.values()))
+    _print_presets(
+        "Devices",
+        ("profile", "speed", "memory", "basis and source"),
+        map(_device_row, PROFILES.values()),
+    )
     _print_presets(
         "Links; up is towards the first device of the scenario",
+        ("preset", "rate up", "rate down", "delay and source"),
         map(_link_row, PRESETS.values()),
     )
     _print_presets(
         "Radios, for `network.radio`: the range of casts",
+        ("preset", "transmit power", "sensitivity", "source"),
         map(_radio_row, TRANSCEIVERS.values()),
     )
 
@@ -398,12 +404,14 @@ _PresetRow = tuple[str, str, str, str, str]
 """Name, two values, a note on the values, and their source."""
 
 
-def _print_presets(title: str, presets: Iterable[_PresetRow]) -> None:
+def _print_presets(
+    title: str, headings: tuple[str, str, str, str], presets: Iterable[_PresetRow]
+) -> None:
+    name_heading, *value_headings, note_heading = headings
     columns = (
-        Column("", "name"),
-        Column("", "number"),
-        Column("", "number"),
-        Column(""),
+        Column(name_heading, "name"),
+        *number_columns(*value_headings),
+        Column(note_heading),
     )
     rows = []
     for name, first_value, second_value, note, source in presets:

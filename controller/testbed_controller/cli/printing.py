@@ -123,16 +123,24 @@ def _plain_text(values: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def _format_default(value: object) -> str:
+    """Format a default as in a scenario file: ``false`` or ``{activations: f32}``, not as in Python."""
+    if isinstance(value, Mapping):
+        return f"{{{_plain_text(value)}}}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(str, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
 def _option_notes(option: dict[str, Any]) -> str:
     """Return the choices and the default of an option in parentheses; empty for an option with neither."""
-    default = option["default"]
-    if isinstance(default, tuple | list):
-        default = "[" + ", ".join(map(str, default)) + "]"
     notes = []
     if option["choices"]:
         notes.append("one of " + ", ".join(map(str, option["choices"])))
     if option["required"]:
         notes.append("required")
-    elif default is not None:
-        notes.append(f"default {default}")
+    elif option["default"] is not None:
+        notes.append(f"default {_format_default(option['default'])}")
     return f" ({'; '.join(notes)})" if notes else ""
