@@ -27,25 +27,29 @@ def test_photos_are_scaled_with_grey_bars() -> None:
     assert photos.test_images.dtype == np.float32
     # 640x427 pixels become 128x85: of 96 rows, 5 are grey above and 6 below.
     assert np.all(photos.test_images[:, :, :5] == np.float32(GREY / 255))
+    # The rows between the bars show the photo instead of a uniform area.
     assert photos.test_images[:, :, 5:90].std() > 0.1
+
+
+def test_default_input_has_size_of_yolov2() -> None:
     assert describe("photos").shape == (3, 608, 608)
 
 
-def test_unpacked_photos_equal_packed_ones() -> None:
+def test_photos_are_equal_after_transfer_to_device() -> None:
     photos = load(DataPart(name="photos-96x128"))
-    unpacked = unpack(pack(photos))
-    assert unpacked.classes == 0
-    assert np.array_equal(unpacked.test_images, photos.test_images)
+    received = unpack(pack(photos))
+    assert received.classes == 0
+    assert np.array_equal(received.test_images, photos.test_images)
 
 
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        ((50, 100), Frame(16, 0, 32, 64)),
-        ((100, 50), Frame(0, 16, 64, 32)),
-        ((20, 20), Frame(0, 0, 64, 64)),
+        ((50, 100), Frame(left=16, top=0, width=32, height=64)),
+        ((100, 50), Frame(left=0, top=16, width=64, height=32)),
+        ((20, 20), Frame(left=0, top=0, width=64, height=64)),
         # A side has at least one pixel.
-        ((1, 5000), Frame(31, 0, 1, 64)),
+        ((1, 5000), Frame(left=31, top=0, width=1, height=64)),
     ],
     ids=["portrait", "landscape", "square", "line"],
 )
@@ -79,10 +83,10 @@ def test_picture_is_rotated_by_exif_orientation(tmp_path: Path) -> None:
 
 
 def test_unreadable_picture_is_named(tmp_path: Path) -> None:
-    text = tmp_path / "one.jpg"
-    text.write_bytes(b"no picture at all")
+    text_file = tmp_path / "one.jpg"
+    text_file.write_bytes(b"no picture at all")
     with pytest.raises(InputError, match=r"one\.jpg: cannot be read as an image"):
-        load(DataPart(name="image"), text)
+        load(DataPart(name="image"), text_file)
     complete = tmp_path / "whole.png"
     Image.new("RGB", (300, 300), (1, 2, 3)).save(complete)
     truncated = tmp_path / "cut.png"
@@ -96,7 +100,7 @@ def test_unreadable_picture_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["photos-", "photos-32", "image-0x32", "photos-99999x32", "image-axb"]
 )
-def test_malformed_picture_size_is_rejected(name: str) -> None:
+def test_malformed_or_unsupported_input_size_is_rejected(name: str) -> None:
     message = r"data\.name: .*such as (photos|image)-608x608"
     with pytest.raises(InputError, match=message):
         describe(name)
