@@ -22,11 +22,14 @@ def make_scenario(
     *,
     workload=None,
     options=None,
-    server="2mflops",
-    speed="200kflops",
+    server_speed="2mflops",
+    device_speed="200kflops",
     **keys,
 ) -> Scenario:
-    """Return a scenario of a server and ``devices`` equal devices; a mapping replaces all devices."""
+    """Return a scenario of a server and ``devices`` equal devices; a mapping replaces all devices.
+
+    ``workload`` and ``options`` change the workload and the options of the method, ``keys`` the keys of the scenario.
+    """
     work = {
         "model": {"name": "mlp", "hidden": [12, 8]},
         "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"},
@@ -46,8 +49,8 @@ def make_scenario(
         del work["steps"]
     if isinstance(devices, int):
         devices = {
-            "server": {"speed": server, "processors": 4},
-            "device": {"speed": speed, "count": devices},
+            "server": {"speed": server_speed, "processors": 4},
+            "device": {"speed": device_speed, "count": devices},
         }
     tree = {
         "name": "test",
@@ -55,39 +58,43 @@ def make_scenario(
         "devices": devices,
         "network": {"topology": "star", "link": {"rate": "1mbit", "delay": "2ms"}},
         "workload": work,
+        # On the virtual clock a long run costs nothing.
         "time_limit": "100000s",
     }
     return Scenario.model_validate({**tree, **keys})
 
 
-def prepare_scenario(spec: Scenario) -> Prepared:
-    (trial,) = trials(spec)
+def prepare_scenario(scenario: Scenario) -> Prepared:
+    (trial,) = trials(scenario)
     return prepare(trial)
 
 
 # Many tests use the same few data sets.
-data = cache(load)
+load_cached = cache(load)
 
 
-def run_simulated(spec: Scenario) -> Outcome:
-    outcome = simulate(prepare_scenario(spec), data(spec.workload.data))
+def run_simulated(scenario: Scenario) -> Outcome:
+    data = load_cached(scenario.workload.data)
+    outcome = simulate(prepare_scenario(scenario), data)
     assert outcome.status == "finished", outcome.error
     return outcome
 
 
 def participants_by_round(outcome: Outcome) -> list[list[str]]:
-    """Return the devices that sent an update, by round."""
+    """Return the devices that sent an update in each round."""
+    # The field `samples` maps the names of these devices to the numbers of their samples.
     return [sorted(fields["samples"]) for fields in fields_of(outcome, "round")]
 
 
 class TorchReference:
     """The undivided model, trained by torch's own optimizer."""
 
-    def __init__(self, spec: Scenario) -> None:
-        problem = prepare_scenario(spec).problem
+    def __init__(self, scenario: Scenario) -> None:
+        problem = prepare_scenario(scenario).problem
         self.module = problem.model.build(0, len(problem.model.units), problem.seed)
+        optimizer = scenario.workload.training.optimizer
         self.optimizer = torch.optim.SGD(
-            self.module.parameters(), **spec.workload.training.optimizer.arguments()
+            self.module.parameters(), **optimizer.arguments()
         )
 
     def step(

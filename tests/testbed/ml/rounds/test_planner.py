@@ -102,7 +102,7 @@ def test_round_time_is_sum_of_turns_or_slowest_parallel_device() -> None:
 
 
 def test_best_split_point_has_quickest_epoch() -> None:
-    participants = make_participants(speed="20kflops", server="20mflops")
+    participants = make_participants(device_speed="20kflops", server_speed="20mflops")
 
     def client_with(split_point) -> ClientPlan:
         split = split_plan("split-learning", participants, split_point, 1)

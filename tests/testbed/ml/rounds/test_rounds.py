@@ -217,8 +217,8 @@ def test_delay_of_seconds_in_rounds_of_milliseconds_loses_no_update() -> None:
             3,
             workload={"steps": 12},
             options={"local_steps": 2},
-            server="1gflops",
-            speed="1gflops",
+            server_speed="1gflops",
+            device_speed="1gflops",
             faults=[slow],
         )
     )

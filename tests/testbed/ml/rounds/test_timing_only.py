@@ -9,8 +9,8 @@ from testbed.ml.data import load
 from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
 from tests.helpers.server_scenarios import (
-    data,
     fields_of,
+    load_cached,
     make_scenario,
     prepare_scenario,
     run_simulated,
@@ -94,7 +94,11 @@ def test_timing_only_epoch_of_resnet18_takes_less_than_5_seconds() -> None:
     started = time.thread_time()
     prepared = prepare_scenario(
         make_scenario(
-            "pipelearn", 4, workload=workload, server="20gflops", speed="1gflops"
+            "pipelearn",
+            4,
+            workload=workload,
+            server_speed="20gflops",
+            device_speed="1gflops",
         )
     )
     outcome = simulate(prepared, load(prepared.scenario.workload.data, blank=True))
@@ -105,7 +109,7 @@ def test_timing_only_epoch_of_resnet18_takes_less_than_5_seconds() -> None:
 def test_blank_dataset_has_labels_and_shapes_without_memory_for_values() -> None:
     digits = {"name": "synthetic-1x8x8", "train": 50, "test": 9, "split": "iid"}
     part = make_scenario("pipelearn", workload={"data": digits}).workload.data
-    full = data(part)
+    full = load_cached(part)
     blank = load(part, blank=True)
     assert (blank.train_labels == full.train_labels).all()
     assert blank.train_images.shape == full.train_images.shape

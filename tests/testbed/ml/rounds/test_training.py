@@ -9,8 +9,8 @@ from testbed.ml.preparation import samples_of
 from tests.helpers.server_scenarios import (
     SHAPE,
     TorchReference,
-    data,
     fields_of,
+    load_cached,
     make_scenario,
     participants_by_round,
     prepare_scenario,
@@ -29,7 +29,7 @@ def read_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images and labels of one iteration of a device, numbered from 0."""
     prepared = prepare_scenario(spec)
-    dataset = data(spec.workload.data)
+    dataset = load_cached(spec.workload.data)
     share = samples_of(prepared, dataset, f"device{device + 1}")
     assert share is not None
     chosen = batch(len(share.train_labels), size, spec.seed, step)
