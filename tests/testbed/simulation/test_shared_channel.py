@@ -1,4 +1,7 @@
-"""Messages that share uplinks, downlinks and radio cells, against times computed by hand."""
+"""Messages that share uplinks, downlinks and radio cells, against times computed by hand.
+
+A world is a small simulation (`tests.helpers.worlds`). It ends when the program of its first device returns.
+"""
 
 import asyncio
 
@@ -20,10 +23,11 @@ from tests.testbed.simulation.observations import sleep_for, times_of, values_of
 
 UNLIMITED = Link(delay=0.01)
 """A link without a rate of its own, so that only shared media limit it."""
-UPLINK_OF_A = {"a": {"uplink": 8e6}}
-"""A megabyte a second."""
+SHARED_RATE = 8e6
+"""Rate in bit/s of most shared media; a megabyte per second."""
+UPLINK_OF_A = {"a": {"uplink": SHARED_RATE}}
 wait_for_others = sleep_for(60)
-"""The coordinator's program: the run ends when it returns."""
+"""The coordinator's program, which outlasts the messages of all other programs."""
 
 
 def send_to(*peers: str, padding: int = 1_000_000, start: float = 0.0):
@@ -37,9 +41,11 @@ def send_to(*peers: str, padding: int = 1_000_000, start: float = 0.0):
     return program
 
 
-def run_concurrently(*programs):
+def run_concurrently(*parts):
+    """Make a program that consists of several concurrent programs."""
+
     async def program(device: Device):
-        await asyncio.gather(*(start(device) for start in programs))
+        await asyncio.gather(*(part(device) for part in parts))
 
     return program
 
@@ -63,8 +69,8 @@ def arrivals(world) -> dict[tuple[str, str], float]:
     return times
 
 
-def message_seconds(world, rate=8e6) -> float:
-    """Return the seconds for the first message at a rate in bit/s."""
+def message_seconds(world, rate=SHARED_RATE) -> float:
+    """Return the seconds for one message at a rate in bit/s; all messages of a test have the same size."""
     return first_message_bytes(world, "m") * 8 / rate
 
 
@@ -100,8 +106,10 @@ def test_message_that_starts_later_shares_uplink():
     seconds = message_seconds(world)
     times = arrivals(world)
     # The first message is alone for 0.5 s; then each has half of the rate until the first one ends.
-    assert times["a", "b"] == pytest.approx(0.5 + 2 * (seconds - 0.5) + 0.01)
-    assert times["a", "c"] == pytest.approx(2 * seconds + 0.01)
+    expected = 0.5 + 2 * (seconds - 0.5) + UNLIMITED.delay
+    assert times["a", "b"] == pytest.approx(expected)
+    # The uplink is never idle until both messages are sent.
+    assert times["a", "c"] == pytest.approx(2 * seconds + UNLIMITED.delay)
 
 
 def test_slow_link_leaves_remainder_of_downlink_to_others():
@@ -112,17 +120,16 @@ def test_slow_link_leaves_remainder_of_downlink_to_others():
             "c": send_to("coordinator"),
         },
         link=UNLIMITED,
-        access={"coordinator": {"downlink": 8e6}},
+        access={"coordinator": {"downlink": SHARED_RATE}},
+        # From time 0 on, the link from b to the coordinator has 2 Mbit/s.
         trace=["0,link b->coordinator rate,2mbit"],
     )
     world.run()
     times = arrivals(world)
-    assert times["c", "coordinator"] == pytest.approx(
-        message_seconds(world, 8e6 - 2e6) + 0.01
-    )
-    assert times["b", "coordinator"] == pytest.approx(
-        message_seconds(world, 2e6) + 0.01
-    )
+    fast = message_seconds(world, SHARED_RATE - 2e6) + UNLIMITED.delay
+    slow = message_seconds(world, 2e6) + UNLIMITED.delay
+    assert times["c", "coordinator"] == pytest.approx(fast)
+    assert times["b", "coordinator"] == pytest.approx(slow)
 
 
 def test_access_faster_than_link_does_not_change_times():
@@ -132,13 +139,14 @@ def test_access_faster_than_link_does_not_change_times():
     plain.run()
     limited.run()
     assert arrivals(limited)["a", "b"] == pytest.approx(arrivals(plain)["a", "b"])
+    # The fields of the events contain the time until the acknowledgement.
     send_of_plain = events_of(plain, "send")[0]
     send_of_limited = events_of(limited, "send")[0]
     assert send_of_plain == pytest.approx(send_of_limited)
 
 
 def test_cell_members_share_one_channel_and_other_links_are_unaffected():
-    cells = [Cell(("a", "b", "c"), rate=8e6)]
+    cells = [Cell(("a", "b", "c"), rate=SHARED_RATE)]
     programs = {
         "coordinator": wait_for_others,
         "a": send_to("b", "d"),
@@ -146,13 +154,15 @@ def test_cell_members_share_one_channel_and_other_links_are_unaffected():
         "c": receive_forever,
         "d": receive_forever,
     }
-    world = make_world(programs, link=Link(rate=80e6, delay=0.01), cells=cells)
+    link = Link(rate=80e6, delay=0.01)
+    world = make_world(programs, link=link, cells=cells)
     world.run()
     times = arrivals(world)
     # Two messages alternate in the cell; d is not a member, and its link is ten times as fast.
-    assert times["a", "b"] == pytest.approx(2 * message_seconds(world) + 0.01)
+    assert times["a", "b"] == pytest.approx(2 * message_seconds(world) + link.delay)
     assert times["b", "c"] == times["a", "b"]
-    assert times["a", "d"] == pytest.approx(message_seconds(world, 80e6) + 0.01)
+    expected = message_seconds(world, link.rate) + link.delay
+    assert times["a", "d"] == pytest.approx(expected)
 
 
 def test_slow_link_in_cell_occupies_channel_longer():
@@ -164,17 +174,18 @@ def test_slow_link_in_cell_occupies_channel_longer():
             "c": receive_forever,
         },
         link=UNLIMITED,
-        cells=[Cell(("a", "b", "c"), rate=8e6)],
+        cells=[Cell(("a", "b", "c"), rate=SHARED_RATE)],
         trace=["0,link a->b rate,2mbit"],
     )
     world.run()
     # Packets alternate, and each packet of the slow link takes four times as long as one of the other link.
-    expected = pytest.approx((1 + 4) * message_seconds(world) + 0.01)
+    expected = pytest.approx((1 + 4) * message_seconds(world) + UNLIMITED.delay)
     assert arrivals(world)["b", "c"] == expected
     assert arrivals(world)["a", "b"] == expected
 
 
 def test_cast_precedes_message_under_way_in_cell():
+    # A cast is one transmission without acknowledgements, which no packet of a message interrupts.
     async def cast_later(device: Device):
         await device.sleep(0.5)
         await device.cast(["a"], Message("c", padding=50_000))
@@ -182,16 +193,15 @@ def test_cast_precedes_message_under_way_in_cell():
     world = make_world(
         {"a": send_to("b"), "b": receive_forever, "c": cast_later},
         link=UNLIMITED,
-        cells=[Cell(("a", "b", "c"), rate=8e6)],
+        cells=[Cell(("a", "b", "c"), rate=SHARED_RATE)],
     )
     world.run()
     (cast,) = events_of(world, "cast")
-    airtime = cast_wire_bytes(cast["bytes"]) * 8 / 8e6
+    airtime = cast_wire_bytes(cast["bytes"]) * 8 / SHARED_RATE
     assert cast["duration"] == pytest.approx(airtime)
     # The message pauses during the cast.
-    assert arrivals(world)["a", "b"] == pytest.approx(
-        message_seconds(world) + airtime + 0.01
-    )
+    expected = message_seconds(world) + airtime + UNLIMITED.delay
+    assert arrivals(world)["a", "b"] == pytest.approx(expected)
 
 
 def test_messages_to_one_peer_are_sequential_on_shared_uplink():
@@ -206,9 +216,9 @@ def test_messages_to_one_peer_are_sequential_on_shared_uplink():
     )
     world.run()
     assert values_of(world, "receive", "message") == kinds
-    seconds = first_message_bytes(world, "m0") * 8 / 8e6
-    ends = [(number + 1) * seconds + 0.01 for number in range(5)]
-    assert times_of(world, "receive") == pytest.approx(ends)
+    seconds = first_message_bytes(world, "m0") * 8 / SHARED_RATE
+    expected = [number * seconds + UNLIMITED.delay for number in range(1, 6)]
+    assert times_of(world, "receive") == pytest.approx(expected)
 
 
 def test_kill_partition_and_degradation_apply_to_shared_channel():
@@ -230,12 +240,16 @@ def test_kill_partition_and_degradation_apply_to_shared_channel():
         access=UPLINK_OF_A,
     )
     world.run()
-    # From 0.4 s: 0.5 s at 8 Mbit/s until the partition, silence until TCP sends again at 1.12 s, 0.08 s at 8 Mbit/s
-    # until the degradation, and the remainder at 4 Mbit/s.
-    remainder = first_message_bytes(world, "kept") - 0.5e6 - 0.08e6
-    assert events_of(world, "receive", "b")[0]["time"] == pytest.approx(
-        1.2 + remainder / 0.5e6 + 0.01
-    )
+    # The message starts at 0.4 s, when a gives up the lost one, with 1 MB/s until the partition at 0.9 s.
+    bytes_before_partition = 0.5e6
+    # TCP sends again 0.2 s and a round trip of 0.02 s after the loss, at 1.12 s, until the degradation at 1.2 s.
+    bytes_before_degradation = 0.08e6
+    remainder = first_message_bytes(world, "kept")
+    remainder -= bytes_before_partition + bytes_before_degradation
+    # The degraded link transmits 0.5 MB/s.
+    expected = 1.2 + remainder / 0.5e6 + UNLIMITED.delay
+    arrival = events_of(world, "receive", "b")[0]["time"]
+    assert arrival == pytest.approx(expected)
 
 
 def test_events_of_shared_channels_are_reproducible():
@@ -245,7 +259,7 @@ def test_events_of_shared_channels_are_reproducible():
             peers = [peer for peer in "abcd" if peer != name]
             programs[name] = send_to(*peers, padding=40_000)
         flap = {"device": "b", "down": "50ms", "up": "200ms", "times": 3}
-        limits = {"uplink": 8e6, "downlink": 16e6}
+        limits = {"uplink": SHARED_RATE, "downlink": 2 * SHARED_RATE}
         world = make_world(
             programs,
             link=Link(rate=20e6, delay=0.01, jitter=0.002, loss=0.02),
