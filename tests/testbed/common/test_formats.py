@@ -1,4 +1,4 @@
-"""Numbers formatted as text with units."""
+"""Numbers formatted as text with units and at most three significant digits."""
 
 from __future__ import annotations
 
@@ -50,16 +50,25 @@ def test_share_is_formatted_as_percentage(value: float, text: str) -> None:
     assert formats.share(value) == text
 
 
-def test_metric_is_formatted_by_kind() -> None:
-    assert format_metric("step_time", 0.25, COMMON) == "250 ms"
-    assert format_metric("accuracy", 0.5, COMMON) == "50.0%"
-    assert format_metric("trusted", True, COMMON) == "yes"
-    assert format_metric("devices.a.bytes_sent", 1e6, COMMON) == "1 MB"
-    assert format_metric("recoveries", 1, COMMON) == "1"
-    assert format_metric("loss", 0.0123456, COMMON) == "0.0123"
+@pytest.mark.parametrize(
+    ("metric", "value", "text"),
+    [
+        ("step_time", 0.25, "250 ms"),
+        ("accuracy", 0.5, "50.0%"),
+        ("trusted", True, "yes"),
+        ("devices.a.bytes_sent", 1e6, "1 MB"),
+        ("recoveries", 1, "1"),
+        ("loss", 0.0123456, "0.0123"),
+    ],
+)
+def test_metric_of_all_runs_is_formatted_by_its_kind(
+    metric: str, value: float, text: str
+) -> None:
+    # The registry `COMMON` has the kind of each metric, such as a duration or a share.
+    assert format_metric(metric, value, COMMON) == text
 
 
-def test_rate_has_unit_or_is_unlimited() -> None:
+def test_rate_has_unit_of_scenarios_or_is_unlimited() -> None:
     assert formats.rate(None) == "unlimited"
     assert formats.rate(49.87e6) == "49.9 mbit"
 
@@ -68,6 +77,7 @@ def test_rate_has_unit_or_is_unlimited() -> None:
     ("value", "text"), [(0.5, "0.5 J"), (12.0, "12 J"), (4500.0, "4.5 kJ")]
 )
 def test_energy_is_formatted_in_joules(value: float, text: str) -> None:
+    # The unit of a metric is its kind.
     assert formats.of_kind("joules", value) == text
 
 

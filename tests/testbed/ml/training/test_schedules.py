@@ -36,7 +36,8 @@ SCHEDULES: dict[str, tuple[dict[str, object], MakeScheduler]] = {
         lambda adam: lr_scheduler.CosineAnnealingWarmRestarts(adam, 6),
     ),
 }
-"""By name: options of the scenario, and torch's scheduler with these options."""
+"""By name: options of the scenario, and torch's scheduler with these options. A name is torch's, also in lower case
+with dashes and without LR."""
 
 
 def config_with(
@@ -80,6 +81,7 @@ def test_settings_equal_torch_in_any_order_of_steps(name: str) -> None:
 
 
 def test_list_of_schedules_equals_sequential_scheduler_of_torch() -> None:
+    # The rate rises over `total_iters` steps, and the next schedule begins after `steps` steps.
     config = config_with(
         {"name": "linear", "start_factor": 0.1, "total_iters": 8, "steps": 8},
         {"name": "cosine-annealing"},
@@ -94,7 +96,7 @@ def test_list_of_schedules_equals_sequential_scheduler_of_torch() -> None:
     assert rates_at(config, *range(STEPS)) == expected
 
 
-def test_every_sets_training_steps_for_one_schedule_step() -> None:
+def test_step_of_schedule_lasts_for_every_training_steps() -> None:
     config = config_with({"name": "exponential", "gamma": 0.5, "every": 10})
     # The rate halves after steps 10, 20 and 30.
     assert rates_at(config, 0, 9, 10, 39) == [0.1, 0.1, 0.05, 0.0125]
@@ -104,6 +106,7 @@ def test_function_of_user_file_is_schedule() -> None:
     text = "def decay(step):\n    return 1 / (1 + step)\n"
     module = "schedule_of_a_test"
     code = Code(name="decay", module=module, sources={module: text})
+    # The code of a scenario's files is stored by file and name.
     config = config_with(
         {"name": "decay", "file": "my.py"}, codes={"my.py:decay": code}
     )
@@ -120,11 +123,16 @@ def halving(**keys: object) -> dict[str, object]:
     return {"name": "exponential", "gamma": 0.5, **keys}
 
 
-def test_every_of_first_schedule_applies_to_all_schedules() -> None:
+@pytest.mark.parametrize("second_keys", [{}, {"every": 10}], ids=["once", "repeated"])
+def test_every_of_first_schedule_applies_to_all_schedules(
+    second_keys: dict[str, object],
+) -> None:
     config = config_with(
-        {"name": "constant", "factor": 0.1, "steps": 20, "every": 10}, halving(every=10)
+        {"name": "constant", "factor": 0.1, "steps": 20, "every": 10},
+        halving(**second_keys),
     )
     rates = rates_at(config, 0, 19, 20, 29, 30)
+    # A tenth of the rate of 0.1 for 20 training steps; then the rate halves after each 10 training steps.
     assert rates == pytest.approx([0.01, 0.01, 0.1, 0.1, 0.05])
 
 
@@ -140,7 +148,7 @@ def test_every_of_first_schedule_applies_to_all_schedules() -> None:
             "'steps' is 9, less than one step of the schedule, 'every' 10",
         ),
         ([halving(), halving()], "exponential: set 'steps', its length"),
-        # Schedules whose settings do not follow from the step and plain options.
+        # This schedule of torch needs a function, and the next one measurements.
         ([{"name": "lambda"}], "has no 'lambda' supported here"),
         (
             [{"name": "reduce-lr-on-plateau"}],
@@ -172,15 +180,14 @@ def make_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def test_schedule_that_needs_length_is_rejected_for_unknown_length() -> None:
-    # A length of None: the number of training steps is unknown.
     part = SchedulePart(name="one-cycle", max_lr=0.5)
     message = "one-cycle: set 'total_steps', since the number of steps"
     with pytest.raises(InputError, match=message):
-        Schedule([part], {}, None, make_sgd)
+        Schedule([part], codes={}, steps=None, make_optimizer=make_sgd)
 
 
 def test_schedule_without_length_is_accepted_for_unknown_length() -> None:
     part = SchedulePart(name="exponential", gamma=0.5)
-    schedule = Schedule([part], {}, None, make_sgd)
+    schedule = Schedule([part], codes={}, steps=None, make_optimizer=make_sgd)
     # 0.5 to the power of 10 is 1/1024.
     assert schedule.settings_at(10)["lr"] == pytest.approx(0.1 / 1024)
