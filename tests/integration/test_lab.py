@@ -1,4 +1,7 @@
-"""Labs of containers: privileges, isolation, failures, repairs and complete removal."""
+"""Labs of containers: privileges, isolation, failures, repairs and complete removal.
+
+A lab is the containers and networks of one run: a container for each device, and the shaper, which emulates the links.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.hardware import DeviceSpec
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario, Trial
+from testbed.wire.ports import CONTROL_PORT, DATA_PORT
 from testbed_controller.lab import containers, runstate
 from testbed_controller.lab.containers import container_name
 from testbed_controller.lab.engine import connect
@@ -35,9 +39,13 @@ from tests.helpers.waiting import wait_for
 pytestmark = pytest.mark.containers
 
 TESTBED = Path(sys.executable).with_name("testbed")
+SSH_PORT = 22
+DEVICE_USER = 10001
+"""User id of programs in a device's container."""
 
 
-def tree(name: str) -> dict[str, Any]:
+def scenario_keys(name: str) -> dict[str, Any]:
+    """Return a scenario of three devices, one with a memory limit and two with a CPU quota."""
     return {
         "name": name,
         "devices": {
@@ -53,8 +61,8 @@ def tree(name: str) -> dict[str, Any]:
     }
 
 
-def trial(name: str, **network: str) -> Trial:
-    keys = tree(name)
+def make_trial(name: str, **network: str) -> Trial:
+    keys = scenario_keys(name)
     keys["network"] |= network
     return trials(Scenario.model_validate(keys))[0]
 
@@ -74,7 +82,7 @@ def client() -> docker.DockerClient:
 
 @pytest.fixture(scope="module")
 def lab(_isolate_state: None) -> Iterator[Lab]:
-    lab = Lab.create(trial("lab-test"))
+    lab = Lab.create(make_trial("lab-test"))
     yield lab
     lab.down()
 
@@ -93,7 +101,7 @@ def objects_of(client: docker.DockerClient, run: str) -> list[str]:
 def run_with_input(
     input_text: str, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the `testbed` command with a standard input."""
+    """Run the `testbed` command in a process of its own, with a standard input."""
     return subprocess.run(
         [TESTBED, *arguments],
         input=input_text,
@@ -141,14 +149,15 @@ def test_devices_have_minimal_privileges(lab: Lab, client: docker.DockerClient) 
     assert host["SecurityOpt"] == ["no-new-privileges"]
     assert host["Memory"] == host["MemorySwap"] == 300 * 2**20
     assert host["PidsLimit"] > 0
+    # Engines differ in how they write an absent policy and absent ports.
     assert host["RestartPolicy"]["Name"] in ("", "no")
+    assert not host["PortBindings"]
     assert host["NetworkMode"] == "none"
-    assert not host["PortBindings"]  # None, or an empty object since Docker 29
     program = "import os; print(os.getuid()); open('/opt/x', 'w')"
     code, output = run_inside(client, lab, "source", program)
     assert code != 0
     # Standard output and standard error may come in either order.
-    assert "10001\n" in output
+    assert f"{DEVICE_USER}\n" in output
     assert "Read-only file system" in output
 
 
@@ -169,8 +178,8 @@ def test_idle_agent_after_requests_uses_little_memory(lab: Lab) -> None:
     for name in lab.devices:
         agent = lab.agent(name)
         agent.health()
+        # The renewal of the lease is the first request that imports Flask; before, the agent takes 19 MB.
         agent.renew()
-        # The first request imports Flask; before, the agent takes 19 MB.
         assert agent.metrics()["testbed_resident_bytes"] < 38e6
 
 
@@ -198,7 +207,8 @@ def test_containers_and_network_are_labelled_with_run(
     [shaper] = client.api.inspect_network(network["Name"])["Containers"].values()
     assert shaper["Name"] == container_name(lab.run_id, "shaper")
     ports = inspect(client, lab, "shaper")["HostConfig"]["PortBindings"]
-    assert [binding["HostIp"] for binding in ports["8700/tcp"]] == ["127.0.0.1"]
+    bindings = ports[f"{CONTROL_PORT}/tcp"]
+    assert [binding["HostIp"] for binding in bindings] == ["127.0.0.1"]
 
 
 def test_devices_have_successive_addresses_in_subnet(lab: Lab) -> None:
@@ -213,10 +223,10 @@ def test_devices_reach_peers_only_on_shaped_network(
 ) -> None:
     peer = lab.devices["worker1"].address
     program = 'import socket; socket.create_connection(("{}", {}), timeout=1.5)'
-    data_port = program.format(peer, 8701)
-    assert run_inside(client, lab, "source", data_port) == (0, "")
-    control_port = program.format(peer, 8700)
-    code, output = run_inside(client, lab, "source", control_port)
+    use_data_port = program.format(peer, DATA_PORT)
+    assert run_inside(client, lab, "source", use_data_port) == (0, "")
+    use_control_port = program.format(peer, CONTROL_PORT)
+    code, output = run_inside(client, lab, "source", use_control_port)
     assert code != 0
     assert "refused" in output
     listing = "import os; print(sorted(os.listdir('/sys/class/net')))"
@@ -224,11 +234,12 @@ def test_devices_reach_peers_only_on_shaped_network(
     assert interfaces == "['eth0', 'lo']\n"
 
 
-PRINT_ANSWERING = """
+PRINT_FIRST_ANSWERS = """
 import select, socket
 
-links, poll = {{}}, select.poll()
-for address, port in {targets}:
+targets = TARGETS
+links, poll = {}, select.poll()
+for address, port in targets:
     link = socket.socket()
     link.setblocking(False)
     link.connect_ex((address, port))
@@ -238,14 +249,14 @@ for address, port in {targets}:
 for number, _ in poll.poll(2000):
     print(*links[number][1])
 """
-"""A program that prints the addresses that answer an attempt to connect."""
+"""A program that tries to connect to `TARGETS` and prints the first ones that answer, or nothing after 2 s."""
 
 
 def answering(
     client: docker.DockerClient, lab: Lab, targets: list[tuple[str, int]]
 ) -> tuple[int, str]:
-    """Return the exit status and the answering targets of `PRINT_ANSWERING` in the source."""
-    program = PRINT_ANSWERING.format(targets=targets)
+    """Connect from the source to all targets (address, port); return exit status and first answering targets."""
+    program = PRINT_FIRST_ANSWERS.replace("TARGETS", repr(targets))
     return run_inside(client, lab, "source", program)
 
 
@@ -268,23 +279,28 @@ def host_addresses() -> list[str]:
 def test_device_cannot_reach_host_or_other_runs(
     lab: Lab, client: docker.DockerClient
 ) -> None:
-    other = Lab.create(trial("lab-other", subnet="198.19.7.0/24"))
+    # With the default subnet, the devices of both labs would have equal addresses.
+    other = Lab.create(make_trial("lab-other", subnet="198.19.7.0/24"))
     try:
         with socket.create_server(("0.0.0.0", 0)) as server:
             host = host_addresses()
-            targets = list(product(host, (server.getsockname()[1], 22, 8700)))
+            server_port = server.getsockname()[1]
+            targets = list(product(host, (server_port, SSH_PORT, CONTROL_PORT)))
             other_devices = [device.address for device in other.devices.values()]
-            targets += product(other_devices, (8700, 8701))
+            targets += product(other_devices, (CONTROL_PORT, DATA_PORT))
             shapers = control_addresses(client, lab) + control_addresses(client, other)
-            targets += product(shapers, (8700,))
-            targets.append((str(lab.subnet.network_address + 1), 22))
-            # A control network may contain the addresses of the lab's own devices, which do answer.
+            targets += product(shapers, (CONTROL_PORT,))
+            gateway = str(lab.subnet.network_address + 1)
+            targets.append((gateway, SSH_PORT))
+            # The engine may choose addresses for control networks that are also addresses of the lab's own devices,
+            # which do answer.
             own = {device.address for device in lab.devices.values()}
             targets = [target for target in targets if target[0] not in own]
             assert answering(client, lab, targets) == (0, "")
             # The program does print a target that answers.
             peer = lab.devices["worker1"].address
-            assert answering(client, lab, [(peer, 8701)]) == (0, f"{peer} 8701\n")
+            answer = f"{peer} {DATA_PORT}\n"
+            assert answering(client, lab, [(peer, DATA_PORT)]) == (0, answer)
         program = "print(open('/proc/net/if_inet6').read())"
         _, addresses = run_inside(client, lab, "source", program)
         # The sixth column of the file is the interface.
@@ -292,12 +308,12 @@ def test_device_cannot_reach_host_or_other_runs(
         assert interfaces <= {"lo"}, "a link has an IPv6 address"
     finally:
         other.down()
-    # A restarted device is isolated again.
+    # A restarted device is isolated again. Its admission shapes the links.
     lab.kill("source")
     lab.start("source")
     lab.admit("source")
     assert lab.shaper.show()["devices"]["source"]["differences"] == []
-    assert answering(client, lab, [(host[0], 22)]) == (0, "")
+    assert answering(client, lab, [(host[0], SSH_PORT)]) == (0, "")
 
 
 def test_agents_and_shaper_require_token(lab: Lab) -> None:
@@ -318,9 +334,7 @@ def test_links_match_scenario_when_create_returns(lab: Lab) -> None:
     assert len(state["links"]) == 6
 
 
-def test_restarted_device_keeps_address_and_links(
-    lab: Lab,
-) -> None:
+def test_restarted_device_keeps_address_and_links(lab: Lab) -> None:
     before = lab.devices["worker1"]
     lab.kill("worker1")
     assert (lab.devices["worker1"].state, lab.devices["worker1"].pid) == ("exited", 0)
@@ -376,18 +390,19 @@ def test_unknown_device_or_run_is_an_input_error(lab: Lab) -> None:
     assert "unknown run 'nothing'" in refusal.stderr
 
 
-def test_labs_with_equal_addresses_are_isolated(
+def test_labs_with_equal_addresses_are_isolated_and_removed_separately(
     lab: Lab, client: docker.DockerClient
 ) -> None:
-    other = Lab.create(trial("lab-other"))
+    other = Lab.create(make_trial("lab-other"))
     try:
         assert other.subnet == lab.subnet
         other.kill("worker1")
         # Each lab has a worker1 at this address; only the other lab's worker1 is down.
         address = lab.devices["worker1"].address
-        _, answers = answering(client, lab, [(address, 8701)])
-        assert answers == f"{address} 8701\n"
-        assert answering(client, other, [(address, 8701)]) == (0, "")
+        _, answers = answering(client, lab, [(address, DATA_PORT)])
+        assert answers == f"{address} {DATA_PORT}\n"
+        assert answering(client, other, [(address, DATA_PORT)]) == (0, "")
+        # A lab remains usable and removable without some of its containers.
         client.api.remove_container(container_name(other.run_id, "worker1"), force=True)
         client.api.remove_container(container_name(other.run_id, "shaper"), force=True)
         other.kill("worker1")
@@ -401,7 +416,7 @@ def test_labs_with_equal_addresses_are_isolated(
         other.down()
     assert objects_of(client, other.run_id) == []
     assert other.run_id not in runstate.runs()
-    # A second removal succeeds.
+    # A second removal reports success, too.
     assert other.down()
 
 
@@ -419,7 +434,7 @@ def test_interrupted_creation_removes_everything(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Lab.create(trial("lab-interrupted"), run, progress=progress)
+        Lab.create(make_trial("lab-interrupted"), run, progress=progress)
     assert objects_of(client, run) == []
     assert run not in runstate.runs()
 
@@ -433,12 +448,14 @@ def test_interrupted_creation_removes_everything(
         ),
         ({"network": {"subnet": "10.9.8.0/30"}}, "no room for 3 devices"),
     ],
+    ids=["memory", "subnet"],
 )
 def test_invalid_lab_is_refused_before_creation(
     client: docker.DockerClient, change: dict[str, Any], message: str
 ) -> None:
     run = runstate.new_id("lab-refused")
-    invalid = trials(Scenario.model_validate(tree("lab-refused") | change))[0]
+    keys = scenario_keys("lab-refused") | change
+    invalid = trials(Scenario.model_validate(keys))[0]
     with pytest.raises(InputError, match=message):
         Lab.create(invalid, run)
     assert objects_of(client, run) == []
@@ -465,11 +482,12 @@ def test_failed_boot_is_reported_with_last_log_line(
         HostError,
         match="worker2 ended by itself with exit code 1; last log line: no power",
     ):
-        Lab.create(trial("lab-broken"), run)
+        Lab.create(make_trial("lab-broken"), run)
     assert objects_of(client, run) == []
 
 
-# SIGKILL
+# Labs whose controller was killed by SIGKILL, which no process can handle. The reaper is a child process of a
+# controller that removes the lab when the controller ends in any way. Without a reaper, `testbed down` removes the lab.
 
 CONTROLLER = """
 import json, sys, time
@@ -480,6 +498,7 @@ from testbed.scenario.schema import Scenario
 Lab.create(trials(Scenario.model_validate(json.loads(sys.argv[2])))[0], sys.argv[1])
 time.sleep(600)
 """
+"""A program that creates a lab and waits to be killed; its arguments are the run's id and the scenario as JSON."""
 
 MOMENTS: dict[str, Callable[[docker.DockerClient, str], bool]] = {
     "state file": lambda _client, run: run in runstate.runs(),
@@ -487,10 +506,12 @@ MOMENTS: dict[str, Callable[[docker.DockerClient, str], bool]] = {
     "container": lambda client, run: len(objects_of(client, run)) > 1,
     # Three devices, the shaper and the control network.
     "containers": lambda client, run: len(objects_of(client, run)) == 5,
+    # Without `all`, the engine lists running containers only.
     "all up": lambda client, run: (
         len(client.api.containers(filters={"label": f"{RUN}={run}"})) == 4
     ),
 }
+"""Moments in the creation of a lab, each with a function that returns whether a run has reached the moment."""
 
 
 def children_of(pid: int) -> list[int]:
@@ -508,7 +529,13 @@ def kill_controller(
     """Let a separate controller create a lab, kill it by SIGKILL at a moment, and return the id of the run."""
     run = runstate.new_id("lab-killed")
     controller = subprocess.Popen(
-        [sys.executable, "-c", CONTROLLER, run, json.dumps(tree("lab-killed"))],
+        [
+            sys.executable,
+            "-c",
+            CONTROLLER,
+            run,
+            json.dumps(scenario_keys("lab-killed")),
+        ],
         start_new_session=True,
     )
     try:
