@@ -102,7 +102,8 @@ class Caster:
 
         caster = Caster(encoding, addresses, run, limit, lambda message, header, number: message)
         caster.start(inbox)
-        size, left = caster.send(encoding.encode(message, peers), incarnation, number=0)
+        body = encoding.encode(message, peers)
+        size, departure = caster.send(body, incarnation, number=0)
     """
 
     def __init__(

@@ -101,8 +101,8 @@ class EventQueue:
 
     def at(self, when: float, action: Callable[[Any], object], argument: Any) -> None:
         """Schedule ``action(argument)`` at a time in seconds; cheaper than `timer`, and cannot be cancelled."""
-        self._last_number = number = self._last_number + 1
-        heapq.heappush(self._scheduled, (when, number, action, argument))
+        self._last_number += 1
+        heapq.heappush(self._scheduled, (when, self._last_number, action, argument))
 
     def timer(
         self,
@@ -160,7 +160,7 @@ class EventQueue:
                         continue
                 try:
                     context.run(callback, *handle.args)
-                except BaseException as error:  # noqa: BLE001 - the loop goes on, as asyncio's own loops do
+                except BaseException as error:  # noqa: BLE001 - the loop continues, as asyncio's own loops do
                     self._on_failure(handle, error)
             if self.stopping:
                 return
