@@ -73,9 +73,10 @@ class Augmentation:
         # Transforms draw from the global generators of torch and of Python: both are restored.
         state = random.getstate()
         with torch.random.fork_rng(devices=[]):
-            copy = epoch % self.copies
             for position, index in enumerate(indices):
                 sample_index = int(self.sample_indices[index])
+                # Within the loop, since `copies` needs at least one sample.
+                copy = epoch % self.copies
                 seed = derive(self.seed, "augment", copy, sample_index)
                 # Not `torch.manual_seed`, which formats the stack for accelerators and takes longer.
                 torch.default_generator.manual_seed(seed)
