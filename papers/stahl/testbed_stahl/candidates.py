@@ -1,4 +1,8 @@
-"""Plans of each scheme, with shares proportional to speed and bounded by memory."""
+"""Candidates for the plan of each scheme, with shares proportional to speed and bounded by memory.
+
+`best_candidate` returns the plan of a scheme for some devices, and `fitting_plan` raises an error with advice if the
+plan does not fit into their memory.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ def divided_plan(
     schemes: Schemes,
     tiling: Tiling | None = None,
 ) -> DistributedPlan:
-    """Return the plan in which each device has a share of every divided layer."""
+    """Return the plan in which each device has a share of every divided layer; ``name`` is the name of its scheme."""
     layers: list[LayerPlan] = []
     pairs = zip(graph.layers, schemes, strict=True)
     for index, (layer, scheme) in enumerate(pairs):
@@ -76,7 +80,7 @@ def divided_plan(
 def _split_input(
     graph: Graph, index: int, shares: Sequence[Fraction]
 ) -> tuple[Range, ...]:
-    """Return each device's input channels of a layer, where possible the channels computed by the device itself."""
+    """Return the input channels of each device in a layer: if possible, the channels that the device itself makes."""
     layer = graph.layers[index]
     if not graph.follows(index):
         return divide(layer.input_channels, shares)
@@ -85,7 +89,7 @@ def _split_input(
         return divide(layer.input_channels, shares)
     # Rounded like the outputs of the previous layer, so that a fused pair needs no exchange in between (Section 4.2).
     channels = previous.output_channels
-    # A fully connected layer has an input channel for each pixel of a feature map; a device has whole maps.
+    # A fully connected layer has an input channel for each pixel of a map, and devices make whole maps.
     factor = layer.input_channels // channels
     parts = divide(channels, shares)
     return tuple(scaled(part, factor) for part in parts)
@@ -94,7 +98,7 @@ def _split_input(
 def single_plan(
     name: str, graph: Graph, devices: Sequence[str], source: int
 ) -> DistributedPlan:
-    """Build the plan in which the source computes everything: equation (6).
+    """Return the plan in which the source computes all layers: equation (6).
 
     >>> from testbed.ml.models import create
     >>> from testbed.ml.models.graph import graph_of
@@ -113,9 +117,9 @@ def sequential_plan(
     source: int,
     capacities: Sequence[float],
 ) -> DistributedPlan:
-    """Build a plan of sequential layer mapping (DL): contiguous layers over the devices, the source first.
+    """Return the plan of sequential layer mapping (DL): successive layers on successive devices, the source first.
 
-    The cuts minimize the largest ratio of weights to ``capacities``, the memory of each device.
+    The cuts minimize the largest ratio of a device's weights to its memory in ``capacities``.
 
     >>> from testbed.ml.models import create
     >>> from testbed.ml.models.graph import graph_of
@@ -125,14 +129,14 @@ def sequential_plan(
     [0, 0, 1, 1]
     """
     others = [index for index in range(len(devices)) if index != source]
-    # Each device has at least one layer, so not more devices than layers take part.
+    # Each device has at least one layer, so there are at most as many devices as layers.
     order = [source, *others][: len(graph.layers)]
 
     def fill_ratio(stage: int, first: int, last: int) -> float:
         weights = sum(layer.weights for layer in graph.layers[first:last])
         return weights / capacities[order[stage]]
 
-    # Only memory decides: the paper uses this mapping to reduce F (Section 3.3), so a cut costs nothing.
+    # Transfers at cuts have no cost, since the paper uses this mapping to reduce F, the weights (Section 3.3).
     costs = Costs(fill_ratio, lambda _stage, _cut: 0.0)
     _, cuts = best_cuts(len(graph.layers), len(order), costs, max)
     owners: list[int] = []
@@ -144,21 +148,28 @@ def sequential_plan(
 def _owned_layers(
     name: str, devices: Sequence[str], source: int, owners: Sequence[int]
 ) -> DistributedPlan:
+    """Return the plan in which device ``owners[i]`` computes layer i."""
     layers = tuple(LayerPlan(scheme="whole", owner=owner) for owner in owners)
     return DistributedPlan(
         scheme=name, devices=tuple(devices), source=source, layers=layers
     )
 
 
-MOST_TILES = 144
-"""Maximum number of tiles in a finer grid, which is tried if a coarser grid does not fit into memory."""
-_STEPS = 1000
-"""Shares bounded by memory are rounded down to thousandths of their value."""
+MAX_TILES = 144
+"""Maximum number of tiles in the finer grids that are tried if a coarser grid does not fit into memory.
+
+Each further tile adds a halo and a message, and finer grids hardly need less memory.
+"""
+_SHARE_STEPS = 1000
+"""Shares bounded by memory are rounded down to thousandths of their value.
+
+They are then ratios of small numbers, which `testbed_stahl.planner.paper_communication` recovers from floats.
+"""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with the memory demand of each device, which may exceed the memory of some devices."""
+    """A plan with the memory that each device needs, which may exceed the memory of the device."""
 
     flow: Dataflow
     needs: tuple[float, ...]
@@ -166,11 +177,11 @@ class Candidate:
 
     @classmethod
     def of(cls, flow: Dataflow) -> Self:
-        """Compute the memory demand of a plan."""
+        """Return the candidate for a dataflow, with the computed needs."""
         return cls(flow, memory_needs(flow))
 
     def excess(self, devices: Sequence[DeviceSpec]) -> dict[int, float]:
-        """Return the missing bytes by device."""
+        """Return device -> missing bytes, for devices whose memory is too small."""
         missing = {}
         pairs = zip(self.needs, devices, strict=True)
         for index, (need, device) in enumerate(pairs):
@@ -179,7 +190,7 @@ class Candidate:
         return missing
 
     def fullest(self, devices: Sequence[DeviceSpec]) -> int:
-        """Return the device with the highest ratio of demand to memory."""
+        """Return the device with the highest ratio of needed memory to memory."""
 
         def fill_ratio(index: int) -> float:
             return self.needs[index] / devices[index].memory
@@ -187,7 +198,7 @@ class Candidate:
         return max(range(len(devices)), key=fill_ratio)
 
     def shortfall(self, devices: Sequence[DeviceSpec]) -> float:
-        """Return the bytes missing on the fullest device; 0 if every device fits."""
+        """Return the missing bytes of the fullest device; 0 if all devices have enough memory."""
         excess = self.excess(devices)
         return excess.get(self.fullest(devices), 0.0)
 
@@ -195,7 +206,7 @@ class Candidate:
 def best_candidate(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> Candidate:
-    """Return a plan that fits; if none does, the plan with the smallest shortfall of memory.
+    """Return the first plan that fits into memory; if none fits, the plan with the smallest shortfall.
 
     Raises `InputError` for options that no plan can satisfy.
     """
@@ -208,32 +219,32 @@ def best_candidate(
         capacities = [device.memory for device in devices]
         plan = sequential_plan(scheme, graph, names, settings.source, capacities)
         return Candidate.of(make_dataflow(graph, plan, settings))
-    tiled = settings.options.tiled_layers
-    if tiled is None:
-        tiled = feature_dominated_layers(graph)
-    check_tileable(graph, tiled)
+    tiled_count = settings.options.tiled_layers
+    if tiled_count is None:
+        tiled_count = feature_dominated_layers(graph)
+    check_tileable(graph, tiled_count)
     candidates: list[Candidate] = []
-    for tiling in _candidate_tilings(graph, devices, settings, tiled):
-        bounded = _bound_by_memory(graph, devices, settings, tiled, tiling)
-        if not bounded.excess(devices):
-            return bounded
-        candidates.append(bounded)
-    return min(candidates, key=lambda option: option.shortfall(devices))
+    for tiling in _candidate_tilings(graph, devices, settings, tiled_count):
+        candidate = _bound_by_memory(graph, devices, settings, tiled_count, tiling)
+        if not candidate.excess(devices):
+            return candidate
+        candidates.append(candidate)
+    return min(candidates, key=lambda candidate: candidate.shortfall(devices))
 
 
 def _bound_by_memory(
     graph: Graph,
     devices: Sequence[DeviceSpec],
     settings: PlanSettings,
-    tiled: int,
+    tiled_count: int,
     tiling: Tiling | None,
 ) -> Candidate:
-    """Shrink the shares of devices without enough memory while other devices can take over."""
+    """Return a plan with smaller shares for devices without enough memory, as far as other devices can take over."""
     names = [device.name for device in devices]
-    caps: dict[int, Fraction] = {}
+    bounded_shares: dict[int, Fraction] = {}
     while True:
-        shares = _divide_shares(devices, settings, caps)
-        schemes = _candidate_schemes(graph, shares, tiled, settings)
+        shares = _divide_shares(devices, settings, bounded_shares)
+        schemes = _candidate_schemes(graph, shares, tiled_count, settings)
         plan = divided_plan(
             settings.options.scheme,
             graph,
@@ -243,35 +254,39 @@ def _bound_by_memory(
             schemes,
             tiling,
         )
-        bounded = Candidate.of(make_dataflow(graph, plan, settings))
-        excess = bounded.excess(devices)
+        candidate = Candidate.of(make_dataflow(graph, plan, settings))
+        excess = candidate.excess(devices)
         if not excess:
-            return bounded
-        # A device that exceeds its memory without any share cannot be relieved.
+            return candidate
+        # If a device without a share exceeds its memory, no other division of the layers helps.
         if any(shares[index] == 0 for index in excess):
-            return bounded
+            return candidate
         for index, missing in excess.items():
-            divisible = BYTES_PER_VALUE * count_divisible_weights(bounded.flow, index)
-            remaining = max(0.0, 1 - missing / divisible) if divisible else 0.0
-            # Thousandths keep shares ratios of small numbers, which `paper_communication` recovers from floats.
-            rounded = Fraction(int(remaining * _STEPS), _STEPS)
-            caps[index] = shares[index] * rounded
-        # No device is left that could take over a share.
-        if len(caps) == len(devices):
-            return bounded
+            divisible_weights = count_divisible_weights(candidate.flow, index)
+            divisible_bytes = BYTES_PER_VALUE * divisible_weights
+            remaining = 0.0
+            if divisible_bytes:
+                remaining = max(0.0, 1 - missing / divisible_bytes)
+            rounded = Fraction(int(remaining * _SHARE_STEPS), _SHARE_STEPS)
+            bounded_shares[index] = shares[index] * rounded
+        # If the shares of all devices are bounded, no device can take over the rest.
+        if len(bounded_shares) == len(devices):
+            return candidate
 
 
 def _divide_shares(
-    devices: Sequence[DeviceSpec], settings: PlanSettings, caps: Mapping[int, Fraction]
+    devices: Sequence[DeviceSpec],
+    settings: PlanSettings,
+    bounded_shares: Mapping[int, Fraction],
 ) -> tuple[Fraction, ...]:
-    """Divide the remaining share among the devices without a memory bound, in proportion to their speed."""
+    """Return the share of each device: its bounded share, or its part of the rest in proportion to its speed."""
     unbounded = []
     for index in range(len(devices)):
-        if index not in caps:
+        if index not in bounded_shares:
             unbounded.append(index)
     speeds = _speeds([devices[index] for index in unbounded], settings)
-    remaining = 1 - sum(caps.values())
-    shares = dict(caps)
+    remaining = 1 - sum(bounded_shares.values())
+    shares = dict(bounded_shares)
     by_speed = proportional_shares(speeds)
     for index, share in zip(unbounded, by_speed, strict=True):
         shares[index] = remaining * share
@@ -286,32 +301,39 @@ def _speeds(devices: Sequence[DeviceSpec], settings: PlanSettings) -> list[float
 
 
 def _candidate_schemes(
-    graph: Graph, shares: Sequence[Fraction], tiled: int, settings: PlanSettings
+    graph: Graph, shares: Sequence[Fraction], tiled_count: int, settings: PlanSettings
 ) -> Schemes:
+    """Return the scheme of each layer by the option ``scheme``."""
     options = settings.options
     if options.scheme == "lop" or options.scheme == "lip":
-        return uniform_schemes(graph, options.scheme, tiled)
+        return uniform_schemes(graph, options.scheme, tiled_count)
     if options.scheme == "fuse" and options.fused_pairs is not None:
-        return fused_schemes(graph, options.fused_pairs, tiled)
+        return fused_schemes(graph, options.fused_pairs, tiled_count)
     # The paper's FUSE has pairs and LOP (Table 2); its integer program may choose LIP as well (equation 11).
     return least_communication(
         graph,
         WorkerTotals.of(shares, settings.source),
         options.communication_formula,
-        tiled,
+        tiled_count,
         lip=options.scheme == "optimal",
     )
 
 
 def _candidate_tilings(
-    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings, tiled: int
+    graph: Graph,
+    devices: Sequence[DeviceSpec],
+    settings: PlanSettings,
+    tiled_count: int,
 ) -> Iterator[Tiling | None]:
-    """Yield the requested grid, or the fastest grid followed by finer ones, whose tiles need less memory."""
-    if not tiled:
+    """Yield the grid of the option ``tile_grid``, by default the fastest grid followed by finer ones.
+
+    Yields None if no layer is tiled.
+    """
+    if not tiled_count:
         yield None
         return
     speeds = _speeds(devices, settings)
-    layers = graph.layers[:tiled]
+    layers = graph.layers[:tiled_count]
     reuse = settings.options.tile_overlap == "reuse"
     if settings.options.tile_grid is not None:
         rows, columns = settings.options.tile_grid
@@ -319,23 +341,23 @@ def _candidate_tilings(
         return
     best = best_tiling(layers, speeds, settings.source, reuse)
     yield best
-    # A device computes one tile at a time, so smaller tiles need less memory, for more redundant halos.
+    # Finer grids need less memory, since a device computes one tile at a time, but more computation for halos.
     _, height, width = layers[-1].output
     for factor in (2, 3, 4):
         rows = min(factor * best.rows, height)
         columns = min(factor * best.columns, width)
-        if rows * columns <= MOST_TILES:
+        if rows * columns <= MAX_TILES:
             yield make_tiling(layers, rows, columns, speeds, settings.source, reuse)
 
 
 _PROBES: tuple[int, ...] = (*range(1, 9), 12, 16, 24, 32, 48, 64)
-"""Numbers of devices tried in the search for a sufficient number; growing steps, since each makes a plan."""
+"""Numbers of devices that `enough_devices` tries; the steps grow, since each number needs a plan."""
 
 
 def fitting_plan(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> DistributedPlan:
-    """Return the plan of a scheme; raises `InputError` if none fits, with the number of devices required."""
+    """Return the plan of the option ``scheme``; raises `InputError` with advice if none fits into the memory."""
     best = best_candidate(graph, devices, settings)
     if not best.excess(devices):
         return best.flow.plan
@@ -343,26 +365,24 @@ def fitting_plan(
     available = formats.size(devices[fullest].memory)
     raise InputError(
         f"{devices[fullest].name} has {available} of memory, but its part of {graph.name} by "
-        f"{settings.options.scheme} needs {formats.size(best.needs[fullest])}: {_what_fits(graph, devices, settings)}",
+        f"{settings.options.scheme} needs {formats.size(best.needs[fullest])}: {_advise(graph, devices, settings)}",
         ("devices", devices[fullest].name, "memory"),
     )
 
 
-def _what_fits(
-    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
-) -> str:
-    """Describe the smallest sufficient number of devices, for another scheme if this one never fits."""
-    chosen = settings.options.scheme
+def _advise(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> str:
+    """Return text with a sufficient number of devices, for another scheme if none suffices for this one."""
+    configured = settings.options.scheme
     schemes: list[SchemeName] = []
-    if chosen != "single":
-        schemes.append(chosen)
-    if chosen in ("single", "sequential"):
+    if configured != "single":
+        schemes.append(configured)
+    if configured in ("single", "sequential"):
         schemes.append("optimal")
     for scheme in schemes:
         count = enough_devices(graph, devices, settings.with_options(scheme=scheme))
         if count:
             advice = f"{count} devices would do"
-            if scheme != chosen:
+            if scheme != configured:
                 advice += f" by the scheme {scheme}"
             if count > len(devices):
                 advice += f", the added ones like {devices[-1].name}"
@@ -377,9 +397,9 @@ def _what_fits(
 def enough_devices(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> int:
-    """Return the number of devices required by a scheme, or 0 if no number in `_PROBES` suffices.
+    """Return the smallest sufficient number of devices, or 0 if no number in `_PROBES` suffices.
 
-    Further devices are copies of the last one.
+    Devices beyond ``devices`` are copies of the last one.
     """
     others = [*devices]
     source = others.pop(settings.source)
@@ -388,15 +408,15 @@ def enough_devices(
 
     def fits(count: int) -> bool:
         added = [ordered[-1]] * (count - len(ordered))
-        tried = [*ordered[:count], *added]
-        available = sum(device.memory for device in tried)
-        # Quick to refuse: the weights alone do not fit.
+        team = [*ordered[:count], *added]
+        available = sum(device.memory for device in team)
+        # A quick check first, without a plan: whether the weights alone fit.
         if BYTES_PER_VALUE * graph.weights > available:
             return False
-        return not best_candidate(graph, tried, source_first).excess(tried)
+        return not best_candidate(graph, team, source_first).excess(team)
 
-    # Shares shrink with the number of devices, and the sums to be merged grow, so the numbers that suffice are
-    # successive: the least one lies between the first probe that suffices and the probe before.
+    # With more devices shares shrink, but the sums that a device merges grow. The sufficient numbers are thus
+    # successive, and the smallest one lies between the first sufficient probe and the probe before.
     insufficient = 0
     for probe in _PROBES:
         if fits(probe):

@@ -3,7 +3,7 @@
 A layer takes the longer of its computation and its communication. Sending overlaps with computing within a layer but
 hardly across layers, because the next layer needs the complete output of this one. Outputs are sent in chunks: a device
 computes a chunk while a link carries the previous one to its receiver or to the source. The source forwards the chunks
-of other devices after its own.
+of other devices after its own chunks. Elements are counted for one sample; `testbed_stahl.dataflow` explains values.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from testbed.wire.message import size_around
 from testbed_stahl.dataflow import Dataflow
 from testbed_stahl.demands import layer_costs
 from testbed_stahl.plan import Pieces, Range, intersection
-from testbed_stahl.tiles import is_late, tile_costs
+from testbed_stahl.tiles import tile_costs, waits_for_neighbours
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Traffic from one device to another caused by the output of one layer."""
+    """Messages from one device to another with parts of one value; devices are indices of the plan."""
 
     sender: int
     receiver: int
     value: int
-    """The layer, or `INPUT`."""
+    """The layer whose output is sent, or `INPUT`."""
     messages: tuple[int, ...]
     """Elements of one sample in each message."""
     forwarded: bool = False
@@ -60,11 +60,11 @@ class Transfer:
 
 def all_transfers(flow: Dataflow) -> tuple[Transfer, ...]:
     """Return all transfers of one inference."""
-    return (*tile_transfers(flow), *_of_values(flow), *_of_sums(flow))
+    return (*tile_transfers(flow), *_value_transfers(flow), *_sum_transfers(flow))
 
 
 def sent_elements(transfers: Sequence[Transfer]) -> int:
-    """Return the elements of one sample in the given transfers; all transfers of an inference have the paper's C.
+    """Return the elements of one sample in some transfers; for all transfers of an inference this is the paper's C.
 
     >>> sent_elements([Transfer(0, 1, 2, (8, 8)), Transfer(1, 0, 3, (4,))])
     20
@@ -73,11 +73,11 @@ def sent_elements(transfers: Sequence[Transfer]) -> int:
 
 
 def tile_transfers(flow: Dataflow) -> tuple[Transfer, ...]:
-    """Return the transfers of all tiles computed away from the source: input regions and results.
+    """Return the transfers of all tiles that other devices than the source compute, assuming that none is stolen.
 
-    Data reused between tiles count as outputs of the second-to-last tiled layer. Reused data pass through the source
-    like other tile data, unless devices send to each other directly; they always pass through the source if tiles can
-    be stolen. The count assumes no stealing.
+    These are regions of the image, results, and overlaps reused between tiles. Overlaps count as outputs of the
+    second-to-last tiled layer (`make_phases` gives the reason). They pass through the source, unless devices send to
+    each other directly and no tile can be stolen.
     """
     source = flow.plan.source
     transfers = []
@@ -85,11 +85,13 @@ def tile_transfers(flow: Dataflow) -> tuple[Transfer, ...]:
         if tile.device == source:
             continue
         first = flow.graph.layers[0]
-        last = flow.graph.layers[flow.tiled - 1]
-        image = first.input[0] * tile.regions[0].pixels
-        result = last.output[0] * tile.regions[-1].pixels
-        to_device = Transfer(source, tile.device, INPUT, (image,))
-        to_source = Transfer(tile.device, source, flow.tiled - 1, (result,))
+        last = flow.graph.layers[flow.tiled_count - 1]
+        image_elements = first.input[0] * tile.regions[0].pixels
+        result_elements = last.output[0] * tile.regions[-1].pixels
+        to_device = Transfer(source, tile.device, INPUT, (image_elements,))
+        to_source = Transfer(
+            tile.device, source, flow.tiled_count - 1, (result_elements,)
+        )
         transfers += [to_device, to_source]
     for lender, borrower in flow.overlaps:
         transfers += _overlap_transfers(flow, lender, borrower)
@@ -99,7 +101,7 @@ def tile_transfers(flow: Dataflow) -> tuple[Transfer, ...]:
 def _overlap_transfers(
     flow: Dataflow, lender: int, borrower: int
 ) -> Iterator[Transfer]:
-    """Yield the transfers of the regions lent by one tile to another."""
+    """Yield the transfers of the regions that the tile ``borrower`` reuses from the tile ``lender``."""
     overlaps = flow.overlaps[lender, borrower]
     size = sum(map(flow.values, overlaps))
     route = _route_of_overlap(flow, lender, borrower)
@@ -108,7 +110,7 @@ def _overlap_transfers(
             continue
         is_forwarded = leg == 1 and flow.plan.source != route[0]
         # Tiles that wait for others are a phase of their own, to which `make_phases` gives this layer's number.
-        value = flow.tiled - 2
+        value = flow.tiled_count - 2
         yield Transfer(sender, receiver, value, (size,), forwarded=is_forwarded)
 
 
@@ -116,27 +118,27 @@ def _route_of_overlap(flow: Dataflow, lender: int, borrower: int) -> list[int]:
     """Return the devices on the way of an overlap, from the lender's device to the borrower's."""
     start = flow.plan.tiles[lender].device
     end = flow.plan.tiles[borrower].device
-    passes_source = start != end and flow.way == "via-source"
-    # A stolen tile is computed by any device, which only the source knows.
+    passes_source = start != end and flow.exchange == "via-source"
+    # If tiles can be stolen, only the source knows which device computes a tile.
     if flow.settings.options.tile_stealing or passes_source:
         return [start, flow.plan.source, end]
     return [start, end]
 
 
-def _of_values(flow: Dataflow) -> Iterator[Transfer]:
-    """Yield the parts of outputs needed by other devices, in two legs if all traffic passes through the source."""
+def _value_transfers(flow: Dataflow) -> Iterator[Transfer]:
+    """Yield the transfers of values, in two legs if all traffic passes through the source."""
     source = flow.plan.source
-    for value, homes in flow.homes.items():
-        for maker, home in enumerate(homes):
-            if not home.size:
+    for value, made_ranges in flow.made_ranges.items():
+        for maker, made_range in enumerate(made_ranges):
+            if not made_range.size:
                 continue
             pieces = flow.pieces(value, maker)
             merges = _merges_first(flow, value, maker)
-            for receiver, part in flow.receivers(value, maker, home):
+            for receiver, part in flow.receivers(value, maker, made_range):
                 sizes = _piece_sizes(pieces, part)
                 yield Transfer(maker, receiver, value, sizes, forwarded=merges)
-            if flow.way == "via-source" and maker != source:
-                for receiver, part in flow.forwarded(value, maker, home):
+            if flow.exchange == "via-source" and maker != source:
+                for receiver, part in flow.forwarded(value, maker, made_range):
                     sizes = _piece_sizes(pieces, part)
                     yield Transfer(source, receiver, value, sizes, forwarded=True)
 
@@ -145,13 +147,13 @@ def _merges_first(flow: Dataflow, value: int, maker: int) -> bool:
     """Return whether a device joins tiles or merges sums of other devices before it has a value."""
     if value == INPUT:
         return False
-    if value == flow.tiled - 1:
+    if value == flow.tiled_count - 1:
         return True
     return flow.tasks[value][maker].work == "sums"
 
 
 def _piece_sizes(pieces: Pieces, part: Range) -> tuple[int, ...]:
-    """Return the size of each piece of a part."""
+    """Return the number of elements of ``part`` in each piece, without pieces that have none."""
     sizes = []
     for piece in pieces:
         size = intersection(piece, part).size
@@ -160,26 +162,27 @@ def _piece_sizes(pieces: Pieces, part: Range) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _of_sums(flow: Dataflow) -> Iterator[Transfer]:
-    """Yield the partial sums merged by another device than the one computing them."""
+def _sum_transfers(flow: Dataflow) -> Iterator[Transfer]:
+    """Yield the transfers of partial sums to other devices, which merge them."""
     for index, tasks in enumerate(flow.tasks):
         pixels = flow.graph.layers[index].pixels
-        for merger, merging in enumerate(tasks):
-            if merging.work != "sums" or not merging.makes.size:
+        for merger, merger_task in enumerate(tasks):
+            merged_channels = merger_task.output_channels
+            if merger_task.work != "sums" or not merged_channels.size:
                 continue
-            chunks = flow.chunks(index, merging.makes)
+            chunks = flow.chunks(index, merged_channels)
             messages = tuple(pixels * chunk.size for chunk in chunks)
             for device, task in enumerate(tasks):
-                if device != merger and task.takes.size:
+                if device != merger and task.input_range.size:
                     yield Transfer(device, merger, index, messages, sums=True)
 
 
 @dataclass(frozen=True)
 class Leg:
-    """Transfers over links at the same time, in seconds."""
+    """The time of transfers that take place at the same time over several links."""
 
     busy: float = 0.0
-    """Seconds of the busiest link, access to the network included: bytes / rate."""
+    """Seconds in which the busiest link, or access of a device to the network, transmits."""
     delay: float = 0.0
     """Seconds of the longest delay of a link."""
 
@@ -195,7 +198,7 @@ class Phase:
     gathering: Leg = Leg()
     """Messages of all devices but the source."""
     own: Leg = Leg()
-    """Messages that the source sends as soon as their values are computed."""
+    """Messages that the source sends as soon as it has computed their values."""
     forwarding: Leg = Leg()
     """Messages that depend on received values of the same layer."""
     chunks: int = 1
@@ -221,13 +224,14 @@ class Phase:
         sent = self._computed_and_sent(self.own)
         if not self.forwarding.busy:
             return max(gathered, sent)
-        # The source's outgoing link is busy with its own output until the first message to forward has arrived.
+        # The source begins to forward when it has sent its own output and the first message to forward has arrived.
         serial = self._serial_share
         gathering = self.gathering
-        first = serial * (self.compute + gathering.busy) + gathering.delay
-        begun = max(serial * self.compute + self.own.busy, first)
+        own_sent = serial * self.compute + self.own.busy
+        first_arrival = serial * (self.compute + gathering.busy) + gathering.delay
+        forwarding_start = max(own_sent, first_arrival)
         # The last message to forward leaves after all others, and not before it has arrived.
-        after_others = begun + self.forwarding.busy
+        after_others = forwarding_start + self.forwarding.busy
         after_arrival = gathered + serial * self.forwarding.busy
         forwarded = max(after_others, after_arrival)
         return max(forwarded + self.forwarding.delay, sent)
@@ -235,8 +239,8 @@ class Phase:
     @property
     def _serial_share(self) -> float:
         """1 if computing and sending follow one another, 0 if both overlap."""
-        # A single message is sent when all is computed and forwarded when all is received. Of several, the first one
-        # passes while the layer before still sends its last one, so only the slowest of computing and sending counts.
+        # A single message is sent after the whole output is computed, and forwarded after it has arrived. With several
+        # messages, computing and sending take place at the same time, so that only the slower of both counts.
         return 1.0 if self.chunks == 1 else 0.0
 
     def _computed_and_sent(self, leg: Leg) -> float:
@@ -247,7 +251,7 @@ class Phase:
 
 
 def predict_latency(phases: Sequence[Phase]) -> float:
-    """Predict the seconds of one inference alone, with computation and communication overlapping within each layer."""
+    """Return the seconds of one inference, with no other in flight; computing and sending overlap within a layer."""
     return sum(phase.seconds for phase in phases)
 
 
@@ -257,7 +261,7 @@ def predict_interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
     >>> predict_interval([Phase(compute=2.0, network=1.0, gathering=Leg(busy=1.0))], in_flight=2)
     2.0
     """
-    # With many requests in flight, the busiest processor or the busiest link sets the pace.
+    # With many requests in flight, the busiest processor or the busiest link determines the interval.
     computing = sum(phase.compute for phase in phases)
     sending = sum(phase.network for phase in phases)
     return max(computing, sending, predict_latency(phases) / in_flight)
@@ -266,19 +270,20 @@ def predict_interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
 def make_phases(
     flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]
 ) -> tuple[Phase, ...]:
-    """Return the phases of one full request, with devices in the order of the plan."""
+    """Return the phases of one full request; ``devices`` are in the order of the plan."""
     transfers: dict[int, list[Transfer]] = {}
     for transfer in all_transfers(flow):
         transfers.setdefault(transfer.value, []).append(transfer)
     rows = layer_costs(flow)
     seconds = {}
-    for index in range(flow.tiled, len(rows)):
+    for index in range(flow.tiled_count, len(rows)):
         seconds[index] = _last_finish([rows[index]], devices)
-    # All tiled layers count as one phase, from the image to their map; with reuse as two, of which the second has the
-    # tiles that wait for their neighbours.
-    seconds[INPUT] = _last_finish(rows[: flow.tiled], devices)
+    # All tiled layers are one phase, from the image to their map, under the number `INPUT`. With reuse they are two:
+    # the tiles that wait for their neighbours are a second phase, under the number of the second-to-last tiled layer,
+    # whose number no other phase has.
+    seconds[INPUT] = _last_finish(rows[: flow.tiled_count], devices)
     if flow.overlaps:
-        seconds[INPUT], seconds[flow.tiled - 2] = _tile_seconds(flow, devices)
+        seconds[INPUT], seconds[flow.tiled_count - 2] = _tile_seconds(flow, devices)
     phases = []
     for value in range(INPUT, len(flow.graph.layers)):
         compute = seconds.get(value, 0.0)
@@ -290,7 +295,7 @@ def make_phases(
 def _last_finish(
     rows: Sequence[Sequence[Cost]], devices: Sequence[DeviceSpec]
 ) -> float:
-    """Return the seconds until the last device has finished some layers."""
+    """Return the seconds until the last device has computed some layers; ``rows`` has its cost for each device."""
     finish_times = []
     for index, device in enumerate(devices):
         load = Cost()
@@ -301,14 +306,16 @@ def _last_finish(
 
 
 def _tile_seconds(flow: Dataflow, devices: Sequence[DeviceSpec]) -> tuple[float, float]:
-    """Return the seconds until independent tiles are done, and the additional seconds for dependent tiles."""
-    layers = flow.graph.layers[: flow.tiled]
+    """Return the seconds until all independent tiles are done, and the additional seconds of the other tiles."""
+    layers = flow.graph.layers[: flow.tiled_count]
     independent = [Cost()] * len(devices)
     dependent = [Cost()] * len(devices)
-    for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
+    for tile, made in zip(flow.plan.tiles, flow.computed_regions, strict=True):
         costs = tile_costs(layers, made, flow.settings.samples)
         cost = sum(costs, Cost())
-        loads = dependent if is_late(tile.row, tile.column) else independent
+        loads = (
+            dependent if waits_for_neighbours(tile.row, tile.column) else independent
+        )
         loads[tile.device] += cost
     first_end = 0.0
     last_end = 0.0
@@ -332,20 +339,21 @@ def _make_phase(
     devices: Sequence[DeviceSpec],
     links: Mapping[Pair, Link],
 ) -> Phase:
-    """Return the phase with some seconds of computing and some transfers."""
-    # Seconds that each link and each access to the network is busy, for all transfers and for each leg.
+    """Return the phase that computes for ``compute`` seconds and makes the transfers ``moved``."""
+    # By leg, and under "all" for all transfers: the busy seconds of each link, and of each access to the network.
     busy: dict[str, defaultdict[tuple[str, int, int], float]] = defaultdict(
         lambda: defaultdict(float)
     )
     delays: defaultdict[str, float] = defaultdict(float)
     for transfer in moved:
-        sender, receiver = transfer.sender, transfer.receiver
+        sender = transfer.sender
+        receiver = transfer.receiver
         pair = (devices[sender].name, devices[receiver].name)
         link = links[pair]
         bits = 8 * transfer.wire_bytes(flow.settings.samples)
         leg = _leg_of(transfer, flow.plan.source)
         delays[leg] = max(delays[leg], link.delay)
-        # None is no limit.
+        # An access without a limit has None.
         uplink = devices[sender].uplink or inf
         downlink = devices[receiver].downlink or inf
         on_link = bits / link.rate if link.rate else 0.0
@@ -358,7 +366,7 @@ def _make_phase(
         busiest = max(busy[leg].values())
         legs[leg] = Leg(busiest, delay)
     chunks = 1
-    # Each receiver gets different sums, which are computed one after the other.
+    # Each merger gets different sums, which a device computes one after the other, like chunks.
     mergers = set()
     for transfer in moved:
         chunks = max(chunks, len(transfer.messages))

@@ -1,10 +1,12 @@
 """The dataflow of a plan: computations, outputs, inputs and transfers of every device for one inference.
 
 Devices execute this dataflow, and all predictions derive from it: computation and memory (`demands`), communication and
-time (`communication`). The derivation is pure and yields the same result on every device.
+time (`communication`). The derivation has no side effects and yields the same result on every device.
 
-Inputs and outputs of layers are counted in elements of one sample, flattened channel after channel. A range of channels
-is therefore a range of elements, and a fully connected layer reads the output of a convolution without conversion.
+A value is the image (`INPUT`) or the output of a layer, named by the layer's index. Values are counted in elements of
+one sample, flattened channel after channel. A range of channels is therefore a range of elements, and a fully connected
+layer reads the output of a convolution without conversion. Several devices may each make a part of a value; a device
+sends its part in pieces, as soon as each piece is computed.
 """
 
 from __future__ import annotations
@@ -39,14 +41,15 @@ from testbed_stahl.tiles import Overlap, computed_regions, find_overlaps
 
 T = TypeVar("T")
 
-Way = Literal["direct", "via-source", "row"]
-"""The option ``exchange``, or ``row``: every layer is whole, and its output goes directly to the next layer's owner."""
+Exchange = Literal["direct", "via-source", "row"]
+"""The option ``exchange``, or ``row`` if every layer is computed by one device, which sends the output directly to the
+device of the next layer."""
 TaskKind = Literal["none", "outputs", "sums", "whole", "channels"]
 """``outputs``: some output channels from the whole input. ``sums``: partial sums of all outputs from a part of the
 input. ``whole``: the whole layer. ``channels``: some channels of a layer that treats each channel by itself."""
 
-Homes = Mapping[int, tuple[Range, ...]]
-"""By value (a layer's output, or `INPUT`) and device: the elements that the device makes."""
+MadeRanges = Mapping[int, tuple[Range, ...]]
+"""Value -> for each device the elements of the value that the device makes."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +57,23 @@ class LayerTask:
     """The share of one layer computed by one device."""
 
     work: TaskKind = "none"
-    takes: Range = NOTHING
-    """Elements of the layer's input that the device computes from."""
-    makes: Range = NOTHING
-    """Output channels that the device finishes; for ``sums`` the channels whose sums of all devices it merges."""
+    input_range: Range = NOTHING
+    """Elements of the layer's input from which the device computes."""
+    output_channels: Range = NOTHING
+    """Output channels that the device finishes; for ``sums`` the channels for which it merges the sums of all devices.
+    """
 
 
 IDLE = LayerTask()
 
 
-def is_alias(layer: GraphLayer, way: Way) -> bool:
-    """Return whether a layer only renames outputs of other layers, such as a route layer of YOLOv2."""
+def is_alias(layer: GraphLayer, exchange: Exchange) -> bool:
+    """Return whether a layer only joins outputs of other layers, without a computation or a transfer of its own."""
     # Through the source, outputs are collected and joined there instead.
-    return way == "direct" and layer.is_route
+    return exchange == "direct" and layer.is_route
 
 
-def by_chunks(layer: GraphLayer, task: LayerTask) -> bool:
+def is_chunked(layer: GraphLayer, task: LayerTask) -> bool:
     """Return whether a device computes its part in chunks and sends each chunk immediately."""
     if task.work == "whole":
         return layer.splits
@@ -77,31 +81,35 @@ def by_chunks(layer: GraphLayer, task: LayerTask) -> bool:
 
 
 def tasks_of(
-    graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: Homes
+    graph: Graph,
+    plan: DistributedPlan,
+    exchange: Exchange,
+    index: int,
+    made_ranges: MadeRanges,
 ) -> tuple[LayerTask, ...]:
-    """Return the task of each device in an untiled layer; ``homes`` has the elements made by each device."""
+    """Return the task of each device in an untiled layer; ``made_ranges`` covers all values before the layer."""
     layer = graph.layers[index]
-    decided = plan.layers[index]
-    if decided.scheme in ("lop", "fuse1"):
-        return _output_tasks(layer, decided)
-    if decided.scheme in ("lip", "fuse2"):
-        merged = _merged_ranges(graph, plan, way, index)
-        return _input_tasks(layer, decided, merged)
-    if way == "direct":
-        local_tasks = _without_exchange(layer, len(plan.devices), homes)
+    layer_plan = plan.layers[index]
+    if layer_plan.scheme in ("lop", "fuse1"):
+        return _output_tasks(layer, layer_plan)
+    if layer_plan.scheme in ("lip", "fuse2"):
+        merged = _merged_ranges(graph, plan, exchange, index)
+        return _input_tasks(layer, layer_plan, merged)
+    if exchange == "direct":
+        local_tasks = _without_exchange(layer, len(plan.devices), made_ranges)
         if local_tasks:
             return local_tasks
     tasks = [IDLE] * len(plan.devices)
-    owner = plan.source if decided.owner is None else decided.owner
+    owner = plan.source if layer_plan.owner is None else layer_plan.owner
     tasks[owner] = _whole_task(layer)
     return tuple(tasks)
 
 
-def _output_tasks(layer: GraphLayer, decided: LayerPlan) -> tuple[LayerTask, ...]:
+def _output_tasks(layer: GraphLayer, layer_plan: LayerPlan) -> tuple[LayerTask, ...]:
     """Return the tasks of LOP: some output channels from all of the input."""
     whole_input = Range(0, layer.inputs)
     tasks = []
-    for made in decided.outputs:
+    for made in layer_plan.outputs:
         task = IDLE
         if made.size:
             task = LayerTask("outputs", whole_input, made)
@@ -110,18 +118,18 @@ def _output_tasks(layer: GraphLayer, decided: LayerPlan) -> tuple[LayerTask, ...
 
 
 def _input_tasks(
-    layer: GraphLayer, decided: LayerPlan, merged: Sequence[Range]
+    layer: GraphLayer, layer_plan: LayerPlan, merged: Sequence[Range]
 ) -> tuple[LayerTask, ...]:
     """Return the tasks of LIP: sums of all outputs from a part of the input; ``merged`` is each device's output."""
     pixels = layer.inputs // layer.input_channels
     tasks = []
-    for channels, made in zip(decided.inputs, merged, strict=True):
+    for channels, made in zip(layer_plan.inputs, merged, strict=True):
         tasks.append(LayerTask("sums", scaled(channels, pixels), made))
     return tuple(tasks)
 
 
 def _without_exchange(
-    layer: GraphLayer, devices: int, homes: Homes
+    layer: GraphLayer, devices: int, made_ranges: MadeRanges
 ) -> tuple[LayerTask, ...]:
     """Return the tasks in a layer applied locally to existing elements; empty for other layers."""
     if layer.is_route:
@@ -130,19 +138,19 @@ def _without_exchange(
     if layer.division == "moves":
         # Every device that reads the output moves the pixels itself; `make_dataflow` removes the other tasks.
         return (_whole_task(layer),) * devices
-    # Values of several sources, such as those of a sum, may be on different devices.
+    # The inputs of a layer with several sources, such as a sum, may be on different devices.
     if not layer.is_channelwise or len(layer.sources) > 1:
         return ()
-    input_homes = homes.get(layer.sources[0], ())
-    if not any(home.size for home in input_homes):
+    input_homes = made_ranges.get(layer.sources[0], ())
+    if not any(made_range.size for made_range in input_homes):
         return ()
     pixels = layer.inputs // layer.output[0]
     tasks = []
-    for home in input_homes:
-        channels = Range(home.first // pixels, home.last // pixels)
+    for made_range in input_homes:
+        channels = Range(made_range.first // pixels, made_range.last // pixels)
         task = IDLE
-        if home.size:
-            task = LayerTask("channels", home, channels)
+        if made_range.size:
+            task = LayerTask("channels", made_range, channels)
         tasks.append(task)
     return tuple(tasks)
 
@@ -154,12 +162,12 @@ def _whole_task(layer: GraphLayer) -> LayerTask:
 
 
 def _merged_ranges(
-    graph: Graph, plan: DistributedPlan, way: Way, index: int
+    graph: Graph, plan: DistributedPlan, exchange: Exchange, index: int
 ) -> tuple[Range, ...]:
     """Return the range of output channels merged by each device."""
     channels = graph.layers[index].output[0]
     # Through the source, and for the result, which nobody else reads, the source merges everything.
-    if way != "direct" or not graph.readers[index]:
+    if exchange != "direct" or not graph.readers[index]:
         return _at_source(plan, channels)
     sizes = [taken.size for taken in plan.layers[index].inputs]
     return divide(channels, proportional_shares(sizes))
@@ -169,7 +177,7 @@ class Origin(NamedTuple):
     """Origin of one part of a layer's input."""
 
     value: int
-    """The layer that made the part, or `INPUT`."""
+    """The value that contains the part."""
     part: Range
     """Elements of the output of ``value``."""
     at: int
@@ -183,17 +191,17 @@ class Dataflow:
     graph: Graph
     plan: DistributedPlan
     settings: PlanSettings
-    way: Way
+    exchange: Exchange
     tasks: tuple[tuple[LayerTask, ...], ...]
-    """By layer and device; tiled layers have none."""
-    homes: Homes
-    """By value and device: the elements that the device itself makes. The only value of tiled layers is the output of
-    the last tiled layer, which the source collects."""
-    wants: Mapping[int, tuple[Pieces, ...]]
-    """By value and device: the elements that the device computes from, or returns as the result."""
-    last: Mapping[int, tuple[int, ...]]
-    """By value and device: the last layer for which the device needs the value; the number of layers for the result,
-    and less than `INPUT` for a value that the device does not need."""
+    """The task of each device in each layer; in tiled layers all tasks are idle."""
+    made_ranges: MadeRanges
+    """Value -> for each device the elements that the device itself makes. The only value of tiled layers is the output
+    of the last one, which the source collects."""
+    needed_pieces: Mapping[int, tuple[Pieces, ...]]
+    """Value -> for each device the elements that the device reads for its tasks, or returns as the result."""
+    last_readers: Mapping[int, tuple[int, ...]]
+    """Value -> for each device the last layer that reads the value there: the number of layers if the value is the
+    result, and less than `INPUT` if no layer reads the value."""
 
     @property
     def devices(self) -> range:
@@ -201,19 +209,19 @@ class Dataflow:
         return range(len(self.plan.devices))
 
     @property
-    def tiled(self) -> int:
-        """Number of leading layers computed by tiles."""
-        return self.plan.tiled
+    def tiled_count(self) -> int:
+        """Number of the first layers, which are computed by tiles."""
+        return self.plan.tiled_count
 
     @cached_property
-    def computed(self) -> tuple[tuple[Region, ...], ...]:
-        """Region of each early layer's output computed by each tile."""
+    def computed_regions(self) -> tuple[tuple[Region, ...], ...]:
+        """For each tile, the region of each tiled layer's output that the tile computes."""
         tiling = self.plan.tiling
         reuses = self.settings.options.tile_overlap == "reuse"
         computed = []
         for number, tile in enumerate(self.plan.tiles):
             if tiling is None or not reuses:
-                # The regions needed of all inputs but the image.
+                # All that the tile needs of the maps between the layers, and its region of the last output.
                 computed.append(tile.regions[1:])
             else:
                 computed.append(computed_regions(tiling, number))
@@ -221,15 +229,15 @@ class Dataflow:
 
     @cached_property
     def overlaps(self) -> Mapping[tuple[int, int], tuple[Overlap, ...]]:
-        """Regions reused between tiles, by lender and borrower; each pair is sent as one message."""
+        """(lender, borrower) -> regions that the borrower reuses from the lender, which are sent as one message."""
         tiling = self.plan.tiling
         if tiling is None or self.settings.options.tile_overlap != "reuse":
             return {}
         by_pair: dict[tuple[int, int], tuple[Overlap, ...]] = {}
-        for each in find_overlaps(tiling):
-            pair = each.lender, each.borrower
+        for overlap in find_overlaps(tiling):
+            pair = (overlap.lender, overlap.borrower)
             earlier = by_pair.get(pair, ())
-            by_pair[pair] = (*earlier, each)
+            by_pair[pair] = (*earlier, overlap)
         return by_pair
 
     def values(self, overlap: Overlap) -> int:
@@ -240,7 +248,7 @@ class Dataflow:
     def origins(self, index: int, taken: Range) -> tuple[Origin, ...]:
         """Return the origins of a range of a layer's input, in element order."""
         key = (index, taken)
-        # The origins of an input are asked for in each request.
+        # Cached, since every request needs them.
         if key not in self._origin_cache:
             origins = self._trace_origins(index, taken)
             self._origin_cache[key] = tuple(origins)
@@ -259,31 +267,31 @@ class Dataflow:
             at = whole.last
             if not part.size:
                 continue
-            of_source = shifted(part, -whole.first)
+            source_part = shifted(part, -whole.first)
             if not self._is_alias(source):
-                yield Origin(source, of_source, part.first)
+                yield Origin(source, source_part, part.first)
                 continue
-            for origin in self.origins(source, of_source):
+            for origin in self.origins(source, source_part):
                 yield origin._replace(at=origin.at + whole.first)
 
     def _is_alias(self, value: int) -> bool:
         if value == INPUT:
             return False
-        return is_alias(self.graph.layers[value], self.way)
+        return is_alias(self.graph.layers[value], self.exchange)
 
     def result(self) -> tuple[Origin, ...]:
         """Return the origins of the network's output."""
         index = len(self.graph.layers) - 1
         layer = self.graph.layers[index]
-        if is_alias(layer, self.way):
+        if is_alias(layer, self.exchange):
             return self.origins(index, Range(0, layer.inputs))
         whole = Range(0, layer.outputs)
         return (Origin(index, whole, 0),)
 
     def chunks(self, index: int, made: Range) -> tuple[Range, ...]:
-        """Divide the output channels of a layer into nearly equal ranges, each sent once computed.
+        """Divide output channels of a layer into nearly equal ranges, each of which is sent as soon as it is computed.
 
-        The ranges depend on the size of a full request only, so all devices choose the same ranges without
+        The ranges do not depend on the number of samples of a request, so all devices choose the same ranges without
         communication.
         """
         if not made.size:
@@ -293,15 +301,15 @@ class Dataflow:
         elements = made.size * pixels * self.settings.samples
         count = 1
         if not options.layerwise:
-            # As many chunks as have the minimum size, and each with a channel at least.
-            most = BYTES_PER_VALUE * elements // options.min_chunk_bytes
-            count = min(options.chunks, made.size, most)
+            # Each chunk has at least the minimum size and at least one channel.
+            max_count = BYTES_PER_VALUE * elements // options.min_chunk_bytes
+            count = min(options.chunks, made.size, max_count)
             count = max(1, count)
         parts = divide_evenly(made.size, count)
         return tuple(shifted(part, made.first) for part in parts)
 
     def pieces(self, value: int, device: int) -> Pieces:
-        """Return the ranges of elements of a value produced by a device, in order of production."""
+        """Return the pieces in which a device makes its part of a value, in the order in which they are computed."""
         key = (value, device)
         if key not in self._piece_cache:
             self._piece_cache[key] = self._find_pieces(value, device)
@@ -312,27 +320,27 @@ class Dataflow:
         return {}
 
     def _find_pieces(self, value: int, device: int) -> Pieces:
-        if value >= self.tiled:
+        if value >= self.tiled_count:
             layer = self.graph.layers[value]
             task = self.tasks[value][device]
-            if by_chunks(layer, task):
-                chunks = self.chunks(value, task.makes)
+            if is_chunked(layer, task):
+                chunks = self.chunks(value, task.output_channels)
                 return tuple(scaled(chunk, layer.pixels) for chunk in chunks)
-        home = self.homes[value][device]
-        return (home,) if home.size else ()
+        made_range = self.made_ranges[value][device]
+        return (made_range,) if made_range.size else ()
 
     def receivers(
         self, value: int, device: int, made: Range
     ) -> Iterator[tuple[int, Range]]:
         """Yield the receivers of a device's part of a value, with the elements that each receiver needs."""
         source = self.plan.source
-        if self.way != "via-source" or device == source:
+        if self.exchange != "via-source" or device == source:
             yield from self.forwarded(value, device, made)
         else:
-            # The source alone receives, for itself and for all to which it forwards.
-            wanted = intersection(made, self._for_source(value, device))
-            if wanted.size:
-                yield source, wanted
+            # The source receives the part for itself and for all devices to which it forwards elements.
+            part = intersection(made, self._needed_at_source(value, device))
+            if part.size:
+                yield source, part
 
     def forwarded(
         self, value: int, origin: int, made: Range
@@ -344,129 +352,134 @@ class Dataflow:
         source = self.plan.source
         for receiver, pieces in self._missing_parts(value, origin):
             # The source has received the part already.
-            if self.way == "via-source" and receiver == source and origin != source:
+            if (
+                self.exchange == "via-source"
+                and receiver == source
+                and origin != source
+            ):
                 continue
             for piece in pieces:
                 part = intersection(piece, made)
                 if part.size:
                     yield receiver, part
 
-    def lacks(self, value: int, device: int) -> Pieces:
-        """Return the elements of a value needed by a device from other devices."""
-        wanted = self.wants[value][device]
-        own = self.homes[value][device]
-        return difference(wanted, own)
+    def missing_pieces(self, value: int, device: int) -> Pieces:
+        """Return the elements of a value that a device needs from other devices."""
+        needed = self.needed_pieces[value][device]
+        own = self.made_ranges[value][device]
+        return difference(needed, own)
 
     def collected(self, value: int) -> int:
         """Return the number of elements of a value collected by the source from other devices."""
         source = self.plan.source
         total = 0
-        for maker, home in enumerate(self.homes[value]):
-            if maker == source or not home.size:
+        for maker, made_range in enumerate(self.made_ranges[value]):
+            if maker == source or not made_range.size:
                 continue
-            for receiver, part in self.receivers(value, maker, home):
+            for receiver, part in self.receivers(value, maker, made_range):
                 if receiver == source:
                     total += part.size
         return total
 
-    def _for_source(self, value: int, maker: int) -> Range:
+    def _needed_at_source(self, value: int, maker: int) -> Range:
         """Return the range of a value that the source collects from a device, for itself and for others."""
-        own = self.wants[value][self.plan.source]
+        own = self.needed_pieces[value][self.plan.source]
         needed = [*own]
         for _, pieces in self._missing_parts(value, maker):
             needed += pieces
-        # One range, so that each piece travels as one message.
+        # A single range, even if some elements in it are not needed, so that each piece is one message.
         return hull(needed)
 
     def _missing_parts(self, value: int, maker: int) -> Iterator[tuple[int, Pieces]]:
         """Yield each device and its missing elements of a value, in ring order after ``maker``."""
-        # In another order all makers would send to the same device first, and its link would be the bottleneck.
+        # Otherwise all makers would send to the same device first, whose link would be the bottleneck.
         count = len(self.plan.devices)
         for step in range(1, count):
             receiver = (maker + step) % count
-            yield receiver, self.lacks(value, receiver)
+            yield receiver, self.missing_pieces(value, receiver)
 
 
 def make_dataflow(
     graph: Graph, plan: DistributedPlan, settings: PlanSettings
 ) -> Dataflow:
     """Determine the tasks of every device, and the elements needed from other devices."""
-    way: Way = settings.options.exchange
+    exchange: Exchange = settings.options.exchange
     if all(layer.scheme == "whole" for layer in plan.layers):
-        # Sequential mapping, and the single device: nothing is to be collected or merged.
-        way = "row"
-    tasks, homes = _assign_tasks(graph, plan, way)
-    # Without tasks: only graph and plan are needed to follow inputs to their origins.
-    draft = Dataflow(graph, plan, settings, way, (), {}, {}, {})
-    needs = _Needs(homes, len(plan.devices))
+        # The schemes sequential and single: no output has several parts that must be collected or merged.
+        exchange = "row"
+    tasks, made_ranges = _assign_tasks(graph, plan, exchange)
+    # Without tasks, which the origins of inputs do not depend on.
+    draft = Dataflow(graph, plan, settings, exchange, (), {}, {}, {})
+    needs = _Needs(made_ranges, len(plan.devices))
     needs.add(draft.result(), plan.source, len(graph.layers))
-    # From the last layer backwards: the readers of an output are known before its makers are asked.
-    for index in range(len(graph.layers) - 1, plan.tiled - 1, -1):
-        if way == "direct" and graph.layers[index].division == "moves":
+    # From the last layer backwards, since the tasks below depend on the devices that read an output.
+    for index in range(len(graph.layers) - 1, plan.tiled_count - 1, -1):
+        if exchange == "direct" and graph.layers[index].division == "moves":
             # Only devices that need the moved pixels move them.
             tasks[index] = needs.without_unread(index, tasks[index])
-            homes[index] = _made_pieces(graph.layers[index], tasks[index])
+            made_ranges[index] = _made_pieces(graph.layers[index], tasks[index])
         for device, task in enumerate(tasks[index]):
-            origins = draft.origins(index, task.takes)
+            origins = draft.origins(index, task.input_range)
             needs.add(origins, device, index)
     return replace(
         draft,
         tasks=tuple(tasks),
-        homes=homes,
-        wants=_freeze_pieces(needs.wants),
-        last=_freeze_pieces(needs.last),
+        made_ranges=made_ranges,
+        needed_pieces=_freeze_rows(needs.needed_pieces),
+        last_readers=_freeze_rows(needs.last_readers),
     )
 
 
 def _assign_tasks(
-    graph: Graph, plan: DistributedPlan, way: Way
+    graph: Graph, plan: DistributedPlan, exchange: Exchange
 ) -> tuple[list[tuple[LayerTask, ...]], dict[int, tuple[Range, ...]]]:
-    """Return the tasks by layer and device, and the elements of each value produced by each device."""
+    """Return the tasks of each layer, and the elements of each value that each device makes."""
     all_idle = (IDLE,) * len(plan.devices)
-    tasks: list[tuple[LayerTask, ...]] = [all_idle] * plan.tiled
+    tasks: list[tuple[LayerTask, ...]] = [all_idle] * plan.tiled_count
     # The first value of the divided layers: the map of all tiles, or the image.
-    if plan.tiled:
-        value = plan.tiled - 1
+    if plan.tiled_count:
+        value = plan.tiled_count - 1
         size = graph.layers[value].outputs
     else:
         value = INPUT
         size = graph.layers[0].inputs
-    homes = {value: _at_source(plan, size)}
-    for index in range(plan.tiled, len(graph.layers)):
-        tasks.append(tasks_of(graph, plan, way, index, homes))
-        homes[index] = _made_pieces(graph.layers[index], tasks[index])
-    return tasks, homes
+    made_ranges = {value: _at_source(plan, size)}
+    for index in range(plan.tiled_count, len(graph.layers)):
+        tasks.append(tasks_of(graph, plan, exchange, index, made_ranges))
+        made_ranges[index] = _made_pieces(graph.layers[index], tasks[index])
+    return tasks, made_ranges
 
 
 class _Needs:
-    """The elements of each value read by each device, and the last layer that reads the value there."""
+    """The elements of each value that each device reads, and the last layer that reads the value there."""
 
     def __init__(self, values: Iterable[int], devices: int) -> None:
-        self.wants: dict[int, list[Pieces]] = {}
-        self.last: dict[int, list[int]] = {}
+        self.needed_pieces: dict[int, list[Pieces]] = {}
+        self.last_readers: dict[int, list[int]] = {}
         for value in values:
-            self.wants[value] = [()] * devices
-            # Less than any layer and than the image: nobody reads the value.
-            self.last[value] = [INPUT - 1] * devices
+            self.needed_pieces[value] = [()] * devices
+            # Less than any layer and than the image: no layer reads the value.
+            self.last_readers[value] = [INPUT - 1] * devices
 
     def add(self, origins: Iterable[Origin], device: int, reader: int) -> None:
         """Add the elements read by the layer ``reader`` on a device."""
         for value, part, _ in origins:
-            wanted, last = self.wants[value], self.last[value]
-            wanted[device] = union(wanted[device], (part,))
-            last[device] = max(last[device], reader)
+            pieces = self.needed_pieces[value]
+            pieces[device] = union(pieces[device], (part,))
+            last_readers = self.last_readers[value]
+            last_readers[device] = max(last_readers[device], reader)
 
     def without_unread(
         self, index: int, tasks: Sequence[LayerTask]
     ) -> tuple[LayerTask, ...]:
-        """Keep the tasks of a layer on devices whose later tasks read the output."""
-        kept = []
-        for task, wanted in zip(tasks, self.wants[index], strict=True):
-            kept.append(task if wanted else IDLE)
-        return tuple(kept)
+        """Return the tasks of a layer, idle on devices where no later task reads the output."""
+        remaining = []
+        for task, pieces in zip(tasks, self.needed_pieces[index], strict=True):
+            remaining.append(task if pieces else IDLE)
+        return tuple(remaining)
 
 
-def _freeze_pieces(rows: Mapping[int, Sequence[T]]) -> dict[int, tuple[T, ...]]:
+def _freeze_rows(rows: Mapping[int, Sequence[T]]) -> dict[int, tuple[T, ...]]:
     frozen = {}
     for value, row in rows.items():
         frozen[value] = tuple(row)
@@ -484,20 +497,20 @@ def _made_pieces(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, 
     """Return the elements of a layer's output made by each device."""
     made = []
     for task in tasks:
-        made.append(scaled(task.makes, layer.pixels))
+        made.append(scaled(task.output_channels, layer.pixels))
     return tuple(made)
 
 
 def stored_slices(flow: Dataflow, device: int) -> dict[int, Slice]:
-    """Return the slices of the weights stored by a device, by layer.
+    """Return layer -> slice of its weights that a device stores.
 
-    A device with a tile stores complete tiled layers: a tile needs all weights for its share of the pixels.
+    A device with a tile stores all weights of the tiled layers: each pixel of a tile depends on all of them.
     """
     owners = {tile.device for tile in flow.plan.tiles}
     computes_tiles = device in owners or flow.settings.options.tile_stealing
     slices: dict[int, Slice] = {}
     for index, layer in enumerate(flow.graph.layers):
-        if index < flow.tiled and computes_tiles:
+        if index < flow.tiled_count and computes_tiles:
             slices[index] = layer.whole_slice
             continue
         part = _slice_of(layer, flow.tasks[index][device])
@@ -508,20 +521,22 @@ def stored_slices(flow: Dataflow, device: int) -> dict[int, Slice]:
 
 def _slice_of(layer: GraphLayer, task: LayerTask) -> Slice | None:
     """Return the slice of a layer's weights for a task; None for no task."""
-    makes = as_range(task.makes)
+    outputs = as_range(task.output_channels)
     match task.work:
         case "whole":
             return layer.whole_slice
         case "outputs":
             # LOP: the filters of some output channels (Section 4.4).
-            return Slice(makes, layer.whole_slice.columns, makes)
+            return Slice(outputs, layer.whole_slice.columns, outputs)
         case "sums":
             # LIP: of every filter the channels of some inputs; biases belong to the merged channels.
             pixels = layer.inputs // layer.input_channels
-            columns = range(task.takes.first // pixels, task.takes.last // pixels)
-            return Slice(layer.whole_slice.rows, columns, makes)
+            first_channel = task.input_range.first // pixels
+            last_channel = task.input_range.last // pixels
+            columns = range(first_channel, last_channel)
+            return Slice(layer.whole_slice.rows, columns, outputs)
         case "channels":
-            return Slice(NO_CHANNELS, NO_CHANNELS, makes)
+            return Slice(NO_CHANNELS, NO_CHANNELS, outputs)
         case _:
             return None
 

@@ -1,12 +1,13 @@
 """Demands of a plan on its devices: weights, multiplications, and bytes of memory.
 
 Section 3 of the paper counts F_n, the weights that device n stores, and T, the multiplications on the longest path of a
-plan. Its third figure C, the communication, is in `testbed_stahl.communication`.
+plan. Its third number C, the communication, is in `testbed_stahl.communication`.
 
-The memory of a device consists of its parameters and of its activations. Which activations it holds at once depends on
-the speeds of the others: a fast device sends its part long before a slow one needs it. The demand is the maximum over
-all speeds, so that a plan that fits always fits. As in `testbed.ml.partition.memory`, the interpreter, torch, temporary
-memory within an operation and messages in transit are excluded.
+The memory of a device consists of its parameters and of its activations. Which activations the device holds at once
+depends on the speeds of the other devices: a fast device sends its part of a layer long before a slow one needs it. The
+demand is the maximum over all speeds, so that a plan that fits does so at any speeds. As in
+`testbed.ml.partition.memory`, the interpreter, torch, temporary memory within an operation and messages in transit are
+excluded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from testbed.ml.layers import layer_slices
 from testbed.ml.models.chain import forward_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed_stahl import tiles
-from testbed_stahl.dataflow import Dataflow, by_chunks, stored_layers, stored_slices
+from testbed_stahl.dataflow import Dataflow, is_chunked, stored_layers, stored_slices
 from testbed_stahl.plan import Range, intersection, total_size
 
 
@@ -45,7 +46,7 @@ def count_weights(flow: Dataflow, device: int) -> int:
 
 
 def count_divisible_weights(flow: Dataflow, device: int) -> int:
-    """Return the stored weights of layers divided by channels; only these shrink with the device's share."""
+    """Return the weights that a device stores of layers divided by channels, which shrink with the device's share."""
     total = 0
     for index, part in stored_slices(flow, device).items():
         if flow.tasks[index][device].work in ("outputs", "sums"):
@@ -57,7 +58,7 @@ def count_divisible_weights(flow: Dataflow, device: int) -> int:
 def count_parameters(flow: Dataflow, device: int) -> int:
     """Return the number of values that a device stores for all layers.
 
-    These are its weights and, of each output channel that it finishes, the bias and the values of a normalisation.
+    These are its weights and, for each output channel that it finishes, the bias and the values of a normalisation.
     """
     return layer_slices.count_values(stored_layers(flow, device))
 
@@ -68,15 +69,15 @@ def count_multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
     The sum of a row is R_l of equations (2) and (5), plus the overlaps of tiles.
     """
     layers = flow.graph.layers
-    tiled = layers[: flow.tiled]
+    tiled = layers[: flow.tiled_count]
     rows = [[0] * len(flow.devices) for _ in layers]
-    for tile, regions in zip(flow.plan.tiles, flow.computed, strict=True):
+    for tile, regions in zip(flow.plan.tiles, flow.computed_regions, strict=True):
         counts = tiles.tile_multiplications(tiled, regions)
         for index, count in enumerate(counts):
             rows[index][tile.device] += count
     for device in flow.devices:
         for index, part in stored_slices(flow, device).items():
-            if index >= flow.tiled:
+            if index >= flow.tiled_count:
                 layer = layers[index]
                 count = layer.share(layer.multiplications, part)
                 rows[index][device] = count
@@ -89,14 +90,14 @@ def layer_costs(flow: Dataflow) -> list[list[Cost]]:
     The additions that merge partial sums are excluded.
     """
     layers = flow.graph.layers
-    tiled = layers[: flow.tiled]
+    tiled = layers[: flow.tiled_count]
     samples = flow.settings.samples
     rows = [[Cost()] * len(flow.devices) for _ in layers]
-    for tile, regions in zip(flow.plan.tiles, flow.computed, strict=True):
+    for tile, regions in zip(flow.plan.tiles, flow.computed_regions, strict=True):
         costs = tiles.tile_costs(tiled, regions, samples)
         for index, cost in enumerate(costs):
             rows[index][tile.device] += cost
-    for index in range(flow.tiled, len(layers)):
+    for index in range(flow.tiled_count, len(layers)):
         for device in flow.devices:
             one_sample = _layer_cost(flow, index, device)
             rows[index][device] = forward_of(one_sample, samples)
@@ -110,18 +111,18 @@ def _layer_cost(flow: Dataflow, index: int, device: int) -> Cost:
     task = tasks[device]
     if task.work == "none":
         return Cost()
-    computed = [task.makes]
+    computed = [task.output_channels]
     if task.work == "sums":
-        # In LIP a device computes partial sums of all output channels: separately for each device that merges some.
-        computed = [each.makes for each in tasks]
-    cost = layer.finish_cost(task.makes.size)
+        # In LIP a device computes partial sums of all output channels, separately for each device that merges some.
+        computed = [merger_task.output_channels for merger_task in tasks]
+    cost = layer.finish_cost(task.output_channels.size)
     for channels in computed:
-        # A chunk is sent as soon as it is computed; each of them reads the device's whole input again.
+        # Each chunk of the output is computed by itself, and reads the device's whole input again.
         chunks: tuple[Range, ...] = (channels,)
-        if by_chunks(layer, task):
+        if is_chunked(layer, task):
             chunks = flow.chunks(index, channels)
         for chunk in chunks:
-            cost += layer.product_cost(task.takes.size, chunk.size)
+            cost += layer.product_cost(task.input_range.size, chunk.size)
     return cost
 
 
@@ -143,35 +144,33 @@ def longest_path(flow: Dataflow) -> int:
     240
     """
     rows = count_multiplications(flow)
-    # A device computes all layers of its tiles without an exchange of whole maps. A wait for overlaps reused from other
-    # tiles is not counted.
-    tiled_rows = rows[: flow.tiled]
-    of_tiles = [sum(column) for column in zip(*tiled_rows, strict=True)]
-    path = max(of_tiles, default=0)
-    for row in rows[flow.tiled :]:
-        # The devices exchange data after each layer, so all wait for the slowest.
+    # A device computes all tiled layers without waiting for other devices; waits for reused overlaps are not counted.
+    tiled_rows = rows[: flow.tiled_count]
+    tile_sums = [sum(column) for column in zip(*tiled_rows, strict=True)]
+    path = max(tile_sums, default=0)
+    for row in rows[flow.tiled_count :]:
+        # The devices exchange data after each other layer, so all wait for the slowest one.
         path += max(row)
     return path
 
 
 def memory_needs(flow: Dataflow) -> tuple[float, ...]:
-    """Return the bytes each device needs: parameters once, activations for each request under way."""
+    """Return the bytes of memory that each device needs: parameters, and activations of each request in flight."""
     samples = flow.settings.options.in_flight * flow.settings.samples
     needs = []
     for device in flow.devices:
-        values = count_parameters(flow, device) + samples * peak_activations(
-            flow, device
-        )
-        needs.append(float(BYTES_PER_VALUE * values))
+        parameters = count_parameters(flow, device)
+        activations = samples * peak_activations(flow, device)
+        needs.append(float(BYTES_PER_VALUE * (parameters + activations)))
     return tuple(needs)
 
 
 # Activations
 #
 # A device computes its layers in order. Its progress is the index of the layer that it computes: `INPUT` before the
-# first one, and the number of layers after the last. A value is the image (`INPUT`), or the output of a layer, named by
-# the index of the layer. The following functions determine, for each part of a value, from which progress of the device
-# to which the part is in its memory. The peak is the largest total.
+# first layer, and the number of layers after the last one. A value is the image (`INPUT`), or the output of a layer,
+# named by the index of the layer. The following functions determine, for each part of a value, the interval of the
+# device's progress in which the part is in its memory. The peak is the maximum over all progresses of the sum of parts.
 
 
 def peak_activations(flow: Dataflow, device: int) -> int:
@@ -199,7 +198,7 @@ def peak_activations(flow: Dataflow, device: int) -> int:
     [0, 12, 32, 22, 8, 0]
     """
     peak = max(_held_by_progress(flow, device))
-    if flow.tiled:
+    if flow.tiled_count:
         peak = max(peak, _peak_while_tiling(flow, device))
     return peak
 
@@ -208,10 +207,10 @@ def _held_by_progress(flow: Dataflow, device: int) -> list[int]:
     """Return the elements of one sample that a device holds at each progress, from `INPUT` on, without tiles."""
     held = _HeldElements(len(flow.graph.layers))
     arrivals = _first_arrivals(flow, device)
-    for value in flow.homes:
+    for value in flow.made_ranges:
         _hold_made_elements(held, flow, device, value)
         _hold_received_elements(held, flow, device, value, arrivals[value])
-    for index in range(flow.tiled, len(flow.tasks)):
+    for index in range(flow.tiled_count, len(flow.tasks)):
         _hold_sums(held, flow, device, index, arrivals)
     return held.by_progress()
 
@@ -226,11 +225,11 @@ class _HeldElements:
     """
 
     def __init__(self, layers: int) -> None:
-        # Progress begins at `INPUT` and ends at `layers`; the change after the end is counted, too, but not read.
+        # The change of the number at each progress, from `INPUT` to `layers`; the last element is the change after it.
         self._changes = [0] * (layers - INPUT + 2)
 
     def hold(self, first: int, last: int, elements: int) -> None:
-        """Add elements held from one progress to another, inclusive; none if ``last`` is before ``first``."""
+        """Add elements held from progress ``first`` to ``last``, inclusive; nothing if ``last`` is before ``first``."""
         if first <= last:
             self._changes[first - INPUT] += elements
             self._changes[last + 1 - INPUT] -= elements
@@ -244,35 +243,36 @@ def _hold_made_elements(
     held: _HeldElements, flow: Dataflow, device: int, value: int
 ) -> None:
     """Add the elements of a value that the device makes itself."""
-    made = flow.homes[value][device].size
-    last_use = flow.last[value][device]
-    is_divided = value >= flow.tiled
+    made = flow.made_ranges[value][device].size
+    last_use = flow.last_readers[value][device]
+    is_divided = value >= flow.tiled_count
     if is_divided and flow.tasks[value][device].work == "sums":
-        # Each merged chunk takes the place of the partial sums that it was merged from, which `_hold_sums` counts.
+        # Each merged chunk takes the place of the partial sums that it was merged from, which `_hold_sums`
+        # counts.
         held.hold(value + 1, last_use, made)
     elif last_use >= value:
         held.hold(value, last_use, made)
     elif made:
-        # The device itself does not need the value: each piece is dropped as soon as it is sent.
-        largest = max(piece.size for piece in flow.pieces(value, device))
-        held.hold(value, value, largest)
+        # The device itself does not need the value, so each piece is dropped as soon as it is sent.
+        largest_piece = max(piece.size for piece in flow.pieces(value, device))
+        held.hold(value, value, largest_piece)
 
 
 def _hold_received_elements(
     held: _HeldElements, flow: Dataflow, device: int, value: int, arrival: int
 ) -> None:
-    """Add the elements of a value that the device receives from others, at ``arrival`` or later."""
-    made = flow.homes[value][device].size
-    lacking = total_size(flow.lacks(value, device))
-    last_use = flow.last[value][device]
-    held.hold(arrival, last_use, lacking)
-    collects = flow.way == "via-source" and device == flow.plan.source
+    """Add the elements of a value that the device receives from others, from progress ``arrival`` on."""
+    made = flow.made_ranges[value][device].size
+    missing = total_size(flow.missing_pieces(value, device))
+    last_use = flow.last_readers[value][device]
+    held.hold(arrival, last_use, missing)
+    collects = flow.exchange == "via-source" and device == flow.plan.source
     is_needed = last_use >= 0
-    needs_part = made + lacking < flow.graph.outputs_of(value)
+    needs_part = made + missing < flow.graph.outputs_of(value)
     if collects and is_needed and needs_part:
-        # Pieces sent through the source are stored as they are, also with elements that only other devices need. Such
-        # a piece may arrive after the source's last use, and then remains to the end of the request.
-        only_for_others = flow.collected(value) - lacking
+        # The source stores whole pieces that pass through it, also with elements that only other devices need. Such a
+        # piece may arrive after the source's last use of the value, and then remains until the end of the request.
+        only_for_others = flow.collected(value) - missing
         held.hold(arrival, len(flow.graph.layers), only_for_others)
 
 
@@ -283,34 +283,35 @@ def _hold_sums(
     index: int,
     arrivals: Mapping[int, int],
 ) -> None:
-    """Add the incomplete sums of a layer's outputs: those to be merged in LIP, or the device's own in LOP."""
+    """Add the incomplete sums of a layer's outputs: the sums that the device merges in LIP, or adds up in LOP."""
     layer = flow.graph.layers[index]
     task = flow.tasks[index][device]
-    made = task.makes.size * layer.pixels
+    made = task.output_channels.size * layer.pixels
     if task.work == "sums" and made:
-        # The device merges its own partial sums, if it takes some inputs, with those of all others that do.
-        own = 1 if task.takes.size else 0
+        # The device merges the partial sums of all devices with inputs, of which it may be one itself.
+        own = 1 if task.input_range.size else 0
         senders = 0
-        for each in flow.tasks[index]:
-            senders += each.takes.size > 0
+        for device_task in flow.tasks[index]:
+            if device_task.input_range.size > 0:
+                senders += 1
         first = _earliest_completion(flow, device, index, arrivals)
         held.hold(first, index, (senders - own) * made)
         held.hold(index, index, own * made)
-    elif by_chunks(layer, task) and _arrives_in_pieces(flow, device, index):
-        # Products of the pieces are added one after the other. A single piece gives finished outputs at once.
+    elif is_chunked(layer, task) and _arrives_in_pieces(flow, device, index):
+        # The products of the pieces are added up in sums. A single piece gives finished outputs, without sums.
         held.hold(index, index, made)
 
 
 def _first_arrivals(flow: Dataflow, device: int) -> dict[int, int]:
     """Return, for each value, the earliest progress of a device at which a part from another device can arrive.
 
-    The others may be any number of layers ahead, until they need something that only this device can give them.
+    Other devices may be any number of layers ahead, until they need elements or sums that only this device makes.
     """
     arrivals: dict[int, int] = {}
-    for value in flow.homes:
-        if value < flow.tiled:
-            # The image, or the complete map of all tiles: the source sends it before anybody begins an untiled layer.
-            arrivals[value] = flow.tiled
+    for value in flow.made_ranges:
+        if value < flow.tiled_count:
+            # The image, or the map of all tiles: the source sends it before any device begins an untiled layer.
+            arrivals[value] = flow.tiled_count
         elif _contributes_sums(flow, device, value):
             arrivals[value] = _arrival_of_merged_sums(flow, device, value)
         else:
@@ -319,11 +320,11 @@ def _first_arrivals(flow: Dataflow, device: int) -> dict[int, int]:
 
 
 def _arrival_of_merged_sums(flow: Dataflow, device: int, value: int) -> int:
-    """Return the first arrival of a value that others merge from partial sums, of which this device computes some.
+    """Return the earliest arrival of a value that is merged from partial sums, of which this device computes some.
 
-    Nobody can merge a chunk without the sums of this device, which sends them chunk by chunk. The first chunk may come
-    back while the device still computes the others. With a single chunk, and nothing to merge itself, the device has
-    finished the layer before the chunk can come back.
+    No device can merge a chunk without the sums of this device, which sends them chunk by chunk. The first merged chunk
+    may arrive while the device still computes sums for other chunks. If there is a single chunk, and another device
+    merges it, this device has finished the layer before the chunk can arrive.
     """
     chunks = 0
     for merger in flow.devices:
@@ -338,31 +339,35 @@ def _earliest_completion(
 ) -> int:
     """Return the earliest progress of a device at which another device can complete its part of a layer.
 
-    The layer itself, if no other device has a part: then nothing arrives.
+    Returns the layer itself if no other device has a part, so that nothing arrives.
     """
     inputs = set()
     for other, task in enumerate(flow.tasks[index]):
-        if other != device and task.takes.size:
-            inputs.add(task.takes)
+        if other != device and task.input_range.size:
+            inputs.add(task.input_range)
     completions = []
-    for takes in inputs:
+    for input_range in inputs:
         completions.append(
-            _progress_when_available(flow, device, index, takes, arrivals)
+            _progress_when_available(flow, device, index, input_range, arrivals)
         )
     return min(completions, default=index)
 
 
 def _progress_when_available(
-    flow: Dataflow, device: int, index: int, takes: Range, arrivals: Mapping[int, int]
+    flow: Dataflow,
+    device: int,
+    index: int,
+    input_range: Range,
+    arrivals: Mapping[int, int],
 ) -> int:
     """Return the earliest progress of a device at which all elements of a part of a layer's input can exist.
 
-    If the device makes some of these elements, or they cannot exist without its partial sums, it must have finished the
-    layer that makes them.
+    If the device makes some of these elements, or if the elements cannot exist without its partial sums, the device
+    must have finished the layer that makes them.
     """
     progress = []
-    for value, part, _ in flow.origins(index, takes):
-        makes_some = intersection(flow.homes[value][device], part).size > 0
+    for value, part, _ in flow.origins(index, input_range):
+        makes_some = intersection(flow.made_ranges[value][device], part).size > 0
         is_whole = part.size == flow.graph.outputs_of(value)
         if makes_some or (is_whole and _ends_with_its_sums(flow, device, value)):
             progress.append(value + 1)
@@ -372,31 +377,31 @@ def _progress_when_available(
 
 
 def _contributes_sums(flow: Dataflow, device: int, value: int) -> bool:
-    """Return whether the device computes partial sums of a value, which it or other devices merge."""
+    """Return whether the device computes partial sums of a value."""
     task = flow.tasks[value][device]
-    return task.work == "sums" and task.takes.size > 0
+    return task.work == "sums" and task.input_range.size > 0
 
 
 def _ends_with_its_sums(flow: Dataflow, device: int, value: int) -> bool:
-    """Return whether the device's work for a value ends with sending partial sums.
+    """Return whether the device's work for a value ends with sending partial sums, since it merges none.
 
-    It has then finished the layer when the whole value exists anywhere, since the value contains all of its sums.
+    Such a device has finished the layer before the whole value can exist, since the value contains all of its sums.
     """
-    if value < flow.tiled:
+    if value < flow.tiled_count:
         return False
-    merges_none = not flow.tasks[value][device].makes.size
+    merges_none = not flow.tasks[value][device].output_channels.size
     return _contributes_sums(flow, device, value) and merges_none
 
 
 def _arrives_in_pieces(flow: Dataflow, device: int, index: int) -> bool:
-    """Return whether a layer's input can reach a device in several pieces; the device's own output is one piece."""
-    taken = flow.tasks[index][device].takes
+    """Return whether a device can get a layer's input in several pieces; its own part of the input is one piece."""
+    taken = flow.tasks[index][device].input_range
     count = 0
     for value, part, _ in flow.origins(index, taken):
-        for maker, home in enumerate(flow.homes[value]):
-            if not intersection(home, part).size:
+        for maker, made_range in enumerate(flow.made_ranges[value]):
+            if not intersection(made_range, part).size:
                 continue
-            pieces = (home,) if maker == device else flow.pieces(value, maker)
+            pieces = (made_range,) if maker == device else flow.pieces(value, maker)
             for piece in pieces:
                 if intersection(piece, part).size:
                     count += 1
@@ -409,40 +414,42 @@ def _arrives_in_pieces(flow: Dataflow, device: int, index: int) -> bool:
 def _peak_while_tiling(flow: Dataflow, device: int) -> int:
     """Return the peak number of elements of one sample that a device holds in the tiled layers.
 
-    A worker holds the image regions of all its tiles, all overlaps that these reuse from other tiles, and the maps
+    A worker holds the image regions of all its tiles, all overlaps that its tiles reuse from other tiles, and the maps
     within one tile. The source holds the whole image instead of the regions, and the map that collects all tiles.
     """
     if flow.settings.options.tile_stealing:
         return _peak_while_stealing(flow, device)
-    within = reused = regions = 0
+    within = 0
+    reused = 0
+    regions = 0
     for number, tile in enumerate(flow.plan.tiles):
         if tile.device != device:
             continue
-        # Tiles are computed one after the other; the inputs of all may have arrived before the first one begins.
+        # Tiles are computed one after the other, but all their inputs may arrive before the first one begins.
         within = max(within, _peak_within_tile(flow, number))
         reused += _reused_elements(flow, number)
         regions += _image_elements(flow, number)
     if device != flow.plan.source:
         return within + reused + regions
     image = flow.graph.layers[0].inputs
-    collected = flow.graph.layers[flow.tiled - 1].outputs
+    collected = flow.graph.layers[flow.tiled_count - 1].outputs
     if len(flow.plan.tiles) == 1:
-        # The map is made after the only tile is computed, when the maps within the tile are gone.
+        # The map is allocated after the only tile is computed, when the maps within the tile are released.
         return image + max(within, collected)
     return image + collected + within + reused
 
 
 def _peak_while_stealing(flow: Dataflow, device: int) -> int:
-    """Return the peak for tile stealing, in which a device may compute any tile, one at a time.
+    """Return the peak with tile stealing: a device may compute any tile, one at a time.
 
-    All overlaps wait at the source until the tiles that reuse them are handed out.
+    All overlaps wait at the source until the tiles that reuse them are assigned.
     """
     numbers = range(len(flow.plan.tiles))
     within = max(_peak_within_tile(flow, number) for number in numbers)
     reused = [_reused_elements(flow, number) for number in numbers]
     if device == flow.plan.source:
         image = flow.graph.layers[0].inputs
-        collected = flow.graph.layers[flow.tiled - 1].outputs
+        collected = flow.graph.layers[flow.tiled_count - 1].outputs
         return image + collected + within + sum(reused)
     largest_region = max(_image_elements(flow, number) for number in numbers)
     return within + largest_region + max(reused)
@@ -476,22 +483,23 @@ def _peak_within_tile(flow: Dataflow, number: int) -> int:
     """Return the peak number of elements in the maps that the computation of a tile creates.
 
     The image region and the reused overlaps are inputs of the tile and counted elsewhere. In each layer there is a
-    first peak while the layer computes a region from the map before it. If the tile reuses overlaps, there is a second
-    one while the region is copied, with the overlaps, into the map for the next layer; the map before is gone by then.
+    first peak while the layer computes a region from the previous map. If the tile reuses overlaps, there is a second
+    peak while the region is copied, with the overlaps, into the map for the next layer; the previous map is released by
+    then.
     """
     peak = 0
-    before = 0
-    # The first region of a tile is that of the image.
+    previous_map = 0
+    # The first region of a tile is the region of the image.
     maps = flow.plan.tiles[number].regions[1:]
-    tiled = flow.graph.layers[: flow.tiled]
-    regions = flow.computed[number]
-    for layer, region, whole in zip(tiled, regions, maps, strict=True):
+    tiled_layers = flow.graph.layers[: flow.tiled_count]
+    regions = flow.computed_regions[number]
+    for layer, region, whole in zip(tiled_layers, regions, maps, strict=True):
         computed = layer.output[0] * region.pixels
         assembled = layer.output[0] * whole.pixels
-        peak = max(peak, before + computed)
-        # Without overlaps the region is the map itself, and not copied.
+        peak = max(peak, previous_map + computed)
+        # Without overlaps the region is the whole map, and is not copied.
         if region != whole:
             peak = max(peak, computed + assembled)
-        before = assembled
+        previous_map = assembled
     # Regions for other tiles are kept to the end, and then copied once more into one message for each tile.
     return peak + 2 * _lent_elements(flow, number)

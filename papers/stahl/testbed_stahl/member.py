@@ -1,6 +1,6 @@
-"""One device of a fully distributed inference in one configuration: its layer slices and its requests.
+"""One device of a fully distributed inference (a member) in one configuration: its layer slices and its requests.
 
-Concurrent requests share the processor and the links. The source is a member like the workers, and has the images.
+Concurrent requests share the processor and the links. The source, which has the images, is a member like the workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from testbed_stahl.plan import Range
 from testbed_stahl.request_work import MemberContext, RequestWork
 from testbed_stahl.tile_work import TileWork
 
-K = TypeVar("K", bound=TypedMessage)
+AnyMessage = TypeVar("AnyMessage", bound=TypedMessage)
 
 
 class InferenceMember:
@@ -54,15 +54,15 @@ class InferenceMember:
         memory = problem.device(mailbox.device.name).memory
         self._context = MemberContext(mailbox, flow, coordinator, memory)
         self._requests: dict[int, RequestWork] = {}
-        # In the order of the plan, by which tiles name their devices.
+        # In the order of the plan, since tiles name their devices by indices of the plan.
         speeds = [problem.device(name).speed for name in flow.plan.devices]
-        self._tiles = TileWork(self._context, speeds, self._spread_map)
+        self._tiles = TileWork(self._context, speeds, self._distribute_map)
         self._reported = -1
         """Peak of activations in the last report, in bytes."""
 
     @property
     def actions(self) -> int:
-        """Number of computations done."""
+        """Number of computations and received messages."""
         return self._context.actions
 
     @property
@@ -114,19 +114,19 @@ class InferenceMember:
 
     def _begin_request(self, message: Activation) -> None:
         """Start a request on the source by distributing its images."""
-        # Tensors on torch's device "meta" have a shape and no values.
         images = message.tensor
         if not self._computes:
+            # Tensors on torch's device "meta" have a shape and no values.
             images = images.to("meta")
         request = self._request_work(message.batch)
         if self._flow.plan.tiles:
             self._tiles.begin(message.batch, images)
         else:
-            request.spread(INPUT, images.flatten(1))
+            request.distribute(INPUT, images.flatten(1))
 
-    def _spread_map(self, request: int, value: torch.Tensor) -> None:
+    def _distribute_map(self, request: int, value: torch.Tensor) -> None:
         """Distribute the complete output of the tiled layers, (samples, elements), from the source."""
-        self._request_work(request).spread(self._flow.tiled - 1, value)
+        self._request_work(request).distribute(self._flow.tiled_count - 1, value)
 
     async def serve(self) -> None:
         """Answer requests until cancelled."""
@@ -135,16 +135,18 @@ class InferenceMember:
         finally:
             self._context.cancel()
 
-    def _register_handler(self, kind: type[K], handler: Callable[[K], None]) -> None:
-        def handle(message: K) -> None:
-            # A message is progress, too: the supervisor polls devices only after a time without any.
+    def _register_handler(
+        self, kind: type[AnyMessage], handler: Callable[[AnyMessage], None]
+    ) -> None:
+        def handle(message: AnyMessage) -> None:
+            # A message counts as progress, too: the supervisor polls devices after a time without progress.
             self._context.actions += 1
             handler(message)
 
         self._mailbox.on(kind, handle)
 
     def _take_tile(self, message: TileInput) -> None:
-        # Begins the later layers of the request, if this is its first message.
+        # Creates the state of the request if this is its first message, so that its later layers begin.
         self._request_work(message.request)
         self._tiles.take_input(message.request, message.tile, message.tensor)
 
@@ -154,7 +156,9 @@ class InferenceMember:
         )
 
     def _place_tile(self, message: TileOutput) -> None:
-        self._tiles.place(message.request, message.tile, message.tensor, message.sender)
+        self._tiles.insert_tile(
+            message.request, message.tile, message.tensor, message.sender
+        )
 
     def _take_values(self, message: OutputPiece) -> None:
         maker = self._flow.plan.devices.index(message.sender)

@@ -1,4 +1,4 @@
-"""Messages between the members of a distributed inference; values are (samples, elements)."""
+"""Messages between the members (devices) of a distributed inference; values are (samples, elements)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ class ConfigureMember(ConfigurationMessage, kind="configure", opens=True):
     plan: Mapping[str, Any]
     """A `DistributedPlan` as JSON."""
     given: bool
-    """Whether the message has the member's slices of the weights; otherwise the seed gives them."""
+    """Whether ``state`` has the weights; otherwise the receiver draws them from the seed."""
     state: State
+    """The receiver's slices of the weights."""
 
 
 @dataclass(frozen=True)
 class OutputPiece(ConfigurationMessage, kind="piece"):
-    """To a member: elements of a layer's output, starting at ``first``."""
+    """To a member: elements of a value, from ``first`` on."""
 
     request: int
     value: int
-    """The layer that made the elements, or `INPUT`."""
+    """The layer whose output contains the elements, or `INPUT`."""
     first: int
     tensor: torch.Tensor
 
@@ -47,7 +48,7 @@ class PartialSums(ConfigurationMessage, kind="sums"):
 
 @dataclass(frozen=True)
 class TileInput(ConfigurationMessage, kind="tile"):
-    """From the source: input region of a tile, (samples, channels, height, width)."""
+    """From the source: a tile's region of the image, (samples, channels, height, width)."""
 
     request: int
     tile: int
@@ -56,7 +57,7 @@ class TileInput(ConfigurationMessage, kind="tile"):
 
 @dataclass(frozen=True)
 class TileOutput(ConfigurationMessage, kind="tiled"):
-    """To the source: output of a tile, (samples, channels, height, width)."""
+    """To the source: a tile's region of the last tiled layer's output, (samples, channels, height, width)."""
 
     request: int
     tile: int
@@ -65,9 +66,9 @@ class TileOutput(ConfigurationMessage, kind="tiled"):
 
 @dataclass(frozen=True)
 class TileOverlap(ConfigurationMessage, kind="overlap"):
-    """To the member computing tile ``borrower``, or to the source for forwarding: region reused from another tile.
+    """Regions that the tile ``borrower`` reuses from the tile ``lender``, map after map, (samples, elements).
 
-    (samples, elements), map after map in the order of `tiles.overlaps`.
+    To the member that computes the borrower, or to the source, which forwards the message.
     """
 
     request: int
@@ -77,6 +78,14 @@ class TileOverlap(ConfigurationMessage, kind="overlap"):
 
 
 MEMBER_KINDS: tuple[type[TypedMessage], ...] = (
-    ConfigureMember, Activation, OutputPiece, PartialSums, TileInput, TileOverlap, TileOutput, Output,
-)  # fmt: skip
-"""`Activation` brings a request's images to the source, `Output` its result to the coordinator on the source."""
+    ConfigureMember,
+    # The images of a request, to the source.
+    Activation,
+    OutputPiece,
+    PartialSums,
+    TileInput,
+    TileOverlap,
+    TileOutput,
+    # The result of a request, to the coordinator on the source's device.
+    Output,
+)

@@ -1,4 +1,7 @@
-"""Fully distributed inference (Stahl et al.): every layer is divided over the devices."""
+"""Fully distributed inference (Stahl et al.): every layer is divided among the devices.
+
+The source is the device with the images, and coordinates the others, the workers; all devices are members.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +62,14 @@ def _fullest_device(metrics: Metrics) -> tuple[str, Mapping[str, Any]]:
     """Return the device with the highest reported memory use, and the metrics of this device."""
 
     def memory_use(item: tuple[str, Mapping[str, Any]]) -> float:
-        _, row = item
-        return float(row["weights"] + row["activations"])
+        _, device_metrics = item
+        return float(device_metrics["weights"] + device_metrics["activations"])
 
-    reporting = []
-    for name, row in metrics["devices"].items():
-        if "weights" in row:
-            reporting.append((name, row))
-    return max(reporting, key=memory_use)
+    candidates = []
+    for name, device_metrics in metrics["devices"].items():
+        if "weights" in device_metrics:
+            candidates.append((name, device_metrics))
+    return max(candidates, key=memory_use)
 
 
 def _peak_memory(metrics: Metrics) -> str:
@@ -97,13 +100,16 @@ def _tile_bytes(record: RunView) -> int | None:
 
 
 def _stolen_tiles(record: RunView) -> int | None:
-    """Return the number of tiles computed by another device than the owner; None without stealing."""
-    assigned = stolen = 0
-    # Events of tiles are recorded only if idle devices may steal them.
-    for event in record.of("tile"):
-        assigned += 1
-        stolen += event.fields["owner"] != event.fields["by"]
-    return stolen if assigned else None
+    """Return the number of tiles that another device than the owner has computed; None without stealing."""
+    # Events of tiles are recorded only if idle devices may steal tiles.
+    events = record.of("tile")
+    if not events:
+        return None
+    stolen = 0
+    for event in events:
+        if event.fields["owner"] != event.fields["by"]:
+            stolen += 1
+    return stolen
 
 
 DECLARED = MetricsSpec(
@@ -134,10 +140,10 @@ DECLARED = MetricsSpec(
 
 
 class Distributed(Method[DistributedOptions, DistributedDetails]):
-    """The source distributes an image, workers exchange data as their schemes need, and the source gets the result.
+    """The source distributes an image, all devices compute their parts of each layer, and the source gets the result.
 
-    A device stores the weights of its own parts and no others. After the loss of a device the layers are divided again
-    over the remaining devices; `testbed.ml.pipeline.checkpointing` describes the recovery.
+    A device stores only the weights of its parts. After the loss of a device the layers are divided again among the
+    remaining devices; `testbed.ml.pipeline.checkpointing` describes the recovery.
     """
 
     name = "distributed"
@@ -152,7 +158,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     def plan(
         self, problem: PlanningProblem[DistributedOptions]
     ) -> Plan[DistributedDetails]:
-        """Divide every layer over the devices. Raises `InputError` if no division fits."""
+        """Divide every layer among the devices. Raises `InputError` if no division fits into their memory."""
         return plan(self.name, problem)
 
     def largest_messages(
@@ -160,22 +166,22 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
         problem: PlanningProblem[DistributedOptions],
         plan: Plan[DistributedDetails],
     ) -> Iterator[PlannedMessage]:
-        """Return the largest pieces of layer outputs and initial weights."""
+        """Return the largest messages with parts of layer outputs, and the initial weights."""
         return part_messages(problem, plan)
 
     def alternatives(
         self, problem: PlanningProblem[DistributedOptions]
     ) -> tuple[Alternative, ...]:
-        """Return every scheme over the same devices."""
+        """Return the plan of every scheme over the same devices, for comparison."""
         return alternatives(problem)
 
     async def program(self, device: Device, context: DistributedContext) -> None:
-        """Send requests from the source; act as a member on every device."""
+        """Compute as a member on every device; on the source, also coordinate the members and send the requests."""
         problem = context.problem
         options = problem.options
         source = context.plan.coordinator
 
-        def member_of(configure: ConfigureMember) -> InferenceMember:
+        def make_member(configure: ConfigureMember) -> InferenceMember:
             plan = DistributedPlan.model_validate(configure.plan)
             state = configure.state if configure.given else None
             return InferenceMember(
@@ -185,27 +191,27 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
         kinds = (*MEMBERSHIP_KINDS, *MEMBER_KINDS)
         async with Mailbox(device, problem.links, kinds) as mailbox:
             holder = RoleHolder(mailbox, source)
-            holder.follow(ConfigureMember, member_of)
+            holder.follow(ConfigureMember, make_member)
             if device.name != source:
-                # Until the end of the run, which the source's program ends.
+                # Never returns: the runtime cancels the program at the end of the run.
                 await holder.serve()
             timeouts = Timeouts(
                 options.stall_timeout, options.rejoin_timeout, options.rejoin_timeout
             )
-            # A member may be sending its share of the activations of the requests in flight.
             supervisor = Supervisor(
                 mailbox,
                 holder.presence,
                 problem,
                 timeouts,
-                lambda assignment: assignment.memory,
+                # A member may be sending activations before it answers, at most all that its memory contains.
+                backlog=lambda assignment: assignment.memory,
             )
             recovery = CheckpointRecovery(
                 supervisor,
-                partial(_configuration_for, context, supervisor),
-                partial(assignments_for, problem),
-                len(problem.model.units),
-                context.weights,
+                configure=partial(_configuration_for, context, supervisor),
+                plan_stages=partial(assignments_for, problem),
+                units=len(problem.model.units),
+                weights=context.weights,
             )
             supervisor.start(context.plan.assignments)
             serving = Serving(
@@ -220,20 +226,23 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
 def _configuration_for(
     context: DistributedContext,
     supervisor: Supervisor,
-    part: Assignment,
+    assignment: Assignment,
     state: State | None,
 ) -> ConfigureMember:
-    """Return the message for a member, with its slices of a state; None draws the weights from the seed."""
+    """Return the message that configures a member, with the member's slices of ``state``.
+
+    Without a state the member draws its weights from the seed.
+    """
     problem = context.problem
-    present = {assignment.device for assignment in supervisor.layout}
-    planned = {assignment.device for assignment in context.plan.assignments}
+    present = {part.device for part in supervisor.layout}
+    planned = {part.device for part in context.plan.assignments}
     plan = context.plan.details.distributed
-    # After the loss or the return of a device, the layers are divided anew over those that are present.
+    # After the loss or the return of a device, the layers are divided again among the present devices.
     if present != planned:
         plan = distributed(problem, present)
     slices: State = {}
     if state is not None:
-        slices = _slices_of(problem, plan, part.device, state)
+        slices = _slices_of(problem, plan, assignment.device, state)
     return ConfigureMember(
         configuration=supervisor.mailbox.configuration,
         plan=plan.model_dump(mode="json"),

@@ -97,7 +97,7 @@ class DistributedOptions(Options):
         5.0, description="time in which a lost device may return"
     )
 
-    # Beyond the paper, from here on.
+    # The options below go beyond the paper.
 
     in_flight: int = Field(1, ge=1, description="requests under way at once")
     tile_overlap: Literal["compute", "reuse"] = Field(
@@ -137,7 +137,7 @@ class DistributedOptions(Options):
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Settings for building and executing a plan."""
+    """Settings of plans and their dataflow: the options, with the facts of a run that they depend on."""
 
     options: DistributedOptions = field(default_factory=DistributedOptions)
     source: int = 0

@@ -1,7 +1,8 @@
 """A plan of fully distributed inference: the device of each channel range and of each tile.
 
-A device is an index into ``devices``; ranges of elements, channels or pixels are half-open. The classes are Pydantic
-models because a plan travels as JSON to every device (`testbed_stahl.planner.DistributedDetails`).
+Devices are numbers, indices of `DistributedPlan.devices`; the end of a range of elements, channels or pixels is
+exclusive. The classes are Pydantic models because a plan is sent as JSON to every device
+(`testbed_stahl.planner.DistributedDetails`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Range(NamedTuple):
-    """A range of elements, channels or features, ``last`` exclusive."""
+    """A range of elements or channels from ``first`` to ``last`` (exclusive)."""
 
     first: int
     last: int
@@ -29,6 +30,7 @@ class Range(NamedTuple):
 Pieces = tuple[Range, ...]
 """Ranges that do not overlap, in ascending order."""
 NOTHING = Range(0, 0)
+"""An empty range."""
 
 
 def scaled(part: Range, factor: int) -> Range:
@@ -139,18 +141,18 @@ def proportional_shares(weights: Sequence[float]) -> tuple[Fraction, ...]:
     >>> proportional_shares([1.0, 3.0])
     (Fraction(1, 4), Fraction(3, 4))
     """
-    # Fractions, since shares of floats need not sum to exactly 1, and a remainder would be lost.
+    # Fractions, since the sum of floats may differ from 1, and `divide` would then lose pieces or find too many.
     exact = [Fraction(weight) for weight in weights]
     total = sum(exact)
     return tuple(weight / total for weight in exact)
 
 
 def divide(size: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
-    """Divide ``size`` pieces by shares summing to 1, in the order of the shares.
+    """Divide the range from 0 to ``size`` by shares that sum to 1, in the order of the shares.
 
-    The largest remainder method rounds: every share gets its whole pieces, and the remaining pieces go one by one to
-    the largest fractions (the first on ties). Every result is within one piece of its exact share, and equal shares
-    differ by at most one piece.
+    Sizes are rounded by the largest remainder method: every share gets its exact size rounded down, and the remaining
+    elements go one by one to the shares with the largest fractions (the first on ties). Every size differs from the
+    exact size by less than one, and equal shares differ by at most one.
 
     >>> divide(5, equal_shares(2))
     (Range(first=0, last=3), Range(first=3, last=5))
@@ -176,7 +178,7 @@ def divide(size: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
 
 @lru_cache(maxsize=4096)
 def divide_evenly(size: int, count: int) -> tuple[Range, ...]:
-    """Divide ``size`` pieces into ranges whose lengths differ by at most one.
+    """Divide the range from 0 to ``size`` into ``count`` ranges whose sizes differ by at most one.
 
     >>> [part.size for part in divide_evenly(10, 4)]
     [3, 3, 2, 2]
@@ -189,8 +191,8 @@ Scheme = Literal["lop", "lip", "fuse1", "fuse2", "whole", "tiled"]
 
 ``lop``: each device has the whole input and computes some output channels. ``lip``: each device has some input
 channels and computes partial sums of all outputs, which the source adds up before bias and activation. ``fuse1`` and
-``fuse2``: as LOP and LIP, but the values between both layers stay on their devices. ``whole``: one device computes the
-layer. ``tiled``: each device computes its tiles of the feature map."""
+``fuse2``: two successive layers as with LOP and LIP, where the values between the layers stay on the devices that made
+them. ``whole``: one device computes the layer. ``tiled``: each device computes its tiles of the feature map."""
 
 
 class Region(NamedTuple):
@@ -224,24 +226,24 @@ class LayerPlan(_Frozen):
     owner: int | None = None
     """The device that computes a ``whole`` layer."""
     outputs: tuple[Range, ...] = ()
-    """Each device's output channels, for ``lop`` and ``fuse1``; empty ranges for devices that take no part."""
+    """Output channels of each device, for ``lop`` and ``fuse1``; an empty range for a device without a part."""
     inputs: tuple[Range, ...] = ()
-    """Each device's input channels, for ``lip`` and ``fuse2``, where they are the outputs of its ``fuse1``."""
+    """Input channels of each device, for ``lip`` and ``fuse2``; for ``fuse2`` the device's outputs of ``fuse1``."""
 
 
 class Tile(_Frozen):
-    """One part of the fused early layers, with its owner."""
+    """One part of the tiled layers, with the device that computes it."""
 
     row: int
     column: int
     device: int
     regions: tuple[Region, ...]
-    """The required region of each early layer's input, and finally the computed region of the last layer's output.
-    Regions lie within the map, since pixels outside are padding."""
+    """The region of each tiled layer's input that the tile needs, followed by its region of the last layer's output.
+    Regions lie within the map; pixels outside are padding."""
 
 
 class Tiling(_Frozen):
-    """Fused tile partitioning of the first layers; a tile has one more region than the number of tiled layers."""
+    """Fused tile partitioning of the first layers: a grid of tiles, row by row."""
 
     rows: int
     columns: int
@@ -255,7 +257,7 @@ class DistributedPlan(_Frozen):
     """The scheme as the scenario names it."""
     devices: tuple[str, ...]
     source: int
-    """The device with the image, which collects and merges the results of the others, and computes its own share."""
+    """The device with the images. It collects and merges results of the others, and computes a share as well."""
     layers: tuple[LayerPlan, ...]
     """One for each layer of the network."""
     tiling: Tiling | None = None
@@ -268,6 +270,6 @@ class DistributedPlan(_Frozen):
         return self.tiling.tiles if self.tiling else ()
 
     @property
-    def tiled(self) -> int:
-        """Number of leading layers computed by tiles."""
+    def tiled_count(self) -> int:
+        """Number of the first layers, which are computed by tiles."""
         return len(self.tiles[0].regions) - 1 if self.tiles else 0

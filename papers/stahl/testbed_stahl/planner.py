@@ -1,4 +1,8 @@
-"""Assignment of layer parts to devices, at the start and after the loss of a device."""
+"""Plans of the method: assignment of layer parts to devices, at the start and after the loss of a device.
+
+`testbed_stahl.candidates` chooses the division of the layers; this module describes it as a `testbed.plan.Plan`, with
+its demands, predicted times and alternatives.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +94,7 @@ class DistributedDetails(PlanDetails):
 def plan(
     method: str, problem: PlanningProblem[DistributedOptions]
 ) -> Plan[DistributedDetails]:
-    """Plan for all devices. Raises `InputError` for an unknown source, missing links or insufficient memory."""
+    """Return the plan for all devices; raises `InputError` for an unknown source, missing links or lack of memory."""
     names = [device.name for device in problem.devices]
     source = problem.options.source or names[0]
     if source not in names:
@@ -114,7 +118,7 @@ def plan(
 def _check_tile_options(
     problem: PlanningProblem[DistributedOptions], flow: Dataflow
 ) -> None:
-    """Raise `InputError` for an option of tiles in a plan that divides layers but tiles none."""
+    """Raise `InputError` if an option of tiles is set, but the plan has no tiles although it divides layers."""
     options = problem.options
     if flow.plan.tiling is not None or options.scheme in ("single", "sequential"):
         return
@@ -129,10 +133,10 @@ def _check_tile_options(
 
 def plan_demands(flow: Dataflow) -> PlanDemands:
     """Return the resource demands of a plan, without the savings of tile reuse."""
-    sent = all_transfers(flow)
+    transfers = all_transfers(flow)
     wire_bytes = 0.0
     messages = 0
-    for transfer in sent:
+    for transfer in transfers:
         wire_bytes += transfer.wire_bytes(flow.settings.samples)
         messages += len(transfer.messages)
     stored_weights = tuple(count_weights(flow, device) for device in flow.devices)
@@ -147,7 +151,7 @@ def plan_demands(flow: Dataflow) -> PlanDemands:
         communication_bytes=BYTES_PER_VALUE * communication,
         communication_as_printed=printed,
         communication_as_printed_bytes=BYTES_PER_VALUE * printed,
-        sent_elements=sent_elements(sent),
+        sent_elements=sent_elements(transfers),
         output_elements=tuple(layer.outputs for layer in flow.graph.layers),
         wire_bytes=wire_bytes,
         messages=messages,
@@ -162,19 +166,20 @@ def paper_communication(flow: Dataflow, reuse: Reuse) -> float:
     """
     graph = flow.graph
     plan = flow.plan
-    if flow.way == "row":
+    if flow.exchange == "row":
         result = len(graph.layers) - 1
-        # The paper does not count the way of the result back to the source.
-        counted = []
+        # The paper does not count the transfer of the result to the source.
+        counted_transfers = []
         for transfer in all_transfers(flow):
             if transfer.value != result:
-                counted.append(transfer)
-        return float(sent_elements(counted))
+                counted_transfers.append(transfer)
+        return float(sent_elements(counted_transfers))
     shares: Sequence[Fraction] = equal_shares(len(plan.devices))
     if plan.shares:
-        # Shares are ratios of small numbers; a plan that travels as JSON keeps the nearest float of each.
-        floats = map(Fraction, plan.shares)
-        shares = [share.limit_denominator(10**9) for share in floats]
+        # The plan has the nearest float of each share, as JSON has no fractions. Shares are ratios of small numbers, so
+        # that the nearest fraction with a small denominator is the exact share.
+        nearest_fractions = map(Fraction, plan.shares)
+        shares = [share.limit_denominator(10**9) for share in nearest_fractions]
     schemes = [layer.scheme for layer in plan.layers]
     workers = WorkerTotals.of(shares, plan.source)
     return float(total_communication(graph, schemes, workers, reuse))
@@ -191,15 +196,15 @@ def _reuse_savings(
     if tiling is None or not flow.overlaps:
         return {}
     grid = (tiling.rows, tiling.columns)
-    # The same grid: another one would be another plan, whose tiles have other halos.
+    # With the same grid: the tiles of another grid have other halos, whose sizes would distort the savings.
     settings = settings_of(problem, problem.devices).with_options(
         tile_grid=grid, tile_overlap="compute"
     )
     without = best_candidate(flow.graph, problem.devices, settings).flow
-    saved_products = _tile_multiplications(without) - _tile_multiplications(flow)
+    saved_multiplications = _tile_multiplications(without) - _tile_multiplications(flow)
     return {
         "saved_tile_bytes": _tile_bytes(without) - _tile_bytes(flow),
-        "saved_multiplications": saved_products,
+        "saved_multiplications": saved_multiplications,
     }
 
 
@@ -211,16 +216,16 @@ def _tile_bytes(flow: Dataflow) -> float:
 
 
 def _tile_multiplications(flow: Dataflow) -> int:
-    tiled_rows = count_multiplications(flow)[: flow.tiled]
+    tiled_rows = count_multiplications(flow)[: flow.tiled_count]
     return sum(map(sum, tiled_rows))
 
 
 def distributed(
     problem: PlanningProblem[DistributedOptions], present: Collection[str]
 ) -> DistributedPlan:
-    """Return the distributed plan over the present devices; raises `InputError` if their memory is insufficient.
+    """Return the distributed plan over the devices ``present``; raises `InputError` if their memory is insufficient.
 
-    The source is always present, as it is the device that plans.
+    The source is always present, since it is the device that plans.
     """
     devices = _present_devices(problem, present)
     settings = settings_of(problem, devices)
@@ -230,20 +235,20 @@ def distributed(
 def assignments_for(
     problem: PlanningProblem[DistributedOptions], present: Collection[str]
 ) -> tuple[Assignment, ...]:
-    """Plan for the present devices, the source included; raises `InputError` if their memory is insufficient."""
-    decided = distributed(problem, present)
-    return assignments(problem, flow_of(problem, decided))
+    """Return the assignments of `distributed`; raises `InputError` if the memory is insufficient."""
+    distributed_plan = distributed(problem, present)
+    return assignments(problem, flow_of(problem, distributed_plan))
 
 
 def assignments(
     problem: PlanningProblem[DistributedOptions], flow: Dataflow
 ) -> tuple[Assignment, ...]:
-    """Return the assignments of a plan, one part of every unit per device, with the source first as coordinator."""
+    """Return the assignment of each device, the source first; every device has a part of every unit."""
     needs = memory_needs(flow)
-    # Both have one row a layer; their columns are the devices.
+    # Transposed from one row for each layer to one row for each device.
     products = list(zip(*count_multiplications(flow), strict=True))
     costs = list(zip(*layer_costs(flow), strict=True))
-    made = []
+    by_device = []
     for index, name in enumerate(flow.plan.devices):
         cost = sum(costs[index], Cost())
         assignment = Assignment(
@@ -254,44 +259,42 @@ def assignments(
             memory=needs[index],
             part="a part",
             parameters=count_parameters(flow, index),
-            # A multiplication comes with an addition.
+            # Each multiplication is followed by an addition.
             flops=2.0 * sum(products[index]),
             seconds=problem.device(name).seconds(cost),
         )
-        made.append(assignment)
-    source = made.pop(flow.plan.source)
-    return (source, *made)
+        by_device.append(assignment)
+    source = by_device.pop(flow.plan.source)
+    return (source, *by_device)
 
 
 def flow_of(
-    problem: PlanningProblem[DistributedOptions], decided: DistributedPlan
+    problem: PlanningProblem[DistributedOptions], plan: DistributedPlan
 ) -> Dataflow:
     """Return the dataflow of a plan."""
-    settings = PlanSettings(
-        problem.options, decided.source, problem.workload.batch_size
-    )
-    return make_dataflow(graph_of(problem.model), decided, settings)
+    settings = PlanSettings(problem.options, plan.source, problem.workload.batch_size)
+    return make_dataflow(graph_of(problem.model), plan, settings)
 
 
 def alternatives(
     problem: PlanningProblem[DistributedOptions],
 ) -> tuple[Alternative, ...]:
-    """Return every scheme over the same devices, except schemes requiring a missing link."""
+    """Return the plan of every scheme over the same devices, except schemes that need a missing link."""
     settings = settings_of(problem, problem.devices)
     graph = graph_of(problem.model)
     described = []
-    for each in compare_schemes(graph, problem.devices, settings):
-        if _has_links(problem, each.flow):
-            described.append(_describe_alternative(problem, each))
+    for candidate in compare_schemes(graph, problem.devices, settings):
+        if _has_links(problem, candidate.flow):
+            described.append(_describe_alternative(problem, candidate))
     return tuple(described)
 
 
 def compare_schemes(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> list[Candidate]:
-    """Return a plan for every scheme; the configured scheme uses the configured pairs.
+    """Return a plan for every scheme, without schemes that the options make impossible.
 
-    Impossible schemes are omitted. Raises `InputError` if the configured scheme is impossible.
+    Raises `InputError` if the configured scheme is impossible.
     """
     candidates = []
     for name in SCHEMES:
@@ -299,7 +302,7 @@ def compare_schemes(
         try:
             candidates.append(best_candidate(graph, devices, with_scheme))
         except InputError:
-            # The user has not asked for the other schemes.
+            # Other schemes than the configured one are only for comparison.
             if name == settings.options.scheme:
                 raise
     return candidates
@@ -307,11 +310,11 @@ def compare_schemes(
 
 def _has_links(problem: PlanningProblem[DistributedOptions], flow: Dataflow) -> bool:
     names = flow.plan.devices
-    used = set()
+    used_links = set()
     for transfer in all_transfers(flow):
         pair = (names[transfer.sender], names[transfer.receiver])
-        used.add(pair)
-    return used <= problem.links.keys()
+        used_links.add(pair)
+    return used_links <= problem.links.keys()
 
 
 def _describe_alternative(
@@ -323,12 +326,14 @@ def _describe_alternative(
     demands = plan_demands(flow)
     redundant = 0
     if plan.tiling:
-        redundant = redundant_multiplications(layers[: plan.tiled], flow.computed)
+        redundant = redundant_multiplications(
+            layers[: plan.tiled_count], flow.computed_regions
+        )
     weights = dict(zip(plan.devices, demands.weight_elements, strict=True))
     memory = dict(zip(plan.devices, candidate.needs, strict=True))
     schemes = {}
-    for layer, decided in zip(layers, plan.layers, strict=True):
-        schemes[layer.name] = decided.scheme
+    for layer, layer_plan in zip(layers, plan.layers, strict=True):
+        schemes[layer.name] = layer_plan.scheme
     return Alternative(
         name=plan.scheme,
         chosen=plan.scheme == problem.options.scheme,
@@ -351,10 +356,10 @@ def _describe_alternative(
 
 
 def _notes_on(plan: DistributedPlan) -> list[str]:
-    """Name the fused pairs of a plan, and the layers divided by input unless all are."""
+    """Return notes with the fused pairs of a plan, and with its layers divided by input if others are not."""
     schemes = [layer.scheme for layer in plan.layers]
     notes = []
-    # As in the paper's Table 2: 18+19.
+    # Written as in the paper's Table 2: 18+19.
     pairs = [f"{one}+{other}" for one, other in pairs_of(schemes)]
     if pairs:
         notes.append(f"fused {', '.join(pairs)}")
@@ -368,10 +373,10 @@ def _notes_on(plan: DistributedPlan) -> list[str]:
 
 
 def _step_time(problem: PlanningProblem[DistributedOptions], flow: Dataflow) -> float:
-    """Predict the seconds between two results; with one concurrent request, its latency."""
+    """Return the predicted seconds between two results: with one request in flight, its latency."""
     devices = _present_devices(problem, flow.plan.devices)
-    made = make_phases(flow, devices, problem.links)
-    return predict_interval(made, flow.settings.options.in_flight)
+    phases = make_phases(flow, devices, problem.links)
+    return predict_interval(phases, flow.settings.options.in_flight)
 
 
 def _present_devices(
@@ -387,16 +392,16 @@ def settings_of(
     options = problem.options
     source = 0
     if options.source:
-        # Indices count the given devices, of which some may have been lost.
+        # The source's index among ``devices``, since other devices may have been lost.
         names = [device.name for device in devices]
         source = names.index(options.source)
     return PlanSettings(options, source, problem.workload.batch_size)
 
 
 def _check_links(problem: PlanningProblem[DistributedOptions], source: str) -> None:
-    """Raise `InputError` for a missing link: between source and workers, or between any two devices.
+    """Raise `InputError` for a missing link between the source and another device, or between any two devices.
 
-    Idle devices need links too: they register with the source and may take over work.
+    All devices need links to and from the source, also idle ones: they may take over work later.
     """
     options = problem.options
     is_direct = options.exchange == "direct" or options.scheme == "sequential"

@@ -1,8 +1,11 @@
-"""One request on one member, with the shared state of all its requests: slices, processor and memory ledger.
+"""The work of one member (a device of a distributed inference) for one request.
 
-Sending overlaps with computing where data dependencies allow. A layer is computed from the input pieces already
-received while the others are in transit, and output chunks are sent as soon as they are computed. Values are (samples,
-elements).
+`MemberContext` is the state that all requests of the member share: slices of weights, processor and memory. `Store`
+keeps received values, and `RequestWork` computes the member's part of every layer.
+
+Sending overlaps with computing where data dependencies allow: a layer is computed from the pieces of its input that
+have arrived while other pieces are in transit, and chunks of its output are sent as soon as they are computed. Values
+are (samples, elements). `testbed_stahl.dataflow` explains values, pieces and tasks.
 """
 
 from __future__ import annotations
@@ -21,15 +24,15 @@ from testbed.ml.lazy import torch
 from testbed.ml.models.chain import forward_of
 from testbed.ml.models.sliced import SlicedLayer, SlicedShape
 from testbed.ml.pipeline.messages import Output
-from testbed_stahl.dataflow import Dataflow, LayerTask, Origin, as_range, by_chunks
+from testbed_stahl.dataflow import Dataflow, LayerTask, Origin, as_range, is_chunked
 from testbed_stahl.messages import OutputPiece, PartialSums
 from testbed_stahl.plan import Range, intersection, scaled, shifted, total_size
 
 
 class Ledger:
-    """Resident bytes of weights and activations, tracked as tensors are allocated and released.
+    """The bytes of weights and activations in a device's memory, counted as tensors are stored and released.
 
-    A device fails if its resident bytes exceed its memory, like a process killed by the kernel.
+    A device fails if the bytes exceed its memory, like a process that the kernel kills.
 
     >>> ledger = Ledger("pi", memory=1000)
     >>> ledger.drop(ledger.hold(torch.zeros(1, 100)))
@@ -46,7 +49,7 @@ class Ledger:
         self._memory = memory
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count activations of any shape as resident; raises `TestbedError` if memory is exceeded."""
+        """Count a tensor of any shape, and return it; raises `TestbedError` if the memory is exceeded."""
         self.activations += tensor.nbytes
         self.peak = max(self.peak, self.activations)
         if self.weights + self.activations > self._memory:
@@ -58,7 +61,7 @@ class Ledger:
         return tensor
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Release activations of any shape."""
+        """Count a tensor of any shape as released."""
         self.activations -= tensor.nbytes
 
 
@@ -66,14 +69,14 @@ T = TypeVar("T")
 
 
 class MemberContext:
-    """A device in one configuration: its layer slices, processor, messages and tasks."""
+    """The state of a member that all its requests share: slices of layers, processor, memory, messages and tasks."""
 
     def __init__(
         self, mailbox: Mailbox, flow: Dataflow, coordinator: str, memory: float
     ) -> None:
         """``memory`` is the memory of the device in bytes."""
         self.actions = 0
-        """Number of computations done, by which the supervisor sees progress."""
+        """Number of computations and received messages, by which the supervisor notices progress."""
         self.computing = False
         """Whether the device computes right now."""
         self.flow = flow
@@ -85,8 +88,8 @@ class MemberContext:
         """Stored slices by layer."""
         self.ledger = Ledger(mailbox.device.name, memory)
         self.done_after: dict[int, list[int]] = {}
-        """By layer, the values that the device no longer needs after the layer."""
-        for value, last_readers in flow.last.items():
+        """Layer -> values that the device does not need after this layer."""
+        for value, last_readers in flow.last_readers.items():
             last_reader = last_readers[self.index]
             values = self.done_after.setdefault(last_reader, [])
             values.append(value)
@@ -95,7 +98,7 @@ class MemberContext:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task until `cancel`."""
+        """Run a coroutine as a task, which `cancel` ends."""
         task = self._mailbox.start(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -106,7 +109,7 @@ class MemberContext:
             task.cancel()
 
     def post(self, device: int | None, message: TypedMessage) -> None:
-        """Queue a message to a device of the plan or to the coordinator, without waiting."""
+        """Send a message to a device of the plan, or to the coordinator for None, without waiting."""
         name = self._coordinator
         if device is not None:
             name = self.flow.plan.devices[device]
@@ -147,7 +150,7 @@ class Store:
         self._sums: dict[tuple[int, Range], dict[int, torch.Tensor]] = {}
         """By layer and range of output channels, then by device: partial sums."""
         self._waiter: asyncio.Future[None] | None = None
-        """Ends with the next arrival, if anybody waits for it."""
+        """Completed by the next arrival."""
 
     def put(self, value: int, first: int, tensor: torch.Tensor) -> None:
         """Store elements of a value starting at ``first``, (samples, elements)."""
@@ -168,13 +171,13 @@ class Store:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def news(self) -> None:
-        """Wait until another piece arrives."""
+    async def wait_for_arrival(self) -> None:
+        """Wait until another piece, or other partial sums, arrive."""
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
     def blocks(self, origins: Iterable[Origin]) -> list[Block]:
-        """Return the received blocks of a layer's input, in element order."""
+        """Return the received parts of a layer's input, in element order."""
         blocks: list[Block] = []
         for origin in origins:
             # From elements of the value to elements of the layer's input.
@@ -184,15 +187,15 @@ class Store:
                 if common.size:
                     values = _cut_columns(tensor, part, common)
                     blocks.append((shifted(common, offset), values))
-        # Tensors cannot be compared, so the ranges alone decide.
+        # By the ranges, since tensors cannot be compared.
         return sorted(blocks, key=lambda block: block[0])
 
-    async def all_of(self, origins: tuple[Origin, ...]) -> list[Block]:
+    async def wait_for_input(self, origins: tuple[Origin, ...]) -> list[Block]:
         """Wait until the input of a layer is complete; return the blocks in element order."""
         wanted = sum(origin.part.size for origin in origins)
         blocks = self.blocks(origins)
         while _count_elements(blocks) < wanted:
-            await self.news()
+            await self.wait_for_arrival()
             blocks = self.blocks(origins)
         return blocks
 
@@ -200,11 +203,11 @@ class Store:
         """Wait for the sums of ``count`` devices; release and return them in device order."""
         key = (layer, made)
         while len(self._sums.get(key, ())) < count:
-            await self.news()
+            await self.wait_for_arrival()
         by_device = self._sums.pop(key)
         for tensor in by_device.values():
             self._ledger.drop(tensor)
-        # In device order, not of arrival: the sum of floats depends on the order, and the result must not.
+        # In the order of the devices: the sum of floats depends on the order, and must not depend on the arrivals.
         return [by_device[device] for device in sorted(by_device)]
 
     def forget(self, value: int) -> None:
@@ -213,7 +216,7 @@ class Store:
             self._ledger.drop(tensor)
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all values and partial sums."""
         for value in list(self._pieces):
             self.forget(value)
         for sums in self._sums.values():
@@ -223,7 +226,7 @@ class Store:
 
 
 SPAN = "forward"
-"""Name of all computations of layers, for which faults can wait."""
+"""Name of the span of every computation of a layer, for which faults can wait."""
 
 
 class RequestWork:
@@ -236,27 +239,27 @@ class RequestWork:
         self._flow = member.flow
         self._layers = member.flow.graph.layers
         is_source = member.index == member.flow.plan.source
-        self._collects = is_source and member.flow.way == "via-source"
-        """Whether this device forwards the outputs of all others."""
+        self._collects = is_source and member.flow.exchange == "via-source"
+        """Whether this device is the source and forwards the outputs of all others."""
         self._collected: dict[int, list[tuple[int, Range, torch.Tensor]]] = {}
-        """By value, the parts that the source has not forwarded yet: maker, elements and tensor."""
+        """Value -> (maker, elements, tensor) of each part that the source has not forwarded yet."""
 
     async def run(self) -> None:
         """Compute this device's part of every layer in order; submit the result on the source."""
         member = self._member
-        for index in range(self._flow.tiled, len(self._layers)):
+        for index in range(self._flow.tiled_count, len(self._layers)):
             task = self._flow.tasks[index][member.index]
             if task.work == "sums":
-                await self._by_inputs(index, task)
-            elif by_chunks(self._layers[index], task):
-                await self._by_outputs(index, task)
+                await self._compute_by_inputs(index, task)
+            elif is_chunked(self._layers[index], task):
+                await self._compute_by_outputs(index, task)
             elif task.work != "none":
                 await self._compute_whole(index, task)
             # No later layer on this device reads these values.
             for value in member.done_after.get(index, ()):
                 self.store.forget(value)
         if member.index == self._flow.plan.source:
-            blocks = await self.store.all_of(self._flow.result())
+            blocks = await self.store.wait_for_input(self._flow.result())
             result = _join_blocks(blocks)
             shaped = result.reshape(-1, *self._layers[-1].output)
             output = Output(member.configuration, "infer", self.number, shaped)
@@ -265,30 +268,33 @@ class RequestWork:
 
     # Divided layers.
 
-    async def _by_outputs(self, index: int, task: LayerTask) -> None:
-        """LOP: compute output channels from the complete input, piece by piece as input arrives.
+    async def _compute_by_outputs(self, index: int, task: LayerTask) -> None:
+        """Compute some output channels from all inputs (LOP), adding up the products of input pieces as they arrive.
 
-        The last contribution is computed in chunks, each sent while the next is computed.
+        The products of the last pieces are computed in chunks of output channels, and each chunk is sent while the next
+        one is computed.
         """
         pixels = self._layers[index].pixels
         total = None
         used: set[Range] = set()
         blocks = await self._new_blocks(index, task, used)
-        # All but the last blocks: their products are added up while the rest is in transit.
-        while total_size(used) < task.takes.size:
-            work = partial(self._add_products, index, blocks, task.makes, total)
-            cost = self._product_cost(index, blocks, task.makes.size)
+        # While input is missing: the products of the blocks so far are added up.
+        while total_size(used) < task.input_range.size:
+            work = partial(
+                self._add_products, index, blocks, task.output_channels, total
+            )
+            cost = self._product_cost(index, blocks, task.output_channels.size)
             added = await self._compute_layer(index, work, cost)
-            # Later contributions replace the sums of earlier ones, so the sums count once.
+            # The new sums replace the former ones of the same size, so the ledger counts them once.
             if total is None:
                 self._member.ledger.hold(added)
             total = added
             blocks = await self._new_blocks(index, task, used)
-        whole = scaled(task.makes, pixels)
-        for chunk in self._flow.chunks(index, task.makes):
+        whole_part = scaled(task.output_channels, pixels)
+        for chunk in self._flow.chunks(index, task.output_channels):
             before = None
             if total is not None:
-                before = _cut_columns(total, whole, scaled(chunk, pixels))
+                before = _cut_columns(total, whole_part, scaled(chunk, pixels))
             work = partial(self._finish_channels, index, blocks, chunk, before)
             cost = self._product_cost(index, blocks, chunk.size)
             cost += self._finish_cost(index, chunk.size, _samples_of(blocks))
@@ -300,11 +306,11 @@ class RequestWork:
     async def _new_blocks(
         self, index: int, task: LayerTask, used: set[Range]
     ) -> list[Block]:
-        """Wait for unused parts of a layer's input and mark them as used."""
-        origins = self._flow.origins(index, task.takes)
+        """Wait for input of a layer that is not in ``used``, add its ranges to ``used``, and return its blocks."""
+        origins = self._flow.origins(index, task.input_range)
         if self._flow.settings.options.layerwise:
-            # Computing begins with the complete input.
-            await self.store.all_of(origins)
+            # With this option a device computes only after all input has arrived.
+            await self.store.wait_for_input(origins)
         while True:
             unused = []
             for taken, values in self.store.blocks(origins):
@@ -313,17 +319,20 @@ class RequestWork:
             if unused:
                 used.update(taken for taken, _ in unused)
                 return unused
-            await self.store.news()
+            await self.store.wait_for_arrival()
 
-    async def _by_inputs(self, index: int, task: LayerTask) -> None:
-        """LIP: compute partial sums of all outputs, then merge the sums of all devices for the own output channels."""
-        if task.takes.size:
+    async def _compute_by_inputs(self, index: int, task: LayerTask) -> None:
+        """Compute partial sums of all outputs from some inputs (LIP), then merge all devices' sums of some outputs."""
+        if task.input_range.size:
             await self._send_sums(index, task)
-        senders = sum(other.takes.size > 0 for other in self._flow.tasks[index])
-        for chunk in self._flow.chunks(index, task.makes):
+        senders = 0
+        for device_task in self._flow.tasks[index]:
+            if device_task.input_range.size > 0:
+                senders += 1
+        for chunk in self._flow.chunks(index, task.output_channels):
             sums = await self.store.sums(index, chunk, senders)
-            # An addition for each value that is merged.
-            additions = sum(each.numel() for each in sums[1:])
+            # Merging takes an addition for each value of all tensors but the first.
+            additions = sum(tensor.numel() for tensor in sums[1:])
             cost = Cost(additions)
             cost += self._finish_cost(index, chunk.size, len(sums[0]))
             work = partial(self._merge_sums, index, sums, chunk)
@@ -332,15 +341,15 @@ class RequestWork:
             self._publish(index, first, made)
 
     async def _send_sums(self, index: int, task: LayerTask) -> None:
-        """Compute the partial sums of each merger in ring order, and those of the device itself last."""
+        """Compute the partial sums for each merger, and send them; those that this device merges come last."""
         tasks = self._flow.tasks[index]
         own = self._member.index
-        origins = self._flow.origins(index, task.takes)
-        blocks = await self.store.all_of(origins)
-        # In ring order: otherwise all devices would send to the same merger first.
+        origins = self._flow.origins(index, task.input_range)
+        blocks = await self.store.wait_for_input(origins)
+        # In ring order after this device: otherwise all devices would send to the same merger first.
         for step in range(1, len(tasks) + 1):
             merger = (own + step) % len(tasks)
-            chunks = self._flow.chunks(index, tasks[merger].makes)
+            chunks = self._flow.chunks(index, tasks[merger].output_channels)
             for chunk in chunks:
                 work = partial(self._add_products, index, blocks, chunk, None)
                 cost = self._product_cost(index, blocks, chunk.size)
@@ -367,7 +376,7 @@ class RequestWork:
         made: Range,
         before: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the accumulated sums of some output channels after adding parts of the input."""
+        """Return the sums ``before`` of the output channels ``made`` plus the products of some blocks of the input."""
         layer = self._layers[index]
         sliced = self._member.layers[index]
         pixels = layer.inputs // layer.input_channels
@@ -386,7 +395,7 @@ class RequestWork:
         made: Range,
         before: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return some output channels after the last parts of the input, with bias and activation."""
+        """Return the output channels ``made``: `_add_products` with the last blocks, then bias and activation."""
         total = self._add_products(index, blocks, made, before)
         sliced = self._member.layers[index]
         return sliced.finish(total, as_range(made))
@@ -394,25 +403,25 @@ class RequestWork:
     def _merge_sums(
         self, index: int, sums: Sequence[torch.Tensor], made: Range
     ) -> torch.Tensor:
-        """Return some output channels from the partial sums of all devices: the paper's Merge (Section 4.1)."""
+        """Return the output channels ``made`` from the partial sums of all devices: the paper's Merge (Section 4.1)."""
         total = sums[0]
-        for each in sums[1:]:
-            total = _add_tensors(total, each)
+        for partial_sums in sums[1:]:
+            total = _add_tensors(total, partial_sums)
         sliced = self._member.layers[index]
         return sliced.finish(total, as_range(made))
 
     async def _compute_whole(self, index: int, task: LayerTask) -> None:
-        """Compute a whole layer, or pool some channels."""
+        """Compute a whole layer, or some channels of a layer that treats each channel by itself."""
         layer = self._layers[index]
         sliced = self._member.layers[index]
-        origins = self._flow.origins(index, task.takes)
-        blocks = await self.store.all_of(origins)
-        one_sample = layer.cost(task.takes.size, task.makes.size)
+        origins = self._flow.origins(index, task.input_range)
+        blocks = await self.store.wait_for_input(origins)
+        one_sample = layer.cost(task.input_range.size, task.output_channels.size)
         cost = forward_of(one_sample, _samples_of(blocks))
         made = await self._compute_layer(
             index, lambda: sliced.run(_join_blocks(blocks)), cost
         )
-        first = task.makes.first * layer.pixels
+        first = task.output_channels.first * layer.pixels
         self._publish(index, first, made)
 
     async def _compute_layer(
@@ -426,40 +435,41 @@ class RequestWork:
     def take_values(
         self, value: int, first: int, tensor: torch.Tensor, maker: int
     ) -> None:
-        """Store another device's output, (samples, elements); the source may forward it."""
+        """Store a piece of a value from the device ``maker``, (samples, elements); the source may forward it."""
         part = Range(first, first + tensor.shape[1])
         if self._collects:
-            self._send_on(value, part, tensor, maker)
+            self._forward(value, part, tensor, maker)
         self._keep_part(value, part, tensor)
 
     def _publish(self, value: int, first: int, tensor: torch.Tensor) -> None:
-        """Send this device's part of a value to its receivers and keep a local copy."""
+        """Send a piece of a value that this device has made to its receivers, and store it if this device needs it."""
         part = Range(first, first + tensor.shape[1])
         own = self._member.index
         ledger = self._member.ledger
-        # The tensor counts in the peak even if the device does not keep it.
+        # The tensor counts in the peak of the memory even if the device does not store it.
         ledger.drop(ledger.hold(tensor))
         if self._collects:
-            self._send_on(value, part, tensor, own)
+            self._forward(value, part, tensor, own)
         else:
             for receiver, wanted in self._flow.receivers(value, own, part):
                 self._send_part(value, receiver, wanted, part, tensor)
         self._keep_part(value, part, tensor)
 
-    def _send_on(
+    def _forward(
         self, value: int, part: Range, tensor: torch.Tensor, maker: int
     ) -> None:
-        """Forward a part of a value to its receivers; with `layerwise`, all parts once the last one has arrived."""
+        """Forward a piece of a value; with the option `layerwise`, all pieces once the last one has arrived."""
         parts = self._collected.setdefault(value, [])
         parts.append((maker, part, tensor))
         if self._flow.settings.options.layerwise:
-            own = self._flow.homes[value][self._member.index].size
-            arrived = total_size(each for _, each, _ in parts)
+            own = self._flow.made_ranges[value][self._member.index].size
+            arrived = total_size(elements for _, elements, _ in parts)
             if arrived < own + self._flow.collected(value):
                 return
-        for origin, each, made in self._collected.pop(value):
-            for receiver, wanted in self._flow.forwarded(value, origin, each):
-                self._send_part(value, receiver, wanted, each, made)
+        for part_maker, elements, values in self._collected.pop(value):
+            receivers = self._flow.forwarded(value, part_maker, elements)
+            for receiver, wanted in receivers:
+                self._send_part(value, receiver, wanted, elements, values)
 
     def _send_part(
         self,
@@ -476,12 +486,12 @@ class RequestWork:
 
     def _keep_part(self, value: int, part: Range, tensor: torch.Tensor) -> None:
         """Store a part of a value if a layer on this device reads the value, or if it is the result."""
-        last_reader = self._flow.last[value][self._member.index]
+        last_reader = self._flow.last_readers[value][self._member.index]
         if last_reader >= 0:
             self.store.put(value, part.first, tensor)
 
-    def spread(self, value: int, tensor: torch.Tensor) -> None:
-        """Start with a complete value, (samples, elements), on the source: the images, or the map of all tiles."""
+    def distribute(self, value: int, tensor: torch.Tensor) -> None:
+        """Distribute the first value, (samples, elements), from the source: the images, or the map of all tiles."""
         self._publish(value, 0, tensor)
 
 
@@ -514,5 +524,5 @@ def _cut_columns(tensor: torch.Tensor, whole: Range, part: Range) -> torch.Tenso
 
 
 def _add_tensors(total: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """Add two tensors; for tensors without values either is the sum."""
+    """Add two tensors; of tensors without values, in timing-only runs, return either one."""
     return more if more.is_meta else total + more

@@ -1,4 +1,8 @@
-"""Communication of LOP, LIP and fused pairs, and the choice with the least (Stahl et al., Sections 4.1 to 4.3).
+"""Communication of LOP, LIP and fused pairs, and the schemes with the minimum (Stahl et al., Sections 4.1 to 4.3).
+
+LOP (layer output partitioning): each device computes some outputs of a layer from all inputs. LIP (layer input
+partitioning): each device computes the contribution of some inputs to all outputs. A fused pair (FUSE) is LOP followed
+by LIP, without an exchange of the values in between. The communication C is counted in elements of one sample.
 
 The paper's N equal devices are generalised to any shares: only the number of workers beside the source (N - 1 in the
 paper) and their total share ((N - 1) / N) matter.
@@ -74,9 +78,9 @@ def layer_communication(
     input_shares = layer.inputs * workers.share
     output_shares = layer.outputs * workers.share
     whole_output = Fraction(layer.outputs * workers.count)
-    # Only LOP has a term for held input in the paper. Its worked example counts none for FUSE1 after LOP either (Figure
-    # 7), and for LIP Section 4.1 sees no opportunity for reuse. The program sends held input in no scheme, so that with
-    # reuse LIP after LOP is an extension of ours.
+    # In the paper only LOP has a term for input that a device holds already. The paper's worked example does not charge
+    # such input for FUSE1 after LOP either (Figure 7), and for LIP Section 4.1 sees no opportunity for reuse. The
+    # program never sends such input, so that ``with-reuse`` for LIP after LOP is an extension of ours.
     saves_input = holds_share and (scheme == "lop" or reuse == "with-reuse")
     match scheme:
         case "lop":
@@ -84,16 +88,16 @@ def layer_communication(
             saved = input_shares if saves_input else Fraction(0)
             return whole_input - saved + output_shares
         case "fuse1":
-            # The outputs stay where they are.
+            # The outputs stay on the devices that made them.
             return whole_input - input_shares if saves_input else whole_input
         case "lip":
             # Equation (8).
             return whole_output if saves_input else input_shares + whole_output
         case "fuse2":
-            # The inputs are there already.
+            # Each device has its inputs, the outputs of its part of fuse1.
             return whole_output
         case _:
-            # Layers on one device, and tiles, which C does not count.
+            # C does not count layers on one device, nor tiles.
             return Fraction(0)
 
 
@@ -127,7 +131,9 @@ def total_communication(
 
 
 Schemes = tuple[Scheme, ...]
+"""The scheme of each layer."""
 LayerPair = tuple[int, int]
+"""Indices of two successive layers."""
 
 
 def uniform_schemes(graph: Graph, scheme: Scheme, first: int = 0) -> Schemes:
@@ -157,16 +163,17 @@ def fused_schemes(
     schemes = list(uniform_schemes(graph, "lop", first))
     for one, other in pairs:
         is_successive = other == one + 1 and one >= first
-        is_pair = is_successive and graph.fuses(one)
-        # A layer that is in another pair has the scheme fuse1 or fuse2 by now.
-        if not is_pair or {schemes[one], schemes[other]} != {"lop"}:
+        is_fusible = is_successive and graph.fuses(one)
+        # A layer of an earlier pair has the scheme fuse1 or fuse2 by now.
+        if not is_fusible or {schemes[one], schemes[other]} != {"lop"}:
             raise InputError(
                 f"layers {one} and {other} of {graph.name} cannot be fused: a pair is two successive layers with "
                 "weights, in no other pair, whose intermediate output no other layer reads; "
                 f"choose from {_valid_pairs(graph, first)}",
                 ("method", "fused_pairs"),
             )
-        schemes[one], schemes[other] = "fuse1", "fuse2"
+        schemes[one] = "fuse1"
+        schemes[other] = "fuse2"
     return tuple(schemes)
 
 
@@ -185,7 +192,7 @@ def least_communication(
     first: int = 0,
     lip: bool = True,
 ) -> Schemes:
-    """Return the schemes with the least C from layer ``first`` on; ties prefer LOP, then LIP, then FUSE.
+    """Return the schemes with the minimum C from layer ``first`` on; ties prefer LOP, then LIP, then FUSE.
 
     Without ``lip`` only LOP and fused pairs are considered, as in the variants of the paper's Table 2. The optimum of
     the paper's worked example:
@@ -197,8 +204,8 @@ def least_communication(
     ('lop', 'fuse1', 'fuse2', 'lop')
     """
     count = len(graph.layers)
-    # best[index][after_lop]: the least C of layer ``index`` and all later layers, and their schemes, if the previous
-    # layer used LOP or did not.
+    # best[index][after_lop]: the minimum C of layer ``index`` and all later layers together, and their schemes. The
+    # second index is whether the previous layer used LOP.
     best: dict[int, dict[bool, tuple[Fraction, Schemes]]] = {
         count: dict.fromkeys((False, True), (Fraction(0), ()))
     }
@@ -207,10 +214,10 @@ def least_communication(
         for after_lop in (False, True):
             holds_share = after_lop and graph.follows(index)
             options = []
-            for chosen in _possible_schemes(graph, index, lip):
-                ends_with_lop = chosen[-1] == "lop"
-                cost, later = best[index + len(chosen)][ends_with_lop]
-                for offset, scheme in enumerate(chosen):
+            for schemes in _possible_schemes(graph, index, lip):
+                ends_with_lop = schemes[-1] == "lop"
+                cost, later = best[index + len(schemes)][ends_with_lop]
+                for offset, scheme in enumerate(schemes):
                     cost += layer_communication(
                         graph.layers[index + offset],
                         scheme,
@@ -218,19 +225,19 @@ def least_communication(
                         holds_share and offset == 0,
                         reuse,
                     )
-                options.append((cost, (*chosen, *later)))
-            # min keeps the first of equal costs, so the order of the possible schemes decides ties.
+                options.append((cost, (*schemes, *later)))
+            # `min` returns the first of equal costs, so the order of the possible schemes decides ties.
             best[index][after_lop] = min(options, key=lambda option: option[0])
     tiled = uniform_schemes(graph, "lop", first)[:first]
-    # The source has the whole image, or the whole map of the tiles: no device holds a share of the first input.
+    # The source alone has the image, or the map of all tiles, so no device holds a share of the first input.
     _, divided = best[first][False]
     return (*tiled, *divided)
 
 
 def _possible_schemes(graph: Graph, index: int, lip: bool) -> list[Schemes]:
-    """Return the possible schemes of a layer alone, and of the layer fused with the next one.
+    """Return the possible schemes of a layer alone, then those of the layer fused with the next one.
 
-    Constraints (11) to (13): one scheme for each layer, and a fused layer is followed by its second layer.
+    Constraints (11) to (13): each layer has one scheme, and the second layer of a fused pair follows the first one.
     """
     if not graph.layers[index].splits:
         return [("whole",)]

@@ -1,14 +1,15 @@
 """Fused tile partitioning (FTP) of the early layers, after Zhao et al., "DeepThings", as used by Stahl et al.
 
-A grid cuts the output of the last early layer, and each tile is traced back to its region of every layer's input,
-including its halo. A device computes a tile from the image to the output without data from other devices. In exchange,
-neighbouring tiles compute their overlaps twice unless they reuse data. Rows and columns are independent, so regions are
-traced along one axis at a time.
+The early layers are the first layers of a network, and a map is the output of one of them. A grid cuts the output of
+the last early layer. Each tile is traced back to its region of every layer's input, including a margin that overlaps
+its neighbours (the halo). A device computes a tile from the image to the output without data from other devices. In
+exchange, neighbouring tiles compute their overlaps twice unless they reuse data. Rows and columns are independent, so
+regions are traced along one axis at a time.
 
 Beyond the paper, overlaps may be reused as in "DeepThings". Tiles are coloured like a chessboard. Tiles of the first
 colour are computed first, halos included. All neighbours of a tile of the second colour have the first colour: the tile
-reuses their regions of every map between the early layers and computes only the rest. Its image region comes from the
-source in full.
+waits for them, reuses their regions of every map between the early layers, and computes only the rest. The source sends
+its region of the image in full.
 """
 
 from __future__ import annotations
@@ -38,17 +39,19 @@ class Overlap(NamedTuple):
     region: Region
 
 
-def is_late(row: int, column: int) -> bool:
+def waits_for_neighbours(row: int, column: int) -> bool:
     """Return whether a tile waits for its neighbours, as every second tile of a chessboard does.
 
-    >>> is_late(0, 0), is_late(0, 1), is_late(1, 1)
+    >>> waits_for_neighbours(0, 0), waits_for_neighbours(0, 1), waits_for_neighbours(1, 1)
     (False, True, False)
     """
     return (row + column) % 2 == 1
 
 
 def remaining_range(needed: Range, before: Range | None, after: Range | None) -> Range:
-    """Return the part of a range along one axis covered by neither neighbour; None means no neighbour.
+    """Return the part of a range along one axis that neither neighbour covers.
+
+    ``before`` and ``after`` are the ranges of the neighbours; None at the border.
 
     >>> remaining_range(Range(2, 9), before=Range(0, 4), after=None)
     Range(first=4, last=9)
@@ -56,7 +59,7 @@ def remaining_range(needed: Range, before: Range | None, after: Range | None) ->
     first, last = needed
     if before is not None:
         first = max(first, before.last)
-        # A neighbour that covers everything leaves an empty range at the end.
+        # If the neighbour covers the whole range, an empty range at its end remains.
         first = min(first, needed.last)
     if after is not None:
         last = min(last, after.first)
@@ -65,9 +68,9 @@ def remaining_range(needed: Range, before: Range | None, after: Range | None) ->
 
 
 def computed_regions(tiling: Tiling, number: int) -> tuple[Region, ...]:
-    """Return the region of each early layer's output computed by a tile with data reuse."""
+    """Return the region of each early layer's output that a tile computes if overlaps are reused."""
     tile = tiling.tiles[number]
-    if not is_late(tile.row, tile.column):
+    if not waits_for_neighbours(tile.row, tile.column):
         return tile.regions[1:]
     above, below, left, right = _neighbour_tiles(tiling, tile)
     regions = []
@@ -88,14 +91,13 @@ def computed_regions(tiling: Tiling, number: int) -> tuple[Region, ...]:
 
 
 def find_overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
-    """Return all overlaps reused between tiles, layer by layer for each pair.
+    """Return all overlaps that tiles reuse, layer by layer for each pair of tiles.
 
     The neighbours above and below cover all columns of a tile; the left and right neighbours cover the remaining rows.
     """
-    shared = []
+    overlaps = []
     for number, tile in enumerate(tiling.tiles):
-        # Only tiles that wait reuse anything.
-        if not is_late(tile.row, tile.column):
+        if not waits_for_neighbours(tile.row, tile.column):
             continue
         own_regions = computed_regions(tiling, number)[:-1]
         for side, neighbour in enumerate(_neighbour_tiles(tiling, tile)):
@@ -106,8 +108,8 @@ def find_overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
             for layer, (whole, own) in enumerate(regions):
                 region = _reused_region(whole, own, side)
                 if region.pixels:
-                    shared.append(Overlap(lender, number, layer, region))
-    return tuple(shared)
+                    overlaps.append(Overlap(lender, number, layer, region))
+    return tuple(overlaps)
 
 
 def _reused_region(whole: Region, own: Region, side: int) -> Region:
@@ -134,7 +136,8 @@ def _neighbour_tiles(tiling: Tiling, tile: Tile) -> tuple[Tile | None, ...]:
             return None
         return tiling.tiles[row * tiling.columns + column]
 
-    row, column = tile.row, tile.column
+    row = tile.row
+    column = tile.column
     return (
         tile_at(row - 1, column),
         tile_at(row + 1, column),
@@ -166,7 +169,7 @@ def feature_dominated_layers(graph: Graph) -> int:
     (features - weights) over the layers with weights before the cut; a pooling directly after the cut is tiled too. For
     YOLOv2 at 608x608 the result is layer 16, as in Stahl et al., Section 5.
     """
-    best = 0
+    best_total = 0
     total = 0
     cut = 0
     for index in range(len(graph.layers)):
@@ -174,13 +177,14 @@ def feature_dominated_layers(graph: Graph) -> int:
             break
         layer = graph.layers[index]
         if layer.weights == 0:
-            # A pooling layer decides nothing; it is tiled if the cut lies directly before it.
+            # A layer without weights, a pooling, does not change the sum; it is tiled if it follows the cut directly.
             if cut == index and _closes_stack(graph, index + 1):
                 cut = index + 1
             continue
         total += layer.inputs + layer.outputs - layer.weights
-        if total > best and _closes_stack(graph, index + 1):
-            best, cut = total, index + 1
+        if total > best_total and _closes_stack(graph, index + 1):
+            best_total = total
+            cut = index + 1
     return cut
 
 
@@ -223,7 +227,7 @@ def _is_tileable(graph: Graph, index: int) -> bool:
 
 def _closes_stack(graph: Graph, count: int) -> bool:
     """Return whether no later layer reads a value inside the first ``count`` layers, or the image."""
-    # Only the output of the last tiled layer is collected, so all other values are gone.
+    # Only the output of the last tiled layer is collected, so the other values are not available later.
     inside = range(INPUT, count - 1)
     for layer in graph.layers[count:]:
         for source in layer.sources:
@@ -233,7 +237,7 @@ def _closes_stack(graph: Graph, count: int) -> bool:
 
 
 def needed_range(layer: GraphLayer, out: Range, size: int) -> Range:
-    """Return the range of ``size`` input pixels along one axis needed for output pixels ``out``."""
+    """Return the range of input pixels along one axis that the output pixels ``out`` need; the input has ``size``."""
     if not out.size:
         return NOTHING
     seen = _padded_range(layer, out.first, out.last)
@@ -243,10 +247,10 @@ def needed_range(layer: GraphLayer, out: Range, size: int) -> Range:
 
 
 def _padded_range(layer: GraphLayer, first: int, last: int) -> Range:
-    """Return the padded input range along one axis read for a range of output pixels."""
+    """Return the input range along one axis that a range of output pixels reads, including pixels of the padding."""
     window = layer.window
     assert window is not None
-    # The kernel of output pixel p begins at the padded pixel p * stride.
+    # The kernel of output pixel p begins at input pixel p * stride - padding.
     begin = first * window.stride - window.padding
     end = (last - 1) * window.stride - window.padding + window.kernel
     return Range(begin, end)
@@ -272,12 +276,12 @@ def tile_padding(layer: GraphLayer, out: Region) -> tuple[int, int, int, int]:
 
 
 class _AxisTiles(NamedTuple):
-    """A row or a column of tiles along one axis."""
+    """The ranges of a row or a column of tiles along one axis."""
 
     needed: list[Range]
-    """Required range of every layer's input, and of the last layer's output."""
+    """The needed range of every layer's input, then the range of the last layer's output."""
     computed: list[Range]
-    """Computed range of every layer's output."""
+    """The computed range of every layer's output."""
 
 
 @dataclass(frozen=True)
@@ -288,11 +292,11 @@ class _Grid:
     rows: int
     columns: int
     reuse: bool = False
-    """Whether neighbours' data are reused."""
+    """Whether tiles reuse overlaps."""
 
     @cached_property
     def _row_lines(self) -> list[tuple[_AxisTiles, _AxisTiles]]:
-        """For each row, the ranges of its independent tiles and of its waiting tiles."""
+        """For each row of tiles, (ranges of tiles that do not wait, ranges of tiles that wait for their neighbours)."""
         return self._axis_lines(self.rows, 1)
 
     @cached_property
@@ -300,25 +304,28 @@ class _Grid:
         return self._axis_lines(self.columns, 2)
 
     def _axis_lines(self, count: int, axis: int) -> list[tuple[_AxisTiles, _AxisTiles]]:
-        """Cut one axis of the last output into ``count`` lines, and trace each back; axis 1 is the height."""
+        """Cut one axis of the last output into ``count`` lines, and trace each back; axis 1 is the height, 2 the width.
+
+        Each line is a pair as in `_row_lines`.
+        """
         traced = []
         size = self.layers[-1].output[axis]
         for out in divide_evenly(size, count):
             traced.append(_trace_axis(self.layers, out, axis))
         lines = []
         for index, needs in enumerate(traced):
-            early = _AxisTiles(needs, needs[1:])
-            late = early
+            independent = _AxisTiles(needs, needs[1:])
+            waiting = independent
             if self.reuse:
                 before = traced[index - 1] if index else None
                 after = traced[index + 1] if index + 1 < count else None
-                late = _trace_between(self.layers, needs[-1], axis, before, after)
-            lines.append((early, late))
+                waiting = _trace_between(self.layers, needs[-1], axis, before, after)
+            lines.append((independent, waiting))
         return lines
 
     @cached_property
     def work(self) -> list[int]:
-        """Multiplications of each tile, row by row."""
+        """Number of multiplications of each tile, row by row."""
         per_pixel = []
         for layer in self.layers:
             pixels = layer.output[1] * layer.output[2]
@@ -326,18 +333,20 @@ class _Grid:
         work = []
         for row, row_lines in enumerate(self._row_lines):
             for column, column_lines in enumerate(self._column_lines):
-                late = is_late(row, column)
-                heights = row_lines[late].computed
-                widths = column_lines[late].computed
+                # As an index: False is 0, True is 1.
+                waits = waits_for_neighbours(row, column)
+                heights = row_lines[waits].computed
+                widths = column_lines[waits].computed
                 products = 0
-                for each, rows, columns in zip(per_pixel, heights, widths, strict=True):
-                    products += each * rows.size * columns.size
+                layers = zip(per_pixel, heights, widths, strict=True)
+                for products_per_pixel, rows, columns in layers:
+                    products += products_per_pixel * rows.size * columns.size
                 work.append(products)
         return work
 
     def least_time(self, speeds: Sequence[float]) -> float:
         """Return a lower bound on the time of any assignment, in multiplications per unit of speed."""
-        # One device computes the largest tile, and all together compute everything.
+        # One device, at best the fastest, computes the largest tile; all devices together compute all tiles.
         largest = max(self.work) / max(speeds)
         everything = sum(self.work) / sum(speeds)
         return max(largest, everything)
@@ -346,26 +355,28 @@ class _Grid:
         """Assign each tile to a device; return the owners and the finish time of the last device."""
         loads = [0] * len(speeds)
         owners = [source] * len(self.work)
-        # Larger tiles first: small ones fill the differences in the end.
+        # Larger tiles first, so that small ones fill the differences between the devices in the end.
         for index in sorted(range(len(owners)), key=self._assignment_rank):
-            more = self.work[index]
-            ends = []
+            tile_work = self.work[index]
+            finish_times = []
             for load, speed in zip(loads, speeds, strict=True):
-                ends.append((load + more) / speed)
-            earliest = min(ends)
-            # The source needs no transfer, so it gets the tile on ties.
-            device = source if ends[source] == earliest else ends.index(earliest)
-            loads[device] += more
+                finish_times.append((load + tile_work) / speed)
+            earliest = min(finish_times)
+            device = finish_times.index(earliest)
+            # On ties the source gets the tile, since it needs no transfer.
+            if finish_times[source] == earliest:
+                device = source
+            loads[device] += tile_work
             owners[index] = device
-        last = 0.0
+        last_finish = 0.0
         for load, speed in zip(loads, speeds, strict=True):
-            last = max(last, load / speed)
-        return owners, last
+            last_finish = max(last_finish, load / speed)
+        return owners, last_finish
 
     def _assignment_rank(self, index: int) -> tuple[bool, int]:
         """Return the sort key of a tile: tiles that wait come last, larger ones first."""
         row, column = divmod(index, self.columns)
-        waits = self.reuse and is_late(row, column)
+        waits = self.reuse and waits_for_neighbours(row, column)
         return waits, -self.work[index]
 
     def tiling(self, owners: Sequence[int]) -> Tiling:
@@ -384,9 +395,10 @@ class _Grid:
 
     def _regions(self, row: int, column: int) -> tuple[Region, ...]:
         """Return the regions that a tile needs of each layer's input, and its region of the last output."""
-        late = is_late(row, column)
-        heights = self._row_lines[row][late].needed
-        widths = self._column_lines[column][late].needed
+        # As an index: False is 0, True is 1.
+        waits = waits_for_neighbours(row, column)
+        heights = self._row_lines[row][waits].needed
+        widths = self._column_lines[column][waits].needed
         regions = []
         for rows, columns in zip(heights, widths, strict=True):
             regions.append(Region(*rows, *columns))
@@ -401,13 +413,10 @@ def make_tiling(
     source: int,
     reuse: bool = False,
 ) -> Tiling:
-    """Cut early layers into a grid and assign the tiles to devices, with ``reuse`` of neighbours' data if requested.
+    """Cut early layers into a grid of tiles, and assign the tiles to devices by their ``speeds``.
 
-    Tiles are assigned in descending order of multiplications to the device with the earliest finish time; ties go to
-    the source, which needs no transfer.
-
-    Raises:
-        InputError: for a grid finer than the output.
+    Each tile, in descending order of multiplications, goes to the device that finishes it earliest; ties go to the
+    source, which needs no transfer. Raises `InputError` for a grid finer than the output.
     """
     _, height, width = layers[-1].output
     axes = (("rows", rows, height), ("columns", columns, width))
@@ -427,17 +436,17 @@ def best_tiling(
     source: int,
     reuse: bool = False,
 ) -> Tiling:
-    """Return the fastest grid with about one or two tiles per device; the coarsest on ties."""
-    bounded = []
+    """Return the fastest grid with about one or two tiles for each device; the coarsest one on ties."""
+    bounded_grids = []
     for rows, columns in _grid_sizes(layers, len(speeds)):
         grid = _Grid(layers, rows, columns, reuse)
-        bounded.append((grid.least_time(speeds), grid))
-    bounded.sort(key=lambda pair: pair[0])
+        bounded_grids.append((grid.least_time(speeds), grid))
+    bounded_grids.sort(key=lambda pair: pair[0])
     best_rank = (inf, 0)
     best: tuple[_Grid, list[int]] | None = None
-    # In the order of their bounds, so that the search can end early.
-    for bound, grid in bounded:
-        # No assignment of this grid, or of the grids after it, is faster than the best one so far.
+    # In the order of the lower bounds of their times, so that the search can end early.
+    for bound, grid in bounded_grids:
+        # Neither this grid nor a later one can be faster than the best grid so far.
         if bound > best_rank[0]:
             break
         owners, time = grid.owners(speeds, source)
@@ -479,25 +488,26 @@ def _trace_between(
     before: list[Range] | None,
     after: list[Range] | None,
 ) -> _AxisTiles:
-    """Return the ranges needed and computed along one axis with data from the neighbours."""
-    needs = [out]
-    makes = [out]
+    """Return the ranges that tiles need and compute along one axis if they reuse the neighbours' ranges of each map."""
+    # From the last layer backwards, and reversed in the end.
+    needed = [out]
+    computed = [out]
     for index in reversed(range(len(layers))):
         layer = layers[index]
         size = layer.input[axis]
-        needs.append(needed_range(layer, makes[-1], size))
-        # The image comes from the source in full.
-        if index:
+        needed.append(needed_range(layer, computed[-1], size))
+        # The input of layer 0 is the image, which the source sends in full.
+        if index > 0:
             lent_before = None if before is None else before[index]
             lent_after = None if after is None else after[index]
-            makes.append(remaining_range(needs[-1], lent_before, lent_after))
-    return _AxisTiles(needs[::-1], makes[::-1])
+            computed.append(remaining_range(needed[-1], lent_before, lent_after))
+    return _AxisTiles(needed[::-1], computed[::-1])
 
 
 def tile_multiplications(
     layers: Sequence[GraphLayer], made: Sequence[Region]
 ) -> list[int]:
-    """Return the multiplications of each layer in a tile computing these regions of the layers' outputs."""
+    """Return the multiplications of each layer in a tile that computes the regions ``made`` of the layers' outputs."""
     products = []
     for layer, region in zip(layers, made, strict=True):
         pixels = layer.output[1] * layer.output[2]
@@ -508,7 +518,7 @@ def tile_multiplications(
 def tile_costs(
     layers: Sequence[GraphLayer], made: Sequence[Region], samples: int
 ) -> list[Cost]:
-    """Return the cost of each layer in a tile computing these regions: its share of pixels and all weights."""
+    """Return the cost of each layer in a tile that computes the regions ``made``, for ``samples`` samples."""
     by_layer = []
     for layer, region in zip(layers, made, strict=True):
         _, height, width = layer.output
@@ -523,7 +533,7 @@ def tile_costs(
 def redundant_multiplications(
     layers: Sequence[GraphLayer], made: Sequence[Sequence[Region]]
 ) -> int:
-    """Return the extra multiplications of these regions over an undivided computation (halo overhead)."""
+    """Return the multiplications beyond an undivided computation; ``made`` has the computed regions of each tile."""
     redundant = -sum(layer.multiplications for layer in layers)
     for regions in made:
         redundant += sum(tile_multiplications(layers, regions))

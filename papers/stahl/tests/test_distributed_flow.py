@@ -47,7 +47,7 @@ def make_devices(speeds):
 def count_traffic_through_source(graph, plan):
     """Count the elements sent through the source, one at a time."""
     source, count, total = plan.source, len(plan.devices), 0
-    values = [*range(plan.tiled - 1, len(graph.layers))]
+    values = [*range(plan.tiled_count - 1, len(graph.layers))]
     computed = {
         value: np.zeros((count, graph.outputs_of(value)), bool) for value in values
     }
@@ -130,11 +130,13 @@ def test_values_are_computed_once_and_reach_devices_that_need_them(
             make_devices(speeds),
             plan_settings(scheme=scheme, tiled_layers=0, exchange=exchange),
         ).flow
-        for value, homes in flow.homes.items():
+        for value, made_ranges in flow.made_ranges.items():
             if value < 0 or not flow.graph.layers[value].is_route:
-                assert sum(home.size for home in homes) == graph.outputs_of(value)
-            for device, wanted_pieces in enumerate(flow.wants[value]):
-                available = [homes[device], *parts_received(flow, value, device)]
+                assert sum(
+                    made_range.size for made_range in made_ranges
+                ) == graph.outputs_of(value)
+            for device, wanted_pieces in enumerate(flow.needed_pieces[value]):
+                available = [made_ranges[device], *parts_received(flow, value, device)]
                 for piece in wanted_pieces:
                     assert not subtract_all(piece, available)
 
@@ -142,12 +144,12 @@ def test_values_are_computed_once_and_reach_devices_that_need_them(
 def parts_received(flow, value, device):
     """Return the parts of a value sent to the device, directly or through the source."""
     parts = []
-    for sender, home in enumerate(flow.homes[value]):
-        if home.size == 0:
+    for sender, made_range in enumerate(flow.made_ranges[value]):
+        if made_range.size == 0:
             continue
         transfers = [
-            *flow.receivers(value, sender, home),
-            *flow.forwarded(value, sender, home),
+            *flow.receivers(value, sender, made_range),
+            *flow.forwarded(value, sender, made_range),
         ]
         parts.extend(part for receiver, part in transfers if receiver == device)
     return parts

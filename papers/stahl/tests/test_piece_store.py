@@ -16,7 +16,7 @@ def test_input_is_assembled_from_pieces_of_several_values():
     origins = (Origin(0, Range(2, 4), 0), Origin(1, Range(0, 1), 2))
 
     async def fill():
-        waiting = asyncio.create_task(store.all_of(origins))
+        waiting = asyncio.create_task(store.wait_for_input(origins))
         await asyncio.sleep(0)
         store.put(0, 0, torch.arange(8.0).reshape(1, 8))
         await asyncio.sleep(0)

@@ -24,7 +24,7 @@ from testbed_stahl.demands import count_multiplications, memory_needs
 from testbed_stahl.plan import Region
 from testbed_stahl.request_work import Ledger
 from testbed_stahl.tile_work import compute_tile
-from testbed_stahl.tiles import is_late, redundant_multiplications
+from testbed_stahl.tiles import redundant_multiplications, waits_for_neighbours
 from tests.helpers.graphs import plan_settings, yolov2
 from tests.helpers.inferences import CNN, distributed_scenario, run_inference
 from tests.helpers.runs import fields_of
@@ -88,7 +88,7 @@ def test_tiles_with_reuse_equal_undivided_layers_exactly(
     ledger, lent = Ledger("a", 1e12), {}
     tiles = list(enumerate(flow.plan.tiles))
     # Late tiles borrow from early ones, which must be computed first.
-    tiles.sort(key=lambda item: is_late(item[1].row, item[1].column))
+    tiles.sort(key=lambda item: waits_for_neighbours(item[1].row, item[1].column))
     for number, tile in tiles:
         borrowed = {
             lender: tensor
@@ -115,14 +115,14 @@ def test_pixels_of_tile_come_from_exactly_one_tile(
         data.draw(st.integers(1, min(5, width))),
     )
     for number, tile in enumerate(flow.plan.tiles):
-        regions = zip(tile.regions[1:], flow.computed[number], strict=True)
+        regions = zip(tile.regions[1:], flow.computed_regions[number], strict=True)
         for layer, (region, computed) in enumerate(regions):
             counts = torch.zeros(1, *layers[layer].output[1:])
             cut(counts, computed).add_(1)
             for overlap in chain.from_iterable(flow.overlaps.values()):
                 if (overlap.borrower, overlap.layer) == (number, layer):
                     cut(counts, overlap.region).add_(1)
-                    lent = flow.computed[overlap.lender][layer]
+                    lent = flow.computed_regions[overlap.lender][layer]
                     assert is_inside(overlap.region, lent)
             assert counts.sum() == region.pixels
             needed = cut(counts, region)
@@ -148,7 +148,7 @@ def test_reuse_saves_computation_and_traffic_for_yolov2() -> None:
             make_devices(6),
             plan_settings("lop", tiled_layers=16, tile_grid=(3, 4), **options),
         ).flow
-        redundant = redundant_multiplications(YOLO.layers[:16], flow.computed)
+        redundant = redundant_multiplications(YOLO.layers[:16], flow.computed_regions)
         shares.append(redundant / YOLO.multiplications)
         traffic.append(sent_elements(tile_transfers(flow)))
     assert shares[1] == shares[2] < shares[0] / 6
@@ -163,7 +163,7 @@ def test_reuse_saves_computation_and_traffic_for_yolov2() -> None:
     flow = flow_of(layers, 1, 2, devices=2)
     ((pair, (overlap,)),) = flow.overlaps.items()
     assert (pair, overlap.layer, overlap.region) == ((0, 1), 0, (0, 8, 3, 5))
-    assert [region.pixels for region in flow.computed[1]] == [8 * 3, 8 * 4]
+    assert [region.pixels for region in flow.computed_regions[1]] == [8 * 3, 8 * 4]
     assert flow.plan.tiles[1].regions[0] == (0, 8, 4, 8)
 
 
@@ -202,7 +202,7 @@ def test_run_with_reuse_is_correct_within_planned_memory(exchange, grid) -> None
     )
     assert computed == 3 * 2 * 2 * sum(
         sum(row)
-        for row in count_multiplications(inference.flow)[: inference.flow.tiled]
+        for row in count_multiplications(inference.flow)[: inference.flow.tiled_count]
     )
 
 

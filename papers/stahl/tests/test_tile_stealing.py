@@ -9,7 +9,7 @@ from testbed.ml.models.graph import graph_of
 from testbed.trace.metrics import metrics
 from testbed_stahl.demands import memory_needs
 from testbed_stahl.method import DECLARED
-from testbed_stahl.tile_work import tile_queue
+from testbed_stahl.tile_work import make_tile_queue
 from tests.helpers.inferences import CNN, distributed_scenario, run_inference
 from tests.helpers.runs import fields_of
 
@@ -21,7 +21,9 @@ def make_queue(rows, columns, devices=2, overlap="compute"):
     flow = flow_of(
         LAYERS, rows, columns, devices, {"tile_overlap": overlap, "tile_stealing": True}
     )
-    return flow, tile_queue(flow, [device.speed for device in make_devices(devices)])
+    return flow, make_tile_queue(
+        flow, [device.speed for device in make_devices(devices)]
+    )
 
 
 def test_device_takes_own_tiles_first_and_one_at_once() -> None:
