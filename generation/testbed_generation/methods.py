@@ -466,7 +466,7 @@ def _ring_options(problem: GenerateProblem[StagesOptions]) -> RingOptions:
 
 
 def refuse_draft(problem: GenerateProblem[Any], remedy: str) -> None:
-    """Raise `InputError` if the scenario has a draft model; ``remedy`` ends the message, such as "use the method ..."."""
+    """Raise `InputError` if the scenario has a draft model; ``remedy``, such as another method, ends the message."""
     if problem.draft is not None:
         raise InputError(
             f"this method generates one token at a time: leave 'draft' out, or {remedy}",
