@@ -113,7 +113,7 @@ def code_of(name: str) -> Code | None:
 
 
 def list_names() -> list[str]:
-    """Return the names of all models, those of installed packages last.
+    """Return the names of all models, with models of installed packages last.
 
     >>> "mlp" in list_names()
     True

@@ -60,7 +60,7 @@ class Unit:
 
     @cached_property
     def _layer_inputs(self) -> list[tuple[Layer, Shape]]:
-        """Each layer with its input shape."""
+        """The layers, each with the shape of the layer's input."""
         input_shapes = self._shapes[:-1]
         return list(zip(self.layers, input_shapes, strict=True))
 
@@ -79,7 +79,7 @@ class Unit:
 
     @cached_property
     def frozen_parameters(self) -> int:
-        """Number of stored values that are not trained."""
+        """Number of frozen values, stored but not trained."""
         values = 0
         for layer, shape in self._layer_inputs:
             values += layer.frozen_parameters(shape)
@@ -298,7 +298,7 @@ class Model:
         return [self.output_shape(source) for source in self.reads(index)]
 
     def tied_weight_across(self, cut: int) -> TiedWeight | None:
-        """Return a weight used on both sides of a cut, the first of several; None if there is none."""
+        """Return a weight used on both sides of a cut, the first of several; None if the sides share no weight."""
         for tied in self.tied_weights:
             if tied.units[0] < cut <= tied.units[-1]:
                 return tied
@@ -306,7 +306,7 @@ class Model:
 
     @property
     def untied_parts(self) -> int:
-        """Largest number of parts into which cuts divide the model so that no two parts use the same weight."""
+        """Largest number of parts into which cuts can divide the model without separating units sharing a weight."""
         parts = 1
         for cut in range(1, len(self.units)):
             if self.tied_weight_across(cut) is None:
@@ -401,7 +401,7 @@ class Model:
 
     @property
     def frozen_parameters(self) -> int:
-        """Number of stored values that are not trained."""
+        """Number of frozen values, stored but not trained."""
         return sum(unit.frozen_parameters for unit in self.units)
 
     @property
@@ -596,7 +596,7 @@ def chain(
 
 
 def _check_routes(routes: Mapping[int, tuple[int, ...]]) -> None:
-    """Raise ValueError for a unit that reads nothing, itself, a later unit, or another unit twice."""
+    """Raise ValueError for a unit reading nothing, itself, a later unit, or another unit twice."""
     for index, sources in routes.items():
         has_repetition = len(set(sources)) < len(sources)
         are_earlier = all(INPUT <= source < index for source in sources)

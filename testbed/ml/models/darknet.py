@@ -52,7 +52,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution of a model as a file stores it."""
+    """One convolution of a model, as stored in a file."""
 
     name: str
     """The name of its module in `Model.build`."""
@@ -91,7 +91,7 @@ def convolutions(model: Model) -> Iterator[Convolution]:
 
 
 def check(path: Path, model: Model) -> Header:
-    """Return the header of a file with exactly this model's size; raises `InputError` for other files."""
+    """Return the header of a file of exactly the model's size; raises `InputError` for other files."""
     try:
         with path.open("rb") as file:
             header = _read_header(path, file)
@@ -189,7 +189,7 @@ def _read_values(
     convolution: Convolution,
     count: int,
 ) -> FileValues:
-    """Read the next ``count`` values of a file; raises `InputError` for values that are not finite.
+    """Read the next ``count`` values of a file; raises `InputError` for non-finite values.
 
     ``path`` and ``convolution`` are named in the error.
     """

@@ -167,7 +167,7 @@ def _area(box: Box) -> float:
 
 
 def suppress(boxes: Sequence[Box], limit: float) -> list[Box]:
-    """Return the boxes without those that overlap a better box of their class by more than ``limit``.
+    """Return the boxes overlapping no better box of their class by more than ``limit``.
 
     ``boxes`` and the result are sorted, best first. The overlap is the intersection over union.
     """

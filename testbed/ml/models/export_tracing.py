@@ -46,7 +46,7 @@ _NORMALISATIONS = (
 
 
 class TensorOutput(nn.Module):
-    """The user's network behind one signature: it takes a tensor for each input, and returns one tensor.
+    """The user's network with a uniform signature: from a tensor for each input to a single tensor.
 
     Without ``fields`` the only input are the samples, (samples, ...). With ``fields`` there is one tensor for each of
     them, (samples, *shape of the field), which the network receives by position, by name, or as one mapping.
@@ -74,7 +74,7 @@ class TensorOutput(nn.Module):
 
 
 def trace_by_export(maker: Maker, input_spec: InputSpec) -> TracedNetwork:
-    """Export a network as it is in training, and measure the nodes of its graph.
+    """Export a network in training mode, and measure the nodes of the graph.
 
     Raises `InputError` for code that torch cannot export, and for a network whose graph gives other results than the
     network itself, in training or in evaluation.
@@ -154,7 +154,7 @@ def _unchanged_buffers(network: nn.Module) -> Iterator[None]:
 
 
 def _find_constants(program: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that `forward` creates independently of its inputs, by the names they get in the network."""
+    """Return the tensors created by `forward` independently of the inputs, by their names in the network."""
     signature = program.graph_signature.inputs_to_lifted_tensor_constants
     constants = {}
     for name in signature.values():
@@ -172,7 +172,7 @@ def _check_results(
     samples: torch.Tensor,
     inputs: Sequence[torch.Tensor],
 ) -> None:
-    """Raise `InputError` if a graph gives other results than its network, in training or in evaluation.
+    """Raise `InputError` if a graph gives other results than the network, in training or in evaluation.
 
     A branch on `self.training`, for example, is exported as it is taken in training.
     """
@@ -205,7 +205,7 @@ def _run_seeded(module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.Tens
 
 
 class _FlatGraph:
-    """A copy of the graph of an exported program, as `TracedNetwork` needs it.
+    """A copy of the graph of an exported program, adapted for `TracedNetwork`.
 
     The graph of a program has a placeholder for each input, weight and buffer, and contains a graph for each `with`
     statement. The copy has one placeholder, for the samples, and contains no graphs. It reads weights and buffers from
@@ -273,7 +273,7 @@ class _FlatGraph:
         return self._copies[node]
 
     def _copy_input(self, node: fx.Node) -> fx.Node:
-        """Return the node that reads the weight, buffer, constant or input of a placeholder of the program."""
+        """Return the node reading the weight, buffer, constant or input of a placeholder of the program."""
         signature = self._program.graph_signature
         for paths in (signature.inputs_to_parameters, signature.inputs_to_buffers):
             if node.name in paths:
@@ -292,7 +292,7 @@ class _FlatGraph:
         return self.graph.call_function(entry, (self._samples, *position))
 
     def _copy_call(self, node: fx.Node) -> Any:
-        """Return the copy of a call, or the values that replace the call.
+        """Return the copy of a call, or the values replacing the call.
 
         Raises `InputError` for an operation that a graph divided into units cannot have.
         """
@@ -347,7 +347,7 @@ class _FlatGraph:
     def _copy_in_place(
         self, node: fx.Node, target: OpOverload, args: Any, kwargs: Any
     ) -> Any:
-        """Replace an operation in place by the one that returns a new tensor, which all later nodes read instead.
+        """Replace an in-place operation by the one returning a new tensor, which all later nodes read instead.
 
         Raises `InputError` if later nodes read the same memory through other tensors as well.
         """
@@ -371,7 +371,7 @@ class _FlatGraph:
         return copy
 
     def _is_read_later(self, changed: fx.Node, node: fx.Node) -> bool:
-        """Return whether memory that ``node`` changes is read later through another tensor than ``changed``.
+        """Return whether memory changed by ``node`` is read later through another tensor than ``changed``.
 
         Such a tensor is the one of which ``changed`` is a view, or another view of the same tensor.
         """
@@ -409,7 +409,7 @@ class _FlatGraph:
         )
 
     def _normalisation_path(self, node: fx.Node) -> str:
-        """Return the path of the normalisation module whose whole forward is ``node``; empty if there is none.
+        """Return the path of the normalisation module whose whole forward is ``node``; empty if no module matches.
 
         The module's forward must be torch's. A user's module may call `functional.batch_norm`, or the forward of its
         base class, among other operations: calling the module in place of the node would repeat these.
@@ -425,7 +425,7 @@ class _FlatGraph:
 
 
 def _module_stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
-    """Return the modules that a node was created in, outermost first and without the network itself.
+    """Return the modules in which a node was created, outermost first and without the network itself.
 
     Keys are the exporter's, one for each call of a module; values are the module's path in the network and its type.
     """
@@ -449,7 +449,7 @@ def _node_location(node: fx.Node) -> dict[str, Any]:
 
 
 def _source_line(node: fx.Node) -> str:
-    """Return "FILE:LINE: " of the user's line that created a node, as a prefix of errors; empty if it is unknown."""
+    """Return "FILE:LINE: " of the user's line creating a node, as a prefix of errors; empty if unknown."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
     frames = [line for line in lines if line.startswith("File ")]
     if not frames:

@@ -233,7 +233,7 @@ def _trace_in_mode(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message.
+    """Return the type of an error and the first line of the message.
 
     >>> first_line(ValueError("no such axis\\nstack: ..."))
     'ValueError: no such axis'
@@ -244,7 +244,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _follow_mode(tracer: _Tracer, evaluation_graph: fx.Graph, maker: Maker) -> None:
-    """Change the graph traced in training so that it also computes the results of evaluation.
+    """Change the graph traced in training to compute the results of evaluation as well.
 
     Arguments that differ in ``evaluation_graph`` are replaced by nodes that depend on the attribute `training` of the
     unit's module. Raises `InputError` for any other difference between the two graphs.
@@ -367,7 +367,7 @@ def make_samples(input_spec: InputSpec, size: int) -> torch.Tensor:
 
 
 class _ValueProxy(fx.Proxy):
-    """The proxy that the user's code gets in place of a tensor; the tracer has its value for both batch sizes."""
+    """The proxy of a tensor in the user's code; the tracer has the tensor's value for both batch sizes."""
 
     def __getattr__(self, k: str) -> Any:
         value = getattr(self.tracer.values(self.node)[0], k)  # type: ignore[attr-defined]
@@ -517,7 +517,7 @@ class _Tracer(fx.Tracer):
         is_module: bool,
         concrete_args: Any = None,
     ) -> Any:
-        """Return the function to trace and its arguments: the network and the samples.
+        """Return the function to trace and the arguments: the network and the samples.
 
         ``root_fn`` is the network's `forward`. Arguments besides the inputs keep their defaults.
         """
@@ -688,7 +688,7 @@ class _Tracer(fx.Tracer):
         return small if is_equal else proxy
 
     def _current_line(self) -> str | None:
-        """Return the line of the user's file that is traced now, as FILE:LINE; None outside of the file."""
+        """Return the line of the user's file being traced, as FILE:LINE; None outside of the file."""
         # Faster than torch's own way, a full traceback for each node.
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename != self._file:
@@ -743,7 +743,7 @@ class _Tracer(fx.Tracer):
 
 
 def _innermost_names(names: Sequence[str]) -> list[str]:
-    """Return the module names without those of modules that contain another named module.
+    """Return the names of the modules containing no other named module.
 
     A user may name a module and modules within: the outer module is then entered, and the inner ones are leaf modules.
     """
@@ -768,7 +768,7 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def _can_call_layers(module: nn.RNNBase, args: Any, kwargs: Any) -> bool:
-    """Return whether a recurrent network has several layers, and its call with these arguments can be divided.
+    """Return whether a recurrent network has several layers, and a call with the arguments can be divided.
 
     A call with initial states cannot be divided, since `recurrent_layer` begins with zeros.
     """
@@ -790,7 +790,7 @@ def _recurrent_weights(module: nn.RNNBase, layer: int, directions: int) -> list[
 
 
 def _check_method(method: str) -> None:
-    """Raise `InputError` for a method of tensors that reads values, or changes the tensor in place."""
+    """Raise `InputError` for a method of tensors reading values, or changing the tensor in place."""
     if method in ("item", "tolist"):
         raise InputError(f".{method}() reads values of a tensor: {_REMEDY}")
     # Methods such as `add_` change the tensor; `__getitem__` and the like do not.

@@ -27,7 +27,7 @@ from testbed.ml.models.slices import Channels, Slice
 
 @dataclass(frozen=True)
 class GraphLayer:
-    """A main layer and the element-wise layers after it, or a route."""
+    """A main layer and the following element-wise layers, or a route."""
 
     name: str
     sequence: tuple[Layer, ...]
@@ -101,7 +101,7 @@ class GraphLayer:
 
     @cached_property
     def division(self) -> Division:
-        """How several devices can share the main layer, and thus also the element-wise layers after it."""
+        """How several devices can share the main layer, and thus also the following element-wise layers."""
         # A route computes nothing.
         return self.sequence[0].division if self.sequence else "moves"
 
@@ -122,7 +122,7 @@ class GraphLayer:
 
     @cached_property
     def window(self) -> PixelWindow | None:
-        """Window of input pixels read for one output pixel; None for layers that cannot be divided into tiles."""
+        """Window of input pixels read for one output pixel; None for layers not divisible into tiles."""
         return self.sequence[0].window if self.sequence else None
 
     @cached_property
@@ -157,7 +157,7 @@ class GraphLayer:
 
     @cached_property
     def whole_slice(self) -> Slice:
-        """The slice that is the whole layer."""
+        """The whole layer as a slice."""
         outputs = range(self.output_channels)
         return Slice(outputs, range(self.input_channels), outputs)
 
@@ -412,7 +412,7 @@ def _layers_of_unit(
 
 
 def _group_layers(unit: Unit, *, has_several_inputs: bool) -> list[list[int]]:
-    """Return for each main layer the positions in the unit of this layer and of the element-wise layers after it.
+    """Return for each main layer the positions in the unit of the layer and the following element-wise layers.
 
     A unit that has several inputs, or no layers, begins with a route, which is an empty group.
     """

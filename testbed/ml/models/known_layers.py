@@ -130,7 +130,7 @@ def _agree_with_torch(
     output_shape: Shape,
     trained_values: int,
 ) -> bool:
-    """Return whether layers have the output size and the number of trained values that torch measured.
+    """Return whether layers have the output size and the number of trained values measured by torch.
 
     A safeguard: wrongly recognised layers are not used.
     """

@@ -136,7 +136,7 @@ class Layer:
         return math.prod(weight_shape) if weight_shape else 0
 
     def frozen_parameters(self, shape: Shape) -> int:
-        """Number of stored values that are not trained: parameters whose `requires_grad` is off."""
+        """Number of frozen values: parameters whose `requires_grad` is off."""
         return 0
 
     def flops(self, shape: Shape) -> float:
@@ -150,7 +150,7 @@ class Layer:
         return math.prod(self.output(shape))
 
     def accesses(self, shape: Shape) -> int:
-        """Number of values that forward reads and writes for one sample: inputs and outputs, without weights."""
+        """Number of values read and written by forward for one sample: inputs and outputs, without weights."""
         return math.prod(shape) + math.prod(self.output(shape))
 
     def cost(self, shape: Shape) -> Cost:
@@ -182,7 +182,7 @@ class Layer:
         generator: torch.Generator,
         part: Slice,
     ) -> dict[str, torch.Tensor]:
-        """Draw initial weights as `build` does; return those of the slice ``part`` by their names in the module.
+        """Draw initial weights as `build` does; return the weights of the slice ``part`` by their names in the module.
 
         The generator advances as in `build`, whatever the slice, so the layers after this one get the same weights as
         in the whole model. Empty tensors are omitted. A slice of an indivisible layer is the whole layer.
@@ -243,7 +243,7 @@ def shapes_through(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
 def build_sequence(
     layers: Sequence[Layer], shape: Shape, generator: torch.Generator
 ) -> nn.Sequential:
-    """Build a sequence of layers, drawing their weights in this order.
+    """Build a sequence of layers, drawing their weights in the same order.
 
     >>> build_sequence([Linear(8), ReLU()], (4,), torch.Generator().manual_seed(1))
     Sequential(
@@ -267,7 +267,7 @@ def _check_image(shape: Shape, layer_name: str) -> tuple[int, int, int]:
 
 
 def _window_count(size: int, window: PixelWindow, layer_name: str) -> int:
-    """Return the number of window positions along an axis of ``size`` pixels; raises ValueError if there are none."""
+    """Return the number of window positions along an axis of ``size`` pixels; raises ValueError if none fits."""
     padded_size = size + 2 * window.padding
     positions = (padded_size - window.kernel) // window.stride + 1
     if padded_size < window.kernel or positions < 1:
@@ -307,7 +307,7 @@ def _draw_slice(
 
 
 def _assign_weights(module: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Replace the weights of a module on the meta device by those of ``state``, by name.
+    """Replace the weights of a module on the meta device by the tensors of ``state``, by name.
 
     Modules are constructed on the meta device because torch then draws no weights from its global generator. Torch's
     method for moving a module from there, ``to_empty``, imports sympy: a second and 48 MB on every device.
@@ -538,7 +538,7 @@ class BatchNorm2d(Layer):
 
 @dataclass(frozen=True)
 class Conv2d(Layer):
-    """Square convolution; ``groups`` equal to the input channels makes it depthwise.
+    """Square convolution, depthwise if ``groups`` equals the number of input channels.
 
     >>> layer = Conv2d(16, padding=1)
     >>> layer.output((3, 32, 32)), layer.parameters((3, 32, 32))
@@ -677,7 +677,7 @@ class Linear(Layer):
 
 
 def _whole_slice(weight_shape: Shape) -> Slice:
-    """Return the slice that is a whole layer, from the shape of the layer's weights."""
+    """Return a whole layer as a slice, from the shape of the layer's weights."""
     outputs = range(weight_shape[0])
     inputs = range(weight_shape[1])
     return Slice(rows=outputs, columns=inputs, channels=outputs)
@@ -685,7 +685,7 @@ def _whole_slice(weight_shape: Shape) -> Slice:
 
 @dataclass(frozen=True)
 class Residual(Layer):
-    """The sum of a block's output and its input, as in ResNet: block(x) + shortcut(x)."""
+    """The sum of a block's output and input, as in ResNet: block(x) + shortcut(x)."""
 
     block: tuple[Layer, ...]
     shortcut: tuple[Layer, ...] = ()
@@ -712,7 +712,7 @@ class Residual(Layer):
         return block
 
     def _inner_layers(self, shape: Shape) -> list[tuple[Layer, Shape]]:
-        """Each layer of block and shortcut with its input shape; both paths begin with the same input."""
+        """The layers of block and shortcut, each with an input shape; both paths begin with the same input."""
         inner: list[tuple[Layer, Shape]] = []
         for path in (self.block, self.shortcut):
             # Not strict: there is one shape more than there are layers, the output of the last layer.

@@ -26,7 +26,7 @@ DOWN, UP = "lora_down", "lora_up"
 
 @dataclass(frozen=True)
 class Lora:
-    """Rank and scale of adapters, and the layers that get one."""
+    """Rank and scale of adapters, and the adapted layers."""
 
     rank: int
     alpha: float
@@ -121,7 +121,7 @@ def is_adapter(name: str) -> bool:
 
 
 def initial_values(name: str, model_tensor: Tensor) -> Tensor:
-    """Return the initial values of an adapter's tensor that a weights file lacks.
+    """Return the initial values of an adapter's tensor missing from a weights file.
 
     ``model_tensor`` has the shape and type of the tensor.
     """

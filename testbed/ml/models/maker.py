@@ -70,7 +70,7 @@ class MeasuredUnit(Layer):
     """Builds the unit as a module whose inputs arrive as one tensor, (samples, values); None if only the model can
     build the unit."""
     frozen_values: int = 0
-    """Number of values that are not trained."""
+    """Number of frozen values, stored but not trained."""
 
     # Methods that divide layers among devices divide `known_layers` in place of the unit, if there are any.
     division = "no"
@@ -90,7 +90,7 @@ class MeasuredUnit(Layer):
         return self.trained_values
 
     def frozen_parameters(self, shape: Shape) -> int:
-        """Number of values that are not trained."""
+        """Number of frozen values, stored but not trained."""
         return self.frozen_values
 
     def weights(self, shape: Shape) -> int:

@@ -57,7 +57,7 @@ def measure_node(
     weights: Collection[int],
     device: str = "cpu",
 ) -> Measure:
-    """Execute one node of a graph and return its measurements.
+    """Execute one node of a graph and return the measurements.
 
     Args:
         root: the network, whose modules and attributes the node names.
@@ -107,7 +107,7 @@ def storage_ids(root: nn.Module) -> frozenset[int]:
 
 
 class _CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the cost of all operations executed in its context.
+    """Context manager adding up the cost of all operations executed within.
 
     An operation costs its FLOPs, and the bytes of the tensors that it reads and creates. Views, such as a transpose,
     cost nothing.

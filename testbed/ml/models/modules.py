@@ -81,10 +81,10 @@ class Joined(nn.Sequential):
 
 
 class SplitInputs(nn.Module):
-    """Wraps a unit with several arguments, so that it takes one tensor with the values of all arguments."""
+    """Wraps a unit with several arguments to take one tensor with the values of all arguments."""
 
     def __init__(self, unit: nn.Module, shapes: Sequence[Shape]) -> None:
-        """``shapes`` are those of the unit's arguments for one sample, in order."""
+        """``shapes`` are the shapes of the unit's arguments for one sample, in order."""
         super().__init__()
         self._shapes = shapes
         # State dictionaries have the names of the unit, without the prefix "unit." of the wrapper.
@@ -149,7 +149,7 @@ class Segment(nn.Sequential):
         input: torch.Tensor,  # noqa: A002 - torch's name of the argument
         before: Callable[[str], object] | None = None,
     ) -> torch.Tensor:
-        """Run the units and return the tensors crossing the cut behind them, as one tensor.
+        """Run the units and return the tensors crossing the cut behind the last unit, as one tensor.
 
         ``input`` is (samples, ...), with several tensors flattened and joined. If given, ``before`` is called with each
         unit's name before the unit runs. Outputs of units are dropped after their last use.
@@ -171,7 +171,7 @@ class Segment(nn.Sequential):
 def _split_tensors(
     joined: torch.Tensor, crossing: Sequence[UnitOutput]
 ) -> dict[int, torch.Tensor]:
-    """Return the tensors crossing a cut, each (samples, ...), by the index of the unit that computes them."""
+    """Return the tensors crossing a cut, each (samples, ...), by the index of the computing unit."""
     if len(crossing) == 1:
         # A single tensor is not flattened.
         [(index, _)] = crossing

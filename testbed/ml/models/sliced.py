@@ -66,7 +66,7 @@ def cut_copies(
 def draw_tensors(
     model: Model, slices: Iterable[tuple[GraphLayer, Slice]], seed: int
 ) -> dict[str, torch.Tensor]:
-    """Draw slices of the model's initial weights, equal to `cut_tensors` of the whole model drawn with this seed.
+    """Draw slices of the model's initial weights, equal to `cut_tensors` of the whole model drawn with the same seed.
 
     Weights outside of the slices are in memory only one block at a time, since a model may not fit into one device.
     ``slices`` are in the order of the model. Units of a user's network are built whole and then cut.
@@ -209,7 +209,7 @@ class SlicedLayer:
     def tile(
         self, inputs: torch.Tensor, around: tuple[int, int, int, int]
     ) -> torch.Tensor:
-        """Compute all channels of a tile, a rectangle of the output, from the rectangle of the input that it needs.
+        """Compute all channels of a tile, a rectangle of the output, from the required rectangle of the input.
 
         Both are (samples, channels, height, width). ``around`` is the padding of the input in pixels: left, right, top
         and bottom. Only edges of the whole image are padded; at other edges, the input contains the pixels of
@@ -224,7 +224,7 @@ class SlicedLayer:
         return self._finish_maps(values, self.part.channels)
 
     def run(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute the slice's output channels from all input channels that they need; both are (samples, elements).
+        """Compute the slice's output channels from all required input channels; both are (samples, elements).
 
         A layer with weights needs the complete input, and a channel-wise layer the slice's channels of the input. An
         indivisible layer is computed whole.
@@ -271,7 +271,7 @@ class SlicedLayer:
         return modules
 
     def _build_indivisible(self) -> nn.Sequential:
-        """Return the module of an indivisible layer and the layers after it, with the tensors of the slice."""
+        """Return the module of an indivisible layer and the following layers, with the tensors of the slice."""
         modules = nn.Sequential()
         sequence = self.layer.sequence
         input_shapes = shapes_through(sequence, self.layer.main_input)
@@ -296,7 +296,7 @@ def _tensors_of(module: str, state: Tensors) -> dict[str, torch.Tensor]:
 
 
 class SlicedShape:
-    """The counterpart of `SlicedLayer` that computes no values, only the shapes of results, for timing-only inference.
+    """The counterpart of `SlicedLayer` computing no values, only the shapes of results, for timing-only inference.
 
     Results are tensors on torch's meta device. The methods have the arguments of those of `SlicedLayer`.
     """
@@ -393,7 +393,7 @@ class DenseGradients:
 
 
 def is_dense(layer: GraphLayer) -> bool:
-    """Return whether a layer is fully connected with a ReLU or nothing after it, as `DenseGradients` requires.
+    """Return whether a layer is fully connected and followed by a ReLU or nothing, as `DenseGradients` requires.
 
     >>> from testbed.ml.models.catalog import create
     >>> from testbed.ml.models.graph import graph_of

@@ -21,7 +21,7 @@ NO_CHANNELS = range(0)
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of one layer that a device stores and computes.
+    """The part of one layer stored and computed by a device.
 
     From the input channels ``columns``, the device computes partial sums of the output channels ``rows``. As soon as
     the sums of the output channels ``channels`` are complete, the device finishes these: it adds the bias, normalises

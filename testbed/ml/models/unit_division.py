@@ -129,7 +129,7 @@ def _trace_network(
 
 @dataclass
 class _Operations:
-    """The operations of a traced network, in the order of execution, and the tensors that cross cuts between them.
+    """The operations of a traced network, in the order of execution, and the tensors crossing the cuts in between.
 
     Here, a cut is the index of an operation: cut i lies between the operations i - 1 and i.
     """
@@ -174,7 +174,7 @@ class _Operations:
         return small[node.name].value, large[node.name].value
 
     def with_local_nodes(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return nodes together with all local nodes that they need, in the order of the graph."""
+        """Return nodes together with all required local nodes, in the order of the graph."""
         needed: set[fx.Node] = set()
         pending = list(nodes)
         while pending:
@@ -300,7 +300,7 @@ def _mask_nodes(
 
 
 def _is_mask(traced: TracedNetwork, node: fx.Node, sources: Sequence[fx.Node]) -> bool:
-    """Return whether a node is a mask; ``sources`` are its inputs that depend on samples: the samples and masks."""
+    """Return whether a node is a mask; ``sources`` are the node's inputs depending on samples: samples and masks."""
     small, _ = traced.measures
     if node.op == "output" or small[node.name].has_flops:
         return False
@@ -353,7 +353,7 @@ def _used_parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> list[nn.Param
 
 
 def _called_normalisations(root: nn.Module, nodes: Iterable[fx.Node]) -> set[str]:
-    """Return the paths of the modules with running statistics that nodes call."""
+    """Return the paths of the modules with running statistics called by nodes."""
     called: set[int] = set()
     for node in nodes:
         if node.op == "call_module":
@@ -500,7 +500,7 @@ def _divides_block(operations: _Operations, cut: int) -> bool:
 
 
 def _calling_modules(node: fx.Node) -> list[str]:
-    """Return the paths of the modules around a node, outermost first, without the module that the node calls."""
+    """Return the paths of the modules around a node, outermost first, without the module called by the node."""
     # Both tracers store the path and the class of each module.
     stack = node.meta.get("nn_module_stack") or {}
     paths: list[str] = [path for path, _ in stack.values()]
@@ -510,7 +510,7 @@ def _calling_modules(node: fx.Node) -> list[str]:
 
 
 def _module_paths(node: fx.Node) -> list[str]:
-    """Return the paths of the modules around a node, outermost first, and of the module that the node calls."""
+    """Return the paths of the modules around a node, outermost first, and of the module called by the node."""
     paths = _calling_modules(node)
     if node.op == "call_module":
         paths.append(str(node.target))
@@ -601,7 +601,7 @@ class TracedUnits:
 
 
 def _hide_constants(unit: nn.Module, state_names: Collection[str]) -> None:
-    """Exclude buffers from a unit's state dictionary, except those in ``state_names``, the state of the user's network.
+    """Exclude buffers from a unit's state dictionary, unless named in ``state_names``, the state of the user's network.
 
     torch.fx makes a buffer of each tensor that a graph reads, also of constants.
     """
@@ -661,7 +661,7 @@ def _unit_output(
     nodes: Sequence[fx.Node],
     later_units: Sequence[Sequence[fx.Node]],
 ) -> fx.Node:
-    """Return the one operation of a unit, ``nodes``, that later units read; in the last unit, the last operation.
+    """Return the one operation of a unit, ``nodes``, read by later units; in the last unit, the last operation.
 
     The operation need not be the unit's last: operations whose result nobody reads may follow.
     """
@@ -725,7 +725,7 @@ def _describe_unit(
     output: fx.Node,
     trained_values: int,
 ) -> KnownLayers:
-    """Return the layers of a unit that is a sequence of known layers; empty for any other unit."""
+    """Return the layers of a unit consisting of a sequence of known layers; empty for any other unit."""
     # In a sequence, each operation has one tensor for the next operation, and the last one has the output.
     if output is not nodes[-1]:
         return ()
@@ -761,7 +761,7 @@ def _unit_graph(
     inputs: Sequence[fx.Node],
     output: fx.Node,
 ) -> fx.Graph:
-    """Return a graph of a unit's operations and the local nodes they need, with a placeholder for each input."""
+    """Return a graph of a unit's operations and the required local nodes, with a placeholder for each input."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for place, node in enumerate(inputs):
@@ -800,7 +800,7 @@ def _copy_size(
     first_input: fx.Node,
     graph: fx.Graph,
 ) -> Any:
-    """Return a size as a number, or as a node that multiplies the number of samples in ``first_input``.
+    """Return a size as a number, or as a node multiplying the number of samples in ``first_input``.
 
     ``values`` are the size, or a group of sizes, for the small and for the large batch. Raises `InputError` for a size
     that is no multiple of the number of samples, but depends on it.

@@ -149,7 +149,7 @@ def _load_pickle(path: Path) -> object:
 
 
 def _unwrap_checkpoint(path: Path, content: object) -> dict[str, torch.Tensor]:
-    """Return the `state_dict` in the content of a file, which is the `state_dict` or a checkpoint that contains it."""
+    """Return the `state_dict` in the content of a file, which is a `state_dict` or a checkpoint containing one."""
     for key in _CHECKPOINT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -213,7 +213,7 @@ def _match_names(path: Path, tensors: State, model: Model) -> dict[str, torch.Te
 def _names_in_file(
     model_state: State, tensors: State, model: Model
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the name in the file for each name of `Model.build`, and all names that the file may have.
+    """Return the name in the file for each name of `Model.build`, and all names allowed in the file.
 
     ``model_state`` is by the names of `Model.build`, and ``tensors`` by those in the file.
     """
@@ -299,7 +299,7 @@ def _list_names(names: Collection[str]) -> str:
 
 
 def facts(path: Path, model: Model) -> dict[str, Any]:
-    """Return the format, name, size and digest of a weights file, which identify it in results."""
+    """Return the format, name, size and digest of a weights file, to identify the file in results."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     identity = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}

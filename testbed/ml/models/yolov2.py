@@ -117,7 +117,7 @@ def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
 def _name_unit(
     index: int, layers: tuple[Layer, ...] | Layer | None
 ) -> tuple[str, tuple[Layer, ...]]:
-    """Return name and layers of a unit from its index and its entry in `_UNITS`."""
+    """Return name and layers of a unit from the unit's index and entry in `_UNITS`."""
     if layers is None:
         return f"route{index}", ()
     if isinstance(layers, tuple):
